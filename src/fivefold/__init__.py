@@ -1,0 +1,28 @@
+"""fivefold: communication-efficient distributed training on PyTorch.
+
+Sub-packages are resolved lazily: ``import fivefold`` loads no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fivefold import errors, lab, optim, report, testing, train, units
+
+__all__ = ["errors", "lab", "optim", "report", "testing", "train", "units"]
+
+__version__ = version("fivefold")
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return importlib.import_module(f"fivefold.{name}")
+    message = f"module 'fivefold' has no attribute {name!r}"
+    raise AttributeError(message)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,88 @@
+"""Entry point: assembles the command groups and turns errors into two lines and an exit code."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+
+from fivefold.errors import FivefoldError
+
+_INTERNAL_ERROR = 3
+_INTERRUPTED = 130
+
+app = typer.Typer(
+    name="fivefold",
+    help="Communication-efficient distributed training: train, emulate a slow network, report.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+def _print_version(value: bool) -> None:  # noqa: FBT001 - typer calls it with a positional bool
+    if value:
+        typer.echo(f"fivefold {version('fivefold')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    *,
+    debug: Annotated[bool, typer.Option(help="Show tracebacks and debug logging.")] = False,
+    show_version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version and exit.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    _ = show_version  # handled by the eager callback
+    logging.basicConfig(
+        level=logging.DEBUG if debug else logging.INFO,
+        format="%(message)s",
+        datefmt="%H:%M:%S",
+        handlers=[RichHandler(console=Console(stderr=True), show_path=debug, show_level=debug)],
+    )
+
+
+def main() -> None:
+    """Run the command line; the only place that ends the process.
+
+    Raises:
+        SystemExit: Always, with 0 for success, 1 for a user's error, 2 for an infeasible
+            request, 3 for an internal error and 130 after Ctrl-C.
+
+    Example:
+        $ fivefold --version
+    """
+    debug = "--debug" in sys.argv[1:]
+    try:
+        app()
+    except FivefoldError as error:
+        if debug:
+            raise
+        _print_error(error)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(_INTERRUPTED)
+    except Exception as error:
+        if debug:
+            raise
+        message = f"internal error: {type(error).__name__}: {error}"
+        hint = "run again with --debug for the traceback, and report it"
+        _print_error(FivefoldError(message, hint=hint))
+        sys.exit(_INTERNAL_ERROR)
+
+
+def _print_error(error: FivefoldError) -> None:
+    # Plain writes: rich would wrap long lines and read brackets in messages as markup.
+    sys.stderr.write(f"error: {error.message}\n")
+    if error.hint is not None:
+        sys.stderr.write(f"hint: {error.hint}\n")

@@ -1,0 +1,115 @@
+"""Exceptions of fivefold: one root, few leaves.
+
+Every leaf is also a subclass of the nearest built-in, so that callers who know nothing of
+fivefold can still catch it. A message says what is wrong and the value got; the hint says what
+is allowed and what to do. The command line prints the two as ``error:`` and ``hint:`` and maps
+the class to an exit code. This module imports nothing.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CheckpointError",
+    "CommunicationError",
+    "ConfigurationError",
+    "DataError",
+    "FivefoldError",
+    "InfeasibleError",
+    "ReplicaMismatchError",
+    "UnsupportedError",
+]
+
+
+class FivefoldError(Exception):
+    """Root of all errors that fivefold raises on purpose.
+
+    Args:
+        message: What is wrong, with the value that was got.
+        hint: What is allowed and what to do next; None where the message says it all.
+
+    Example:
+        >>> str(FivefoldError("tau is 0", hint="use a positive integer"))
+        'tau is 0; use a positive integer'
+    """
+
+    exit_code: int = 1
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message, hint)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return self.message if self.hint is None else f"{self.message}; {self.hint}"
+
+
+class ConfigurationError(FivefoldError, ValueError):
+    """An argument, a configuration key or a combination of them is not allowed.
+
+    Example:
+        >>> issubclass(ConfigurationError, ValueError)
+        True
+    """
+
+
+class DataError(FivefoldError, ValueError):
+    """Input data is missing, empty, of the wrong kind or damaged.
+
+    Example:
+        >>> issubclass(DataError, ValueError)
+        True
+    """
+
+
+class CheckpointError(FivefoldError, OSError):
+    """A checkpoint could not be written, or none that is whole could be read.
+
+    Example:
+        >>> issubclass(CheckpointError, OSError)
+        True
+    """
+
+    def __str__(self) -> str:
+        # OSError renders two arguments as "[Errno ...]"; a checkpoint error has no errno.
+        return FivefoldError.__str__(self)
+
+
+class CommunicationError(FivefoldError, ConnectionError):
+    """A collective failed or timed out; names rank, step and collective.
+
+    Example:
+        >>> issubclass(CommunicationError, ConnectionError)
+        True
+    """
+
+    def __str__(self) -> str:
+        return FivefoldError.__str__(self)
+
+
+class ReplicaMismatchError(FivefoldError, RuntimeError):
+    """Replicas that must be equal bit for bit are not; names the ranks that differ.
+
+    Example:
+        >>> issubclass(ReplicaMismatchError, RuntimeError)
+        True
+    """
+
+
+class UnsupportedError(FivefoldError, RuntimeError):
+    """This machine lacks something that the request needs (a permission, a tool, a device).
+
+    Example:
+        >>> issubclass(UnsupportedError, RuntimeError)
+        True
+    """
+
+
+class InfeasibleError(FivefoldError, ValueError):
+    """The request is well formed, but nothing satisfies it.
+
+    Example:
+        >>> InfeasibleError("no plan fits 16 GB").exit_code
+        2
+    """
+
+    exit_code = 2

@@ -1,0 +1,177 @@
+"""Quantities with units: text in files and on the command line, seconds and bytes inside.
+
+The library computes in seconds, bytes and bytes per second only. Decimal prefixes are powers of
+1000 (``MB``, ``Gbit/s``), binary ones powers of 1024 (``MiB``). A lower-case ``bit`` means bits.
+This module knows nothing of what the quantities measure.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from fivefold.errors import ConfigurationError
+
+__all__ = [
+    "format_bytes",
+    "format_bytes_per_s",
+    "format_duration_s",
+    "parse_bytes",
+    "parse_bytes_per_s",
+    "parse_duration_s",
+]
+
+_PREFIXES = {
+    "": 1,
+    "k": 10**3,
+    "K": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "Ki": 2**10,
+    "Mi": 2**20,
+    "Gi": 2**30,
+    "Ti": 2**40,
+}
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+_BITS_PER_BYTE = 8
+_NUMBER = r"(?P<number>[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?|\.[0-9]+)"
+_SIZE = re.compile(rf"{_NUMBER}\s*(?P<prefix>[kKMGT]i?)?(?P<unit>B|bytes?|bits?|b)")
+_RATE = re.compile(rf"{_NUMBER}\s*(?P<prefix>[kKMGT]i?)?(?P<unit>B|bytes?|bits?|b)(?:/s|ps)")
+_TIME = re.compile(rf"{_NUMBER}\s*(?P<unit>ns|us|µs|ms|s|min|h)")
+
+
+def parse_bytes(text: str | float) -> int:
+    """Read a size such as ``"10 MB"``, ``"4MiB"`` or a plain number of bytes.
+
+    Args:
+        text: Size with unit, or a number that is already in bytes.
+
+    Returns:
+        The size in bytes, rounded to the nearest integer.
+
+    Raises:
+        ConfigurationError: The text is not a size, or it is negative or not finite.
+
+    Example:
+        >>> parse_bytes("1.5 MB"), parse_bytes("4KiB"), parse_bytes("8 kbit")
+        (1500000, 4096, 1000)
+    """
+    return round(_parse_scaled(text, pattern=_SIZE, kind="size", example="10 MB"))
+
+
+def parse_bytes_per_s(text: str | float) -> float:
+    """Read a rate such as ``"200Mbit/s"``, ``"25 GB/s"`` or a number of bytes per second.
+
+    Args:
+        text: Rate with unit, or a number that is already in bytes per second.
+
+    Returns:
+        The rate in bytes per second.
+
+    Raises:
+        ConfigurationError: The text is not a rate, or it is negative or not finite.
+
+    Example:
+        >>> parse_bytes_per_s("200 Mbit/s"), parse_bytes_per_s("1.5GB/s")
+        (25000000.0, 1500000000.0)
+    """
+    return _parse_scaled(text, pattern=_RATE, kind="rate", example="200 Mbit/s")
+
+
+def parse_duration_s(text: str | float) -> float:
+    """Read a duration such as ``"5 us"``, ``"1.5ms"``, ``"2 min"`` or a number of seconds.
+
+    Args:
+        text: Duration with unit, or a number that is already in seconds.
+
+    Returns:
+        The duration in seconds.
+
+    Raises:
+        ConfigurationError: The text is not a duration, or it is negative or not finite.
+
+    Example:
+        >>> parse_duration_s("5 ms"), parse_duration_s(2)
+        (0.005, 2.0)
+    """
+    if isinstance(text, str) and (match := _TIME.fullmatch(text.strip())):
+        return _finite(float(match["number"]) * _SECONDS[match["unit"]], text, "duration", "5 ms")
+    return _plain_number(text, kind="duration", example="5 ms")
+
+
+def format_bytes(size_bytes: float) -> str:
+    """Write a size with a decimal prefix and three significant digits.
+
+    Example:
+        >>> format_bytes(12_345_678)
+        '12.3 MB'
+    """
+    return _with_prefix(size_bytes, "B")
+
+
+def format_bytes_per_s(rate_bytes_per_s: float) -> str:
+    """Write a rate in bits per second, as links are named.
+
+    Example:
+        >>> format_bytes_per_s(25e6)
+        '200 Mbit/s'
+    """
+    return _with_prefix(rate_bytes_per_s * _BITS_PER_BYTE, "bit/s")
+
+
+def format_duration_s(duration_s: float) -> str:
+    """Write a duration with the unit that reads best.
+
+    Example:
+        >>> format_duration_s(0.00123), format_duration_s(95), format_duration_s(7200)
+        ('1.23 ms', '1 min 35 s', '2 h 0 min')
+    """
+    if duration_s >= _SECONDS["h"]:
+        hours, rest_s = divmod(round(duration_s), 3600)
+        return f"{hours} h {rest_s // 60} min"
+    if round(duration_s) >= _SECONDS["min"]:
+        minutes, rest_s = divmod(round(duration_s), 60)
+        return f"{minutes} min {rest_s} s"
+    for unit in ("s", "ms", "us"):
+        if duration_s >= _SECONDS[unit]:
+            return f"{_three_digits(duration_s / _SECONDS[unit])} {unit}"
+    return f"{_three_digits(duration_s * 1e9)} ns" if duration_s > 0 else "0 s"
+
+
+def _parse_scaled(
+    text: str | float, *, pattern: re.Pattern[str], kind: str, example: str
+) -> float:
+    if isinstance(text, str) and (match := pattern.fullmatch(text.strip())):
+        scale = _PREFIXES[match["prefix"] or ""]
+        # Only an upper-case B (or the word) means bytes; "b" and "bit" mean bits.
+        divisor = 1 if match["unit"].startswith(("B", "byte")) else _BITS_PER_BYTE
+        return _finite(float(match["number"]) * scale / divisor, text, kind, example)
+    return _plain_number(text, kind=kind, example=example)
+
+
+def _plain_number(text: str | float, *, kind: str, example: str) -> float:
+    try:
+        value = float(text)
+    except (TypeError, ValueError):
+        value = math.nan
+    return _finite(value, text, kind, example)
+
+
+def _finite(value: float, text: object, kind: str, example: str) -> float:
+    if not math.isfinite(value) or value < 0:
+        message = f"{text!r} is not a {kind}"
+        raise ConfigurationError(message, hint=f"write a number with its unit, such as {example!r}")
+    return value
+
+
+def _with_prefix(value: float, unit: str) -> str:
+    for prefix in ("T", "G", "M", "k"):
+        if abs(value) >= _PREFIXES[prefix]:
+            return f"{_three_digits(value / _PREFIXES[prefix])} {prefix}{unit}"
+    return f"{_three_digits(value)} {unit}"
+
+
+def _three_digits(value: float) -> str:
+    text = f"{value:.3g}"
+    return f"{float(text):.0f}" if "e" in text else text
