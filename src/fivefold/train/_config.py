@@ -1,0 +1,288 @@
+"""The configuration of a training run: five TOML tables, checked before anything starts.
+
+Each table is a frozen model with a default for every key, so an empty file is a valid
+configuration. Values are taken as they are: a string is not read as a number, except that keys
+in seconds accept a unit (``"10 s"``). The order of precedence is override, then file, then
+default. How errors read and how TOML is parsed and written is in ``_toml.py``. This module
+knows nothing of torch, processes or data.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from fivefold.errors import ConfigurationError
+from fivefold.train._toml import apply_overrides, format_toml, read_toml, readable_error
+from fivefold.units import parse_duration_s
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = [
+    "DataConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "RunConfig",
+    "SyncConfig",
+    "TrainConfig",
+    "config_to_toml",
+    "load_config",
+]
+
+
+def _duration(value: Any) -> Any:
+    # Strings only: a bool or a list must reach the type check of the field itself.
+    return parse_duration_s(value) if isinstance(value, str) else value
+
+
+def _path(value: Any) -> Any:
+    if value == "":
+        raise ConfigurationError("a path is empty", hint='name a folder, such as "runs/co2"')
+    return Path(value) if isinstance(value, str) else value
+
+
+def _pair(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+_Count = Annotated[int, Field(ge=0)]
+_Positive = Annotated[int, Field(ge=1)]
+_Seconds = Annotated[float, BeforeValidator(_duration), Field(gt=0, allow_inf_nan=False)]
+_Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Fraction = Annotated[float, Field(ge=0, le=1)]
+_Momentum = Annotated[float, Field(ge=0, lt=1)]
+_Path = Annotated[Path, BeforeValidator(_path)]
+_Text = Annotated[str, Field(min_length=1)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, validate_default=True, use_attribute_docstrings=True
+    )
+
+
+class RunConfig(_Section):
+    """Table ``[run]``: where, how long and how often.
+
+    Example:
+        >>> RunConfig(steps=50).log_every_steps
+        10
+    """
+
+    output: _Path = Path("runs/train")
+    """folder of the run, relative to the current folder"""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """seed of the parameters and of the order of the data"""
+    steps: _Positive = 200
+    """optimizer steps per rank"""
+    log_every_steps: _Positive = 10
+    """steps between two lines of metrics"""
+    validate_every_steps: _Count = 50
+    """steps between two validations; 0 for one at the end"""
+    checkpoint_every_steps: _Count = 0
+    """steps between two checkpoints; 0 for one at the end"""
+    keep_checkpoints: _Positive = 2
+    """newest checkpoints that are kept"""
+    resume: _Text = "auto"
+    """"auto", "never" or the path of a checkpoint"""
+    threads: _Positive = 1
+    """torch CPU threads per rank"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """where the model is trained"""
+    timeout_s: _Seconds = 120.0
+    """longest wait on another rank, in seconds"""
+    tensorboard: bool = False
+    """also write TensorBoard event files"""
+    line_every_s: _Seconds = 10.0
+    """seconds between two progress lines where there is no terminal"""
+
+
+class DataConfig(_Section):
+    """Table ``[data]``: the text, how it becomes tokens and how it is split.
+
+    Example:
+        >>> DataConfig().path
+        'stdlib'
+    """
+
+    path: _Text = "stdlib"
+    """"stdlib" or a folder of text"""
+    tokenizer: _Text = "bytes"
+    """"bytes" or the path of a Hugging Face tokenizer.json"""
+    validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    """share of the files held out for validation, between 0 and 1"""
+    cache: _Text = "auto"
+    """folder of the tokens; "auto" for the user's cache folder"""
+    sequence_length: _Positive = 128
+    """tokens per sequence"""
+
+
+class ModelConfig(_Section):
+    """Table ``[model]``: the size of the transformer.
+
+    Raises:
+        ConfigurationError: Through ``load_config``; the width is not a multiple of the heads, or
+            a head is of odd width, which rotary embeddings cannot pair.
+
+    Example:
+        >>> ModelConfig(width=256, heads=8).layers
+        4
+    """
+
+    layers: _Positive = 4
+    """transformer blocks"""
+    width: _Positive = 192
+    """width of the residual stream, a multiple of 2 * heads"""
+    heads: _Positive = 4
+    """attention heads"""
+
+    @model_validator(mode="after")
+    def _heads_divide_width(self) -> ModelConfig:
+        if self.width % (2 * self.heads):
+            what = "a multiple of" if self.width % self.heads else "an even number of times"
+            raise ConfigurationError(
+                f"model.width must be {what} model.heads; "
+                f"got width {self.width}, heads {self.heads}",
+                hint=_width_hint(self.width, self.heads),
+            )
+        return self
+
+
+class OptimConfig(_Section):
+    """Table ``[optim]``: AdamW, its schedule, and the batch.
+
+    Example:
+        >>> OptimConfig(lr=1e-3).betas
+        (0.9, 0.95)
+    """
+
+    lr: _Rate = 3e-3
+    """peak learning rate"""
+    min_lr_fraction: _Fraction = 0.1
+    """last learning rate as a share of the peak, between 0 and 1"""
+    warmup_steps: _Count = 20
+    """steps of linear warmup; at most run.steps"""
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
+    """decoupled weight decay of the matrices"""
+    betas: Annotated[tuple[_Momentum, _Momentum], BeforeValidator(_pair)] = (0.9, 0.95)
+    """AdamW's two decay rates, each in [0, 1)"""
+    grad_clip: Annotated[float, Field(gt=0)] = 1.0
+    """largest norm of the gradient; inf for no clipping"""
+    batch_size: _Positive = 8
+    """sequences per rank and micro-batch"""
+    accumulation: _Positive = 1
+    """micro-batches per optimizer step"""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """arithmetic of forward and backward"""
+    validation_batches: _Positive = 20
+    """batches per validation, over all ranks"""
+
+
+class SyncConfig(_Section):
+    """Table ``[sync]``: how the ranks are kept together.
+
+    Example:
+        >>> SyncConfig(method="ddp").method
+        'ddp'
+    """
+
+    method: Literal["none", "ddp", "local_sgd", "slowmo", "co2"] = "co2"
+    """how ranks synchronise"""
+    tau: _Positive = 8
+    """local steps per round"""
+    outer_lr: _Rate = 0.7
+    """learning rate of the outer step"""
+    outer_momentum: _Momentum = 0.2
+    """momentum of the outer step, in [0, 1)"""
+    staleness: _Text = "gap"
+    """name of the staleness penalty"""
+    clip: Annotated[float, Field(gt=0)] = 1.0
+    """elementwise bound of the outer momentum; inf for none"""
+    bootstrap: Literal["reset", "sync"] = "reset"
+    """what CO2 does at its first round"""
+    check_every_rounds: _Count = 16
+    """rounds between two checks that all ranks are equal; 0 for never"""
+
+
+class TrainConfig(_Section):
+    """The whole configuration of a training run.
+
+    Raises:
+        ConfigurationError: Through ``load_config``; a value or a combination is not allowed.
+
+    Example:
+        >>> TrainConfig().sync.tau
+        8
+    """
+
+    run: RunConfig = Field(default_factory=RunConfig)
+    data: DataConfig = Field(default_factory=DataConfig)
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    optim: OptimConfig = Field(default_factory=OptimConfig)
+    sync: SyncConfig = Field(default_factory=SyncConfig)
+
+    @model_validator(mode="after")
+    def _warmup_fits(self) -> TrainConfig:
+        if self.optim.warmup_steps > self.run.steps:
+            given = "warmup_steps" in self.optim.model_fields_set
+            raise ConfigurationError(
+                f"optim.warmup_steps must be at most run.steps; got {self.optim.warmup_steps} "
+                f"{'' if given else '(the default) '}and {self.run.steps} steps",
+                hint=f"lower optim.warmup_steps, for example to {self.run.steps // 10}",
+            )
+        return self
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """Read a configuration file and apply overrides on top of it.
+
+    Args:
+        path: TOML file with any of the tables run, data, model, optim and sync.
+        overrides: Assignments such as ``"run.steps=50"``. The value is read as TOML; what is not
+            TOML is taken as a string, so ``data.path=/texts`` needs no quotes.
+
+    Returns:
+        The configuration, with the default for every key that is not given.
+
+    Raises:
+        ConfigurationError: The file is missing or is not TOML, or a key or value is not allowed.
+
+    Example:
+        >>> import tempfile
+        >>> file = Path(tempfile.mkdtemp()) / "train.toml"
+        >>> _ = file.write_text("[run]\\nsteps = 100\\n")
+        >>> load_config(file, ["sync.tau=4"]).sync.tau
+        4
+    """
+    tables = apply_overrides(read_toml(Path(path)), overrides, schema=TrainConfig)
+    try:
+        return TrainConfig.model_validate(tables)
+    except ValidationError as error:
+        # The context would show pydantic's own message, which repeats ours with a URL.
+        raise readable_error(error, schema=TrainConfig, source=str(path)) from None
+
+
+def config_to_toml(config: TrainConfig) -> str:
+    """Write a configuration with all of its keys, so that ``load_config`` reads it back equal.
+
+    Args:
+        config: The configuration to write.
+
+    Returns:
+        TOML text that ends in a newline.
+
+    Example:
+        >>> "tau = 8" in config_to_toml(TrainConfig())
+        True
+    """
+    return format_toml(config.model_dump())
+
+
+def _width_hint(width: int, heads: int) -> str:
+    step = 2 * heads
+    below, above = width // step * step, -(-width // step) * step
+    choices = f"{below} or {above}" if below else f"{above}"
+    return f"each head needs an even width: use width {choices} with {heads} heads"

@@ -1,0 +1,231 @@
+"""Text to token numbers and back: bytes by default, any ``tokenizers`` file by option.
+
+A tokenizer has one token that no text contains, the document end; the corpus puts it between
+files so that a model can tell where one ends. This module knows nothing of files of text, of
+splits or of models.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from fivefold.errors import ConfigurationError, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["ByteTokenizer", "HuggingFaceTokenizer", "Tokenizer", "load_tokenizer"]
+
+_NUM_BYTES = 256
+_END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "<|im_end|>")
+
+
+class Tokenizer(Protocol):
+    """What the corpus and the model need of a tokenizer.
+
+    Attributes:
+        vocab_size: Number of tokens, the document end included.
+        document_end: The token between two documents.
+        fingerprint: Changes whenever the same text would give other tokens.
+
+    Example:
+        >>> tokenizer: Tokenizer = ByteTokenizer()
+        >>> tokenizer.vocab_size
+        257
+    """
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, the document end included."""
+        ...
+
+    @property
+    def document_end(self) -> int:
+        """The token between two documents."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Text that changes whenever the same text would give other tokens."""
+        ...
+
+    def encode(self, text: bytes | str) -> np.ndarray:
+        """Tokens of a text (bytes are UTF-8), without a document end."""
+        ...
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Text of tokens; the document end gives nothing."""
+        ...
+
+
+class ByteTokenizer:
+    """Each byte of UTF-8 is a token; 256 is the document end.
+
+    Example:
+        >>> tokenizer = ByteTokenizer()
+        >>> tokenizer.encode("hé").tolist()
+        [104, 195, 169]
+        >>> tokenizer.decode([104, 195, 169, 256])
+        'hé'
+    """
+
+    vocab_size = _NUM_BYTES + 1
+    document_end = _NUM_BYTES
+    fingerprint = "bytes-1"
+
+    def encode(self, text: bytes | str) -> np.ndarray:
+        """Tokens of a text: its UTF-8 bytes.
+
+        Args:
+            text: Text, or its bytes.
+
+        Returns:
+            uint8 array, one token per byte.
+
+        Example:
+            >>> ByteTokenizer().encode(b"ab").tolist()
+            [97, 98]
+        """
+        return np.frombuffer(text.encode() if isinstance(text, str) else text, dtype=np.uint8)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Text of tokens; bytes that are not UTF-8 (a cut character) become U+FFFD.
+
+        Args:
+            tokens: Token numbers.
+
+        Returns:
+            The text.
+
+        Example:
+            >>> ByteTokenizer().decode([97, 256, 98])
+            'ab'
+        """
+        return bytes(token for token in tokens if token < _NUM_BYTES).decode(errors="replace")
+
+
+class HuggingFaceTokenizer:
+    """A ``tokenizer.json`` of the ``tokenizers`` library.
+
+    The document end is the file's own end token where it has one of the usual names, else a new
+    token after the last.
+
+    Args:
+        path: The JSON file.
+
+    Raises:
+        ConfigurationError: The file is missing or is not such a file.
+        UnsupportedError: The ``tokenizers`` package is not installed.
+
+    Example:
+        >>> tokenizer = HuggingFaceTokenizer("tokenizer.json")  # doctest: +SKIP
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        content = _read_json(self.path)
+        self._inner = _load_inner(self.path, content)
+        size = self._inner.get_vocab_size(with_added_tokens=True)
+        # Numbers may have gaps, so the largest one counts, not how many there are.
+        largest = max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1)
+        known = (self._inner.token_to_id(name) for name in _END_NAMES)
+        end = next((token for token in known if token is not None), None)
+        first_free = max(size, largest + 1)
+        self.document_end: int = first_free if end is None else end
+        self.vocab_size: int = first_free + (end is None)
+        digest = hashlib.blake2b(content, digest_size=16).hexdigest()
+        self.fingerprint = f"tokenizers-1-{digest}"
+
+    def encode(self, text: bytes | str) -> np.ndarray:
+        """Tokens of a text, without special tokens.
+
+        Args:
+            text: Text, or its UTF-8 bytes.
+
+        Returns:
+            uint32 array.
+
+        Raises:
+            UnicodeDecodeError: Bytes are not UTF-8.
+
+        Example:
+            >>> HuggingFaceTokenizer("tokenizer.json").encode("hello")  # doctest: +SKIP
+        """
+        decoded = text if isinstance(text, str) else text.decode()
+        tokens = self._inner.encode(decoded, add_special_tokens=False).ids
+        return np.asarray(tokens, dtype=np.uint32)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Text of tokens.
+
+        Args:
+            tokens: Token numbers.
+
+        Returns:
+            The text; special tokens give nothing.
+
+        Example:
+            >>> HuggingFaceTokenizer("tokenizer.json").decode([1, 2])  # doctest: +SKIP
+        """
+        kept = [int(token) for token in tokens if token != self.document_end]
+        text: str = self._inner.decode(kept, skip_special_tokens=True)
+        return text
+
+
+def load_tokenizer(spec: str) -> Tokenizer:
+    """Tokenizer of a configuration's ``data.tokenizer``.
+
+    Args:
+        spec: ``"bytes"``, or the path of a ``tokenizer.json`` or of the folder that holds one.
+
+    Returns:
+        The tokenizer.
+
+    Raises:
+        ConfigurationError: The file is missing or is not a tokenizer.
+        UnsupportedError: The ``tokenizers`` package is needed and not installed.
+
+    Example:
+        >>> load_tokenizer("bytes").vocab_size
+        257
+    """
+    if spec == "bytes":
+        return ByteTokenizer()
+    path = Path(spec).expanduser()
+    return HuggingFaceTokenizer(path / "tokenizer.json" if path.is_dir() else path)
+
+
+def _read_json(path: Path) -> bytes:
+    hint = 'data.tokenizer is "bytes" or the path of a tokenizer.json'
+    try:
+        content = path.read_bytes()
+        json.loads(content)
+    except OSError as error:
+        message = f"tokenizer file {path} cannot be read: {error.strerror}"
+        raise ConfigurationError(message, hint=hint) from None
+    except ValueError as error:
+        message = f"tokenizer file {path} is not JSON: {error}"
+        raise ConfigurationError(message, hint=hint) from None
+    return content
+
+
+def _load_inner(path: Path, content: bytes) -> Any:
+    try:
+        import tokenizers  # noqa: PLC0415 - an optional dependency
+    except ImportError as error:
+        raise UnsupportedError(
+            f"tokenizer {path} needs the package 'tokenizers', which is not installed",
+            hint='pip install "fivefold[tokenizers]", or set data.tokenizer = "bytes"',
+        ) from error
+    try:
+        return tokenizers.Tokenizer.from_str(content.decode())
+    except Exception as error:  # the library raises a bare Exception for a file of another kind
+        raise ConfigurationError(
+            f"{path} is JSON, but not a file of the tokenizers library: {error}",
+            hint="give a tokenizer.json as written by tokenizers.Tokenizer.save",
+        ) from error

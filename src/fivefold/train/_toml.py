@@ -1,0 +1,291 @@
+"""TOML in and out for checked configurations, and errors that name the key and the remedy.
+
+Pydantic decides what is wrong; this module says it in one sentence with the full key, the value
+that was got and what is wanted, and finds the key that was probably meant. It knows nothing of
+what the keys mean.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel
+
+from fivefold.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pydantic import ValidationError
+    from pydantic_core import ErrorDetails
+
+__all__ = ["apply_overrides", "format_toml", "read_toml", "readable_error"]
+
+_TYPE_NAMES = {bool: "a boolean", int: "an integer", float: "a number", str: "a string"}
+_WANTED = {
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "a string",
+    "string_too_short": "a string that is not empty",
+    "path_type": "a path in quotes",
+    "is_instance_of": "a path in quotes",
+    "tuple_type": "a list of two numbers",
+    "missing": "a list of two numbers",
+    "too_long": "a list of two numbers",
+    "too_short": "a list of two numbers",
+}
+_BOUNDS = {
+    "greater_than": ("greater than", "gt"),
+    "greater_than_equal": ("at least", "ge"),
+    "less_than": ("less than", "lt"),
+    "less_than_equal": ("at most", "le"),
+}
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file.
+
+    Args:
+        path: The file.
+
+    Returns:
+        Its tables.
+
+    Raises:
+        ConfigurationError: The file is missing, cannot be read, or is not TOML.
+
+    Example:
+        >>> import tempfile
+        >>> file = Path(tempfile.mkdtemp()) / "a.toml"
+        >>> _ = file.write_text("[run]\\nsteps = 1\\n")
+        >>> read_toml(file)
+        {'run': {'steps': 1}}
+    """
+    try:
+        return tomllib.loads(path.read_bytes().decode())
+    except FileNotFoundError:
+        raise ConfigurationError(
+            f"configuration file {path} does not exist", hint=_nearest_file(path)
+        ) from None
+    except OSError as error:
+        raise ConfigurationError(
+            f"configuration file {path} cannot be read: {error.strerror}",
+            hint="name a TOML file that you may read",
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError(
+            f"configuration file {path} is not TOML: {error}",
+            hint='tables look like [run], keys like steps = 100; strings need quotes: "co2"',
+        ) from None
+
+
+def apply_overrides(
+    tables: dict[str, Any], overrides: Sequence[str], *, schema: type[BaseModel]
+) -> dict[str, Any]:
+    """Put ``section.key=value`` assignments on top of the tables of a file.
+
+    Args:
+        tables: What the file holds.
+        overrides: The assignments, applied in order.
+        schema: The model that the tables are for; tells strings from other values.
+
+    Returns:
+        New tables.
+
+    Raises:
+        ConfigurationError: An assignment is not of the form ``section.key=value``.
+
+    Example:
+        >>> from fivefold.train._config import TrainConfig
+        >>> apply_overrides({}, ["run.steps=5"], schema=TrainConfig)
+        {'run': {'steps': 5}}
+    """
+    merged = {name: dict(t) if isinstance(t, dict) else t for name, t in tables.items()}
+    for override in overrides:
+        name, equals, text = override.partition("=")
+        section, dot, key = name.strip().partition(".")
+        if not (equals and dot and section and key):
+            raise ConfigurationError(
+                f"override {override!r} is not of the form section.key=value",
+                hint="write for example run.steps=50",
+            )
+        table = merged.setdefault(section, {})
+        if isinstance(table, dict):
+            table[key] = _override_value(text.strip(), _annotation(schema, section, key))
+    return merged
+
+
+def format_toml(tables: Mapping[str, Mapping[str, Any]]) -> str:
+    """Write tables of plain values as TOML.
+
+    Args:
+        tables: Name of the table to its keys and values.
+
+    Returns:
+        TOML text.
+
+    Raises:
+        TypeError: A value is of a type that configurations do not have.
+
+    Example:
+        >>> format_toml({"run": {"steps": 5, "device": "cpu"}})
+        '[run]\\nsteps = 5\\ndevice = "cpu"\\n'
+    """
+    blocks = []
+    for name, table in tables.items():
+        lines = [f"{key} = {_format_value(value)}\n" for key, value in table.items()]
+        blocks.append(f"[{name}]\n{''.join(lines)}")
+    return "\n".join(blocks)
+
+
+def readable_error(
+    error: ValidationError, *, schema: type[BaseModel], source: str
+) -> ConfigurationError:
+    """Say the first problem that pydantic found in one sentence with a hint.
+
+    Args:
+        error: What pydantic raised.
+        schema: The model that was validated.
+        source: Where the values came from, for the message.
+
+    Returns:
+        The error to raise.
+
+    Example:
+        >>> from fivefold.train._config import TrainConfig
+        >>> from pydantic import ValidationError
+        >>> try:
+        ...     TrainConfig.model_validate({"sync": {"tau": 0}})
+        ... except ValidationError as error:
+        ...     print(readable_error(error, schema=TrainConfig, source="a.toml").message)
+        sync.tau must be at least 1; got 0 (in a.toml)
+    """
+    # A misspelled key first: it often explains the others.
+    problems = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
+    message, hint = _explain(problems[0], schema)
+    others = dict.fromkeys(_key(problem) for problem in problems[1:])
+    others.pop(_key(problems[0]), None)
+    more = f"; also wrong: {', '.join(others)}" if others else ""
+    return ConfigurationError(f"{message} (in {source}){more}", hint=hint)
+
+
+def _explain(problem: ErrorDetails, schema: type[BaseModel]) -> tuple[str, str | None]:
+    kind, key, context = problem["type"], _key(problem), problem.get("ctx", {})
+    if kind == "extra_forbidden":
+        return _explain_unknown(problem["loc"], schema)
+    cause = context.get("error")
+    if isinstance(cause, ConfigurationError):
+        prefix = "" if cause.message.startswith(tuple(schema.model_fields)) else f"{key}: "
+        return prefix + cause.message, cause.hint
+    got = _describe(problem["input"])
+    if kind in {"model_type", "model_attributes_type"}:
+        return f"{key} must be a table; got {got}", f"write [{key}] and its keys below it"
+    if kind in _BOUNDS:
+        word, name = _BOUNDS[kind]
+        wanted = f"{word} {context[name]:g}"
+        got = f"{problem['input']}"
+    elif kind == "literal_error":
+        wanted = f"one of {context['expected']}"
+    else:
+        wanted = _WANTED.get(kind, problem["msg"])
+    return f"{key} must be {wanted}; got {got}", _about(schema, key)
+
+
+def _explain_unknown(location: tuple[int | str, ...], schema: type[BaseModel]) -> tuple[str, str]:
+    sections = _sections(schema)
+    section, name = str(location[0]), str(location[-1])
+    homes = [f"{table}.{name}" for table, keys in sections.items() if name in keys]
+    if len(location) == 1:
+        close = difflib.get_close_matches(name, sections, n=1)
+        tables = ", ".join(f"[{table}]" for table in sections)
+        meant = [f"[{table}]" for table in close] or homes
+        hint = f"did you mean {meant[0]}? The tables are {tables}" if meant else f"the tables are {tables}"
+        return f"unknown table or key {name!r} at the top level", hint
+    keys = sections[section]
+    close = [f"{section}.{key}" for key in difflib.get_close_matches(name, keys, n=1)]
+    everywhere = {key: f"{table}.{key}" for table in sections for key in sections[table]}
+    afar = [everywhere[key] for key in difflib.get_close_matches(name, everywhere, n=1)]
+    known = f"[{section}] has {', '.join(keys)}"
+    meant = homes or close or afar
+    return f"unknown key {section}.{name}", f"did you mean {meant[0]}? {known}" if meant else known
+
+
+def _about(schema: type[BaseModel], key: str) -> str | None:
+    section, _, name = key.partition(".")
+    field = _sections(schema).get(section, {}).get(name.partition("[")[0])
+    if field is None:
+        return None
+    default = _format_value(field.default)
+    return f"{section}.{name.partition('[')[0]} is the {field.description}; its default is {default}"
+
+
+def _sections(schema: type[BaseModel]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for name, field in schema.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            found[name] = dict(field.annotation.model_fields)
+    return found
+
+
+def _annotation(schema: type[BaseModel], section: str, key: str) -> Any:
+    field = _sections(schema).get(section, {}).get(key)
+    return None if field is None else field.annotation
+
+
+def _override_value(text: str, annotation: Any) -> Any:
+    quoted = text.startswith(('"', "'"))
+    if annotation in (str, Path) and not quoted:
+        return text  # a folder may be called 2024
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    value = parsed["value"]
+    plain = isinstance(value, bool | int | float | str | list)
+    return value if plain and len(parsed) == 1 else text
+
+
+def _format_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, float):
+        return str(value) if math.isinf(value) or math.isnan(value) else repr(value)
+    if isinstance(value, str | Path):
+        # JSON's escapes are TOML's, but for DEL, which TOML forbids in a raw string.
+        return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(_format_value(item) for item in value)}]"
+    raise TypeError(f"no TOML form for {value!r}")
+
+
+def _key(problem: ErrorDetails) -> str:
+    text = ""
+    for part in problem["loc"]:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}"
+    return text.removeprefix(".")
+
+
+def _describe(value: object) -> str:
+    name = _TYPE_NAMES.get(type(value), f"a {type(value).__name__}")
+    if isinstance(value, bool):
+        return f"{str(value).lower()} ({name})"
+    return f"{value!r} ({name})"
+
+
+def _nearest_file(path: Path) -> str:
+    folder = path.parent
+    names = [p.name for p in folder.glob("*.toml")] if folder.is_dir() else []
+    close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.5)
+    if close:
+        return f"did you mean {folder / close[0]}?"
+    return "give the path of a TOML file, such as examples/train.toml"
