@@ -139,9 +139,7 @@ def format_duration_s(duration_s: float) -> str:
     return f"{_three_digits(duration_s * 1e9)} ns" if duration_s > 0 else "0 s"
 
 
-def _parse_scaled(
-    text: str | float, *, pattern: re.Pattern[str], kind: str, example: str
-) -> float:
+def _parse_scaled(text: str | float, *, pattern: re.Pattern[str], kind: str, example: str) -> float:
     if isinstance(text, str) and (match := pattern.fullmatch(text.strip())):
         scale = _PREFIXES[match["prefix"] or ""]
         # Only an upper-case B (or the word) means bytes; "b" and "bit" mean bits.

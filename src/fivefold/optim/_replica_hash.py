@@ -1,0 +1,72 @@
+"""A hash of tensors' bits, cheap enough to be taken every few rounds on every rank.
+
+Integer arithmetic only: the result depends on the bits and their positions, never on the order
+in which a device sums. Values stay below 2**52, so that a float64 lane carries them exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fivefold.errors import ReplicaMismatchError
+
+__all__ = ["replica_hash", "require_equal"]
+
+_MODULUS = (1 << 26) - 5  # prime: products of two residues fit int64
+_ROW = 4093  # prime row length, so that a moved block changes the weighted sum
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def replica_hash(tensors: Sequence[torch.Tensor]) -> int:
+    """Hash the bits of contiguous tensors into an integer below 2**52.
+
+    Args:
+        tensors: Floating-point tensors of 2, 4 or 8 bytes per element.
+
+    Returns:
+        A number in [0, 2**52).
+    """
+    plain, weighted = 0, 0
+    for index, tensor in enumerate(tensors):
+        bits = tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()])
+        sums = _column_sums(bits)
+        weights = torch.arange(1, sums.numel() + 1, device=sums.device)
+        plain = (plain * 31 + int(sums.sum()) + index) % _MODULUS
+        weighted = (weighted * 31 + int((sums * weights % _MODULUS).sum()) + index) % _MODULUS
+    return plain * (1 << 26) + weighted
+
+
+def _column_sums(bits: torch.Tensor) -> torch.Tensor:
+    """Sum equal residues of the position modulo the row length, each modulo the modulus."""
+    whole = bits.numel() // _ROW * _ROW
+    sums = bits[:whole].view(-1, _ROW).sum(dim=0, dtype=torch.int64)  # wraps alike everywhere
+    tail = bits[whole:].to(torch.int64)
+    sums[: tail.numel()] += tail
+    return sums.remainder_(_MODULUS)
+
+
+def require_equal(hashes: Sequence[int], *, round_number: int) -> None:
+    """Check that all ranks sent the same hash.
+
+    Args:
+        hashes: One per rank, in rank order.
+        round_number: For the message.
+
+    Raises:
+        ReplicaMismatchError: They differ; the message names the ranks of the minority.
+    """
+    majority = max(set(hashes), key=lambda value: (hashes.count(value), -hashes.index(value)))
+    different = [rank for rank, value in enumerate(hashes) if value != majority]
+    if not different:
+        return
+    message = (
+        f"the replicas' anchors differ at round {round_number}: rank(s) "
+        f"{', '.join(map(str, different))} differ from rank {hashes.index(majority)}"
+    )
+    hint = (
+        "something changed the outer state or the reduced values on those ranks (memory fault, "
+        "mixed library versions, a write into the anchor); restart from the last checkpoint"
+    )
+    raise ReplicaMismatchError(message, hint=hint)

@@ -1,0 +1,148 @@
+"""What the engine measured: a frozen record for users, and the meter that fills it."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+__all__ = ["FlightRecord", "StatisticsMeter", "SyncStatistics"]
+
+_KEPT_FLIGHTS = 4096
+_RUNNING_GAP_DECAY = 0.8
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlightRecord:
+    """One all-reduce, in ``time.perf_counter()`` seconds of this rank.
+
+    Attributes:
+        round: Round whose work it carried.
+        payload_bytes: Bytes summed, per rank.
+        launched_at_s: When it was launched.
+        completed_at_s: When the backend finished it.
+        wait_started_at_s: When the training thread began to wait for it.
+        wait_ended_at_s: When the training thread went on.
+
+    Example:
+        >>> FlightRecord(round=0, payload_bytes=8, launched_at_s=0.0, completed_at_s=1.0,
+        ...              wait_started_at_s=2.0, wait_ended_at_s=2.0).round
+        0
+    """
+
+    round: int
+    payload_bytes: int
+    launched_at_s: float
+    completed_at_s: float
+    wait_started_at_s: float
+    wait_ended_at_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncStatistics:
+    """Totals since the engine was made, on this rank.
+
+    Attributes:
+        steps: Local steps.
+        rounds: Rounds that were ended.
+        merged_rounds: Rounds whose all-reduce was merged.
+        payload_bytes: Bytes handed to all-reduces.
+        sent_bytes: Bytes that a ring all-reduce of these payloads sends per rank,
+            2 (G - 1) / G times the payload; the lab's link counters show the real figure.
+        in_flight_s: Seconds in which an all-reduce was under way.
+        exposed_wait_s: Seconds in which the training thread waited for one.
+        overlap_fraction: 1 - exposed_wait_s / in_flight_s; None before the first merge.
+        boundary_s: Seconds of outer updates and copies, without the waits.
+        staleness_gap: Mean L_t over the merged rounds; None before the first merge.
+        last_staleness_gap: L_t of the last merged round; None before the first merge.
+        clipped_fraction: Share of momentum elements that the clip changed.
+
+    Example:
+        >>> StatisticsMeter(world_size=2).snapshot(steps=0, rounds=0).merged_rounds
+        0
+    """
+
+    steps: int
+    rounds: int
+    merged_rounds: int
+    payload_bytes: int
+    sent_bytes: int
+    in_flight_s: float
+    exposed_wait_s: float
+    overlap_fraction: float | None
+    boundary_s: float
+    staleness_gap: float | None
+    last_staleness_gap: float | None
+    clipped_fraction: float
+
+
+@dataclass(kw_only=True)
+class StatisticsMeter:
+    """Running sums; the counters that a resume should keep are in ``state()``."""
+
+    world_size: int
+    merged_rounds: int = 0
+    payload_bytes: int = 0
+    in_flight_s: float = 0.0
+    exposed_wait_s: float = 0.0
+    boundary_s: float = 0.0
+    gap_sum: float = 0.0
+    last_gap: float | None = None
+    running_gap: float | None = None
+    clipped: int = 0
+    elements: int = 0
+    flights: deque[FlightRecord] = field(default_factory=lambda: deque(maxlen=_KEPT_FLIGHTS))
+
+    def add_flight(self, flight: FlightRecord) -> None:
+        """Count one waited-for flight."""
+        self.flights.append(flight)
+        self.payload_bytes += flight.payload_bytes
+        self.in_flight_s += flight.completed_at_s - flight.launched_at_s
+        self.exposed_wait_s += flight.wait_ended_at_s - flight.wait_started_at_s
+
+    def add_merge(self, *, gap: float, clipped: int, elements: int) -> None:
+        """Count one outer step."""
+        self.merged_rounds += 1
+        self.gap_sum += gap
+        self.last_gap = gap
+        previous = gap if self.running_gap is None else self.running_gap
+        self.running_gap = _RUNNING_GAP_DECAY * previous + (1 - _RUNNING_GAP_DECAY) * gap
+        self.clipped += clipped
+        self.elements += elements
+
+    def take_flights(self) -> list[FlightRecord]:
+        """Return and forget the flights since the last call."""
+        taken = list(self.flights)
+        self.flights.clear()
+        return taken
+
+    def snapshot(self, *, steps: int, rounds: int) -> SyncStatistics:
+        """Return the totals as a frozen record."""
+        merged = self.merged_rounds
+        ring_factor = 2 * (self.world_size - 1) / self.world_size
+        overlap = None
+        if self.in_flight_s > 0:
+            overlap = max(0.0, 1.0 - self.exposed_wait_s / self.in_flight_s)
+        return SyncStatistics(
+            steps=steps,
+            rounds=rounds,
+            merged_rounds=merged,
+            payload_bytes=self.payload_bytes,
+            sent_bytes=round(self.payload_bytes * ring_factor),
+            in_flight_s=self.in_flight_s,
+            exposed_wait_s=self.exposed_wait_s,
+            overlap_fraction=overlap,
+            boundary_s=self.boundary_s,
+            staleness_gap=self.gap_sum / merged if merged else None,
+            last_staleness_gap=self.last_gap,
+            clipped_fraction=self.clipped / self.elements if self.elements else 0.0,
+        )
+
+    def state(self) -> dict[str, float | int | None]:
+        """Return the numbers that a resumed run continues from."""
+        return {name: value for name, value in vars(self).items() if name != "flights"}
+
+    def restore(self, state: dict[str, float | int | None]) -> None:
+        """Set the numbers from ``state()``; the world size stays this run's."""
+        for name, value in state.items():
+            if name != "world_size":
+                setattr(self, name, value)

@@ -1,0 +1,203 @@
+"""The outside of the engine: one asynchronous sum over the ranks of a process group.
+
+A *flight* is the sum of one round's payload, plus a *lane*: a few float64 numbers that travel
+with it (norms, replica hashes). The sum of a lane is the same bit for bit on every rank, so
+decisions made from it are made alike everywhere, whatever each rank's hardware rounds to.
+
+The transport has a process group of its own. Two collectives of one group are matched by their
+order, and the trainer's own collectives (validation, checkpoints) come at other moments on
+different ranks; in a shared group they could be matched with a payload.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from fivefold.errors import CommunicationError, ConfigurationError
+
+__all__ = ["Flight", "ProcessGroupTransport", "Transport"]
+
+
+class Flight(Protocol):
+    """One sum over the ranks on its way."""
+
+    @property
+    def launched_at_s(self) -> float:
+        """``time.perf_counter()`` at the launch."""
+        ...
+
+    @property
+    def completed_at_s(self) -> float | None:
+        """``time.perf_counter()`` at completion; None while under way."""
+        ...
+
+    def wait(self) -> None:
+        """Block until the sums are in the tensors that were launched.
+
+        Raises:
+            CommunicationError: A peer ended, the network failed, or the timeout passed.
+        """
+        ...
+
+
+class Transport(Protocol):
+    """What the engine needs of the world."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's number, from 0."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that are summed over."""
+        ...
+
+    def launch(self, tensors: Sequence[torch.Tensor], *, what: str) -> Flight:
+        """Start summing the tensors in place over all ranks; return at once.
+
+        Args:
+            tensors: Buffers that nobody touches until the flight has been waited for.
+            what: What is sent, for error messages.
+        """
+        ...
+
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Overwrite the tensors with rank 0's."""
+        ...
+
+    def gather_objects(self, value: object) -> list[Any]:
+        """Return every rank's value, in rank order."""
+        ...
+
+
+class ProcessGroupTransport:
+    """A transport over ``torch.distributed`` (gloo or NCCL) in a process group of its own.
+
+    Args:
+        process_group: Ranks that take part; None for all. Only its membership is used.
+        timeout_s: Longest wait for a collective, in seconds.
+
+    Raises:
+        ConfigurationError: ``torch.distributed`` is not initialised.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None, *, timeout_s: float) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            message = "torch.distributed is not initialised"
+            hint = "call torch.distributed.init_process_group first, or start with torchrun"
+            raise ConfigurationError(message, hint=hint)
+        members = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+        self._group = dist.new_group(
+            members,
+            timeout=timedelta(seconds=timeout_s),
+            use_local_synchronization=process_group is not None,
+        )
+        self._timeout_s = timeout_s
+        self._global_root = members[0]
+
+    @property
+    def rank(self) -> int:
+        """This rank's number within the group."""
+        return dist.get_rank(self._group)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the group."""
+        return dist.get_world_size(self._group)
+
+    def launch(self, tensors: Sequence[torch.Tensor], *, what: str) -> ProcessGroupFlight:
+        """Start one asynchronous all-reduce (sum) per tensor; see ``Transport.launch``.
+
+        Raises:
+            CommunicationError: The collective could not be started.
+        """
+        launched_at_s = time.perf_counter()
+        with self._named_errors(what):
+            works = [dist.all_reduce(t, group=self._group, async_op=True) for t in tensors]
+        return ProcessGroupFlight(works, self, launched_at_s=launched_at_s, what=what)
+
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Overwrite the tensors with the group's first rank's.
+
+        Raises:
+            CommunicationError: A peer ended or the network failed.
+        """
+        with self._named_errors("broadcast of the initial parameters"):
+            for tensor in tensors:
+                dist.broadcast(tensor, src=self._global_root, group=self._group)
+
+    def gather_objects(self, value: object) -> list[Any]:
+        """Return every rank's value, in rank order.
+
+        Raises:
+            CommunicationError: A peer ended or the network failed.
+        """
+        values: list[Any] = [None] * self.world_size
+        with self._named_errors("comparison of the ranks' settings"):
+            dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    @contextlib.contextmanager
+    def _named_errors(self, what: str) -> Any:
+        # gloo and NCCL raise RuntimeError (DistBackendError is one) for peers and timeouts alike.
+        try:
+            yield
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
+            message = f"rank {dist.get_rank(self._group)}: {what} failed: {reason}"
+            hint = (
+                "a peer ended or the network failed; look at the other ranks' errors, then "
+                "start again from the last checkpoint"
+            )
+            raise CommunicationError(message, hint=hint) from error
+
+
+class ProcessGroupFlight:
+    """All-reduces of one round on their way; completion is stamped by the backend's thread."""
+
+    def __init__(
+        self,
+        works: Sequence[dist.Work],
+        transport: ProcessGroupTransport,
+        *,
+        launched_at_s: float,
+        what: str,
+    ) -> None:
+        self._works = works
+        self._transport = transport
+        self._what = what
+        self._lock = threading.Lock()
+        self._open = len(works)
+        self.launched_at_s = launched_at_s
+        self.completed_at_s: float | None = None
+        for work in works:
+            work.get_future().add_done_callback(self._on_done)
+
+    def _on_done(self, _: object) -> None:
+        now_s = time.perf_counter()
+        with self._lock:
+            self._open -= 1
+            if self._open == 0:
+                self.completed_at_s = now_s
+
+    def wait(self) -> None:
+        """Block until every all-reduce has ended; see ``Flight.wait``.
+
+        Raises:
+            CommunicationError: A peer ended, the network failed, or the timeout passed.
+        """
+        with self._transport._named_errors(self._what):  # noqa: SLF001 - same module
+            for work in self._works:
+                work.wait()
+        if self.completed_at_s is None:
+            # The callback may run just after wait() returns.
+            self.completed_at_s = time.perf_counter()

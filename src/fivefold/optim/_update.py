@@ -1,0 +1,125 @@
+"""The outer update as pure tensor maths, on one piece of the flat state at a time.
+
+Shapes: every tensor of a call has the same number of elements N. The functions write in place,
+because the state is as large as the model; they know nothing of ranks, rounds or sockets.
+
+References:
+    CO2, arXiv 2401.16265; the elementwise clip follows its released code, applied in place and
+    kept in the momentum.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["ElementGap", "OuterCoefficients", "PieceStatistics", "accumulate_momentum_"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElementGap:
+    """Per-element staleness gap 1 + |move_scale * m_prev| / reference.
+
+    Attributes:
+        move_scale: Factor from the momentum to the last movement of the anchor.
+        reference: C, in parameter units per element.
+    """
+
+    move_scale: float
+    reference: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class OuterCoefficients:
+    """Scalars of one outer step, equal on all ranks.
+
+    Attributes:
+        momentum: beta.
+        delta_scale: Factor from the summed pseudo-gradients to D / L: 1 / (G * L * unit).
+        step: Factor from the momentum to the movement of the anchor: alpha * unit.
+        clip: phi, or None.
+        element_gap: Set where L differs by element; delta_scale then has L = 1.
+        with_norms: Whether to measure norms (costs two reads of each piece in cache).
+    """
+
+    momentum: float
+    delta_scale: float
+    step: float
+    clip: float | None
+    element_gap: ElementGap | None = None
+    with_norms: bool = False
+
+
+@dataclass(kw_only=True)
+class PieceStatistics:
+    """Sums over the pieces of one outer step.
+
+    Attributes:
+        delta_square: Sum of squares of the *summed* pseudo-gradients.
+        momentum_square: Sum of squares of the new momentum.
+        gap_sum: Sum of the per-element gaps; 0 where the gap is a scalar.
+        clipped: Elements that the clip changed.
+        elements: Elements seen.
+    """
+
+    delta_square: float = 0.0
+    momentum_square: float = 0.0
+    gap_sum: float = 0.0
+    clipped: int = 0
+    elements: int = 0
+
+
+def accumulate_momentum_(
+    momentum: torch.Tensor | None,
+    delta_sum: torch.Tensor,
+    *,
+    coefficients: OuterCoefficients,
+    statistics: PieceStatistics,
+) -> torch.Tensor:
+    """Compute m <- clamp(beta * m + D / L, -phi, phi) in place and return m.
+
+    Args:
+        momentum: m, shape [N]; None where beta is 0, then ``delta_sum`` becomes m.
+        delta_sum: Sum over the ranks of their pseudo-gradients, shape [N]; overwritten.
+        coefficients: Scalars of this outer step.
+        statistics: Added to.
+
+    Returns:
+        The new momentum, shape [N].
+    """
+    statistics.elements += delta_sum.numel()
+    if coefficients.with_norms:
+        statistics.delta_square += _square_norm(delta_sum)
+    if momentum is None:
+        result = delta_sum.mul_(coefficients.delta_scale)
+    else:
+        if coefficients.element_gap is not None:
+            gap = _element_gap(momentum, coefficients.element_gap)
+            statistics.gap_sum += float(gap.sum(dtype=torch.float64))
+            delta_sum.div_(gap)
+        result = momentum.mul_(coefficients.momentum)
+        result.add_(delta_sum, alpha=coefficients.delta_scale)
+    if coefficients.clip is not None:
+        statistics.clipped += _clip_(result, coefficients.clip)
+    if coefficients.with_norms:
+        statistics.momentum_square += _square_norm(result)
+    return result
+
+
+def _element_gap(momentum: torch.Tensor, gap: ElementGap) -> torch.Tensor:
+    return momentum.abs().mul_(gap.move_scale / gap.reference).add_(1.0)
+
+
+def _clip_(momentum: torch.Tensor, bound: float) -> int:
+    largest = float(torch.linalg.vector_norm(momentum, math.inf)) if momentum.numel() else 0.0
+    if largest <= bound:  # the common case costs one read and no write
+        return 0
+    clipped = int(torch.count_nonzero(momentum.abs() > bound))
+    momentum.clamp_(-bound, bound)
+    return clipped
+
+
+def _square_norm(values: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(values)) ** 2
