@@ -47,7 +47,7 @@ class OuterState:
         last_step: Factor from the momentum to the anchor's movement at the last boundary; 0
             where it did not move.
         last_move: Norm of that movement.
-        last_delta: Norm of the mean pseudo-gradient applied there.
+        last_delta: Norm of the mean pseudo-gradient applied last, until it has been sent.
     """
 
     gap_reference: float | None = None

@@ -343,7 +343,7 @@ class OuterSync:
     def _account(self, measured: PieceStatistics, coefficients: OuterCoefficients | None) -> None:
         state = self._state
         if coefficients is None:  # nothing arrived: the anchor stayed where it was
-            state.last_step = state.last_move = state.last_delta = 0.0
+            state.last_step = state.last_move = 0.0
             return
         gap = state.gap
         if coefficients.element_gap is not None:
@@ -364,6 +364,7 @@ class OuterSync:
         self._lane.zero_()
         self._lane[_LANE_MOVE] = self._state.last_move
         self._lane[_LANE_DELTA] = self._state.last_delta
+        self._state.last_delta = 0.0  # each norm travels once
         self._lane[_LANE_FIXED + transport.rank] = anchor_hash
         payloads = [group.payload for group in self._groups]
         step = self._schedule.total_steps

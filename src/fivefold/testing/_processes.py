@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import queue
 import socket
 import time
@@ -83,7 +84,8 @@ def _rank_main(
             world_size=world_size,
             timeout=timedelta(seconds=timeout_s),
         )
-        outcome = (rank, True, work(rank))
+        # Pickled here: a queue would hand tensors over as file descriptors of this process.
+        outcome = (rank, True, pickle.dumps(work(rank)))
     except BaseException:  # noqa: BLE001 - handed to the parent
         outcome = (rank, False, traceback.format_exc())
     results.put(outcome)
@@ -107,5 +109,5 @@ def _collect(processes: list[Any], results: Any, timeout_s: float) -> list[Any]:
             continue
         if not fine:
             raise RuntimeError(f"rank {rank} raised:\n{value}")
-        by_rank[rank] = value
+        by_rank[rank] = pickle.loads(value)  # noqa: S301 - written by our own child
     return [by_rank[rank] for rank in range(len(processes))]

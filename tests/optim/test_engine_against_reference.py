@@ -1,0 +1,140 @@
+"""The engine equals the line-by-line reference: float64, all rules, 2 to 4 ranks, 50 rounds."""
+
+import pytest
+import torch
+
+from fivefold.optim import CO2, GapPenalty, LocalSGD, OuterSync, SlowMo
+from fivefold.optim._reference import reference_run
+from fivefold.testing import run_processes, run_world
+
+ROUNDS = 50
+SHAPES = [(3, 4), (5,), (2, 2, 2), (1,)]
+SIZE = sum(torch.Size(shape).numel() for shape in SHAPES)
+
+RULES = {
+    "co2": CO2(tau=3),
+    "co2-clip-binds": CO2(tau=2, clip=0.02, staleness="none", outer_momentum=0.3, outer_lr=0.5),
+    "co2-no-momentum": CO2(tau=2, outer_momentum=0.0, clip=None),
+    "co2-gap-rms": CO2(tau=2, staleness="gap-rms"),
+    "co2-gap-rms-fixed": CO2(tau=2, staleness=GapPenalty(norm="rms", reference=0.05)),
+    "co2-gap-fixed": CO2(tau=2, staleness=GapPenalty(reference=0.1)),
+    "co2-gap-param": CO2(tau=2, staleness="gap-param", outer_momentum=0.0),
+    "co2-gap-param-momentum": CO2(tau=2, staleness="gap-param", outer_momentum=0.4),
+    "co2-constant": CO2(tau=2, staleness="constant:2.0", outer_momentum=0.5),
+    "co2-sync-bootstrap": CO2(tau=3, bootstrap="sync"),
+    "co2-lr-units": CO2(tau=2, units="lr", clip=2.0),
+    "co2-tau-1": CO2(tau=1, outer_lr=0.3),
+    "slowmo": SlowMo(tau=3),
+    "slowmo-delta-clip": SlowMo(tau=2, units="delta", outer_lr=0.8, clip=0.02),
+    "local-sgd": LocalSGD(tau=4),
+}
+
+
+class Pieces(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(7)
+        for index, shape in enumerate(SHAPES):
+            value = torch.randn(shape, dtype=torch.float64, generator=generator)
+            self.register_parameter(f"p{index}", torch.nn.Parameter(value))
+
+    def flat(self):
+        return torch.cat([p.detach().reshape(-1) for p in self.parameters()])
+
+
+def gradient(worker, step, x):
+    """A quadratic whose minimum differs by worker, with seeded noise: any order, same values."""
+    generator = torch.Generator().manual_seed(1000 * worker + step)
+    curvature = torch.linspace(0.2, 1.5, SIZE, dtype=torch.float64)
+    centre = torch.linspace(-1, 1, SIZE, dtype=torch.float64) * (worker + 1)
+    noise = torch.randn(SIZE, dtype=torch.float64, generator=generator)
+    return curvature * (x - centre) + 0.1 * noise
+
+
+def learning_rate(step):
+    return 0.05 / (1 + 0.01 * step)
+
+
+def engine_run(rank, rule, steps, transport=None, *, check_every_rounds=16):
+    """Train with torch.optim.SGD and the engine; return anchors at boundaries and the end."""
+    model = Pieces()
+    optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate(0))
+    sync = OuterSync(
+        model, optimizer, rule=rule, transport=transport, check_every_rounds=check_every_rounds
+    )
+    anchors = [model.flat()]
+    for step in range(steps):
+        slope = gradient(rank, step, model.flat())
+        for p, g in zip(
+            model.parameters(), slope.split([p.numel() for p in model.parameters()]), strict=True
+        ):
+            p.grad = g.view_as(p)
+        optimizer.param_groups[0]["lr"] = learning_rate(step)
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = learning_rate(step + 1)
+        sync.step()
+        if (step + 1) % rule.tau == 0:
+            anchors.append(model.flat())
+    sync.finalize()
+    return anchors, model.flat(), sync.statistics()
+
+
+def reference(rule, world_size, steps):
+    start = Pieces().flat()
+
+    def local_step(worker, step, x):
+        return x - learning_rate(step) * gradient(worker, step, x)
+
+    return reference_run(
+        start, local_step, rule=rule, world_size=world_size, steps=steps, inner_lr=learning_rate
+    )
+
+
+def largest_difference(ours, theirs):
+    scale = max(1.0, float(theirs.abs().max()))
+    return float((ours - theirs).abs().max()) / scale
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("name", RULES)
+def test_anchors_equal_reference_to_1e_12(name, world_size):
+    rule = RULES[name]
+    steps = ROUNDS * rule.tau + (rule.tau - 1)  # ends inside a round, so that the drain counts
+    expected = reference(rule, world_size, steps)
+    results = run_world(world_size, lambda t: engine_run(t.rank, rule, steps, t))
+    for anchors, final, statistics in results:
+        assert len(anchors) == ROUNDS + 1
+        for ours, theirs in zip(anchors, expected.anchors, strict=False):
+            assert largest_difference(ours, theirs) < 1e-12
+        assert largest_difference(final, expected.final) < 1e-12
+        assert statistics.clipped_fraction == pytest.approx(
+            sum(expected.clipped) / (SIZE * len(expected.clipped)), abs=1e-12
+        )
+        mean_gap = sum(float(gap.mean()) for gap in expected.gaps) / len(expected.gaps)
+        assert statistics.staleness_gap == pytest.approx(mean_gap, rel=1e-10)
+    finals = [final for _, final, _ in results]
+    assert all(torch.equal(finals[0], other) for other in finals[1:])
+
+
+def test_binding_clip_is_really_exercised():
+    expected = reference(RULES["co2-clip-binds"], 2, 100)
+    assert sum(expected.clipped) > 50
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_gloo_processes_equal_reference(world_size):
+    rules = [RULES[n] for n in ("co2", "co2-clip-binds", "co2-gap-param", "slowmo", "local-sgd")]
+
+    def work(rank):
+        return [engine_run(rank, rule, ROUNDS * rule.tau + 1)[:2] for rule in rules]
+
+    results = run_processes(world_size, work, timeout_s=120.0)
+    for index, rule in enumerate(rules):
+        expected = reference(rule, world_size, ROUNDS * rule.tau + 1)
+        for rank in range(world_size):
+            anchors, final = results[rank][index]
+            for ours, theirs in zip(anchors, expected.anchors, strict=False):
+                assert largest_difference(ours, theirs) < 1e-12
+            assert largest_difference(final, expected.final) < 1e-12
+            assert torch.equal(final, results[0][index][1])
