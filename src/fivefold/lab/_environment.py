@@ -1,0 +1,110 @@
+"""What a rank finds in its environment: the variables that ``torchrun`` sets, and the lab's own.
+
+Pure functions of the specification and the caller's environment.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fivefold.lab._plan import address_of
+from fivefold.lab._spec import LabSpec
+
+__all__ = ["LabFacts", "Rendezvous", "rank_environment"]
+
+_PORT = 29500
+_DEFAULTS = {
+    "OMP_NUM_THREADS": "1",  # ranks share the cores; more threads than cores only wait
+    "PYTHONUNBUFFERED": "1",  # so that logs are complete also when a rank is killed
+}
+
+
+@dataclass(frozen=True)
+class LabFacts:
+    """What the ranks may know of their links; becomes the variable ``FIVEFOLD_LAB``.
+
+    Args:
+        spec: What was asked for.
+        means: How the links are made: ``tbf``, ``tbf+netem``, ``relay``; None where unshaped.
+        reason: Why the links are unshaped; None where they are shaped.
+
+    Example:
+        >>> LabFacts(LabSpec(rate="8Mbit/s"), means="tbf").to_dict()["rate_bytes_per_s"]
+        1000000.0
+    """
+
+    spec: LabSpec
+    means: str | None
+    reason: str | None = None
+
+    def to_dict(self) -> dict[str, object]:
+        """The facts as JSON can hold them."""
+        spec = self.spec
+        return {
+            "hosts": spec.hosts,
+            "nproc_per_host": spec.nproc_per_host,
+            "rate_bytes_per_s": spec.rate_bytes_per_s,
+            "delay_s": spec.delay_s,
+            "jitter_s": spec.jitter_s,
+            "loss": spec.loss,
+            "shaped": self.means is not None,
+            "means": self.means,
+            "reason": self.reason,
+        }
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the ranks meet.
+
+    Example:
+        >>> Rendezvous().address
+        '10.77.0.1'
+    """
+
+    address: str = address_of(0)
+    port: int = _PORT
+    interface: str = "eth0"
+
+
+def rank_environment(
+    rank: int, facts: LabFacts, *, base: Mapping[str, str], meet: Rendezvous
+) -> dict[str, str]:
+    """The environment of one rank.
+
+    Args:
+        rank: Global rank; ranks are numbered host by host.
+        facts: Cluster and links.
+        base: The caller's environment, which stays visible.
+        meet: Address, port and interface of the rendezvous.
+
+    Returns:
+        All variables.
+
+    Example:
+        >>> facts = LabFacts(LabSpec(hosts=2, nproc_per_host=2), means=None)
+        >>> env = rank_environment(3, facts, base={"HOME": "/h"}, meet=Rendezvous())
+        >>> env["NODE_RANK"], env["LOCAL_RANK"], env["HOME"]
+        ('1', '1', '/h')
+    """
+    spec = facts.spec
+    host, local_rank = divmod(rank, spec.nproc_per_host)
+    # A torchrun around the lab must not make its ranks wait for that torchrun's store.
+    kept = {key: value for key, value in base.items() if not key.startswith("TORCHELASTIC_")}
+    own = {
+        "RANK": rank,
+        "WORLD_SIZE": spec.world_size,
+        "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": spec.nproc_per_host,
+        "GROUP_RANK": host,
+        "GROUP_WORLD_SIZE": spec.hosts,
+        "NODE_RANK": host,
+        "MASTER_ADDR": meet.address,
+        "MASTER_PORT": meet.port,
+        "GLOO_SOCKET_IFNAME": meet.interface,
+        "TP_SOCKET_IFNAME": meet.interface,
+        "FIVEFOLD_LAB": json.dumps(facts.to_dict()),
+    }
+    return {**_DEFAULTS, **kept, **{key: str(value) for key, value in own.items()}}

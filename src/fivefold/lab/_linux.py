@@ -1,0 +1,173 @@
+"""The few Linux calls that the lab needs and Python 3.11 does not offer.
+
+Namespaces (``setns``, ``unshare``), mounts, ``prctl`` and TUN devices, each raising OSError as
+the functions in ``os`` do. Knows nothing of clusters.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+__all__ = [
+    "VNET_HEADER_BYTES",
+    "become_host",
+    "become_subreaper",
+    "die_with_parent",
+    "entered",
+    "new_network_namespace",
+    "open_tun",
+]
+
+_CLONE_NEWNS = 0x00020000
+_CLONE_NEWUTS = 0x04000000
+_CLONE_NEWNET = 0x40000000
+_MS_BIND = 0x1000
+_MNT_DETACH = 2
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_TUNSETIFF = 0x400454CA
+_TUNSETOFFLOAD = 0x400454D0
+_IFF_TUN = 0x0001
+_IFF_NO_PI = 0x1000
+_IFF_VNET_HDR = 0x4000
+_TUN_F_CSUM = 0x01
+VNET_HEADER_BYTES = 10
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def new_network_namespace() -> int:
+    """Make a network namespace; it lives as long as the returned descriptor.
+
+    Returns:
+        A descriptor of the new namespace; the caller's namespace is as before.
+
+    Raises:
+        OSError: The kernel refuses.
+    """
+    home = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        _call("unshare", _CLONE_NEWNET)
+        made = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+        _call("setns", home, _CLONE_NEWNET)
+        return made
+    finally:
+        os.close(home)
+
+
+@contextmanager
+def entered(namespace_fd: int | None) -> Iterator[None]:
+    """Run the body, and what it starts, in another network namespace; None stays.
+
+    Raises:
+        OSError: The kernel refuses.
+    """
+    if namespace_fd is None:
+        yield
+        return
+    home = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        _call("setns", namespace_fd, _CLONE_NEWNET)
+        try:
+            yield
+        finally:
+            _call("setns", home, _CLONE_NEWNET)
+    finally:
+        os.close(home)
+
+
+def become_host(namespace_fd: int, *, name: str, folder: Path) -> None:
+    """Turn this process into one on another host; called between fork and exec.
+
+    Takes the network namespace, a host name of its own, an ``/etc/hosts`` that knows the cluster
+    and a ``/sys`` that shows the host's interfaces. The last two are conveniences: where the
+    kernel forbids their mounts, the process runs without them.
+
+    Args:
+        namespace_fd: The host's network namespace.
+        name: The host's name.
+        folder: Holds the file ``hosts`` and an empty folder ``sys``.
+
+    Raises:
+        OSError: The kernel refuses one of the namespaces.
+    """
+    _call("setns", namespace_fd, _CLONE_NEWNET)
+    _call("unshare", _CLONE_NEWNS | _CLONE_NEWUTS)
+    encoded = name.encode()
+    _call("sethostname", encoded, len(encoded))
+    with suppress(OSError):
+        _bind(folder / "hosts", Path("/etc/hosts"))
+    with suppress(OSError):
+        _show_own_interfaces(folder / "sys")
+
+
+def die_with_parent(signal_number: int) -> None:
+    """Have the kernel send this process a signal when its parent ends.
+
+    Raises:
+        OSError: The signal number is not one.
+    """
+    _call("prctl", _PR_SET_PDEATHSIG, signal_number, 0, 0, 0)
+
+
+def become_subreaper() -> None:
+    """Adopt the orphans among all later descendants.
+
+    Raises:
+        OSError: The kernel does not know the call.
+    """
+    _call("prctl", _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def open_tun(name: str) -> int:
+    """Make a TUN device in the current network namespace.
+
+    Packets carry a ten-byte virtio header, which lets the kernel leave out TCP checksums: the
+    relay passes it on unchanged.
+
+    Returns:
+        Its non-blocking descriptor; the device lives as long as it is open.
+
+    Raises:
+        OSError: There is no ``/dev/net/tun``, or it may not be used.
+    """
+    fd = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        request = struct.pack("16sH22x", name.encode(), _IFF_TUN | _IFF_NO_PI | _IFF_VNET_HDR)
+        fcntl.ioctl(fd, _TUNSETIFF, request)
+        fcntl.ioctl(fd, _TUNSETOFFLOAD, _TUN_F_CSUM)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _show_own_interfaces(scratch: Path) -> None:
+    # Only these two folders of sysfs differ between network namespaces; binding them alone keeps
+    # what is mounted below /sys, such as control groups.
+    _mount(b"sysfs", scratch, b"sysfs", 0)
+    try:
+        for folder in ("devices/virtual/net", "class/net"):
+            _bind(scratch / folder, Path("/sys") / folder)
+    finally:
+        _call("umount2", os.fsencode(scratch), _MNT_DETACH)
+
+
+def _bind(source: Path, target: Path) -> None:
+    _mount(os.fsencode(source), target, None, _MS_BIND)
+
+
+def _mount(source: bytes, target: Path, kind: bytes | None, flags: int) -> None:
+    _call("mount", source, os.fsencode(target), kind, ctypes.c_ulong(flags), None)
+
+
+def _call(name: str, *arguments: object) -> None:
+    if getattr(_libc, name)(*arguments) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")

@@ -1,0 +1,342 @@
+"""Runs one command on every host of an emulated cluster: the caller's half.
+
+Chooses how to make the links, starts the supervisor, follows its events and hands signals on. The
+caller's process never enters a namespace and never changes the machine's network.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fivefold.errors import ConfigurationError, UnsupportedError
+from fivefold.lab._capabilities import find_tool, isolation_command, probe_capabilities
+from fivefold.lab._environment import LabFacts
+from fivefold.lab._job import Job
+from fivefold.lab._plan import address_of, host_name
+from fivefold.lab._result import LabResult, RankResult
+from fivefold.lab._spec import LabSpec
+from fivefold.lab._state import make_run_folder, remove_run_folder, write_state
+from fivefold.units import format_duration_s
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+__all__ = ["choose_means", "run_lab"]
+
+_logger = logging.getLogger(__name__)
+_END_WAIT_S = 10.0
+
+
+def run_lab(
+    spec: LabSpec,
+    command: Sequence[str],
+    *,
+    timeout_s: float | None = None,
+    grace_s: float = 30.0,
+    log_folder: str | Path | None = None,
+    allow_unshaped: bool = False,
+    stream: bool = True,
+) -> LabResult:
+    """Run a command on every host of an emulated cluster and wait for all of them.
+
+    Each rank gets the environment that ``torchrun`` would give it, the caller's other variables,
+    working folder and files. Everything that the run makes ends with it, also when this process is
+    killed. SIGINT, SIGTERM and SIGHUP become SIGTERM for the ranks; once the lab is down they are
+    delivered to this process as usual.
+
+    Args:
+        spec: Hosts and links.
+        command: What each rank runs, with its arguments.
+        timeout_s: Longest run in seconds; None has no limit.
+        grace_s: Seconds that ranks get to end by themselves, after a failure before SIGTERM, and
+            after SIGTERM before SIGKILL.
+        log_folder: Folder for the ranks' output (``rank0.out``, ``rank0.err``, ...); None makes a
+            new one in the system's temporary folder.
+        allow_unshaped: Where the machine cannot make the links, run over loopback all the same.
+        stream: Show output as it comes: rank 0's standard output on standard output, all else on
+            standard error with the host before each line.
+
+    Returns:
+        Exit codes, wall time and log files.
+
+    Raises:
+        ConfigurationError: The command, a time or the log folder is not usable.
+        UnsupportedError: This machine cannot make such links and ``allow_unshaped`` is off.
+        KeyboardInterrupt: SIGINT came; the ranks have ended.
+
+    Example:
+        >>> spec = LabSpec(hosts=2, rate="200Mbit/s")
+        >>> run_lab(spec, ["true"], allow_unshaped=True, stream=False).exit_code
+        0
+    """
+    _check_request(command, timeout_s=timeout_s, grace_s=grace_s)
+    means, reason = choose_means(spec, allow_unshaped=allow_unshaped)
+    isolation = probe_capabilities().isolation
+    # A cluster that asks for nothing of its links still gets hosts of its own.
+    isolated = isolation is not None and (means is not None or not spec.shapes)
+    job = Job(
+        spec=spec.to_dict(),
+        means=means,
+        reason=reason,
+        isolated=isolated,
+        command=[str(word) for word in command],
+        port=0 if isolated else _free_port(),
+        timeout_s=timeout_s,
+        grace_s=grace_s,
+        log_folder=str(_make_log_folder(log_folder)),
+        run_folder=str(make_run_folder(_host_lines(spec))),
+        stream=stream,
+    )
+    try:
+        return _Run(job, spec, isolation=isolation if isolated else None).follow()
+    finally:
+        remove_run_folder(Path(job.run_folder))
+
+
+def choose_means(spec: LabSpec, *, allow_unshaped: bool) -> tuple[str | None, str | None]:
+    """How this machine makes such links.
+
+    Args:
+        spec: The cluster.
+        allow_unshaped: Whether no shaping at all is an answer.
+
+    Returns:
+        ``"tbf"``, ``"tbf+netem"`` or ``"relay"`` and None; or None and the reason.
+
+    Raises:
+        UnsupportedError: The machine cannot do it.
+
+    Example:
+        >>> choose_means(LabSpec(hosts=2), allow_unshaped=True)
+        (None, 'no rate, delay or loss was asked for')
+    """
+    if not spec.shapes:
+        return None, "no rate, delay or loss was asked for"
+    able = probe_capabilities()
+    bridge = ["namespaces", "bridge", "veth", "tbf"]
+    candidates = {"tbf": bridge}
+    if spec.delays_or_loses:
+        candidates = {"tbf+netem": [*bridge, "netem"], "relay": ["namespaces", "tun"]}
+    missing = []
+    for means, needs in candidates.items():
+        missing = [able[name] for name in needs if not able[name].works]
+        if not missing:
+            return means, None
+    reason = "; ".join(f"{item.name}: {item.reason}" for item in missing)
+    if allow_unshaped:
+        return None, reason
+    raise UnsupportedError(
+        f"this machine cannot shape the links: {reason}",
+        hint=f"{missing[0].fix}; or allow an unshaped run over loopback with --allow-unshaped",
+    )
+
+
+class _Run:
+    """One run, seen from outside: what the supervisor reports."""
+
+    def __init__(self, job: Job, spec: LabSpec, *, isolation: str | None) -> None:
+        self._job = job
+        self._spec = spec
+        self._isolation = isolation
+        self._exits: dict[int, tuple[int, float]] = {}
+        self._end: dict[str, Any] | None = None
+        self._first_failed: int | None = None
+        self._relay_died = False
+
+    def follow(self) -> LabResult:
+        control_read, control_write = os.pipe()
+        event_read, event_write = os.pipe()
+        with _handed_on(control_write) as signals:
+            process = self._start(control_read, event_write)
+            try:
+                os.close(control_read)
+                os.close(event_write)
+                write_state(
+                    Path(self._job.run_folder), self._job.command, supervisor_pid=process.pid
+                )
+                with suppress(BrokenPipeError):  # it ended at once: no event will say "end"
+                    _write_all(control_write, (json.dumps(asdict(self._job)) + "\n").encode())
+                with os.fdopen(event_read, encoding="utf-8") as events:
+                    for line in events:
+                        self._take(json.loads(line))
+            finally:
+                os.close(control_write)  # cuts the lifeline: the supervisor ends if it has not
+                _wait_or_kill(process)
+        if signals:
+            _logger.warning("the lab is down; output is in %s", self._job.log_folder)
+            signal.raise_signal(signals[0])
+        return self._result(process.returncode)
+
+    def _start(self, control_fd: int, event_fd: int) -> subprocess.Popen[bytes]:
+        argv: list[str] = []
+        if (setpriv := find_tool("setpriv")) is not None:
+            # A second line of defence beside the control pipe.
+            argv += [setpriv, "--pdeathsig", "KILL"]
+        if self._isolation is not None:
+            argv += isolation_command(self._isolation)
+        argv += [sys.executable, "-P", "-m", "fivefold.lab._supervisor"]
+        return subprocess.Popen(
+            [*argv, str(control_fd), str(event_fd)],
+            pass_fds=(control_fd, event_fd),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C goes to this process, which hands it on
+        )
+
+    def _take(self, event: dict[str, Any]) -> None:
+        kind = event["event"]
+        if kind == "exit":
+            self._take_exit(event)
+        elif kind == "signal":
+            ranks = ", ".join(str(rank) for rank in event["ranks"])
+            _logger.warning("%s to rank %s", event["signal"], ranks)
+        elif kind == "relay_died":
+            self._relay_died = True
+        elif kind == "error":
+            raise UnsupportedError(
+                f"the lab could not start: {event['message']}", hint=event["hint"]
+            )
+        elif kind == "end":
+            self._end = event
+
+    def _take_exit(self, event: dict[str, Any]) -> None:
+        rank, code = event["rank"], event["code"]
+        self._exits[rank] = code, event["at_s"]
+        if code == 0 or self._first_failed is not None:
+            return
+        self._first_failed = rank
+        host = host_name(rank // self._spec.nproc_per_host)
+        others = self._spec.world_size - len(self._exits)
+        grace = f"; the others get {format_duration_s(self._job.grace_s)}" if others else ""
+        _logger.warning("rank %d on %s %s%s", rank, host, _describe_exit(code), grace)
+
+    def _result(self, supervisor_code: int) -> LabResult:
+        if self._relay_died:
+            msg = "the relay ended early, so the links were gone"
+            raise UnsupportedError(
+                msg,
+                hint=f"output is in {self._job.log_folder}; run again",
+            )
+        if self._end is None:
+            raise UnsupportedError(
+                f"the lab's supervisor ended early with {supervisor_code}",
+                hint=f"output so far is in {self._job.log_folder}",
+            )
+        folder = Path(self._job.log_folder)
+        ranks = tuple(
+            RankResult(
+                rank=rank,
+                host=rank // self._spec.nproc_per_host,
+                exit_code=code,
+                wall_s=at_s,
+                stdout_path=folder / f"rank{rank}.out",
+                stderr_path=folder / f"rank{rank}.err",
+            )
+            for rank, (code, at_s) in sorted(self._exits.items())
+        )
+        facts = LabFacts(self._spec, means=self._job.means, reason=self._job.reason)
+        return LabResult(
+            ranks=ranks,
+            first_failed_rank=self._first_failed,
+            timed_out=self._end["timed_out"],
+            wall_s=max(rank.wall_s for rank in ranks),
+            log_folder=folder,
+            lab=facts.to_dict(),
+        )
+
+
+@contextmanager
+def _handed_on(control_fd: int) -> Iterator[list[signal.Signals]]:
+    """Turn signals into requests to the supervisor, and collect them."""
+    received: list[signal.Signals] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+
+    def hand_on(number: int, _: object) -> None:
+        with suppress(OSError):
+            os.write(control_fd, b"kill\n" if received else b"stop\n")
+        received.append(signal.Signals(number))
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    previous = {number: signal.signal(number, hand_on) for number in numbers}
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def _wait_or_kill(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(_END_WAIT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def _check_request(command: Sequence[str], *, timeout_s: float | None, grace_s: float) -> None:
+    if isinstance(command, str) or not command:
+        raise ConfigurationError(
+            f"command must be a list of words; got {command!r}",
+            hint="for example [sys.executable, 'train.py']",
+        )
+    if shutil.which(str(command[0])) is None:
+        raise ConfigurationError(
+            f"there is no program {str(command[0])!r}",
+            hint="give its path, or a name that is found on PATH",
+        )
+    if timeout_s is not None and timeout_s <= 0:
+        raise ConfigurationError(f"timeout_s must be more than zero; got {timeout_s:g}")
+    if grace_s < 0:
+        raise ConfigurationError(f"grace_s must not be negative; got {grace_s:g}")
+
+
+def _make_log_folder(log_folder: str | Path | None) -> Path:
+    if log_folder is None:
+        return Path(tempfile.mkdtemp(prefix="fivefold-lab-"))
+    folder = Path(log_folder).absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(
+            f"the log folder {folder} cannot be made: {error.strerror}", hint="choose another"
+        ) from error
+    return folder
+
+
+def _host_lines(spec: LabSpec) -> list[tuple[str, str]]:
+    return [(address_of(host), host_name(host)) for host in range(spec.hosts)]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _describe_exit(code: int) -> str:
+    if code >= 0:
+        return f"failed with exit code {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was ended by signal {-code}"

@@ -1,0 +1,203 @@
+"""What the emulated cluster looks like: hosts, links and processes per host.
+
+The specification is validated once, here; everything behind it may trust it. It knows nothing of
+how links are made: the same specification is served by ``tbf``, by ``netem`` or by the relay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from fivefold.errors import ConfigurationError
+from fivefold.units import (
+    format_bytes_per_s,
+    format_duration_s,
+    parse_bytes_per_s,
+    parse_duration_s,
+)
+
+__all__ = ["LabSpec"]
+
+_MAX_HOSTS = 253  # addresses 10.77.0.1 to 10.77.0.253 of one /24 network
+_MIN_RATE_BYTES_PER_S = 1000.0  # one full frame then takes 1.5 s; below that TCP only times out
+_MIN_MTU = 576  # every IPv4 host must take this size (RFC 791)
+_MAX_MTU = 65000
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabSpec:
+    """N hosts on one switch; each host's link has the same rate up and down.
+
+    Quantities are kept as they were written; the properties give them in seconds and bytes per
+    second. A transfer between two hosts passes the sender's uplink, then the receiver's downlink,
+    and is delayed once.
+
+    Args:
+        hosts: Number of hosts, 1 to 253.
+        rate: Rate of each link in each direction, such as ``"200Mbit/s"``; a number is bytes per
+            second. None leaves the links as fast as the machine.
+        delay: One-way delay between any two hosts, such as ``"5ms"``; a number is seconds.
+        jitter: Each packet's delay is uniform in ``delay - jitter`` to ``delay + jitter``; at most
+            ``delay``.
+        loss: Probability in [0, 1) that a packet is lost on its way.
+        queue: Longest time that a packet may wait at a link before packets are dropped.
+        nproc_per_host: Processes (ranks) that each host runs; they talk over loopback, unshaped.
+        mtu: Largest packet in bytes; None chooses (see the guide).
+        seed: Seed of jitter and loss, where the relay makes them.
+        host_rates: Rates of single hosts by index, in place of ``rate``: a host with a slow link.
+
+    Raises:
+        ConfigurationError: A value is not allowed.
+
+    Example:
+        >>> spec = LabSpec(hosts=2, rate="200Mbit/s", delay="5ms")
+        >>> spec.rate_bytes_per_s, spec.delay_s, spec.world_size
+        (25000000.0, 0.005, 2)
+    """
+
+    hosts: int = 2
+    rate: str | float | None = None
+    delay: str | float = 0.0
+    jitter: str | float = 0.0
+    loss: float = 0.0
+    queue: str | float = 0.05
+    nproc_per_host: int = 1
+    mtu: int | None = None
+    seed: int = 0
+    host_rates: Mapping[int, str | float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_integer("hosts", self.hosts, low=1, high=_MAX_HOSTS)
+        _check_integer("nproc_per_host", self.nproc_per_host, low=1, high=1024)
+        _check_integer("seed", self.seed, low=0, high=2**63)
+        if self.mtu is not None:
+            _check_integer("mtu", self.mtu, low=_MIN_MTU, high=_MAX_MTU)
+        for host in range(self.hosts):
+            _check_rate(self.rate_of(host))
+        self._check_host_rates()
+        self._check_path()
+
+    def _check_host_rates(self) -> None:
+        for host in self.host_rates:
+            if host not in range(self.hosts):
+                raise ConfigurationError(
+                    f"host_rates names host {host}, but there are {self.hosts} hosts",
+                    hint=f"number hosts from 0 to {self.hosts - 1}",
+                )
+
+    def _check_path(self) -> None:
+        if not 0.0 <= self.loss < 1.0:
+            raise ConfigurationError(
+                f"loss must be a probability in [0, 1); got {self.loss:g}",
+                hint="one packet in a hundred is 0.01",
+            )
+        if self.jitter_s > self.delay_s:
+            raise ConfigurationError(
+                f"jitter must be at most the delay; got jitter={self.jitter}, delay={self.delay}",
+                hint="a packet cannot arrive before it was sent: raise the delay",
+            )
+        if self.queue_s <= 0:
+            raise ConfigurationError(
+                f"queue must be more than zero; got {self.queue}", hint="the default is '50ms'"
+            )
+
+    @property
+    def rate_bytes_per_s(self) -> float | None:
+        """Rate of the links without their own rate, in bytes per second; None is unlimited."""
+        return None if self.rate is None else parse_bytes_per_s(self.rate)
+
+    @property
+    def delay_s(self) -> float:
+        """One-way delay in seconds."""
+        return parse_duration_s(self.delay)
+
+    @property
+    def jitter_s(self) -> float:
+        """Half the width of the delay's distribution in seconds."""
+        return parse_duration_s(self.jitter)
+
+    @property
+    def queue_s(self) -> float:
+        """Longest wait in a link's queue in seconds."""
+        return parse_duration_s(self.queue)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks over all hosts."""
+        return self.hosts * self.nproc_per_host
+
+    @property
+    def delays_or_loses(self) -> bool:
+        """Whether the path needs more than a rate: netem or the relay."""
+        return self.delay_s > 0 or self.loss > 0
+
+    @property
+    def shapes(self) -> bool:
+        """Whether anything at all is asked of the links."""
+        return self.delays_or_loses or any(self.rate_of(i) is not None for i in range(self.hosts))
+
+    def rate_of(self, host: int) -> float | None:
+        """Rate of one host's link in bytes per second; None is unlimited."""
+        if host in self.host_rates:
+            return parse_bytes_per_s(self.host_rates[host])
+        return self.rate_bytes_per_s
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as JSON can hold them.
+
+        Example:
+            >>> LabSpec.from_dict(LabSpec(hosts=3).to_dict()) == LabSpec(hosts=3)
+            True
+        """
+        return asdict(self) | {"host_rates": [list(item) for item in self.host_rates.items()]}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> LabSpec:
+        """Read back what :meth:`to_dict` wrote.
+
+        Example:
+            >>> LabSpec.from_dict({"hosts": 4, "host_rates": [[1, "1Mbit/s"]]}).rate_of(1)
+            125000.0
+        """
+        pairs = fields.get("host_rates", [])
+        return cls(**{**fields, "host_rates": dict(pairs)})
+
+    def describe(self) -> str:
+        """One line for people.
+
+        Example:
+            >>> LabSpec(hosts=2, rate="200Mbit/s", delay="5ms", loss=0.01).describe()
+            '2 hosts, 200 Mbit/s, 5 ms one way, 1 % loss'
+        """
+        rate = self.rate_bytes_per_s
+        parts = [f"{self.hosts} host{'s' if self.hosts > 1 else ''}"]
+        if self.nproc_per_host > 1:
+            parts.append(f"{self.nproc_per_host} processes each")
+        parts.append("no rate limit" if rate is None else format_bytes_per_s(rate))
+        parts += [
+            f"host{host} {format_bytes_per_s(parse_bytes_per_s(own))}"
+            for host, own in sorted(self.host_rates.items())
+        ]
+        if self.delay_s > 0:
+            jitter = f" ± {format_duration_s(self.jitter_s)}" if self.jitter_s > 0 else ""
+            parts.append(f"{format_duration_s(self.delay_s)}{jitter} one way")
+        if self.loss > 0:
+            parts.append(f"{self.loss * 100:g} % loss")
+        return ", ".join(parts)
+
+
+def _check_integer(name: str, value: object, *, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ConfigurationError(
+            f"{name} must be a whole number from {low} to {high}; got {value!r}"
+        )
+
+
+def _check_rate(rate_bytes_per_s: float | None) -> None:
+    if rate_bytes_per_s is not None and rate_bytes_per_s < _MIN_RATE_BYTES_PER_S:
+        raise ConfigurationError(
+            f"rate must be at least 8 kbit/s; got {format_bytes_per_s(rate_bytes_per_s)}",
+            hint="write a rate such as '200Mbit/s', or leave it out for unlimited links",
+        )

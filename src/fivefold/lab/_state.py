@@ -1,0 +1,174 @@
+"""What a run leaves in the user's runtime folder while it is under way.
+
+One folder per run with ``state.json``: the lab's process and its supervisor, each by process id
+and start time, because ids are used again. A run removes its folder when it ends; what remains is
+for ``clean``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fivefold.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["ProcessId", "RunState", "make_run_folder", "runtime_folder", "write_state"]
+
+_START_TIME_FIELD = 19  # of /proc/PID/stat, counted after the command's closing bracket
+
+
+@dataclass(frozen=True)
+class ProcessId:
+    """A process, told apart from a later one with the same id.
+
+    Example:
+        >>> ProcessId.of(os.getpid()).alive
+        True
+    """
+
+    pid: int
+    start_ticks: int
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessId:
+        """Identify a running process.
+
+        Raises:
+            ProcessLookupError: There is none with this id.
+        """
+        ticks = _start_ticks(pid)
+        if ticks is None:
+            raise ProcessLookupError(pid)
+        return cls(pid, ticks)
+
+    @property
+    def alive(self) -> bool:
+        """Whether this very process still runs."""
+        return _start_ticks(self.pid) == self.start_ticks
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """The contents of ``state.json``.
+
+    Args:
+        lab: The process that called for the run.
+        supervisor: The process from which the run hangs; None before it was started.
+        command: What the ranks run.
+        started_at_unix_s: When.
+    """
+
+    lab: ProcessId
+    supervisor: ProcessId | None
+    command: tuple[str, ...]
+    started_at_unix_s: float
+
+    @classmethod
+    def read(cls, folder: Path) -> RunState | None:
+        """Read a run's state; None where it is missing or damaged."""
+        try:
+            fields = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+            supervisor = fields["supervisor"]
+            return cls(
+                lab=ProcessId(**fields["lab"]),
+                supervisor=None if supervisor is None else ProcessId(**supervisor),
+                command=tuple(fields["command"]),
+                started_at_unix_s=fields["started_at_unix_s"],
+            )
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+
+def runtime_folder() -> Path:
+    """The user's folder for runs under way, made if need be.
+
+    Returns:
+        A folder below ``$XDG_RUNTIME_DIR``, or else below the system's temporary folder.
+
+    Raises:
+        UnsupportedError: The folder belongs to someone else.
+
+    Example:
+        >>> runtime_folder().is_dir()
+        True
+    """
+    session = os.environ.get("XDG_RUNTIME_DIR", "")
+    if session and os.access(session, os.W_OK | os.X_OK):
+        folder = Path(session) / "fivefold-lab"
+    else:
+        folder = Path(tempfile.gettempdir()) / f"fivefold-lab-{os.geteuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise UnsupportedError(
+            f"{folder} is not a folder of this user", hint="remove it, or set XDG_RUNTIME_DIR"
+        )
+    return folder
+
+
+def make_run_folder(hosts: Sequence[tuple[str, str]]) -> Path:
+    """Make a run's private folder.
+
+    Args:
+        hosts: Address and name of each host, for the hosts' ``/etc/hosts``.
+
+    Returns:
+        The folder.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="run-", dir=runtime_folder()))
+    (folder / "sys").mkdir()
+    lines = ["127.0.0.1\tlocalhost", *(f"{address}\t{name}" for address, name in hosts)]
+    (folder / "hosts").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return folder
+
+
+def write_state(folder: Path, command: Sequence[str], *, supervisor_pid: int | None) -> None:
+    """Write ``state.json``, whole or not at all.
+
+    Args:
+        folder: The run's folder.
+        command: What the ranks run.
+        supervisor_pid: The supervisor, once there is one.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    supervisor = None
+    if supervisor_pid is not None and (ticks := _start_ticks(supervisor_pid)) is not None:
+        supervisor = ProcessId(supervisor_pid, ticks)
+    state = RunState(
+        lab=ProcessId.of(os.getpid()),
+        supervisor=supervisor,
+        command=tuple(command),
+        started_at_unix_s=time.time(),
+    )
+    temporary = folder / "state.json.new"
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump(asdict(state), file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(folder / "state.json")
+
+
+def remove_run_folder(folder: Path) -> None:
+    """Remove a run's private folder."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start_ticks(pid: int) -> int | None:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()
+    return None if fields[0] in {"Z", "X"} else int(fields[_START_TIME_FIELD])

@@ -1,0 +1,250 @@
+"""The supervisor: the one process from which everything of a run hangs.
+
+Runs as the first process of private mount, network and PID namespaces (``python -m
+fivefold.lab._supervisor CONTROL_FD EVENT_FD``): when it ends, the kernel ends all others in there
+and removes their namespaces, links and devices. It ends when its ranks have, or when the pipe from
+the lab's caller closes, which also a kill -9 of the caller does. Where no namespaces can be
+made it runs as an ordinary process and kills its ranks' process groups instead.
+
+Control pipe in: one line with the job, then ``stop`` or ``kill``. Event pipe out: JSON lines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from fivefold.errors import FivefoldError
+from fivefold.lab._ending import Ending
+from fivefold.lab._environment import LabFacts, Rendezvous, rank_environment
+from fivefold.lab._job import Job
+from fivefold.lab._linux import become_host, become_subreaper, die_with_parent
+from fivefold.lab._network import Network, build_network
+from fivefold.lab._plan import host_name
+from fivefold.lab._pump import Pump, Stream
+from fivefold.lab._spec import LabSpec
+
+__all__ = ["main"]
+
+_FIRST_PROCESS = 1
+_LONGEST_SLEEP_S = 1.0
+_PUMP_END_S = 5.0
+_LIFELINE_CUT = 137
+_COLOURS = (36, 33, 35, 32, 34, 31)
+
+
+class Supervisor:
+    """One run, from the network to the last exit code."""
+
+    def __init__(self, job: Job, *, control_fd: int, event_fd: int) -> None:
+        self._job = job
+        self._spec = LabSpec.from_dict(job.spec)
+        self._control_fd = control_fd
+        self._event_fd = event_fd
+        self._network: Network | None = None
+        self._ranks: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}
+        self._wake_fd = _wake_on_child()
+        self._started_s = time.monotonic()
+
+    def run(self) -> None:
+        """Build, run, end.
+
+        Raises:
+            FivefoldError: The network could not be made.
+            OSError: The command could not be started.
+        """
+        job = self._job
+        if job.isolated:
+            counts_path = Path(job.log_folder) / "relay.json"
+            self._network = build_network(self._spec, means=job.means, counts_path=counts_path)
+        self._started_s = time.monotonic()
+        pump = Pump(self._start_ranks())
+        pump.start()
+        self._emit("up")
+        ending = Ending(
+            self._spec.world_size,
+            started_s=self._started_s,
+            timeout_s=job.timeout_s,
+            grace_s=job.grace_s,
+        )
+        while ending.running:
+            self._watch(ending)
+        if self._network is not None:
+            self._network.end_relay()
+        self._kill_leftovers()
+        pump.join(_PUMP_END_S)
+        self._emit("end", timed_out=ending.timed_out)
+
+    def _start_ranks(self) -> list[Stream]:
+        streams = []
+        colour = self._job.stream and os.isatty(2) and not os.environ.get("NO_COLOR")
+        for rank in range(self._spec.world_size):
+            process = self._start_rank(rank)
+            self._ranks[process.pid] = (rank, process)
+            streams += self._streams_of(rank, process, colour=colour)
+        return streams
+
+    def _start_rank(self, rank: int) -> subprocess.Popen[bytes]:
+        job, host = self._job, rank // self._spec.nproc_per_host
+        facts = LabFacts(self._spec, means=job.means, reason=job.reason)
+        meet = Rendezvous() if job.isolated else Rendezvous("127.0.0.1", job.port, "lo")
+
+        def enter() -> None:
+            if self._network is None:
+                die_with_parent(signal.SIGKILL)
+            else:
+                fd = self._network.host_fds[host]
+                become_host(fd, name=host_name(host), folder=Path(job.run_folder))
+
+        return subprocess.Popen(
+            job.command,
+            env=rank_environment(rank, facts, base=os.environ, meet=meet),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            # No thread runs yet, so code between fork and exec is safe here.
+            preexec_fn=enter,  # noqa: PLW1509 - see above
+        )
+
+    def _streams_of(
+        self, rank: int, process: subprocess.Popen[bytes], *, colour: bool
+    ) -> list[Stream]:
+        host, local_rank = divmod(rank, self._spec.nproc_per_host)
+        name = host_name(host) + (f":{local_rank}" if self._spec.nproc_per_host > 1 else "")
+        mark = f"\x1b[{_COLOURS[host % len(_COLOURS)]}m[{name}]\x1b[0m " if colour else f"[{name}] "
+        folder, stderr_fd = Path(self._job.log_folder), 2 if self._job.stream else None
+        stdout_fd = 1 if self._job.stream and rank == 0 else stderr_fd
+        pipes = (process.stdout, "out", stdout_fd), (process.stderr, "err", stderr_fd)
+        return [
+            Stream(
+                source_fd=os.dup(pipe.fileno()),
+                path=folder / f"rank{rank}.{ending}",
+                sink_fd=sink_fd,
+                prefix=b"" if sink_fd == 1 else mark.encode(),
+            )
+            for pipe, ending, sink_fd in pipes
+            if pipe is not None
+        ]
+
+    def _watch(self, ending: Ending) -> None:
+        now_s = time.monotonic()
+        next_s = ending.next_s
+        wait_s = _LONGEST_SLEEP_S if next_s is None else min(next_s - now_s, _LONGEST_SLEEP_S)
+        ready, _, _ = select.select([self._control_fd, self._wake_fd], (), (), max(wait_s, 0.0))
+        if self._wake_fd in ready:
+            os.read(self._wake_fd, 4096)
+        if self._control_fd in ready:
+            self._obey(os.read(self._control_fd, 4096), ending)
+        self._reap(ending)
+        number = ending.due(time.monotonic())
+        if number is not None and ending.running:
+            self._emit("signal", signal=number.name, ranks=sorted(ending.running))
+            self._signal_ranks(number, ending.running)
+
+    def _obey(self, request: bytes, ending: Ending) -> None:
+        if not request:  # the caller is gone: nobody waits for this run any more
+            self._kill_leftovers()
+            os._exit(_LIFELINE_CUT)
+        if b"kill" in request:
+            ending.kill(time.monotonic())
+        else:
+            ending.stop(time.monotonic())
+
+    def _reap(self, ending: Ending) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            code = os.waitstatus_to_exitcode(status)
+            if pid in self._ranks:
+                rank, process = self._ranks[pid]
+                process.returncode = code  # reaped here, not by subprocess
+                now_s = time.monotonic()
+                ending.rank_ended(now_s, rank=rank, code=code)
+                self._emit("exit", rank=rank, code=code, at_s=now_s - self._started_s)
+            elif self._network and self._network.relay and pid == self._network.relay.pid:
+                self._network.relay.returncode = code
+                self._emit("relay_died", code=code)
+                ending.stop(time.monotonic())
+
+    def _signal_ranks(self, number: signal.Signals, running: set[int]) -> None:
+        for pid, (rank, _) in self._ranks.items():
+            if rank in running:
+                with suppress(ProcessLookupError):
+                    # A polite signal is the command's to hand on; a kill is for all it started.
+                    (os.killpg if number == signal.SIGKILL else os.kill)(pid, number)
+
+    def _kill_leftovers(self) -> None:
+        if os.getpid() == _FIRST_PROCESS:
+            with suppress(ProcessLookupError):
+                os.kill(-1, signal.SIGKILL)  # everyone in this PID namespace but this process
+            return
+        for pid in self._ranks:
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+
+    def _emit(self, event: str, **fields: object) -> None:
+        line = json.dumps({"event": event, **fields}) + "\n"
+        with suppress(BrokenPipeError):  # the caller is gone; the control pipe says so next
+            os.write(self._event_fd, line.encode())
+
+
+def main(arguments: list[str]) -> None:
+    """Run the job that the control pipe brings.
+
+    Args:
+        arguments: Descriptors of the control and the event pipe.
+
+    Raises:
+        SystemExit: The run could not start; the event pipe says why.
+    """
+    control_fd, event_fd = int(arguments[0]), int(arguments[1])
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # Requests come over the control pipe. A handler, because ranks would inherit SIG_IGN.
+        signal.signal(number, lambda *_: None)
+    for fd in (control_fd, event_fd):
+        os.set_inheritable(fd, False)
+    become_subreaper()
+    job = Job(**json.loads(_read_line(control_fd)))
+    try:
+        Supervisor(job, control_fd=control_fd, event_fd=event_fd).run()
+    except (FivefoldError, OSError, subprocess.SubprocessError) as error:
+        hint = error.hint if isinstance(error, FivefoldError) else None
+        message = error.message if isinstance(error, FivefoldError) else str(error)
+        report = {"event": "error", "message": message, "hint": hint}
+        os.write(event_fd, (json.dumps(report) + "\n").encode())
+        sys.exit(1)
+
+
+def _read_line(fd: int) -> bytes:
+    data = b""
+    while not data.endswith(b"\n"):
+        chunk = os.read(fd, 1 << 16)
+        if not chunk:
+            os._exit(_LIFELINE_CUT)
+        data += chunk
+    return data
+
+
+def _wake_on_child() -> int:
+    read_fd, write_fd = os.pipe()
+    os.set_blocking(write_fd, False)
+    os.set_blocking(read_fd, False)
+    signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # a handler is what makes the wake-up happen
+    return read_fd
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
