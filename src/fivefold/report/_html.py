@@ -1,0 +1,268 @@
+"""The report as one self-contained HTML file.
+
+Everything is inlined: style, script, plotly.js (once), the drawings. A content security policy in
+the page forbids any request, so that the file behaves the same offline, in a mail and on a web
+server. All text is escaped by the template engine. Needs jinja2 and plotly, the ``report`` extra.
+"""
+
+from __future__ import annotations
+
+import importlib
+import shlex
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fivefold.errors import UnsupportedError
+from fivefold.report._files import write_text_atomically
+from fivefold.report._format import (
+    CATEGORY_NAMES,
+    UNKNOWN,
+    format_bits,
+    format_bytes_or_dash,
+    format_count,
+    format_lab,
+    format_percent,
+    format_ratio,
+    format_seconds,
+)
+from fivefold.report._lanes import timeline_panels
+from fivefold.report._report import configuration_differences
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from fivefold.report._records import Run
+    from fivefold.report._report import Report
+    from fivefold.report._summary import RunSummary
+
+__all__ = ["render_html", "write_html"]
+
+_TEMPLATE = "_report.html.jinja"
+_EXPECTED_DIFFERENCES = ("sync.", "run.output")
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    kind: str
+    percent: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Bar:
+    label: str
+    total: str
+    segments: tuple[_Segment, ...]
+
+
+def write_html(report: Report, path: Path) -> Path:
+    """Write the report as one HTML file.
+
+    Args:
+        report: What to show.
+        path: File to write.
+
+    Returns:
+        The path that was written.
+
+    Raises:
+        UnsupportedError: jinja2 or plotly is not installed.
+        DataError: The file cannot be written.
+
+    Example:
+        >>> import tempfile, pathlib
+        >>> from fivefold.report import Report
+        >>> report = Report(runs=(), summaries=(), headline="Nothing.", caveats=())
+        >>> write_html(report, pathlib.Path(tempfile.mkdtemp()) / "report.html").name
+        'report.html'
+    """
+    return write_text_atomically(path, render_html(report))
+
+
+def render_html(report: Report) -> str:
+    """Render the report as the text of one HTML file.
+
+    Args:
+        report: What to show.
+
+    Returns:
+        The page.
+
+    Raises:
+        UnsupportedError: jinja2 or plotly is not installed.
+
+    Example:
+        >>> from fivefold.report import Report
+        >>> page = render_html(Report(runs=(), summaries=(), headline="A < B", caveats=()))
+        >>> "A &lt; B" in page
+        True
+    """
+    jinja2, offline = _need("jinja2"), _need("plotly.offline")
+    curves = importlib.import_module("fivefold.report._curves")
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("fivefold.report", package_path=""),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    has_curves = any(run.metrics.train or run.metrics.validation for run in report.runs)
+    text: str = environment.get_template(_TEMPLATE).render(
+        report=report,
+        title=" and ".join(run.label for run in report.summaries[:3]) or "nothing",
+        tiles=_tiles(report.summaries),
+        table=_comparison_table(report.summaries),
+        figures=curves.loss_figures(report.runs) if has_curves else {},
+        plotly_js=offline.get_plotlyjs() if has_curves else "",
+        bars_total=_time_bars(report.summaries, per_step=False),
+        bars_step=_time_bars(report.summaries, per_step=True),
+        categories=CATEGORY_NAMES,
+        panels=timeline_panels(report.runs),
+        link_bars=_link_bars(report.summaries),
+        differences=configuration_differences(report.runs),
+        expected=_EXPECTED_DIFFERENCES,
+        facts=_facts(report.runs),
+        commands=[(run.manifest.label, shlex.join(run.manifest.command)) for run in report.runs],
+    )
+    return text
+
+
+def _need(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UnsupportedError(
+            f"the HTML report needs {module.split('.')[0]}, which is not installed",
+            hint="pip install 'fivefold[report]', or ask for the text form only with --no-html",
+        ) from error
+
+
+def _tiles(summaries: Sequence[RunSummary]) -> list[tuple[str, str, str]]:
+    """The few figures to see first: (value, what it is, of which run)."""
+    compared = [run for run in summaries if run.method not in ("none", "ddp")] or [
+        run for run in summaries if run.method != "none"
+    ]
+    if not compared:
+        return []
+    run = max(compared, key=lambda run: (run.method == "co2", run.tokens_per_s or 0.0))
+    candidates = [
+        (run.speed_ratio_to_ddp, format_ratio, "the speed of DDP"),
+        (run.fraction_of_compute_only, format_percent, "of the speed without communication"),
+        (run.overlap_fraction, format_percent, "of the communication time hidden"),
+        (run.time_to_ddp_ratio, format_ratio, "sooner at DDP's final loss"),
+        (run.bits_per_byte, format_bits, "bits per byte at the end"),
+    ]
+    return [
+        (write(value), what, run.label) for value, write, what in candidates if value is not None
+    ][:4]
+
+
+_COLUMNS: tuple[tuple[str, str, Callable[[RunSummary], str]], ...] = (
+    ("tokens/s", "Tokens of all ranks per second of training, without validation and checkpoints.",
+     lambda run: format_count(run.tokens_per_s)),
+    ("against DDP", "That rate over the rate of the DDP run.",
+     lambda run: format_ratio(run.speed_ratio_to_ddp)),
+    ("of compute-only", "That rate over the rate of the same step with communication off.",
+     lambda run: format_percent(run.fraction_of_compute_only)),
+    ("waiting", "Share of the wall time in which training stood still for communication.",
+     lambda run: format_percent(run.exposed_fraction)),
+    ("hidden", "Share of the time in flight that passed behind computation.",
+     lambda run: format_percent(run.overlap_fraction)),
+    ("sent per step", "Bytes that left rank 0's network interface, per optimizer step.",
+     lambda run: format_bytes_or_dash(run.sent_bytes_per_step)),
+    ("bits per byte", "Final validation: lower is better.",
+     lambda run: format_bits(run.bits_per_byte)),
+    ("time to DDP's loss", "Wall time until validation was as good as DDP's final one.",
+     lambda run: _time_to_ddp(run)),
+    ("wall time", "From the first to the last step, everything included.",
+     lambda run: format_seconds(run.wall_s)),
+)
+
+
+def _time_to_ddp(run: RunSummary) -> str:
+    if run.time_to_ddp_s is not None:
+        return format_seconds(run.time_to_ddp_s)
+    compared = run.speed_ratio_to_ddp is not None and run.method != "none"
+    return "not reached" if compared and run.bits_per_byte is not None else UNKNOWN
+
+
+def _comparison_table(summaries: Sequence[RunSummary]) -> dict[str, Any]:
+    return {
+        "columns": [(name, meaning) for name, meaning, _ in _COLUMNS],
+        "rows": [(run, [write(run) for _, _, write in _COLUMNS]) for run in summaries],
+    }
+
+
+def _time_bars(summaries: Sequence[RunSummary], *, per_step: bool) -> list[_Bar]:
+    """Stacked bars of rank 0's seconds, all to the scale of the longest."""
+    divided = [
+        (run, {name: value / (run.steps if per_step else 1) for name, value in seconds.items()})
+        for run in summaries
+        if (seconds := run.seconds) is not None and run.steps
+    ]
+    longest = max((sum(seconds.values()) for _, seconds in divided), default=0.0)
+    if longest <= 0:
+        return []
+    return [
+        _Bar(
+            label=run.label,
+            total=format_seconds(sum(seconds.values())),
+            segments=tuple(
+                _Segment(name, round(100 * value / longest, 3), format_seconds(value))
+                for name, value in seconds.items()
+                if value > 0
+            ),
+        )
+        for run, seconds in divided
+    ]
+
+
+def _link_bars(summaries: Sequence[RunSummary]) -> list[_Bar]:
+    """Per run the payload, the least that must travel and what the interface counted."""
+    kinds = (
+        ("payload", "payload_bytes_per_step"),
+        ("least", "least_link_bytes_per_step"),
+        ("sent", "sent_bytes_per_step"),
+        ("received", "received_bytes_per_step"),
+    )
+    known = [
+        (run, kind, value)
+        for run in summaries
+        for kind, field in kinds
+        if (value := getattr(run, field)) is not None
+    ]
+    longest = max((value for _, _, value in known), default=0.0)
+    if longest <= 0:
+        return []
+    return [
+        _Bar(
+            label=run.label if kind == next(k for r, k, _ in known if r is run) else "",
+            total=f"{format_bytes_or_dash(value)} {kind}",
+            segments=(_Segment(kind, round(100 * value / longest, 3), ""),),
+        )
+        for run, kind, value in known
+    ]
+
+
+def _facts(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """Machine, lab and versions: (property, one value per run, or one for all where equal)."""
+    writers: tuple[tuple[str, Callable[[Run], object]], ...] = (
+        ("processor", lambda run: run.manifest.machine.cpu),
+        ("cores", lambda run: run.manifest.machine.cores),
+        ("memory", lambda run: format_bytes_or_dash(run.manifest.machine.memory_bytes)),
+        ("kernel", lambda run: run.manifest.machine.kernel),
+        ("emulated cluster", lambda run: format_lab(run.manifest.lab)),
+        ("ranks", lambda run: run.manifest.world_size),
+        ("model parameters", lambda run: format_count(run.manifest.num_parameters)),
+        ("seed", lambda run: run.manifest.seed),
+        ("fivefold", lambda run: run.manifest.fivefold),
+        ("torch", lambda run: run.manifest.torch),
+        ("python", lambda run: run.manifest.python),
+        ("started", lambda run: run.manifest.started_at),
+    )
+    rows = []
+    for name, write in writers:
+        values = [UNKNOWN if (value := write(run)) is None else str(value) for run in runs]
+        rows.append((name, values[:1] if len(set(values)) == 1 else values))
+    return rows

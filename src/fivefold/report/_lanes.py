@@ -1,0 +1,193 @@
+"""The zoomed timeline: which stretch of each run to show, and where its boxes lie.
+
+All runs are drawn to one time scale, so that widths compare. The stretch is long enough for a few
+rounds of the slowest cycle, lies near the middle of the run, and avoids validation and
+checkpoints. Pure geometry in SVG units; the template draws it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from fivefold.units import format_duration_s
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fivefold.report._records import RankTrace, Run, Span
+
+__all__ = ["Box", "Lane", "Panel", "timeline_panels"]
+
+LEFT = 92.0
+WIDTH = 1000.0
+_ROW = 18.0
+_STEP = 22.0
+_RANK_GAP = 12.0
+_AXIS = 26.0
+_MOST_RANKS = 4
+_CYCLES = 2.5
+_ROWS = (("training", None), ("in flight", "flight"), ("waiting", "wait"))
+_TRAINING_LANES = ("compute", "data", "boundary", "validation", "checkpoint")
+_CLASSES = {"wait": "exposed_communication"}
+_LABEL_WIDTH = 6.2  # of one character at the size that the template uses
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """One span as a box; ``label`` is empty where it would not fit."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    kind: str
+    title: str
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """One row's name and place."""
+
+    y: float
+    text: str
+    rank: str
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """The timeline of one run."""
+
+    title: str
+    width: float
+    height: float
+    left: float
+    lanes: tuple[Lane, ...]
+    boxes: tuple[Box, ...]
+    ticks: tuple[tuple[float, str], ...]
+    hidden_ranks: int
+    duration: str
+
+
+def timeline_panels(runs: Sequence[Run]) -> list[Panel]:
+    """Lay out one panel per run that has a timeline, all to one time scale."""
+    drawn = [run for run in runs if any(rank.spans for rank in run.ranks)]
+    cycles = [cycle for run in drawn if (cycle := _cycle_s(run)) is not None]
+    if not cycles:
+        return []
+    window_s = _CYCLES * max(cycles)
+    return [_panel(run, window_s) for run in drawn]
+
+
+def _cycle_s(run: Run) -> float | None:
+    """Seconds between two rounds; between two steps where the method has no rounds."""
+    starts = _cycle_starts(run)
+    gaps = [after - before for before, after in pairwise(starts) if after > before]
+    return statistics.median(gaps) if gaps else None
+
+
+def _cycle_starts(run: Run) -> list[float]:
+    spans = next((rank.spans for rank in run.ranks if rank.spans), ())
+    if run.manifest.method in ("local_sgd", "slowmo", "co2"):
+        flights = sorted(span.start_s for span in spans if span.lane == "flight")
+        if len(flights) > 1:
+            return flights
+    first: dict[str, float] = {}
+    for span in spans:
+        if span.lane == "compute":
+            first.setdefault(span.name, span.start_s)
+    return sorted(first.values())
+
+
+def _window_start(run: Run, window_s: float) -> float:
+    """A start of a cycle near the middle whose window holds least validation and checkpoint."""
+    starts = _cycle_starts(run)
+    spans = next(rank.spans for rank in run.ranks if rank.spans)
+    if not starts:
+        return min(span.start_s for span in spans)
+    last_s = max(span.end_s for span in spans)
+    whole = [start for start in starts if start + window_s <= last_s] or starts[:1]
+    middle_s = (starts[0] + last_s - window_s) / 2
+    pauses = [span for span in spans if span.lane in ("validation", "checkpoint")]
+
+    def badness(start: float) -> tuple[float, float]:
+        paused = sum(_overlap_s(span, start, start + window_s) for span in pauses)
+        return (round(paused, 6), abs(start - middle_s))
+
+    return min(whole, key=badness)
+
+
+def _overlap_s(span: Span, start_s: float, end_s: float) -> float:
+    return max(0.0, min(span.end_s, end_s) - max(span.start_s, start_s))
+
+
+def _panel(run: Run, window_s: float) -> Panel:
+    start_s = _window_start(run, window_s)
+    ranks = [rank for rank in run.ranks if rank.spans]
+    shown = ranks[:_MOST_RANKS]
+    lanes: list[Lane] = []
+    boxes: list[Box] = []
+    y = 4.0
+    for rank in shown:
+        for row, (text, lane) in enumerate(_ROWS):
+            kinds = (lane,) if lane else _TRAINING_LANES
+            lanes.append(Lane(y + _ROW / 2, text, f"rank {rank.rank}" if row == 0 else ""))
+            boxes += _boxes(rank, kinds, y=y, start_s=start_s, window_s=window_s)
+            y += _STEP
+        y += _RANK_GAP
+    return Panel(
+        title=run.manifest.label,
+        width=WIDTH,
+        height=y + _AXIS - _RANK_GAP,
+        left=LEFT,
+        lanes=tuple(lanes),
+        boxes=tuple(boxes),
+        ticks=tuple(_ticks(window_s)),
+        hidden_ranks=len(ranks) - len(shown),
+        duration=format_duration_s(window_s),
+    )
+
+
+def _boxes(
+    rank: RankTrace, lanes: Sequence[str], *, y: float, start_s: float, window_s: float
+) -> list[Box]:
+    scale = (WIDTH - LEFT) / window_s
+    boxes = []
+    for span in rank.spans:
+        if span.lane not in lanes or _overlap_s(span, start_s, start_s + window_s) <= 0:
+            continue
+        left_s = max(span.start_s, start_s) - start_s
+        width = max(0.6, _overlap_s(span, start_s, start_s + window_s) * scale)
+        duration = format_duration_s(span.end_s - span.start_s)
+        fits = span.lane == "flight" and len(span.name) * _LABEL_WIDTH + 8 < width
+        boxes.append(
+            Box(
+                x=round(LEFT + left_s * scale, 2),
+                y=y,
+                width=round(width, 2),
+                height=_ROW,
+                kind=_CLASSES.get(span.lane, span.lane),
+                title=f"{span.name}: {span.lane}, {duration}",
+                label=span.name if fits else "",
+            )
+        )
+    return boxes
+
+
+def _ticks(window_s: float) -> list[tuple[float, str]]:
+    """Positions and labels at a round step, four to nine of them."""
+    step = 10.0 ** -9
+    while window_s / step > 8:
+        for factor in (2.0, 2.5, 2.0):  # 1, 2, 5, 10, ...
+            step *= factor
+            if window_s / step <= 8:
+                break
+    count = int(window_s / step + 1e-9)
+    scale = (WIDTH - LEFT) / window_s
+    return [
+        (round(LEFT + number * step * scale, 2), format_duration_s(number * step))
+        for number in range(count + 1)
+    ]

@@ -1,0 +1,232 @@
+"""What a run leaves behind, as frozen records: the manifest, the metrics, the spans, the result.
+
+The fields are those of the files in a run's folder. A field that the files do not name yet is
+ignored, so that a report can read what a newer trainer of the same schema wrote; a field that is
+missing or of the wrong type is an error of the reader. This module does not know where the files
+are or how they are read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path  # noqa: TC003 - a record's field, resolved at run time
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+
+__all__ = [
+    "SCHEMA_VERSION",
+    "CheckpointPoint",
+    "Communication",
+    "EndPoint",
+    "Lab",
+    "LinkBytes",
+    "Machine",
+    "Manifest",
+    "Metrics",
+    "RankTrace",
+    "ResumePoint",
+    "Run",
+    "RunResult",
+    "Span",
+    "Status",
+    "TrainPoint",
+    "ValidationPoint",
+]
+
+SCHEMA_VERSION = 1
+
+Status = Literal["finished", "stopped", "unfinished"]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True)
+
+
+class Machine(_Record):
+    """The machine that a run was made on."""
+
+    cpu: str | None = None
+    cores: int | None = None
+    memory_bytes: int | None = None
+    kernel: str | None = None
+
+
+class Lab(_Record):
+    """The emulated cluster of a run; ``shaped`` says whether its links were really slowed."""
+
+    hosts: PositiveInt
+    rate_bytes_per_s: NonNegativeFloat | None = None
+    delay_s: NonNegativeFloat | None = None
+    jitter_s: NonNegativeFloat | None = None
+    loss: NonNegativeFloat | None = None
+    shaped: bool
+    means: str | None = None
+    reason: str | None = None
+
+
+class Manifest(_Record):
+    """What was started: method, ranks, versions, command, machine and lab."""
+
+    schema_version: int = Field(alias="schema")
+    fivefold: str
+    torch: str | None = None
+    python: str | None = None
+    method: str
+    label: str
+    world_size: PositiveInt
+    hosts: PositiveInt | None = None
+    seed: int | None = None
+    num_parameters: NonNegativeInt | None = None
+    command: tuple[str, ...] = ()
+    started_at: str | None = None
+    machine: Machine = Machine()
+    lab: Lab | None = None
+
+
+class TrainPoint(_Record):
+    """One line of the training curve: rank 0's own batch, tokens of all ranks."""
+
+    step: NonNegativeInt
+    tokens: NonNegativeInt
+    wall_s: float
+    loss: float
+    bits_per_byte: float
+    lr: float | None = None
+    grad_norm: float | None = None
+    tokens_per_s: float | None = None
+
+
+class ValidationPoint(_Record):
+    """One validation of the global parameters."""
+
+    step: NonNegativeInt
+    tokens: NonNegativeInt
+    wall_s: float
+    bits_per_byte: float
+    loss: float | None = None
+
+
+class CheckpointPoint(_Record):
+    """One checkpoint: when, how long it took, how large it is."""
+
+    step: NonNegativeInt
+    wall_s: float
+    seconds: NonNegativeFloat
+    bytes: NonNegativeInt | None = None
+
+
+class ResumePoint(_Record):
+    """The run went on from a checkpoint."""
+
+    step: NonNegativeInt
+    wall_s: float
+    checkpoint: str | None = None
+
+
+class EndPoint(_Record):
+    """The run ended in order: it finished, or it was asked to stop."""
+
+    step: NonNegativeInt
+    tokens: NonNegativeInt
+    wall_s: float
+    reason: str
+
+
+class LinkBytes(_Record):
+    """What the counters of a network interface moved by during the run."""
+
+    interface: str | None = None
+    sent: NonNegativeInt
+    received: NonNegativeInt
+
+
+class Communication(_Record):
+    """Rank 0's collectives, summed over the run."""
+
+    in_flight_s: float = 0.0
+    exposed_wait_s: float = 0.0
+    overlap_fraction: float | None = None
+    payload_bytes: NonNegativeInt = 0
+    collectives: NonNegativeInt = 0
+
+
+class RunResult(_Record):
+    """``result.json``: the sums that rank 0 writes at a run's end."""
+
+    schema_version: int = Field(alias="schema")
+    method: str
+    label: str
+    steps: NonNegativeInt
+    tokens: NonNegativeInt
+    wall_s: float
+    tokens_per_s: float | None = None
+    bits_per_byte: float | None = None
+    seconds: dict[str, float] = Field(default_factory=dict)
+    communication: Communication | None = None
+    link_bytes: LinkBytes | None = None
+    sync: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A stretch of time on one lane of one rank, in Unix seconds."""
+
+    lane: str
+    name: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RankTrace:
+    """Everything one rank logged: its spans in the order of the file, its link counters."""
+
+    rank: int
+    spans: tuple[Span, ...] = ()
+    link_bytes: LinkBytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """``metrics.jsonl``, sorted by kind."""
+
+    train: tuple[TrainPoint, ...] = ()
+    validation: tuple[ValidationPoint, ...] = ()
+    checkpoints: tuple[CheckpointPoint, ...] = ()
+    resumes: tuple[ResumePoint, ...] = ()
+    end: EndPoint | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run as its folder tells it.
+
+    Attributes:
+        path: The run's folder.
+        name: Short name, unique among the runs that were read together.
+        manifest: What was started.
+        config: The resolved configuration; empty where the file is missing.
+        config_text: The same as the file has it.
+        metrics: Curves and events.
+        ranks: One trace per rank that logged, by rank.
+        result: The sums; None while the run goes on, or where it was killed.
+        notes: What a reader must know: missing files, torn lines, an early end.
+    """
+
+    path: Path
+    name: str
+    manifest: Manifest
+    config: dict[str, Any] = field(default_factory=dict)
+    config_text: str = ""
+    metrics: Metrics = Metrics()
+    ranks: tuple[RankTrace, ...] = ()
+    result: RunResult | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def status(self) -> Status:
+        """How the run ended: in order, on request, or not (yet)."""
+        if self.metrics.end is not None:
+            return "stopped" if self.metrics.end.reason == "stopped" else "finished"
+        return "unfinished" if self.result is None else "finished"

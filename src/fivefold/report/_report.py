@@ -1,0 +1,108 @@
+"""One report: the runs that were read, their figures, the finding and its limits."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fivefold.report._headline import caveats, headline
+from fivefold.report._runs import read_runs
+from fivefold.report._summary import summarise
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+    from fivefold.report._records import Run
+    from fivefold.report._summary import RunSummary
+
+__all__ = ["Report", "build_report", "configuration_differences"]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What every form of a report (text, HTML, JSON) is made of.
+
+    Attributes:
+        runs: The runs, baselines first.
+        summaries: Their figures, in the same order.
+        headline: The finding, in a sentence or two.
+        caveats: What a reader must know before believing it.
+
+    Example:
+        >>> json.loads(Report(runs=(), summaries=(), headline="Nothing.", caveats=()).to_json())
+        {'headline': 'Nothing.', 'caveats': [], 'runs': []}
+    """
+
+    runs: tuple[Run, ...]
+    summaries: tuple[RunSummary, ...]
+    headline: str
+    caveats: tuple[str, ...]
+
+    def to_json(self) -> str:
+        """The figures as JSON, for programs."""
+        values = {
+            "headline": self.headline,
+            "caveats": list(self.caveats),
+            # pydantic writes what JSON has no word for (nan) as null
+            "runs": [json.loads(summary.model_dump_json()) for summary in self.summaries],
+        }
+        return json.dumps(values, indent=2)
+
+
+def build_report(paths: Iterable[Path | str]) -> Report:
+    """Read runs and compute everything that a report shows.
+
+    Args:
+        paths: Run folders, or folders that hold runs at any depth.
+
+    Returns:
+        The report.
+
+    Raises:
+        DataError: There is no run, or a file of one is damaged or of an unknown schema.
+
+    Example:
+        >>> build_report(["/nonexistent"])
+        Traceback (most recent call last):
+        ...
+        fivefold.errors.DataError: /nonexistent does not exist; give the folder of a run, or ...
+    """
+    runs = read_runs(paths)
+    summaries = summarise(runs)
+    return Report(
+        runs=tuple(runs),
+        summaries=tuple(summaries),
+        headline=headline(summaries),
+        caveats=tuple(caveats(runs, summaries)),
+    )
+
+
+def configuration_differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """List the configuration keys in which runs differ, with each run's value.
+
+    Args:
+        runs: The runs of one report.
+
+    Returns:
+        (key, values in the order of the runs) by key; an absent key's value is ``""``.
+
+    Example:
+        >>> configuration_differences([])
+        []
+    """
+    flat = [dict(_flatten(run.config)) for run in runs]
+    keys = sorted({key for config in flat for key in config})
+    rows = [(key, [config.get(key, "") for config in flat]) for key in keys]
+    return [(key, values) for key, values in rows if len(set(values)) > 1]
+
+
+def _flatten(config: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    rows: list[tuple[str, str]] = []
+    for key, value in config.items():
+        if isinstance(value, dict):
+            rows += _flatten(value, f"{prefix}{key}.")
+        else:
+            rows.append((f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value)))
+    return rows

@@ -1,0 +1,340 @@
+"""Finds run folders and reads them.
+
+A run that still goes on, or was killed, is read as far as it got: files that are not there yet
+and a torn last line become notes that the report shows. Damage anywhere else is an error, because
+a report over silently dropped lines would be wrong. This module computes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from fivefold.errors import DataError
+from fivefold.report._records import (
+    SCHEMA_VERSION,
+    CheckpointPoint,
+    EndPoint,
+    LinkBytes,
+    Manifest,
+    Metrics,
+    RankTrace,
+    ResumePoint,
+    Run,
+    RunResult,
+    Span,
+    TrainPoint,
+    ValidationPoint,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+__all__ = ["find_runs", "read_run", "read_runs"]
+
+_MANIFEST = "manifest.json"
+_RANK_FILE = re.compile(r"rank(\d+)\.jsonl")
+_METHOD_ORDER = ("none", "ddp", "local_sgd", "slowmo", "co2")
+_RecordT = TypeVar("_RecordT", bound=BaseModel)
+
+
+def find_runs(paths: Iterable[Path | str]) -> list[Path]:
+    """Find the run folders among the given folders and below them.
+
+    A folder that holds a ``manifest.json`` is a run; the search does not go below a run.
+
+    Args:
+        paths: Run folders, or folders that hold runs at any depth.
+
+    Returns:
+        The run folders, each once, in the order given and by name within one folder.
+
+    Raises:
+        DataError: A path does not exist, or neither it nor anything below it is a run.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> (folder / "co2").mkdir()
+        >>> _ = (folder / "co2" / "manifest.json").write_text("{}")
+        >>> [run.name for run in find_runs([folder])]
+        ['co2']
+    """
+    found: dict[Path, Path] = {}
+    for path in map(Path, paths):
+        if not path.is_dir():
+            problem = "is not a folder" if path.exists() else "does not exist"
+            raise DataError(f"{path} {problem}", hint="give the folder of a run, or one above it")
+        runs = _runs_below(path)
+        if not runs:
+            raise DataError(
+                f"no run found in {path}",
+                hint=f"a run's folder holds {_MANIFEST}; 'fivefold train' and 'make demo' write it",
+            )
+        for run in runs:
+            found.setdefault(run.resolve(), run)
+    return list(found.values())
+
+
+def read_runs(paths: Iterable[Path | str]) -> list[Run]:
+    """Read all runs among the given folders and below them, baselines first.
+
+    Args:
+        paths: Run folders, or folders that hold runs.
+
+    Returns:
+        The runs, ordered by method (compute only, DDP, then the local-update family), then by
+        name. Names are the folder names, made longer where two would be equal.
+
+    Raises:
+        DataError: There is no run, or a file of one is damaged or of an unknown schema.
+
+    Example:
+        >>> read_runs(["/nonexistent"])
+        Traceback (most recent call last):
+        ...
+        fivefold.errors.DataError: /nonexistent does not exist; give the folder of a run, or ...
+    """
+    folders = find_runs(paths)
+    runs = [
+        read_run(folder, name=name)
+        for folder, name in zip(folders, _unique_names(folders), strict=True)
+    ]
+    return sorted(runs, key=_run_order)
+
+
+def read_run(path: Path | str, *, name: str | None = None) -> Run:
+    """Read one run's folder.
+
+    Args:
+        path: The folder that holds ``manifest.json``.
+        name: Name of the run in the report; None takes the folder's name.
+
+    Returns:
+        The run. Its ``notes`` say what was missing or torn.
+
+    Raises:
+        DataError: The manifest is missing, a file is damaged other than by a torn last line, or
+            its schema is unknown.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> manifest = {"schema": 1, "fivefold": "0.1.0", "method": "co2", "label": "CO2"}
+        >>> _ = (folder / "manifest.json").write_text(json.dumps({**manifest, "world_size": 2}))
+        >>> run = read_run(folder)
+        >>> run.status, run.notes[-1]
+        ('unfinished', 'no result: the run is still going on, or it was killed')
+    """
+    path = Path(path)
+    notes: list[str] = []
+    manifest = _read_versioned(path / _MANIFEST, Manifest)
+    if manifest is None:
+        raise DataError(f"{path} holds no {_MANIFEST}", hint="give the folder of a run")
+    config_text = _read_text(path / "config.toml")
+    if config_text is None:
+        notes.append("config.toml is missing: configuration differences are not shown for this run")
+    metrics = _read_metrics(path / "metrics.jsonl", notes)
+    ranks = _read_ranks(path / "ranks", world_size=manifest.world_size, notes=notes)
+    result = _read_versioned(path / "result.json", RunResult)
+    if metrics.end is not None and metrics.end.reason == "stopped":
+        notes.append(f"the run was stopped at step {metrics.end.step}, before its end")
+    elif result is None:
+        notes.append("no result: the run is still going on, or it was killed")
+    return Run(
+        path=path,
+        name=name or path.resolve().name,
+        manifest=manifest,
+        config=_parse_toml(config_text or "", where=path / "config.toml"),
+        config_text=config_text or "",
+        metrics=metrics,
+        ranks=ranks,
+        result=result,
+        notes=tuple(notes),
+    )
+
+
+def _runs_below(path: Path) -> list[Path]:
+    runs = []
+    for folder, children, files in os.walk(path):
+        if _MANIFEST in files:
+            runs.append(Path(folder))
+            children.clear()
+        children.sort()
+    return sorted(runs)
+
+
+def _unique_names(folders: Sequence[Path]) -> list[str]:
+    parts = [folder.resolve().parts[1:] or ("run",) for folder in folders]
+    for depth in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-depth:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [str(folder) for folder in folders]
+
+
+def _run_order(run: Run) -> tuple[int, str]:
+    method = run.manifest.method
+    known = method in _METHOD_ORDER
+    return (_METHOD_ORDER.index(method) if known else len(_METHOD_ORDER), run.name)
+
+
+def _read_versioned(path: Path, model: type[_RecordT]) -> _RecordT | None:
+    text = _read_text(path)
+    if text is None:
+        return None
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise _damaged(path, f"is not JSON: {error}") from error
+    version = values.get("schema") if isinstance(values, dict) else None
+    if isinstance(version, int) and version != SCHEMA_VERSION:
+        raise DataError(
+            f"{path} has schema {version}; this fivefold reads schema {SCHEMA_VERSION}",
+            hint="use the fivefold that wrote the run, or a newer one",
+        )
+    return _validated(values, model, where=str(path))
+
+
+def _parse_toml(text: str, *, where: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise _damaged(where, f"is not TOML: {error}") from error
+
+
+def _read_text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except UnicodeDecodeError as error:
+        raise _damaged(path, f"is not UTF-8 text: {error}") from error
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read: {error.strerror}", hint="check its permissions"
+        ) from error
+
+
+def _damaged(path: Path | str, problem: str) -> DataError:
+    return DataError(
+        f"{path} {problem}", hint="the file is damaged: copy the run again, or leave it out"
+    )
+
+
+def _validated(values: object, model: type[_RecordT], *, where: str) -> _RecordT:
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"])) or "the whole"
+        raise _damaged(where, f"does not fit: {key}: {first['msg']}") from error
+
+
+def _read_lines(path: Path, notes: list[str]) -> list[tuple[str, dict[str, Any]]]:
+    """Read a JSON-lines file as (place, object) pairs; a torn last line becomes a note."""
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    lines = raw.split(b"\n")
+    records: list[tuple[str, dict[str, Any]]] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            if number == len(lines):  # no newline after it: the writer was killed in the middle
+                notes.append(f"{path.name}: the last line is torn and was left out")
+                break
+            raise _damaged(path, f"line {number} is not JSON") from error
+        if not isinstance(record, dict) or not isinstance(record.get("event"), str):
+            raise _damaged(path, f"line {number} is not an event")
+        records.append((f"{path} line {number}", record))
+    return records
+
+
+def _read_metrics(path: Path, notes: list[str]) -> Metrics:
+    train: list[TrainPoint] = []
+    validation: list[ValidationPoint] = []
+    checkpoints: list[CheckpointPoint] = []
+    resumes: list[ResumePoint] = []
+    end: EndPoint | None = None
+    for where, record in _read_lines(path, notes):
+        match record["event"]:
+            case "train":
+                train.append(_validated(record, TrainPoint, where=where))
+            case "validation":
+                validation.append(_validated(record, ValidationPoint, where=where))
+            case "checkpoint":
+                checkpoints.append(_validated(record, CheckpointPoint, where=where))
+            case "resume":
+                resumes.append(_validated(record, ResumePoint, where=where))
+                end = None  # whatever ended before, the run went on
+            case "end":
+                end = _validated(record, EndPoint, where=where)
+            case _:  # a newer trainer may log more
+                continue
+    if not train and not validation:
+        notes.append("no metrics yet: there is no curve to draw")
+    if resumes:
+        steps = ", ".join(str(point.step) for point in resumes)
+        notes.append(f"resumed from a checkpoint at step {steps}")
+    return Metrics(tuple(train), tuple(validation), tuple(checkpoints), tuple(resumes), end)
+
+
+def _read_ranks(folder: Path, *, world_size: int, notes: list[str]) -> tuple[RankTrace, ...]:
+    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    numbered = {
+        int(match[1]): file for file in files if (match := _RANK_FILE.fullmatch(file.name))
+    }
+    missing = sorted(set(range(world_size)) - set(numbered))
+    if missing:
+        ranks = ", ".join(map(str, missing))
+        notes.append(f"no timeline of rank {ranks}")
+    return tuple(_read_rank(rank, numbered[rank], notes) for rank in sorted(numbered))
+
+
+def _read_rank(rank: int, path: Path, notes: list[str]) -> RankTrace:
+    offset_s: float | None = None
+    spans: list[Span] = []
+    left_out = 0
+    link_bytes: LinkBytes | None = None
+    for where, record in _read_lines(path, notes):
+        try:
+            match record["event"]:
+                case "clock":
+                    offset_s = float(record["unix_s"]) - float(record["perf_s"])
+                case "span" if offset_s is not None and record["end_s"] >= record["start_s"]:
+                    spans.append(_span(record, offset_s))
+                case "span":
+                    left_out += 1
+                case "rank_end" if record.get("link_bytes"):
+                    link_bytes = _validated(record["link_bytes"], LinkBytes, where=where)
+                case _:
+                    continue
+        except (KeyError, TypeError, ValueError) as error:
+            if isinstance(error, DataError):
+                raise
+            raise _damaged(where, f"does not fit: {error!r}") from error
+    if left_out:
+        notes.append(
+            f"rank {rank}: {left_out} spans left out (before a clock line, or of negative length)"
+        )
+    return RankTrace(rank, tuple(spans), link_bytes)
+
+
+def _span(record: dict[str, Any], offset_s: float) -> Span:
+    return Span(
+        lane=str(record["lane"]),
+        name=str(record.get("name", record["lane"])),
+        start_s=offset_s + float(record["start_s"]),
+        end_s=offset_s + float(record["end_s"]),
+    )

@@ -1,0 +1,314 @@
+"""What the runs of a report amount to: pure functions from runs to numbers.
+
+Rates leave out validation and checkpoints (their cadence is a matter of configuration and has
+nothing to do with how gradients travel), so that methods are compared on the training step alone.
+Every ratio compares with one reference run per run: the DDP run, or the run with communication
+switched off, that shares most of its settings. What cannot be computed is None, never a guess.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel, ConfigDict
+
+from fivefold.report._records import Status  # noqa: TC001 - a model's field, resolved at run time
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fivefold.report._records import LinkBytes, Run
+
+__all__ = [
+    "CATEGORIES",
+    "RunSummary",
+    "final_bits_per_byte",
+    "summarise",
+    "time_to_value",
+    "validation_curve",
+]
+
+CATEGORIES = (
+    "compute",
+    "exposed_communication",
+    "boundary",
+    "data",
+    "validation",
+    "checkpoint",
+    "other",
+)
+_LANE_CATEGORY = {
+    "compute": "compute",
+    "wait": "exposed_communication",
+    "boundary": "boundary",
+    "data": "data",
+    "validation": "validation",
+    "checkpoint": "checkpoint",
+}
+_NOT_TRAINING = ("validation", "checkpoint")
+
+
+class RunSummary(BaseModel):
+    """The figures of one run, in seconds, bytes and tokens of all ranks.
+
+    Attributes:
+        name: The run's name in the report.
+        label: Its method, for people.
+        method: Its method, for programs.
+        status: ``"finished"``, ``"stopped"`` (on request) or ``"unfinished"`` (going on, killed).
+        steps: Optimizer steps of each rank so far.
+        tokens: Tokens of all ranks so far.
+        wall_s: Wall-clock seconds so far.
+        tokens_per_s: Tokens per second of training: without validation and checkpoints.
+        fraction_of_compute_only: ``tokens_per_s`` over that of the run without communication.
+        speed_ratio_to_ddp: ``tokens_per_s`` over that of the DDP run.
+        seconds: Rank 0's wall time by category; None where nothing recorded it.
+        in_flight_s: Seconds in which a collective was under way; None where there was none.
+        exposed_wait_s: Seconds in which training stood still for one.
+        overlap_fraction: Share of ``in_flight_s`` that was hidden behind work.
+        payload_bytes_per_step: Bytes that one rank handed to all-reduce, per step.
+        least_link_bytes_per_step: What any all-reduce of that payload must send per rank,
+            ``2 (n - 1) / n`` of it; None where several ranks share a link.
+        sent_bytes_per_step: Bytes that left rank 0's interface, per step.
+        received_bytes_per_step: Bytes that came in there, per step.
+        bits_per_byte: Final validation.
+        time_to_ddp_s: Wall seconds until validation first was as good as the DDP run's final one.
+        time_to_ddp_ratio: How many times sooner than the DDP run that was.
+        notes: What a reader must know about the run.
+
+    Example:
+        >>> RunSummary(name="a", label="A", method="co2", status="finished").seconds is None
+        True
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    label: str
+    method: str
+    status: Status
+    steps: int = 0
+    tokens: int = 0
+    wall_s: float = 0.0
+    tokens_per_s: float | None = None
+    fraction_of_compute_only: float | None = None
+    speed_ratio_to_ddp: float | None = None
+    seconds: dict[str, float] | None = None
+    in_flight_s: float | None = None
+    exposed_wait_s: float | None = None
+    overlap_fraction: float | None = None
+    payload_bytes_per_step: float | None = None
+    least_link_bytes_per_step: float | None = None
+    sent_bytes_per_step: float | None = None
+    received_bytes_per_step: float | None = None
+    bits_per_byte: float | None = None
+    time_to_ddp_s: float | None = None
+    time_to_ddp_ratio: float | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def exposed_fraction(self) -> float | None:
+        """Share of the wall time in which training stood still for communication."""
+        if self.exposed_wait_s is None or self.wall_s <= 0:
+            return None
+        return self.exposed_wait_s / self.wall_s
+
+
+def summarise(runs: Sequence[Run]) -> list[RunSummary]:
+    """Compute the figures of each run and compare it with its baselines.
+
+    Args:
+        runs: The runs of one report.
+
+    Returns:
+        One summary per run, in the same order.
+
+    Example:
+        >>> summarise([])
+        []
+    """
+    alone = [_summarise_one(run) for run in runs]
+    return [_compare(index, runs, alone) for index in range(len(runs))]
+
+
+def validation_curve(run: Run) -> list[tuple[float, float]]:
+    """Wall seconds and bits per byte of each finite validation, the final one included.
+
+    Example:
+        >>> from fivefold.report._records import Manifest, Run
+        >>> fields = {"schema": 1, "fivefold": "0", "method": "ddp", "label": "", "world_size": 2}
+        >>> validation_curve(Run(path=None, name="a", manifest=Manifest(**fields)))
+        []
+    """
+    points = [(point.wall_s, point.bits_per_byte) for point in run.metrics.validation]
+    last_step = run.metrics.validation[-1].step if run.metrics.validation else -1
+    result = run.result
+    if result is not None and result.bits_per_byte is not None and result.steps > last_step:
+        points.append((result.wall_s, result.bits_per_byte))
+    return sorted(point for point in points if all(map(math.isfinite, point)))
+
+
+def final_bits_per_byte(run: Run) -> float | None:
+    """The run's final validation: of the result, else the last one there is.
+
+    Example:
+        >>> from fivefold.report._records import Manifest, Run
+        >>> fields = {"schema": 1, "fivefold": "0", "method": "ddp", "label": "", "world_size": 2}
+        >>> final_bits_per_byte(Run(path=None, name="a", manifest=Manifest(**fields)))
+    """
+    if run.result is not None and run.result.bits_per_byte is not None:
+        return run.result.bits_per_byte
+    return run.metrics.validation[-1].bits_per_byte if run.metrics.validation else None
+
+
+def time_to_value(points: Sequence[tuple[float, float]], target: float) -> float | None:
+    """When a falling curve first reaches a value, by linear interpolation between its points.
+
+    Args:
+        points: (seconds, value) pairs in the order of time.
+        target: The value to reach.
+
+    Returns:
+        The seconds at the first crossing; the first point's where it is already at the target
+        (then an upper bound); None where the curve never gets there.
+
+    Example:
+        >>> time_to_value([(10.0, 4.0), (20.0, 3.0)], 3.25), time_to_value([(10.0, 4.0)], 3.25)
+        (17.5, None)
+    """
+    if points and points[0][1] <= target:
+        return points[0][0]
+    for (start_s, high), (end_s, low) in pairwise(points):
+        if low <= target:
+            return start_s + (end_s - start_s) * (high - target) / (high - low)
+    return None
+
+
+def _summarise_one(run: Run) -> RunSummary:
+    steps, tokens, wall_s = _progress(run)
+    seconds = _seconds(run)
+    communication = run.result.communication if run.result is not None else None
+    in_flight_s, exposed_s = _communication_seconds(run)
+    overlap = communication.overlap_fraction if communication is not None else None
+    if overlap is None and in_flight_s:
+        overlap = max(0.0, 1.0 - (exposed_s or 0.0) / in_flight_s)
+    payload = communication.payload_bytes / steps if communication is not None and steps else None
+    link = _link_bytes(run)
+    return RunSummary(
+        name=run.name,
+        label=run.manifest.label,
+        method=run.manifest.method,
+        status=run.status,
+        steps=steps,
+        tokens=tokens,
+        wall_s=wall_s,
+        tokens_per_s=_training_rate(tokens, wall_s, seconds),
+        seconds=seconds,
+        in_flight_s=in_flight_s,
+        exposed_wait_s=exposed_s,
+        overlap_fraction=overlap if in_flight_s else None,
+        payload_bytes_per_step=payload,
+        least_link_bytes_per_step=_least_link_bytes(run, payload),
+        sent_bytes_per_step=link.sent / steps if link is not None and steps else None,
+        received_bytes_per_step=link.received / steps if link is not None and steps else None,
+        bits_per_byte=final_bits_per_byte(run),
+        notes=run.notes,
+    )
+
+
+def _progress(run: Run) -> tuple[int, int, float]:
+    """Steps, tokens and wall seconds: of the result, else the furthest line of the metrics."""
+    if run.result is not None:
+        return run.result.steps, run.result.tokens, run.result.wall_s
+    metrics = run.metrics
+    points = [*metrics.train, *metrics.validation, *([metrics.end] if metrics.end else [])]
+    return max(((point.step, point.tokens, point.wall_s) for point in points), default=(0, 0, 0.0))
+
+
+def _seconds(run: Run) -> dict[str, float] | None:
+    if run.result is not None and run.result.seconds:
+        return {category: run.result.seconds.get(category, 0.0) for category in CATEGORIES}
+    spans = run.ranks[0].spans if run.ranks and run.ranks[0].rank == 0 else ()
+    if not spans:
+        return None
+    seconds = dict.fromkeys(CATEGORIES, 0.0)
+    for span in spans:
+        if span.lane in _LANE_CATEGORY:
+            seconds[_LANE_CATEGORY[span.lane]] += span.end_s - span.start_s
+    return seconds
+
+
+def _communication_seconds(run: Run) -> tuple[float | None, float | None]:
+    """Seconds in flight and exposed on rank 0; None where there was no communication."""
+    if run.result is not None and run.result.communication is not None:
+        communication = run.result.communication
+        if communication.collectives or communication.in_flight_s:
+            return communication.in_flight_s, communication.exposed_wait_s
+        return None, None
+    lanes = {"flight": 0.0, "wait": 0.0}
+    for span in run.ranks[0].spans if run.ranks and run.ranks[0].rank == 0 else ():
+        if span.lane in lanes:
+            lanes[span.lane] += span.end_s - span.start_s
+    return (lanes["flight"], lanes["wait"]) if lanes["flight"] else (None, None)
+
+
+def _link_bytes(run: Run) -> LinkBytes | None:
+    if run.result is not None and run.result.link_bytes is not None:
+        return run.result.link_bytes
+    return run.ranks[0].link_bytes if run.ranks and run.ranks[0].rank == 0 else None
+
+
+def _least_link_bytes(run: Run, payload: float | None) -> float | None:
+    ranks, hosts = run.manifest.world_size, run.manifest.hosts
+    if payload is None or hosts != ranks:
+        return None
+    return 2 * (ranks - 1) / ranks * payload
+
+
+def _training_rate(tokens: int, wall_s: float, seconds: dict[str, float] | None) -> float | None:
+    training_s = wall_s - sum((seconds or {}).get(name, 0.0) for name in _NOT_TRAINING)
+    return tokens / training_s if tokens and training_s > 0 else None
+
+
+def _compare(index: int, runs: Sequence[Run], alone: Sequence[RunSummary]) -> RunSummary:
+    run, summary = runs[index], alone[index]
+    found: dict[str, float | None] = {}
+    compute_only = _reference(run, runs, alone, method="none")
+    if compute_only is not None:
+        found["fraction_of_compute_only"] = _ratio(
+            summary.tokens_per_s, alone[compute_only].tokens_per_s
+        )
+    ddp = _reference(run, runs, alone, method="ddp")
+    if ddp is not None:
+        found["speed_ratio_to_ddp"] = _ratio(summary.tokens_per_s, alone[ddp].tokens_per_s)
+        target = alone[ddp].bits_per_byte
+        # Ranks that never communicate train replicas of their own: no curve to compare.
+        if target is not None and run.manifest.method != "none":
+            found["time_to_ddp_s"] = time_to_value(validation_curve(run), target)
+            ddp_s = time_to_value(validation_curve(runs[ddp]), target)
+            found["time_to_ddp_ratio"] = _ratio(ddp_s, found["time_to_ddp_s"])
+    return summary.model_copy(update=found)
+
+
+def _reference(
+    run: Run, runs: Sequence[Run], alone: Sequence[RunSummary], *, method: str
+) -> int | None:
+    """The run of a method that shares most with the given one, the first where several do."""
+    candidates = [
+        index
+        for index, other in enumerate(runs)
+        if other.manifest.method == method and alone[index].tokens_per_s is not None
+    ]
+
+    def shared(index: int) -> int:
+        mine, other = run.manifest, runs[index].manifest
+        keys = ("world_size", "num_parameters", "lab", "seed")
+        return sum(getattr(mine, key) == getattr(other, key) for key in keys)
+
+    return max(candidates, key=lambda index: (shared(index), -index), default=None)
+
+
+def _ratio(mine: float | None, reference: float | None) -> float | None:
+    return mine / reference if mine is not None and reference else None
