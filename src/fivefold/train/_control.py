@@ -1,0 +1,155 @@
+"""Stopping together: signals on any rank become one decision at one step on all ranks.
+
+A rank that is told to stop must not stop alone, or its peers wait for it in the next
+collective. So the ranks sum up their wishes: a small all-reduce (maximum) on a group of its
+own is launched every few steps and read the same number of steps later. Nobody waits for it on
+a slow link, and since launch and reading come at the same steps everywhere, all decide alike.
+This module knows nothing of training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from fivefold.train._spans import Span
+from fivefold.train._world import guard
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import FrameType
+
+    from fivefold.train._world import World
+
+__all__ = ["ControlLane", "StopRequest"]
+
+# A stop is agreed within about two periods; a message every half second costs nothing.
+_PERIOD_S = 0.5
+_MAX_PERIOD_STEPS = 1000
+
+
+class StopRequest:
+    """Whether this process was asked to write a checkpoint and end."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._interrupted = False
+
+    @contextlib.contextmanager
+    def handling_signals(self) -> Iterator[None]:
+        """Turn SIGTERM and the first SIGINT into a request; the second SIGINT aborts.
+
+        Python allows handlers in the main thread only; elsewhere nothing is installed.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        for number in before:
+            signal.signal(number, self._on_signal)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            if self._interrupted:
+                raise KeyboardInterrupt
+            self._interrupted = True
+        self.requested = True
+
+
+class ControlLane:
+    """Agreement on stopping, a few steps behind and never waited for on purpose.
+
+    Args:
+        world: The ranks.
+        stop: This rank's request.
+
+    Raises:
+        CommunicationError: A peer died or did not answer in time.
+    """
+
+    def __init__(self, world: World, stop: StopRequest) -> None:
+        self._world = world
+        self._stop = stop
+        self._group: dist.ProcessGroup | None = None
+        self._work: dist.Work | None = None
+        self._message = torch.zeros(2, dtype=torch.int64)
+        self._period_steps = 1
+        self._launch_step = 0
+        self._launch_s = 0.0
+        self._spans: list[Span] = []
+        if world.world_size > 1:
+            with guard(world, "setting up the control lane"):
+                self._group = dist.new_group(backend="gloo", timeout=world.timeout)
+
+    def start(self, step: int) -> None:
+        """Launch the first agreement before the first step."""
+        self._launch(step, step_s=_PERIOD_S)
+
+    def poll(self, step: int) -> bool:
+        """Say, after a step, whether all ranks stop here.
+
+        Raises:
+            CommunicationError: A peer died or did not answer in time.
+        """
+        if self._group is None:
+            return self._stop.requested
+        if step < self._launch_step + self._period_steps:
+            return False
+        launched_s, steps = self._launch_s, step - self._launch_step
+        stop, self._period_steps = self._read()
+        if stop:
+            return True
+        self._launch(step, step_s=(time.perf_counter() - launched_s) / steps)
+        return False
+
+    def drain(self) -> None:
+        """Read the last message, so that nothing is in flight when the group ends.
+
+        Raises:
+            CommunicationError: A peer died or did not answer in time.
+        """
+        if self._work is not None:
+            self._read()
+
+    def take_spans(self) -> list[Span]:
+        """Waits since the last call."""
+        taken, self._spans = self._spans, []
+        return taken
+
+    def _launch(self, step: int, *, step_s: float) -> None:
+        if self._group is None:
+            return
+        # The period travels with the wish: ranks measure different step times, but must launch
+        # and read at the same steps.
+        wished = math.ceil(_PERIOD_S / max(step_s, _PERIOD_S / _MAX_PERIOD_STEPS))
+        self._message[0], self._message[1] = int(self._stop.requested), wished
+        self._launch_step, self._launch_s = step, time.perf_counter()
+        with guard(self._world, "the agreement on stopping"):
+            self._work = dist.all_reduce(
+                self._message, op=dist.ReduceOp.MAX, group=self._group, async_op=True
+            )
+
+    def _read(self) -> tuple[bool, int]:
+        assert self._work is not None, "start() launches the first message"
+        start_s = time.perf_counter()
+        with guard(self._world, "the agreement on stopping"):
+            self._work.wait()
+        self._work = None
+        end_s = time.perf_counter()
+        self._spans.append(
+            Span(lane="wait", name="agreement on stopping", start_s=start_s, end_s=end_s)
+        )
+        stop, period = self._message.tolist()
+        return bool(stop), period

@@ -1,0 +1,164 @@
+"""Plain ``DistributedDataParallel``, watched: the baseline of every comparison.
+
+A communication hook does exactly what DDP does without one (divide by the number of ranks,
+all-reduce the bucket) and notes when each bucket was launched and when it was complete. The
+exposed wait of a step is the time from the last bucket's launch to the return of backward:
+earlier buckets travel while gradients are still being computed. This module knows nothing of
+data or files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from fivefold.train._methods import CommunicationTotals
+from fivefold.train._spans import Span
+from fivefold.train._world import guard
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from fivefold.optim import SyncStatistics
+    from fivefold.train._world import World
+
+__all__ = ["DataParallelMethod"]
+
+
+class _Loss(torch.nn.Module):
+    """DDP acts on ``forward`` only, so the loss is made a module's forward."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.model.loss(inputs, targets)  # type: ignore[operator] - Module hides methods
+        return result
+
+
+class DataParallelMethod:
+    """Gradients averaged over the ranks in every backward pass.
+
+    Args:
+        model: The bare module; rank 0's parameters are broadcast.
+        world: The ranks.
+
+    Raises:
+        CommunicationError: A peer died or did not answer in time.
+    """
+
+    def __init__(self, model: torch.nn.Module, *, world: World) -> None:
+        self._world = world
+        self.totals = CommunicationTotals()
+        self._spans: list[Span] = []
+        self._landed: list[tuple[Span, int]] = []
+        self._last_launch_s: float | None = None
+        # A group of its own, so that its timeout is the run's also where the caller made the
+        # default group.
+        with guard(world, "setting up DistributedDataParallel"):
+            self._group = dist.new_group(timeout=world.timeout)
+            devices = [world.device.index] if world.device.type == "cuda" else None
+            self._wrapped = DistributedDataParallel(
+                _Loss(model), device_ids=devices, process_group=self._group
+            )
+        self._wrapped.register_comm_hook(None, self._launch_bucket)
+
+    def warm_up(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        """One forward and backward whose gradients are dropped.
+
+        DDP regroups its buckets after its first backward pass. gloo's ring sums in an order
+        that depends on the bucket's layout, so with three ranks or more a resumed run would
+        round differently in its first step than the run that was not interrupted.
+        """
+        self.backward(self.loss(inputs, targets))
+        for parameter in self._wrapped.parameters():
+            parameter.grad = None
+        self._spans.clear()
+        self.totals = CommunicationTotals()
+
+    def loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Forward pass of one micro-batch."""
+        with guard(self._world, "the start of a forward pass of DistributedDataParallel"):
+            result: torch.Tensor = self._wrapped(inputs, targets)
+        return result
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Hold the all-reduce back until the last micro-batch."""
+        return self._wrapped.no_sync()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Backward pass; returns when the averaged gradients are there.
+
+        Raises:
+            CommunicationError: A peer died or did not answer in time.
+        """
+        self._last_launch_s = None
+        with guard(self._world, "the all-reduce of the gradients"):
+            loss.backward()  # type: ignore[no-untyped-call] - untyped in torch
+        if self._last_launch_s is not None:
+            self._account(self._last_launch_s, time.perf_counter())
+
+    def after_step(self) -> None:
+        """Nothing to do."""
+
+    def finalize(self) -> None:
+        """Nothing is in flight between steps."""
+
+    def evaluation(self) -> AbstractContextManager[None]:
+        """The parameters are equal on all ranks at every step."""
+        return contextlib.nullcontext()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The totals; DDP itself keeps no state between steps."""
+        return {"totals": self.totals.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint."""
+        self.totals.load_state_dict(state["totals"])
+
+    def take_spans(self) -> list[Span]:
+        """Spans since the last call."""
+        taken, self._spans = self._spans, []
+        return taken
+
+    def statistics(self) -> SyncStatistics | None:
+        """No outer engine."""
+        return None
+
+    def _account(self, start_s: float, end_s: float) -> None:
+        self.totals.exposed_wait_s += end_s - start_s
+        self._spans.append(Span(lane="wait", name="gradients", start_s=start_s, end_s=end_s))
+        landed, self._landed = self._landed, []
+        for span, payload_bytes in landed:
+            self.totals.in_flight_s += span.end_s - span.start_s
+            self.totals.payload_bytes += payload_bytes
+            self.totals.collectives += 1
+            self._spans.append(span)
+
+    def _launch_bucket(
+        self, _state: object, bucket: dist.GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
+        # Runs on the thread of backward. DDP asks for exactly these parameter names.
+        payload = bucket.buffer().div_(self._world.world_size)
+        launched_s = time.perf_counter()
+        self._last_launch_s = launched_s
+        name = f"all-reduce bucket {bucket.index()}"
+        work = dist.all_reduce(payload, group=self._group, async_op=True)
+        assert work is not None, "an asynchronous collective of a member returns its work"
+
+        def landed(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+            # Runs on one of the backend's threads: an append is atomic, a sum would not be.
+            (result,) = future.value()
+            end_s = time.perf_counter()
+            span = Span(lane="flight", name=name, start_s=launched_s, end_s=end_s)
+            self._landed.append((span, payload.nbytes))
+            return result
+
+        return work.get_future().then(landed)
+

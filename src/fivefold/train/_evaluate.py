@@ -1,0 +1,101 @@
+"""Validation in bits per byte over fixed batches that the ranks share out.
+
+Bits per byte do not depend on the tokenizer: nats per token, divided by ln 2, times tokens per
+byte of the validation text. This module knows nothing of methods or files.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from fivefold.train._sampler import gather_batch, sequential_starts
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from fivefold.train._config import TrainConfig
+    from fivefold.train._corpus import Corpus
+    from fivefold.train._world import World
+
+__all__ = ["Validation", "bits_per_byte", "evaluate"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validation:
+    """Result of one validation.
+
+    Args:
+        loss: Mean over all tokens of all ranks, in nats per token.
+        bits_per_byte: The same per byte of text, in bits.
+    """
+
+    loss: float
+    bits_per_byte: float
+
+
+def bits_per_byte(loss: float, *, num_tokens: int, num_bytes: int) -> float:
+    """Convert nats per token.
+
+    Args:
+        loss: Nats per token.
+        num_tokens: Tokens of the text.
+        num_bytes: Bytes of the same text.
+
+    Example:
+        >>> bits_per_byte(math.log(256), num_tokens=10, num_bytes=10)
+        8.0
+    """
+    return loss / math.log(2) * num_tokens / num_bytes
+
+
+@torch.no_grad()
+def evaluate(
+    model: torch.nn.Module,
+    corpus: Corpus,
+    *,
+    config: TrainConfig,
+    world: World,
+    autocast: AbstractContextManager[object],
+) -> Validation:
+    """Judge the parameters as they are; a collective call.
+
+    Args:
+        model: The bare module.
+        corpus: Its validation split is read.
+        config: Batch size, number of batches and sequence length.
+        world: The ranks; each reads its own part of the same fixed batches.
+        autocast: Precision context of the forward passes.
+
+    Returns:
+        Loss and bits per byte, equal on all ranks.
+
+    Raises:
+        CommunicationError: A peer died or did not answer in time.
+        DataError: The validation split is shorter than one sequence.
+    """
+    length = config.data.sequence_length
+    batches = sequential_starts(
+        len(corpus.validation),
+        sequence_length=length,
+        batch_size=config.optim.batch_size,
+        num_batches=config.optim.validation_batches,
+        rank=world.rank,
+        world_size=world.world_size,
+    )
+    nats, tokens = 0.0, 0
+    model.eval()
+    with autocast:
+        for starts in batches:
+            inputs, targets = gather_batch(corpus.validation, starts, length)
+            loss = model.loss(inputs.to(world.device), targets.to(world.device))  # type: ignore[operator] - Module hides methods
+            nats += float(loss) * targets.numel()
+            tokens += targets.numel()
+    model.train()
+    total_nats, total_tokens = world.sum([nats, float(tokens)], what="the validation loss")
+    loss_mean = total_nats / total_tokens
+    size = {"num_tokens": len(corpus.validation), "num_bytes": corpus.validation_bytes}
+    return Validation(loss=loss_mean, bits_per_byte=bits_per_byte(loss_mean, **size))

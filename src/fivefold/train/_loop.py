@@ -1,0 +1,468 @@
+"""The reference trainer: one call trains a model as a configuration says, or resumes it.
+
+The order within a step is fixed, and whatever decides the parameters is a pure function of the
+step or is in the checkpoint; that is why a run that was killed and resumed reaches the
+parameters of the run that was not, bit for bit. What is particular to a method is behind
+``Method``; what is particular to a file behind its writer. Knows nothing of command lines.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fivefold.errors import DataError
+from fivefold.train._checkpoint import read_checkpoint, write_checkpoint
+from fivefold.train._control import ControlLane, StopRequest
+from fivefold.train._corpus import load_corpus
+from fivefold.train._evaluate import Validation, bits_per_byte, evaluate
+from fivefold.train._learning_rate import cosine_with_warmup
+from fivefold.train._machine import LinkMeter, run_manifest
+from fivefold.train._methods import make_method, method_label, require_peers
+from fivefold.train._metrics import MetricsWriter, write_json, write_text
+from fivefold.train._model import Transformer
+from fivefold.train._precision import autocast_context, choose_precision
+from fivefold.train._progress import TrainingProgress
+from fivefold.train._result import RunResult, make_result, parameters_sha256
+from fivefold.train._resume import RunFolder, choose_checkpoint, describe_run
+from fivefold.train._sampler import ShardedSampler, gather_batch
+from fivefold.train._spans import Span, SpanRecorder, subtract
+from fivefold.train._tokenizer import load_tokenizer
+from fivefold.train._toml import format_toml
+from fivefold.train._world import World, close_world, open_world, read_identity
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from fivefold.train._config import TrainConfig
+    from fivefold.train._corpus import Corpus
+
+__all__ = ["train"]
+
+
+def train(config: TrainConfig) -> RunResult:
+    """Train as configured: on this process alone, or as one rank of several.
+
+    The ranks come from the environment (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``,
+    ``MASTER_PORT``), which ``torchrun``, a scheduler or ``fivefold train --nproc`` sets. SIGTERM
+    or Ctrl-C on any rank makes all write a checkpoint and return at the same step.
+
+    After an error the process group is left as it is, since ending it could wait for a dead
+    peer: let the process end (the command does so without waiting).
+
+    Args:
+        config: The whole configuration.
+
+    Returns:
+        What was reached, and where the time went.
+
+    Raises:
+        ConfigurationError: A setting does not fit this world or machine.
+        DataError: There is no usable text.
+        CheckpointError: A checkpoint could not be written, or none can be resumed from.
+        CommunicationError: A peer died or did not answer in time.
+        ReplicaMismatchError: Replicas that must be equal are not.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from fivefold.train import DataConfig, ModelConfig, OptimConfig, RunConfig
+        >>> from fivefold.train import SyncConfig, TrainConfig
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> for number in range(8):
+        ...     _ = (folder / f"{number}.txt").write_text("to be or not to be\\n" * 40)
+        >>> config = TrainConfig(
+        ...     run=RunConfig(output=folder / "run", steps=2, device="cpu"),
+        ...     data=DataConfig(path=str(folder), cache=str(folder / "cache"), sequence_length=16),
+        ...     model=ModelConfig(layers=1, width=16, heads=2),
+        ...     optim=OptimConfig(batch_size=2, warmup_steps=0, validation_batches=1),
+        ...     sync=SyncConfig(method="none"),
+        ... )
+        >>> train(config).steps
+        2
+    """
+    identity = read_identity()
+    require_peers(config.sync, world_size=identity.world_size)
+    stop = StopRequest()
+    with stop.handling_signals():
+        torch.set_num_threads(config.run.threads)
+        # Before the group forms: tokenising may take longer than a peer may be waited for.
+        tokenizer = load_tokenizer(config.data.tokenizer)
+        corpus = load_corpus(config.data, tokenizer)
+        world = open_world(identity, device=config.run.device, timeout_s=config.run.timeout_s)
+        run = _Run(config, world, corpus=corpus, vocab_size=tokenizer.vocab_size, stop=stop)
+        try:
+            result = run.execute()
+        finally:
+            run.close()
+        close_world(world)
+    return result
+
+
+class _Run:
+    """One rank's part of a run: its parts, its counters, and the order in which they act."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        world: World,
+        *,
+        corpus: Corpus,
+        vocab_size: int,
+        stop: StopRequest,
+    ) -> None:
+        self.config, self.world, self.corpus = config, world, corpus
+        self.folder = RunFolder(root=config.run.output)
+        self.precision = choose_precision(config.optim.precision, world.device)
+        _require_equal_data(world, corpus)
+        self.model = Transformer(
+            config.model,
+            vocab_size=vocab_size,
+            sequence_length=config.data.sequence_length,
+            seed=config.run.seed,
+        ).to(world.device)
+        self.optimizer = _make_optimizer(self.model, config)
+        self.method = make_method(config.sync, self.model, optimizer=self.optimizer, world=world)
+        self.lane = ControlLane(world, stop)
+        self.sampler = ShardedSampler(
+            len(corpus.train),
+            sequence_length=config.data.sequence_length,
+            batch_size=config.optim.batch_size,
+            rank=world.rank,
+            world_size=world.world_size,
+            seed=config.run.seed,
+        )
+        self.step = 0
+        self.saved_step: int | None = None
+        self.validation: tuple[int, Validation] | None = None
+        self._wall_before_s = 0.0
+        self._last_log = (0, 0.0)
+        self._loss_last = 0.0
+        self._begin(self._load())
+
+    # -- beginning and end ----------------------------------------------------------------------
+
+    def _load(self) -> dict[str, Any] | None:
+        fingerprint = self.corpus.fingerprint
+        self.description = describe_run(self.config, data_fingerprint=fingerprint)
+        path = choose_checkpoint(
+            self.folder, self.config.run.resume, description=self.description, world=self.world
+        )
+        self.resumed_from: Path | None = path
+        if path is None:
+            return None
+        state = read_checkpoint(path, rank=self.world.rank)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.method.load_state_dict(state["method"])
+        self.step = self.saved_step = state["step"]
+        if state["validation"] is not None:
+            at, values = state["validation"]
+            self.validation = (at, Validation(**values))
+        self._wall_before_s = state["wall_s"]
+        return state
+
+    def _begin(self, state: dict[str, Any] | None) -> None:
+        """Open the files and start the clock."""
+        before = state or {"seconds": None, "link": None}
+        self.recorder = SpanRecorder(
+            self.folder.root / "ranks" / f"rank{self.world.rank}.jsonl",
+            seconds=before["seconds"],
+            resumed=state is not None,
+        )
+        self.metrics = self._open_shared_files() if self.world.is_main else None
+        shape = (self.config.optim.batch_size, self.config.data.sequence_length)
+        blank = torch.zeros(shape, dtype=torch.int64, device=self.world.device)
+        self.method.warm_up(blank, blank)
+        self.link = LinkMeter(before["link"])
+        # After everything that draws numbers, so that the stream continues where it was.
+        torch.manual_seed(self.config.run.seed * self.world.world_size + self.world.rank)
+        if state is not None:
+            _restore_rng(state["rng"])
+        self._started_s = time.perf_counter()
+        self._last_log = (self.step, self.wall_s())
+
+    def _open_shared_files(self) -> MetricsWriter:
+        board = self.folder.root / "tensorboard" if self.config.run.tensorboard else None
+        manifest = run_manifest(
+            self.config,
+            world_size=self.world.world_size,
+            num_parameters=self.model.num_parameters,
+            precision=self.precision,
+        )
+        write_text(self.folder.root / "config.toml", format_toml(self.config.model_dump()))
+        write_json(self.folder.root / "manifest.json", manifest)
+        resumed = None if self.resumed_from is None else self.step
+        writer = MetricsWriter(self.folder.metrics, resumed_step=resumed, tensorboard=board)
+        if self.resumed_from is not None:
+            name = self.resumed_from.name
+            writer.write("resume", step=self.step, wall_s=self._wall_before_s, checkpoint=name)
+        return writer
+
+    def execute(self) -> RunResult:
+        """Train to the last step, or to the step at which all ranks agree to stop."""
+        steps = self.config.run.steps
+        stopped = False
+        self.lane.start(self.step)
+        progress = TrainingProgress(
+            method_label(self.config.sync),
+            steps=steps,
+            step=self.step,
+            line_every_s=self.config.run.line_every_s,
+            shown=self.world.is_main,
+        )
+        with progress:
+            while self.step < steps and not stopped:
+                self.world.where = f"step {self.step + 1}"
+                self._train_step()
+                self._report_step(progress)
+                stopped = self.lane.poll(self.step) and self.step < steps
+                self.recorder.add(self.lane.take_spans())
+                self._checkpoint_if_due(stopped=stopped)
+        if not stopped:
+            self._finish()
+        return self._conclude("stopped" if stopped else "finished")
+
+    def _finish(self) -> None:
+        """Drain, judge and save the final parameters."""
+        self.world.where = "the end of training"
+        self.lane.drain()
+        if self.saved_step == self.config.run.steps:  # a resume of a run that was complete
+            return
+        self.method.finalize()
+        self.recorder.add(self.lane.take_spans() + self.method.take_spans())
+        self._validate()
+        self._checkpoint()
+
+    def _conclude(self, reason: str) -> RunResult:
+        wall_s = self.wall_s()
+        result = make_result(
+            self.config,
+            method=self.method,
+            steps=self.step,
+            tokens=self.tokens(self.step),
+            wall_s=wall_s,
+            seconds=self.recorder.categories(wall_s),
+            validation=self.validation and self.validation[1],
+            link_bytes=self.link.record(),
+            reason=reason,
+            digest=parameters_sha256(self.model),
+        )
+        if self.metrics is not None:
+            tokens = self.tokens(self.step)
+            self.metrics.write("end", step=self.step, tokens=tokens, wall_s=wall_s, reason=reason)
+            if reason == "finished":
+                write_json(self.folder.root / "result.json", result.record())
+        self.recorder.close(loss_mean_last=self._loss_last, link_bytes=self.link.record())
+        return result
+
+    def close(self) -> None:
+        """Hand everything written to the operating system; also after an error."""
+        self.recorder.flush()
+        if self.metrics is not None:
+            self.metrics.close()
+
+    # -- one step -------------------------------------------------------------------------------
+
+    def _train_step(self) -> None:
+        optim, name = self.config.optim, f"step {self.step + 1}"
+        with self.recorder.span("data", name):
+            batches = [self._batch(number) for number in range(optim.accumulation)]
+        start_s = time.perf_counter()
+        self._forward_backward(batches)
+        parameters = self.model.parameters()
+        self._grad_norm = torch.nn.utils.clip_grad_norm_(parameters, optim.grad_clip)
+        self._set_learning_rate()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.world.device.type == "cuda":
+            # So that the wait below is a wait for the network, not for this step's kernels.
+            torch.cuda.synchronize()
+        self.method.after_step()
+        end_s = time.perf_counter()
+        self.step += 1
+        spans = self.method.take_spans()
+        busy = subtract(start_s, end_s, holes=[span for span in spans if span.lane != "flight"])
+        compute = [Span(lane="compute", name=name, start_s=a, end_s=b) for a, b in busy]
+        self.recorder.add(compute + spans)
+
+    def _batch(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        starts = self.sampler.batch_starts(self.step * self.config.optim.accumulation + number)
+        length = self.config.data.sequence_length
+        inputs, targets = gather_batch(self.corpus.train, starts, length)
+        return inputs.to(self.world.device), targets.to(self.world.device)
+
+    def _forward_backward(self, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        total = torch.zeros((), device=self.world.device)
+        for inputs, targets in batches[:-1]:
+            with self.method.accumulating():
+                total += self._micro_step(inputs, targets, share=1 / len(batches))
+        total += self._micro_step(*batches[-1], share=1 / len(batches))
+        self._loss = total
+
+    def _micro_step(
+        self, inputs: torch.Tensor, targets: torch.Tensor, *, share: float
+    ) -> torch.Tensor:
+        with autocast_context(self.precision, self.world.device):
+            loss = self.method.loss(inputs, targets) * share
+        self.method.backward(loss)
+        return loss.detach()
+
+    def _set_learning_rate(self) -> None:
+        optim = self.config.optim
+        self._lr = cosine_with_warmup(
+            self.step,
+            lr=optim.lr,
+            warmup_steps=optim.warmup_steps,
+            steps=self.config.run.steps,
+            min_lr_fraction=optim.min_lr_fraction,
+        )
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._lr
+
+    # -- between steps --------------------------------------------------------------------------
+
+    def wall_s(self) -> float:
+        """Seconds of training so far, over resumes."""
+        return self._wall_before_s + time.perf_counter() - self._started_s
+
+    def tokens(self, step: int) -> int:
+        """Tokens that all ranks read until a step."""
+        optim = self.config.optim
+        per_rank = optim.batch_size * optim.accumulation * self.config.data.sequence_length
+        return step * per_rank * self.world.world_size
+
+    def _report_step(self, progress: TrainingProgress) -> None:
+        run, at_end = self.config.run, self.step == self.config.run.steps
+        if self.step % run.log_every_steps == 0 or at_end:
+            self._log(progress)
+        if run.validate_every_steps and self.step % run.validate_every_steps == 0 and not at_end:
+            self._validate()
+        progress.update(self.step)
+
+    def _log(self, progress: TrainingProgress) -> None:
+        self._loss_last = float(self._loss)
+        wall_s, tokens = self.wall_s(), self.tokens(self.step)
+        last_step, last_s = self._last_log
+        rate = (tokens - self.tokens(last_step)) / max(wall_s - last_s, 1e-9)
+        self._last_log = (self.step, wall_s)
+        progress.describe(loss=self._loss_last, tokens_per_s=rate)
+        self.recorder.flush()
+        if self.metrics is not None:
+            split = self.corpus.train
+            size = {"num_tokens": len(split), "num_bytes": self.corpus.train_bytes}
+            self.metrics.write(
+                "train",
+                step=self.step,
+                tokens=tokens,
+                wall_s=wall_s,
+                loss=self._loss_last,
+                bits_per_byte=bits_per_byte(self._loss_last, **size),
+                lr=self._lr,
+                grad_norm=float(self._grad_norm),
+                tokens_per_s=rate,
+            )
+
+    def _validate(self) -> None:
+        with self.recorder.span("validation", f"step {self.step}"), self.method.evaluation():
+            found = evaluate(
+                self.model,
+                self.corpus,
+                config=self.config,
+                world=self.world,
+                autocast=autocast_context(self.precision, self.world.device),
+            )
+        self.validation = (self.step, found)
+        if self.metrics is not None:
+            self.metrics.write(
+                "validation",
+                step=self.step,
+                tokens=self.tokens(self.step),
+                wall_s=self.wall_s(),
+                bits_per_byte=found.bits_per_byte,
+                loss=found.loss,
+            )
+
+    def _checkpoint_if_due(self, *, stopped: bool) -> None:
+        every = self.config.run.checkpoint_every_steps
+        due = every and self.step % every == 0 and self.step < self.config.run.steps
+        if due or stopped:
+            self._checkpoint()
+
+    def _checkpoint(self) -> None:
+        start_s = time.perf_counter()
+        method_state = self.method.state_dict()  # may wait for a flight, which is a wait
+        waits = self.method.take_spans()
+        state = self._state(method_state)
+        record = write_checkpoint(
+            self.folder.checkpoints,
+            state,
+            step=self.step,
+            description=self.description,
+            world=self.world,
+            keep=self.config.run.keep_checkpoints,
+        )
+        end_s = time.perf_counter()
+        self.saved_step = self.step
+        holes = [span for span in waits if span.lane == "wait"]
+        name = f"step {self.step}"
+        self.recorder.add(waits)
+        self.recorder.add(
+            Span(lane="checkpoint", name=name, start_s=a, end_s=b)
+            for a, b in subtract(start_s, end_s, holes=holes)
+        )
+        if self.metrics is not None:
+            seconds, size = end_s - start_s, record.num_bytes
+            wall_s = self.wall_s()
+            self.metrics.write(
+                "checkpoint", step=self.step, wall_s=wall_s, seconds=seconds, bytes=size
+            )
+
+    def _state(self, method_state: dict[str, Any]) -> dict[str, Any]:
+        validation = None
+        if self.validation is not None:
+            validation = (self.validation[0], vars(self.validation[1]))
+        return {
+            "step": self.step,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "method": method_state,
+            "rng": _rng_state(),
+            "wall_s": self.wall_s(),
+            "seconds": self.recorder.seconds,
+            "validation": validation,
+            "link": self.link.record(),
+        }
+
+
+def _require_equal_data(world: World, corpus: Corpus) -> None:
+    fingerprints = world.gather(corpus.fingerprint, what="the data's fingerprint")
+    odd = [rank for rank, value in enumerate(fingerprints) if value != fingerprints[0]]
+    if odd:
+        message = f"rank {odd[0]} reads other data than rank 0"
+        hint = "give all hosts the same folder of text and the same tokenizer"
+        raise DataError(message, hint=hint)
+
+
+def _make_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW; weight decay acts on matrices only, since a norm's scale has no reason to shrink."""
+    optim = config.optim
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+    scales = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    groups = [
+        {"params": matrices, "weight_decay": optim.weight_decay},
+        {"params": scales, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas)
+
+
+def _rng_state() -> dict[str, Any]:
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    return {"cpu": torch.get_rng_state(), "cuda": cuda}
+
+
+def _restore_rng(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

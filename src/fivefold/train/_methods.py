@@ -1,0 +1,228 @@
+"""How ranks are kept together: one small protocol, one class per family.
+
+The loop calls the same hooks at the same places whatever the method; what a method does there
+is its own business. ``none`` does nothing (the compute-only rate), ``ddp`` averages gradients
+in every backward pass, the outer-sync methods average parameters once per round. This module
+knows nothing of data, files or schedules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from fivefold.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from fivefold.optim import SyncStatistics
+    from fivefold.train._config import SyncConfig
+    from fivefold.train._spans import Span
+    from fivefold.train._world import World
+
+__all__ = ["CommunicationTotals", "LanguageModel", "Method", "NoMethod", "make_method", "method_label"]
+
+_LABELS = {
+    "none": "no communication",
+    "ddp": "DDP",
+    "local_sgd": "Local SGD",
+    "slowmo": "SlowMo",
+    "co2": "CO2",
+}
+
+
+class LanguageModel(Protocol):
+    """What the trainer needs of a model, beside being a ``torch.nn.Module``."""
+
+    def loss(self, inputs_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:  # noqa: N803 - shape suffixes
+        """Mean loss in nats per token."""
+        ...
+
+
+class CommunicationTotals:
+    """Sums over all collectives of a method, kept over resumes."""
+
+    def __init__(self) -> None:
+        self.in_flight_s = 0.0
+        self.exposed_wait_s = 0.0
+        self.payload_bytes = 0
+        self.collectives = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sums, for a checkpoint."""
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint."""
+        vars(self).update(state)
+
+    def record(self) -> dict[str, Any]:
+        """The ``communication`` entry of result.json."""
+        overlap = None
+        if self.in_flight_s > 0:
+            overlap = max(0.0, 1.0 - self.exposed_wait_s / self.in_flight_s)
+        return vars(self) | {"overlap_fraction": overlap}
+
+
+class Method(Protocol):
+    """Hooks of a synchronisation method, in the order in which the loop calls them."""
+
+    totals: CommunicationTotals
+
+    def warm_up(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        """Do once, before the first step, what would make the first step differ from others."""
+        ...
+
+    def loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Forward pass of one micro-batch."""
+        ...
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Around every micro-batch but the last of an optimizer step."""
+        ...
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Backward pass.
+
+        Raises:
+            CommunicationError: A peer died or did not answer in time.
+        """
+        ...
+
+    def after_step(self) -> None:
+        """After the optimizer's step.
+
+        Raises:
+            CommunicationError: A peer died or did not answer in time.
+        """
+        ...
+
+    def finalize(self) -> None:
+        """Apply all work in flight; afterwards the method's parameters are final.
+
+        Raises:
+            CommunicationError: A peer died or did not answer in time.
+        """
+        ...
+
+    def evaluation(self) -> AbstractContextManager[None]:
+        """Around a validation: the parameters to be judged."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """State for a checkpoint, beside the model's and the optimizer's."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint."""
+        ...
+
+    def take_spans(self) -> list[Span]:
+        """Spans since the last call, on the lanes "flight", "wait" and "boundary"."""
+        ...
+
+    def statistics(self) -> SyncStatistics | None:
+        """The outer engine's own record; None for other methods."""
+        ...
+
+
+class NoMethod:
+    """Every rank trains alone: the same step with communication switched off.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self.totals = CommunicationTotals()
+
+    def warm_up(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        """Nothing to do."""
+
+    def loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Forward pass of one micro-batch."""
+        result: torch.Tensor = self._model.loss(inputs, targets)  # type: ignore[operator] - Module hides methods
+        return result
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Nothing to hold back."""
+        return contextlib.nullcontext()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Backward pass."""
+        loss.backward()  # type: ignore[no-untyped-call] - untyped in torch
+
+    def after_step(self) -> None:
+        """Nothing to do."""
+
+    def finalize(self) -> None:
+        """Nothing to do."""
+
+    def evaluation(self) -> AbstractContextManager[None]:
+        """The rank's own parameters."""
+        return contextlib.nullcontext()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The totals."""
+        return {"totals": self.totals.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint."""
+        self.totals.load_state_dict(state["totals"])
+
+    def take_spans(self) -> list[Span]:
+        """No communication, no spans."""
+        return []
+
+    def statistics(self) -> SyncStatistics | None:
+        """No outer engine."""
+        return None
+
+
+def make_method(
+    config: SyncConfig, model: torch.nn.Module, *, optimizer: torch.optim.Optimizer, world: World
+) -> Method:
+    """Set up the configured method; a collective call for all but "none".
+
+    Raises:
+        ConfigurationError: The method needs peers and there are none, or a setting is not
+            allowed.
+        CommunicationError: A peer died or did not answer in time.
+    """
+    if config.method == "none":
+        return NoMethod(model)
+    require_peers(config, world_size=world.world_size)
+    if config.method == "ddp":
+        from fivefold.train._ddp import DataParallelMethod  # noqa: PLC0415 - loads what is used
+
+        return DataParallelMethod(model, world=world)
+    from fivefold.train._outer import OuterMethod  # noqa: PLC0415 - loads what is used
+
+    return OuterMethod(config, model, optimizer=optimizer, world=world)
+
+
+def require_peers(config: SyncConfig, *, world_size: int) -> None:
+    """Refuse a method that synchronises where there is nothing to synchronise with.
+
+    Raises:
+        ConfigurationError: One rank and a method other than "none".
+    """
+    if world_size == 1 and config.method != "none":
+        message = f'sync.method "{config.method}" needs at least two ranks; got world_size=1'
+        hint = 'start more ranks with --nproc 2, or set sync.method = "none" to train alone'
+        raise ConfigurationError(message, hint=hint)
+
+
+def method_label(config: SyncConfig) -> str:
+    """Name of a method for people, with what sets it apart.
+
+    Example:
+        >>> from fivefold.train import SyncConfig
+        >>> method_label(SyncConfig(method="co2", tau=4))
+        'CO2 (tau 4)'
+    """
+    label = _LABELS[config.method]
+    return label if config.method in {"none", "ddp"} else f"{label} (tau {config.tau})"

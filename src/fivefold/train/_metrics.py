@@ -1,0 +1,120 @@
+"""A run's shared files, written by rank 0: manifest, metrics, result; TensorBoard by option.
+
+``metrics.jsonl`` is only ever appended to, one line per event; a resumed run first drops the
+lines of steps that it will do again. The other files are written whole, under a temporary name,
+synced and renamed. This module knows nothing of the loop.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from typing import TYPE_CHECKING, Any, TextIO
+
+from fivefold.errors import CheckpointError, UnsupportedError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["MetricsWriter", "write_json", "write_text"]
+
+
+class MetricsWriter:
+    """Appends events to ``metrics.jsonl``.
+
+    Args:
+        path: The file.
+        resumed_step: Step that the run begins from; None empties the file.
+        tensorboard: Folder of TensorBoard event files; None for none.
+
+    Raises:
+        UnsupportedError: TensorBoard is asked for and not installed.
+        CheckpointError: The folder cannot be written.
+    """
+
+    def __init__(
+        self, path: Path, *, resumed_step: int | None, tensorboard: Path | None = None
+    ) -> None:
+        self._board = None if tensorboard is None else _open_board(tensorboard)
+        kept = [] if resumed_step is None else _lines_until(path, resumed_step)
+        write_text(path, "".join(kept))
+        self._file: TextIO = path.open("a", encoding="utf-8")
+
+    def write(self, event: str, *, step: int, **values: Any) -> None:
+        """Append one event and hand it to the operating system."""
+        record = {"event": event, "step": step, **values}
+        self._file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for name, value in values.items():
+                if isinstance(value, int | float):
+                    self._board.add_scalar(f"{event}/{name}", value, step)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all.
+
+    Raises:
+        CheckpointError: The folder cannot be written.
+    """
+    partial = path.with_name(path.name + ".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(path)
+    except OSError as error:
+        message = f"cannot write {path}: {error}"
+        hint = "free space or choose another run.output, then run the same command again"
+        raise CheckpointError(message, hint=hint) from error
+
+
+def write_json(path: Path, record: dict[str, Any]) -> None:
+    """Write a JSON file whole or not at all; numbers that are not finite become null.
+
+    Raises:
+        CheckpointError: The folder cannot be written.
+    """
+    write_text(path, json.dumps(_finite(record), indent=1, allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _lines_until(path: Path, step: int) -> list[str]:
+    if not path.exists():
+        return []
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            record = json.loads(line)
+        except ValueError:  # the line during which the run was killed
+            continue
+        if record["step"] <= step:
+            kept.append(line)
+    return kept
+
+
+def _open_board(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an optional extra
+    except ImportError as error:
+        message = "run.tensorboard is true, but tensorboard is not installed"
+        raise UnsupportedError(message, hint="pip install 'fivefold[tensorboard]'") from error
+    return SummaryWriter(str(folder))

@@ -1,0 +1,162 @@
+"""The outer-sync methods (Local SGD, SlowMo, CO2) as one trainer method over ``fivefold.optim``."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+from fivefold.optim import CO2, LocalSGD, OuterSync, SlowMo
+from fivefold.train._methods import CommunicationTotals, NoMethod
+from fivefold.train._spans import Span, subtract
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+    import torch
+
+    from fivefold.optim import SyncStatistics
+    from fivefold.train._config import SyncConfig
+    from fivefold.train._world import World
+
+__all__ = ["OuterMethod", "make_rule"]
+
+
+class OuterMethod(NoMethod):
+    """Local steps, and one all-reduce per round.
+
+    Args:
+        config: Table ``[sync]``.
+        model: The bare module; rank 0's parameters are broadcast.
+        optimizer: The inner optimizer.
+        world: The ranks.
+
+    Raises:
+        ConfigurationError: A setting is not allowed.
+        CommunicationError: A peer died or did not answer in time.
+    """
+
+    def __init__(
+        self,
+        config: SyncConfig,
+        model: torch.nn.Module,
+        *,
+        optimizer: torch.optim.Optimizer,
+        world: World,
+    ) -> None:
+        super().__init__(model)
+        self._spans: list[Span] = []
+        self._sync = OuterSync(
+            model,
+            optimizer,
+            rule=make_rule(config),
+            timeout_s=world.timeout_s,
+            check_every_rounds=config.check_every_rounds,
+        )
+
+    def after_step(self) -> None:
+        """Count the local step; at the end of a round wait, merge and launch.
+
+        Raises:
+            CommunicationError: A peer died or did not answer in time.
+            ReplicaMismatchError: Replicas that must be equal are not.
+        """
+        self._timed(self._sync.step, name="outer step")
+
+    def finalize(self) -> None:
+        """Drain: all replicas are equal afterwards.
+
+        Raises:
+            CommunicationError: A peer died or did not answer in time.
+            ReplicaMismatchError: Replicas that must be equal are not.
+        """
+        self._timed(self._sync.finalize, name="drain")
+
+    def evaluation(self) -> AbstractContextManager[None]:
+        """The anchor, which is equal on all ranks; a partial round is not in it."""
+        return self._sync.global_parameters()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The engine's state and the totals.
+
+        Raises:
+            CommunicationError: The all-reduce in flight failed.
+        """
+        state = {"sync": self._sync.state_dict()}
+        self._collect_flights()
+        return state | {"totals": self.totals.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint."""
+        self.totals.load_state_dict(state["totals"])
+        self._sync.load_state_dict(state["sync"])
+
+    def take_spans(self) -> list[Span]:
+        """Spans since the last call."""
+        taken, self._spans = self._spans, []
+        return taken
+
+    def statistics(self) -> SyncStatistics | None:
+        """The engine's own record."""
+        return self._sync.statistics()
+
+    def _timed(self, action: Callable[[], None], *, name: str) -> None:
+        start_s = time.perf_counter()
+        action()
+        end_s = time.perf_counter()
+        waits = self._collect_flights()
+        self._spans += [
+            Span(lane="boundary", name=name, start_s=begin_s, end_s=stop_s)
+            for begin_s, stop_s in subtract(start_s, end_s, holes=waits)
+        ]
+
+    def _collect_flights(self) -> list[Span]:
+        waits = []
+        for flight in self._sync.flights():
+            name = f"all-reduce round {flight.round}"
+            begin_s, end_s = flight.wait_started_at_s, flight.wait_ended_at_s
+            waits.append(Span(lane="wait", name=name, start_s=begin_s, end_s=end_s))
+            landed_s = flight.completed_at_s
+            self._spans.append(
+                Span(lane="flight", name=name, start_s=flight.launched_at_s, end_s=landed_s)
+            )
+            self.totals.in_flight_s += landed_s - flight.launched_at_s
+            self.totals.exposed_wait_s += end_s - begin_s
+            self.totals.payload_bytes += flight.payload_bytes
+            self.totals.collectives += 1
+        self._spans += waits
+        return waits
+
+
+def make_rule(config: SyncConfig) -> LocalSGD | SlowMo | CO2:
+    """The configured outer rule; keys of other methods are not looked at.
+
+    Raises:
+        ConfigurationError: A value is outside the rule's range.
+
+    Example:
+        >>> from fivefold.train import SyncConfig
+        >>> make_rule(SyncConfig(method="local_sgd", tau=4)).tau
+        4
+    """
+    if config.method == "local_sgd":
+        return LocalSGD(tau=config.tau)
+    clip = None if math.isinf(config.clip) else config.clip
+    if config.method == "slowmo":
+        return SlowMo(
+            tau=config.tau,
+            outer_lr=config.outer_lr,
+            outer_momentum=config.outer_momentum,
+            clip=clip,
+        )
+    return CO2(
+        tau=config.tau,
+        outer_lr=config.outer_lr,
+        outer_momentum=config.outer_momentum,
+        staleness=config.staleness,
+        clip=clip,
+        bootstrap=config.bootstrap,
+    )
+
+

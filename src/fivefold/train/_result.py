@@ -1,0 +1,121 @@
+"""What a run reached, as a frozen record and as result.json."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fivefold.train._methods import method_label
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from fivefold.train._config import TrainConfig
+    from fivefold.train._evaluate import Validation
+    from fivefold.train._methods import Method
+
+__all__ = ["RunResult", "make_result", "parameters_sha256"]
+
+# Not training: a rate that counts them would depend on how often one looks.
+_ASIDE = ("checkpoint", "validation")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """What one run reached, seen from this rank.
+
+    Args:
+        output: The run's folder.
+        method: Name of the method, as in the configuration.
+        label: Name of the method for people.
+        reason: "finished", or "stopped" by a signal (then a checkpoint was written).
+        steps: Optimizer steps done.
+        tokens: Tokens read by all ranks.
+        wall_s: Seconds of training, over resumes.
+        tokens_per_s: Tokens of all ranks per second of training, checkpoints and validations
+            not counted.
+        bits_per_byte: Last validation; None where there was none.
+        seconds: Seconds per category; they sum to ``wall_s``.
+        communication: Totals over the method's collectives.
+        link_bytes: Interface, bytes sent and received; None where not known.
+        sync: The outer engine's statistics; None for other methods.
+        parameters_sha256: Digest of this rank's parameters.
+
+    Example:
+        >>> RunResult.__dataclass_params__.frozen
+        True
+    """
+
+    output: Path
+    method: str
+    label: str
+    reason: str
+    steps: int
+    tokens: int
+    wall_s: float
+    tokens_per_s: float
+    bits_per_byte: float | None
+    seconds: dict[str, float]
+    communication: dict[str, Any]
+    link_bytes: dict[str, Any] | None
+    sync: dict[str, Any] | None
+    parameters_sha256: str
+
+    def record(self) -> dict[str, Any]:
+        """Content of result.json."""
+        values = dataclasses.asdict(self)
+        del values["output"]
+        return {"schema": 1, **values}
+
+
+def make_result(  # noqa: PLR0913 - one argument per part of the record, one call site
+    config: TrainConfig,
+    *,
+    method: Method,
+    steps: int,
+    tokens: int,
+    wall_s: float,
+    seconds: dict[str, float],
+    validation: Validation | None,
+    link_bytes: dict[str, Any] | None,
+    reason: str,
+    digest: str,
+) -> RunResult:
+    """Put the record together."""
+    statistics = method.statistics()
+    training_s = wall_s - sum(seconds[name] for name in _ASIDE)
+    return RunResult(
+        output=config.run.output,
+        method=config.sync.method,
+        label=method_label(config.sync),
+        reason=reason,
+        steps=steps,
+        tokens=tokens,
+        wall_s=wall_s,
+        tokens_per_s=tokens / max(training_s, 1e-9),
+        bits_per_byte=None if validation is None else validation.bits_per_byte,
+        seconds=seconds,
+        communication=method.totals.record(),
+        link_bytes=link_bytes,
+        sync=None if statistics is None else dataclasses.asdict(statistics),
+        parameters_sha256=digest,
+    )
+
+
+def parameters_sha256(model: torch.nn.Module) -> str:
+    """Digest of all parameters, bit for bit, in the order of their names.
+
+    Example:
+        >>> parameters_sha256(torch.nn.Linear(1, 1)) != parameters_sha256(torch.nn.Linear(1, 1))
+        True
+    """
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        digest.update(name.encode())
+        values = parameter.detach().cpu().contiguous().flatten().view(torch.uint8)
+        digest.update(values.numpy().data)
+    return digest.hexdigest()

@@ -1,0 +1,132 @@
+"""Where each second of a rank goes: spans on lanes, their sums, and the rank's own file.
+
+Seconds are of ``time.perf_counter``; the first line of the file ties them to the wall clock, so
+that a reader can put all ranks on one time axis. Lanes that the training thread occupies exclude
+one another, so their sums and the rest ("other") make up the wall time. The ``flight`` lane runs
+beside them. This module knows nothing of torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
+
+__all__ = ["CATEGORIES", "Span", "SpanRecorder", "subtract"]
+
+# Lane in the rank's file -> category in result.json; the order is that of the report.
+CATEGORIES = {
+    "compute": "compute",
+    "wait": "exposed_communication",
+    "boundary": "boundary",
+    "data": "data",
+    "checkpoint": "checkpoint",
+    "validation": "validation",
+}
+# A file of 200,000 spans is about 25 MB; a viewer shows no more, and a long run must not fill
+# the disk with them. The sums stay exact.
+_MAX_SPANS_IN_FILE = 200_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """One stretch of time on one lane.
+
+    Args:
+        lane: "compute", "wait", "boundary", "data", "checkpoint", "validation" or "flight".
+        name: What happened.
+        start_s: Begin, in seconds of ``time.perf_counter``.
+        end_s: End, on the same clock.
+    """
+
+    lane: str
+    name: str
+    start_s: float
+    end_s: float
+
+
+def subtract(start_s: float, end_s: float, *, holes: Iterable[Span]) -> list[tuple[float, float]]:
+    """The parts of an interval that no hole covers, in order.
+
+    Example:
+        >>> hole = Span(lane="wait", name="w", start_s=2.0, end_s=3.0)
+        >>> subtract(0.0, 4.0, holes=[hole])
+        [(0.0, 2.0), (3.0, 4.0)]
+    """
+    pieces = []
+    at_s = start_s
+    for hole in sorted(holes, key=lambda span: span.start_s):
+        if hole.start_s > at_s:
+            pieces.append((at_s, min(hole.start_s, end_s)))
+        at_s = max(at_s, hole.end_s)
+    if at_s < end_s:
+        pieces.append((at_s, end_s))
+    return pieces
+
+
+class SpanRecorder:
+    """Collects the spans of one rank, keeps their sums and writes them as JSON lines.
+
+    Args:
+        path: The rank's file.
+        seconds: Sums per lane from a checkpoint; None for a fresh run.
+        resumed: Append to the file, with a clock line of this process; else begin it anew.
+    """
+
+    def __init__(
+        self, path: Path, *, seconds: dict[str, float] | None = None, resumed: bool = False
+    ) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a" if resumed else "w", encoding="utf-8")
+        self._written = 0
+        self._dropped = 0
+        self.seconds = dict.fromkeys(CATEGORIES, 0.0)
+        self.seconds.update(seconds or {})
+        self._line({"event": "clock", "unix_s": time.time(), "perf_s": time.perf_counter()})
+
+    @contextlib.contextmanager
+    def span(self, lane: str, name: str) -> Iterator[None]:
+        """Time a block; it is recorded also when the block raises."""
+        start_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            end_s = time.perf_counter()
+            self.add([Span(lane=lane, name=name, start_s=start_s, end_s=end_s)])
+
+    def add(self, spans: Iterable[Span]) -> None:
+        """Record spans that were timed elsewhere."""
+        for span in spans:
+            if span.lane in self.seconds:
+                self.seconds[span.lane] += span.end_s - span.start_s
+            if self._written >= _MAX_SPANS_IN_FILE:
+                self._dropped += 1
+                continue
+            self._written += 1
+            line = {"event": "span", "lane": span.lane, "name": span.name}
+            self._line(line | {"start_s": span.start_s, "end_s": span.end_s})
+
+    def categories(self, wall_s: float) -> dict[str, float]:
+        """Seconds per category; with ``other`` they sum to the wall time."""
+        named = {category: self.seconds[lane] for lane, category in CATEGORIES.items()}
+        return named | {"other": wall_s - sum(named.values())}
+
+    def flush(self) -> None:
+        """Hand buffered lines to the operating system."""
+        self._file.flush()
+
+    def close(self, **last: Any) -> None:
+        """Write the closing line and close the file."""
+        if self._dropped:
+            last["spans_dropped"] = self._dropped
+        self._line({"event": "rank_end", **last})
+        self._file.close()
+
+    def _line(self, record: dict[str, Any]) -> None:
+        self._file.write(json.dumps(record) + "\n")
