@@ -10,7 +10,6 @@ References:
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -113,8 +112,11 @@ def _element_gap(momentum: torch.Tensor, gap: ElementGap) -> torch.Tensor:
 
 
 def _clip_(momentum: torch.Tensor, bound: float) -> int:
-    largest = float(torch.linalg.vector_norm(momentum, math.inf)) if momentum.numel() else 0.0
-    if largest <= bound:  # the common case costs one read and no write
+    # No element exceeds the norm: the common case costs one cheap read and no write.
+    if momentum.numel() == 0 or float(torch.linalg.vector_norm(momentum)) <= bound:
+        return 0
+    smallest, largest = torch.aminmax(momentum)
+    if max(-float(smallest), float(largest)) <= bound:
         return 0
     clipped = int(torch.count_nonzero(momentum.abs() > bound))
     momentum.clamp_(-bound, bound)

@@ -1,0 +1,446 @@
+"""OuterSync as a whole: nothing lost, resume, races, parity, statistics, bad input."""
+
+import copy
+import random
+import threading
+import time
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fivefold.errors import CommunicationError, ConfigurationError, ReplicaMismatchError
+from fivefold.optim import CO2, ConstantPenalty, LocalSGD, OuterSync, SlowMo, StabilityWarning
+from fivefold.optim._replica_hash import replica_hash
+from fivefold.testing import run_processes, run_world
+
+RULES = [
+    CO2(tau=3),
+    CO2(tau=2, staleness="gap-param"),
+    CO2(tau=2, bootstrap="sync"),
+    SlowMo(tau=3),
+    LocalSGD(tau=2),
+]
+
+
+SEEDING = threading.Lock()  # ranks are threads, and torch has one global generator
+
+
+def make(transport, rule, *, seed=0, **settings):
+    with SEEDING:
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return model, optimizer, OuterSync(model, optimizer, rule=rule, transport=transport, **settings)
+
+
+def train_steps(model, optimizer, sync, steps, rank):
+    for step in steps:
+        generator = torch.Generator().manual_seed(1000 * rank + step)
+        inputs = torch.randn(8, 4, generator=generator)
+        loss = (model(inputs) - inputs[:, :2].sin()).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        sync.step()
+
+
+def flat(model):
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+@pytest.mark.filterwarnings("ignore::fivefold.optim.StabilityWarning")
+@settings(deadline=None, max_examples=30)
+@given(
+    tau=st.integers(1, 5),
+    steps=st.integers(1, 23),
+    world_size=st.integers(2, 4),
+    delayed=st.booleans(),
+    drains=st.sets(st.integers(1, 22)),
+)
+def test_every_local_step_enters_the_average_exactly_once(tau, steps, world_size, delayed, drains):
+    """Each local step adds its own power of a base, so that the total names all that arrived."""
+    plain = {"tau": tau, "outer_lr": 1.0, "outer_momentum": 0.0, "clip": None}
+    rule = CO2(**plain, staleness="none") if delayed else LocalSGD(tau=tau)
+
+    def work(transport):
+        model = torch.nn.Linear(steps, 1, bias=False, dtype=torch.float64)
+        torch.nn.init.zeros_(model.weight)
+        sync = OuterSync(
+            model, torch.optim.SGD(model.parameters(), lr=1.0), rule=rule, transport=transport
+        )
+        for step in range(steps):
+            with torch.no_grad():
+                model.weight[0, step] += transport.rank + 1
+            sync.step()
+            if step + 1 in drains:
+                sync.finalize()
+        sync.finalize()
+        return model.weight.detach()
+
+    mean = sum(range(1, world_size + 1)) / world_size
+    for weight in run_world(world_size, work):
+        torch.testing.assert_close(weight, torch.full_like(weight, mean), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=repr)
+def test_resume_at_every_step_is_bit_exact(rule):
+    total = 4 * rule.tau + 1
+
+    def uninterrupted(transport):
+        model, optimizer, sync = make(transport, rule)
+        train_steps(model, optimizer, sync, range(total), transport.rank)
+        sync.finalize()
+        return flat(model)
+
+    expected = run_world(2, uninterrupted)
+    for cut in range(total + 1):
+
+        def first_part(transport, cut=cut):
+            model, optimizer, sync = make(transport, rule)
+            train_steps(model, optimizer, sync, range(cut), transport.rank)
+            return copy.deepcopy((model.state_dict(), optimizer.state_dict(), sync.state_dict()))
+
+        saved = run_world(2, first_part)
+
+        def second_part(transport, cut=cut, saved=saved):
+            model, optimizer, sync = make(transport, rule, seed=99)
+            model_state, optimizer_state, sync_state = saved[transport.rank]
+            model.load_state_dict(model_state)
+            optimizer.load_state_dict(optimizer_state)
+            sync.load_state_dict(sync_state)
+            assert sync.statistics().steps == cut
+            train_steps(model, optimizer, sync, range(cut, total), transport.rank)
+            sync.finalize()
+            return flat(model)
+
+        for ours, theirs in zip(run_world(2, second_part), expected, strict=True):
+            assert torch.equal(ours, theirs), f"cut at step {cut}"
+
+
+def test_saving_does_not_change_the_run():
+    def work(transport, *, save):
+        model, optimizer, sync = make(transport, CO2(tau=2))
+        for step in range(9):
+            train_steps(model, optimizer, sync, [step], transport.rank)
+            if save:
+                sync.state_dict()
+        sync.finalize()
+        return flat(model)
+
+    plain = run_world(2, lambda t: work(t, save=False))
+    saving = run_world(2, lambda t: work(t, save=True))
+    assert torch.equal(plain[0], saving[0])
+
+
+def test_random_delays_change_nothing():
+    def work(transport):
+        model, optimizer, sync = make(transport, CO2(tau=2))
+        train_steps(model, optimizer, sync, range(15), transport.rank)
+        sync.finalize()
+        return flat(model)
+
+    rng = random.Random(3)  # noqa: S311 - delays, not secrets
+    quiet = run_world(3, work)
+    delayed = run_world(3, work, launch_delay_s=lambda: rng.random() * 0.01)
+    assert all(torch.equal(q, d) for q, d in zip(quiet, delayed, strict=True))
+
+
+def test_live_parameters_change_on_the_training_thread_only():
+    """Between boundaries nothing writes a parameter: tensor versions stand still in flight."""
+
+    def work(rank):
+        model, optimizer, sync = make(None, CO2(tau=4))
+        train_steps(model, optimizer, sync, range(4), rank)
+        before = [(p._version, p.detach().clone()) for p in model.parameters()]
+        time.sleep(0.3)  # the all-reduce completes meanwhile
+        same = all(
+            p._version == version and torch.equal(p, value)
+            for p, (version, value) in zip(model.parameters(), before, strict=True)
+        )
+        sync.finalize()
+        return same
+
+    assert run_processes(2, work) == [True, True]
+
+
+def test_global_parameters_are_equal_on_all_ranks_and_put_back():
+    def work(transport):
+        model, optimizer, sync = make(transport, CO2(tau=4))
+        train_steps(model, optimizer, sync, range(10), transport.rank)
+        local = flat(model)
+        with sync.global_parameters():
+            shared = flat(model)
+        assert torch.equal(flat(model), local)
+        return local, shared
+
+    (local0, shared0), (local1, shared1) = run_world(2, work)
+    assert torch.equal(shared0, shared1)
+    assert not torch.equal(local0, local1)
+
+
+def test_start_takes_rank_zero_everywhere_with_buffers_and_frozen_parameters():
+    def work(transport):
+        torch.manual_seed(transport.rank)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+        model[1].running_mean.fill_(transport.rank)
+        model[0].bias.requires_grad_(requires_grad=False)
+        OuterSync(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), rule=CO2(tau=1), transport=transport
+        )
+        return model.state_dict()
+
+    first, second = run_world(2, work)
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert float(second["1.running_mean"].sum()) == 0.0
+
+
+def test_mixed_types_tied_frozen_and_strided_parameters():
+    class Mixed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one = torch.nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
+            self.two = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+            self.tied = self.one
+            self.frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+            strided = torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last)
+            self.strided = torch.nn.Parameter(strided)
+
+    def work(transport):
+        model = Mixed()
+        sync = OuterSync(
+            model,
+            torch.optim.SGD(model.parameters(), lr=1.0),
+            rule=LocalSGD(tau=1),
+            transport=transport,
+        )
+        values = torch.arange(120.0).view(2, 3, 4, 5)
+        with torch.no_grad():
+            for parameter in (model.one, model.two, model.frozen):
+                parameter.add_(transport.rank)
+            model.strided.add_(values * transport.rank)
+        sync.step()
+        assert sync.statistics().payload_bytes == 5 * 4 + 3 * 8 + 120 * 4
+        expected = (1 + values / 2).to(memory_format=torch.channels_last)
+        assert torch.equal(model.strided, expected)
+        return [p.detach().double().flatten()[0].item() for p in model.parameters()]
+
+    assert run_world(2, work) == [[1.5, 1.5, 1.0, 1.0], [1.5, 1.5, 2.0, 1.0]]
+
+
+def test_corrupted_replica_is_named():
+    def work(transport):
+        model, optimizer, sync = make(transport, CO2(tau=1), check_every_rounds=2)
+        for step in range(10):
+            if transport.rank == 1 and step == 3:
+                sync._groups[0].anchor[17] += 1e-6
+            train_steps(model, optimizer, sync, [step], transport.rank)
+
+    with pytest.raises(ReplicaMismatchError, match=r"rank\(s\) 1 differ from rank 0"):
+        run_world(3, work)
+
+
+def test_no_check_when_switched_off():
+    def work(transport):
+        model, optimizer, sync = make(transport, CO2(tau=1), check_every_rounds=0)
+        if transport.rank == 1:
+            sync._groups[0].anchor[17] += 1e-6
+        train_steps(model, optimizer, sync, range(6), transport.rank)
+        return sync.statistics().merged_rounds
+
+    assert run_world(2, work) == [5, 5]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 20_000), st.data())
+def test_hash_sees_one_flipped_bit_and_one_swap(size, data):
+    values = torch.randn(size, generator=torch.Generator().manual_seed(size))
+    before = replica_hash([values])
+    assert 0 <= before < 2**52
+    assert replica_hash([values.clone()]) == before
+    index = data.draw(st.integers(0, size - 1))
+    bit = data.draw(st.integers(0, 30))
+    flipped = values.clone()
+    flipped.view(torch.int32)[index] ^= 1 << bit
+    assert replica_hash([flipped]) != before
+    other = data.draw(st.integers(0, size - 1))
+    if values[index] != values[other] and (index - other) % 4093 != 0:
+        swapped = values.clone()
+        swapped[index], swapped[other] = values[other].clone(), values[index].clone()
+        assert replica_hash([swapped]) != before
+
+
+def test_statistics_count_rounds_bytes_and_waits():
+    def work(transport):
+        model, optimizer, sync = make(transport, CO2(tau=3))
+        train_steps(model, optimizer, sync, range(10), transport.rank)
+        sync.finalize()
+        return sync.statistics(), sync.flights(), flat(model).numel()
+
+    for record, flights, numel in run_world(4, work):
+        assert (record.steps, record.rounds, record.merged_rounds) == (10, 4, 4)
+        assert record.payload_bytes == 4 * numel * 4
+        assert record.sent_bytes == round(record.payload_bytes * 2 * 3 / 4)
+        assert [f.round for f in flights] == [0, 1, 2, 3]
+        for f in flights:
+            assert f.launched_at_s <= f.completed_at_s <= f.wait_ended_at_s
+        assert record.in_flight_s == pytest.approx(
+            sum(f.completed_at_s - f.launched_at_s for f in flights)
+        )
+        assert record.exposed_wait_s == pytest.approx(
+            sum(f.wait_ended_at_s - f.wait_started_at_s for f in flights)
+        )
+        assert record.overlap_fraction == pytest.approx(
+            max(0.0, 1 - record.exposed_wait_s / record.in_flight_s)
+        )
+
+
+def test_warning_at_the_stability_limit_names_the_limit():
+    def work(transport):
+        rule = CO2(tau=1, outer_lr=0.9, outer_momentum=0.2, staleness="none")
+        model, optimizer, sync = make(transport, rule)
+        train_steps(model, optimizer, sync, range(30), transport.rank)
+
+    with pytest.warns(StabilityWarning, match=r"stability limit 0\.8 ") as caught:
+        run_world(2, work)
+    assert len([w for w in caught if w.category is StabilityWarning]) == 2  # once per rank
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        CO2(tau=1, outer_lr=0.79, outer_momentum=0.2, staleness="none"),
+        CO2(tau=1, outer_lr=0.9, outer_momentum=0.2, staleness="constant:2"),
+        SlowMo(tau=1, outer_lr=1.0, outer_momentum=0.9),
+    ],
+    ids=repr,
+)
+def test_no_warning_below_the_limit(rule):
+    def work(transport):
+        model, optimizer, sync = make(transport, rule)
+        train_steps(model, optimizer, sync, range(30), transport.rank)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_world(2, work)
+
+
+@pytest.mark.parametrize(
+    ("make_rule", "message"),
+    [
+        (lambda: CO2(tau=0), "tau must be a positive integer.*got 0"),
+        (lambda: CO2(tau=2.5), "tau must be a positive integer.*got 2.5"),
+        (lambda: CO2(tau=True), "tau must be a positive integer"),
+        (lambda: CO2(tau=2, outer_lr=0), "outer_lr must be a positive number; got 0"),
+        (lambda: CO2(tau=2, outer_momentum=1.0), r"outer_momentum must be in \[0, 1\); got 1.0"),
+        (lambda: CO2(tau=2, clip=-1.0), "clip must be a positive number; got -1.0"),
+        (lambda: CO2(tau=2, staleness="gapp"), "'gapp' is not known; use one of gap, "),
+        (lambda: CO2(tau=2, staleness="constant:x"), "no number after the colon"),
+        (lambda: ConstantPenalty(0.0), "must be a positive number"),
+        (lambda: CO2(tau=2, bootstrap="none"), "bootstrap must be 'reset' or 'sync'"),
+        (lambda: CO2(tau=2, units="steps"), "units must be 'delta' or 'lr'"),
+        (lambda: LocalSGD(tau=2, outer_lr=0.5), "LocalSGD takes tau only"),
+        (lambda: SlowMo(tau=2, staleness="gap"), "nothing is stale"),
+    ],
+)
+def test_rules_refuse_what_makes_no_sense(make_rule, message):
+    with pytest.raises(ConfigurationError, match=message):
+        make_rule()
+
+
+def test_world_of_one_is_refused_with_a_hint():
+    with pytest.raises(ConfigurationError, match="at least two ranks; got world_size=1; start"):
+        run_world(1, lambda t: make(t, CO2(tau=1)))
+
+
+def test_uninitialised_torch_distributed_is_refused_with_a_hint():
+    with pytest.raises(ConfigurationError, match=r"not initialised; call torch\.distributed\.init"):
+        make(None, CO2(tau=1))
+
+
+def test_different_rules_or_models_are_refused():
+    with pytest.raises(ConfigurationError, match="has another rule than rank"):
+        run_world(2, lambda t: make(t, CO2(tau=1 + t.rank)))
+
+    def other_model(transport):
+        model = torch.nn.Linear(2 + transport.rank, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        OuterSync(model, optimizer, rule=CO2(tau=1), transport=transport)
+
+    with pytest.raises(ConfigurationError, match="has another parameters than rank"):
+        run_world(2, other_model)
+
+
+def test_frozen_model_is_refused():
+    def work(transport):
+        model = torch.nn.Linear(2, 1).requires_grad_(requires_grad=False)
+        weight = torch.nn.Parameter(torch.zeros(1))
+        OuterSync(model, torch.optim.SGD([weight]), rule=CO2(tau=1), transport=transport)
+
+    with pytest.raises(ConfigurationError, match="no parameter with requires_grad"):
+        run_world(2, work)
+
+
+def test_state_of_another_rule_is_refused():
+    def work(transport):
+        _, _, sync = make(transport, CO2(tau=2))
+        state = copy.deepcopy(sync.state_dict())
+        _, _, other = make(transport, CO2(tau=3))
+        other.load_state_dict(state)
+
+    with pytest.raises(ConfigurationError, match="resume with the same rule"):
+        run_world(2, work)
+
+
+def test_zero_inner_learning_rate_in_lr_units_is_an_error():
+    def work(transport):
+        model, optimizer, sync = make(transport, SlowMo(tau=1))
+        optimizer.param_groups[0]["lr"] = 0.0
+        train_steps(model, optimizer, sync, range(1), transport.rank)
+
+    with pytest.raises(ConfigurationError, match='units="lr" needs a positive inner learning rate'):
+        run_world(2, work)
+
+
+@pytest.mark.distributed
+def test_dead_peer_is_an_error_that_names_rank_round_and_step():
+    def work(rank):
+        model, optimizer, sync = make(None, CO2(tau=2), timeout_s=20.0)
+        train_steps(model, optimizer, sync, range(3), rank)
+        if rank == 1:
+            time.sleep(0.2)
+            return "left"  # the process ends without a further word
+        started_s = time.monotonic()
+        try:
+            train_steps(model, optimizer, sync, range(3, 40), rank)
+        except CommunicationError as error:
+            return str(error), time.monotonic() - started_s
+        return "no error", 0.0
+
+    message, waited_s = run_processes(2, work)[0]
+    assert message.startswith("rank 0: the all-reduce of round ")
+    assert "(launched after step " in message
+    assert "start again from the last checkpoint" in message
+    assert waited_s < 15
+
+
+@pytest.mark.distributed
+def test_silent_peer_is_an_error_within_the_timeout():
+    def work(rank):
+        model, optimizer, sync = make(None, CO2(tau=2), timeout_s=2.0)
+        train_steps(model, optimizer, sync, range(3), rank)
+        if rank == 1:
+            time.sleep(6.0)
+            return "slept"
+        started_s = time.monotonic()
+        try:
+            train_steps(model, optimizer, sync, range(3, 8), rank)
+        except CommunicationError as error:
+            return str(error), time.monotonic() - started_s
+        return "no error", 0.0
+
+    message, waited_s = run_processes(2, work, timeout_s=30.0)[0]
+    assert message.startswith("rank 0: the all-reduce of round 1 ")
+    assert waited_s < 5
