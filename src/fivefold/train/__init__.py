@@ -17,6 +17,7 @@ from fivefold.train._config import (
     config_to_toml,
     load_config,
 )
+from fivefold.train._launch import launch
 from fivefold.train._loop import train
 from fivefold.train._result import RunResult
 
@@ -29,6 +30,7 @@ __all__ = [
     "SyncConfig",
     "TrainConfig",
     "config_to_toml",
+    "launch",
     "load_config",
     "train",
 ]

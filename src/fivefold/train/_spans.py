@@ -118,8 +118,9 @@ class SpanRecorder:
         return named | {"other": wall_s - sum(named.values())}
 
     def flush(self) -> None:
-        """Hand buffered lines to the operating system."""
-        self._file.flush()
+        """Hand buffered lines to the operating system; nothing to do after ``close()``."""
+        if not self._file.closed:
+            self._file.flush()
 
     def close(self, **last: Any) -> None:
         """Write the closing line and close the file."""

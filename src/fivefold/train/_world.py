@@ -154,12 +154,18 @@ def communication_error(world: World, collective: str, cause: BaseException) -> 
 
 
 def read_identity() -> RankIdentity:
-    """Read this process's place from the environment; one rank where nothing is set.
+    """Read this process's place: from an existing process group, else from the environment.
+
+    One rank where nothing is set.
 
     Raises:
         ConfigurationError: ``RANK`` is set but one of the other variables is missing or not a
             number.
     """
+    if dist.is_initialized():
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        size = dist.get_world_size()
+        return RankIdentity(rank=dist.get_rank(), world_size=size, local_rank=local)
     if "RANK" not in os.environ:
         return RankIdentity()
     missing = [name for name in _VARIABLES if name not in os.environ]

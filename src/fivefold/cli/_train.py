@@ -1,0 +1,69 @@
+"""``fivefold train``: one rank, or the start of several."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path  # noqa: TC003 - typer reads the annotations at run time
+from typing import Annotated
+
+import typer
+
+__all__ = ["train_command"]
+
+
+def train_command(
+    config: Annotated[Path, typer.Argument(help="TOML file; every key has a default.")],
+    *,
+    nproc: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Start this many ranks on this machine. Leave out under torchrun or a scheduler.",
+        ),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Override a key, such as run.steps=50; repeatable."
+        ),
+    ] = None,
+    max_restarts: Annotated[
+        int,
+        typer.Option(
+            min=0, help="With --nproc: start all ranks again this often after a failure."
+        ),
+    ] = 0,
+) -> None:
+    """Train a language model as CONFIG says, or resume where a run stopped.
+
+    On one machine: [bold]fivefold train config.toml --nproc 2[/bold]. Under torchrun or a
+    scheduler, which set RANK and WORLD_SIZE, leave --nproc out: the command is one rank.
+
+    The same command resumes a run from its newest whole checkpoint. SIGTERM or Ctrl-C writes a
+    checkpoint on all ranks and ends with exit code 0; a second Ctrl-C aborts.
+
+    Raises:
+        FivefoldError: Whatever training met; the entry point prints it.
+    """
+    if nproc is not None and "RANK" not in os.environ:
+        from fivefold.train import launch  # noqa: PLC0415 - loads torch
+
+        raise typer.Exit(
+            launch(config, overrides or [], nproc=nproc, max_restarts=max_restarts)
+        )
+    _run_one_rank(config, overrides or [])
+
+
+def _run_one_rank(config: Path, overrides: list[str]) -> None:
+    from fivefold.train import load_config, train  # noqa: PLC0415 - loads torch
+    from fivefold.train._worker import (  # noqa: PLC0415 - loads torch
+        end_without_waiting,
+        exit_code,
+    )
+
+    try:
+        train(load_config(config, overrides))
+    except BaseException as error:
+        # Only how the process ends; the entry point still prints the error.
+        end_without_waiting(exit_code(error))
+        raise
