@@ -82,7 +82,8 @@ class Link:
         Args:
             at_s: When the packet can start.
             size_bytes: Its size.
-            burst_s: How far before ``at_s`` an idle link may place the start.
+            burst_s: How far before ``at_s`` an idle link may place the start, which leaves that much
+                more of its time to later packets; no packet leaves before ``at_s``.
 
         Returns:
             When its last byte leaves the link, or None where the queue is full.
@@ -91,7 +92,7 @@ class Link:
         if start_s - at_s > self._queue_s:
             return None
         self._free_at_s = start_s + size_bytes * self._s_per_byte
-        return self._free_at_s
+        return max(self._free_at_s, at_s)
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,9 @@ class Fabric:
             return
         # The packet's first byte reached the switch one uplink serialisation before its last.
         first_byte_s = event.at_s - self._uplinks[event.source].serialisation_s(event.size_bytes)
-        finished_s = self._downlinks[event.destination].admit(first_byte_s, event.size_bytes)
+        finished_s = self._downlinks[event.destination].admit(
+            first_byte_s, event.size_bytes, burst_s=conditions.burst_s
+        )
         if finished_s is None:
             self.counts.dropped_at_queue += 1
             return

@@ -312,7 +312,7 @@ def _check_request(command: Sequence[str], *, timeout_s: float | None, grace_s: 
 
 def _make_log_folder(log_folder: str | Path | None) -> Path:
     if log_folder is None:
-        return Path(tempfile.mkdtemp(prefix="fivefold-lab-"))
+        return Path(tempfile.mkdtemp(prefix="fivefold-logs-"))
     folder = Path(log_folder).absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)

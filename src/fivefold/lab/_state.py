@@ -127,7 +127,10 @@ def make_run_folder(hosts: Sequence[tuple[str, str]]) -> Path:
     """
     folder = Path(tempfile.mkdtemp(prefix="run-", dir=runtime_folder()))
     (folder / "sys").mkdir()
-    lines = ["127.0.0.1\tlocalhost", *(f"{address}\t{name}" for address, name in hosts)]
+    lines = ["127.0.0.1\tlocalhost"]
+    for address, name in hosts:
+        # Sockets that serve both families look up the mapped form when they name their peer.
+        lines += [f"{address}\t{name}", f"::ffff:{address}\t{name}"]
     (folder / "hosts").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return folder
 

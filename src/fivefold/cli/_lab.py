@@ -1,0 +1,231 @@
+"""``fivefold lab``: run commands on an emulated cluster, check the machine, remove leftovers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from fivefold.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from fivefold.lab import Capabilities, LabResult, LabSpec
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="lab",
+    help="Emulated cluster on this machine: hosts on slow links, made of network namespaces.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+
+_RUN_HELP = (
+    "Run a command on every host, with the environment that torchrun gives.\n\n"
+    "Rank 0's standard output goes to standard output; everything else to standard error, with "
+    "the host's name before each line. The exit code is that of the first rank that failed, or "
+    "124 after the time limit.\n\n"
+    "Example: fivefold lab run --hosts 2 --rate 200Mbit/s --delay 5ms -- python train.py"
+)
+_CLUSTER = "Cluster"
+_RUN = "Run"
+
+
+@app.command(help=_RUN_HELP, context_settings={"allow_interspersed_args": False})
+def run(  # noqa: PLR0913 - one parameter per option of the command line
+    *,
+    command: Annotated[
+        list[str], typer.Argument(metavar="-- COMMAND...", help="What every rank runs.")
+    ],
+    hosts: Annotated[int, typer.Option(help="Number of hosts.", rich_help_panel=_CLUSTER)] = 2,
+    rate: Annotated[
+        str | None,
+        typer.Option(
+            help="Rate of each link, both ways, such as 200Mbit/s.",
+            show_default="unlimited",
+            rich_help_panel=_CLUSTER,
+        ),
+    ] = None,
+    delay: Annotated[
+        str, typer.Option(help="One-way delay between hosts.", rich_help_panel=_CLUSTER)
+    ] = "0ms",
+    jitter: Annotated[
+        str,
+        typer.Option(help="The delay varies by up to this much.", rich_help_panel=_CLUSTER),
+    ] = "0ms",
+    loss: Annotated[
+        float, typer.Option(help="Probability of losing a packet.", rich_help_panel=_CLUSTER)
+    ] = 0.0,
+    host_rate: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="HOST=RATE",
+            help="Rate of one host, such as 1=50Mbit/s; may be repeated.",
+            rich_help_panel=_CLUSTER,
+        ),
+    ] = None,
+    nproc_per_host: Annotated[
+        int, typer.Option(help="Processes per host.", rich_help_panel=_CLUSTER)
+    ] = 1,
+    mtu: Annotated[
+        int | None,
+        typer.Option(
+            help="Largest packet in bytes.", show_default="chosen", rich_help_panel=_CLUSTER
+        ),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(help="Seed of jitter and loss.", rich_help_panel=_CLUSTER)
+    ] = 0,
+    timeout: Annotated[
+        str | None,
+        typer.Option(help="Longest run, such as 10min.", show_default="none", rich_help_panel=_RUN),
+    ] = None,
+    grace: Annotated[
+        str,
+        typer.Option(
+            help="Time to end alone after another rank failed, and after SIGTERM.",
+            rich_help_panel=_RUN,
+        ),
+    ] = "30s",
+    log_folder: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for each rank's output.", show_default="a new one", rich_help_panel=_RUN
+        ),
+    ] = None,
+    allow_unshaped: Annotated[
+        bool,
+        typer.Option(
+            "--allow-unshaped",
+            help="Where links cannot be shaped, run over loopback all the same.",
+            rich_help_panel=_RUN,
+        ),
+    ] = False,
+    quiet: Annotated[
+        bool,
+        typer.Option("--quiet", "-q", help="Only write logs to files.", rich_help_panel=_RUN),
+    ] = False,
+) -> None:
+    """Run a command on every host; ``_RUN_HELP`` is what users read.
+
+    Raises:
+        typer.Exit: Always, with the run's exit code.
+    """
+    from fivefold.lab import LabSpec, run_lab  # noqa: PLC0415 - keeps --help fast
+    from fivefold.units import parse_duration_s  # noqa: PLC0415 - as above
+
+    spec = LabSpec(
+        hosts=hosts,
+        rate=rate,
+        delay=delay,
+        jitter=jitter,
+        loss=loss,
+        nproc_per_host=nproc_per_host,
+        mtu=mtu,
+        seed=seed,
+        host_rates=_host_rates(host_rate or []),
+    )
+    result = run_lab(
+        spec,
+        command,
+        timeout_s=None if timeout is None else parse_duration_s(timeout),
+        grace_s=parse_duration_s(grace),
+        log_folder=log_folder,
+        allow_unshaped=allow_unshaped,
+        stream=not quiet,
+    )
+    _summarise(spec, result)
+    raise typer.Exit(result.exit_code)
+
+
+@app.command()
+def check(
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
+) -> None:
+    """Say what this machine can emulate, and what would add the rest.
+
+    The exit code is 0 where links can be given at least a rate, else 1.
+    """
+    from fivefold.lab import probe_capabilities  # noqa: PLC0415 - keeps --help fast
+
+    able = probe_capabilities()
+    if as_json:
+        typer.echo(json.dumps({"shaping": able.shaping, **asdict(able)}, indent=2))
+    else:
+        _show_capabilities(able)
+    raise typer.Exit(1 if able.shaping == "none" else 0)
+
+
+@app.command()
+def clean() -> None:
+    """Remove what killed runs left behind, and say what it was; runs under way are left alone."""
+    from fivefold.lab import clean_lab  # noqa: PLC0415 - keeps --help fast
+
+    report = clean_lab()
+    for line in report.removed:
+        typer.echo(f"removed {line}")
+    for line in report.active:
+        typer.echo(f"left alone {line}")
+    for line in report.failed:
+        typer.echo(f"could not remove {line}")
+    if not (report.removed or report.failed):
+        typer.echo("nothing to remove")
+    raise typer.Exit(1 if report.failed else 0)
+
+
+def _host_rates(texts: list[str]) -> dict[int, str]:
+    rates = {}
+    for text in texts:
+        host, separator, rate = text.partition("=")
+        if not separator or not host.strip().isdecimal():
+            raise ConfigurationError(
+                f"--host-rate {text!r} is not HOST=RATE", hint="write for example 1=50Mbit/s"
+            )
+        rates[int(host)] = rate.strip()
+    return rates
+
+
+def _summarise(spec: LabSpec, result: LabResult) -> None:
+    from fivefold.units import format_duration_s  # noqa: PLC0415 - keeps --help fast
+
+    links = result.lab["means"] or "unshaped"
+    took = format_duration_s(result.wall_s)
+    count = f"{spec.world_size} rank{'s' if spec.world_size > 1 else ''}"
+    if result.timed_out:
+        _note(f"[red]time limit[/]: {count} ended after {took}")
+    elif result.first_failed_rank is None:
+        _note(f"[green]ok[/]: {count} ended with 0 after {took}")
+    else:
+        failed = result.ranks[result.first_failed_rank]
+        _note(f"[red]failed[/]: rank {failed.rank} on host{failed.host} first, after {took} in all")
+    if spec.shapes and result.lab["means"] is None:
+        _note(f"[yellow]the links were not shaped[/]: {result.lab['reason']}")
+    _note(f"{spec.describe()} ({links}); output: {result.log_folder}")
+
+
+def _note(text: str) -> None:
+    Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold]lab[/]  {text}")
+
+
+def _show_capabilities(able: Capabilities) -> None:
+    console = Console(file=sys.stdout, highlight=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("")
+    table.add_column("feature")
+    table.add_column("for")
+    for item in able.items:
+        mark = "[green]yes[/]" if item.works else "[red]no[/]"
+        table.add_row(mark, item.name, item.meaning)
+    console.print(table)
+    for item in able.items:
+        if not item.works:
+            console.print(f"\n{item.name}: {item.reason}\n  fix: {item.fix}", soft_wrap=True)
+    how = f" (as {able.isolation})" if able.isolation else ""
+    console.print(f"\nlinks can be given: {able.shaping}{how}")
