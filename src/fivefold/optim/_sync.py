@@ -92,6 +92,7 @@ class OuterSync:
         Sun et al., ICLR 2024, arXiv 2401.16265.
 
     Example:
+        >>> from fivefold.optim import CO2
         >>> from fivefold.testing import run_world
         >>> def train(transport):
         ...     model = torch.nn.Linear(2, 1)

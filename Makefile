@@ -1,0 +1,47 @@
+# Two commands: `make demo` and `make test`. Both set everything up in .venv first, and both can
+# be run again at any time. Needs Python 3.11+, git and make; nothing else.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := $(shell find src -type f -not -name '*.pyc' 2>/dev/null) README.md LICENSE
+
+.PHONY: help setup demo test lint tests dev clean
+
+help:
+	@echo "make demo    set up, train the same model with DDP and with CO2 over a slow link, report"
+	@echo "make test    set up, lint, check types, run all tests"
+	@echo "make dev     as set-up, but with the package installed in editable form"
+	@echo "make clean   remove the environment and everything that was built"
+
+setup: $(VENV)/.wheel
+
+$(VENV)/.dependencies: pyproject.toml constraints.txt tools/set_up.py
+	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) was not found"; \
+	  echo "hint: install Python 3.11 or newer, or run: make PYTHON=/path/to/python3 $(MAKECMDGOALS)"; exit 1; }
+	@$(PYTHON) tools/set_up.py --venv $(VENV)
+	@touch $@ $(VENV)/.wheel
+
+$(VENV)/.wheel: $(VENV)/.dependencies $(SOURCES)
+	@$(BIN)/python tools/set_up.py --venv $(VENV) --only-wheel
+	@touch $@
+
+demo: setup
+	@$(BIN)/fivefold demo
+
+test: lint tests
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+tests: setup
+	$(BIN)/pytest
+
+dev: $(VENV)/.dependencies
+	@$(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .
+	@touch $(VENV)/.wheel
+
+clean:
+	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

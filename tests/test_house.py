@@ -1,0 +1,154 @@
+"""The house's own rules: exports, layering, imports without side effects, runnable examples."""
+
+import ast
+import doctest
+import importlib
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fivefold
+
+PACKAGE = Path(fivefold.__file__).parent
+PUBLIC = ["errors", "units", *sorted(p.parent.name for p in PACKAGE.glob("*/__init__.py"))]
+
+# What each room may import besides itself, errors and units. A room is missing here only by
+# mistake: the test below compares with the folders.
+MAY_IMPORT = {
+    "errors": set(),
+    "units": {"errors"},
+    "optim": set(),
+    "train": {"optim"},
+    "lab": set(),
+    "report": set(),
+    "testing": {"optim"},
+    "cli": {"optim", "train", "lab", "report"},
+}
+HEAVY = {"torch", "plotly", "jinja2", "numpy", "tokenizers"}
+
+
+def room_of(module):
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 and parts[0] == "fivefold" else None
+
+
+def imports_of(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+
+
+def test_every_room_has_a_rule():
+    assert set(PUBLIC) == set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize("room", PUBLIC)
+def test_a_room_imports_only_what_it_may(room):
+    place = PACKAGE / room
+    files = sorted(place.rglob("*.py")) if place.is_dir() else [place.with_suffix(".py")]
+    allowed = MAY_IMPORT[room] | {room, "errors", "units"}
+    for path in files:
+        for module in imports_of(path):
+            other = room_of(module)
+            assert other is None or other in allowed, f"{path.name} imports {module}"
+            private = [part for part in module.split(".")[2:] if part.startswith("_")]
+            assert other in {None, room} or not private, f"{path.name} reaches into {module}"
+
+
+@pytest.mark.parametrize("room", PUBLIC)
+def test_exports_exist_and_are_documented(room):
+    module = importlib.import_module(f"fivefold.{room}")
+    assert module.__doc__
+    for name in module.__all__:
+        value = getattr(module, name)
+        if inspect.isclass(value) or inspect.isroutine(value):
+            assert inspect.getdoc(value), f"{room}.{name} has no docstring"
+
+
+def exported_callables():
+    for room in PUBLIC:
+        module = importlib.import_module(f"fivefold.{room}")
+        for name in module.__all__:
+            value = getattr(module, name)
+            if inspect.isclass(value) or inspect.isroutine(value):
+                yield pytest.param(value, id=f"{room}.{name}")
+
+
+@pytest.mark.parametrize("value", list(exported_callables()))
+def test_examples_in_docstrings_run(value):
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    source = sys.modules[value.__module__]
+    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
+    for example in finder.find(value, globs={**vars(source)}):
+        runner.run(example)
+    assert runner.failures == 0
+
+
+def test_functions_that_raise_say_so():
+    """A public function or class whose own body raises has a Raises section."""
+    missing = []
+    files = [path for path in PACKAGE.rglob("*.py") if path.parent.name != "cli"]  # that is help
+    for path in sorted(files):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.FunctionDef) or node.name.startswith("_"):
+                continue
+            raises = any(isinstance(n, ast.Raise) and n.exc is not None for n in ast.walk(node))
+            doc = ast.get_docstring(node) or ""
+            if raises and doc and "Raises:" not in doc:
+                missing.append(f"{path.relative_to(PACKAGE)}:{node.lineno} {node.name}")
+    assert missing == []
+
+
+def run_python(code):
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+def test_import_loads_nothing_heavy_and_starts_nothing():
+    code = (
+        "import sys, threading, os; before = set(os.listdir('.')); import fivefold, fivefold.errors,"
+        f" fivefold.units; heavy = sorted({HEAVY} & set(sys.modules)); "
+        "assert not heavy, heavy; assert threading.active_count() == 1; "
+        "assert set(os.listdir('.')) == before"
+    )
+    result = run_python(code)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == result.stderr == ""
+
+
+def test_help_loads_no_torch():
+    code = (
+        "import sys; sys.argv = ['fivefold', '--help']\n"
+        "from fivefold.cli import main\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\n"
+        f"heavy = sorted({HEAVY} & set(sys.modules)); assert not heavy, heavy"
+    )
+    result = run_python(code)
+    assert result.returncode == 0, result.stderr
+    assert "Usage" in result.stdout
+
+
+@pytest.mark.parametrize("room", [room for room in PUBLIC if room != "cli"])
+def test_importing_a_room_prints_nothing_and_makes_no_files(room, tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-c", f"import fivefold.{room}"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        cwd=tmp_path,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == result.stderr == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unknown_attribute_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = fivefold.nothing
