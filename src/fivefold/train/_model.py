@@ -1,44 +1,65 @@
 """A decoder-only transformer, small and fast on one CPU thread.
 
 RMSNorm before each sub-layer, rotary positions, SwiGLU, tied input and output embeddings, no
-biases, causal attention by ``scaled_dot_product_attention``. This module knows nothing of data,
-optimizers or communication.
+biases, causal attention by ``scaled_dot_product_attention``. Products that read the same input
+are one product. This module knows nothing of data, optimizers or communication.
 
 References:
     RMSNorm: arXiv 1910.07467. Rotary embeddings: arXiv 2104.09864. SwiGLU: arXiv 2002.05202.
     Tied embeddings: arXiv 1608.05859.
 
-Shape legend: B sequences, T positions, D width, H heads, K width of a head, F width of the
-feed-forward layer, V vocabulary.
+Shape legend: B sequences, T positions, D width, C = 3D columns of the fused queries, keys and
+values, F width of the feed-forward layer, V vocabulary.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the customary name
 from torch import nn
 
+from fivefold.errors import ConfigurationError
+from fivefold.train._operators import rms_norm, rotary_tables, split_rotated_heads
+
 if TYPE_CHECKING:
     from fivefold.train._config import ModelConfig
 
-__all__ = ["Transformer"]
+__all__ = ["Transformer", "token_loss"]
 
-_ROTARY_BASE = 10_000.0
 _INIT_STD = 0.02
 _EPSILON = 1e-6
+_HIDDEN_MULTIPLE = 16  # the vector width in float32, so that products have no ragged edge
 
 
 class Transformer(nn.Module):
-    """The language model.
+    """Language model: tokens in, logits of the next token out.
+
+    Parameters start as normal numbers of standard deviation 0.02; the products that write to the
+    residual stream are divided by ``sqrt(2 * layers)``, so that its size does not grow with
+    depth. They depend on the seed alone, not on the device or on torch's global generator.
 
     Args:
         config: Layers, width and heads.
-        vocab_size: Number of tokens.
-        sequence_length: Longest sequence.
+        vocab_size: Number of tokens, V.
+        sequence_length: Longest sequence that ``forward`` takes, T.
         seed: Seed of the parameters; equal seeds give equal parameters on every rank.
+
+    References:
+        Scaled residual products: the GPT-2 report, section 2.3.
+
+    Example:
+        >>> from fivefold.train._config import ModelConfig
+        >>> model = Transformer(ModelConfig(layers=1, width=8, heads=2), vocab_size=5,
+        ...                     sequence_length=4)
+        >>> model(torch.tensor([[0, 1, 2]])).shape
+        torch.Size([1, 3, 5])
     """
+
+    cos_TJ: torch.Tensor
+    sin_TJ: torch.Tensor
 
     def __init__(
         self, config: ModelConfig, *, vocab_size: int, sequence_length: int, seed: int = 0
@@ -47,90 +68,143 @@ class Transformer(nn.Module):
         self.config = config
         self.vocab_size = vocab_size
         self.sequence_length = sequence_length
-        width = config.width
-        self.embedding_VD = nn.Parameter(torch.empty(vocab_size, width))
+        self.embedding_VD = nn.Parameter(torch.empty(vocab_size, config.width))
         self.blocks = nn.ModuleList(_Block(config) for _ in range(config.layers))
-        self.norm_D = nn.Parameter(torch.ones(width))
-        cos, sin = _rotary_tables(sequence_length, width // config.heads)
-        self.register_buffer("cos_TK", cos, persistent=False)
-        self.register_buffer("sin_TK", sin, persistent=False)
+        self.norm_D = nn.Parameter(torch.ones(config.width))
+        # Not persistent: they follow from the configuration, and no wrapper has to sync them.
+        cos_TJ, sin_TJ = rotary_tables(sequence_length, config.width // config.heads)
+        self.register_buffer("cos_TJ", cos_TJ, persistent=False)
+        self.register_buffer("sin_TJ", sin_TJ, persistent=False)
         self._initialise(seed)
+
+    def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        """Logits of the next token at each position.
+
+        Args:
+            tokens_BT: int64 tokens; T is at most ``sequence_length``.
+
+        Returns:
+            Tensor of shape [B, T, V].
+
+        Raises:
+            ConfigurationError: The sequences are too long.
+
+        Example:
+            >>> from fivefold.train._config import ModelConfig
+            >>> model = Transformer(ModelConfig(layers=1, width=8, heads=2), vocab_size=5,
+            ...                     sequence_length=4)
+            >>> model(torch.zeros(2, 4, dtype=torch.int64)).shape
+            torch.Size([2, 4, 5])
+        """
+        length = tokens_BT.shape[1]
+        if length > self.sequence_length:
+            raise ConfigurationError(
+                f"the model takes at most {self.sequence_length} tokens; got {length}",
+                hint="raise sequence_length or cut the sequences",
+            )
+        cos_TJ, sin_TJ = self.cos_TJ[:length], self.sin_TJ[:length]
+        x_BTD = F.embedding(tokens_BT, self.embedding_VD)
+        for block in self.blocks:
+            x_BTD = block(x_BTD, cos_TJ, sin_TJ)
+        x_BTD = rms_norm(x_BTD, self.norm_D, epsilon=_EPSILON)
+        return F.linear(x_BTD, self.embedding_VD)
+
+    def loss(self, inputs_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+        """Mean cross entropy of the targets, in nats per token.
+
+        Goes through ``forward`` of this module and not of a wrapper around it: under a wrapper
+        that hooks its own forward (DDP), call the wrapper and ``token_loss``.
+
+        Args:
+            inputs_BT: int64 tokens.
+            targets_BT: int64 tokens that follow them.
+
+        Returns:
+            Scalar in float32 or wider.
+
+        Example:
+            >>> from fivefold.train._config import ModelConfig
+            >>> model = Transformer(ModelConfig(layers=1, width=8, heads=2), vocab_size=5,
+            ...                     sequence_length=4)
+            >>> tokens_BT = torch.tensor([[0, 1, 2, 3]])
+            >>> round(model.loss(tokens_BT, tokens_BT).item(), 1)  # ln 5 at the start
+            1.6
+        """
+        return token_loss(self(inputs_BT), targets_BT)
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters, the tied embedding counted once.
+
+        ``V * D + layers * (4 D^2 + 3 D F + 2 D) + D`` with F = 8/3 D rounded up to 16.
+        """
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    @property
+    def flops_per_token(self) -> int:
+        """FLOPs of forward and backward per token of a full sequence.
+
+        ``6 * (V * D + layers * (4 D^2 + 3 D F)) + 6 * layers * D * T``: two FLOPs per weight and
+        token in the forward pass and four in the backward pass, and half of attention's
+        ``12 * layers * D * T``, because the causal mask leaves out half of the pairs.
+        Elementwise work and the lookup of the input are not counted.
+        """
+        weights = sum(p.numel() for p in self.parameters() if p.dim() == 2)
+        return 6 * weights + 6 * self.config.layers * self.config.width * self.sequence_length
 
     def _initialise(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
-        residual_std = _INIT_STD / (2 * self.config.layers) ** 0.5
+        residual_std = _INIT_STD / math.sqrt(2 * self.config.layers)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 std = residual_std if name.endswith(("out_DD", "down_DF")) else _INIT_STD
                 nn.init.normal_(parameter, std=std, generator=generator)
 
-    @property
-    def num_parameters(self) -> int:
-        """Number of parameters, the tied embedding counted once."""
-        return sum(parameter.numel() for parameter in self.parameters())
-
-    @property
-    def flops_per_token(self) -> float:
-        """FLOPs of forward and backward per token."""
-        attention = 12 * self.config.layers * self.config.width * self.sequence_length / 2
-        return 6 * self.num_parameters + attention
-
-    def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """Logits of the next token at each position, [B, T, V]."""
-        length = tokens_BT.shape[1]
-        cos, sin = self.cos_TK[:length], self.sin_TK[:length]
-        x_BTD = F.embedding(tokens_BT, self.embedding_VD)
-        for block in self.blocks:
-            x_BTD = block(x_BTD, cos, sin)
-        x_BTD = F.rms_norm(x_BTD, self.norm_D.shape, self.norm_D, _EPSILON)
-        return F.linear(x_BTD, self.embedding_VD)
-
-    def loss(self, inputs_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-        """Mean cross entropy in nats per token."""
-        logits_BTV = self(inputs_BT)
-        return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
-
 
 class _Block(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        width = config.width
+        width, hidden = config.width, _hidden_width(config.width)
         self.heads = config.heads
-        hidden = hidden_width(width)
         self.norm_attention_D = nn.Parameter(torch.ones(width))
-        self.qkv_3DD = nn.Parameter(torch.empty(3 * width, width))
+        self.query_key_value_CD = nn.Parameter(torch.empty(3 * width, width))
         self.out_DD = nn.Parameter(torch.empty(width, width))
         self.norm_feed_forward_D = nn.Parameter(torch.ones(width))
         self.gate_up_2FD = nn.Parameter(torch.empty(2 * hidden, width))
         self.down_DF = nn.Parameter(torch.empty(width, hidden))
 
-    def forward(self, x_BTD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        batch, length, width = x_BTD.shape
-        shape = (batch, length, 3, self.heads, width // self.heads)
-        normed = F.rms_norm(x_BTD, self.norm_attention_D.shape, self.norm_attention_D, _EPSILON)
-        q, k, v = F.linear(normed, self.qkv_3DD).view(shape).permute(2, 0, 3, 1, 4)
-        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+    def forward(
+        self, x_BTD: torch.Tensor, cos_TJ: torch.Tensor, sin_TJ: torch.Tensor
+    ) -> torch.Tensor:
+        normed_BTD = rms_norm(x_BTD, self.norm_attention_D, epsilon=_EPSILON)
+        qkv_BTC = F.linear(normed_BTD, self.query_key_value_CD)
+        q, k, v = split_rotated_heads(qkv_BTC, cos_TJ, sin_TJ, heads=self.heads)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x_BTD = x_BTD + F.linear(mixed.transpose(1, 2).reshape(x_BTD.shape), self.out_DD)
-        normed = F.rms_norm(
-            x_BTD, self.norm_feed_forward_D.shape, self.norm_feed_forward_D, _EPSILON
-        )
-        gate, up = F.linear(normed, self.gate_up_2FD).chunk(2, dim=-1)
-        return x_BTD + F.linear(F.silu(gate) * up, self.down_DF)
+        x_BTD = x_BTD + F.linear(mixed.transpose(1, 2).flatten(2), self.out_DD)
+        normed_BTD = rms_norm(x_BTD, self.norm_feed_forward_D, epsilon=_EPSILON)
+        gate_BTF, up_BTF = F.linear(normed_BTD, self.gate_up_2FD).chunk(2, dim=-1)
+        return x_BTD + F.linear(F.silu(gate_BTF) * up_BTF, self.down_DF)
 
 
-def hidden_width(width: int) -> int:
-    """F: 8/3 of the width, rounded up to a multiple of 16."""
-    return -(-8 * width // 3 // 16) * 16
+def token_loss(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+    """Mean cross entropy in nats per token.
+
+    Args:
+        logits_BTV: Logits; 16-bit ones are widened first.
+        targets_BT: int64 tokens.
+
+    Returns:
+        Scalar.
+
+    Example:
+        >>> token_loss(torch.zeros(1, 2, 4), torch.zeros(1, 2, dtype=torch.int64)).item()
+        1.3862943649291992
+    """
+    logits = logits_BTV.flatten(0, 1)
+    if logits.dtype in {torch.bfloat16, torch.float16}:
+        logits = logits.float()
+    return F.cross_entropy(logits, targets_BT.flatten())
 
 
-def _rotary_tables(length: int, head_width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    pair = torch.arange(0, head_width, 2, dtype=torch.float64)
-    angle = torch.outer(torch.arange(length, dtype=torch.float64), _ROTARY_BASE ** (-pair / head_width))
-    angle = torch.cat([angle, angle], dim=-1)
-    return angle.cos().float(), angle.sin().float()
-
-
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
+def _hidden_width(width: int) -> int:
+    return -(-8 * width // (3 * _HIDDEN_MULTIPLE)) * _HIDDEN_MULTIPLE
