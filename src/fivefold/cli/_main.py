@@ -11,6 +11,11 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
+from fivefold.cli._bench import bench_command
+from fivefold.cli._demo import demo_command
+from fivefold.cli._lab import app as lab_app
+from fivefold.cli._report import report_command
+from fivefold.cli._train import train_command
 from fivefold.errors import FivefoldError
 
 _INTERNAL_ERROR = 3
@@ -24,6 +29,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+
+
+app.command("demo")(demo_command)
+app.command("train")(train_command)
+app.command("report")(report_command)
+app.command("bench")(bench_command)
+app.add_typer(lab_app)
 
 
 def _print_version(value: bool) -> None:  # noqa: FBT001 - typer calls it with a positional bool
