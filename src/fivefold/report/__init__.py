@@ -7,24 +7,46 @@ neither the trainer nor torch.
 
 from __future__ import annotations
 
+from fivefold.report._benchmark_results import (
+    BenchmarkResults,
+    BenchmarkRow,
+    describe_machine,
+    median_and_spread,
+    read_results,
+    render_markdown,
+    write_results,
+)
+from fivefold.report._benchmark_topics import BenchmarkTopic, find_topic, find_topics
 from fivefold.report._html import render_html, write_html
 from fivefold.report._perfetto import trace_events, write_timeline
 from fivefold.report._report import Report, build_report, configuration_differences
 from fivefold.report._runs import find_runs, read_run, read_runs
 from fivefold.report._summary import RunSummary, summarise, time_to_value
+from fivefold.report._text import print_report
 
 __all__ = [
+    "BenchmarkResults",
+    "BenchmarkRow",
+    "BenchmarkTopic",
     "Report",
     "RunSummary",
     "build_report",
     "configuration_differences",
+    "describe_machine",
     "find_runs",
+    "find_topic",
+    "find_topics",
+    "median_and_spread",
+    "print_report",
+    "read_results",
     "read_run",
     "read_runs",
     "render_html",
+    "render_markdown",
     "summarise",
     "time_to_value",
     "trace_events",
     "write_html",
+    "write_results",
     "write_timeline",
 ]

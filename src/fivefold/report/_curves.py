@@ -69,17 +69,29 @@ def _figure(runs: Sequence[Run], axis: str) -> Any:
         figure.add_hline(
             y=target,
             line={"color": "#888888", "dash": "dot", "width": 1.2},
-            annotation={"text": f"DDP's final {target:.3f}", "font": {"size": 11}},
-            annotation_position="top right",
+        )
+        figure.add_annotation(  # on a logarithmic axis plotly places notes by the exponent
+            text=f"DDP's final: {target:.3f}",
+            x=1.0,
+            xref="paper",
+            xanchor="right",
+            y=math.log10(target),
+            yanchor="bottom",
+            showarrow=False,
+            font={"size": 11},
         )
     low, high = _range(runs)
     figure.update_layout(
         margin={"l": 52, "r": 14, "t": 12, "b": 48},
         legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
         hovermode="closest",
-        xaxis={"title": {"text": _AXES[axis]}, "rangemode": "tozero", "zeroline": False},
+        xaxis={
+            "title": {"text": _AXES[axis], "font": {"size": 13}},
+            "rangemode": "tozero",
+            "zeroline": False,
+        },
         yaxis={
-            "title": {"text": "bits per byte"},
+            "title": {"text": "bits per byte", "font": {"size": 13}},
             "type": "log",
             "tickvals": list(_TICKS),
             "ticktext": [f"{tick:g}" for tick in _TICKS],
@@ -109,9 +121,7 @@ def _add_training(figure: go.Figure, run: Run, *, axis: str, colour: str) -> Non
     )
 
 
-def _add_validation(
-    figure: go.Figure, run: Run, *, axis: str, colour: str, symbol: str
-) -> None:
+def _add_validation(figure: go.Figure, run: Run, *, axis: str, colour: str, symbol: str) -> None:
     points = [point for point in run.metrics.validation if _drawable(point.bits_per_byte)]
     if not points and not run.metrics.train:
         return
@@ -139,10 +149,13 @@ def _drawable(value: float) -> bool:
 
 def _range(runs: Sequence[Run]) -> tuple[float, float]:
     values = [
-        point.bits_per_byte
+        value
         for run in runs
-        for point in (*run.metrics.train, *run.metrics.validation)
-        if _drawable(point.bits_per_byte)
+        for value in (
+            *(point.bits_per_byte for point in run.metrics.train),
+            *(point.bits_per_byte for point in run.metrics.validation),
+        )
+        if _drawable(value)
     ]
     return (0.96 * min(values), 1.04 * max(values)) if values else (1.0, 10.0)
 

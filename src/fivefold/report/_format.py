@@ -9,17 +9,19 @@ from fivefold.units import format_bytes, format_bytes_per_s, format_duration_s
 
 if TYPE_CHECKING:
     from fivefold.report._records import Lab
+    from fivefold.report._summary import RunSummary
 
 __all__ = [
     "CATEGORY_NAMES",
     "UNKNOWN",
     "format_bits",
+    "format_bytes_or_dash",
     "format_count",
     "format_lab",
-    "format_bytes_or_dash",
     "format_percent",
     "format_ratio",
     "format_seconds",
+    "format_time_to_ddp",
 ]
 
 UNKNOWN = "–"  # noqa: RUF001 - an en dash is what a table shows for "does not apply"
@@ -65,6 +67,14 @@ def format_bits(value: float | None) -> str:
 def format_seconds(value: float | None) -> str:
     """Write a duration."""
     return UNKNOWN if value is None or not math.isfinite(value) else format_duration_s(value)
+
+
+def format_time_to_ddp(run: RunSummary) -> str:
+    """Write when a run reached DDP's final loss; say so where it did not."""
+    if run.time_to_ddp_s is not None:
+        return format_seconds(run.time_to_ddp_s)
+    compared = run.speed_ratio_to_ddp is not None and run.method != "none"
+    return "not reached" if compared and run.bits_per_byte is not None else UNKNOWN
 
 
 def format_bytes_or_dash(value: float | None) -> str:

@@ -65,9 +65,9 @@ def caveats(runs: Sequence[Run], summaries: Sequence[RunSummary]) -> list[str]:
         []
     """
     found = []
-    reasons = [run.manifest.lab.reason for run in runs if _unshaped(run)]
-    if reasons:
-        known = "; ".join(sorted({reason for reason in reasons if reason})) or "no reason recorded"
+    unshaped = [lab for run in runs if (lab := run.manifest.lab) is not None and not lab.shaped]
+    if unshaped:
+        known = "; ".join(sorted({lab.reason or "no reason recorded" for lab in unshaped}))
         found.append(
             f"Unshaped: {known}. The ranks talked over this machine's own network, so the figures "
             "say nothing about a slow link."
@@ -85,14 +85,12 @@ def caveats(runs: Sequence[Run], summaries: Sequence[RunSummary]) -> list[str]:
     return found
 
 
-def _unshaped(run: Run) -> bool:
-    return run.manifest.lab is not None and not run.manifest.lab.shaped
-
-
 def _differs(runs: Sequence[Run], key: str) -> bool:
     values = [getattr(run.manifest, key) for run in runs]
     if key == "lab":  # counted hosts, rate, delay: whether it was shaped is said on its own
-        values = [value and (value.hosts, value.rate_bytes_per_s, value.delay_s) for value in values]
+        values = [
+            value and (value.hosts, value.rate_bytes_per_s, value.delay_s) for value in values
+        ]
     return any(value != values[0] for value in values[1:])
 
 
@@ -114,7 +112,9 @@ def _speed(ratio: float) -> str:
 
 
 def _rates(subject: RunSummary, ddp: RunSummary) -> str:
-    rates = f"{format_count(subject.tokens_per_s)} against {format_count(ddp.tokens_per_s)} tokens/s"
+    rates = (
+        f"{format_count(subject.tokens_per_s)} against {format_count(ddp.tokens_per_s)} tokens/s"
+    )
     if subject.fraction_of_compute_only is None:
         return rates
     share = format_percent(subject.fraction_of_compute_only)
@@ -124,7 +124,8 @@ def _rates(subject: RunSummary, ddp: RunSummary) -> str:
 def _hidden(run: RunSummary) -> str:
     if run.overlap_fraction is None:
         return ""
-    return f", and hid {format_percent(run.overlap_fraction)} of its communication behind computation"
+    hidden = format_percent(run.overlap_fraction)
+    return f", and hid {hidden} of its communication behind computation"
 
 
 def _learning(subject: RunSummary, ddp: RunSummary) -> str:
@@ -137,8 +138,8 @@ def _learning(subject: RunSummary, ddp: RunSummary) -> str:
     ratio = subject.time_to_ddp_ratio
     if ratio is None:
         return f"{reached}; {ends}."
-    pace = f"{format_ratio(ratio)} as soon" if ratio >= 1 else f"later than DDP did ({ratio:.2f}x)"
-    return f"{reached}, {pace}; {ends}."
+    pace = f"{ratio:.2f} times sooner" if ratio >= 1 else f"{1 / ratio:.2f} times later"
+    return f"{reached}, {pace} than DDP itself; {ends}."
 
 
 def _alone(run: RunSummary) -> str:
@@ -146,6 +147,8 @@ def _alone(run: RunSummary) -> str:
     if run.fraction_of_compute_only is not None and run.method != "none":
         share = format_percent(run.fraction_of_compute_only)
         sentence += f", {share} of the speed without any communication"
-    final = "" if run.bits_per_byte is None else f" It ended at {run.bits_per_byte:.3f} bits per byte."
+    sentence += f"{_hidden(run)}."
+    if run.bits_per_byte is not None:
+        sentence += f" It ended at {run.bits_per_byte:.3f} bits per byte."
     missing = "" if run.method == "ddp" else " There is no DDP run here to compare with."
-    return f"{sentence}{_hidden(run)}.{final}{missing}"
+    return sentence + missing

@@ -24,6 +24,7 @@ from fivefold.report._format import (
     format_percent,
     format_ratio,
     format_seconds,
+    format_time_to_ddp,
 )
 from fivefold.report._lanes import timeline_panels
 from fivefold.report._report import configuration_differences
@@ -133,7 +134,7 @@ def _need(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise UnsupportedError(
-            f"the HTML report needs {module.split('.')[0]}, which is not installed",
+            f"the HTML report needs {module.partition('.')[0]}, which is not installed",
             hint="pip install 'fivefold[report]', or ask for the text form only with --no-html",
         ) from error
 
@@ -148,7 +149,7 @@ def _tiles(summaries: Sequence[RunSummary]) -> list[tuple[str, str, str]]:
     run = max(compared, key=lambda run: (run.method == "co2", run.tokens_per_s or 0.0))
     candidates = [
         (run.speed_ratio_to_ddp, format_ratio, "the speed of DDP"),
-        (run.fraction_of_compute_only, format_percent, "of the speed without communication"),
+        (run.fraction_of_compute_only, format_percent, "of the compute-only speed"),
         (run.overlap_fraction, format_percent, "of the communication time hidden"),
         (run.time_to_ddp_ratio, format_ratio, "sooner at DDP's final loss"),
         (run.bits_per_byte, format_bits, "bits per byte at the end"),
@@ -159,32 +160,52 @@ def _tiles(summaries: Sequence[RunSummary]) -> list[tuple[str, str, str]]:
 
 
 _COLUMNS: tuple[tuple[str, str, Callable[[RunSummary], str]], ...] = (
-    ("tokens/s", "Tokens of all ranks per second of training, without validation and checkpoints.",
-     lambda run: format_count(run.tokens_per_s)),
-    ("against DDP", "That rate over the rate of the DDP run.",
-     lambda run: format_ratio(run.speed_ratio_to_ddp)),
-    ("of compute-only", "That rate over the rate of the same step with communication off.",
-     lambda run: format_percent(run.fraction_of_compute_only)),
-    ("waiting", "Share of the wall time in which training stood still for communication.",
-     lambda run: format_percent(run.exposed_fraction)),
-    ("hidden", "Share of the time in flight that passed behind computation.",
-     lambda run: format_percent(run.overlap_fraction)),
-    ("sent per step", "Bytes that left rank 0's network interface, per optimizer step.",
-     lambda run: format_bytes_or_dash(run.sent_bytes_per_step)),
-    ("bits per byte", "Final validation: lower is better.",
-     lambda run: format_bits(run.bits_per_byte)),
-    ("time to DDP's loss", "Wall time until validation was as good as DDP's final one.",
-     lambda run: _time_to_ddp(run)),
-    ("wall time", "From the first to the last step, everything included.",
-     lambda run: format_seconds(run.wall_s)),
+    (
+        "tokens/s",
+        "Tokens of all ranks per second of training, without validation and checkpoints.",
+        lambda run: format_count(run.tokens_per_s),
+    ),
+    (
+        "against DDP",
+        "That rate over the rate of the DDP run.",
+        lambda run: format_ratio(run.speed_ratio_to_ddp),
+    ),
+    (
+        "of compute-only",
+        "That rate over the rate of the same step with communication off.",
+        lambda run: format_percent(run.fraction_of_compute_only),
+    ),
+    (
+        "waiting",
+        "Share of the wall time in which training stood still for communication.",
+        lambda run: format_percent(run.exposed_fraction),
+    ),
+    (
+        "hidden",
+        "Share of the time in flight that passed behind computation.",
+        lambda run: format_percent(run.overlap_fraction),
+    ),
+    (
+        "sent per step",
+        "Bytes that left rank 0's network interface, per optimizer step.",
+        lambda run: format_bytes_or_dash(run.sent_bytes_per_step),
+    ),
+    (
+        "bits per byte",
+        "Final validation: lower is better.",
+        lambda run: format_bits(run.bits_per_byte),
+    ),
+    (
+        "time to DDP's loss",
+        "Wall time until validation was as good as DDP's final one.",
+        format_time_to_ddp,
+    ),
+    (
+        "wall time",
+        "From the first to the last step, everything included.",
+        lambda run: format_seconds(run.wall_s),
+    ),
 )
-
-
-def _time_to_ddp(run: RunSummary) -> str:
-    if run.time_to_ddp_s is not None:
-        return format_seconds(run.time_to_ddp_s)
-    compared = run.speed_ratio_to_ddp is not None and run.method != "none"
-    return "not reached" if compared and run.bits_per_byte is not None else UNKNOWN
 
 
 def _comparison_table(summaries: Sequence[RunSummary]) -> dict[str, Any]:
@@ -230,7 +251,7 @@ def _link_bars(summaries: Sequence[RunSummary]) -> list[_Bar]:
         (run, kind, value)
         for run in summaries
         for kind, field in kinds
-        if (value := getattr(run, field)) is not None
+        if (value := getattr(run, field)) is not None and run.payload_bytes_per_step
     ]
     longest = max((value for _, _, value in known), default=0.0)
     if longest <= 0:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Box", "Lane", "Panel", "timeline_panels"]
 
-LEFT = 92.0
+LEFT = 120.0
 WIDTH = 1000.0
 _ROW = 18.0
 _STEP = 22.0
@@ -162,7 +162,8 @@ def _boxes(
         left_s = max(span.start_s, start_s) - start_s
         width = max(0.6, _overlap_s(span, start_s, start_s + window_s) * scale)
         duration = format_duration_s(span.end_s - span.start_s)
-        fits = span.lane == "flight" and len(span.name) * _LABEL_WIDTH + 8 < width
+        short = span.name.removeprefix("all-reduce ")
+        fits = span.lane == "flight" and len(short) * _LABEL_WIDTH + 8 < width
         boxes.append(
             Box(
                 x=round(LEFT + left_s * scale, 2),
@@ -171,7 +172,7 @@ def _boxes(
                 height=_ROW,
                 kind=_CLASSES.get(span.lane, span.lane),
                 title=f"{span.name}: {span.lane}, {duration}",
-                label=span.name if fits else "",
+                label=short if fits else "",
             )
         )
     return boxes
@@ -179,7 +180,7 @@ def _boxes(
 
 def _ticks(window_s: float) -> list[tuple[float, str]]:
     """Positions and labels at a round step, four to nine of them."""
-    step = 10.0 ** -9
+    step = 10.0**-9
     while window_s / step > 8:
         for factor in (2.0, 2.5, 2.0):  # 1, 2, 5, 10, ...
             step *= factor

@@ -292,9 +292,7 @@ def _read_metrics(path: Path, notes: list[str]) -> Metrics:
 
 def _read_ranks(folder: Path, *, world_size: int, notes: list[str]) -> tuple[RankTrace, ...]:
     files = sorted(folder.iterdir()) if folder.is_dir() else []
-    numbered = {
-        int(match[1]): file for file in files if (match := _RANK_FILE.fullmatch(file.name))
-    }
+    numbered = {int(match[1]): file for file in files if (match := _RANK_FILE.fullmatch(file.name))}
     missing = sorted(set(range(world_size)) - set(numbered))
     if missing:
         ranks = ", ".join(map(str, missing))

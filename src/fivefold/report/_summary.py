@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
 
-from fivefold.report._records import Status  # noqa: TC001 - a model's field, resolved at run time
+from fivefold.report._records import Status
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -223,8 +223,11 @@ def _progress(run: Run) -> tuple[int, int, float]:
     if run.result is not None:
         return run.result.steps, run.result.tokens, run.result.wall_s
     metrics = run.metrics
-    points = [*metrics.train, *metrics.validation, *([metrics.end] if metrics.end else [])]
-    return max(((point.step, point.tokens, point.wall_s) for point in points), default=(0, 0, 0.0))
+    reached = [(point.step, point.tokens, point.wall_s) for point in metrics.train]
+    reached += [(point.step, point.tokens, point.wall_s) for point in metrics.validation]
+    if metrics.end is not None:
+        reached.append((metrics.end.step, metrics.end.tokens, metrics.end.wall_s))
+    return max(reached, default=(0, 0, 0.0))
 
 
 def _seconds(run: Run) -> dict[str, float] | None:

@@ -1,0 +1,71 @@
+"""``fivefold report``: what runs did, as text, as a page and as timelines."""
+
+from __future__ import annotations
+
+import webbrowser
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from fivefold.report import Report
+
+__all__ = ["report_command"]
+
+
+def report_command(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Run folders, or folders of runs.")
+    ],
+    *,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="The page to write; default: report.html in the (common) folder."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the figures as JSON instead of text.")
+    ] = False,
+    html: Annotated[
+        bool, typer.Option("--html/--no-html", help="Write report.html and timeline.json.")
+    ] = True,
+    open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+) -> None:
+    """Compare runs: print the figures, write report.html and a timeline.json per run.
+
+    The text (or JSON) goes to standard output; what was written where goes to standard error.
+    """
+    from fivefold.report import build_report, print_report  # noqa: PLC0415 - keeps --help fast
+
+    report = build_report(runs)
+    if as_json:
+        typer.echo(report.to_json())
+    else:
+        print_report(report)
+    if html:
+        page = _write(report, output or _common_folder(runs) / "report.html")
+        if open_page:
+            webbrowser.open(page.resolve().as_uri())
+
+
+def _write(report: Report, page: Path) -> Path:
+    from fivefold.report import write_html, write_timeline  # noqa: PLC0415 - keeps --help fast
+
+    for run in report.runs:
+        timeline = write_timeline(run, run.path / "timeline.json")
+        typer.echo(f"timeline: {timeline} (opens in ui.perfetto.dev)", err=True)
+    typer.echo(f"report: {write_html(report, page)}", err=True)
+    return page
+
+
+def _common_folder(runs: list[Path]) -> Path:
+    """The given folder; for several, the deepest one above them all."""
+    if len(runs) == 1:
+        return runs[0]
+    resolved = [run.resolve().parts for run in runs]
+    common = [
+        level[0]
+        for level in zip(*resolved, strict=False)
+        if all(part == level[0] for part in level)
+    ]
+    return Path(*common)

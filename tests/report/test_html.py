@@ -1,0 +1,154 @@
+"""The page: complete in itself, escaped, and with the figures that the summaries hold."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from html.parser import HTMLParser
+
+import pytest
+
+from fivefold.errors import UnsupportedError
+from fivefold.report import build_report, read_runs, render_html, write_html
+from fivefold.report._lanes import timeline_panels
+
+_LOADING = {"src", "srcset", "poster", "data", "background", "action", "formaction", "xlink:href"}
+
+
+class _Page(HTMLParser):
+    """Collects what would make a browser ask the network, the text, and the tag balance."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.references, self.tags, self.text, self.ids = [], [], [], []
+        self._raw = None
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self._raw = tag if tag in ("script", "style") else None
+        for name, value in attrs:
+            if name in _LOADING or (tag == "link" and name == "href"):
+                self.references.append((tag, name, value))
+            if name == "id":
+                self.ids.append(value)
+
+    def handle_endtag(self, tag):
+        self._raw = None
+
+    def handle_data(self, data):
+        if self._raw == "style" and re.search(r"@import|url\(", data):
+            self.references.append(("style", "", data[:80]))
+        if self._raw is None:
+            self.text.append(data)
+
+
+@pytest.fixture
+def page(comparison):
+    return render_html(build_report([comparison]))
+
+
+def test_nothing_is_loaded_from_anywhere(page):
+    assert _Page(page).references == []
+
+
+def test_a_policy_in_the_page_forbids_requests(page):
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]+)"', page)[1]
+    assert policy.startswith("default-src 'none';")
+    assert "http" not in policy
+
+
+def test_plotly_is_inlined_once(page):
+    assert page.count("plotly.js v") == 1
+    assert _Page(page).tags.count("script") == 3  # the library, the data, the drawing
+
+
+def test_sections_are_there_and_ids_are_unique(page):
+    ids = _Page(page).ids
+    sections = ["comparison", "loss", "seconds", "timeline", "link", "configuration", "machine"]
+    assert set(sections) <= set(ids)
+    assert len(ids) == len(set(ids))
+
+
+def test_table_shows_the_hand_computed_figures(page):
+    text = " ".join(" ".join(_Page(page).text).split())
+    cells = ["7,710", "2.82x", "94 %", "2.6 %", "88 %", r"1\.5[78] MB", "1.900", "18 s", "19 s"]
+    assert re.search(r"\s*".join(cells), text)
+
+
+def test_bars_are_as_long_as_the_seconds(page):
+    ddp = page[page.index('aria-label="DDP 50 s"') :]
+    widths = re.findall(r'k-(\w+)" style="width:([\d.]+)%', ddp)[:3]
+    assert widths == [("compute", "32.0"), ("exposed_communication", "64.0"), ("validation", "4.0")]
+
+
+def test_curves_hold_the_validation_points(page):
+    data = re.search(r'id="figures">(.*?)</script>', page, re.DOTALL)[1]
+    wall = json.loads(data)["wall"]
+    ddp = next(trace for trace in wall["data"] if trace["name"] == "DDP")
+    assert (ddp["x"], ddp["y"]) == ([12.5, 25.0, 37.5, 50.0], [3.5, 3.0, 2.5, 2.0])
+
+
+def test_everything_written_by_others_is_escaped(tmp_path, make_run):
+    evil = "<script>alert(1)</script>\"'&"
+    make_run(
+        tmp_path / "run",
+        "co2",
+        label=evil,
+        command=["x", evil],
+        machine={"cpu": evil},
+        lab={"hosts": 2, "shaped": False, "reason": evil},
+    )
+    (tmp_path / "run" / "config.toml").write_text('[run]\nname = "</pre><script>"\n')
+    page = render_html(build_report([tmp_path]))
+    parsed = _Page(page)
+    assert parsed.tags.count("script") == 3
+    assert "<script>alert" not in page
+    assert parsed.tags.count("pre") == 2
+
+
+def test_an_unshaped_link_is_said_at_the_top(tmp_path, make_run):
+    lab = {"hosts": 2, "shaped": False, "reason": "no network namespaces here"}
+    make_run(tmp_path / "run", "co2", lab=lab)
+    page = render_html(build_report([tmp_path]))
+    warning = page.index('<p class="warn" role="note">Unshaped: no network namespaces here')
+    assert warning < page.index('id="comparison"')
+
+
+def test_a_run_that_just_began_still_gives_a_page(tmp_path, make_run):
+    folder = make_run(tmp_path / "co2", "co2", finished=False)
+    for name in ("metrics.jsonl", "ranks/rank0.jsonl", "ranks/rank1.jsonl", "config.toml"):
+        (folder / name).unlink()
+    page = render_html(build_report([folder]))
+    assert "There is nothing to report yet." in page
+    assert "there is no curve to draw" in page
+    assert "<script>" not in page
+
+
+def test_without_the_extra_the_error_names_the_command(comparison, monkeypatch):
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(UnsupportedError, match=r"plotly.*pip install 'fivefold\[report\]'"):
+        write_html(build_report([comparison]), comparison / "report.html")
+    assert not (comparison / "report.html").exists()
+
+
+def test_timeline_panels_share_one_scale_of_two_and_a_half_rounds(comparison):
+    panels = timeline_panels(read_runs([comparison]))
+    # A CO2 round is 8 steps of 0.25 s and a boundary of 1/16 s: 2.5 of them are 5.15625 s.
+    assert {panel.duration for panel in panels} == {"5.16 s"}
+    for panel in panels:
+        assert all(panel.left <= box.x for box in panel.boxes)
+        assert all(box.x + box.width <= panel.width + 1 for box in panel.boxes)
+    ddp = panels[1]
+    waits = [box.width for box in ddp.boxes if box.kind == "exposed_communication"]
+    steps = [box.width for box in ddp.boxes if box.kind == "compute"]
+    assert waits[1] == pytest.approx(2 * steps[1], rel=1e-3)  # 0.5 s against 0.25 s
+
+
+def test_only_some_ranks_are_drawn(tmp_path, make_run):
+    make_run(tmp_path / "ddp", "ddp", world_size=6, hosts=6)
+    (panel,) = timeline_panels(read_runs([tmp_path]))
+    assert panel.hidden_ranks == 2
+    assert sum(bool(lane.rank) for lane in panel.lanes) == 4

@@ -1,0 +1,78 @@
+"""``fivefold report`` and ``fivefold bench`` as a shell sees them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from fivefold.cli._bench import BENCH_CONTEXT, bench_command
+from fivefold.cli._report import report_command
+from fivefold.errors import ConfigurationError
+from fivefold.report import BenchmarkRow, write_results
+
+
+@pytest.fixture
+def call():
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command("report")(report_command)
+    app.command("bench", context_settings=BENCH_CONTEXT)(bench_command)
+    return lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_report_prints_and_writes_one_page_and_a_timeline_per_run(call, comparison):
+    answer = call("report", comparison)
+    assert answer.exit_code == 0
+    assert answer.stdout.startswith("CO2 (tau 8) trained 2.82x as fast as DDP")
+    written = sorted(path.relative_to(comparison) for path in comparison.rglob("*.html"))
+    assert [str(path) for path in written] == ["report.html"]
+    assert len(list(comparison.rglob("timeline.json"))) == 3
+    assert "report.html" in answer.stderr
+
+
+def test_report_of_several_folders_goes_above_them(call, comparison):
+    call("report", comparison / "ddp", comparison / "co2")
+    assert (comparison / "report.html").exists()
+
+
+def test_json_goes_to_stdout_alone(call, comparison):
+    answer = call("report", "--json", "--no-html", comparison)
+    assert len(json.loads(answer.stdout)["runs"]) == 3
+    assert not list(comparison.rglob("*.html"))
+    assert not list(comparison.rglob("timeline.json"))
+
+
+def test_output_names_the_page(call, comparison, tmp_path):
+    call("report", comparison / "co2", "--output", tmp_path / "x.html")
+    assert (tmp_path / "x.html").exists()
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    (tmp_path / "benchmarks").mkdir()
+    code = '"""Measures."""\nimport sys\nopen("ran", "w").write(" ".join(sys.argv[1:]))\n'
+    (tmp_path / "benchmarks" / "speed.py").write_text(code + "sys.exit('--fail' in sys.argv)\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_bench_passes_arguments_and_exit_code_on(call, checkout):
+    assert call("bench", "speed", "--rate", "50", "x").exit_code == 0
+    assert (checkout / "ran").read_text() == "--rate 50 x"
+    assert call("bench", "speed", "--fail").exit_code == 1
+
+
+def test_bench_list_shows_the_last_rows(call, checkout):
+    assert call("bench", "--list").stdout == "speed: Measures.\n  no results yet\n"
+    row = BenchmarkRow(case="a", metric="rate", unit="tokens/s", ours=2.0, spread=(1.0, 3.0),
+                       peers={"DDP": 0.5}, limit=4.0, target=5.0, met=False)  # fmt: skip
+    write_results(checkout / "benchmarks" / "results" / "speed.json", topic="speed", rows=[row])
+    assert call("bench", "--list").stdout.splitlines()[-1] == (
+        "  a: rate 2 tokens/s (1 to 3), DDP 0.5, limit 4, target 5 NOT met"
+    )
+
+
+def test_bench_without_a_topic_is_an_error(call, checkout):
+    assert isinstance(call("bench").exception, ConfigurationError)
