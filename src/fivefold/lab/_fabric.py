@@ -82,8 +82,8 @@ class Link:
         Args:
             at_s: When the packet can start.
             size_bytes: Its size.
-            burst_s: How far before ``at_s`` an idle link may place the start, which leaves that much
-                more of its time to later packets; no packet leaves before ``at_s``.
+            burst_s: How far before ``at_s`` an idle link may place the start, which leaves more
+                of its time to later packets; no packet leaves before ``at_s``.
 
         Returns:
             When its last byte leaves the link, or None where the queue is full.

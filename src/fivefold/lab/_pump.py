@@ -13,6 +13,7 @@ import threading
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 __all__ = ["Pump", "Stream"]
 
@@ -25,13 +26,13 @@ class Stream:
     """One pipe and where its contents go.
 
     Args:
-        source_fd: Read end of the pipe; the pump closes it.
+        source: Read end of the pipe, unbuffered; the pump closes it.
         path: File that gets every byte.
         sink_fd: Descriptor that gets the lines as well; None for the file only.
         prefix: Put before each line at the sink; empty passes bytes on unchanged.
     """
 
-    source_fd: int
+    source: IO[bytes]
     path: Path
     sink_fd: int | None
     prefix: bytes = b""
@@ -71,7 +72,7 @@ class Pump:
         self._selector = selectors.DefaultSelector()
         for stream in streams:
             file_fd = os.open(stream.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-            self._selector.register(stream.source_fd, selectors.EVENT_READ, (stream, file_fd))
+            self._selector.register(stream.source, selectors.EVENT_READ, (stream, file_fd))
         self._thread = threading.Thread(target=self._run, name="log pump", daemon=True)
 
     def start(self) -> None:
@@ -86,13 +87,13 @@ class Pump:
         while self._selector.get_map():
             for key, _ in self._selector.select():
                 stream, file_fd = key.data
-                data = os.read(stream.source_fd, _CHUNK_BYTES)
+                data = os.read(stream.source.fileno(), _CHUNK_BYTES)
                 if data:
                     with suppress(OSError):  # a full disk must not stop the ranks
                         os.write(file_fd, data)
                     stream.show(data)
                 else:
                     stream.end()
-                    self._selector.unregister(stream.source_fd)
-                    os.close(stream.source_fd)
+                    self._selector.unregister(stream.source)
+                    stream.source.close()
                     os.close(file_fd)

@@ -100,10 +100,15 @@ def run_lab(
         run_folder=str(make_run_folder(_host_lines(spec))),
         stream=stream,
     )
+    run = _Run(job, spec, isolation=isolation if isolated else None)
     try:
-        return _Run(job, spec, isolation=isolation if isolated else None).follow()
+        run.follow()
     finally:
         remove_run_folder(Path(job.run_folder))
+    if run.signals:
+        _logger.warning("the lab is down; output is in %s", job.log_folder)
+        signal.raise_signal(run.signals[0])
+    return run.result()
 
 
 def choose_means(spec: LabSpec, *, allow_unshaped: bool) -> tuple[str | None, str | None]:
@@ -155,11 +160,15 @@ class _Run:
         self._end: dict[str, Any] | None = None
         self._first_failed: int | None = None
         self._relay_died = False
+        self._supervisor_code = 0
+        self._stopping = False
+        self.signals: list[signal.Signals] = []
 
-    def follow(self) -> LabResult:
+    def follow(self) -> None:
+        """Start the supervisor and stay with it until all is down."""
         control_read, control_write = os.pipe()
         event_read, event_write = os.pipe()
-        with _handed_on(control_write) as signals:
+        with _handed_on(control_write, received=self.signals):
             process = self._start(control_read, event_write)
             try:
                 os.close(control_read)
@@ -175,54 +184,10 @@ class _Run:
             finally:
                 os.close(control_write)  # cuts the lifeline: the supervisor ends if it has not
                 _wait_or_kill(process)
-        if signals:
-            _logger.warning("the lab is down; output is in %s", self._job.log_folder)
-            signal.raise_signal(signals[0])
-        return self._result(process.returncode)
+        self._supervisor_code = process.returncode
 
-    def _start(self, control_fd: int, event_fd: int) -> subprocess.Popen[bytes]:
-        argv: list[str] = []
-        if (setpriv := find_tool("setpriv")) is not None:
-            # A second line of defence beside the control pipe.
-            argv += [setpriv, "--pdeathsig", "KILL"]
-        if self._isolation is not None:
-            argv += isolation_command(self._isolation)
-        argv += [sys.executable, "-P", "-m", "fivefold.lab._supervisor"]
-        return subprocess.Popen(
-            [*argv, str(control_fd), str(event_fd)],
-            pass_fds=(control_fd, event_fd),
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C goes to this process, which hands it on
-        )
-
-    def _take(self, event: dict[str, Any]) -> None:
-        kind = event["event"]
-        if kind == "exit":
-            self._take_exit(event)
-        elif kind == "signal":
-            ranks = ", ".join(str(rank) for rank in event["ranks"])
-            _logger.warning("%s to rank %s", event["signal"], ranks)
-        elif kind == "relay_died":
-            self._relay_died = True
-        elif kind == "error":
-            raise UnsupportedError(
-                f"the lab could not start: {event['message']}", hint=event["hint"]
-            )
-        elif kind == "end":
-            self._end = event
-
-    def _take_exit(self, event: dict[str, Any]) -> None:
-        rank, code = event["rank"], event["code"]
-        self._exits[rank] = code, event["at_s"]
-        if code == 0 or self._first_failed is not None:
-            return
-        self._first_failed = rank
-        host = host_name(rank // self._spec.nproc_per_host)
-        others = self._spec.world_size - len(self._exits)
-        grace = f"; the others get {format_duration_s(self._job.grace_s)}" if others else ""
-        _logger.warning("rank %d on %s %s%s", rank, host, _describe_exit(code), grace)
-
-    def _result(self, supervisor_code: int) -> LabResult:
+    def result(self) -> LabResult:
+        """What came of it."""
         if self._relay_died:
             msg = "the relay ended early, so the links were gone"
             raise UnsupportedError(
@@ -231,7 +196,7 @@ class _Run:
             )
         if self._end is None:
             raise UnsupportedError(
-                f"the lab's supervisor ended early with {supervisor_code}",
+                f"the lab's supervisor ended early with {self._supervisor_code}",
                 hint=f"output so far is in {self._job.log_folder}",
             )
         folder = Path(self._job.log_folder)
@@ -256,13 +221,56 @@ class _Run:
             lab=facts.to_dict(),
         )
 
+    def _start(self, control_fd: int, event_fd: int) -> subprocess.Popen[bytes]:
+        argv: list[str] = []
+        if (setpriv := find_tool("setpriv")) is not None:
+            # A second line of defence beside the control pipe.
+            argv += [setpriv, "--pdeathsig", "KILL"]
+        if self._isolation is not None:
+            argv += isolation_command(self._isolation)
+        argv += [sys.executable, "-P", "-m", "fivefold.lab._supervisor"]
+        return subprocess.Popen(
+            [*argv, str(control_fd), str(event_fd)],
+            pass_fds=(control_fd, event_fd),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C goes to this process, which hands it on
+        )
+
+    def _take(self, event: dict[str, Any]) -> None:
+        kind = event["event"]
+        if kind == "exit":
+            self._take_exit(event)
+        elif kind == "signal":
+            ranks = ", ".join(str(rank) for rank in event["ranks"])
+            self._stopping = True
+            _logger.warning("%s to rank %s", event["signal"], ranks)
+        elif kind == "relay_died":
+            self._relay_died = True
+        elif kind == "error":
+            raise UnsupportedError(
+                f"the lab could not start: {event['message']}", hint=event["hint"]
+            )
+        elif kind == "end":
+            self._end = event
+
+    def _take_exit(self, event: dict[str, Any]) -> None:
+        rank, code = event["rank"], event["code"]
+        self._exits[rank] = code, event["at_s"]
+        if code == 0 or self._first_failed is not None:
+            return
+        self._first_failed = rank
+        host = host_name(rank // self._spec.nproc_per_host)
+        others = self._spec.world_size - len(self._exits)
+        waits = others > 0 and not self._stopping
+        grace = f"; the others get {format_duration_s(self._job.grace_s)}" if waits else ""
+        _logger.warning("rank %d on %s %s%s", rank, host, _describe_exit(code), grace)
+
 
 @contextmanager
-def _handed_on(control_fd: int) -> Iterator[list[signal.Signals]]:
+def _handed_on(control_fd: int, *, received: list[signal.Signals]) -> Iterator[None]:
     """Turn signals into requests to the supervisor, and collect them."""
-    received: list[signal.Signals] = []
     if threading.current_thread() is not threading.main_thread():
-        yield received
+        yield  # Python lets only the main thread handle signals
         return
 
     def hand_on(number: int, _: object) -> None:
@@ -271,9 +279,11 @@ def _handed_on(control_fd: int) -> Iterator[list[signal.Signals]]:
         received.append(signal.Signals(number))
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    previous = {number: signal.signal(number, hand_on) for number in numbers}
+    # What is ignored stays ignored: nohup, and background jobs of a script.
+    heeded = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+    previous = {number: signal.signal(number, hand_on) for number in heeded}
     try:
-        yield received
+        yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
@@ -320,6 +330,7 @@ def _make_log_folder(log_folder: str | Path | None) -> Path:
         raise ConfigurationError(
             f"the log folder {folder} cannot be made: {error.strerror}", hint="choose another"
         ) from error
+    (folder / "relay.json").unlink(missing_ok=True)  # an earlier run's counts
     return folder
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -52,6 +53,9 @@ class Supervisor:
         self._ranks: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}
         self._wake_fd = _wake_on_child()
         self._started_s = time.monotonic()
+        self._file_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        # Five descriptors for each rank; the ranks themselves get the caller's limit back.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (self._file_limit[1], self._file_limit[1]))
 
     def run(self) -> None:
         """Build, run, end.
@@ -97,6 +101,7 @@ class Supervisor:
         meet = Rendezvous() if job.isolated else Rendezvous("127.0.0.1", job.port, "lo")
 
         def enter() -> None:
+            resource.setrlimit(resource.RLIMIT_NOFILE, self._file_limit)
             if self._network is None:
                 die_with_parent(signal.SIGKILL)
             else:
@@ -109,6 +114,7 @@ class Supervisor:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            bufsize=0,
             start_new_session=True,
             # No thread runs yet, so code between fork and exec is safe here.
             preexec_fn=enter,  # noqa: PLW1509 - see above
@@ -125,7 +131,7 @@ class Supervisor:
         pipes = (process.stdout, "out", stdout_fd), (process.stderr, "err", stderr_fd)
         return [
             Stream(
-                source_fd=os.dup(pipe.fileno()),
+                source=pipe,
                 path=folder / f"rank{rank}.{ending}",
                 sink_fd=sink_fd,
                 prefix=b"" if sink_fd == 1 else mark.encode(),
