@@ -40,7 +40,8 @@ def _duration(value: Any) -> Any:
 
 def _path(value: Any) -> Any:
     if value == "":
-        raise ConfigurationError("a path is empty", hint='name a folder, such as "runs/co2"')
+        message = "a path must not be empty"
+        raise ConfigurationError(message, hint='name a folder, such as "runs/co2"')
     return Path(value) if isinstance(value, str) else value
 
 
@@ -60,7 +61,11 @@ _Text = Annotated[str, Field(min_length=1)]
 
 class _Section(BaseModel):
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, validate_default=True, use_attribute_docstrings=True
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        validate_default=True,
+        use_attribute_docstrings=True,
     )
 
 
@@ -237,7 +242,7 @@ class TrainConfig(_Section):
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """Read a configuration file and apply overrides on top of it.
+    r"""Read a configuration file and apply overrides on top of it.
 
     Args:
         path: TOML file with any of the tables run, data, model, optim and sync.
@@ -253,7 +258,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     Example:
         >>> import tempfile
         >>> file = Path(tempfile.mkdtemp()) / "train.toml"
-        >>> _ = file.write_text("[run]\\nsteps = 100\\n")
+        >>> _ = file.write_text("[run]\nsteps = 100\n")
         >>> load_config(file, ["sync.tau=4"]).sync.tau
         4
     """

@@ -1,26 +1,58 @@
-"""Text files to memory-mapped tokens."""
+"""A folder of text as two memory-mapped arrays of tokens: training and validation.
+
+Files are read in the order of their names, and each ends with the tokenizer's document end. A
+file belongs to validation if a hash of its name falls below the wanted share, so adding files
+moves no other file across the split. Tokens are built once, in pieces of bounded size, and
+cached; see ``_token_cache.py`` for how the cache survives crashes and concurrent builders, and
+``_files.py`` for what counts as text. This module knows nothing of models, ranks or batches.
+"""
+
 from __future__ import annotations
 
 import hashlib
-import sysconfig
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fivefold.errors import DataError
+from fivefold.train._files import find_files, is_text, read_pieces, resolve_source
+from fivefold.train._token_cache import TokenWriter, cache_folder, open_or_build
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
     from fivefold.train._config import DataConfig
+    from fivefold.train._files import SourceFile
     from fivefold.train._tokenizer import Tokenizer
 
 __all__ = ["Corpus", "load_corpus"]
 
+_FORMAT = "corpus-1"
+_SPLITS = ("train", "validation")
+_PROGRESS_AFTER_BYTES = 4 << 20
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Corpus:
-    """Tokens of a folder of text, split by file."""
+    """Tokens of a folder of text, split by file.
+
+    Attributes:
+        train: Training tokens, uint16 or uint32, memory-mapped and read-only.
+        validation: Validation tokens, likewise.
+        train_bytes: Bytes of text behind the training tokens, without document ends.
+        validation_bytes: Bytes of text behind the validation tokens. A loss in nats per token
+            becomes bits per byte by ``/ ln 2 * len(validation) / validation_bytes``.
+        num_files: Files that were read.
+        num_skipped: Files that were left out because they are not text.
+        fingerprint: Changes whenever a token does; equal on all machines with the same text.
+
+    Example:
+        >>> Corpus(train=np.zeros(3), validation=np.zeros(2), train_bytes=2, validation_bytes=1,
+        ...        num_files=2, num_skipped=0, fingerprint="").num_files
+        2
+    """
 
     train: np.ndarray
     validation: np.ndarray
@@ -32,35 +64,141 @@ class Corpus:
 
 
 def load_corpus(data: DataConfig, tokenizer: Tokenizer) -> Corpus:
-    """Tokens of the configured text (first form, in memory)."""
-    root = Path(sysconfig.get_path("stdlib") if data.path == "stdlib" else data.path)
-    parts: dict[bool, list[np.ndarray]] = {True: [], False: []}
-    sizes = {True: 0, False: 0}
-    end = np.array([tokenizer.document_end])
-    count = 0
-    for path in sorted(root.rglob("*.py" if data.path == "stdlib" else "*")):
-        if {"site-packages", "dist-packages", "__pycache__"} & set(path.parts) or not path.is_file():
-            continue
-        name = str(path.relative_to(root))
-        digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-        held_out = int.from_bytes(digest) / 2**64 < data.validation_fraction
-        content = path.read_bytes()
-        try:
-            content.decode()
-        except UnicodeDecodeError:
-            continue
-        count += 1
-        sizes[held_out] += len(content)
-        parts[held_out] += [tokenizer.encode(content), end]
-    if not parts[True] or not parts[False]:
-        raise DataError(f"no text in {root}")
-    dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
-    return Corpus(
-        train=np.concatenate(parts[False]).astype(dtype),
-        validation=np.concatenate(parts[True]).astype(dtype),
-        train_bytes=sizes[False],
-        validation_bytes=sizes[True],
-        num_files=count,
-        num_skipped=0,
-        fingerprint="",
+    r"""Tokens of the configured text, from the cache or built now.
+
+    Every rank may call this at the same time: one of them builds, the others wait and read.
+
+    Args:
+        data: Source, split and cache.
+        tokenizer: Makes the tokens.
+
+    Returns:
+        The corpus.
+
+    Raises:
+        DataError: The folder is missing or has no text, a split would be empty or shorter than
+            one sequence, or the cache cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from fivefold.train._config import DataConfig
+        >>> from fivefold.train._tokenizer import ByteTokenizer
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> for number in range(20):
+        ...     _ = (folder / f"{number}.txt").write_text("some text\n" * 20)
+        >>> data = DataConfig(path=str(folder), cache=tempfile.mkdtemp(),
+        ...                   validation_fraction=0.3)
+        >>> corpus = load_corpus(data, ByteTokenizer())
+        >>> corpus.num_files, len(corpus.train) + len(corpus.validation)
+        (20, 4020)
+    """
+    root = resolve_source(data.path)
+    files = find_files(root, library=data.path == "stdlib")
+    if not files:
+        raise DataError(
+            f"data folder {root} has no files to read",
+            hint="put text files into it; hidden and empty files are not read",
+        )
+    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+    arrays, facts = open_or_build(
+        cache_folder(data.cache),
+        _cache_key(root, files, tokenizer, data.validation_fraction),
+        dtype=dtype,
+        build=lambda writer: _build(writer, root, files, tokenizer, data.validation_fraction),
+    )
+    for split in _SPLITS:
+        _require_length(split, len(arrays[split]), data)
+    return Corpus(train=arrays["train"], validation=arrays["validation"], **facts)
+
+
+def _build(
+    writer: TokenWriter,
+    root: Path,
+    files: list[SourceFile],
+    tokenizer: Tokenizer,
+    validation_fraction: float,
+) -> dict[str, Any]:
+    """Write both splits; returns the corpus' facts."""
+    texts = [file for file in _with_progress(files) if is_text(file.path)]
+    if not texts:
+        raise DataError(
+            f"none of the {len(files)} files in {root} is text (UTF-8 without NUL characters)",
+            hint="set data.path to a folder of text; convert other encodings to UTF-8",
+        )
+    held_out = _held_out([file.name for file in texts], validation_fraction)
+    size_bytes = dict.fromkeys(_SPLITS, 0)
+    digest = hashlib.blake2b(tokenizer.fingerprint.encode(), digest_size=16)
+    document_end = np.array([tokenizer.document_end])
+    for file in _with_progress(texts):
+        split = "validation" if file.name in held_out else "train"
+        digest.update(f"\0{split}\0".encode())
+        for piece in read_pieces(file.path):
+            writer.append(split, tokenizer.encode(piece))
+            digest.update(piece)
+            size_bytes[split] += len(piece)
+        writer.append(split, document_end)
+    return {
+        "train_bytes": size_bytes["train"],
+        "validation_bytes": size_bytes["validation"],
+        "num_files": len(texts),
+        "num_skipped": len(files) - len(texts),
+        "fingerprint": digest.hexdigest(),
+    }
+
+
+def _held_out(names: list[str], fraction: float) -> set[str]:
+    """Names of the validation files: those whose hash is below the fraction.
+
+    With few files the hash may leave a split empty; then it gets the one file whose hash is
+    nearest, so that any folder with two files can be trained on.
+    """
+    if len(names) < len(_SPLITS):
+        raise DataError(
+            f"{names[0]} is the only text file, so it cannot be split by file",
+            hint="cut it into several files, for example with the split command",
+        )
+    ranked = sorted(names, key=_place)
+    count = sum(_place(name) < fraction for name in names)
+    return set(ranked[: min(max(count, 1), len(names) - 1)])
+
+
+def _place(name: str) -> float:
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return int.from_bytes(digest) / 2**64
+
+
+def _cache_key(
+    root: Path, files: list[SourceFile], tokenizer: Tokenizer, validation_fraction: float
+) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    parts = [_FORMAT, str(root.resolve()), tokenizer.fingerprint, repr(validation_fraction)]
+    parts += [f"{file.name}\0{file.size_bytes}\0{file.modified_ns}" for file in files]
+    for part in parts:
+        digest.update(part.encode(errors="surrogateescape") + b"\n\0")
+    return digest.hexdigest()
+
+
+def _require_length(split: str, num_tokens: int, data: DataConfig) -> None:
+    needed = data.sequence_length + 1
+    if num_tokens < needed:
+        raise DataError(
+            f"the {split} split has {num_tokens} tokens, too few for one sequence of "
+            f"{data.sequence_length} and its targets ({needed})",
+            hint="use more text, change data.validation_fraction, or lower data.sequence_length",
+        )
+
+
+def _with_progress(files: list[SourceFile]) -> Iterable[SourceFile]:
+    """The files, with a bar on a terminal where reading them takes long."""
+    total = sum(file.size_bytes for file in files)
+    if total < _PROGRESS_AFTER_BYTES:
+        yield from files
+        return
+    from rich.console import Console  # noqa: PLC0415 - not needed when the cache is there
+    from rich.progress import track  # noqa: PLC0415 - as above
+
+    console = Console(stderr=True)
+    yield from track(
+        files, "reading text", console=console, disable=not console.is_terminal, transient=True
     )

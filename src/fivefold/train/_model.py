@@ -12,6 +12,8 @@ Shape legend: B sequences, T positions, D width, C = 3D columns of the fused que
 values, F width of the feed-forward layer, V vocabulary.
 """
 
+# ruff: noqa: N803, N806, N815 - tensor names end in their shape
+
 from __future__ import annotations
 
 import math

@@ -3,7 +3,7 @@
 On a CPU, autograd's own composition of these two makes about twice as many passes over memory as
 are needed. Here each is one autograd node that saves the least and writes gradients straight into
 the buffer that the matrix product before it reads. They are plain tensor operations, so they run
-on every device and in every precision. This module knows nothing of parameters or of the model's shape.
+on every device and in every precision. This module knows nothing of parameters or of a model.
 
 References:
     RMSNorm: arXiv 1910.07467. Rotary embeddings: arXiv 2104.09864.
@@ -11,6 +11,8 @@ References:
 Shape legend: B sequences, T positions, D width, H heads, K width of a head, J half of K, C columns
 of the fused projection.
 """
+
+# ruff: noqa: N803, N806 - tensor names end in their shape
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, *, epsilon: float) -> torc
     """
     if x.is_cuda:  # one kernel there
         return F.rms_norm(x, weight_D.shape, weight_D, epsilon)
-    y: torch.Tensor = _RMSNorm.apply(x, weight_D, epsilon)
+    y: torch.Tensor = _RMSNorm.apply(x, weight_D, epsilon)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
     return y
 
 
@@ -91,7 +93,9 @@ def split_rotated_heads(
         >>> q.shape
         torch.Size([1, 2, 4, 2])
     """
-    return _SplitRotatedHeads.apply(qkv_BTC, cos_TJ, sin_TJ, heads)  # type: ignore[return-value] # Function.apply is untyped
+    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    parts = _SplitRotatedHeads.apply(qkv_BTC, cos_TJ, sin_TJ, heads)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
+    return parts
 
 
 class _RMSNorm(Function):
@@ -100,7 +104,8 @@ class _RMSNorm(Function):
         mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1])
         scale = mean_square.add_(epsilon).rsqrt_()
         ctx.save_for_backward(x, weight_D, scale)
-        return (x * scale).mul_(weight_D)
+        y: torch.Tensor = (x * scale).mul_(weight_D)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:

@@ -60,7 +60,7 @@ class ShardedSampler:
         (24, (2,))
     """
 
-    def __init__(  # noqa: PLR0913 - six numbers that every call site has at hand
+    def __init__(
         self,
         num_tokens: int,
         *,
@@ -117,7 +117,7 @@ class ShardedSampler:
         return windows.astype(np.int64) * self.sequence_length + offset
 
 
-def sequential_starts(  # noqa: PLR0913 - six numbers that every call site has at hand
+def sequential_starts(
     num_tokens: int,
     *,
     sequence_length: int,

@@ -51,7 +51,7 @@ _BOUNDS = {
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file.
+    r"""Read a TOML file.
 
     Args:
         path: The file.
@@ -65,7 +65,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     Example:
         >>> import tempfile
         >>> file = Path(tempfile.mkdtemp()) / "a.toml"
-        >>> _ = file.write_text("[run]\\nsteps = 1\\n")
+        >>> _ = file.write_text("[run]\nsteps = 1\n")
         >>> read_toml(file)
         {'run': {'steps': 1}}
     """
@@ -124,7 +124,7 @@ def apply_overrides(
 
 
 def format_toml(tables: Mapping[str, Mapping[str, Any]]) -> str:
-    """Write tables of plain values as TOML.
+    r"""Write tables of plain values as TOML.
 
     Args:
         tables: Name of the table to its keys and values.
@@ -137,7 +137,7 @@ def format_toml(tables: Mapping[str, Mapping[str, Any]]) -> str:
 
     Example:
         >>> format_toml({"run": {"steps": 5, "device": "cpu"}})
-        '[run]\\nsteps = 5\\ndevice = "cpu"\\n'
+        '[run]\nsteps = 5\ndevice = "cpu"\n'
     """
     blocks = []
     for name, table in tables.items():
@@ -207,7 +207,11 @@ def _explain_unknown(location: tuple[int | str, ...], schema: type[BaseModel]) -
         close = difflib.get_close_matches(name, sections, n=1)
         tables = ", ".join(f"[{table}]" for table in sections)
         meant = [f"[{table}]" for table in close] or homes
-        hint = f"did you mean {meant[0]}? The tables are {tables}" if meant else f"the tables are {tables}"
+        hint = (
+            f"did you mean {meant[0]}? The tables are {tables}"
+            if meant
+            else f"the tables are {tables}"
+        )
         return f"unknown table or key {name!r} at the top level", hint
     keys = sections[section]
     close = [f"{section}.{key}" for key in difflib.get_close_matches(name, keys, n=1)]
@@ -224,7 +228,9 @@ def _about(schema: type[BaseModel], key: str) -> str | None:
     if field is None:
         return None
     default = _format_value(field.default)
-    return f"{section}.{name.partition('[')[0]} is the {field.description}; its default is {default}"
+    return (
+        f"{section}.{name.partition('[')[0]} is the {field.description}; its default is {default}"
+    )
 
 
 def _sections(schema: type[BaseModel]) -> dict[str, dict[str, Any]]:
