@@ -34,7 +34,7 @@ class _Page(HTMLParser):
             if name == "id":
                 self.ids.append(value)
 
-    def handle_endtag(self, tag):
+    def handle_endtag(self, _tag):
         self._raw = None
 
     def handle_data(self, data):

@@ -74,5 +74,6 @@ def test_bench_list_shows_the_last_rows(call, checkout):
     )
 
 
-def test_bench_without_a_topic_is_an_error(call, checkout):
+@pytest.mark.usefixtures("checkout")
+def test_bench_without_a_topic_is_an_error(call):
     assert isinstance(call("bench").exception, ConfigurationError)

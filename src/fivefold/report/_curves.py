@@ -107,7 +107,7 @@ def _add_training(figure: go.Figure, run: Run, *, axis: str, colour: str) -> Non
     points = points[:: max(1, math.ceil(len(points) / _MOST_POINTS))]
     if not points:
         return
-    label = html.escape(run.manifest.label, quote=False)
+    label = html.escape(run.label, quote=False)
     figure.add_scatter(
         x=[_position(point, axis) for point in points],
         y=[point.bits_per_byte for point in points],
@@ -125,7 +125,7 @@ def _add_validation(figure: go.Figure, run: Run, *, axis: str, colour: str, symb
     points = [point for point in run.metrics.validation if _drawable(point.bits_per_byte)]
     if not points and not run.metrics.train:
         return
-    label = html.escape(run.manifest.label, quote=False)
+    label = html.escape(run.label, quote=False)
     figure.add_scatter(
         x=[_position(point, axis) for point in points],
         y=[point.bits_per_byte for point in points],

@@ -43,7 +43,7 @@ def headline(summaries: Sequence[RunSummary]) -> str:
     subject = _subject(summaries)
     if subject is None:
         return "There is nothing to report yet."
-    ddp = next((run for run in summaries if run.method == "ddp"), None)
+    ddp = next((run for run in summaries if run.name == subject.ddp), None)
     if ddp is None or ddp is subject or subject.speed_ratio_to_ddp is None:
         return _alone(subject)
     sentence = f"{subject.label} {_speed(subject.speed_ratio_to_ddp)}, {_rates(subject, ddp)}"

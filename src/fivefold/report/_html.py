@@ -124,7 +124,7 @@ def render_html(report: Report) -> str:
         differences=configuration_differences(report.runs),
         expected=_EXPECTED_DIFFERENCES,
         facts=_facts(report.runs),
-        commands=[(run.manifest.label, shlex.join(run.manifest.command)) for run in report.runs],
+        commands=[(run.label, shlex.join(run.manifest.command)) for run in report.runs],
     )
     return text
 

@@ -32,6 +32,7 @@ _CYCLES = 2.5
 _ROWS = (("training", None), ("in flight", "flight"), ("waiting", "wait"))
 _TRAINING_LANES = ("compute", "data", "boundary", "validation", "checkpoint")
 _CLASSES = {"wait": "exposed_communication"}
+_TOUCHING_S = 1e-4  # spans of one thread may seem to overlap by the rounding of two clocks
 _LABEL_WIDTH = 6.2  # of one character at the size that the template uses
 
 
@@ -135,11 +136,11 @@ def _panel(run: Run, window_s: float) -> Panel:
         for row, (text, lane) in enumerate(_ROWS):
             kinds = (lane,) if lane else _TRAINING_LANES
             lanes.append(Lane(y + _ROW / 2, text, f"rank {rank.rank}" if row == 0 else ""))
-            boxes += _boxes(rank, kinds, y=y, start_s=start_s, window_s=window_s)
+            boxes += _lane_boxes(rank, kinds, y=y, start_s=start_s, window_s=window_s)
             y += _STEP
         y += _RANK_GAP
     return Panel(
-        title=run.manifest.label,
+        title=run.label,
         width=WIDTH,
         height=y + _AXIS - _RANK_GAP,
         left=LEFT,
@@ -151,31 +152,51 @@ def _panel(run: Run, window_s: float) -> Panel:
     )
 
 
-def _boxes(
+def _lane_boxes(
     rank: RankTrace, lanes: Sequence[str], *, y: float, start_s: float, window_s: float
 ) -> list[Box]:
+    """The boxes of one row; spans that overlap share its height, as several flights may."""
+    visible = [
+        span
+        for span in rank.spans
+        if span.lane in lanes and _overlap_s(span, start_s, start_s + window_s) > 0
+    ]
+    tracks = _apart(visible)
+    height = _ROW / max(1, len(tracks))
+    return [
+        _box(span, y=y + number * height, height=height, start_s=start_s, window_s=window_s)
+        for number, track in enumerate(tracks)
+        for span in track
+    ]
+
+
+def _apart(spans: Sequence[Span]) -> list[list[Span]]:
+    """Spread spans over tracks so that on none of them two overlap."""
+    tracks: list[list[Span]] = []
+    for span in sorted(spans, key=lambda span: span.start_s):
+        free = (track for track in tracks if track[-1].end_s <= span.start_s + _TOUCHING_S)
+        track = next(free, None)
+        if track is None:
+            tracks.append([span])
+        else:
+            track.append(span)
+    return tracks
+
+
+def _box(span: Span, *, y: float, height: float, start_s: float, window_s: float) -> Box:
     scale = (WIDTH - LEFT) / window_s
-    boxes = []
-    for span in rank.spans:
-        if span.lane not in lanes or _overlap_s(span, start_s, start_s + window_s) <= 0:
-            continue
-        left_s = max(span.start_s, start_s) - start_s
-        width = max(0.6, _overlap_s(span, start_s, start_s + window_s) * scale)
-        duration = format_duration_s(span.end_s - span.start_s)
-        short = span.name.removeprefix("all-reduce ")
-        fits = span.lane == "flight" and len(short) * _LABEL_WIDTH + 8 < width
-        boxes.append(
-            Box(
-                x=round(LEFT + left_s * scale, 2),
-                y=y,
-                width=round(width, 2),
-                height=_ROW,
-                kind=_CLASSES.get(span.lane, span.lane),
-                title=f"{span.name}: {span.lane}, {duration}",
-                label=short if fits else "",
-            )
-        )
-    return boxes
+    width = max(0.6, _overlap_s(span, start_s, start_s + window_s) * scale)
+    short = span.name.removeprefix("all-reduce ")
+    fits = span.lane == "flight" and height == _ROW and len(short) * _LABEL_WIDTH + 8 < width
+    return Box(
+        x=round(LEFT + max(0.0, span.start_s - start_s) * scale, 2),
+        y=round(y, 2),
+        width=round(width, 2),
+        height=round(height, 2),
+        kind=_CLASSES.get(span.lane, span.lane),
+        title=f"{span.name}: {span.lane}, {format_duration_s(span.end_s - span.start_s)}",
+        label=short if fits else "",
+    )
 
 
 def _ticks(window_s: float) -> list[tuple[float, str]]:

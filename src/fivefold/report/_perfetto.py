@@ -83,13 +83,14 @@ def write_timeline(run: Run, path: Path) -> Path:
         >>> from fivefold.report._records import Manifest, Run
         >>> fields = {"schema": 1, "fivefold": "0", "method": "ddp", "label": "", "world_size": 2}
         >>> target = pathlib.Path(tempfile.mkdtemp()) / "timeline.json"
-        >>> write_timeline(Run(path=target, name="a", manifest=Manifest(**fields)), target).exists()
+        >>> run = Run(path=target, name="a", label="", manifest=Manifest(**fields))
+        >>> write_timeline(run, target).exists()
         True
     """
     trace = {
         "traceEvents": trace_events(run.ranks),
         "displayTimeUnit": "ms",
-        "otherData": {"method": run.manifest.label, "fivefold": run.manifest.fivefold},
+        "otherData": {"method": run.label, "fivefold": run.manifest.fivefold},
     }
     return write_text_atomically(path, json.dumps(trace, separators=(",", ":")) + "\n")
 

@@ -205,6 +205,7 @@ class Run:
     Attributes:
         path: The run's folder.
         name: Short name, unique among the runs that were read together.
+        label: Name for people, unique as well.
         manifest: What was started.
         config: The resolved configuration; empty where the file is missing.
         config_text: The same as the file has it.
@@ -216,6 +217,7 @@ class Run:
 
     path: Path
     name: str
+    label: str
     manifest: Manifest
     config: dict[str, Any] = field(default_factory=dict)
     config_text: str = ""

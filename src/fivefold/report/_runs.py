@@ -11,6 +11,8 @@ import json
 import os
 import re
 import tomllib
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -90,7 +92,8 @@ def read_runs(paths: Iterable[Path | str]) -> list[Run]:
 
     Returns:
         The runs, ordered by method (compute only, DDP, then the local-update family), then by
-        name. Names are the folder names, made longer where two would be equal.
+        name. Names are the folder names, made longer where two would be equal; labels that
+        would be equal get the name appended.
 
     Raises:
         DataError: There is no run, or a file of one is damaged or of an unknown schema.
@@ -106,7 +109,12 @@ def read_runs(paths: Iterable[Path | str]) -> list[Run]:
         read_run(folder, name=name)
         for folder, name in zip(folders, _unique_names(folders), strict=True)
     ]
-    return sorted(runs, key=_run_order)
+    labels = Counter(run.label for run in runs)
+    distinct = [
+        replace(run, label=f"{run.label}, {run.name}") if labels[run.label] > 1 else run
+        for run in runs
+    ]
+    return sorted(distinct, key=_run_order)
 
 
 def read_run(path: Path | str, *, name: str | None = None) -> Run:
@@ -150,6 +158,7 @@ def read_run(path: Path | str, *, name: str | None = None) -> Run:
     return Run(
         path=path,
         name=name or path.resolve().name,
+        label=manifest.label,
         manifest=manifest,
         config=_parse_toml(config_text or "", where=path / "config.toml"),
         config_text=config_text or "",

@@ -63,6 +63,7 @@ class RunSummary(BaseModel):
         wall_s: Wall-clock seconds so far.
         tokens_per_s: Tokens per second of training: without validation and checkpoints.
         fraction_of_compute_only: ``tokens_per_s`` over that of the run without communication.
+        ddp: Name of the DDP run that this one is compared with; None where there is none.
         speed_ratio_to_ddp: ``tokens_per_s`` over that of the DDP run.
         seconds: Rank 0's wall time by category; None where nothing recorded it.
         in_flight_s: Seconds in which a collective was under way; None where there was none.
@@ -94,6 +95,7 @@ class RunSummary(BaseModel):
     wall_s: float = 0.0
     tokens_per_s: float | None = None
     fraction_of_compute_only: float | None = None
+    ddp: str | None = None
     speed_ratio_to_ddp: float | None = None
     seconds: dict[str, float] | None = None
     in_flight_s: float | None = None
@@ -139,7 +141,7 @@ def validation_curve(run: Run) -> list[tuple[float, float]]:
     Example:
         >>> from fivefold.report._records import Manifest, Run
         >>> fields = {"schema": 1, "fivefold": "0", "method": "ddp", "label": "", "world_size": 2}
-        >>> validation_curve(Run(path=None, name="a", manifest=Manifest(**fields)))
+        >>> validation_curve(Run(path=None, name="a", label="", manifest=Manifest(**fields)))
         []
     """
     points = [(point.wall_s, point.bits_per_byte) for point in run.metrics.validation]
@@ -156,7 +158,7 @@ def final_bits_per_byte(run: Run) -> float | None:
     Example:
         >>> from fivefold.report._records import Manifest, Run
         >>> fields = {"schema": 1, "fivefold": "0", "method": "ddp", "label": "", "world_size": 2}
-        >>> final_bits_per_byte(Run(path=None, name="a", manifest=Manifest(**fields)))
+        >>> final_bits_per_byte(Run(path=None, name="a", label="", manifest=Manifest(**fields)))
     """
     if run.result is not None and run.result.bits_per_byte is not None:
         return run.result.bits_per_byte
@@ -198,7 +200,7 @@ def _summarise_one(run: Run) -> RunSummary:
     link = _link_bytes(run)
     return RunSummary(
         name=run.name,
-        label=run.manifest.label,
+        label=run.label,
         method=run.manifest.method,
         status=run.status,
         steps=steps,
@@ -277,7 +279,7 @@ def _training_rate(tokens: int, wall_s: float, seconds: dict[str, float] | None)
 
 def _compare(index: int, runs: Sequence[Run], alone: Sequence[RunSummary]) -> RunSummary:
     run, summary = runs[index], alone[index]
-    found: dict[str, float | None] = {}
+    found: dict[str, float | str | None] = {}
     compute_only = _reference(run, runs, alone, method="none")
     if compute_only is not None:
         found["fraction_of_compute_only"] = _ratio(
@@ -285,13 +287,15 @@ def _compare(index: int, runs: Sequence[Run], alone: Sequence[RunSummary]) -> Ru
         )
     ddp = _reference(run, runs, alone, method="ddp")
     if ddp is not None:
+        found["ddp"] = runs[ddp].name
         found["speed_ratio_to_ddp"] = _ratio(summary.tokens_per_s, alone[ddp].tokens_per_s)
         target = alone[ddp].bits_per_byte
         # Ranks that never communicate train replicas of their own: no curve to compare.
         if target is not None and run.manifest.method != "none":
-            found["time_to_ddp_s"] = time_to_value(validation_curve(run), target)
+            reached_s = time_to_value(validation_curve(run), target)
             ddp_s = time_to_value(validation_curve(runs[ddp]), target)
-            found["time_to_ddp_ratio"] = _ratio(ddp_s, found["time_to_ddp_s"])
+            found["time_to_ddp_s"] = reached_s
+            found["time_to_ddp_ratio"] = _ratio(ddp_s, reached_s)
     return summary.model_copy(update=found)
 
 
