@@ -414,7 +414,8 @@ class _Run:
         )
         if self.metrics is not None:
             seconds, size = end_s - start_s, record.num_bytes
-            wall_s = self.wall_s()
+            # The time that a resume continues from, so that wall_s never goes back in the file.
+            wall_s = state["wall_s"]
             self.metrics.write(
                 "checkpoint", step=self.step, wall_s=wall_s, seconds=seconds, bytes=size
             )
