@@ -1,0 +1,143 @@
+import json
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+from fivefold.testing import run_processes
+from fivefold.train._control import ControlLane, StopRequest
+from fivefold.train._world import World, open_world, read_identity
+
+
+def wait_for_step(world, config, step):
+    path = config.run.output / "metrics.jsonl"
+    deadline_s = time.monotonic() + 30
+    while time.monotonic() < deadline_s:
+        if path.exists() and any(
+            json.loads(line)["step"] >= step
+            for line in path.read_text().splitlines()
+            if line.endswith("}")
+        ):
+            return
+        time.sleep(0.02)
+    pytest.fail(f"step {step} was not reached: {world.logs()}")
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("method", "number", "ranks"),
+    [
+        ("ddp", signal.SIGTERM, [0, 1]),
+        ("co2", signal.SIGTERM, [1]),
+        ("co2", signal.SIGINT, [0, 1]),
+        ("none", signal.SIGTERM, [0]),
+    ],
+)
+def test_a_signal_writes_a_checkpoint_and_the_run_goes_on_exactly(
+    make_config, start_ranks, run_ranks, final_digest, method, number, ranks
+):
+    steps = 1500
+    whole = make_config(method, output="whole", steps=steps, validate_every_steps=0)
+    run_ranks(whole)
+    config = make_config(method, steps=steps, validate_every_steps=0)
+    world = start_ranks(config)
+    wait_for_step(world, config, 30)
+    for rank in ranks:
+        world.kill(rank, number)
+    assert world.wait() == {0: 0, 1: 0}, world.logs()
+    events = [
+        json.loads(line) for line in (config.run.output / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert events[-1]["event"] == "end"
+    assert events[-1]["reason"] == "stopped"
+    stopped_at = events[-1]["step"]
+    assert 30 <= stopped_at < steps, "the run ended before the signal: make it longer"
+    assert (config.run.output / "checkpoints" / f"step-{stopped_at:08d}").is_dir()
+    assert not (config.run.output / "result.json").exists()
+    run_ranks(config)
+    assert final_digest(config) == final_digest(whole)
+    assert json.loads((config.run.output / "result.json").read_text())["reason"] == "finished"
+
+
+@pytest.mark.distributed
+def test_all_ranks_stop_at_the_same_step_whoever_is_asked():
+    def work(rank):
+        world = open_world(read_identity(), device="cpu", timeout_s=20.0)
+        stop = StopRequest()
+        lane = ControlLane(world, stop)
+        lane.start(0)
+        for step in range(1, 10_000):
+            time.sleep(0.001 * (1 + rank))  # ranks of different speed
+            if rank == 1 and step == 37:
+                stop.requested = True
+            if lane.poll(step):
+                return step
+        return None
+
+    steps = run_processes(3, work)
+    assert len(set(steps)) == 1
+    assert steps[0] >= 37
+
+
+@pytest.mark.distributed
+def test_the_agreement_is_not_waited_for_in_every_step():
+    def work(_rank):
+        world = open_world(read_identity(), device="cpu", timeout_s=20.0)
+        lane = ControlLane(world, StopRequest())
+        lane.start(0)
+        for step in range(1, 1201):
+            time.sleep(0.001)
+            lane.poll(step)
+        lane.drain()
+        return len(lane.take_spans())
+
+    counts = run_processes(2, work)
+    # About one message per half second; the first ones come sooner, until the period is known.
+    assert counts[0] == counts[1]
+    assert counts[0] < 60
+
+
+def test_first_interrupt_asks_second_aborts():
+    stop = StopRequest()
+    before = signal.getsignal(signal.SIGINT)
+    with stop.handling_signals():
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.requested
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_repeated_sigterm_does_not_abort():
+    stop = StopRequest()
+    with stop.handling_signals():
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested
+
+
+def test_signals_are_left_alone_outside_the_main_thread():
+    found = []
+
+    def work():
+        with StopRequest().handling_signals():
+            found.append(signal.getsignal(signal.SIGTERM))
+
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [before]
+
+
+def test_one_rank_decides_alone_and_at_once():
+    stop = StopRequest()
+    world = World(identity=read_identity(), device=torch.device("cpu"), timeout_s=1.0)
+    lane = ControlLane(world, stop)
+    lane.start(0)
+    assert not lane.poll(1)
+    stop.requested = True
+    assert lane.poll(2)
