@@ -1,0 +1,308 @@
+"""How much of the communication CO2 hides: steps per second against the same step without any.
+
+Two hosts of the emulated cluster, one rank and one core each, train the trainer's transformer on
+real text. For every link rate the same processes run, in turn and several times over: the step
+with communication switched off, DDP, Local SGD and CO2 at several tau. Each sample is a window
+of whole rounds that begins and ends right after a boundary, with the pipeline full.
+
+The overlap law predicts a step time of max(T_step, T_allreduce / tau), so the limit of the
+fraction is min(1, tau * T_step / T_allreduce) with both times measured here.
+
+    python benchmarks/optim/hidden_communication.py [--rates 50,200,1000] [--taus 1,4,8,16]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from fivefold.lab import LabSpec, run_lab
+from fivefold.optim import CO2, LocalSGD, OuterSync
+from fivefold.report import BenchmarkRow, median_and_spread, write_results
+from fivefold.train import (
+    DataConfig,
+    ModelConfig,
+    ShardedSampler,
+    Transformer,
+    gather_batch,
+    load_corpus,
+    load_tokenizer,
+)
+
+SEQUENCE_LENGTH = 128
+BATCH_SIZE = 10
+MODEL = ModelConfig(layers=6, width=192, heads=6)
+HIDDEN_FRACTION = 0.95
+WAIT_SHARE = 0.02
+LOCAL_SGD_TAU = 8
+RESULTS = Path(__file__).parents[1] / "results" / "optim" / "hidden_communication.json"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way of keeping two replicas together (or not), with its window."""
+
+    name: str
+    tau: int
+    warm_up_steps: int
+    steps: int
+
+
+def variants(taus: list[int]) -> list[Variant]:
+    """What is run in turn; windows of a few seconds each."""
+    found = [Variant("none", 0, 2, 16), Variant("ddp", 0, 1, 4)]
+    found.append(Variant("local_sgd", LOCAL_SGD_TAU, 0, 2 * LOCAL_SGD_TAU))
+    for tau in taus:
+        rounds = {1: 8, 4: 4, 8: 3}.get(tau, 2)
+        found.append(Variant(f"co2 tau {tau}", tau, 2 * tau, rounds * tau))
+    return found
+
+
+# -- one rank -----------------------------------------------------------------------------------
+
+
+class Bench:
+    """One rank's model factory, data and timings."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+        self.rank = dist.get_rank()
+        tokenizer = load_tokenizer("bytes")
+        corpus = load_corpus(DataConfig(sequence_length=SEQUENCE_LENGTH), tokenizer)
+        self.vocab_size = tokenizer.vocab_size
+        self.tokens = corpus.train
+        self.sampler = ShardedSampler(
+            len(corpus.train),
+            sequence_length=SEQUENCE_LENGTH,
+            batch_size=BATCH_SIZE,
+            rank=self.rank,
+            world_size=dist.get_world_size(),
+            seed=0,
+        )
+
+    def model(self) -> Transformer:
+        """A fresh model, equal on all ranks."""
+        return Transformer(MODEL, vocab_size=self.vocab_size, sequence_length=SEQUENCE_LENGTH)
+
+    def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """This rank's shard of the text."""
+        step = 0
+        while True:
+            yield gather_batch(self.tokens, self.sampler.batch_starts(step), SEQUENCE_LENGTH)
+            step += 1
+
+    def allreduce_s(self, repetitions: int = 2) -> float:
+        """Mean seconds of a bare all-reduce of the payload, with nothing beside it."""
+        payload = torch.zeros(self.model().num_parameters)
+        dist.barrier()
+        start_s = time.perf_counter()
+        for _ in range(repetitions):
+            dist.all_reduce(payload)
+        return (time.perf_counter() - start_s) / repetitions
+
+    def sample(self, variant: Variant) -> dict[str, float]:
+        """Run one window and return its figures; the slower rank's time counts."""
+        model = self.model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        replica: Any = DistributedDataParallel(_Loss(model)) if variant.name == "ddp" else None
+        sync = self._sync(variant, model, optimizer)
+        batches = self.batches()
+
+        def run(steps: int) -> None:
+            for _ in range(steps):
+                inputs, targets = next(batches)
+                loss = model.loss(inputs, targets) if replica is None else replica(inputs, targets)
+                optimizer.zero_grad()
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                if sync is not None:
+                    sync.step()
+
+        run(variant.warm_up_steps)
+        before = sync.statistics() if sync is not None else None
+        dist.barrier()
+        start_s = time.perf_counter()
+        run(variant.steps)
+        wall_s = time.perf_counter() - start_s
+        figures = {"wall_s": wall_s, "step_s": wall_s / variant.steps}
+        if sync is not None and before is not None:
+            after = sync.statistics()
+            rounds = after.merged_rounds - before.merged_rounds
+            figures["wait_share"] = (after.exposed_wait_s - before.exposed_wait_s) / wall_s
+            figures["flight_s"] = (after.in_flight_s - before.in_flight_s) / rounds
+            figures["boundary_s"] = (after.boundary_s - before.boundary_s) / rounds
+            sync.finalize()
+        return self._slowest(figures)
+
+    def _sync(
+        self, variant: Variant, model: Transformer, optimizer: torch.optim.Optimizer
+    ) -> OuterSync | None:
+        if variant.tau == 0:
+            return None
+        local = variant.name == "local_sgd"
+        rule = LocalSGD(tau=variant.tau) if local else CO2(tau=variant.tau)
+        return OuterSync(model, optimizer, rule=rule)
+
+    def _slowest(self, figures: dict[str, float]) -> dict[str, float]:
+        values = torch.tensor(list(figures.values()), dtype=torch.float64)
+        dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        return dict(zip(figures, values.tolist(), strict=True))
+
+
+class _Loss(torch.nn.Module):
+    """DDP needs the loss to be computed in ``forward``."""
+
+    def __init__(self, model: Transformer) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return self.model.loss(inputs, targets)
+
+
+def worker(output: Path, taus: list[int], repetitions: int) -> None:
+    """Run all variants in turn; rank 0 writes one line per sample."""
+    bench = Bench()
+    for repetition in range(repetitions + 1):  # the first is a warm-up and is not counted
+        for variant in variants(taus):
+            figures = bench.sample(variant)
+            record = {"variant": variant.name, "tau": variant.tau, **figures}
+            record["allreduce_s"] = bench.allreduce_s() if variant.name == "none" else 0.0
+            if bench.rank == 0 and repetition > 0:
+                with output.open("a") as file:
+                    file.write(json.dumps(record) + "\n")
+                print(
+                    f"  {repetition}/{repetitions} {variant.name:12} {figures['step_s']:.3f} s/step"
+                )
+    dist.destroy_process_group()
+
+
+# -- the comparison -----------------------------------------------------------------------------
+
+
+def measure(rate: str, taus: list[int], repetitions: int) -> list[dict[str, Any]]:
+    """All samples at one link rate."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "samples.jsonl"
+        command = [sys.executable, __file__, "--worker", str(output)]
+        command += ["--taus", ",".join(map(str, taus)), "--repetitions", str(repetitions)]
+        print(f"link of {rate}")
+        result = run_lab(LabSpec(hosts=2, rate=rate), command, log_folder=Path(folder) / "logs")
+        if result.exit_code != 0:
+            sys.exit(result.exit_code)
+        return [json.loads(line) for line in output.read_text().splitlines()]
+
+
+def rows_of(rate: str, samples: list[dict[str, Any]], payload_bytes: int) -> list[BenchmarkRow]:
+    """Rows of one rate: the times first, then each variant's fraction and exposed wait."""
+
+    def figures(name: str, key: str) -> list[float]:
+        return [sample[key] for sample in samples if sample["variant"] == name]
+
+    alone_s = figures("none", "step_s")
+    step_s, step_spread = median_and_spread(alone_s)
+    allreduce_s, allreduce_spread = median_and_spread(figures("none", "allreduce_s"))
+    ddp, ddp_spread = _fraction(alone_s, figures("ddp", "step_s"))
+    local, _ = _fraction(alone_s, figures("local_sgd", "step_s"))
+    bandwidth_limit_s = payload_bytes * 8 / (float(rate.removesuffix("Mbit/s")) * 1e6)
+    peers = {"DDP": ddp, f"Local SGD tau {LOCAL_SGD_TAU}": local}
+    rows = [
+        BenchmarkRow(
+            case=rate, metric="T_step without communication", unit="s", ours=step_s,
+            spread=step_spread,
+        ),
+        BenchmarkRow(
+            case=rate, metric="T_allreduce of the payload", unit="s", ours=allreduce_s,
+            spread=allreduce_spread, limit=bandwidth_limit_s,
+        ),
+        BenchmarkRow(case=rate, metric="payload", unit="MB", ours=payload_bytes / 1e6),
+        BenchmarkRow(
+            case=f"{rate}, DDP", metric="fraction of the compute-only rate", unit="ratio",
+            ours=ddp, spread=ddp_spread,
+        ),
+    ]  # fmt: skip
+    for name in dict.fromkeys(s["variant"] for s in samples if s["variant"].startswith("co2")):
+        tau = next(s["tau"] for s in samples if s["variant"] == name)
+        law = min(1.0, tau * step_s / allreduce_s)
+        hides = allreduce_s <= tau * step_s
+        fraction, spread = _fraction(alone_s, figures(name, "step_s"))
+        wait, wait_spread = median_and_spread(figures(name, "wait_share"))
+        flight_s, flight_spread = median_and_spread(figures(name, "flight_s"))
+        boundary_s, boundary_spread = median_and_spread(figures(name, "boundary_s"))
+        case = f"{rate}, CO2 tau {tau}"
+        rows += [
+            BenchmarkRow(
+                case=case, metric="fraction of the compute-only rate", unit="ratio",
+                ours=fraction, spread=spread, peers=peers, limit=law,
+                target=HIDDEN_FRACTION if hides else None,
+                met=fraction >= HIDDEN_FRACTION if hides else None,
+            ),
+            BenchmarkRow(
+                case=case, metric="exposed wait, share of wall time", unit="ratio", ours=wait,
+                spread=wait_spread, limit=max(0.0, 1 - law),
+                target=WAIT_SHARE if hides else None, met=wait < WAIT_SHARE if hides else None,
+            ),
+            BenchmarkRow(
+                case=case, metric="one all-reduce in flight", unit="s", ours=flight_s,
+                spread=flight_spread,
+            ),
+            BenchmarkRow(
+                case=case, metric="one boundary without the wait", unit="s", ours=boundary_s,
+                spread=boundary_spread,
+            ),
+        ]  # fmt: skip
+    return rows
+
+
+def _fraction(alone_s: list[float], steps_s: list[float]) -> tuple[float, tuple[float, float]]:
+    """Step rate against the compute-only one, paired within each repetition."""
+    return median_and_spread([a / b for a, b in zip(alone_s, steps_s, strict=True)])
+
+
+def main() -> None:
+    """Measure every rate and write the results file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rates", default="50,200,1000", help="Mbit/s, comma-separated")
+    parser.add_argument("--taus", default="1,4,8,16")
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    taus = [int(tau) for tau in arguments.taus.split(",")]
+    if arguments.worker is not None:
+        worker(arguments.worker, taus, arguments.repetitions)
+        return
+    tokenizer = load_tokenizer("bytes")
+    load_corpus(DataConfig(sequence_length=SEQUENCE_LENGTH), tokenizer)  # tokenised once, here
+    model = Transformer(MODEL, vocab_size=tokenizer.vocab_size, sequence_length=SEQUENCE_LENGTH)
+    rows = []
+    for rate in arguments.rates.split(","):
+        name = f"{rate}Mbit/s"
+        samples = measure(name, taus, arguments.repetitions)
+        rows += rows_of(name, samples, payload_bytes=4 * model.num_parameters)
+    write_results(arguments.output, topic="optim/hidden_communication", rows=rows)
+    for row in rows:
+        met = "" if row.met is None else (" met" if row.met else " NOT MET")
+        print(f"{row.case:26} {row.metric:38} {row.ours:.4g} {row.unit}{met}")
+    if any(math.isnan(row.ours) for row in rows):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()

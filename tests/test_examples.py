@@ -1,0 +1,64 @@
+"""Every example and the README's own run as a person would run them."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+ALONE = ["report_from_runs.py", "lab_two_hosts.py"]
+ON_TWO_RANKS = ["co2_plain_loop.py"]
+
+
+def run(command, cwd):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=150, cwd=cwd, env=environment
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
+
+
+def torchrun(script, cwd):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return run([*launcher, "--nproc-per-node", "2", str(script)], cwd)
+
+
+def test_every_example_is_run_by_this_file():
+    found = {path.name for path in (ROOT / "examples").glob("*.py")}
+    assert found == {*ALONE, *ON_TWO_RANKS}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALONE)
+def test_example(name, tmp_path):
+    assert run([sys.executable, str(ROOT / "examples" / name)], tmp_path).strip()
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_plain_loop_ends_with_equal_replicas(tmp_path):
+    output = torchrun(ROOT / "examples" / "co2_plain_loop.py", tmp_path)
+    checksums = re.findall(r"rank [01]: checksum (\S+),", output)
+    assert len(checksums) == 2
+    assert checksums[0] == checksums[1]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_readme_example(tmp_path):
+    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    script = tmp_path / "train.py"
+    script.write_text(code)
+    output = torchrun(script, tmp_path)
+    assert output.count("SyncStatistics(steps=64, rounds=8, merged_rounds=8") == 2
+
+
+def test_links_in_the_documents_lead_somewhere():
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+            if not target.startswith("http"):
+                assert (page.parent / target).exists(), f"{page.name} links to {target}"
