@@ -105,7 +105,7 @@ def test_everything_written_by_others_is_escaped(tmp_path, make_run):
     parsed = _Page(page)
     assert parsed.tags.count("script") == 3
     assert "<script>alert" not in page
-    assert parsed.tags.count("pre") == 2
+    assert parsed.tags.count("pre") == 3
 
 
 def test_an_unshaped_link_is_said_at_the_top(tmp_path, make_run):
@@ -152,3 +152,17 @@ def test_only_some_ranks_are_drawn(tmp_path, make_run):
     (panel,) = timeline_panels(read_runs([tmp_path]))
     assert panel.hidden_ranks == 2
     assert sum(bool(lane.rank) for lane in panel.lanes) == 4
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        (["/opt/x/fivefold/__main__.py", "train", "a b.toml"],
+         "python -m fivefold train &#39;a b.toml&#39;"),
+        (["/opt/x/bin/fivefold", "train", "a.toml"], "<pre>fivefold train a.toml</pre>"),
+        ([], "<pre>not recorded</pre>"),
+    ],
+)  # fmt: skip
+def test_commands_are_shown_as_one_types_them(tmp_path, make_run, command, shown):
+    make_run(tmp_path / "co2", "co2", command=command)
+    assert shown in render_html(build_report([tmp_path]))

@@ -189,3 +189,12 @@ def test_time_to_value_is_the_first_time_the_line_is_there(values, gaps, target)
         share = (found - times[after - 1]) / (times[after] - times[after - 1])
         height = values[after - 1] + share * (values[after] - values[after - 1])
         assert height == pytest.approx(target, abs=1e-6)
+
+
+def test_waiting_counts_every_message_also_those_outside_the_method(comparison):
+    path = comparison / "co2" / "result.json"
+    seconds = json.loads(path.read_text())["seconds"] | {"exposed_communication": 1.9}
+    _change(path, seconds=seconds)
+    run = _by_method(comparison)["co2"]
+    assert run.exposed_fraction == pytest.approx(0.1)  # 1.9 of 19 s
+    assert run.exposed_wait_s == pytest.approx(0.5)

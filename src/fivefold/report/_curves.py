@@ -72,9 +72,9 @@ def _figure(runs: Sequence[Run], axis: str) -> Any:
         )
         figure.add_annotation(  # on a logarithmic axis plotly places notes by the exponent
             text=f"DDP's final: {target:.3f}",
-            x=1.0,
+            x=0.01,
             xref="paper",
-            xanchor="right",
+            xanchor="left",
             y=math.log10(target),
             yanchor="bottom",
             showarrow=False,

@@ -124,7 +124,8 @@ def render_html(report: Report) -> str:
         differences=configuration_differences(report.runs),
         expected=_EXPECTED_DIFFERENCES,
         facts=_facts(report.runs),
-        commands=[(run.label, shlex.join(run.manifest.command)) for run in report.runs],
+        commands=[(run.label, _command(run)) for run in report.runs],
+        report_command=shlex.join(["fivefold", "report", *(str(run.path) for run in report.runs)]),
     )
     return text
 
@@ -217,6 +218,7 @@ def _comparison_table(summaries: Sequence[RunSummary]) -> dict[str, Any]:
 
 def _time_bars(summaries: Sequence[RunSummary], *, per_step: bool) -> list[_Bar]:
     """Stacked bars of rank 0's seconds, all to the scale of the longest."""
+    steps_differ = len({run.steps for run in summaries}) > 1 and not per_step
     divided = [
         (run, {name: value / (run.steps if per_step else 1) for name, value in seconds.items()})
         for run in summaries
@@ -228,7 +230,8 @@ def _time_bars(summaries: Sequence[RunSummary], *, per_step: bool) -> list[_Bar]
     return [
         _Bar(
             label=run.label,
-            total=format_seconds(sum(seconds.values())),
+            total=format_seconds(sum(seconds.values()))
+            + (f" for {run.steps} steps" if steps_differ else ""),
             segments=tuple(
                 _Segment(name, round(100 * value / longest, 3), format_seconds(value))
                 for name, value in seconds.items()
@@ -264,6 +267,16 @@ def _link_bars(summaries: Sequence[RunSummary]) -> list[_Bar]:
         )
         for run, kind, value in known
     ]
+
+
+def _command(run: Run) -> str:
+    """The command as one would type it: a module's file is no command."""
+    command = list(run.manifest.command)
+    if command and command[0].endswith("fivefold/__main__.py"):
+        command[:1] = ["python", "-m", "fivefold"]
+    elif command and command[0].endswith("/fivefold"):
+        command[0] = "fivefold"
+    return shlex.join(command)
 
 
 def _facts(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:

@@ -28,11 +28,14 @@ _STEP = 22.0
 _RANK_GAP = 12.0
 _AXIS = 26.0
 _MOST_RANKS = 4
+_MOST_RANKS_OF_MANY_RUNS = 2
+_MANY_RUNS = 4
 _CYCLES = 2.5
 _ROWS = (("training", None), ("in flight", "flight"), ("waiting", "wait"))
 _TRAINING_LANES = ("compute", "data", "boundary", "validation", "checkpoint")
 _CLASSES = {"wait": "exposed_communication"}
 _TOUCHING_S = 1e-4  # spans of one thread may seem to overlap by the rounding of two clocks
+_THINNEST = 0.2  # faint, but there: a wider box would make short waits look long
 _LABEL_WIDTH = 6.2  # of one character at the size that the template uses
 
 
@@ -80,7 +83,8 @@ def timeline_panels(runs: Sequence[Run]) -> list[Panel]:
     if not cycles:
         return []
     window_s = _CYCLES * max(cycles)
-    return [_panel(run, window_s) for run in drawn]
+    most_ranks = _MOST_RANKS if len(drawn) < _MANY_RUNS else _MOST_RANKS_OF_MANY_RUNS
+    return [_panel(run, window_s, most_ranks=most_ranks) for run in drawn]
 
 
 def _cycle_s(run: Run) -> float | None:
@@ -125,10 +129,10 @@ def _overlap_s(span: Span, start_s: float, end_s: float) -> float:
     return max(0.0, min(span.end_s, end_s) - max(span.start_s, start_s))
 
 
-def _panel(run: Run, window_s: float) -> Panel:
+def _panel(run: Run, window_s: float, *, most_ranks: int) -> Panel:
     start_s = _window_start(run, window_s)
     ranks = [rank for rank in run.ranks if rank.spans]
-    shown = ranks[:_MOST_RANKS]
+    shown = ranks[:most_ranks]
     lanes: list[Lane] = []
     boxes: list[Box] = []
     y = 4.0
@@ -185,7 +189,7 @@ def _apart(spans: Sequence[Span]) -> list[list[Span]]:
 
 def _box(span: Span, *, y: float, height: float, start_s: float, window_s: float) -> Box:
     scale = (WIDTH - LEFT) / window_s
-    width = max(0.6, _overlap_s(span, start_s, start_s + window_s) * scale)
+    width = max(_THINNEST, _overlap_s(span, start_s, start_s + window_s) * scale)
     short = span.name.removeprefix("all-reduce ")
     fits = span.lane == "flight" and height == _ROW and len(short) * _LABEL_WIDTH + 8 < width
     return Box(

@@ -67,7 +67,8 @@ class RunSummary(BaseModel):
         speed_ratio_to_ddp: ``tokens_per_s`` over that of the DDP run.
         seconds: Rank 0's wall time by category; None where nothing recorded it.
         in_flight_s: Seconds in which a collective was under way; None where there was none.
-        exposed_wait_s: Seconds in which training stood still for one.
+        exposed_wait_s: Seconds in which training stood still for one; ``seconds`` also counts
+            the waits for other messages, such as the ranks' agreement on stopping.
         overlap_fraction: Share of ``in_flight_s`` that was hidden behind work.
         payload_bytes_per_step: Bytes that one rank handed to all-reduce, per step.
         least_link_bytes_per_step: What any all-reduce of that payload must send per rank,
@@ -112,10 +113,11 @@ class RunSummary(BaseModel):
 
     @property
     def exposed_fraction(self) -> float | None:
-        """Share of the wall time in which training stood still for communication."""
-        if self.exposed_wait_s is None or self.wall_s <= 0:
-            return None
-        return self.exposed_wait_s / self.wall_s
+        """Share of the wall time in which training stood still, for whatever message."""
+        waited_s = self.exposed_wait_s
+        if self.seconds is not None:
+            waited_s = self.seconds["exposed_communication"]
+        return waited_s / self.wall_s if waited_s is not None and self.wall_s > 0 else None
 
 
 def summarise(runs: Sequence[Run]) -> list[RunSummary]:

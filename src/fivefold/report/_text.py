@@ -124,6 +124,8 @@ def _print_seconds(console: Console, summaries: Sequence[RunSummary]) -> None:
     console.print("\nWhere each second of rank 0 went")
     table = _table(boxed=False)
     table.show_header = False
+    for justify in ("left", "left", "right"):
+        table.add_column(justify=justify)
     for run, seconds in recorded:
         bar = _bar(seconds, longest, letters=not console.is_terminal)
         table.add_row(Text(run.label), bar, format_seconds(sum(seconds.values())))
