@@ -20,7 +20,6 @@ import fivefold
 from fivefold.errors import CommunicationError, ConfigurationError, UnsupportedError
 from fivefold.lab import Capabilities, Capability, LabSpec, run_lab
 from fivefold.lab import _run as run_module
-from fivefold.lab._state import runtime_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -176,12 +175,18 @@ class Caller:
     def __init__(self, mark: str, delay: str, folder: Path) -> None:
         self.mark = mark
         self.folder = folder
-        before = set(runtime_folder().glob("run-*"))
+        runtime = folder / "runtime"
+        runtime.mkdir()
         argv = [sys.executable, "-c", _CALLER, mark, delay, str(folder)]
-        self.process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.process = subprocess.Popen(
+            argv,
+            env={**os.environ, "XDG_RUNTIME_DIR": str(runtime)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         _wait_until(lambda: len(self.sleepers()) == 2)
         self.networks = {_network_of(pid) for pid in self.sleepers()}
-        (self.state_folder,) = set(runtime_folder().glob("run-*")) - before
+        (self.state_folder,) = runtime.glob("fivefold-lab/run-*")
         state = json.loads((self.state_folder / "state.json").read_text())
         self.supervisor_pid = state["supervisor"]["pid"]
         (self.first_process,) = _children(self.supervisor_pid)
@@ -205,7 +210,6 @@ def caller(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Caller]:
     yield started
     started.process.kill()
     started.process.wait()
-    shutil.rmtree(started.state_folder, ignore_errors=True)
 
 
 @pytest.mark.lab
