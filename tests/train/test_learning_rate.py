@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -54,10 +55,8 @@ def test_rises_then_falls_within_bounds_and_its_mean_is_known(steps, share, frac
     rates = schedule(steps, warmup, lr=lr, fraction=fraction)
     tolerance = 1e-9 * lr
     assert all(0 < rate <= lr + tolerance for rate in rates[:-1])
-    assert all(b >= a for a, b in zip(rates[:warmup], rates[1:warmup], strict=False))
-    assert all(
-        b <= a + tolerance for a, b in zip(rates[warmup:], rates[warmup + 1 :], strict=False)
-    )
+    assert all(b >= a for a, b in pairwise(rates[:warmup]))
+    assert all(b <= a + tolerance for a, b in pairwise(rates[warmup:]))
     # A cosine sampled symmetrically has the mean of its ends.
     if len(rates[warmup:]) > 1:
         mean = sum(rates[warmup:]) / len(rates[warmup:])

@@ -118,7 +118,7 @@ def test_ranks_read_what_one_rank_with_their_whole_batch_reads():
 
 def test_too_few_tokens_says_how_many_are_needed():
     shape = {"sequence_length": 10, "batch_size": 4, "rank": 0, "world_size": 2, "seed": 0}
-    with pytest.raises(DataError, match="89 training tokens are too few .* needs 90"):
+    with pytest.raises(DataError, match=r"89 training tokens are too few .* needs 90"):
         ShardedSampler(89, **shape)
     assert ShardedSampler(90, **shape).steps_per_epoch == 1
 

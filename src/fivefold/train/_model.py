@@ -128,8 +128,8 @@ class Transformer(nn.Module):
             >>> from fivefold.train._config import ModelConfig
             >>> model = Transformer(ModelConfig(layers=1, width=8, heads=2), vocab_size=5,
             ...                     sequence_length=4)
-            >>> tokens_BT = torch.tensor([[0, 1, 2, 3]])
-            >>> round(model.loss(tokens_BT, tokens_BT).item(), 1)  # ln 5 at the start
+            >>> inputs_BT, targets_BT = torch.tensor([[0, 1, 2]]), torch.tensor([[1, 2, 3]])
+            >>> round(model.loss(inputs_BT, targets_BT).item(), 1)  # ln 5 at the start
             1.6
         """
         return token_loss(self(inputs_BT), targets_BT)

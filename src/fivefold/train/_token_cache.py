@@ -33,6 +33,7 @@ __all__ = ["TokenWriter", "cache_folder", "open_or_build"]
 _BLOCK_BYTES = 1 << 24
 _MOST_BLOCKS_CHECKED = 64  # 1 GiB: below a second, and a truncation shows in the size anyway
 _LOCK_TIMEOUT_S = 3600.0
+_MOST_BUILDS = 3
 _LOCK_POLL_S = 0.1
 _MANIFEST = "manifest.json"
 _logger = logging.getLogger(__name__)
@@ -175,25 +176,33 @@ def open_or_build(
         >>> arrays["train"].tolist(), facts
         ([0, 1, 2], {'num_files': 1})
     """
-    if (opened := _open(folder / key, dtype)) is not None:
+    opened = _open(folder / key, dtype)
+    for _ in range(_MOST_BUILDS):  # the second is needed only where builders without locks collide
+        if opened is not None:
+            return opened
+        with _turn(folder / f"{key}.lock"):
+            if (opened := _open(folder / key, dtype)) is not None:
+                return opened  # another process built it while this one waited
+            _build_or_explain(folder, key, dtype, build)
+            opened = _open(folder / key, dtype)
+    if opened is not None:
         return opened
-    with _turn(folder / f"{key}.lock"):
-        if (opened := _open(folder / key, dtype)) is not None:
-            return opened  # another process built it while this one waited
-        try:
-            _build(folder, key, dtype, build)
-        except OSError as error:
-            raise DataError(
-                f"the tokens cannot be written to {folder}: {error.strerror}",
-                hint="free some space there, or set data.cache to a folder on another disk",
-            ) from error
-        opened = _open(folder / key, dtype)
-    if opened is None:
+    raise DataError(
+        f"the tokens written to {folder / key} cannot be read back",
+        hint="check the disk, or set data.cache to a folder on another one",
+    )
+
+
+def _build_or_explain(
+    folder: Path, key: str, dtype: np.dtype[Any], build: Callable[[TokenWriter], dict[str, Any]]
+) -> None:
+    try:
+        _build(folder, key, dtype, build)
+    except OSError as error:
         raise DataError(
-            f"the tokens written to {folder / key} cannot be read back",
-            hint="check the disk, or set data.cache to a folder on another one",
-        )
-    return opened
+            f"the tokens cannot be written to {folder}: {error.strerror}",
+            hint="free some space there, or set data.cache to a folder on another disk",
+        ) from error
 
 
 def _build(
@@ -212,25 +221,27 @@ def _build(
             json.dump(manifest, file)
             file.flush()
             os.fsync(file.fileno())
-        _replace(temporary, folder / key)
+        _replace(temporary, folder / key, dtype)
     finally:
         writer.close()
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _replace(temporary: Path, target: Path) -> None:
-    # A folder cannot be renamed onto one that is not empty: move a damaged one away first.
-    for _ in range(2):
-        try:
-            temporary.rename(target)
-        except OSError as error:
-            if error.errno not in {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR}:
-                raise
-            grave = Path(tempfile.mkdtemp(prefix=".damaged-", dir=target.parent))
-            target.rename(grave / "cache")
-            shutil.rmtree(grave, ignore_errors=True)
-        else:
-            break
+def _replace(temporary: Path, target: Path, dtype: np.dtype[Any]) -> None:
+    try:
+        temporary.rename(target)
+    except OSError as error:
+        if error.errno not in {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR}:
+            raise
+        # Where there are no locks, another builder may have been first: its cache is as good.
+        if _open(target, dtype) is not None:
+            return
+        # A folder cannot be renamed onto one that is not empty: move the damaged one away.
+        with tempfile.TemporaryDirectory(prefix=".damaged-", dir=target.parent) as grave:
+            with contextlib.suppress(FileNotFoundError):
+                target.rename(Path(grave) / "cache")
+            with contextlib.suppress(FileExistsError):
+                temporary.rename(target)
     descriptor = os.open(target.parent, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -196,6 +196,7 @@ def _explain(problem: ErrorDetails, schema: type[BaseModel]) -> tuple[str, str |
         wanted = f"one of {context['expected']}"
     else:
         wanted = _WANTED.get(kind, problem["msg"])
+        key = key.partition("[")[0] if kind == "missing" else key  # an item that is not there
     return f"{key} must be {wanted}; got {got}", _about(schema, key)
 
 
@@ -282,6 +283,7 @@ def _key(problem: ErrorDetails) -> str:
 
 
 def _describe(value: object) -> str:
+    value = list(value) if isinstance(value, tuple) else value  # TOML knows lists only
     name = _TYPE_NAMES.get(type(value), f"a {type(value).__name__}")
     if isinstance(value, bool):
         return f"{str(value).lower()} ({name})"

@@ -1,0 +1,208 @@
+"""Configuration: defaults, precedence, round trip, and every error by its words."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from fivefold.errors import ConfigurationError
+from fivefold.train._config import (
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    SyncConfig,
+    TrainConfig,
+    config_to_toml,
+    load_config,
+)
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train.toml"
+
+
+@pytest.fixture
+def load(tmp_path):
+    def load_text(text="", *overrides):
+        path = tmp_path / "train.toml"
+        path.write_text(text)
+        return load_config(path, overrides)
+
+    return load_text
+
+
+def test_an_empty_file_gives_the_defaults(load):
+    config = load()
+    assert config == TrainConfig()
+    assert (config.sync.method, config.sync.tau, config.data.path) == ("co2", 8, "stdlib")
+    assert config.run.output == Path("runs/train")
+
+
+def test_override_wins_over_file_and_file_over_default(load):
+    config = load("[run]\nsteps = 70\nseed = 3\n", "run.steps=90", "run.steps=80")
+    assert (config.run.steps, config.run.seed, config.run.log_every_steps) == (80, 3, 10)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("optim.lr=1e-4", 1e-4),
+        ("optim.lr = 1", 1.0),
+        ("run.tensorboard=true", True),
+        ("optim.betas=[0.8, 0.9]", (0.8, 0.9)),
+        ("sync.method=slowmo", "slowmo"),
+        ('sync.method="ddp"', "ddp"),
+        ("data.path=/some/folder", "/some/folder"),
+        ("data.path=2024", "2024"),
+        ("data.path=a=b", "a=b"),
+        ("run.output=runs/a b", Path("runs/a b")),
+        ("run.output='runs/quoted'", Path("runs/quoted")),
+        ("run.timeout_s=10 s", 10.0),
+        ("run.timeout_s=2min", 120.0),
+        ("run.timeout_s=0.5", 0.5),
+        ("optim.grad_clip=inf", float("inf")),
+    ],
+)
+def test_overrides_are_read_as_toml_or_bare_text(load, override, expected):
+    section, key = override.partition("=")[0].strip().split(".")
+    value = getattr(getattr(load("", override), section), key)
+    assert value == expected
+    assert type(value) is type(expected) or isinstance(value, Path)
+
+
+def test_seconds_take_a_unit_in_the_file(load):
+    assert load('[run]\ntimeout_s = "250 ms"\n').run.timeout_s == 0.25
+
+
+def test_the_example_is_valid():
+    config = load_config(EXAMPLE)
+    assert config.sync.method == "co2"
+    assert config.run.timeout_s == 60.0
+
+
+# Each: file, override, words of the message, words of the hint.
+BAD = [
+    ("[sync]\ntua = 4\n", "", "unknown key sync.tua", "did you mean sync.tau?"),
+    ("[sync]\nlr = 4\n", "", "unknown key sync.lr", "did you mean optim.lr?"),
+    ("[run]\nbatchsize = 4\n", "", "unknown key run.batchsize", "did you mean optim.batch_size?"),
+    ("[run]\nxyzzy = 4\n", "", "unknown key run.xyzzy", "[run] has output, seed, steps"),
+    ("[modle]\nwidth = 4\n", "", "'modle'", "did you mean [model]?"),
+    ("steps = 4\n", "", "'steps' at the top level", "did you mean run.steps?"),
+    ("qqqq = 4\n", "", "'qqqq'", "the tables are [run], [data], [model], [optim], [sync]"),
+    ("run = 4\n", "", "run must be a table; got 4", "write [run]"),
+    ("[run]\nsteps = 'ten'\n", "", "run.steps must be an integer; got 'ten' (a string)", "is 200"),
+    ("[run]\nsteps = 1.5\n", "", "run.steps must be an integer; got 1.5 (a number)", "default"),
+    ("[run]\nsteps = true\n", "", "run.steps must be an integer; got true (a boolean)", "default"),
+    ("[run]\ntensorboard = 1\n", "", "run.tensorboard must be true or false; got 1", "is false"),
+    ("[run]\noutput = 5\n", "", "run.output must be a path in quotes; got 5", "runs/train"),
+    ("[run]\noutput = ''\n", "", "run.output", "folder"),
+    ("[data]\npath = ['a']\n", "", "data.path must be a string; got ['a'] (a list)", "stdlib"),
+    ("[data]\npath = ''\n", "", "data.path must be a string that is not empty", "stdlib"),
+    ("[run]\nsteps = 0\n", "", "run.steps must be at least 1; got 0", "optimizer steps"),
+    ("[sync]\ntau = 0\n", "", "sync.tau must be at least 1; got 0", "local steps per round"),
+    ("[sync]\nouter_momentum = 1.0\n", "", "sync.outer_momentum must be less than 1; got 1", "0.2"),
+    ("[sync]\nouter_lr = 0\n", "", "sync.outer_lr must be greater than 0; got 0", "0.7"),
+    ("[optim]\nlr = nan\n", "", "optim.lr must be", "0.003"),
+    ("[optim]\ngrad_clip = nan\n", "", "optim.grad_clip must be greater than 0; got nan", "inf"),
+    ("[optim]\nlr = inf\n", "", "optim.lr must be a finite number; got inf", "0.003"),
+    ("[data]\nvalidation_fraction = 1.0\n", "", "must be less than 1; got 1", "between 0 and 1"),
+    ("[sync]\nmethod = 'CO2'\n", "", "sync.method must be one of 'none'", "co2"),
+    ("[optim]\nbetas = [0.9]\n", "", "optim.betas must be a list of two numbers", "[0.9, 0.95]"),
+    ("[optim]\nbetas = [0.9, 0.9, 0.9]\n", "", "must be a list of two numbers", "[0.9, 0.95]"),
+    ("[optim]\nbetas = [0.9, 1]\n", "", "optim.betas[1] must be less than 1; got 1", "betas"),
+    ("[optim]\nbetas = 0.9\n", "", "optim.betas must be a list of two numbers; got 0.9", "betas"),
+    ("[run]\ntimeout_s = '10 parsecs'\n", "", "run.timeout_s: '10 parsecs' is not a dur", "unit"),
+    ("[run]\ntimeout_s = 0\n", "", "run.timeout_s must be greater than 0; got 0", "120.0"),
+    ("[run]\ntimeout_s = true\n", "", "run.timeout_s must be a number; got true", "120.0"),
+    ("[model]\nwidth = 100\nheads = 3\n", "", "width 100, heads 3", "use width 96 or 102"),
+    ("[model]\nwidth = 20\nheads = 4\n", "", "got width 20, heads 4", "use width 16 or 24"),
+    ("[model]\nwidth = 2\nheads = 4\n", "", "got width 2, heads 4", "use width 8 with 4 heads"),
+    ("[run]\nsteps = 5\n", "", "optim.warmup_steps must be at most run.steps; got 20 (the default)",
+     "lower optim.warmup_steps, for example to 0"),
+    ("[optim]\nwarmup_steps = 300\n", "", "got 300 and 200 steps", "for example to 20"),
+    ("", "run.steps", "override 'run.steps' is not of the form", "run.steps=50"),
+    ("", "steps=5", "override 'steps=5' is not of the form", "run.steps=50"),
+    ("", "run.stps=5", "unknown key run.stps", "did you mean run.steps?"),
+    ("", "optim.lr=fast", "optim.lr must be a number; got 'fast' (a string)", "0.003"),
+    ("", "run.steps=5\nseed=3", "run.steps must be an integer", "default"),
+    ("[run\n", "", "train.toml is not TOML", "line 1"),
+    ("[run]\nsteps = = 5\n", "", "at line 2", "[run]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "override", "message", "hint"), BAD)
+def test_errors_name_the_key_the_value_and_the_remedy(load, text, override, message, hint):
+    with pytest.raises(ConfigurationError) as caught:
+        load(text, *([override] if override else []))
+    error = caught.value
+    assert message in error.message
+    assert hint in (error.hint or "") or hint in error.message
+    assert "pydantic" not in str(error)
+    # A user who asks for the traceback does not see pydantic's either.
+    assert error.__cause__ is None
+    assert error.__suppress_context__ or error.__context__ is None
+
+
+def test_a_misspelled_key_comes_first_and_the_other_problems_are_listed(load):
+    with pytest.raises(ConfigurationError) as caught:
+        load("[run]\nsteps = 0\n[sync]\ntua = 4\ntau = 0\n")
+    assert caught.value.message.startswith("unknown key sync.tua")
+    assert "also wrong: run.steps, sync.tau" in caught.value.message
+
+
+def test_a_missing_file_is_named_and_so_is_the_nearest(tmp_path):
+    with pytest.raises(ConfigurationError, match="does not exist") as caught:
+        load_config(tmp_path / "none.toml")
+    assert "examples/train.toml" in caught.value.hint
+    (tmp_path / "train.toml").write_text("")
+    with pytest.raises(ConfigurationError) as caught:
+        load_config(tmp_path / "trian.toml")
+    assert caught.value.hint == f"did you mean {tmp_path / 'train.toml'}?"
+
+
+def test_a_folder_and_a_binary_file_are_no_configuration(tmp_path):
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        load_config(tmp_path)
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigurationError, match="is not TOML"):
+        load_config(tmp_path / "binary.toml")
+
+
+def test_configurations_cannot_be_changed():
+    with pytest.raises(ValidationError, match="frozen"):
+        TrainConfig().run.steps = 5
+
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)
+positive = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
+
+
+@given(
+    run=st.builds(
+        RunConfig,
+        steps=st.integers(20, 10**9),
+        seed=st.integers(0, 2**63 - 1),
+        timeout_s=positive,
+        resume=texts,
+        tensorboard=st.booleans(),
+    ),
+    data=st.builds(DataConfig, path=texts, tokenizer=texts, cache=texts),
+    optim=st.builds(
+        OptimConfig, lr=positive, betas=st.tuples(*[st.floats(0, 1, exclude_max=True)] * 2)
+    ),
+    sync=st.builds(SyncConfig, clip=positive | st.just(float("inf")), tau=st.integers(1, 99)),
+)
+def test_what_is_written_is_read_back_equal(tmp_path_factory, run, data, optim, sync):
+    config = TrainConfig(run=run, data=data, optim=optim, sync=sync, model=ModelConfig(layers=1))
+    text = config_to_toml(config)
+    path = tmp_path_factory.mktemp("config") / "config.toml"
+    path.write_bytes(text.encode())
+    assert load_config(path) == config
+    tables = tomllib.loads(text)
+    assert {name: list(table) for name, table in tables.items()} == {
+        name: list(getattr(config, name).model_dump()) for name in TrainConfig.model_fields
+    }

@@ -1,0 +1,325 @@
+"""The corpus: what is read, how it is split, and a cache that survives faults."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fivefold.errors import DataError
+from fivefold.train import _token_cache
+from fivefold.train._config import DataConfig
+from fivefold.train._corpus import load_corpus
+from fivefold.train._files import find_files, is_text, read_pieces, resolve_source
+from fivefold.train._tokenizer import ByteTokenizer
+
+END = ByteTokenizer().document_end
+
+
+@pytest.fixture
+def folder(tmp_path):
+    root = tmp_path / "text"
+    generator = random.Random(0)  # noqa: S311 - text, not a secret
+    for number in range(40):
+        path = root / f"part{number % 3}" / f"{number}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{number}:" + "".join(generator.choices("abc é\n", k=200)))
+    return root
+
+
+@pytest.fixture
+def load(folder, tmp_path):
+    def load_with(path=folder, **options):
+        options = {"validation_fraction": 0.25, "sequence_length": 16, **options}
+        data = DataConfig(path=str(path), cache=str(tmp_path / "cache"), **options)
+        return load_corpus(data, ByteTokenizer())
+
+    return load_with
+
+
+@pytest.fixture
+def caches(tmp_path):
+    return lambda: sorted(p for p in (tmp_path / "cache").iterdir() if p.is_dir())
+
+
+def documents(tokens):
+    """Texts between document ends."""
+    ends = np.flatnonzero(np.asarray(tokens) == END)
+    assert ends[-1] == len(tokens) - 1
+    parts = np.split(np.asarray(tokens), ends + 1)[:-1]
+    return [bytes(part[:-1].astype(np.uint8)) for part in parts]
+
+
+def test_every_file_is_in_exactly_one_split_in_the_order_of_names(load, folder):
+    corpus = load()
+    train, validation = documents(corpus.train), documents(corpus.validation)
+    paths = sorted(folder.rglob("*.txt"), key=lambda path: path.relative_to(folder).as_posix())
+    contents = [path.read_bytes() for path in paths]
+    assert sorted(train + validation) == sorted(contents)
+    assert train == [text for text in contents if text in set(train)]
+    assert validation == [text for text in contents if text in set(validation)]
+    assert corpus.train_bytes == sum(map(len, train))
+    assert corpus.validation_bytes == sum(map(len, validation))
+    assert (corpus.num_files, corpus.num_skipped) == (40, 0)
+    assert isinstance(corpus.train, np.memmap)
+    assert corpus.train.dtype == np.uint16
+    assert not corpus.train.flags.writeable
+
+
+def test_adding_files_moves_no_other_file_across_the_split(load, folder):
+    before = load()
+    for number in range(100, 160):
+        (folder / f"{number}.txt").write_text(f"new {number}\n" * 9)
+    after = load()
+    assert set(documents(before.train)) <= set(documents(after.train))
+    assert set(documents(before.validation)) <= set(documents(after.validation))
+    assert before.fingerprint != after.fingerprint
+
+
+def test_the_share_of_validation_files_is_near_the_wanted_one(load, tmp_path):
+    root = tmp_path / "many"
+    root.mkdir()
+    for number in range(1000):
+        (root / f"{number}.txt").write_text("some text")
+    corpus = load(root, validation_fraction=0.2)
+    share = len(documents(corpus.validation)) / 1000
+    assert abs(share - 0.2) < 4 * (0.2 * 0.8 / 1000) ** 0.5  # four standard deviations
+
+
+@pytest.mark.parametrize("fraction", [1e-9, 1 - 1e-9])
+def test_no_split_is_empty_however_extreme_the_share(load, tmp_path, fraction):
+    root = tmp_path / "two"
+    root.mkdir()
+    for name in ("a", "b"):
+        (root / name).write_text(name * 50)
+    corpus = load(root, validation_fraction=fraction)
+    assert (len(corpus.train), len(corpus.validation)) == (51, 51)
+
+
+def test_hidden_empty_and_binary_files_are_not_read(load, folder):
+    expected = load()
+    (folder / ".hidden").mkdir()
+    for name in (".hidden/a.txt", ".b.txt"):
+        (folder / name).write_text("secret")
+    (folder / "empty.txt").touch()
+    (folder / "dangling.txt").symlink_to(folder / "nowhere")
+    (folder / "image.png").write_bytes(b"\x89PNG\x00\x01")
+    (folder / "latin.txt").write_bytes("é".encode("latin-1"))
+    (folder / "late.txt").write_bytes(b"a" * (3 << 20) + b"\0")
+    (folder / "cut.txt").write_bytes(b"abc\xc3")
+    corpus = load()
+    assert np.array_equal(corpus.train, expected.train)
+    assert np.array_equal(corpus.validation, expected.validation)
+    assert (corpus.num_files, corpus.num_skipped) == (40, 4)
+
+
+def test_the_standard_library_is_read_without_installed_packages():
+    root = resolve_source("stdlib")
+    names = {file.name for file in find_files(root, library=True)}
+    assert {"os.py", "json/decoder.py", "asyncio/tasks.py"} <= names
+    assert all(name.endswith(".py") for name in names)
+    assert not any("site-packages" in name or "__pycache__" in name for name in names)
+
+
+@given(st.lists(st.binary(max_size=9), max_size=30), st.integers(1, 20))
+def test_pieces_join_to_the_file_and_end_with_lines(tmp_path_factory, lines, piece_bytes):
+    path = tmp_path_factory.mktemp("pieces") / "text"
+    content = b"\n".join(line.replace(b"\r", b"") for line in lines)
+    path.write_bytes(content)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fivefold.train._files._PIECE_BYTES", piece_bytes)
+        pieces = list(read_pieces(path))
+    assert b"".join(pieces) == content
+    assert all(piece.endswith(b"\n") for piece in pieces[:-1])
+    assert all(pieces)
+
+
+def test_a_character_on_the_edge_of_two_pieces_is_still_text(tmp_path, monkeypatch):
+    monkeypatch.setattr("fivefold.train._files._PIECE_BYTES", 3)
+    (tmp_path / "a").write_text("aaéé€€𝄞")
+    assert is_text(tmp_path / "a")
+
+
+def test_the_cache_is_used_and_follows_text_and_options(load, folder, caches):
+    first = load()
+    stamp = (caches()[0] / "manifest.json").stat().st_mtime_ns
+    again = load()
+    assert (caches()[0] / "manifest.json").stat().st_mtime_ns == stamp
+    assert again.fingerprint == first.fingerprint
+    load(validation_fraction=0.5)
+    assert len(caches()) == 2
+    changed = folder / "part0" / "0.txt"
+    content = changed.read_text()
+    changed.write_text(content[::-1])  # the same size
+    assert load().fingerprint != first.fingerprint
+    assert len(caches()) == 3
+
+
+def test_a_copy_elsewhere_has_the_same_fingerprint(load, folder, tmp_path):
+    first = load()
+    copy = folder.rename(tmp_path / "moved")
+    assert load(copy).fingerprint == first.fingerprint
+
+
+def truncate(path):
+    os.truncate(path / "train", (path / "train").stat().st_size // 2)
+
+
+def flip(path):
+    content = bytearray((path / "train").read_bytes())
+    content[100] ^= 1
+    (path / "train").write_bytes(content)
+
+
+DAMAGE = {
+    "truncated": truncate,
+    "one bit flipped": flip,
+    "tokens gone": lambda path: (path / "validation").unlink(),
+    "manifest gone": lambda path: (path / "manifest.json").unlink(),
+    "manifest cut": lambda path: os.truncate(path / "manifest.json", 20),
+    "manifest of another form": lambda path: (path / "manifest.json").write_text("[]"),
+    "manifest without checksums": lambda path: (path / "manifest.json").write_text(
+        json.dumps({"dtype": "uint16", "files": {"train": {"size_bytes": 1}}, "facts": {}})
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+def test_a_damaged_cache_is_built_again(load, caches, caplog, damage):
+    first = load()
+    expected = np.array(first.train)
+    damage(caches()[0])
+    again = load()
+    assert "is damaged" in caplog.text
+    assert np.array_equal(again.train, expected)
+    assert again.fingerprint == first.fingerprint
+    caplog.clear()
+    load()
+    assert not caplog.text
+    assert len(caches()) == 1  # no remains
+
+
+def _load_in_child(data, barrier, queue):
+    barrier.wait()
+    corpus = load_corpus(data, ByteTokenizer())
+    queue.put((corpus.fingerprint, int(np.asarray(corpus.train, dtype=np.int64).sum())))
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_builders_at_the_same_time_agree(folder, tmp_path, monkeypatch, locks):
+    if not locks:
+
+        def no_locks(*_):
+            raise OSError
+
+        monkeypatch.setattr("fcntl.flock", no_locks)
+    data = DataConfig(path=str(folder), cache=str(tmp_path / "shared"), sequence_length=16)
+    context = multiprocessing.get_context("fork")
+    barrier, queue = context.Barrier(4), context.Queue()
+    children = [
+        context.Process(target=_load_in_child, args=(data, barrier, queue)) for _ in range(4)
+    ]
+    for child in children:
+        child.start()
+    results = [queue.get(timeout=60) for _ in children]
+    for child in children:
+        child.join(60)
+    assert len(set(results)) == 1
+    assert [child.exitcode for child in children] == [0] * 4
+    assert len([p for p in (tmp_path / "shared").iterdir() if p.is_dir()]) == 1
+
+
+def test_a_builder_that_is_killed_leaves_nothing_in_the_way(load, folder, tmp_path):
+    class Slow(ByteTokenizer):
+        def encode(self, text):
+            time.sleep(60)
+            return super().encode(text)
+
+    data = DataConfig(
+        path=str(folder), cache=str(tmp_path / "cache"), sequence_length=16,
+        validation_fraction=0.25,
+    )  # fmt: skip
+    child = multiprocessing.get_context("fork").Process(target=load_corpus, args=(data, Slow()))
+    child.start()
+    cache = tmp_path / "cache"
+    deadline = time.monotonic() + 30
+    while not list(cache.glob(".*-*")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert list(cache.glob(".*-*"))  # it holds the lock and has begun to write
+    os.kill(child.pid, signal.SIGKILL)
+    child.join(30)
+    assert load().num_files == 40
+
+
+def test_a_full_disk_is_an_error_with_a_hint_and_leaves_no_remains(load, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_token_cache.os, "fsync", full)
+        with pytest.raises(DataError, match="No space left on device") as caught:
+            load()
+    assert "data.cache" in caught.value.hint
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+    assert load().num_files == 40
+
+
+def test_a_cache_folder_that_cannot_be_made_is_an_error(folder, tmp_path):
+    (tmp_path / "file").touch()
+    data = DataConfig(path=str(folder), cache=str(tmp_path / "file" / "cache"))
+    with pytest.raises(DataError, match="cannot be made") as caught:
+        load_corpus(data, ByteTokenizer())
+    assert "data.cache" in caught.value.hint
+
+
+def test_the_automatic_cache_falls_back_to_the_temporary_folder(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = _token_cache.cache_folder("auto")
+    assert folder.is_relative_to(tmp_path)
+    assert folder.is_dir()
+    assert "cannot be written" in caplog.text
+
+
+def test_missing_empty_binary_and_short_data_are_errors_with_hints(load, folder, tmp_path):
+    def error_of(path, **options):
+        with pytest.raises(DataError) as caught:
+            load(path, **options)
+        assert caught.value.hint
+        return caught.value.message
+
+    assert "does not exist" in error_of(tmp_path / "nowhere")
+    assert "is a file, not a folder" in error_of(folder / "part0" / "0.txt")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "has no files to read" in error_of(empty)
+    for number in range(3):
+        (empty / str(number)).write_bytes(b"\0\1\2")
+    assert "none of the 3 files" in error_of(empty)
+    (empty / "text").write_text("words " * 50)
+    assert "is the only text file" in error_of(empty)
+    (empty / "more").write_text("words " * 50)
+    assert load(empty, sequence_length=300).num_files == 2
+    message = error_of(empty, sequence_length=301)
+    assert "split has 301 tokens, too few for one sequence of 301" in message
+
+
+def test_more_than_65536_tokens_need_32_bits(folder, tmp_path):
+    class Large(ByteTokenizer):
+        vocab_size = 70_000
+        document_end = 69_999
+        fingerprint = "large"
+
+    data = DataConfig(path=str(folder), cache=str(tmp_path / "cache"), sequence_length=16)
+    corpus = load_corpus(data, Large())
+    assert corpus.train.dtype == np.uint32
+    assert corpus.train[-1] == 69_999
