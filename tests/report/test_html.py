@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 import sys
 from html.parser import HTMLParser
 
@@ -166,3 +168,23 @@ def test_only_some_ranks_are_drawn(tmp_path, make_run):
 def test_commands_are_shown_as_one_types_them(tmp_path, make_run, command, shown):
     make_run(tmp_path / "co2", "co2", command=command)
     assert shown in render_html(build_report([tmp_path]))
+
+
+_BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+@pytest.mark.skipif(_BROWSER is None, reason="needs Chromium to run the page's script")
+def test_a_browser_draws_the_curves_under_the_policy(comparison, tmp_path):
+    page = write_html(build_report([comparison]), tmp_path / "report.html")
+    options = [
+        "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
+        "--disable-component-update", "--disable-sync", "--no-first-run",
+        f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=5000",
+        "--enable-logging=stderr",
+    ]  # fmt: skip
+    command = [_BROWSER, *options, "--dump-dom", page.as_uri()]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    for axis in ("wall", "step", "tokens"):
+        drawn = answer.stdout[answer.stdout.index(f'id="plot-{axis}"') :]
+        assert drawn.index('class="main-svg"') < drawn.index("</figure>")
+    assert not re.search(r"CONSOLE.*(error|violates|refused)", answer.stderr, re.IGNORECASE)

@@ -91,6 +91,8 @@ def test_spans_that_cannot_be_placed_are_counted(comparison):
     [
         ({"event": "end", "step": 40, "tokens": 1, "wall_s": 9, "reason": "stopped"}, "stopped",
          "the run was stopped at step 40, before its end"),
+        ({"event": "end", "step": 64, "tokens": 1, "wall_s": 9, "reason": "finished"}, "finished",
+         "the run finished, but result.json is missing: fewer figures are known"),
         ({"event": "resume", "step": 32, "wall_s": 5.0, "checkpoint": "step-32"}, "unfinished",
          "resumed from a checkpoint at step 32"),
     ],
@@ -153,3 +155,14 @@ def test_fields_of_a_newer_trainer_are_ignored(comparison):
     path = comparison / "co2" / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"colour": "blue"}))
     assert read_run(comparison / "co2").manifest.method == "co2"
+
+
+def test_a_result_that_the_run_outlived_is_not_used(comparison):
+    point = {"event": "validation", "step": 80, "tokens": 163_840, "wall_s": 25.0}
+    with (comparison / "co2" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"event": "resume", "step": 64, "wall_s": 19.0}) + "\n")
+        file.write(json.dumps(point | {"bits_per_byte": 1.8}) + "\n")
+    run = read_run(comparison / "co2")
+    assert run.result is None
+    assert run.status == "unfinished"
+    assert "result.json is of step 64; the run went on and it is not used" in run.notes

@@ -32,7 +32,7 @@ _METHOD_COLOURS = {
 }
 _SPARE_COLOURS = ("#a3791b", "#6f78dd", "#cf4a6b", "#2f9494", "#7d858f")
 _SYMBOLS = ("circle", "diamond", "square", "triangle-up", "x", "star")
-_TICKS = (0.5, 0.7, 1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10, 15, 20)
+_TICKS = (0.5, 0.7, 1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9, 10, 12, 15, 20)
 _AXES = {
     "wall": "wall time (s)",
     "step": "optimizer step",
@@ -76,7 +76,7 @@ def _figure(runs: Sequence[Run], axis: str) -> Any:
             xref="paper",
             xanchor="left",
             y=math.log10(target),
-            yanchor="bottom",
+            yanchor="top",
             showarrow=False,
             font={"size": 11},
         )
@@ -157,7 +157,7 @@ def _range(runs: Sequence[Run]) -> tuple[float, float]:
         )
         if _drawable(value)
     ]
-    return (0.96 * min(values), 1.04 * max(values)) if values else (1.0, 10.0)
+    return (0.93 * min(values), 1.04 * max(values)) if values else (1.0, 10.0)
 
 
 def _ddp_target(runs: Sequence[Run]) -> float | None:

@@ -31,6 +31,7 @@ _MOST_RANKS = 4
 _MOST_RANKS_OF_MANY_RUNS = 2
 _MANY_RUNS = 4
 _CYCLES = 2.5
+_MOST_CANDIDATES = 200
 _ROWS = (("training", None), ("in flight", "flight"), ("waiting", "wait"))
 _TRAINING_LANES = ("compute", "data", "boundary", "validation", "checkpoint")
 _CLASSES = {"wait": "exposed_communication"}
@@ -116,13 +117,14 @@ def _window_start(run: Run, window_s: float) -> float:
     last_s = max(span.end_s for span in spans)
     whole = [start for start in starts if start + window_s <= last_s] or starts[:1]
     middle_s = (starts[0] + last_s - window_s) / 2
+    near = sorted(whole, key=lambda start: abs(start - middle_s))[:_MOST_CANDIDATES]
     pauses = [span for span in spans if span.lane in ("validation", "checkpoint")]
 
     def badness(start: float) -> tuple[float, float]:
         paused = sum(_overlap_s(span, start, start + window_s) for span in pauses)
         return (round(paused, 6), abs(start - middle_s))
 
-    return min(whole, key=badness)
+    return min(near, key=badness)
 
 
 def _overlap_s(span: Span, start_s: float, end_s: float) -> float:

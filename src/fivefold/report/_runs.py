@@ -151,10 +151,10 @@ def read_run(path: Path | str, *, name: str | None = None) -> Run:
     metrics = _read_metrics(path / "metrics.jsonl", notes)
     ranks = _read_ranks(path / "ranks", world_size=manifest.world_size, notes=notes)
     result = _read_versioned(path / "result.json", RunResult)
-    if metrics.end is not None and metrics.end.reason == "stopped":
-        notes.append(f"the run was stopped at step {metrics.end.step}, before its end")
-    elif result is None:
-        notes.append("no result: the run is still going on, or it was killed")
+    if result is not None and result.steps < _last_step(metrics):
+        notes.append(f"result.json is of step {result.steps}; the run went on and it is not used")
+        result = None
+    notes += _ending(metrics.end, result)
     return Run(
         path=path,
         name=name or path.resolve().name,
@@ -167,6 +167,21 @@ def read_run(path: Path | str, *, name: str | None = None) -> Run:
         result=result,
         notes=tuple(notes),
     )
+
+
+def _last_step(metrics: Metrics) -> int:
+    steps = [point.step for point in metrics.train] + [point.step for point in metrics.validation]
+    return max(steps, default=0)
+
+
+def _ending(end: EndPoint | None, result: RunResult | None) -> list[str]:
+    if end is not None and end.reason == "stopped":
+        return [f"the run was stopped at step {end.step}, before its end"]
+    if result is not None:
+        return []
+    if end is not None:
+        return ["the run finished, but result.json is missing: fewer figures are known"]
+    return ["no result: the run is still going on, or it was killed"]
 
 
 def _runs_below(path: Path) -> list[Path]:
