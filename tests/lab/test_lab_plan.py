@@ -89,7 +89,9 @@ def test_tbf_always_admits_a_frame(rate: float, queue_s: float, mtu: int | None)
 
 
 def test_ranks_are_numbered_host_by_host_as_torchrun_does() -> None:
-    facts = LabFacts(LabSpec(hosts=2, nproc_per_host=2, rate="8Mbit/s"), means="tbf")
+    facts = LabFacts(
+        LabSpec(hosts=2, nproc_per_host=2, rate="8Mbit/s", host_rates={1: 5e6}), means="tbf"
+    )
     base = {"PATH": "/bin", "RANK": "9", "OMP_NUM_THREADS": "4", "TORCHELASTIC_RUN_ID": "x"}
     env = rank_environment(2, facts, base=base, meet=Rendezvous())
     lab = json.loads(env.pop("FIVEFOLD_LAB"))
@@ -113,6 +115,7 @@ def test_ranks_are_numbered_host_by_host_as_torchrun_does() -> None:
         "hosts": 2,
         "nproc_per_host": 2,
         "rate_bytes_per_s": 1e6,
+        "host_rates_bytes_per_s": {"1": 5e6},
         "delay_s": 0.0,
         "jitter_s": 0.0,
         "loss": 0.0,

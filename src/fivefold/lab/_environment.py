@@ -46,6 +46,7 @@ class LabFacts:
             "hosts": spec.hosts,
             "nproc_per_host": spec.nproc_per_host,
             "rate_bytes_per_s": spec.rate_bytes_per_s,
+            "host_rates_bytes_per_s": {str(host): spec.rate_of(host) for host in spec.host_rates},
             "delay_s": spec.delay_s,
             "jitter_s": spec.jitter_s,
             "loss": spec.loss,

@@ -7,6 +7,7 @@ the functions in ``os`` do. Knows nothing of clusters.
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import os
 import struct
@@ -168,6 +169,9 @@ def _mount(source: bytes, target: Path, kind: bytes | None, flags: int) -> None:
 
 
 def _call(name: str, *arguments: object) -> None:
-    if getattr(_libc, name)(*arguments) != 0:
+    function = getattr(_libc, name, None)
+    if function is None:
+        raise OSError(errno.ENOSYS, f"{name}: not on this system")
+    if function(*arguments) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")

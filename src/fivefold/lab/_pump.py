@@ -8,6 +8,7 @@ beyond the prefix it puts before a line.
 from __future__ import annotations
 
 import os
+import select
 import selectors
 import threading
 from contextlib import suppress
@@ -61,6 +62,8 @@ class Stream:
         while view and self.sink_fd is not None:
             try:
                 view = view[os.write(self.sink_fd, view) :]
+            except BlockingIOError:  # someone made the terminal non-blocking
+                select.select((), [self.sink_fd], ())
             except OSError:  # the reader has gone: the file still gets everything
                 self.sink_fd = None
 
@@ -79,9 +82,10 @@ class Pump:
         """Begin to read."""
         self._thread.start()
 
-    def join(self, timeout_s: float) -> None:
-        """Wait until every pipe has ended, at most so long."""
+    def join(self, timeout_s: float) -> bool:
+        """Wait until every pipe has ended, at most so long; return whether they have."""
         self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         while self._selector.get_map():

@@ -85,30 +85,21 @@ def run_lab(
     _check_request(command, timeout_s=timeout_s, grace_s=grace_s)
     means, reason = choose_means(spec, allow_unshaped=allow_unshaped)
     isolation = probe_capabilities().isolation
-    # A cluster that asks for nothing of its links still gets hosts of its own.
-    isolated = isolation is not None and (means is not None or not spec.shapes)
     job = Job(
         spec=spec.to_dict(),
         means=means,
         reason=reason,
-        isolated=isolated,
+        # A cluster that asks for nothing of its links still gets hosts of its own.
+        isolated=isolation is not None and (means is not None or not spec.shapes),
         command=[str(word) for word in command],
-        port=0 if isolated else _free_port(),
+        port=_free_port(),
         timeout_s=timeout_s,
         grace_s=grace_s,
         log_folder=str(_make_log_folder(log_folder)),
         run_folder=str(make_run_folder(_host_lines(spec))),
         stream=stream,
     )
-    run = _Run(job, spec, isolation=isolation if isolated else None)
-    try:
-        run.follow()
-    finally:
-        remove_run_folder(Path(job.run_folder))
-    if run.signals:
-        _logger.warning("the lab is down; output is in %s", job.log_folder)
-        signal.raise_signal(run.signals[0])
-    return run.result()
+    return _carry_out(_Run(job, spec, isolation=isolation if job.isolated else None), job)
 
 
 def choose_means(spec: LabSpec, *, allow_unshaped: bool) -> tuple[str | None, str | None]:
@@ -147,6 +138,17 @@ def choose_means(spec: LabSpec, *, allow_unshaped: bool) -> tuple[str | None, st
         f"this machine cannot shape the links: {reason}",
         hint=f"{missing[0].fix}; or allow an unshaped run over loopback with --allow-unshaped",
     )
+
+
+def _carry_out(run: _Run, job: Job) -> LabResult:
+    try:
+        run.follow()
+    finally:
+        remove_run_folder(Path(job.run_folder))
+    if run.signals:
+        _logger.warning("the lab is down; output is in %s", job.log_folder)
+        signal.raise_signal(run.signals[0])
+    return run.result()
 
 
 class _Run:

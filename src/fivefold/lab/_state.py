@@ -172,6 +172,17 @@ def _start_ticks(pid: int) -> int | None:
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return None
+        # Without /proc a process is known by its id alone.
+        return None if Path("/proc/self").exists() else _without_proc(pid)
     fields = text.rpartition(")")[2].split()
     return None if fields[0] in {"Z", "X"} else int(fields[_START_TIME_FIELD])
+
+
+def _without_proc(pid: int) -> int | None:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except PermissionError:
+        pass
+    return 0

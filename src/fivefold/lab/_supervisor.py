@@ -37,7 +37,10 @@ __all__ = ["main"]
 _FIRST_PROCESS = 1
 _LONGEST_SLEEP_S = 1.0
 _PUMP_END_S = 5.0
+_PUMP_TURN_S = 0.2
+_MAX_FILES = 65_536
 _LIFELINE_CUT = 137
+_LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 _COLOURS = (36, 33, 35, 32, 34, 31)
 
 
@@ -54,8 +57,10 @@ class Supervisor:
         self._wake_fd = _wake_on_child()
         self._started_s = time.monotonic()
         self._file_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        _, most = self._file_limit
+        wanted = _MAX_FILES if most == resource.RLIM_INFINITY else min(most, _MAX_FILES)
         # Five descriptors for each rank; the ranks themselves get the caller's limit back.
-        resource.setrlimit(resource.RLIMIT_NOFILE, (self._file_limit[1], self._file_limit[1]))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
     def run(self) -> None:
         """Build, run, end.
@@ -83,7 +88,7 @@ class Supervisor:
         if self._network is not None:
             self._network.end_relay()
         self._kill_leftovers()
-        pump.join(_PUMP_END_S)
+        self._drain(pump, ending)
         self._emit("end", timed_out=ending.timed_out)
 
     def _start_ranks(self) -> list[Stream]:
@@ -98,12 +103,13 @@ class Supervisor:
     def _start_rank(self, rank: int) -> subprocess.Popen[bytes]:
         job, host = self._job, rank // self._spec.nproc_per_host
         facts = LabFacts(self._spec, means=job.means, reason=job.reason)
-        meet = Rendezvous() if job.isolated else Rendezvous("127.0.0.1", job.port, "lo")
+        meet = Rendezvous() if job.isolated else Rendezvous("127.0.0.1", job.port, _LOOPBACK)
 
         def enter() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, self._file_limit)
             if self._network is None:
-                die_with_parent(signal.SIGKILL)
+                with suppress(OSError):
+                    die_with_parent(signal.SIGKILL)
             else:
                 fd = self._network.host_fds[host]
                 become_host(fd, name=host_name(host), folder=Path(job.run_folder))
@@ -191,6 +197,19 @@ class Supervisor:
                     # A polite signal is the command's to hand on; a kill is for all it started.
                     (os.killpg if number == signal.SIGKILL else os.kill)(pid, number)
 
+    def _drain(self, pump: Pump, ending: Ending) -> None:
+        # A reader that does not read (a pager) may take its time. Without a PID namespace a
+        # process that left its group may hold a pipe open for ever, so that has a limit.
+        waited_s = 0.0
+        while not pump.join(_PUMP_TURN_S):
+            waited_s += _PUMP_TURN_S
+            ready, _, _ = select.select([self._control_fd], (), (), 0)
+            if ready:
+                self._obey(os.read(self._control_fd, 4096), ending)
+                return
+            if os.getpid() != _FIRST_PROCESS and waited_s > _PUMP_END_S:
+                return
+
     def _kill_leftovers(self) -> None:
         if os.getpid() == _FIRST_PROCESS:
             with suppress(ProcessLookupError):
@@ -221,7 +240,8 @@ def main(arguments: list[str]) -> None:
         signal.signal(number, lambda *_: None)
     for fd in (control_fd, event_fd):
         os.set_inheritable(fd, False)
-    become_subreaper()
+    with suppress(OSError):  # Linux only; elsewhere orphans go to the machine's init
+        become_subreaper()
     job = Job(**json.loads(_read_line(control_fd)))
     try:
         Supervisor(job, control_fd=control_fd, event_fd=event_fd).run()
