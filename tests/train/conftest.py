@@ -22,9 +22,12 @@ from fivefold.train import (
     TrainConfig,
     config_to_toml,
 )
+from fivefold.train import _ddp, _outer  # loaded before the forks, not in each of them
 from fivefold.train import _worker as worker
 from fivefold.train._checkpoint import checkpoint_folders, read_checkpoint
 from fivefold.train._launch import OUTCOME_VARIABLE
+
+PRELOADED = (_ddp, _outer)
 
 
 @pytest.fixture(scope="session")

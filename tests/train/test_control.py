@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fivefold.testing import run_processes
+from fivefold.train import _control
 from fivefold.train._control import ControlLane, StopRequest
 from fivefold.train._world import World, open_world, read_identity
 
@@ -37,9 +38,11 @@ def wait_for_step(world, config, step):
     ],
 )
 def test_a_signal_writes_a_checkpoint_and_the_run_goes_on_exactly(
-    make_config, start_ranks, run_ranks, final_digest, method, number, ranks
+    make_config, start_ranks, run_ranks, final_digest, monkeypatch, method, number, ranks
 ):
-    steps = 1500
+    # Agreements every 50 ms instead of 500, so that a short run is long enough.
+    monkeypatch.setattr(_control, "_PERIOD_S", 0.05)
+    steps = 400
     whole = make_config(method, output="whole", steps=steps, validate_every_steps=0)
     run_ranks(whole)
     config = make_config(method, steps=steps, validate_every_steps=0)

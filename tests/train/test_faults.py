@@ -50,7 +50,7 @@ def test_kill_9_at_a_random_moment(trial, expected, make_config, start_ranks, fi
     if error is None:  # killed after its last message: the survivor has all it needs
         assert codes[survivor] == 0
     else:
-        assert codes[survivor] == 1
+        assert codes[survivor] == 1, (world.folder / f"rank{survivor}.json").read_text()
         assert error["kind"] == "CommunicationError", error
         assert re.search(rf"\brank {survivor}\b", error["message"]), error
         assert error["hint"]

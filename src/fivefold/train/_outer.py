@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fivefold.optim import CO2, LocalSGD, OuterSync, SlowMo
 from fivefold.train._methods import CommunicationTotals, NoMethod
 from fivefold.train._spans import Span, subtract
+from fivefold.train._world import guard
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,13 +48,14 @@ class OuterMethod(NoMethod):
     ) -> None:
         super().__init__(model)
         self._spans: list[Span] = []
-        self._sync = OuterSync(
-            model,
-            optimizer,
-            rule=make_rule(config),
-            timeout_s=world.timeout_s,
-            check_every_rounds=config.check_every_rounds,
-        )
+        with guard(world, "setting up the outer synchronisation"):
+            self._sync = OuterSync(
+                model,
+                optimizer,
+                rule=make_rule(config),
+                timeout_s=world.timeout_s,
+                check_every_rounds=config.check_every_rounds,
+            )
 
     def after_step(self) -> None:
         """Count the local step; at the end of a round wait, merge and launch.
@@ -158,5 +160,3 @@ def make_rule(config: SyncConfig) -> LocalSGD | SlowMo | CO2:
         clip=clip,
         bootstrap=config.bootstrap,
     )
-
-
