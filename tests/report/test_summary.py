@@ -198,3 +198,12 @@ def test_waiting_counts_every_message_also_those_outside_the_method(comparison):
     run = _by_method(comparison)["co2"]
     assert run.exposed_fraction == pytest.approx(0.1)  # 1.9 of 19 s
     assert run.exposed_wait_s == pytest.approx(0.5)
+
+
+def test_headline_of_a_run_that_goes_on_claims_no_end(tmp_path, make_run):
+    make_run(tmp_path / "ddp", "ddp")
+    make_run(tmp_path / "co2", "co2", finished=False)
+    report = build_report([tmp_path])
+    assert report.headline.endswith("So far it is at 1.900 bits per byte, DDP at 2.000.")
+    alone = build_report([tmp_path / "co2"]).headline
+    assert "So far it is at 1.900 bits per byte." in alone

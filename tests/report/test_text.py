@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 
 from rich.console import Console
 
@@ -54,3 +56,12 @@ def test_a_terminal_gets_colours(comparison, monkeypatch):
     print_report(build_report([comparison]), file=file)
     assert "\x1b[" in file.getvalue()
     assert "█" in file.getvalue()
+
+
+def test_importing_the_room_loads_no_heavy_package():
+    heavy = {"torch", "numpy", "plotly", "jinja2", "typer"}
+    code = f"import sys, fivefold.report; sys.exit(str({heavy} & set(sys.modules) or ''))"
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert answer.stderr.strip() == ""

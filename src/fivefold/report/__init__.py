@@ -19,6 +19,7 @@ from fivefold.report._benchmark_results import (
 from fivefold.report._benchmark_topics import BenchmarkTopic, find_topic, find_topics
 from fivefold.report._html import render_html, write_html
 from fivefold.report._perfetto import trace_events, write_timeline
+from fivefold.report._records import Run
 from fivefold.report._report import Report, build_report, configuration_differences
 from fivefold.report._runs import find_runs, read_run, read_runs
 from fivefold.report._summary import RunSummary, summarise, time_to_value
@@ -29,6 +30,7 @@ __all__ = [
     "BenchmarkRow",
     "BenchmarkTopic",
     "Report",
+    "Run",
     "RunSummary",
     "build_report",
     "configuration_differences",

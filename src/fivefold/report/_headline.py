@@ -131,6 +131,9 @@ def _hidden(run: RunSummary) -> str:
 def _learning(subject: RunSummary, ddp: RunSummary) -> str:
     if subject.bits_per_byte is None or ddp.bits_per_byte is None:
         return ""
+    if "unfinished" in (subject.status, ddp.status):
+        so_far = f"{subject.bits_per_byte:.3f} bits per byte, DDP at {ddp.bits_per_byte:.3f}"
+        return f"So far it is at {so_far}."
     ends = f"it ended at {subject.bits_per_byte:.3f} bits per byte, DDP at {ddp.bits_per_byte:.3f}"
     if subject.time_to_ddp_s is None:
         return f"It did not reach DDP's final loss: {ends}."
@@ -149,6 +152,7 @@ def _alone(run: RunSummary) -> str:
         sentence += f", {share} of the speed without any communication"
     sentence += f"{_hidden(run)}."
     if run.bits_per_byte is not None:
-        sentence += f" It ended at {run.bits_per_byte:.3f} bits per byte."
+        ended = "So far it is" if run.status == "unfinished" else "It ended"
+        sentence += f" {ended} at {run.bits_per_byte:.3f} bits per byte."
     missing = "" if run.method == "ddp" else " There is no DDP run here to compare with."
     return sentence + missing
