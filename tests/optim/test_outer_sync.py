@@ -1,13 +1,17 @@
 """OuterSync as a whole: nothing lost, resume, races, parity, statistics, bad input."""
 
 import copy
+import os
 import random
+import subprocess
+import sys
 import threading
 import time
 import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -444,3 +448,47 @@ def test_silent_peer_is_an_error_within_the_timeout():
     message, waited_s = run_processes(2, work, timeout_s=30.0)[0]
     assert message.startswith("rank 0: the all-reduce of round 1 ")
     assert waited_s < 5
+
+
+@pytest.mark.distributed
+def test_subgroups_synchronise_among_themselves_only():
+    def work(rank):
+        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        model = torch.nn.Linear(3, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with torch.no_grad():
+            model.weight.fill_(float(rank))
+        rule = LocalSGD(tau=1)
+        sync = OuterSync(model, optimizer, rule=rule, process_group=pairs[rank // 2])
+        with torch.no_grad():
+            model.weight.add_(rank)
+        sync.step()
+        return model.weight[0, 0].item()
+
+    # Each pair starts from its first rank's weight and adds the mean of its ranks.
+    assert run_processes(4, work) == [0.5, 0.5, 4.5, 4.5]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_leaving_with_a_flight_under_way_ends_cleanly(tmp_path):
+    script = tmp_path / "leave.py"
+    script.write_text(
+        "import torch, torch.distributed as dist\n"
+        "from fivefold.optim import CO2, OuterSync\n"
+        "dist.init_process_group('gloo')\n"
+        "model = torch.nn.Linear(1000, 2000)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "sync = OuterSync(model, optimizer, rule=CO2(tau=1))\n"
+        "for _ in range(3):\n    sync.step()\n"
+    )
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    result = subprocess.run(
+        [*launcher, "--nproc-per-node", "2", str(script)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert result.returncode == 0, result.stderr[-2000:]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -101,8 +102,10 @@ class ProcessGroupTransport:
             timeout=timedelta(seconds=timeout_s),
             use_local_synchronization=process_group is not None,
         )
-        self._timeout_s = timeout_s
         self._global_root = members[0]
+        self._open_works: list[dist.Work] = []
+        # Also at the interpreter's exit: gloo aborts the process when a collective is cut off.
+        weakref.finalize(self, _let_land, self._open_works)
 
     @property
     def rank(self) -> int:
@@ -123,6 +126,8 @@ class ProcessGroupTransport:
         launched_at_s = time.perf_counter()
         with self._named_errors(what):
             works = [dist.all_reduce(t, group=self._group, async_op=True) for t in tensors]
+        self._open_works[:] = [work for work in self._open_works if not work.is_completed()]
+        self._open_works.extend(works)
         return ProcessGroupFlight(works, self, launched_at_s=launched_at_s, what=what)
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -159,6 +164,13 @@ class ProcessGroupTransport:
                 "start again from the last checkpoint"
             )
             raise CommunicationError(message, hint=hint) from error
+
+
+def _let_land(works: list[dist.Work], patience_s: float = 5.0) -> None:
+    """Give collectives that nobody waits for any more a moment to end."""
+    deadline_s = time.monotonic() + patience_s
+    while any(not work.is_completed() for work in works) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
 
 
 class ProcessGroupFlight:
