@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
-from fivefold.cli._bench import bench_command
+from fivefold.cli._bench import BENCH_CONTEXT, bench_command
 from fivefold.cli._demo import demo_command
 from fivefold.cli._lab import app as lab_app
 from fivefold.cli._report import report_command
@@ -34,7 +34,7 @@ app = typer.Typer(
 app.command("demo")(demo_command)
 app.command("train")(train_command)
 app.command("report")(report_command)
-app.command("bench")(bench_command)
+app.command("bench", context_settings=BENCH_CONTEXT)(bench_command)
 app.add_typer(lab_app)
 
 
