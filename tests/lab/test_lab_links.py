@@ -26,27 +26,26 @@ def meet():
     raise SystemExit("no peer")
 """
 
-# The receiver's rate over the last three quarters, after TCP has found it.
+# From the first byte sent to the answer to the last one: no buffer can make that look faster than
+# the link. The best of three on one connection: TCP has found the rate, and a busy machine has
+# stalled one of them at most.
 _TRANSFER = """
 total = int(os.environ["TOTAL_BYTES"])
+rates = []
 with meet() as peer:
-    if rank == 0:
-        peer.sendall(bytes(total))
-        peer.recv(1)
-    else:
-        counted = left = total - total // 4
-        start = None
-        skipped = total // 4
-        while left > 0:
-            size = len(peer.recv(1 << 16))
-            if skipped > 0:
-                skipped -= size
-                start = time.perf_counter()
-                counted = left = left + min(skipped, 0)
-            else:
-                left -= size
-        print(counted / (time.perf_counter() - start))
-        peer.sendall(b"x")
+    for _ in range(3):
+        start = time.perf_counter()
+        if rank == 0:
+            peer.sendall(bytes(total))
+            assert peer.recv(1) == b"x"
+            rates.append(total / (time.perf_counter() - start))
+        else:
+            left = total
+            while left > 0:
+                left -= len(peer.recv(1 << 20))
+            peer.sendall(b"x")
+if rank == 0:
+    print(max(rates))
 """
 
 _ROUND_TRIP = """
@@ -125,20 +124,20 @@ def test_a_transfer_takes_the_time_that_the_rate_says(rate: str) -> None:
     spec = LabSpec(hosts=2, rate=rate)
     wanted = spec.rate_bytes_per_s
     assert wanted is not None
-    result = _run(spec, _MEET + _TRANSFER, total_bytes=round(wanted))
+    result = _run(spec, _MEET + _TRANSFER, total_bytes=round(wanted * 0.6))
     assert result.lab["means"] == "tbf"
     # Headers take 4.4 % of each frame (1448 of 1514 bytes are payload).
-    assert float(result.ranks[1].stdout()) == pytest.approx(wanted, rel=0.10)
-    assert float(result.ranks[1].stdout()) <= wanted
+    assert float(result.ranks[0].stdout()) == pytest.approx(wanted, rel=0.10)
+    assert float(result.ranks[0].stdout()) <= wanted
 
 
 @pytest.mark.usefixtures("bridge_works")
 def test_a_slow_host_is_slow_and_an_unlimited_link_is_not() -> None:
     slow = LabSpec(hosts=2, rate="1Gbit/s", host_rates={1: "40Mbit/s"})
-    rate = float(_run(slow, _MEET + _TRANSFER, total_bytes=2_500_000).ranks[1].stdout())
+    rate = float(_run(slow, _MEET + _TRANSFER, total_bytes=2_500_000).ranks[0].stdout())
     assert rate == pytest.approx(5e6, rel=0.10)
     free = _run(LabSpec(hosts=2), _MEET + _TRANSFER, total_bytes=50_000_000)
-    assert float(free.ranks[1].stdout()) > 50e6
+    assert float(free.ranks[0].stdout()) > 50e6
     assert free.lab["shaped"] is False
     assert free.lab["reason"] == "no rate, delay or loss was asked for"
 
@@ -151,8 +150,8 @@ def test_the_relay_gives_rate_and_round_trip_time() -> None:
     times_s = [float(text) for text in result.ranks[0].stdout().strip("[]\n").split(",")]
     assert times_s[0] >= 0.020  # never less than twice the one-way delay
     assert times_s[len(times_s) // 4] == pytest.approx(0.020, rel=0.10)
-    moved = _run(spec, _MEET + _TRANSFER, total_bytes=12_500_000)
-    assert float(moved.ranks[1].stdout()) == pytest.approx(12.5e6, rel=0.10)
+    moved = _run(spec, _MEET + _TRANSFER, total_bytes=7_500_000)
+    assert float(moved.ranks[0].stdout()) == pytest.approx(12.5e6, rel=0.10)
 
 
 @pytest.mark.usefixtures("relay_works")
