@@ -197,12 +197,13 @@ def test_making_a_model_leaves_the_global_generator_alone():
 
 def test_initial_sizes_and_loss():
     model = make_model(8, 64, 4, vocab=257, length=32)
+    inner = math.sqrt(2 / (5 * 64))
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2:
             residual = name.endswith(("out_DD", "down_DF"))
-            assert parameter.std().item() == pytest.approx(0.02 / (4 if residual else 1), rel=0.06)
+            assert parameter.std().item() == pytest.approx(inner / (4 if residual else 1), rel=0.06)
     tokens = torch.randint(0, 257, (4, 32), generator=torch.Generator().manual_seed(0))
-    assert model.loss(tokens, tokens.roll(-1, 1)).item() == pytest.approx(math.log(257), abs=0.1)
+    assert model.loss(tokens, tokens.roll(-1, 1)).item() == pytest.approx(math.log(257), abs=0.4)
 
 
 def test_loss_is_the_mean_negative_log_likelihood():

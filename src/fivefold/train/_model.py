@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Transformer", "token_loss"]
 
-_INIT_STD = 0.02
 _EPSILON = 1e-6
 _HIDDEN_MULTIPLE = 16  # the vector width in float32, so that products have no ragged edge
 
@@ -39,9 +38,9 @@ _HIDDEN_MULTIPLE = 16  # the vector width in float32, so that products have no r
 class Transformer(nn.Module):
     """Language model: tokens in, logits of the next token out.
 
-    Parameters start as normal numbers of standard deviation 0.02; the products that write to the
-    residual stream are divided by ``sqrt(2 * layers)``, so that its size does not grow with
-    depth. They depend on the seed alone, not on the device or on torch's global generator.
+    Matrices start as normal numbers of standard deviation ``sqrt(2 / (5 D))``; the products that
+    write to the residual stream are divided by ``sqrt(2 * layers)``, so that its size does not
+    grow with depth. They depend on the seed alone, not on torch's global generator.
 
     Args:
         config: Layers, width and heads.
@@ -50,7 +49,8 @@ class Transformer(nn.Module):
         seed: Seed of the parameters; equal seeds give equal parameters on every rank.
 
     References:
-        Scaled residual products: the GPT-2 report, section 2.3.
+        Standard deviation (SmallInit): arXiv 1910.05895. Scaled residual products: the GPT-2
+        report, section 2.3.
 
     Example:
         >>> from fivefold.train._config import ModelConfig
@@ -129,8 +129,8 @@ class Transformer(nn.Module):
             >>> model = Transformer(ModelConfig(layers=1, width=8, heads=2), vocab_size=5,
             ...                     sequence_length=4)
             >>> inputs_BT, targets_BT = torch.tensor([[0, 1, 2]]), torch.tensor([[1, 2, 3]])
-            >>> round(model.loss(inputs_BT, targets_BT).item(), 1)  # ln 5 at the start
-            1.6
+            >>> abs(model.loss(inputs_BT, targets_BT).item() - math.log(5)) < 1  # at the start
+            True
         """
         return token_loss(self(inputs_BT), targets_BT)
 
@@ -156,10 +156,11 @@ class Transformer(nn.Module):
 
     def _initialise(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
-        residual_std = _INIT_STD / math.sqrt(2 * self.config.layers)
+        inner_std = math.sqrt(2 / (5 * self.config.width))
+        residual_std = inner_std / math.sqrt(2 * self.config.layers)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                std = residual_std if name.endswith(("out_DD", "down_DF")) else _INIT_STD
+                std = residual_std if name.endswith(("out_DD", "down_DF")) else inner_std
                 nn.init.normal_(parameter, std=std, generator=generator)
 
 
