@@ -253,6 +253,59 @@ def test_signals_reach_the_ranks_and_then_the_caller(
 
 
 @pytest.mark.lab
+@pytest.mark.usefixtures("bridge_works")
+def test_a_second_ctrl_c_does_not_wait_for_the_grace_period(tmp_path: Path) -> None:
+    script = """
+        from fivefold.lab import LabSpec, run_lab
+        command = ["sh", "-c", "trap '' TERM; echo up; while true; do sleep 0.05; done"]
+        run_lab(LabSpec(hosts=1), command, grace_s=60.0, log_folder="logs", stream=False)
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)], cwd=tmp_path, stderr=subprocess.DEVNULL
+    )
+    output = tmp_path / "logs" / "rank0.out"
+    _wait_until(lambda: output.exists() and output.read_text() == "up\n")
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert process.wait(10.0) == -signal.SIGINT
+
+
+_TALKER = """
+import sys
+from fivefold.lab import LabSpec, run_lab
+result = run_lab(LabSpec(hosts=1), ["seq", "1", "200000"], log_folder=sys.argv[1])
+sys.exit(result.exit_code)
+"""
+
+
+@pytest.mark.lab
+@pytest.mark.usefixtures("bridge_works")
+def test_a_reader_that_pauses_gets_everything(tmp_path: Path) -> None:
+    expected = "".join(f"{number}\n" for number in range(1, 200_001))
+    argv = [sys.executable, "-c", _TALKER, str(tmp_path)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
+        time.sleep(1.0)  # the pipe is full long before
+        assert process.poll() is None
+        assert process.communicate()[0] == expected
+    assert process.returncode == 0
+    assert (tmp_path / "rank0.out").read_text() == expected
+
+
+@pytest.mark.lab
+@pytest.mark.usefixtures("bridge_works")
+def test_a_reader_that_goes_away_does_not_stop_the_run(tmp_path: Path) -> None:
+    argv = [sys.executable, "-c", _TALKER, str(tmp_path)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "1\n"
+        process.stdout.close()
+        assert process.wait(20.0) == 0
+    assert (tmp_path / "rank0.out").read_text().endswith("\n200000\n")
+
+
+@pytest.mark.lab
 def test_an_ordinary_user_gets_shaped_links_without_root() -> None:
     """Delay and rate in user namespaces, and files that belong to the user."""
     prefix = _as_nobody()
