@@ -192,9 +192,7 @@ def _save(state: dict[str, Any], partial: Path, *, world: World) -> None:
         with guard(world, "writing a checkpoint together"), warnings.catch_warnings():
             if alone:  # dcp warns when there is no process group, which is as it should be
                 warnings.simplefilter("ignore", UserWarning)
-            dcp.save(
-                tensors, storage_writer=writer, process_group=world.control, no_dist=alone
-            )
+            dcp.save(tensors, storage_writer=writer, process_group=world.control, no_dist=alone)
     except CheckpointException as error:
         # Raised on every rank alike; it is no Exception, so nothing above would catch it.
         rank, (cause, _) = next(iter(error.failures.items()))

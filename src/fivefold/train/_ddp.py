@@ -160,4 +160,3 @@ class DataParallelMethod:
             return result
 
         return work.get_future().then(landed)
-

@@ -75,7 +75,9 @@ def launch(
         fivefold.errors.ConfigurationError: ...
     """
     if nproc < 1 or max_restarts < 0:
-        message = f"nproc must be at least 1 and max_restarts at least 0; got {nproc}, {max_restarts}"
+        message = (
+            f"nproc must be at least 1 and max_restarts at least 0; got {nproc}, {max_restarts}"
+        )
         raise ConfigurationError(message, hint="use --nproc 2")
     config = load_config(config_file, overrides)
     require_peers(config.sync, world_size=nproc)
@@ -119,9 +121,7 @@ def _launch_config(
     )
 
 
-def _run_elastic(
-    settings: LaunchConfig, command: list[str], *, outcomes: Path, nproc: int
-) -> int:
+def _run_elastic(settings: LaunchConfig, command: list[str], *, outcomes: Path, nproc: int) -> int:
     from torch.distributed.elastic.multiprocessing import SignalException  # noqa: PLC0415 - slow
     from torch.distributed.elastic.multiprocessing.errors import (  # noqa: PLC0415 - slow
         ChildFailedError,

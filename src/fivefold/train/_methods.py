@@ -22,7 +22,14 @@ if TYPE_CHECKING:
     from fivefold.train._spans import Span
     from fivefold.train._world import World
 
-__all__ = ["CommunicationTotals", "LanguageModel", "Method", "NoMethod", "make_method", "method_label"]
+__all__ = [
+    "CommunicationTotals",
+    "LanguageModel",
+    "Method",
+    "NoMethod",
+    "make_method",
+    "method_label",
+]
 
 _LABELS = {
     "none": "no communication",

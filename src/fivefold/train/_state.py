@@ -64,9 +64,7 @@ def _encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
         tensors[name] = value.detach()
         return {"tensor": name}
     if isinstance(value, dict):
-        items = [
-            [key, _encode(item, f"{name}/{key}", tensors)] for key, item in value.items()
-        ]
+        items = [[key, _encode(item, f"{name}/{key}", tensors)] for key, item in value.items()]
         return {"dict": items}
     if isinstance(value, list | tuple):
         kind = "list" if isinstance(value, list) else "tuple"
