@@ -101,7 +101,8 @@ def test_check_says_the_same_in_words_and_in_json() -> None:
         item.name: item.works for item in able.items
     }
     for item in able.items:
-        assert item.works or f"{item.name}: {item.reason}" in words.stdout
+        untried = able.isolation is None and item.name != "namespaces"
+        assert item.works or untried or f"{item.name}: {item.reason}" in words.stdout
         assert (item.reason is None) == (item.fix is None) == item.works
     assert f"links can be given: {able.shaping}" in words.stdout
 

@@ -222,10 +222,12 @@ def _show_capabilities(able: Capabilities) -> None:
     table.add_column("for")
     for item in able.items:
         mark = "[green]yes[/]" if item.works else "[red]no[/]"
+        mark = mark if able.isolation or item.name == "namespaces" else "[dim]?[/]"
         table.add_row(mark, item.name, item.meaning)
     console.print(table)
     for item in able.items:
-        if not item.works:
+        # Without namespaces nothing else could be tried: one explanation is enough.
+        if not item.works and (able.isolation is not None or item.name == "namespaces"):
             console.print(f"\n{item.name}: {item.reason}\n  fix: {item.fix}", soft_wrap=True)
     how = f" (as {able.isolation})" if able.isolation else ""
     console.print(f"\nlinks can be given: {able.shaping}{how}")

@@ -26,6 +26,7 @@ _PROBES = {
     "netem": "tc qdisc add dev lo root netem delay 1ms",
     "tun": "ip tuntap add dev probe mode tun",
 }
+_UNTRIED: tuple[str | None, str | None] = ("not tried without namespaces", "as for namespaces")
 _MEANING = {
     "namespaces": "hosts with a network of their own",
     "bridge": "the switch between the hosts",
@@ -154,8 +155,10 @@ def probe_capabilities() -> Capabilities:
         )
     ]
     for name, command in _PROBES.items():
-        failure = "no namespaces to try it in" if isolation is None else _try(isolation, command)
-        fix = None if failure is None else _fix(name, command)
+        failure, fix = _UNTRIED
+        if isolation is not None:
+            failure = _try(isolation, command)
+            fix = None if failure is None else _fix(name, command)
         items.append(Capability(name, _MEANING[name], failure is None, failure, fix))
     return Capabilities(isolation, tuple(items))
 
@@ -169,15 +172,18 @@ def _probe_isolation() -> tuple[str | None, str | None]:
         failure = _run([*isolation_command(candidate), "true"])
         if failure is None:
             return candidate, None
-        reasons.append(f"{candidate}: {failure}" if len(candidates) > 1 else failure)
-    return None, "; ".join(reasons)
+        reasons.append(failure.replace("unshare: unshare failed", "unshare failed"))
+    return None, "; then in user namespaces: ".join(reasons)
 
 
 def _isolation_fix() -> str:
     if find_tool("unshare") is None:
         return "install the package util-linux"
     if os.geteuid() == 0:
-        return "in a container: start it with --privileged, or with CAP_SYS_ADMIN and CAP_NET_ADMIN"
+        return (
+            "in a container: start it with --privileged, or with CAP_SYS_ADMIN and CAP_NET_ADMIN; "
+            "elsewhere: sysctl user.max_net_namespaces above 0"
+        )
     return (
         "run as root, or let users make namespaces: sysctl user.max_user_namespaces above 0, and "
         "where they exist kernel.unprivileged_userns_clone=1 and "

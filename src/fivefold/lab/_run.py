@@ -34,6 +34,8 @@ from fivefold.units import format_duration_s
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from fivefold.lab._capabilities import Capability
+
 __all__ = ["choose_means", "run_lab"]
 
 _logger = logging.getLogger(__name__)
@@ -122,6 +124,8 @@ def choose_means(spec: LabSpec, *, allow_unshaped: bool) -> tuple[str | None, st
     if not spec.shapes:
         return None, "no rate, delay or loss was asked for"
     able = probe_capabilities()
+    if not able["namespaces"].works:
+        return _refuse([able["namespaces"]], allow_unshaped=allow_unshaped)
     bridge = ["namespaces", "bridge", "veth", "tbf"]
     candidates = {"tbf": bridge}
     if spec.delays_or_loses:
@@ -131,6 +135,10 @@ def choose_means(spec: LabSpec, *, allow_unshaped: bool) -> tuple[str | None, st
         missing = [able[name] for name in needs if not able[name].works]
         if not missing:
             return means, None
+    return _refuse(missing, allow_unshaped=allow_unshaped)
+
+
+def _refuse(missing: list[Capability], *, allow_unshaped: bool) -> tuple[None, str]:
     reason = "; ".join(f"{item.name}: {item.reason}" for item in missing)
     if allow_unshaped:
         return None, reason
