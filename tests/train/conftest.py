@@ -13,16 +13,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from fivefold.train import (
+from fivefold.train import (  # loaded before the forks, not in each of them
     DataConfig,
     ModelConfig,
     OptimConfig,
     RunConfig,
     SyncConfig,
     TrainConfig,
+    _ddp,
+    _outer,
     config_to_toml,
 )
-from fivefold.train import _ddp, _outer  # loaded before the forks, not in each of them
 from fivefold.train import _worker as worker
 from fivefold.train._checkpoint import checkpoint_folders, read_checkpoint
 from fivefold.train._launch import OUTCOME_VARIABLE
@@ -55,9 +56,7 @@ def make_config(text_folder, tmp_path):
                 validation_fraction=0.25,
             ),
             model=ModelConfig(layers=1, width=16, heads=2),
-            optim=OptimConfig(
-                batch_size=2, warmup_steps=2, validation_batches=4, precision="fp32"
-            ),
+            optim=OptimConfig(batch_size=2, warmup_steps=2, validation_batches=4, precision="fp32"),
             sync=SyncConfig(method=method, tau=tau),
         )
 

@@ -65,9 +65,7 @@ def test_a_state_that_cannot_be_held_is_refused_by_name():
 
 def test_written_and_read_by_one_process(alone, tmp_path):
     state = state_of(0.1)
-    record = write_checkpoint(
-        tmp_path, state, step=7, description={"a": 1}, world=alone, keep=1
-    )
+    record = write_checkpoint(tmp_path, state, step=7, description={"a": 1}, world=alone, keep=1)
     assert record.path.name == "step-00000007"
     on_disk = [path for path in record.path.iterdir() if path.name != "manifest.json"]
     assert record.num_bytes == sum(path.stat().st_size for path in on_disk)
@@ -77,9 +75,7 @@ def test_written_and_read_by_one_process(alone, tmp_path):
 
 
 def test_torch_itself_can_read_it(alone, tmp_path):
-    record = write_checkpoint(
-        tmp_path, state_of(0.5), step=1, description={}, world=alone, keep=1
-    )
+    record = write_checkpoint(tmp_path, state_of(0.5), step=1, description={}, world=alone, keep=1)
     found = {"rank0/weights": torch.zeros(3, 2)}
     with pytest.warns(UserWarning, match="single process"):
         dcp.load(found, checkpoint_id=record.path, no_dist=True)
@@ -96,9 +92,7 @@ def test_only_the_newest_are_kept_and_leftovers_go(alone, tmp_path):
 
 
 def test_a_damaged_checkpoint_of_the_same_step_is_replaced(alone, tmp_path):
-    record = write_checkpoint(
-        tmp_path, state_of(1.0), step=5, description={}, world=alone, keep=2
-    )
+    record = write_checkpoint(tmp_path, state_of(1.0), step=5, description={}, world=alone, keep=2)
     (record.path / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match=r"step-00000005 is not whole: manifest.json is miss"):
         verify_checkpoint(record.path)
@@ -109,9 +103,7 @@ def test_a_damaged_checkpoint_of_the_same_step_is_replaced(alone, tmp_path):
 
 
 def test_a_rank_that_is_not_in_it_is_an_error(alone, tmp_path):
-    record = write_checkpoint(
-        tmp_path, state_of(1.0), step=5, description={}, world=alone, keep=2
-    )
+    record = write_checkpoint(tmp_path, state_of(1.0), step=5, description={}, world=alone, keep=2)
     with pytest.raises(CheckpointError, match="rank 3 cannot read the checkpoint"):
         read_checkpoint(record.path, rank=3)
 
@@ -129,7 +121,7 @@ def fill_disk(where, from_step):
         def write(*args, step, **kwargs):
             if step >= from_step and rank == where[1]:
                 if where[0] == "data":
-                    checkpoint_module.dcp.FileSystemWriter.write_data = no_space
+                    checkpoint_module.FileSystemWriter.write_data = no_space
                 else:
                     setattr(checkpoint_module, where[0], no_space)
             return real(*args, step=step, **kwargs)
@@ -146,7 +138,7 @@ def fill_disk(where, from_step):
     "where", [("data", 1), ("data", 0), ("_checksum", 1), ("_sync_folder", 0), ("_prepare", 0)]
 )
 def test_no_space_on_one_rank_is_a_clear_error_on_all(
-    make_config, start_ranks, run_ranks, final_digest, tmp_path, where
+    make_config, start_ranks, run_ranks, final_digest, where
 ):
     config = make_config("co2", checkpoint_every_steps=6)
     world = start_ranks(config, before=fill_disk(where, from_step=12))
@@ -222,9 +214,7 @@ def test_a_disk_that_is_really_full(make_config, run_ranks, final_digest, tmp_pa
     verify_checkpoint(kept)
     assert not list(rescued.rglob("*.tmp"))
     # Nothing is lost: on a larger disk the run goes on from there.
-    resumed = whole.model_copy(
-        update={"run": whole.run.model_copy(update={"output": rescued})}
-    )
+    resumed = whole.model_copy(update={"run": whole.run.model_copy(update={"output": rescued})})
     run_ranks(resumed)
     assert final_digest(resumed) == final_digest(whole)
     shutil.rmtree(rescued)

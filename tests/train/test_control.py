@@ -27,9 +27,16 @@ def wait_for_step(world, config, step):
     pytest.fail(f"step {step} was not reached: {world.logs()}")
 
 
+@pytest.fixture
+def frequent_agreements(monkeypatch):
+    """Every 50 ms instead of 500, so that a short run is long enough."""
+    monkeypatch.setattr(_control, "_PERIOD_S", 0.05)
+
+
 @pytest.mark.distributed
+@pytest.mark.usefixtures("frequent_agreements")
 @pytest.mark.parametrize(
-    ("method", "number", "ranks"),
+    "case",
     [
         ("ddp", signal.SIGTERM, [0, 1]),
         ("co2", signal.SIGTERM, [1]),
@@ -38,10 +45,9 @@ def wait_for_step(world, config, step):
     ],
 )
 def test_a_signal_writes_a_checkpoint_and_the_run_goes_on_exactly(
-    make_config, start_ranks, run_ranks, final_digest, monkeypatch, method, number, ranks
+    make_config, start_ranks, run_ranks, final_digest, case
 ):
-    # Agreements every 50 ms instead of 500, so that a short run is long enough.
-    monkeypatch.setattr(_control, "_PERIOD_S", 0.05)
+    method, number, ranks = case
     steps = 400
     whole = make_config(method, output="whole", steps=steps, validate_every_steps=0)
     run_ranks(whole)

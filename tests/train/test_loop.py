@@ -72,9 +72,7 @@ def large_batch_reference(config, world_size):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_ddp_run_equals_large_batch_training_by_hand(
-    make_config, run_ranks, accumulation
-):
+def test_ddp_run_equals_large_batch_training_by_hand(make_config, run_ranks, accumulation):
     config = make_config("ddp", steps=6, log_every_steps=1)
     config = config.model_copy(
         update={"optim": config.optim.model_copy(update={"accumulation": accumulation})}

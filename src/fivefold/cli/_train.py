@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path  # noqa: TC003 - typer reads the annotations at run time
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -29,9 +29,7 @@ def train_command(
     ] = None,
     max_restarts: Annotated[
         int,
-        typer.Option(
-            min=0, help="With --nproc: start all ranks again this often after a failure."
-        ),
+        typer.Option(min=0, help="With --nproc: start all ranks again this often after a failure."),
     ] = 0,
 ) -> None:
     """Train a language model as CONFIG says, or resume where a run stopped.
@@ -48,9 +46,7 @@ def train_command(
     if nproc is not None and "RANK" not in os.environ:
         from fivefold.train import launch  # noqa: PLC0415 - loads torch
 
-        raise typer.Exit(
-            launch(config, overrides or [], nproc=nproc, max_restarts=max_restarts)
-        )
+        raise typer.Exit(launch(config, overrides or [], nproc=nproc, max_restarts=max_restarts))
     _run_one_rank(config, overrides or [])
 
 

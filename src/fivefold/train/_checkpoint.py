@@ -19,9 +19,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from fivefold.errors import CheckpointError
 from fivefold.train._state import flatten_state, restore_state
@@ -95,8 +97,13 @@ def write_checkpoint(
         _save(state, partial, world=world)
         files = _together(world, lambda: _own_files(partial, world.rank), folder=root)
         merged = {name: entry for part in files for name, entry in part.items()}
-        manifest = {"schema": SCHEMA, "step": step, "world_size": world.world_size}
-        manifest |= {"description": description, "files": merged}
+        manifest = {
+            "schema": SCHEMA,
+            "step": step,
+            "world_size": world.world_size,
+            "description": description,
+            "files": merged,
+        }
         _on_main(world, lambda: _publish(partial, final, manifest), folder=root)
     except CheckpointError:
         if world.is_main:
@@ -115,7 +122,7 @@ def read_checkpoint(path: Path, *, rank: int) -> dict[str, Any]:
     """
     prefix = f"rank{rank}"
     try:
-        reader = dcp.FileSystemReader(path)
+        reader = FileSystemReader(path)
         stored = reader.read_metadata().state_dict_metadata
         tensors: dict[str, Any] = {
             name: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -125,7 +132,7 @@ def read_checkpoint(path: Path, *, rank: int) -> dict[str, Any]:
         with warnings.catch_warnings():
             # "torch.distributed is disabled": reading alone is what is wanted here.
             warnings.simplefilter("ignore", UserWarning)
-            dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+            load(tensors, storage_reader=FileSystemReader(path), no_dist=True)
         return restore_state(tensors, prefix=prefix)
     except (OSError, RuntimeError, KeyError, ValueError, CheckpointException) as error:
         message = f"rank {rank} cannot read the checkpoint {path}: {_one_line(error)}"
@@ -186,13 +193,13 @@ def _save(state: dict[str, Any], partial: Path, *, world: World) -> None:
     tensors = flatten_state(state, prefix=f"rank{world.rank}")
     tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
     # One file per rank, synced to disk before the manifest is written.
-    writer = dcp.FileSystemWriter(partial, single_file_per_rank=True, sync_files=True)
+    writer = FileSystemWriter(partial, single_file_per_rank=True, sync_files=True)
     alone = world.control is None
     try:
         with guard(world, "writing a checkpoint together"), warnings.catch_warnings():
             if alone:  # dcp warns when there is no process group, which is as it should be
                 warnings.simplefilter("ignore", UserWarning)
-            dcp.save(tensors, storage_writer=writer, process_group=world.control, no_dist=alone)
+            save(tensors, storage_writer=writer, process_group=world.control, no_dist=alone)
     except CheckpointException as error:
         # Raised on every rank alike; it is no Exception, so nothing above would catch it.
         rank, (cause, _) = next(iter(error.failures.items()))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from fivefold.optim import SyncStatistics
+    from fivefold.train._methods import LanguageModel
     from fivefold.train._world import World
 
 __all__ = ["DataParallelMethod"]
@@ -38,8 +39,7 @@ class _Loss(torch.nn.Module):
         self.model = model
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.model.loss(inputs, targets)  # type: ignore[operator] - Module hides methods
-        return result
+        return cast("LanguageModel", self.model).loss(inputs, targets)
 
 
 class DataParallelMethod:
@@ -101,7 +101,7 @@ class DataParallelMethod:
         """
         self._last_launch_s = None
         with guard(self._world, "the all-reduce of the gradients"):
-            loss.backward()  # type: ignore[no-untyped-call] - untyped in torch
+            loss.backward()  # type: ignore[no-untyped-call]  # untyped in torch
         if self._last_launch_s is not None:
             self._account(self._last_launch_s, time.perf_counter())
 
@@ -142,7 +142,7 @@ class DataParallelMethod:
             self.totals.collectives += 1
             self._spans.append(span)
 
-    def _launch_bucket(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def _launch_bucket(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         # Runs on the thread of backward.
         payload = bucket.buffer().div_(self._world.world_size)
         launched_s = time.perf_counter()
@@ -159,4 +159,5 @@ class DataParallelMethod:
             self._landed.append((span, payload.nbytes))
             return result
 
-        return work.get_future().then(landed)
+        result: torch.futures.Future[torch.Tensor] = work.get_future().then(landed)
+        return result

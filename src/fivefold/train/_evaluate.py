@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from fivefold.train._config import TrainConfig
     from fivefold.train._corpus import Corpus
+    from fivefold.train._methods import LanguageModel
     from fivefold.train._world import World
 
 __all__ = ["Validation", "bits_per_byte", "evaluate"]
@@ -86,12 +87,13 @@ def evaluate(
         rank=world.rank,
         world_size=world.world_size,
     )
+    loss_of = cast("LanguageModel", model).loss
     nats, tokens = 0.0, 0
     model.eval()
     with autocast:
         for starts in batches:
             inputs, targets = gather_batch(corpus.validation, starts, length)
-            loss = model.loss(inputs.to(world.device), targets.to(world.device))  # type: ignore[operator] - Module hides methods
+            loss = loss_of(inputs.to(world.device), targets.to(world.device))
             nats += float(loss) * targets.numel()
             tokens += targets.numel()
     model.train()

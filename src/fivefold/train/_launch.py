@@ -93,6 +93,9 @@ def launch(
 def _set_environment(config: TrainConfig, *, outcomes: Path) -> None:
     os.environ[OUTCOME_VARIABLE] = str(outcomes)
     os.environ.setdefault("OMP_NUM_THREADS", str(config.run.threads))
+    # Otherwise torch hands the ranks of a restart the store of the attempt before, in which
+    # they find the addresses of the dead.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if sys.platform == "linux":
         # All ranks are on this host; resolving its name may fail or lead outside.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -175,10 +178,10 @@ def _root_cause(outcomes: Path, error: ChildFailedError) -> Exception:
         if known["traceback"]:
             _LOG.debug("%s", known["traceback"])
         return error_from_record(known["error"])
-    killed = sorted((rank, -failure.exitcode) for rank, failure in error.failures.items())
-    for rank, number in killed:
-        if number > 0:
-            name = signal.Signals(number).name
+    for rank, failure in sorted(error.failures.items()):
+        # SIGTERM is what the launcher itself ends the other ranks with.
+        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
+            name = signal.Signals(-failure.exitcode).name
             message = f"rank {rank} was killed by {name}; the other ranks were stopped"
             hint = "run the same command again to resume from the newest checkpoint"
             return CommunicationError(message, hint=hint)

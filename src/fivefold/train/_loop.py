@@ -13,22 +13,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fivefold.errors import DataError
 from fivefold.train._checkpoint import read_checkpoint, write_checkpoint
 from fivefold.train._control import ControlLane, StopRequest
 from fivefold.train._corpus import load_corpus
 from fivefold.train._evaluate import Validation, bits_per_byte, evaluate
-from fivefold.train._learning_rate import cosine_with_warmup
 from fivefold.train._machine import LinkMeter, run_manifest
 from fivefold.train._methods import make_method, method_label, require_peers
 from fivefold.train._metrics import MetricsWriter, write_json, write_text
 from fivefold.train._model import Transformer
-from fivefold.train._precision import autocast_context, choose_precision
+from fivefold.train._precision import autocast_context
 from fivefold.train._progress import TrainingProgress
 from fivefold.train._result import RunResult, make_result, parameters_sha256
 from fivefold.train._resume import RunFolder, choose_checkpoint, describe_run
-from fivefold.train._sampler import ShardedSampler, gather_batch
+from fivefold.train._setup import make_optimizer, require_equal_data, restore_rng, rng_state
 from fivefold.train._spans import Span, SpanRecorder, subtract
+from fivefold.train._step import StepRunner, TrainedParts
 from fivefold.train._tokenizer import load_tokenizer
 from fivefold.train._toml import format_toml
 from fivefold.train._world import World, close_world, open_world, read_identity
@@ -43,7 +42,7 @@ __all__ = ["train"]
 
 
 def train(config: TrainConfig) -> RunResult:
-    """Train as configured: on this process alone, or as one rank of several.
+    r"""Train as configured: on this process alone, or as one rank of several.
 
     The ranks come from the environment (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``,
     ``MASTER_PORT``), which ``torchrun``, a scheduler or ``fivefold train --nproc`` sets. SIGTERM
@@ -71,7 +70,7 @@ def train(config: TrainConfig) -> RunResult:
         >>> from fivefold.train import SyncConfig, TrainConfig
         >>> folder = pathlib.Path(tempfile.mkdtemp())
         >>> for number in range(8):
-        ...     _ = (folder / f"{number}.txt").write_text("to be or not to be\\n" * 40)
+        ...     _ = (folder / f"{number}.txt").write_text("to be or not to be\n" * 40)
         >>> config = TrainConfig(
         ...     run=RunConfig(output=folder / "run", steps=2, device="cpu"),
         ...     data=DataConfig(path=str(folder), cache=str(folder / "cache"), sequence_length=16),
@@ -114,25 +113,18 @@ class _Run:
     ) -> None:
         self.config, self.world, self.corpus = config, world, corpus
         self.folder = RunFolder(root=config.run.output)
-        self.precision = choose_precision(config.optim.precision, world.device)
-        _require_equal_data(world, corpus)
+        require_equal_data(world, corpus)
         self.model = Transformer(
             config.model,
             vocab_size=vocab_size,
             sequence_length=config.data.sequence_length,
             seed=config.run.seed,
         ).to(world.device)
-        self.optimizer = _make_optimizer(self.model, config)
+        self.optimizer = make_optimizer(self.model, config)
         self.method = make_method(config.sync, self.model, optimizer=self.optimizer, world=world)
         self.lane = ControlLane(world, stop)
-        self.sampler = ShardedSampler(
-            len(corpus.train),
-            sequence_length=config.data.sequence_length,
-            batch_size=config.optim.batch_size,
-            rank=world.rank,
-            world_size=world.world_size,
-            seed=config.run.seed,
-        )
+        parts = TrainedParts(model=self.model, optimizer=self.optimizer, method=self.method)
+        self.stepper = StepRunner(config, world, parts=parts, tokens=corpus.train)
         self.step = 0
         self.saved_step: int | None = None
         self.validation: tuple[int, Validation] | None = None
@@ -179,7 +171,7 @@ class _Run:
         # After everything that draws numbers, so that the stream continues where it was.
         torch.manual_seed(self.config.run.seed * self.world.world_size + self.world.rank)
         if state is not None:
-            _restore_rng(state["rng"])
+            restore_rng(state["rng"])
         self._started_s = time.perf_counter()
         self._last_log = (self.step, self.wall_s())
 
@@ -189,7 +181,7 @@ class _Run:
             self.config,
             world_size=self.world.world_size,
             num_parameters=self.model.num_parameters,
-            precision=self.precision,
+            precision=self.stepper.precision,
         )
         write_text(self.folder.root / "config.toml", format_toml(self.config.model_dump()))
         write_json(self.folder.root / "manifest.json", manifest)
@@ -215,7 +207,8 @@ class _Run:
         with progress:
             while self.step < steps and not stopped:
                 self.world.where = f"step {self.step + 1}"
-                self._train_step()
+                self.recorder.add(self.stepper.run(self.step))
+                self.step += 1
                 self._report_step(progress)
                 stopped = self.lane.poll(self.step) and self.step < steps
                 self.recorder.add(self.lane.take_spans())
@@ -263,64 +256,6 @@ class _Run:
         if self.metrics is not None:
             self.metrics.close()
 
-    # -- one step -------------------------------------------------------------------------------
-
-    def _train_step(self) -> None:
-        optim, name = self.config.optim, f"step {self.step + 1}"
-        with self.recorder.span("data", name):
-            batches = [self._batch(number) for number in range(optim.accumulation)]
-        start_s = time.perf_counter()
-        self._forward_backward(batches)
-        parameters = self.model.parameters()
-        self._grad_norm = torch.nn.utils.clip_grad_norm_(parameters, optim.grad_clip)
-        self._set_learning_rate()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.world.device.type == "cuda":
-            # So that the wait below is a wait for the network, not for this step's kernels.
-            torch.cuda.synchronize()
-        self.method.after_step()
-        end_s = time.perf_counter()
-        self.step += 1
-        spans = self.method.take_spans()
-        busy = subtract(start_s, end_s, holes=[span for span in spans if span.lane != "flight"])
-        compute = [Span(lane="compute", name=name, start_s=a, end_s=b) for a, b in busy]
-        self.recorder.add(compute + spans)
-
-    def _batch(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        starts = self.sampler.batch_starts(self.step * self.config.optim.accumulation + number)
-        length = self.config.data.sequence_length
-        inputs, targets = gather_batch(self.corpus.train, starts, length)
-        return inputs.to(self.world.device), targets.to(self.world.device)
-
-    def _forward_backward(self, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        total = torch.zeros((), device=self.world.device)
-        for inputs, targets in batches[:-1]:
-            with self.method.accumulating():
-                total += self._micro_step(inputs, targets, share=1 / len(batches))
-        total += self._micro_step(*batches[-1], share=1 / len(batches))
-        self._loss = total
-
-    def _micro_step(
-        self, inputs: torch.Tensor, targets: torch.Tensor, *, share: float
-    ) -> torch.Tensor:
-        with autocast_context(self.precision, self.world.device):
-            loss = self.method.loss(inputs, targets) * share
-        self.method.backward(loss)
-        return loss.detach()
-
-    def _set_learning_rate(self) -> None:
-        optim = self.config.optim
-        self._lr = cosine_with_warmup(
-            self.step,
-            lr=optim.lr,
-            warmup_steps=optim.warmup_steps,
-            steps=self.config.run.steps,
-            min_lr_fraction=optim.min_lr_fraction,
-        )
-        for group in self.optimizer.param_groups:
-            group["lr"] = self._lr
-
     # -- between steps --------------------------------------------------------------------------
 
     def wall_s(self) -> float:
@@ -342,7 +277,7 @@ class _Run:
         progress.update(self.step)
 
     def _log(self, progress: TrainingProgress) -> None:
-        self._loss_last = float(self._loss)
+        self._loss_last = float(self.stepper.loss)
         wall_s, tokens = self.wall_s(), self.tokens(self.step)
         last_step, last_s = self._last_log
         rate = (tokens - self.tokens(last_step)) / max(wall_s - last_s, 1e-9)
@@ -359,8 +294,8 @@ class _Run:
                 wall_s=wall_s,
                 loss=self._loss_last,
                 bits_per_byte=bits_per_byte(self._loss_last, **size),
-                lr=self._lr,
-                grad_norm=float(self._grad_norm),
+                lr=self.stepper.lr,
+                grad_norm=float(self.stepper.grad_norm),
                 tokens_per_s=rate,
             )
 
@@ -371,7 +306,7 @@ class _Run:
                 self.corpus,
                 config=self.config,
                 world=self.world,
-                autocast=autocast_context(self.precision, self.world.device),
+                autocast=autocast_context(self.stepper.precision, self.world.device),
             )
         self.validation = (self.step, found)
         if self.metrics is not None:
@@ -429,41 +364,9 @@ class _Run:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "method": method_state,
-            "rng": _rng_state(),
+            "rng": rng_state(),
             "wall_s": self.wall_s(),
             "seconds": self.recorder.seconds,
             "validation": validation,
             "link": self.link.record(),
         }
-
-
-def _require_equal_data(world: World, corpus: Corpus) -> None:
-    fingerprints = world.gather(corpus.fingerprint, what="the data's fingerprint")
-    odd = [rank for rank, value in enumerate(fingerprints) if value != fingerprints[0]]
-    if odd:
-        message = f"rank {odd[0]} reads other data than rank 0"
-        hint = "give all hosts the same folder of text and the same tokenizer"
-        raise DataError(message, hint=hint)
-
-
-def _make_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW; weight decay acts on matrices only, since a norm's scale has no reason to shrink."""
-    optim = config.optim
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
-    scales = [parameter for parameter in model.parameters() if parameter.dim() < 2]
-    groups = [
-        {"params": matrices, "weight_decay": optim.weight_decay},
-        {"params": scales, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas)
-
-
-def _rng_state() -> dict[str, Any]:
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    return {"cpu": torch.get_rng_state(), "cuda": cuda}
-
-
-def _restore_rng(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

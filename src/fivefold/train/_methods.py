@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
@@ -143,7 +143,7 @@ class NoMethod:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
+        self._model = cast("LanguageModel", model)
         self.totals = CommunicationTotals()
 
     def warm_up(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
@@ -151,8 +151,7 @@ class NoMethod:
 
     def loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Forward pass of one micro-batch."""
-        result: torch.Tensor = self._model.loss(inputs, targets)  # type: ignore[operator] - Module hides methods
-        return result
+        return self._model.loss(inputs, targets)
 
     def accumulating(self) -> AbstractContextManager[None]:
         """Nothing to hold back."""
@@ -160,7 +159,7 @@ class NoMethod:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Backward pass."""
-        loss.backward()  # type: ignore[no-untyped-call] - untyped in torch
+        loss.backward()  # type: ignore[no-untyped-call]  # untyped in torch
 
     def after_step(self) -> None:
         """Nothing to do."""

@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from fivefold.optim import CO2, LocalSGD, OuterSync, SlowMo
-from fivefold.train._methods import CommunicationTotals, NoMethod
+from fivefold.train._methods import NoMethod
 from fivefold.train._spans import Span, subtract
 from fivefold.train._world import guard
 

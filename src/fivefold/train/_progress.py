@@ -12,7 +12,6 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 if TYPE_CHECKING:
     from types import TracebackType
-
     from typing import Self
 
 __all__ = ["TrainingProgress"]

@@ -1,0 +1,141 @@
+"""One optimizer step: data, forward, backward, clipping, update, synchronisation, each timed.
+
+What a step does depends on its number and on the parameters alone. This module knows nothing of
+files, intervals or checkpoints.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from fivefold.train._learning_rate import cosine_with_warmup
+from fivefold.train._precision import autocast_context, choose_precision
+from fivefold.train._sampler import ShardedSampler, gather_batch
+from fivefold.train._spans import Span, subtract
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from fivefold.train._config import TrainConfig
+    from fivefold.train._methods import Method
+    from fivefold.train._world import World
+
+__all__ = ["StepRunner", "TrainedParts"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedParts:
+    """What a step changes.
+
+    Args:
+        model: The bare module.
+        optimizer: The inner optimizer.
+        method: How the ranks are kept together.
+    """
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    method: Method
+
+
+class StepRunner:
+    """Runs optimizer steps by their number.
+
+    Args:
+        config: The whole configuration.
+        world: The ranks.
+        parts: Model, optimizer and method.
+        tokens: The training split.
+
+    Raises:
+        DataError: There are too few tokens for one step of all ranks.
+    """
+
+    def __init__(
+        self, config: TrainConfig, world: World, *, parts: TrainedParts, tokens: np.ndarray
+    ) -> None:
+        self._config, self._world, self._parts, self._tokens = config, world, parts, tokens
+        self.precision = choose_precision(config.optim.precision, world.device)
+        self._sampler = ShardedSampler(
+            len(tokens),
+            sequence_length=config.data.sequence_length,
+            batch_size=config.optim.batch_size,
+            rank=world.rank,
+            world_size=world.world_size,
+            seed=config.run.seed,
+        )
+        self.loss = torch.zeros(())
+        self.grad_norm = torch.zeros(())
+        self.lr = 0.0
+
+    def run(self, step: int) -> list[Span]:
+        """Do one step.
+
+        Args:
+            step: Steps done before.
+
+        Returns:
+            Where its time went.
+
+        Raises:
+            CommunicationError: A peer died or did not answer in time.
+            ReplicaMismatchError: Replicas that must be equal are not.
+        """
+        name = f"step {step + 1}"
+        begin_s = time.perf_counter()
+        count = self._config.optim.accumulation
+        batches = [self._batch(step * count + number) for number in range(count)]
+        start_s = time.perf_counter()
+        self._update(batches, step)
+        self._parts.method.after_step()
+        end_s = time.perf_counter()
+        spans = self._parts.method.take_spans()
+        busy = subtract(start_s, end_s, holes=[span for span in spans if span.lane != "flight"])
+        data = Span(lane="data", name=name, start_s=begin_s, end_s=start_s)
+        compute = [Span(lane="compute", name=name, start_s=a, end_s=b) for a, b in busy]
+        return [data, *compute, *spans]
+
+    def _batch(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        starts = self._sampler.batch_starts(number)
+        inputs, targets = gather_batch(self._tokens, starts, self._config.data.sequence_length)
+        return inputs.to(self._world.device), targets.to(self._world.device)
+
+    def _update(self, batches: list[tuple[torch.Tensor, torch.Tensor]], step: int) -> None:
+        optim, optimizer = self._config.optim, self._parts.optimizer
+        self.loss = self._forward_backward(batches)
+        parameters = self._parts.model.parameters()
+        self.grad_norm = torch.nn.utils.clip_grad_norm_(parameters, optim.grad_clip)
+        self.lr = cosine_with_warmup(
+            step,
+            lr=optim.lr,
+            warmup_steps=optim.warmup_steps,
+            steps=self._config.run.steps,
+            min_lr_fraction=optim.min_lr_fraction,
+        )
+        for group in optimizer.param_groups:
+            group["lr"] = self.lr
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if self._world.device.type == "cuda":
+            # So that what follows is a wait for the network, not for this step's kernels.
+            torch.cuda.synchronize()
+
+    def _forward_backward(self, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        total = torch.zeros((), device=self._world.device)
+        for inputs, targets in batches[:-1]:
+            with self._parts.method.accumulating():
+                total += self._micro_step(inputs, targets, share=1 / len(batches))
+        total += self._micro_step(*batches[-1], share=1 / len(batches))
+        return total
+
+    def _micro_step(
+        self, inputs: torch.Tensor, targets: torch.Tensor, *, share: float
+    ) -> torch.Tensor:
+        with autocast_context(self.precision, self._world.device):
+            loss = self._parts.method.loss(inputs, targets) * share
+        self._parts.method.backward(loss)
+        return loss.detach()

@@ -1,0 +1,248 @@
+import itertools
+import math
+
+import pytest
+import torch
+
+from fivefold.errors import CommunicationError, ConfigurationError
+from fivefold.optim import CO2, LocalSGD, SlowMo
+from fivefold.testing import run_processes
+from fivefold.train import SyncConfig
+from fivefold.train._evaluate import bits_per_byte
+from fivefold.train._methods import make_method, method_label
+from fivefold.train._outer import make_rule
+from fivefold.train._spans import Span, SpanRecorder, subtract
+from fivefold.train._world import guard, open_world, read_identity
+
+
+class Regression(torch.nn.Module):
+    """A small model in float64; large enough for two DDP buckets."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.first = torch.nn.Parameter(torch.randn(20, 3000, generator=generator).double() / 9)
+        self.second = torch.nn.Parameter(torch.randn(3000, 100, generator=generator).double() / 9)
+
+    def loss(self, inputs, targets):
+        return (torch.tanh(inputs @ self.first) @ self.second - targets).square().mean()
+
+
+def data(rank, step):
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    make = torch.randn(4, 120, generator=generator, dtype=torch.float64)
+    return make[:, :20], make[:, 20:]
+
+
+def build(method, *, tau=3):
+    world = open_world(read_identity(), device="cpu", timeout_s=20.0)
+    model = Regression()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    config = SyncConfig(method=method, tau=tau)
+    return model, optimizer, make_method(config, model, optimizer=optimizer, world=world)
+
+
+def run_method(method, *, steps=5, accumulation=1):
+    def work(rank):
+        model, optimizer, made = build(method)
+        made.warm_up(*data(rank, 99))
+        spans = []
+        for step in range(steps):
+            for part in range(accumulation):
+                batch = data(rank, step * accumulation + part)
+                if part < accumulation - 1:
+                    with made.accumulating():
+                        made.backward(made.loss(*batch) / accumulation)
+                else:
+                    made.backward(made.loss(*batch) / accumulation)
+            optimizer.step()
+            optimizer.zero_grad()
+            made.after_step()
+            spans += made.take_spans()
+        made.finalize()
+        spans += made.take_spans()
+        return [p.detach().clone() for p in model.parameters()], spans, made.totals.record()
+
+    return run_processes(2, work)
+
+
+def by_hand(*, steps=5, accumulation=1, ranks=(0, 1)):
+    """One process: gradients of all ranks' batches averaged, momentum SGD written out."""
+
+    def work(_rank):
+        model = Regression()
+        parameters = list(model.parameters())
+        velocity = [torch.zeros_like(p) for p in parameters]
+        for step in range(steps):
+            losses = [
+                model.loss(*data(rank, step * accumulation + part))
+                for rank in ranks
+                for part in range(accumulation)
+            ]
+            gradients = torch.autograd.grad(sum(losses) / len(losses), parameters)
+            with torch.no_grad():
+                for parameter, speed, gradient in zip(parameters, velocity, gradients, strict=True):
+                    speed.mul_(0.9).add_(gradient)
+                    parameter.sub_(0.05 * speed)
+        return [p.detach().clone() for p in parameters]
+
+    return run_processes(1, work)[0]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_ddp_is_large_batch_training_in_float64(accumulation):
+    expected = by_hand(accumulation=accumulation)
+    for found, _, totals in run_method("ddp", accumulation=accumulation):
+        for left, right in zip(found, expected, strict=True):
+            torch.testing.assert_close(left, right, rtol=0, atol=1e-12)
+        # Once per optimizer step, however many micro-batches; the warm-up does not count.
+        assert totals["payload_bytes"] == 5 * 8 * (20 * 3000 + 3000 * 100)
+
+
+@pytest.mark.distributed
+def test_none_leaves_every_rank_on_its_own():
+    for rank, (found, spans, totals) in enumerate(run_method("none")):
+        for left, right in zip(found, by_hand(ranks=(rank,)), strict=True):
+            torch.testing.assert_close(left, right, rtol=0, atol=1e-12)
+        assert spans == []
+        assert totals["collectives"] == 0
+
+
+@pytest.mark.distributed
+def test_local_sgd_is_the_average_after_every_round():
+    def reference(_rank):
+        models = [Regression() for _ in range(2)]
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in models]
+        for step in range(5):
+            for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+                optimizer.zero_grad()
+                model.loss(*data(rank, step)).backward()
+                optimizer.step()
+            if step in {2, 4}:  # the end of a round of 3, and of training
+                with torch.no_grad():
+                    for pair in zip(*(m.parameters() for m in models), strict=True):
+                        mean = (pair[0] + pair[1]) / 2
+                        for parameter in pair:
+                            parameter.copy_(mean)
+        return [p.detach().clone() for p in models[0].parameters()]
+
+    (expected,) = run_processes(1, reference)
+    for found, _, _ in run_method("local_sgd"):
+        for left, right in zip(found, expected, strict=True):
+            torch.testing.assert_close(left, right, rtol=0, atol=1e-12)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("method", ["ddp", "local_sgd", "slowmo", "co2"])
+def test_spans_and_totals_tell_one_story(method):
+    for _, spans, totals in run_method(method):
+        flights = [span for span in spans if span.lane == "flight"]
+        waits = [span for span in spans if span.lane == "wait"]
+        assert len(flights) == totals["collectives"] > 0
+        in_flight_s = sum(span.end_s - span.start_s for span in flights)
+        exposed_s = sum(span.end_s - span.start_s for span in waits)
+        assert math.isclose(in_flight_s, totals["in_flight_s"], rel_tol=1e-9)
+        assert math.isclose(exposed_s, totals["exposed_wait_s"], rel_tol=1e-9)
+        assert 0 <= totals["overlap_fraction"] <= 1
+        # What occupies the training thread never overlaps.
+        busy = sorted(
+            (span for span in spans if span.lane != "flight"), key=lambda span: span.start_s
+        )
+        for before, after in itertools.pairwise(busy):
+            assert before.end_s <= after.start_s + 1e-9
+
+
+@pytest.mark.distributed
+def test_evaluation_sees_equal_parameters_and_gives_the_local_ones_back():
+    def work(rank):
+        model, optimizer, made = build("co2")
+        for step in range(4):
+            made.backward(made.loss(*data(rank, step)))
+            optimizer.step()
+            optimizer.zero_grad()
+            made.after_step()
+        local = [p.detach().clone() for p in model.parameters()]
+        with made.evaluation():
+            judged = [p.detach().clone() for p in model.parameters()]
+        back = all(torch.equal(a, b) for a, b in zip(local, model.parameters(), strict=True))
+        return local, judged, back
+
+    (local0, judged0, back0), (local1, judged1, back1) = run_processes(2, work)
+    assert back0
+    assert back1
+    assert all(torch.equal(a, b) for a, b in zip(judged0, judged1, strict=True))
+    assert not torch.equal(local0[0], local1[0])
+
+
+def test_rules_take_the_keys_of_their_method_only():
+    config = SyncConfig(method="co2", tau=5, outer_lr=0.3, outer_momentum=0.1, clip=math.inf)
+    assert make_rule(config) == CO2(tau=5, outer_lr=0.3, outer_momentum=0.1, clip=None)
+    config = SyncConfig(method="slowmo", tau=5, outer_lr=0.3, outer_momentum=0.1, clip=2.0)
+    assert make_rule(config) == SlowMo(tau=5, outer_lr=0.3, outer_momentum=0.1, clip=2.0)
+    assert make_rule(SyncConfig(method="local_sgd", tau=5, outer_lr=0.3)) == LocalSGD(tau=5)
+
+
+def test_labels():
+    labels = {method: method_label(SyncConfig(method=method, tau=8)) for method in ("ddp", "co2")}
+    assert labels == {"ddp": "DDP", "co2": "CO2 (tau 8)"}
+
+
+def test_bits_per_byte_of_a_uniform_guess():
+    # 256 equally likely bytes cost 8 bits each; a token of 4 bytes spreads its nats over them.
+    assert math.isclose(bits_per_byte(math.log(256), num_tokens=50, num_bytes=50), 8.0)
+    assert math.isclose(bits_per_byte(math.log(2**16), num_tokens=50, num_bytes=200), 4.0)
+
+
+def hole(start_s, end_s):
+    return Span(lane="wait", name="w", start_s=start_s, end_s=end_s)
+
+
+def test_subtracting_holes_keeps_the_rest():
+    assert subtract(0.0, 10.0, holes=[]) == [(0.0, 10.0)]
+    assert subtract(0.0, 10.0, holes=[hole(8.0, 10.0), hole(2.0, 3.0)]) == [(0, 2), (3, 8)]
+    assert subtract(0.0, 10.0, holes=[hole(0.0, 4.0), hole(3.0, 5.0)]) == [(5.0, 10.0)]
+    assert subtract(0.0, 10.0, holes=[hole(0.0, 10.0)]) == []
+
+
+def test_recorder_sums_lanes_and_leaves_flights_out(tmp_path):
+    recorder = SpanRecorder(tmp_path / "rank0.jsonl", seconds={"data": 1.5})
+    recorder.add([hole(0.0, 2.0), Span(lane="flight", name="f", start_s=0.0, end_s=9.0)])
+    seconds = recorder.categories(10.0)
+    recorder.close()
+    assert seconds["exposed_communication"] == 2.0
+    assert seconds["data"] == 1.5
+    assert seconds["other"] == 6.5
+
+
+def test_only_runtime_errors_under_a_guard_become_communication_errors():
+    world = open_world(read_identity(), device="cpu", timeout_s=5.0)
+    world.where = "step 7"
+    with (
+        pytest.raises(CommunicationError, match=r"rank 0 of 1, step 7: the sum failed: reset"),
+        guard(world, "the sum"),
+    ):
+        msg = "reset"
+        raise RuntimeError(msg)
+    with pytest.raises(KeyError), guard(world, "the sum"):
+        msg = "a bug stays a bug"
+        raise KeyError(msg)
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR, MASTER_PORT is not"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, r"RANK=2 is outside 0\.\.1"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK is 'one', not a number"),
+    ],
+)
+def test_a_broken_environment_is_named(monkeypatch, environment, message):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    if "MASTER_ADDR" not in message:
+        environment = environment | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError, match=message):
+        read_identity()
