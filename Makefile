@@ -6,12 +6,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := $(shell find src -type f -not -name '*.pyc' 2>/dev/null) README.md LICENSE
 
-.PHONY: help setup demo test lint tests dev clean
+.PHONY: help setup demo test lint tests reference dev clean
 
 help:
 	@echo "make demo    set up, train the same model with DDP and with CO2 over a slow link, report"
 	@echo "make test    set up, lint, check types, run all tests"
 	@echo "make dev     as set-up, but with the package installed in editable form"
+	@echo "make reference  write docs/reference from the docstrings"
 	@echo "make clean   remove the environment and everything that was built"
 
 setup: $(VENV)/.wheel
@@ -38,6 +39,9 @@ lint: setup
 
 tests: setup
 	$(BIN)/pytest
+
+reference: setup
+	$(BIN)/python tools/make_reference.py
 
 dev: $(VENV)/.dependencies
 	@$(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .

@@ -197,7 +197,11 @@ class _Run:
         self._supervisor_code = process.returncode
 
     def result(self) -> LabResult:
-        """What came of it."""
+        """What came of it.
+
+        Raises:
+            UnsupportedError: The relay or the supervisor ended early.
+        """
         if self._relay_died:
             msg = "the relay ended early, so the links were gone"
             raise UnsupportedError(

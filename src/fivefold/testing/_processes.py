@@ -76,6 +76,7 @@ def _rank_main(
 ) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    outcome: tuple[int, bool, bytes | str]
     try:
         dist.init_process_group(
             "gloo",

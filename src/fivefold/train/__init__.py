@@ -17,20 +17,32 @@ from fivefold.train._config import (
     config_to_toml,
     load_config,
 )
+from fivefold.train._corpus import Corpus, load_corpus
 from fivefold.train._launch import launch
 from fivefold.train._loop import train
+from fivefold.train._model import Transformer
 from fivefold.train._result import RunResult
+from fivefold.train._sampler import ShardedSampler, gather_batch
+from fivefold.train._tokenizer import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
 
 __all__ = [
+    "ByteTokenizer",
+    "Corpus",
     "DataConfig",
+    "HuggingFaceTokenizer",
     "ModelConfig",
     "OptimConfig",
     "RunConfig",
     "RunResult",
+    "ShardedSampler",
     "SyncConfig",
     "TrainConfig",
+    "Transformer",
     "config_to_toml",
+    "gather_batch",
     "launch",
     "load_config",
+    "load_corpus",
+    "load_tokenizer",
     "train",
 ]
