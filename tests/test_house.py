@@ -113,7 +113,8 @@ def run_python(code):
 def test_import_loads_nothing_heavy_and_starts_nothing():
     code = (
         "import sys, threading, os; before = set(os.listdir('.')); "
-        f"import fivefold, fivefold.errors, fivefold.units; heavy = sorted({HEAVY} & set(sys.modules)); "
+        "import fivefold, fivefold.errors, fivefold.units; "
+        f"heavy = sorted({HEAVY} & set(sys.modules)); "
         "assert not heavy, heavy; assert threading.active_count() == 1; "
         "assert set(os.listdir('.')) == before"
     )
