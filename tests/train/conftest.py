@@ -1,6 +1,7 @@
 """Worlds of forked ranks that can be killed, and a small folder of real text."""
 
 import hashlib
+import importlib
 import json
 import os
 import shutil
@@ -28,7 +29,8 @@ from fivefold.train import _worker as worker
 from fivefold.train._checkpoint import checkpoint_folders, read_checkpoint
 from fivefold.train._launch import OUTCOME_VARIABLE
 
-PRELOADED = (_ddp, _outer)
+# The first optimizer of a process loads torch._dynamo, half a second in each forked rank.
+PRELOADED = (_ddp, _outer, importlib.import_module("torch._dynamo"))
 
 
 @pytest.fixture(scope="session")

@@ -65,7 +65,11 @@ class DataParallelMethod:
             self._group = dist.new_group(timeout=world.timeout)
             devices = [world.device.index] if world.device.type == "cuda" else None
             self._wrapped = DistributedDataParallel(
-                _Loss(model), device_ids=devices, process_group=self._group
+                _Loss(model),
+                device_ids=devices,
+                process_group=self._group,
+                # They are constant tables; by default DDP sends them again in every forward.
+                broadcast_buffers=False,
             )
         # A lambda: DDP inspects a hook's annotations and refuses postponed ones, which are text.
         self._wrapped.register_comm_hook(None, lambda state, bucket: self._launch_bucket(bucket))  # noqa: ARG005 - DDP asks for these two names
@@ -85,7 +89,7 @@ class DataParallelMethod:
 
     def loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Forward pass of one micro-batch."""
-        with guard(self._world, "the start of a forward pass of DistributedDataParallel"):
+        with guard(self._world, "the broadcast of the bucket layout"):
             result: torch.Tensor = self._wrapped(inputs, targets)
         return result
 
