@@ -20,11 +20,11 @@ setup: $(VENV)/.wheel
 $(VENV)/.dependencies: pyproject.toml constraints.txt tools/set_up.py
 	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) was not found"; \
 	  echo "hint: install Python 3.11 or newer, or run: make PYTHON=/path/to/python3 $(MAKECMDGOALS)"; exit 1; }
-	@$(PYTHON) tools/set_up.py --venv $(VENV)
-	@touch $@ $(VENV)/.wheel
+	@$(PYTHON) tools/set_up.py --venv $(VENV) dependencies
+	@touch $@
 
 $(VENV)/.wheel: $(VENV)/.dependencies $(SOURCES)
-	@$(BIN)/python tools/set_up.py --venv $(VENV) --only-wheel
+	@$(BIN)/python tools/set_up.py --venv $(VENV) wheel
 	@touch $@
 
 demo: setup

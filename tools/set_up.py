@@ -25,25 +25,31 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def main() -> int:
-    """Create the environment; return an exit code."""
+    """Do one part; return an exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
-    parser.add_argument("--only-wheel", action="store_true", help="the dependencies are there")
+    parser.add_argument("part", choices=["dependencies", "wheel"])
     arguments = parser.parse_args()
-    python = arguments.venv / "bin" / "python"
-    if not arguments.only_wheel:
-        problem = make_environment(arguments.venv)
-        if problem is not None:
-            return fail(*problem)
-        say("installing torch")
-        if not install_torch(python):
-            return fail("torch could not be installed", "see pip's message above")
-        say("installing the other dependencies")
-        if not pip(python, "-c", "constraints.txt", *dependencies()):
-            return fail("a dependency could not be installed", "see pip's message above")
+    if arguments.part == "dependencies":
+        return set_up_dependencies(arguments.venv)
     say("building and installing the wheel")
-    if not install_wheel(python):
+    if not install_wheel(arguments.venv / "bin" / "python"):
         return fail("the wheel could not be built or installed", "see pip's message above")
+    return 0
+
+
+def set_up_dependencies(venv: Path) -> int:
+    """Create the environment with everything but fivefold itself; return an exit code."""
+    python = venv / "bin" / "python"
+    problem = make_environment(venv)
+    if problem is not None:
+        return fail(*problem)
+    say("installing torch")
+    if not install_torch(python):
+        return fail("torch could not be installed", "see pip's message above")
+    say("installing the other dependencies (about a minute)")
+    if not pip(python, "-c", "constraints.txt", *dependencies()):
+        return fail("a dependency could not be installed", "see pip's message above")
     return 0
 
 
