@@ -10,6 +10,7 @@ data or files.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import time
 from typing import TYPE_CHECKING, Any, cast
 
@@ -42,6 +43,14 @@ class _Loss(torch.nn.Module):
         return cast("LanguageModel", self.model).loss(inputs, targets)
 
 
+def _no_buffers_in_forward() -> dict[str, Any]:
+    """Buffers are constant tables; by default DDP sends them again in every forward pass."""
+    known = inspect.signature(DistributedDataParallel).parameters
+    # torch 2.13 renamed the argument and warns about the old name.
+    renamed = "forward_sync_buffers" in known
+    return {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
+
+
 class DataParallelMethod:
     """Gradients averaged over the ranks in every backward pass.
 
@@ -68,8 +77,7 @@ class DataParallelMethod:
                 _Loss(model),
                 device_ids=devices,
                 process_group=self._group,
-                # They are constant tables; by default DDP sends them again in every forward.
-                broadcast_buffers=False,
+                **_no_buffers_in_forward(),
             )
         # A lambda: DDP inspects a hook's annotations and refuses postponed ones, which are text.
         self._wrapped.register_comm_hook(None, lambda state, bucket: self._launch_bucket(bucket))  # noqa: ARG005 - DDP asks for these two names
