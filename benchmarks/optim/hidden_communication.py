@@ -14,6 +14,7 @@ fraction is min(1, tau * T_step / T_allreduce) with both times measured here.
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import math
 import os
@@ -118,7 +119,7 @@ class Bench:
         """Run one window and return its figures; the slower rank's time counts."""
         model = self.model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        replica: Any = DistributedDataParallel(_Loss(model)) if variant.name == "ddp" else None
+        replica = _data_parallel(model) if variant.name == "ddp" else None
         sync = self._sync(variant, model, optimizer)
         batches = self.batches()
 
@@ -162,6 +163,13 @@ class Bench:
         values = torch.tensor(list(figures.values()), dtype=torch.float64)
         dist.all_reduce(values, op=dist.ReduceOp.MAX)
         return dict(zip(figures, values.tolist(), strict=True))
+
+
+def _data_parallel(model: Transformer) -> DistributedDataParallel:
+    """DDP as it comes, but without sending the constant rotary tables in every forward pass."""
+    known = inspect.signature(DistributedDataParallel).parameters
+    name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    return DistributedDataParallel(_Loss(model), **{name: False})  # type: ignore[arg-type] - one of two names
 
 
 class _Loss(torch.nn.Module):
