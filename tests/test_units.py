@@ -1,6 +1,7 @@
 """Quantities with units: hand-computed values, round trips, refusals."""
 
 import math
+import pickle
 
 import pytest
 from hypothesis import given
@@ -105,3 +106,10 @@ def test_errors_carry_hint_and_nearest_builtin():
     assert str(CheckpointError("no space", hint="free some")) == "no space; free some"
     assert str(CommunicationError("rank 1 left", hint="look there")) == "rank 1 left; look there"
     assert math.isclose(FivefoldError("x").exit_code, 1)
+
+
+@pytest.mark.parametrize("kind", [ConfigurationError, CheckpointError, CommunicationError])
+def test_errors_travel_between_processes(kind):
+    copy = pickle.loads(pickle.dumps(kind("what", hint="do")))  # noqa: S301 - our own bytes
+    assert type(copy) is kind
+    assert (copy.message, copy.hint) == ("what", "do")

@@ -169,7 +169,8 @@ def _data_parallel(model: Transformer) -> DistributedDataParallel:
     """DDP as it comes, but without sending the constant rotary tables in every forward pass."""
     known = inspect.signature(DistributedDataParallel).parameters
     name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    return DistributedDataParallel(_Loss(model), **{name: False})  # type: ignore[arg-type] - one of two names
+    options: dict[str, Any] = {name: False}
+    return DistributedDataParallel(_Loss(model), **options)
 
 
 class _Loss(torch.nn.Module):

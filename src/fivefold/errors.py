@@ -42,6 +42,14 @@ class FivefoldError(Exception):
     def __str__(self) -> str:
         return self.message if self.hint is None else f"{self.message}; {self.hint}"
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # An exception is pickled as a call with its positional arguments; the hint is none.
+        return (_rebuild, (type(self), self.message, self.hint))
+
+
+def _rebuild(kind: type[FivefoldError], message: str, hint: str | None) -> FivefoldError:
+    return kind(message, hint=hint)
+
 
 class ConfigurationError(FivefoldError, ValueError):
     """An argument, a configuration key or a combination of them is not allowed.

@@ -108,9 +108,7 @@ def demo_command(
 
     _clear(output)
     console = Console(stderr=True)
-    demo = _Demo(
-        folder=output, spec=LabSpec(hosts=_HOSTS, rate=rate), steps=steps, console=console
-    )
+    demo = _Demo(folder=output, spec=LabSpec(hosts=_HOSTS, rate=rate), steps=steps, console=console)
     alone = max(steps // 4, 20)
     demo.train("none", title=f"1/3 compute only: {alone} steps without communication", steps=alone)
     demo.train("ddp", title=f"2/3 DDP: {steps} steps over {rate}", steps=steps)

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from fivefold.cli._help import help_text
 from fivefold.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -144,7 +145,6 @@ def run(  # noqa: PLR0913 - one parameter per option of the command line
     raise typer.Exit(result.exit_code)
 
 
-@app.command()
 def check(
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
@@ -163,7 +163,6 @@ def check(
     raise typer.Exit(1 if able.shaping == "none" else 0)
 
 
-@app.command()
 def clean() -> None:
     """Remove what killed runs left behind, and say what it was; runs under way are left alone."""
     from fivefold.lab import clean_lab  # noqa: PLC0415 - keeps --help fast
@@ -231,3 +230,7 @@ def _show_capabilities(able: Capabilities) -> None:
             console.print(f"\n{item.name}: {item.reason}\n  fix: {item.fix}", soft_wrap=True)
     how = f" (as {able.isolation})" if able.isolation else ""
     console.print(f"\nlinks can be given: {able.shaping}{how}")
+
+
+app.command(help=help_text(check))(check)
+app.command(help=help_text(clean))(clean)

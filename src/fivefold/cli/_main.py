@@ -13,6 +13,7 @@ from rich.logging import RichHandler
 
 from fivefold.cli._bench import BENCH_CONTEXT, bench_command
 from fivefold.cli._demo import demo_command
+from fivefold.cli._help import help_text
 from fivefold.cli._lab import app as lab_app
 from fivefold.cli._report import report_command
 from fivefold.cli._train import train_command
@@ -31,10 +32,10 @@ app = typer.Typer(
 )
 
 
-app.command("demo")(demo_command)
-app.command("train")(train_command)
-app.command("report")(report_command)
-app.command("bench", context_settings=BENCH_CONTEXT)(bench_command)
+app.command("demo", help=help_text(demo_command))(demo_command)
+app.command("train", help=help_text(train_command))(train_command)
+app.command("report", help=help_text(report_command))(report_command)
+app.command("bench", help=help_text(bench_command), context_settings=BENCH_CONTEXT)(bench_command)
 app.add_typer(lab_app)
 
 

@@ -47,19 +47,6 @@ def train_command(
         from fivefold.train import launch  # noqa: PLC0415 - loads torch
 
         raise typer.Exit(launch(config, overrides or [], nproc=nproc, max_restarts=max_restarts))
-    _run_one_rank(config, overrides or [])
+    from fivefold.train import run_rank  # noqa: PLC0415 - loads torch
 
-
-def _run_one_rank(config: Path, overrides: list[str]) -> None:
-    from fivefold.train import load_config, train  # noqa: PLC0415 - loads torch
-    from fivefold.train._worker import (  # noqa: PLC0415 - loads torch
-        end_without_waiting,
-        exit_code,
-    )
-
-    try:
-        train(load_config(config, overrides))
-    except BaseException as error:
-        # Only how the process ends; the entry point still prints the error.
-        end_without_waiting(exit_code(error))
-        raise
+    run_rank(config, overrides or [])

@@ -15,7 +15,7 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -97,11 +97,12 @@ class ProcessGroupTransport:
             hint = "call torch.distributed.init_process_group first, or start with torchrun"
             raise ConfigurationError(message, hint=hint)
         members = dist.get_process_group_ranks(process_group or dist.group.WORLD)
-        self._group = dist.new_group(
-            members,
-            timeout=timedelta(seconds=timeout_s),
-            use_local_synchronization=process_group is not None,
-        )
+        with _named_errors(dist.get_rank(), "the set-up of the engine's process group"):
+            self._group = dist.new_group(
+                members,
+                timeout=timedelta(seconds=timeout_s),
+                use_local_synchronization=process_group is not None,
+            )
         self._global_root = members[0]
         self._open_works: list[dist.Work] = []
         # Also at the interpreter's exit: gloo aborts the process when a collective is cut off.
@@ -124,11 +125,11 @@ class ProcessGroupTransport:
             CommunicationError: The collective could not be started.
         """
         launched_at_s = time.perf_counter()
-        with self._named_errors(what):
+        with _named_errors(self.rank, what):
             works = [dist.all_reduce(t, group=self._group, async_op=True) for t in tensors]
         self._open_works[:] = [work for work in self._open_works if not work.is_completed()]
         self._open_works.extend(works)
-        return ProcessGroupFlight(works, self, launched_at_s=launched_at_s, what=what)
+        return ProcessGroupFlight(works, rank=self.rank, launched_at_s=launched_at_s, what=what)
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         """Overwrite the tensors with the group's first rank's.
@@ -136,7 +137,7 @@ class ProcessGroupTransport:
         Raises:
             CommunicationError: A peer ended or the network failed.
         """
-        with self._named_errors("broadcast of the initial parameters"):
+        with _named_errors(self.rank, "broadcast of the initial parameters"):
             for tensor in tensors:
                 dist.broadcast(tensor, src=self._global_root, group=self._group)
 
@@ -147,23 +148,28 @@ class ProcessGroupTransport:
             CommunicationError: A peer ended or the network failed.
         """
         values: list[Any] = [None] * self.world_size
-        with self._named_errors("comparison of the ranks' settings"):
+        with _named_errors(self.rank, "comparison of the ranks' settings"):
             dist.all_gather_object(values, value, group=self._group)
         return values
 
-    @contextlib.contextmanager
-    def _named_errors(self, what: str) -> Any:
-        # gloo and NCCL raise RuntimeError (DistBackendError is one) for peers and timeouts alike.
-        try:
-            yield
-        except RuntimeError as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
-            message = f"rank {dist.get_rank(self._group)}: {what} failed: {reason}"
-            hint = (
-                "a peer ended or the network failed; look at the other ranks' errors, then "
-                "start again from the last checkpoint"
-            )
-            raise CommunicationError(message, hint=hint) from error
+
+@contextlib.contextmanager
+def _named_errors(rank: int, what: str) -> Iterator[None]:
+    """Turn the backends' errors into ours; they raise RuntimeErrors for peers and timeouts alike.
+
+    Raises:
+        CommunicationError: The body raised one.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
+        message = f"rank {rank}: {what} failed: {reason}"
+        hint = (
+            "a peer ended or the network failed; look at the other ranks' errors, then "
+            "start again from the last checkpoint"
+        )
+        raise CommunicationError(message, hint=hint) from error
 
 
 def _let_land(works: list[dist.Work], patience_s: float = 5.0) -> None:
@@ -179,13 +185,13 @@ class ProcessGroupFlight:
     def __init__(
         self,
         works: Sequence[dist.Work],
-        transport: ProcessGroupTransport,
         *,
+        rank: int,
         launched_at_s: float,
         what: str,
     ) -> None:
         self._works = works
-        self._transport = transport
+        self._rank = rank
         self._what = what
         self._lock = threading.Lock()
         self._open = len(works)
@@ -207,7 +213,7 @@ class ProcessGroupFlight:
         Raises:
             CommunicationError: A peer ended, the network failed, or the timeout passed.
         """
-        with self._transport._named_errors(self._what):  # noqa: SLF001 - same module
+        with _named_errors(self._rank, self._what):
             for work in self._works:
                 work.wait()
         if self.completed_at_s is None:

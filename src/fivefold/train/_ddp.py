@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from fivefold.train._methods import CommunicationTotals
-from fivefold.train._spans import Span
+from fivefold.train._spans import Span, union_s
 from fivefold.train._world import guard
 
 if TYPE_CHECKING:
@@ -148,8 +148,8 @@ class DataParallelMethod:
         self.totals.exposed_wait_s += end_s - start_s
         self._spans.append(Span(lane="wait", name="gradients", start_s=start_s, end_s=end_s))
         landed, self._landed = self._landed, []
+        self.totals.in_flight_s += union_s([span for span, _ in landed])
         for span, payload_bytes in landed:
-            self.totals.in_flight_s += span.end_s - span.start_s
             self.totals.payload_bytes += payload_bytes
             self.totals.collectives += 1
             self._spans.append(span)

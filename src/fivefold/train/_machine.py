@@ -41,11 +41,19 @@ def run_manifest(
         "seed": config.run.seed,
         "num_parameters": num_parameters,
         "precision": precision,
-        "command": sys.argv,
+        "command": _command(sys.argv),
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": _machine(),
         "lab": lab,
     }
+
+
+def _command(argv: list[str]) -> list[str]:
+    """The command line as a person would type it, without this machine's paths to programs."""
+    program = Path(argv[0]).name
+    if program == "_worker.py":  # started by the launcher of `fivefold train --nproc`
+        return ["fivefold", "train", *argv[1:]]
+    return ["fivefold" if program == "__main__.py" else program, *argv[1:]]
 
 
 def _machine() -> dict[str, Any]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-__all__ = ["CATEGORIES", "Span", "SpanRecorder", "subtract"]
+__all__ = ["CATEGORIES", "Span", "SpanRecorder", "subtract", "union_s"]
 
 # Lane in the rank's file -> category in result.json; the order is that of the report.
 CATEGORIES = {
@@ -68,6 +68,22 @@ def subtract(start_s: float, end_s: float, *, holes: Iterable[Span]) -> list[tup
     if at_s < end_s:
         pieces.append((at_s, end_s))
     return pieces
+
+
+def union_s(spans: Iterable[Span]) -> float:
+    """Seconds that at least one of the spans covers.
+
+    Example:
+        >>> first = Span(lane="flight", name="a", start_s=0.0, end_s=2.0)
+        >>> second = Span(lane="flight", name="b", start_s=1.0, end_s=4.0)
+        >>> union_s([first, second])
+        4.0
+    """
+    total_s, until_s = 0.0, float("-inf")
+    for span in sorted(spans, key=lambda span: span.start_s):
+        total_s += max(0.0, span.end_s - max(span.start_s, until_s))
+        until_s = max(until_s, span.end_s)
+    return total_s
 
 
 class SpanRecorder:

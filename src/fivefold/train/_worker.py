@@ -6,7 +6,6 @@ launcher, and ends at once.
 
 from __future__ import annotations
 
-import atexit
 import json
 import logging
 import os
@@ -17,14 +16,12 @@ from pathlib import Path
 
 from fivefold.errors import FivefoldError
 from fivefold.train._config import load_config
+from fivefold.train._ending import end_without_waiting, exit_code
 from fivefold.train._launch import OUTCOME_VARIABLE
 from fivefold.train._loop import train
 from fivefold.train._outcome import error_to_record
 
-__all__ = ["end_without_waiting", "main"]
-
-_INTERNAL_ERROR = 3
-_INTERRUPTED = 130
+__all__ = ["main"]
 
 
 def main(arguments: list[str]) -> int:
@@ -66,33 +63,6 @@ class _Outcome:
         partial = self._path.with_suffix(".tmp")
         partial.write_text(json.dumps(record), encoding="utf-8")
         partial.rename(self._path)
-
-
-def exit_code(error: BaseException | None) -> int:
-    """Exit code for how a run ended."""
-    if error is None:
-        return 0
-    if isinstance(error, KeyboardInterrupt):
-        return _INTERRUPTED
-    return error.exit_code if isinstance(error, FivefoldError) else _INTERNAL_ERROR
-
-
-def end_without_waiting(code: int) -> None:
-    """Make this process end at once when it gets to its end.
-
-    The interpreter's own shutdown destroys process groups, whose threads may be in a collective
-    with a peer that is dead or stopped: that would hang for another timeout, or for good. All
-    files are flushed here first; no other exit handler of ours needs to run.
-    """
-
-    def leave() -> None:
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-    # Exit handlers run last in, first out, and before any object is destroyed.
-    atexit.register(leave)
 
 
 if __name__ == "__main__":
