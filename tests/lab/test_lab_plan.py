@@ -17,7 +17,7 @@ def _lines(steps: list[Step]) -> list[str]:
 
 
 def test_two_hosts_with_a_rate() -> None:
-    tbf = "tbf rate 200000000bit burst 25000b latency 50000us"
+    tbf = "tbf rate 200000000bit burst 66000b latency 50000us"
     assert _lines(plan_bridge(LabSpec(hosts=2, rate="200Mbit/s"))) == [
         "switch: ip link add br0 type bridge",
         "switch: ip link set br0 up",

@@ -7,7 +7,15 @@ import warnings
 import pytest
 import torch
 
-from fivefold.optim import CO2, LocalSGD, OuterSync, SlowMo, StabilityWarning
+from fivefold.optim import (
+    CO2,
+    DelayCorrected,
+    DiLoCo,
+    LocalSGD,
+    OuterSync,
+    SlowMo,
+    StabilityWarning,
+)
 from fivefold.testing import run_world
 
 TAU = 4
@@ -135,3 +143,23 @@ def test_slowmo_units_agree_at_constant_learning_rate(units):
         momentum = 0.4 * momentum + a * expected[t]
         expected.append(expected[t] - momentum)
     assert xs == pytest.approx(expected, rel=1e-10, abs=1e-12)
+
+
+def test_diloco_equals_torch_nesterov_on_the_pseudo_gradient():
+    xs = mode_trajectory(DiLoCo(tau=TAU, outer_lr=0.7, outer_momentum=0.9), 0.6, 30)
+    a = contraction(0.6)
+    weight = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
+    outer = torch.optim.SGD([weight], lr=0.7, momentum=0.9, nesterov=True)
+    expected = [1.0]
+    for _ in range(30):
+        weight.grad = a * weight.detach()
+        outer.step()
+        expected.append(weight.item())
+    assert xs == pytest.approx(expected, rel=1e-11, abs=1e-13)
+
+
+def test_delay_corrected_equals_local_training_when_workers_agree():
+    """Equal workers have nothing to correct: the mode contracts by 1 - a in every round."""
+    xs = mode_trajectory(DelayCorrected(tau=TAU), 0.8, 20)
+    a = contraction(0.8)
+    assert xs == pytest.approx([(1 - a) ** t for t in range(21)], rel=1e-11)

@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from fivefold.optim import CO2, GapPenalty, LocalSGD, OuterSync, SlowMo
+from fivefold.optim import (
+    CO2,
+    DelayCorrected,
+    DiLoCo,
+    GapPenalty,
+    LocalSGD,
+    OuterSync,
+    SlowMo,
+)
 from fivefold.optim._reference import reference_run
 from fivefold.testing import run_processes, run_world
 
@@ -27,6 +35,10 @@ RULES = {
     "slowmo": SlowMo(tau=3),
     "slowmo-delta-clip": SlowMo(tau=2, units="delta", outer_lr=0.8, clip=0.02),
     "local-sgd": LocalSGD(tau=4),
+    "diloco": DiLoCo(tau=3, outer_lr=0.5, outer_momentum=0.6),
+    "diloco-no-momentum": DiLoCo(tau=2, outer_momentum=0.0),
+    "delay-corrected": DelayCorrected(tau=3),
+    "delay-corrected-tau-1": DelayCorrected(tau=1),
 }
 
 
@@ -56,7 +68,7 @@ def learning_rate(step):
 
 
 def engine_run(rank, rule, steps, transport=None, *, check_every_rounds=16):
-    """Train with torch.optim.SGD and the engine; return anchors at boundaries and the end."""
+    """Train with torch.optim.SGD and the engine; parameters at the boundaries and at the end."""
     model = Pieces()
     optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate(0))
     sync = OuterSync(
@@ -97,15 +109,15 @@ def largest_difference(ours, theirs):
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("name", RULES)
-def test_anchors_equal_reference_to_1e_12(name, world_size):
+def test_parameters_equal_reference_to_1e_12(name, world_size):
     rule = RULES[name]
     steps = ROUNDS * rule.tau + (rule.tau - 1)  # ends inside a round, so that the drain counts
     expected = reference(rule, world_size, steps)
     results = run_world(world_size, lambda t: engine_run(t.rank, rule, steps, t))
-    for anchors, final, statistics in results:
-        assert len(anchors) == ROUNDS + 1
-        for ours, theirs in zip(anchors, expected.anchors, strict=False):
-            assert largest_difference(ours, theirs) < 1e-12
+    for rank, (boundaries, final, statistics) in enumerate(results):
+        assert len(boundaries) == ROUNDS + 1
+        for ours, theirs in zip(boundaries, expected.workers, strict=True):
+            assert largest_difference(ours, theirs[rank]) < 1e-12
         assert largest_difference(final, expected.final) < 1e-12
         assert statistics.clipped_fraction == pytest.approx(
             sum(expected.clipped) / (SIZE * len(expected.clipped)), abs=1e-12
@@ -124,7 +136,8 @@ def test_binding_clip_is_really_exercised():
 @pytest.mark.distributed
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_gloo_processes_equal_reference(world_size):
-    rules = [RULES[n] for n in ("co2", "co2-clip-binds", "co2-gap-param", "slowmo", "local-sgd")]
+    names = ["co2", "co2-clip-binds", "co2-gap-param", "slowmo", "local-sgd", "delay-corrected"]
+    rules = [RULES[name] for name in names]
 
     def work(rank):
         return [engine_run(rank, rule, ROUNDS * rule.tau + 1)[:2] for rule in rules]
@@ -133,8 +146,8 @@ def test_gloo_processes_equal_reference(world_size):
     for index, rule in enumerate(rules):
         expected = reference(rule, world_size, ROUNDS * rule.tau + 1)
         for rank in range(world_size):
-            anchors, final = results[rank][index]
-            for ours, theirs in zip(anchors, expected.anchors, strict=False):
-                assert largest_difference(ours, theirs) < 1e-12
+            boundaries, final = results[rank][index]
+            for ours, theirs in zip(boundaries, expected.workers, strict=True):
+                assert largest_difference(ours, theirs[rank]) < 1e-12
             assert largest_difference(final, expected.final) < 1e-12
             assert torch.equal(final, results[0][index][1])

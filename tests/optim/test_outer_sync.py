@@ -16,7 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.errors import CommunicationError, ConfigurationError, ReplicaMismatchError
-from fivefold.optim import CO2, ConstantPenalty, LocalSGD, OuterSync, SlowMo, StabilityWarning
+from fivefold.optim import (
+    CO2,
+    ConstantPenalty,
+    DelayCorrected,
+    DiLoCo,
+    LocalSGD,
+    OuterSync,
+    SlowMo,
+    StabilityWarning,
+)
 from fivefold.optim._replica_hash import replica_hash
 from fivefold.testing import run_processes, run_world
 
@@ -26,6 +35,8 @@ RULES = [
     CO2(tau=2, bootstrap="sync"),
     SlowMo(tau=3),
     LocalSGD(tau=2),
+    DiLoCo(tau=2, outer_momentum=0.5),
+    DelayCorrected(tau=3),
 ]
 
 
@@ -61,13 +72,17 @@ def flat(model):
     tau=st.integers(1, 5),
     steps=st.integers(1, 23),
     world_size=st.integers(2, 4),
-    delayed=st.booleans(),
+    kind=st.sampled_from(["co2", "local_sgd", "delay_corrected"]),
     drains=st.sets(st.integers(1, 22)),
 )
-def test_every_local_step_enters_the_average_exactly_once(tau, steps, world_size, delayed, drains):
-    """Each local step adds its own power of a base, so that the total names all that arrived."""
+def test_every_local_step_enters_the_average_exactly_once(tau, steps, world_size, kind, drains):
+    """Each local step moves a coordinate of its own, so that the end names all that arrived."""
     plain = {"tau": tau, "outer_lr": 1.0, "outer_momentum": 0.0, "clip": None}
-    rule = CO2(**plain, staleness="none") if delayed else LocalSGD(tau=tau)
+    rule = {
+        "co2": CO2(**plain, staleness="none"),
+        "local_sgd": LocalSGD(tau=tau),
+        "delay_corrected": DelayCorrected(tau=tau),
+    }[kind]
 
     def work(transport):
         model = torch.nn.Linear(steps, 1, bias=False, dtype=torch.float64)
@@ -318,6 +333,7 @@ def test_warning_at_the_stability_limit_names_the_limit():
         CO2(tau=1, outer_lr=0.79, outer_momentum=0.2, staleness="none"),
         CO2(tau=1, outer_lr=0.9, outer_momentum=0.2, staleness="constant:2"),
         SlowMo(tau=1, outer_lr=1.0, outer_momentum=0.9),
+        DelayCorrected(tau=1),
     ],
     ids=repr,
 )
@@ -347,6 +363,8 @@ def test_no_warning_below_the_limit(rule):
         (lambda: CO2(tau=2, units="steps"), "units must be 'delta' or 'lr'"),
         (lambda: LocalSGD(tau=2, outer_lr=0.5), "LocalSGD takes tau only"),
         (lambda: SlowMo(tau=2, staleness="gap"), "nothing is stale"),
+        (lambda: DiLoCo(tau=2, clip=1.0), "DiLoCo takes tau, outer_lr and outer_momentum only"),
+        (lambda: DelayCorrected(tau=2, outer_momentum=0.5), "DelayCorrected takes tau only"),
     ],
 )
 def test_rules_refuse_what_makes_no_sense(make_rule, message):

@@ -14,7 +14,7 @@ from fivefold.train._model import Transformer
 from fivefold.train._sampler import ShardedSampler, gather_batch
 from fivefold.train._tokenizer import load_tokenizer
 
-METHODS = ["none", "ddp", "local_sgd", "slowmo", "co2"]
+METHODS = ["none", "ddp", "local_sgd", "slowmo", "diloco", "co2", "delay_corrected"]
 
 
 def lines(path):

@@ -5,7 +5,7 @@ import pytest
 
 from fivefold.train._checkpoint import checkpoint_folders
 
-METHODS = ["none", "ddp", "local_sgd", "slowmo", "co2"]
+METHODS = ["none", "ddp", "local_sgd", "slowmo", "diloco", "co2", "delay_corrected"]
 
 
 def with_run(config, **changes):

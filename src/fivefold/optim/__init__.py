@@ -8,7 +8,7 @@ This package knows nothing of trainers, labs or reports.
 
 from __future__ import annotations
 
-from fivefold.optim._rules import CO2, LocalSGD, OuterRule, SlowMo
+from fivefold.optim._rules import CO2, DelayCorrected, DiLoCo, LocalSGD, OuterRule, SlowMo
 from fivefold.optim._staleness import ConstantPenalty, GapPenalty, NoPenalty
 from fivefold.optim._statistics import FlightRecord, SyncStatistics
 from fivefold.optim._sync import OuterSync, StabilityWarning
@@ -17,6 +17,8 @@ from fivefold.optim._transport import Flight, ProcessGroupTransport, Transport
 __all__ = [
     "CO2",
     "ConstantPenalty",
+    "DelayCorrected",
+    "DiLoCo",
     "Flight",
     "FlightRecord",
     "GapPenalty",

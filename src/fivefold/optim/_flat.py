@@ -34,12 +34,14 @@ class Piece:
         anchor: x, shape as ``local``.
         momentum: m or None.
         payload: Buffer for the pseudo-gradient and its sum over the ranks.
+        sent: This rank's own pseudo-gradient in flight, or None.
         local: The live parameter, in its own data type.
     """
 
     anchor: torch.Tensor
     momentum: torch.Tensor | None
     payload: torch.Tensor
+    sent: torch.Tensor | None
     local: torch.Tensor
 
 
@@ -50,10 +52,16 @@ class FlatGroup:
         parameters: Distinct parameters.
         dtype: Outer data type.
         with_momentum: Whether to keep a momentum buffer.
+        with_sent: Whether to keep this rank's own pseudo-gradient beside the sum.
     """
 
     def __init__(
-        self, parameters: list[torch.nn.Parameter], *, dtype: torch.dtype, with_momentum: bool
+        self,
+        parameters: list[torch.nn.Parameter],
+        *,
+        dtype: torch.dtype,
+        with_momentum: bool,
+        with_sent: bool,
     ) -> None:
         self.parameters = parameters
         device = parameters[0].device
@@ -61,6 +69,7 @@ class FlatGroup:
         self.anchor = torch.empty(size, dtype=dtype, device=device)
         self.momentum = torch.zeros_like(self.anchor) if with_momentum else None
         self.payload = torch.zeros_like(self.anchor)
+        self.sent = torch.zeros_like(self.anchor) if with_sent else None
         self.read_anchor()
 
     def read_anchor(self) -> None:
@@ -82,10 +91,12 @@ class FlatGroup:
     def _piece(self, local: torch.Tensor, start: int, stop: int) -> Piece:
         shape = local.shape
         momentum = None if self.momentum is None else self.momentum[start:stop].view(shape)
+        sent = None if self.sent is None else self.sent[start:stop].view(shape)
         return Piece(
             anchor=self.anchor[start:stop].view(shape),
             momentum=momentum,
             payload=self.payload[start:stop].view(shape),
+            sent=sent,
             local=local,
         )
 
@@ -100,13 +111,14 @@ def _ranges(local: torch.Tensor) -> Iterator[tuple[int, int]]:
 
 
 def flat_groups(
-    parameters: Iterable[torch.nn.Parameter], *, with_momentum: bool
+    parameters: Iterable[torch.nn.Parameter], *, with_momentum: bool, with_sent: bool = False
 ) -> list[FlatGroup]:
     """Group trainable parameters by device and outer data type.
 
     Args:
         parameters: Parameters; frozen ones are left out, tied ones counted once.
         with_momentum: Whether the groups keep a momentum buffer.
+        with_sent: Whether the groups keep this rank's own pseudo-gradient.
 
     Returns:
         Groups in the order in which their first parameter comes.
@@ -125,7 +137,7 @@ def flat_groups(
         message = "the model has no parameter with requires_grad=True"
         raise ConfigurationError(message, hint="nothing would be synchronised; check the model")
     return [
-        FlatGroup(members, dtype=dtype, with_momentum=with_momentum)
+        FlatGroup(members, dtype=dtype, with_momentum=with_momentum, with_sent=with_sent)
         for (_, dtype), members in groups.items()
     ]
 

@@ -9,7 +9,8 @@ workers, m the outer momentum, L the staleness gap, tau, alpha, beta, phi.
 
 References:
     CO2, arXiv 2401.16265, Algorithm 1 (our reading of it; Eq. 3 unconfirmed). SlowMo,
-    arXiv 1910.00643, Algorithm 1. Local SGD, arXiv 1805.09767.
+    arXiv 1910.00643, Algorithm 1. Local SGD, arXiv 1805.09767. DiLoCo, arXiv 2311.08105,
+    Algorithm 1. Delay-corrected merge, arXiv 1906.12043 and 2605.20866.
 """
 
 from __future__ import annotations
@@ -34,12 +35,15 @@ class ReferenceRun:
 
     Attributes:
         anchors: x_{t,0} for t = 0, 1, ...; [N] each.
+        workers: Every worker's parameters at the same moments; equal to the anchor but for
+            rules that keep local work.
         gaps: L of each outer step, scalar or [N].
         clipped: Elements clipped in each outer step.
         final: Parameters after the drain, [N].
     """
 
     anchors: list[torch.Tensor]
+    workers: list[list[torch.Tensor]] = field(default_factory=list)
     gaps: list[torch.Tensor] = field(default_factory=list)
     clipped: list[int] = field(default_factory=list)
     final: torch.Tensor = field(default_factory=lambda: torch.empty(0))
@@ -67,7 +71,10 @@ def reference_run(
     Returns:
         The anchors, gaps and clip counts of every outer step, and the drained parameters.
     """
+    if rule.keeps_local:
+        return _corrected_run(start, local_step, rule=rule, world_size=world_size, steps=steps)
     outer = _OuterWorld(rule, start)
+    outer.run.workers.append([start] * world_size)
     workers = [start.clone() for _ in range(world_size)]
     arriving: _Sent | None = None
     for number in range(1, steps + 1):
@@ -86,11 +93,43 @@ def reference_run(
                 outer.apply(arriving, lr)
             arriving = sent
         workers = [outer.anchor.clone() for _ in range(world_size)]
+        outer.run.workers.append(workers)
     partial = outer.send(workers, inner_lr(steps)) if steps % rule.tau else None
     for sent_round in (arriving, partial):
         if sent_round is not None:
             outer.apply(sent_round, inner_lr(steps))
     return outer.finish()
+
+
+def _corrected_run(
+    start: torch.Tensor, local_step: LocalStep, *, rule: OuterRule, world_size: int, steps: int
+) -> ReferenceRun:
+    """Rules that keep local work: z <- z + (mean(y) - y) for the y sent one round ago."""
+    workers = [start.clone() for _ in range(world_size)]
+    run = ReferenceRun(anchors=[start.clone()], workers=[list(workers)])
+    sent: list[torch.Tensor] | None = None
+    for number in range(1, steps + 1):
+        workers = [local_step(worker, number - 1, z) for worker, z in enumerate(workers)]
+        if number % rule.tau != 0:
+            continue
+        anchor = run.anchors[-1]
+        if sent is not None:
+            anchor = torch.stack(sent).mean(dim=0)
+            workers = [z + (anchor - y) for z, y in zip(workers, sent, strict=True)]
+            run.gaps.append(torch.ones((), dtype=torch.float64))
+            run.clipped.append(0)
+        sent = [z.clone() for z in workers]
+        run.anchors.append(anchor)
+        run.workers.append(list(workers))
+    if sent is not None:
+        arrived = torch.stack(sent).mean(dim=0)
+        workers = [z + (arrived - y) for z, y in zip(workers, sent, strict=True)]
+        run.gaps.append(torch.ones((), dtype=torch.float64))
+        run.clipped.append(0)
+    run.gaps.append(torch.ones((), dtype=torch.float64))  # the last, waited-for average
+    run.clipped.append(0)
+    run.final = torch.stack(workers).mean(dim=0)
+    return run
 
 
 @dataclass(frozen=True)
@@ -122,7 +161,10 @@ class _OuterWorld:
         momentum = rule.outer_momentum * self.momentum + pseudo_gradient / gap
         bound = float("inf") if rule.clip is None else rule.clip
         self.momentum = torch.clamp(momentum, -bound, bound)
-        self.anchor = self.anchor - rule.outer_lr * (lr if in_lr_units else 1.0) * self.momentum
+        direction = self.momentum
+        if rule.nesterov:
+            direction = rule.outer_momentum * self.momentum + pseudo_gradient / gap
+        self.anchor = self.anchor - rule.outer_lr * (lr if in_lr_units else 1.0) * direction
         self.run.gaps.append(gap)
         self.run.clipped.append(int((momentum.abs() > bound).sum()))
         self.run.anchors.append(self.anchor.clone())

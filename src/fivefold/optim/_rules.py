@@ -6,13 +6,15 @@ replicas, L the staleness gap, beta the outer momentum, phi the clip and alpha t
 rate:
 
     m <- clamp(beta * m + D / L, -phi, phi)
-    x <- x - alpha * m
+    x <- x - alpha * m                        (Nesterov: x <- x - alpha * (beta * m + D / L))
 
 They differ in *which* round's D arrives at a boundary: this round's (synchronous) or the one
-before (delayed, so that the all-reduce runs behind a whole round of compute).
+before (delayed, so that the all-reduce runs behind a whole round of compute); and in the *merge*:
+workers go on from the anchor, or keep their own parameters and correct them.
 
 References:
-    CO2: arXiv 2401.16265. SlowMo: arXiv 1910.00643. Local SGD: arXiv 1805.09767.
+    CO2: arXiv 2401.16265. SlowMo: arXiv 1910.00643. Local SGD: arXiv 1805.09767. DiLoCo: arXiv
+    2311.08105. Delay-corrected merge: CoCoD-SGD, arXiv 1906.12043; LOSCAR-SGD, arXiv 2605.20866.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from typing import ClassVar, Literal
 from fivefold.errors import ConfigurationError
 from fivefold.optim._staleness import GapPenalty, NoPenalty, StalenessPenalty, named_penalty
 
-__all__ = ["CO2", "LocalSGD", "OuterRule", "SlowMo"]
+__all__ = ["CO2", "DelayCorrected", "DiLoCo", "LocalSGD", "OuterRule", "SlowMo"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +44,17 @@ class OuterRule:
             rescaled when the inner learning rate changes (SlowMo's published form).
         bootstrap: What a delayed rule does at the first boundary (see ``CO2``).
 
+    Class attributes say what kind of rule it is: ``delayed``; ``nesterov``; ``keeps_local``,
+    whether workers go on from their own corrected parameters and not from the anchor.
+
     Example:
         >>> LocalSGD(tau=4).outer_lr
         1.0
     """
 
     delayed: ClassVar[bool] = False
+    nesterov: ClassVar[bool] = False
+    keeps_local: ClassVar[bool] = False
     name: ClassVar[str] = "outer rule"
 
     tau: int
@@ -196,6 +203,81 @@ class CO2(OuterRule):
     outer_momentum: float = 0.2
     clip: float | None = 1.0
     staleness: StalenessPenalty | str = "gap"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiLoCo(OuterRule):
+    """DiLoCo: Nesterov momentum on the rounds, and a wait at each of them.
+
+    m_t = beta * m_{t-1} + D_t;  x_{t+1,0} = x_{t,0} - alpha * (beta * m_t + D_t). With an inner
+    AdamW and hundreds of local steps this is the published method; the same outer step is
+    ``torch.optim.SGD(lr=alpha, momentum=beta, nesterov=True)`` on the pseudo-gradient. Choose it
+    for long rounds, where one exposed all-reduce per round does not matter.
+
+    Args:
+        tau: Local steps per round; the paper uses about 500.
+        outer_lr: alpha; 0.7 in the paper.
+        outer_momentum: beta; 0.9 in the paper.
+
+    Raises:
+        ConfigurationError: A value is outside its range.
+
+    References:
+        Douillard et al., arXiv 2311.08105, Algorithm 1.
+
+    Example:
+        >>> DiLoCo(tau=100).outer_momentum
+        0.9
+    """
+
+    nesterov: ClassVar[bool] = True
+    name: ClassVar[str] = "DiLoCo"
+
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.clip is not None or self.penalty != NoPenalty() or self.units != "delta":
+            message = "DiLoCo takes tau, outer_lr and outer_momentum only"
+            raise ConfigurationError(message, hint="use SlowMo for a clip or units of lr")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DelayCorrected(OuterRule):
+    """Hidden averaging that keeps local work: when a mean arrives, add what it changes.
+
+    The all-reduce runs behind the next round, as with CO2. At the end of round t the mean over
+    the workers of y_{t-1}, their parameters one round ago, arrives, and every worker adds the
+    difference to its own: z <- z + (mean(y_{t-1}) - y_{t-1}). Work done during the flight is
+    kept at once instead of being replaced; the mean of the workers moves exactly as in Local SGD
+    whose workers see each other one round late. Replicas differ at all times until
+    ``finalize``; the anchor is the last mean that arrived.
+
+    Args:
+        tau: Local steps per round.
+
+    Raises:
+        ConfigurationError: tau is not a positive integer, or another setting is given.
+
+    References:
+        CoCoD-SGD, arXiv 1906.12043; LOSCAR-SGD, arXiv 2605.20866.
+
+    Example:
+        >>> DelayCorrected(tau=8).keeps_local
+        True
+    """
+
+    delayed: ClassVar[bool] = True
+    keeps_local: ClassVar[bool] = True
+    name: ClassVar[str] = "delay-corrected"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        plain = (self.outer_lr, self.outer_momentum, self.clip) == (1.0, 0.0, None)
+        if not plain or self.penalty != NoPenalty() or self.bootstrap != "reset":
+            message = "DelayCorrected takes tau only: it adds the plain mean of the parameters"
+            raise ConfigurationError(message, hint="use CO2 for outer settings")
 
 
 def _require_steps(tau: object) -> None:

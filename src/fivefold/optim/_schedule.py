@@ -50,6 +50,8 @@ class RoundSchedule:
         tau: Local steps per round.
         delayed: Whether a round's result is consumed one boundary later.
         first_round_synchronous: Whether a delayed schedule waits at the very first boundary.
+        keeps_local: Whether replicas differ between boundaries even without local steps, so that
+            a drain has to send once more after the last arrival.
 
     Example:
         >>> schedule = RoundSchedule(tau=1, delayed=True)
@@ -57,10 +59,18 @@ class RoundSchedule:
         (None, 0)
     """
 
-    def __init__(self, *, tau: int, delayed: bool, first_round_synchronous: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        tau: int,
+        delayed: bool,
+        first_round_synchronous: bool = False,
+        keeps_local: bool = False,
+    ) -> None:
         self.tau = tau
         self.delayed = delayed
         self._first_round_synchronous = first_round_synchronous
+        self._keeps_local = keeps_local
         self.round = 0
         self.steps_in_round = 0
         self.total_steps = 0
@@ -79,7 +89,7 @@ class RoundSchedule:
         """End the round where it stands, leaving nothing in flight; None if nothing is to do."""
         if self.steps_in_round == 0 and self.in_flight_round is None:
             return None
-        if self.steps_in_round > 0:
+        if self.steps_in_round > 0 or self._keeps_local:
             return self._end_round(wait=True)
         boundary = Boundary(
             arriving_round=self.in_flight_round, launched_round=None, wait_for_launched=False

@@ -111,4 +111,6 @@ def _buffers(group: FlatGroup) -> dict[str, torch.Tensor]:
     buffers = {"anchor": group.anchor, "payload": group.payload}
     if group.momentum is not None:
         buffers["momentum"] = group.momentum
+    if group.sent is not None:
+        buffers["sent"] = group.sent
     return buffers

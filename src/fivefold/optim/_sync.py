@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from fivefold.errors import ConfigurationError
-from fivefold.optim._flat import flat_groups
+from fivefold.optim._flat import Piece, flat_groups
 from fivefold.optim._replica_hash import replica_hash, require_equal
 from fivefold.optim._rules import OuterRule
 from fivefold.optim._schedule import Boundary, RoundSchedule
@@ -40,6 +40,8 @@ from fivefold.optim._update import (
     OuterCoefficients,
     PieceStatistics,
     accumulate_momentum_,
+    correct_local_,
+    move_anchor_,
 )
 
 __all__ = ["OuterSync", "StabilityWarning"]
@@ -74,7 +76,8 @@ class OuterSync:
             parameters are synchronised.
         optimizer: The inner optimizer; only its first group's learning rate is read, by rules
             with ``units="lr"``.
-        rule: ``CO2(...)``, ``SlowMo(...)`` or ``LocalSGD(...)``.
+        rule: ``CO2(...)``, ``DelayCorrected(...)``, ``SlowMo(...)``, ``DiLoCo(...)`` or
+            ``LocalSGD(...)``.
         process_group: Ranks that take part; None for all. A group of the same ranks is made for
             the engine alone.
         timeout_s: Longest wait for a peer, in seconds.
@@ -129,8 +132,13 @@ class OuterSync:
             tau=rule.tau,
             delayed=rule.delayed,
             first_round_synchronous=rule.bootstrap == "sync",
+            keeps_local=rule.keeps_local,
         )
-        self._groups = flat_groups(model.parameters(), with_momentum=_needs_momentum(rule))
+        self._groups = flat_groups(
+            model.parameters(),
+            with_momentum=_needs_momentum(rule),
+            with_sent=rule.keeps_local,
+        )
         self._state = OuterState()
         self._in_flight: InFlight | None = None
         lane_size = _LANE_FIXED + self._transport.world_size
@@ -314,32 +322,68 @@ class OuterSync:
             clip=rule.clip,
             element_gap=element_gap,
             with_norms=isinstance(penalty, GapPenalty),
+            nesterov=rule.nesterov,
         )
 
     def _merge(self, coefficients: OuterCoefficients | None, *, send: bool) -> PieceStatistics:
-        """One pass over the state: outer step, next payload, and the new anchor into the model.
+        """One pass over the state: outer step, next payload, and what the model goes on from."""
+        statistics = PieceStatistics()
+        merge = self._correct_piece if self._rule.keeps_local else self._replace_piece
+        for piece in (piece for group in self._groups for piece in group.pieces()):
+            merge(piece, coefficients, statistics, send=send)
+        return statistics
+
+    def _replace_piece(
+        self,
+        piece: Piece,
+        coefficients: OuterCoefficients | None,
+        statistics: PieceStatistics,
+        *,
+        send: bool,
+    ) -> None:
+        """The model goes on from the anchor.
 
         The pseudo-gradient to send is taken against the anchor before the outer step, since the
-        local steps began there.
+        local steps began there; it takes the place of the sum that arrived.
         """
-        statistics = PieceStatistics()
-        for piece in (piece for group in self._groups for piece in group.pieces()):
-            momentum = None
-            if coefficients is not None:
-                momentum = accumulate_momentum_(
-                    piece.momentum,
-                    piece.payload,
-                    coefficients=coefficients,
-                    statistics=statistics,
-                )
-                if send and momentum is piece.payload:
-                    momentum = momentum.clone()  # its place is needed for the next payload
+        anchor, local, payload = piece.anchor, piece.local, piece.payload
+        fresh = torch.sub(anchor, local) if send else None
+        if coefficients is not None:
+            momentum = accumulate_momentum_(
+                piece.momentum, payload, coefficients=coefficients, statistics=statistics
+            )
+            move_anchor_(anchor, momentum, payload, coefficients=coefficients)
+        if fresh is not None:
+            payload.copy_(fresh)
+        local.copy_(anchor)
+
+    def _correct_piece(
+        self,
+        piece: Piece,
+        coefficients: OuterCoefficients | None,
+        statistics: PieceStatistics,
+        *,
+        send: bool,
+    ) -> None:
+        """The model goes on from its own parameters, corrected by what arrived.
+
+        The pseudo-gradient to send is that of the corrected parameters against the new anchor.
+        Without anything to send this is the end of a drain, after which all replicas are equal.
+        """
+        anchor, local, payload, sent = piece.anchor, piece.local, piece.payload, piece.sent
+        assert sent is not None, "rules that keep local work keep what they sent"
+        if coefficients is not None:
             if send:
-                torch.sub(piece.anchor, piece.local, out=piece.payload)
-            if coefficients is not None and momentum is not None:
-                piece.anchor.add_(momentum, alpha=-coefficients.step)
-            piece.local.copy_(piece.anchor)
-        return statistics
+                correct_local_(local, sent, payload, coefficients=coefficients)
+            momentum = accumulate_momentum_(
+                piece.momentum, payload, coefficients=coefficients, statistics=statistics
+            )
+            move_anchor_(anchor, momentum, payload, coefficients=coefficients)
+        if send:
+            torch.sub(anchor, local, out=sent)
+            payload.copy_(sent)
+        else:
+            local.copy_(anchor)
 
     def _account(self, measured: PieceStatistics, coefficients: OuterCoefficients | None) -> None:
         state = self._state
@@ -421,7 +465,8 @@ class OuterSync:
     def _warn_if_unstable(self) -> None:
         rule, meter = self._rule, self._meter
         early = meter.merged_rounds < _ROUNDS_BEFORE_WARNING
-        if not rule.delayed or self._warned or early or meter.running_gap is None:
+        limited = rule.delayed and not rule.keeps_local
+        if not limited or self._warned or early or meter.running_gap is None:
             return
         limit = (1 - rule.outer_momentum) * meter.running_gap
         if rule.outer_lr >= limit:

@@ -14,7 +14,14 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["ElementGap", "OuterCoefficients", "PieceStatistics", "accumulate_momentum_"]
+__all__ = [
+    "ElementGap",
+    "OuterCoefficients",
+    "PieceStatistics",
+    "accumulate_momentum_",
+    "correct_local_",
+    "move_anchor_",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +48,7 @@ class OuterCoefficients:
         clip: phi, or None.
         element_gap: Set where L differs by element; delta_scale then has L = 1.
         with_norms: Whether to measure norms (costs two reads of each piece in cache).
+        nesterov: Whether the anchor moves along beta * m + D / L instead of m.
     """
 
     momentum: float
@@ -49,6 +57,7 @@ class OuterCoefficients:
     clip: float | None
     element_gap: ElementGap | None = None
     with_norms: bool = False
+    nesterov: bool = False
 
 
 @dataclass(kw_only=True)
@@ -105,6 +114,48 @@ def accumulate_momentum_(
     if coefficients.with_norms:
         statistics.momentum_square += _square_norm(result)
     return result
+
+
+def move_anchor_(
+    anchor: torch.Tensor,
+    momentum: torch.Tensor,
+    delta_sum: torch.Tensor,
+    *,
+    coefficients: OuterCoefficients,
+) -> None:
+    """Compute x <- x - step * m, or with Nesterov x <- x - step * (beta * m + D / L), in place.
+
+    Args:
+        anchor: x, shape [N].
+        momentum: The new m, shape [N].
+        delta_sum: What ``accumulate_momentum_`` got, shape [N].
+        coefficients: Scalars of this outer step.
+    """
+    if coefficients.nesterov and momentum is not delta_sum:
+        anchor.add_(momentum, alpha=-coefficients.step * coefficients.momentum)
+        anchor.add_(delta_sum, alpha=-coefficients.step * coefficients.delta_scale)
+    else:  # without a momentum buffer beta is 0 and both forms are the same
+        anchor.add_(momentum, alpha=-coefficients.step)
+
+
+def correct_local_(
+    local: torch.Tensor,
+    sent: torch.Tensor,
+    delta_sum: torch.Tensor,
+    *,
+    coefficients: OuterCoefficients,
+) -> None:
+    """Compute z <- z + (d - D): what the mean D changes of this rank's own d, in place.
+
+    Since d = x - y and D = x - mean(y), this adds mean(y) - y.
+
+    Args:
+        local: z, shape [N].
+        sent: d, shape [N]; overwritten.
+        delta_sum: The sum over the ranks of their d, shape [N].
+        coefficients: Scalars of this outer step.
+    """
+    local.add_(sent.sub_(delta_sum, alpha=coefficients.delta_scale))
 
 
 def _element_gap(momentum: torch.Tensor, gap: ElementGap) -> torch.Tensor:

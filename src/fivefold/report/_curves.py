@@ -29,8 +29,10 @@ _METHOD_COLOURS = {
     "co2": "#1f83c8",
     "slowmo": "#109668",
     "local_sgd": "#b45fa0",
+    "diloco": "#6f78dd",
+    "delay_corrected": "#a3791b",
 }
-_SPARE_COLOURS = ("#a3791b", "#6f78dd", "#cf4a6b", "#2f9494", "#7d858f")
+_SPARE_COLOURS = ("#cf4a6b", "#2f9494", "#7d858f")
 _SYMBOLS = ("circle", "diamond", "square", "triangle-up", "x", "star")
 _TICKS = (0.5, 0.7, 1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9, 10, 12, 15, 20)
 _AXES = {

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["caveats", "headline"]
 
-_LOCAL_UPDATES = ("co2", "slowmo", "local_sgd")
+_LOCAL_UPDATES = ("co2", "delay_corrected", "slowmo", "diloco", "local_sgd")
 _SAME = 0.02
 _KEYS_THAT_MUST_AGREE = ("world_size", "num_parameters", "lab", "machine", "torch")
 

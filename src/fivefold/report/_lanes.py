@@ -97,7 +97,7 @@ def _cycle_s(run: Run) -> float | None:
 
 def _cycle_starts(run: Run) -> list[float]:
     spans = next((rank.spans for rank in run.ranks if rank.spans), ())
-    if run.manifest.method in ("local_sgd", "slowmo", "co2"):
+    if run.manifest.method not in ("none", "ddp"):
         flights = sorted(span.start_s for span in spans if span.lane == "flight")
         if len(flights) > 1:
             return flights

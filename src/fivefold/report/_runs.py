@@ -42,7 +42,7 @@ __all__ = ["find_runs", "read_run", "read_runs"]
 
 _MANIFEST = "manifest.json"
 _RANK_FILE = re.compile(r"rank(\d+)\.jsonl")
-_METHOD_ORDER = ("none", "ddp", "local_sgd", "slowmo", "co2")
+_METHOD_ORDER = ("none", "ddp", "local_sgd", "slowmo", "diloco", "co2", "delay_corrected")
 _RecordT = TypeVar("_RecordT", bound=BaseModel)
 
 

@@ -194,7 +194,9 @@ class SyncConfig(_Section):
         'ddp'
     """
 
-    method: Literal["none", "ddp", "local_sgd", "slowmo", "co2"] = "co2"
+    method: Literal["none", "ddp", "local_sgd", "slowmo", "diloco", "co2", "delay_corrected"] = (
+        "co2"
+    )
     """how ranks synchronise"""
     tau: _Positive = 8
     """local steps per round"""

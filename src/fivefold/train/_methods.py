@@ -36,7 +36,9 @@ _LABELS = {
     "ddp": "DDP",
     "local_sgd": "Local SGD",
     "slowmo": "SlowMo",
+    "diloco": "DiLoCo",
     "co2": "CO2",
+    "delay_corrected": "delay-corrected",
 }
 
 

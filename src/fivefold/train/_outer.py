@@ -1,4 +1,4 @@
-"""The outer-sync methods (Local SGD, SlowMo, CO2) as one trainer method over ``fivefold.optim``."""
+"""The outer-sync methods: all rules of ``fivefold.optim`` as one trainer method."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import time
 from typing import TYPE_CHECKING, Any
 
-from fivefold.optim import CO2, LocalSGD, OuterSync, SlowMo
+from fivefold.optim import CO2, DelayCorrected, DiLoCo, LocalSGD, OuterRule, OuterSync, SlowMo
 from fivefold.train._methods import NoMethod
 from fivefold.train._spans import Span, subtract
 from fivefold.train._world import guard
@@ -131,7 +131,7 @@ class OuterMethod(NoMethod):
         return waits
 
 
-def make_rule(config: SyncConfig) -> LocalSGD | SlowMo | CO2:
+def make_rule(config: SyncConfig) -> OuterRule:
     """The configured outer rule; keys of other methods are not looked at.
 
     Raises:
@@ -144,6 +144,12 @@ def make_rule(config: SyncConfig) -> LocalSGD | SlowMo | CO2:
     """
     if config.method == "local_sgd":
         return LocalSGD(tau=config.tau)
+    if config.method == "delay_corrected":
+        return DelayCorrected(tau=config.tau)
+    if config.method == "diloco":
+        return DiLoCo(
+            tau=config.tau, outer_lr=config.outer_lr, outer_momentum=config.outer_momentum
+        )
     clip = None if math.isinf(config.clip) else config.clip
     if config.method == "slowmo":
         return SlowMo(
