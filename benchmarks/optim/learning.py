@@ -7,7 +7,7 @@ counted run uses. Time to target: the first moment at which a run's validation c
 between its points) reaches the final bits per byte of the DDP run of the same seed; a second,
 longer CO2 run is counted beside the one at equal tokens.
 
-    python benchmarks/optim/learning.py [--rate 100Mbit/s] [--steps 150] [--seeds 0,1,2]
+    python benchmarks/optim/learning.py [--rate 100Mbit/s] [--steps 120] [--seeds 0,1,2]
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ def main() -> None:
     """Compare, or tune."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rate", default="100Mbit/s")
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--tune", action="store_true", help="search the outer settings instead")

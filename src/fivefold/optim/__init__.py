@@ -9,9 +9,10 @@ This package knows nothing of trainers, labs or reports.
 from __future__ import annotations
 
 from fivefold.optim._rules import CO2, DelayCorrected, DiLoCo, LocalSGD, OuterRule, SlowMo
+from fivefold.optim._stability import StabilityWarning
 from fivefold.optim._staleness import ConstantPenalty, GapPenalty, NoPenalty
 from fivefold.optim._statistics import FlightRecord, SyncStatistics
-from fivefold.optim._sync import OuterSync, StabilityWarning
+from fivefold.optim._sync import OuterSync
 from fivefold.optim._transport import Flight, ProcessGroupTransport, Transport
 
 __all__ = [

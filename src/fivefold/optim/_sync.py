@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,10 +19,12 @@ import torch
 import torch.distributed as dist
 
 from fivefold.errors import ConfigurationError
-from fivefold.optim._flat import Piece, flat_groups
+from fivefold.optim._flat import flat_groups
+from fivefold.optim._merge import merge_pieces
 from fivefold.optim._replica_hash import replica_hash, require_equal
 from fivefold.optim._rules import OuterRule
 from fivefold.optim._schedule import Boundary, RoundSchedule
+from fivefold.optim._stability import StabilityWatch
 from fivefold.optim._staleness import ConstantPenalty, GapPenalty
 from fivefold.optim._state import (
     InFlight,
@@ -35,29 +36,12 @@ from fivefold.optim._state import (
 )
 from fivefold.optim._statistics import FlightRecord, StatisticsMeter, SyncStatistics
 from fivefold.optim._transport import ProcessGroupTransport, Transport
-from fivefold.optim._update import (
-    ElementGap,
-    OuterCoefficients,
-    PieceStatistics,
-    accumulate_momentum_,
-    correct_local_,
-    move_anchor_,
-)
+from fivefold.optim._update import ElementGap, OuterCoefficients, PieceStatistics
 
-__all__ = ["OuterSync", "StabilityWarning"]
+__all__ = ["OuterSync"]
 
 # Lane entries that travel with each payload; replica hashes follow them on checked rounds.
 _LANE_MOVE, _LANE_DELTA, _LANE_FIXED = 0, 1, 2
-_ROUNDS_BEFORE_WARNING = 8
-
-
-class StabilityWarning(UserWarning):
-    """The outer learning rate is at or above the stability limit of a delayed rule.
-
-    Example:
-        >>> issubclass(StabilityWarning, UserWarning)
-        True
-    """
 
 
 class OuterSync:
@@ -146,7 +130,7 @@ class OuterSync:
             lane_size, dtype=torch.float64, device=self._groups[0].anchor.device
         )
         self._meter = StatisticsMeter(world_size=self._transport.world_size)
-        self._warned = False
+        self._stability = StabilityWatch(rule)
         self._start_equal(model)
 
     def step(self) -> None:
@@ -326,64 +310,8 @@ class OuterSync:
         )
 
     def _merge(self, coefficients: OuterCoefficients | None, *, send: bool) -> PieceStatistics:
-        """One pass over the state: outer step, next payload, and what the model goes on from."""
-        statistics = PieceStatistics()
-        merge = self._correct_piece if self._rule.keeps_local else self._replace_piece
-        for piece in (piece for group in self._groups for piece in group.pieces()):
-            merge(piece, coefficients, statistics, send=send)
-        return statistics
-
-    def _replace_piece(
-        self,
-        piece: Piece,
-        coefficients: OuterCoefficients | None,
-        statistics: PieceStatistics,
-        *,
-        send: bool,
-    ) -> None:
-        """The model goes on from the anchor.
-
-        The pseudo-gradient to send is taken against the anchor before the outer step, since the
-        local steps began there; it takes the place of the sum that arrived.
-        """
-        anchor, local, payload = piece.anchor, piece.local, piece.payload
-        fresh = torch.sub(anchor, local) if send else None
-        if coefficients is not None:
-            momentum = accumulate_momentum_(
-                piece.momentum, payload, coefficients=coefficients, statistics=statistics
-            )
-            move_anchor_(anchor, momentum, payload, coefficients=coefficients)
-        if fresh is not None:
-            payload.copy_(fresh)
-        local.copy_(anchor)
-
-    def _correct_piece(
-        self,
-        piece: Piece,
-        coefficients: OuterCoefficients | None,
-        statistics: PieceStatistics,
-        *,
-        send: bool,
-    ) -> None:
-        """The model goes on from its own parameters, corrected by what arrived.
-
-        The pseudo-gradient to send is that of the corrected parameters against the new anchor.
-        Without anything to send this is the end of a drain, after which all replicas are equal.
-        """
-        anchor, local, payload, sent = piece.anchor, piece.local, piece.payload, piece.sent
-        assert sent is not None, "rules that keep local work keep what they sent"
-        if coefficients is not None:
-            if send:
-                correct_local_(local, sent, payload, coefficients=coefficients)
-            momentum = accumulate_momentum_(
-                piece.momentum, payload, coefficients=coefficients, statistics=statistics
-            )
-            move_anchor_(anchor, momentum, payload, coefficients=coefficients)
-        if send:
-            torch.sub(anchor, local, out=sent)
-            payload.copy_(sent)
-        else:
-            local.copy_(anchor)
+        pieces = (piece for group in self._groups for piece in group.pieces())
+        return merge_pieces(pieces, coefficients, send=send, keeps_local=self._rule.keeps_local)
 
     def _account(self, measured: PieceStatistics, coefficients: OuterCoefficients | None) -> None:
         state = self._state
@@ -402,7 +330,7 @@ class OuterSync:
             state.last_move /= root
             state.last_delta /= root
         self._meter.add_merge(gap=gap, clipped=measured.clipped, elements=measured.elements)
-        self._warn_if_unstable()
+        self._stability.watch(self._meter)
 
     def _launch(self, round_number: int, anchor_hash: int) -> None:
         transport = self._transport
@@ -461,23 +389,6 @@ class OuterSync:
             message = f'units="lr" needs a positive inner learning rate at a boundary; got {lr}'
             raise ConfigurationError(message, hint='use units="delta", or a schedule above zero')
         return lr
-
-    def _warn_if_unstable(self) -> None:
-        rule, meter = self._rule, self._meter
-        early = meter.merged_rounds < _ROUNDS_BEFORE_WARNING
-        limited = rule.delayed and not rule.keeps_local
-        if not limited or self._warned or early or meter.running_gap is None:
-            return
-        limit = (1 - rule.outer_momentum) * meter.running_gap
-        if rule.outer_lr >= limit:
-            self._warned = True
-            message = (
-                f"outer_lr={rule.outer_lr} is at or above the stability limit {limit:.3g} = "
-                f"(1 - outer_momentum={rule.outer_momentum}) * staleness gap "
-                f"{meter.running_gap:.3g}: directions that converge within a round may diverge; "
-                f"use outer_lr below {limit:.3g}, a smaller outer_momentum or a penalty"
-            )
-            warnings.warn(message, StabilityWarning, stacklevel=5)
 
 
 def _needs_momentum(rule: OuterRule) -> bool:

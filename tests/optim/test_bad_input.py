@@ -1,0 +1,97 @@
+"""What the engine and its rules refuse, by message."""
+
+import copy
+
+import pytest
+import torch
+
+from fivefold.errors import ConfigurationError
+from fivefold.optim import CO2, ConstantPenalty, DelayCorrected, DiLoCo, LocalSGD, OuterSync, SlowMo
+from fivefold.testing import run_world
+
+
+def make(transport, rule):
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return model, optimizer, OuterSync(model, optimizer, rule=rule, transport=transport)
+
+
+@pytest.mark.parametrize(
+    ("make_rule", "message"),
+    [
+        (lambda: CO2(tau=0), "tau must be a positive integer.*got 0"),
+        (lambda: CO2(tau=2.5), "tau must be a positive integer.*got 2.5"),
+        (lambda: CO2(tau=True), "tau must be a positive integer"),
+        (lambda: CO2(tau=2, outer_lr=0), "outer_lr must be a positive number; got 0"),
+        (lambda: CO2(tau=2, outer_momentum=1.0), r"outer_momentum must be in \[0, 1\); got 1.0"),
+        (lambda: CO2(tau=2, clip=-1.0), "clip must be a positive number; got -1.0"),
+        (lambda: CO2(tau=2, staleness="gapp"), "'gapp' is not known; use one of gap, "),
+        (lambda: CO2(tau=2, staleness="constant:x"), "no number after the colon"),
+        (lambda: ConstantPenalty(0.0), "must be a positive number"),
+        (lambda: CO2(tau=2, bootstrap="none"), "bootstrap must be 'reset' or 'sync'"),
+        (lambda: CO2(tau=2, units="steps"), "units must be 'delta' or 'lr'"),
+        (lambda: LocalSGD(tau=2, outer_lr=0.5), "LocalSGD takes tau only"),
+        (lambda: SlowMo(tau=2, staleness="gap"), "nothing is stale"),
+        (lambda: DiLoCo(tau=2, clip=1.0), "DiLoCo takes tau, outer_lr and outer_momentum only"),
+        (lambda: DelayCorrected(tau=2, outer_momentum=0.5), "DelayCorrected takes tau only"),
+    ],
+)
+def test_rules_refuse_what_makes_no_sense(make_rule, message):
+    with pytest.raises(ConfigurationError, match=message):
+        make_rule()
+
+
+def test_world_of_one_is_refused_with_a_hint():
+    with pytest.raises(ConfigurationError, match="at least two ranks; got world_size=1; start"):
+        run_world(1, lambda t: make(t, CO2(tau=1)))
+
+
+def test_uninitialised_torch_distributed_is_refused_with_a_hint():
+    with pytest.raises(ConfigurationError, match=r"not initialised; call torch\.distributed\.init"):
+        make(None, CO2(tau=1))
+
+
+def test_different_rules_or_models_are_refused():
+    with pytest.raises(ConfigurationError, match="has another rule than rank"):
+        run_world(2, lambda t: make(t, CO2(tau=1 + t.rank)))
+
+    def other_model(transport):
+        model = torch.nn.Linear(2 + transport.rank, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        OuterSync(model, optimizer, rule=CO2(tau=1), transport=transport)
+
+    with pytest.raises(ConfigurationError, match="has another parameters than rank"):
+        run_world(2, other_model)
+
+
+def test_frozen_model_is_refused():
+    def work(transport):
+        model = torch.nn.Linear(2, 1).requires_grad_(requires_grad=False)
+        weight = torch.nn.Parameter(torch.zeros(1))
+        OuterSync(model, torch.optim.SGD([weight]), rule=CO2(tau=1), transport=transport)
+
+    with pytest.raises(ConfigurationError, match="no parameter with requires_grad"):
+        run_world(2, work)
+
+
+def test_state_of_another_rule_is_refused():
+    def work(transport):
+        _, _, sync = make(transport, CO2(tau=2))
+        state = copy.deepcopy(sync.state_dict())
+        _, _, other = make(transport, CO2(tau=3))
+        other.load_state_dict(state)
+
+    with pytest.raises(ConfigurationError, match="resume with the same rule"):
+        run_world(2, work)
+
+
+def test_zero_inner_learning_rate_in_lr_units_is_an_error():
+    def work(transport):
+        model, optimizer, sync = make(transport, SlowMo(tau=1))
+        optimizer.param_groups[0]["lr"] = 0.0
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        sync.step()
+
+    with pytest.raises(ConfigurationError, match='units="lr" needs a positive inner learning rate'):
+        run_world(2, work)
