@@ -113,8 +113,10 @@ def candidates() -> list[Case]:
 
 
 def train(case: Case, *, rate: str | None, steps: int, seed: int, folder: Path) -> Path:
-    """Run one training in the lab; return its run folder."""
+    """Run one training in the lab, unless a run kept from before has finished; its folder."""
     output = folder / f"{case.name.replace(' ', '_').replace('/', '-').replace(',', '')}-{seed}"
+    if (output / "result.json").exists():
+        return output
     config = folder / f"{output.name}.toml"
     steps = round(steps * case.length)
     text = CONFIG.format(

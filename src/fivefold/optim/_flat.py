@@ -36,6 +36,7 @@ class Piece:
         payload: Buffer for the pseudo-gradient and its sum over the ranks.
         sent: This rank's own pseudo-gradient in flight, or None.
         local: The live parameter, in its own data type.
+        scratch: Room for one temporary of this size, or None where the allocator is as good.
     """
 
     anchor: torch.Tensor
@@ -43,6 +44,7 @@ class Piece:
     payload: torch.Tensor
     sent: torch.Tensor | None
     local: torch.Tensor
+    scratch: torch.Tensor | None
 
 
 class FlatGroup:
@@ -70,6 +72,9 @@ class FlatGroup:
         self.momentum = torch.zeros_like(self.anchor) if with_momentum else None
         self.payload = torch.zeros_like(self.anchor)
         self.sent = torch.zeros_like(self.anchor) if with_sent else None
+        # Fresh memory costs a page fault per 4 KiB, which is more than the arithmetic on it.
+        on_cpu = device.type == "cpu"
+        self._scratch = torch.empty(_CPU_PIECE_ELEMENTS, dtype=dtype) if on_cpu else None
         self.read_anchor()
 
     def read_anchor(self) -> None:
@@ -92,12 +97,16 @@ class FlatGroup:
         shape = local.shape
         momentum = None if self.momentum is None else self.momentum[start:stop].view(shape)
         sent = None if self.sent is None else self.sent[start:stop].view(shape)
+        scratch = None
+        if self._scratch is not None and local.numel() <= self._scratch.numel():
+            scratch = self._scratch[: local.numel()].view(shape)
         return Piece(
             anchor=self.anchor[start:stop].view(shape),
             momentum=momentum,
             payload=self.payload[start:stop].view(shape),
             sent=sent,
             local=local,
+            scratch=scratch,
         )
 
 

@@ -59,7 +59,7 @@ def _replace(
     # The pseudo-gradient to send is taken against the anchor before the outer step, since the
     # local steps began there; then it takes the place of the sum that arrived.
     anchor, local, payload = piece.anchor, piece.local, piece.payload
-    fresh = torch.sub(anchor, local) if send else None
+    fresh = torch.sub(anchor, local, out=piece.scratch) if send else None
     if coefficients is not None:
         momentum = accumulate_momentum_(
             piece.momentum, payload, coefficients=coefficients, statistics=statistics
