@@ -342,7 +342,7 @@ class OuterSync:
         payloads = [group.payload for group in self._groups]
         step = self._schedule.total_steps
         what = f"the all-reduce of round {round_number} (launched after step {step})"
-        handle = transport.launch([*payloads, self._lane], what=what)
+        handle = transport.launch(payloads, lane=self._lane, fragment=0, what=what)
         self._in_flight = InFlight(round=round_number, unit=self._inner_lr(), handle=handle)
 
     def _hash_if_due(self, boundary: Boundary) -> int:

@@ -40,8 +40,17 @@ class Flight(Protocol):
         """``time.perf_counter()`` at completion; None while under way."""
         ...
 
-    def wait(self) -> None:
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank sends over the network for this flight, by the formula."""
+        ...
+
+    def wait(self) -> bool:
         """Block until the sums are in the tensors that were launched.
+
+        Returns:
+            True where the sums arrived. False where the flight was lost and every surviving rank
+            knows that it was: the engine then sends the same work again with the next round.
 
         Raises:
             CommunicationError: A peer ended, the network failed, or the timeout passed.
@@ -50,7 +59,11 @@ class Flight(Protocol):
 
 
 class Transport(Protocol):
-    """What the engine needs of the world."""
+    """What the engine needs of the world.
+
+    ``world_size`` is the number of slots that ranks can have; a transport whose membership
+    changes keeps it and leaves slots empty.
+    """
 
     @property
     def rank(self) -> int:
@@ -62,13 +75,28 @@ class Transport(Protocol):
         """Number of ranks that are summed over."""
         ...
 
-    def launch(self, tensors: Sequence[torch.Tensor], *, what: str) -> Flight:
+    def launch(
+        self, payloads: Sequence[torch.Tensor], *, lane: torch.Tensor, fragment: int, what: str
+    ) -> Flight:
         """Start summing the tensors in place over all ranks; return at once.
 
         Args:
-            tensors: Buffers that nobody touches until the flight has been waited for.
+            payloads: Flat buffers that nobody touches until the flight has been waited for. A
+                transport may send them compressed; their sums are then approximate, and equal
+                on all ranks bit for bit.
+            lane: A few float64 numbers, always summed exactly as they are.
+            fragment: Which part of the model the payloads are, from 0; at most one flight of a
+                fragment is under way at a time.
             what: What is sent, for error messages.
         """
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must hold of the transport (error feedback); its shape never varies."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state_dict()``."""
         ...
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -118,18 +146,32 @@ class ProcessGroupTransport:
         """Number of ranks in the group."""
         return dist.get_world_size(self._group)
 
-    def launch(self, tensors: Sequence[torch.Tensor], *, what: str) -> ProcessGroupFlight:
+    def launch(
+        self, payloads: Sequence[torch.Tensor], *, lane: torch.Tensor, fragment: int, what: str
+    ) -> ProcessGroupFlight:
         """Start one asynchronous all-reduce (sum) per tensor; see ``Transport.launch``.
 
         Raises:
             CommunicationError: The collective could not be started.
         """
+        del fragment  # nothing is kept between flights
         launched_at_s = time.perf_counter()
+        tensors = [*payloads, lane]
         with _named_errors(self.rank, what):
             works = [dist.all_reduce(t, group=self._group, async_op=True) for t in tensors]
         self._open_works[:] = [work for work in self._open_works if not work.is_completed()]
         self._open_works.extend(works)
-        return ProcessGroupFlight(works, rank=self.rank, launched_at_s=launched_at_s, what=what)
+        sent_bytes = ring_bytes(sum(t.nbytes for t in tensors), world_size=self.world_size)
+        return ProcessGroupFlight(
+            works, rank=self.rank, launched_at_s=launched_at_s, sent_bytes=sent_bytes, what=what
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing is kept between flights."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing is kept between flights."""
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         """Overwrite the tensors with the group's first rank's.
@@ -188,8 +230,10 @@ class ProcessGroupFlight:
         *,
         rank: int,
         launched_at_s: float,
+        sent_bytes: int,
         what: str,
     ) -> None:
+        self.sent_bytes = sent_bytes
         self._works = works
         self._rank = rank
         self._what = what
@@ -207,7 +251,7 @@ class ProcessGroupFlight:
             if self._open == 0:
                 self.completed_at_s = now_s
 
-    def wait(self) -> None:
+    def wait(self) -> bool:
         """Block until every all-reduce has ended; see ``Flight.wait``.
 
         Raises:
@@ -219,3 +263,9 @@ class ProcessGroupFlight:
         if self.completed_at_s is None:
             # The callback may run just after wait() returns.
             self.completed_at_s = time.perf_counter()
+        return True
+
+
+def ring_bytes(payload_bytes: int, *, world_size: int) -> int:
+    """Bytes that each rank sends in a ring all-reduce: 2 (G - 1) / G times the payload."""
+    return round(2 * (world_size - 1) * payload_bytes / world_size)

@@ -63,8 +63,10 @@ class _InMemoryFlight:
         self._what = what
         self.launched_at_s = time.perf_counter()
         self.completed_at_s: float | None = None
+        payload_bytes = sum(tensor.nbytes for tensor in tensors)
+        self.sent_bytes = round(2 * (board.world_size - 1) * payload_bytes / board.world_size)
 
-    def wait(self) -> None:
+    def wait(self) -> bool:
         contributions = self._board.all_of(self._number, what=self._what)
         for index, tensor in enumerate(self._tensors):
             total = contributions[0][index].clone()
@@ -72,6 +74,7 @@ class _InMemoryFlight:
                 total += other[index]
             tensor.copy_(total)
         self.completed_at_s = time.perf_counter()
+        return True
 
 
 class InMemoryTransport:
@@ -96,12 +99,23 @@ class InMemoryTransport:
         self.rank = rank
         self.world_size = board.world_size
 
-    def launch(self, tensors: Sequence[torch.Tensor], *, what: str) -> _InMemoryFlight:
+    def launch(
+        self, payloads: Sequence[torch.Tensor], *, lane: torch.Tensor, fragment: int, what: str
+    ) -> _InMemoryFlight:
         """Put a copy of the tensors up; the flight's ``wait`` writes the sums into them."""
+        del fragment  # nothing is kept between flights
+        tensors = [*payloads, lane]
         if self._launch_delay_s is not None:
             time.sleep(self._launch_delay_s())
         number = self._put([tensor.detach().clone() for tensor in tensors])
         return _InMemoryFlight(self._board, number, tensors, what=what)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing is kept between flights."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing is kept between flights."""
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         """Overwrite the tensors with rank 0's."""
@@ -145,7 +159,8 @@ def run_world(
     Example:
         >>> def total(transport):
         ...     value = torch.tensor([float(transport.rank + 1)])
-        ...     transport.launch([value], what="sum").wait()
+        ...     lane = torch.zeros(1, dtype=torch.float64)
+        ...     transport.launch([value], lane=lane, fragment=0, what="sum").wait()
         ...     return value.item()
         >>> run_world(3, total)
         [6.0, 6.0, 6.0]
