@@ -99,6 +99,9 @@ class InMemoryTransport:
         self.rank = rank
         self.world_size = board.world_size
 
+    def prepare(self, payloads: Sequence[torch.Tensor], *, fragment: int) -> None:
+        """Nothing is kept between flights."""
+
     def launch(
         self, payloads: Sequence[torch.Tensor], *, lane: torch.Tensor, fragment: int, what: str
     ) -> _InMemoryFlight:

@@ -1,0 +1,214 @@
+"""One thread that carries out communication jobs in the order in which they came.
+
+A compressed sum has stages that depend on one another, so somebody must stand by between them;
+and the ranks' collectives are matched by their order, so nobody else may use the process group
+meanwhile. A job's exception reaches whoever waits for it, and all jobs after it fail at once: on
+a group whose order is broken they could only time out.
+
+On CUDA a job runs on a stream of its own, which first waits for an event recorded where the job
+was handed over; whoever waits for the job makes the current stream wait for it. The device as a
+whole is never synchronised. This module knows nothing of codecs or rounds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+
+from fivefold.errors import CommunicationError
+
+__all__ = ["CommunicationThread", "Job", "named_errors"]
+
+_PATIENCE_S = 5.0  # how long the interpreter's exit waits for what nobody waits for any more
+
+
+@contextlib.contextmanager
+def named_errors(rank: int, what: str) -> Iterator[None]:
+    """Turn the backends' errors into ours; they raise RuntimeErrors for peers and timeouts alike.
+
+    Raises:
+        CommunicationError: The body raised one.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
+        message = f"rank {rank}: {what} failed: {reason}"
+        hint = (
+            "a peer ended or the network failed; look at the other ranks' errors, then "
+            "start again from the last checkpoint"
+        )
+        raise CommunicationError(message, hint=hint) from error
+
+
+class Job:
+    """One job on its way; made by ``CommunicationThread.submit``."""
+
+    def __init__(
+        self, run: Callable[[], None], *, rank: int, what: str, handover: _Handover | None
+    ) -> None:
+        self.completed_at_s: float | None = None
+        self._run: Callable[[], None] | None = run
+        self._rank = rank
+        self._what = what
+        self._handover = handover
+        self._issued = threading.Event()
+        self._error: BaseException | None = None
+
+    def wait(self, thread_is_alive: Callable[[], bool]) -> None:
+        """Block until the results are there; on CUDA, until the current stream will wait for them.
+
+        Each collective within the job has the group's timeout, so this ends.
+
+        Raises:
+            CommunicationError: A peer ended, the network failed, or a timeout passed.
+        """
+        while not self._issued.wait(1.0):
+            if not thread_is_alive() and not self._issued.is_set():
+                message = f"rank {self._rank}: {self._what} was given up: its thread has ended"
+                raise CommunicationError(message, hint="the interpreter is ending, or was forked")
+        if self._error is not None:
+            raise self._error
+        if self._handover is not None:
+            self._handover.hold_current_streams()
+
+    def carry_out(self, broken_by: str | None) -> str | None:
+        """Run on the communication thread; return why no later job can succeed, or None."""
+        assert self._run is not None, "a job is carried out once"
+        try:
+            if broken_by is not None:
+                message = f"rank {self._rank}: {self._what} was not started: {broken_by}"
+                raise CommunicationError(message, hint="start again from the last checkpoint")  # noqa: TRY301 - stored like the others
+            with named_errors(self._rank, self._what):
+                self._run_on_streams(self._run)
+        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+            self._error = error
+        finally:
+            self._run = None  # it holds buffers
+            self._issued.set()
+        return None if self._error is None else broken_by or f"{self._what} had failed before"
+
+    def _run_on_streams(self, run: Callable[[], None]) -> None:
+        if self._handover is None:
+            run()
+            self.completed_at_s = time.perf_counter()
+            return
+        with self._handover.entered():
+            run()
+        self._issued.set()  # the waiting streams have an event to wait for; the host need not
+        self._handover.synchronize()
+        self.completed_at_s = time.perf_counter()
+
+
+class CommunicationThread:
+    """Carries out jobs in the order in which they came, on a thread started by the first.
+
+    Args:
+        group: The process group that the jobs use; cut off at the interpreter's exit when a job
+            does not end by itself.
+        rank: This rank's number, for error messages.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, rank: int) -> None:
+        self._rank = rank
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(
+            target=_carry_out_all, args=(self._jobs,), name="fivefold-communication", daemon=True
+        )
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        # Also at the interpreter's exit, where a daemon thread inside a collective aborts the
+        # process. Jobs refer to this object, so while the program runs no job is cut off.
+        weakref.finalize(self, _end_thread, self._jobs, self._thread, group)
+
+    def submit(self, run: Callable[[], None], *, tensors: Iterable[torch.Tensor], what: str) -> Job:
+        """Queue a job.
+
+        Args:
+            run: Called on the thread; on CUDA within the side streams.
+            tensors: What the job reads and writes.
+            what: What it does, for error messages.
+
+        Returns:
+            The job, to be handed to ``wait``.
+        """
+        if not self._thread.is_alive() and self._thread.ident is None:
+            self._thread.start()
+        devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+        handover = _Handover([self._stream(device) for device in devices]) if devices else None
+        job = Job(run, rank=self._rank, what=what, handover=handover)
+        self._jobs.put(job)
+        return job
+
+    def wait(self, job: Job) -> None:
+        """Wait for a job of this thread; see ``Job.wait``.
+
+        Raises:
+            CommunicationError: The job failed.
+        """
+        job.wait(self._thread.is_alive)
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._streams[device]
+
+
+class _Handover:
+    """Events that order one job's side streams against the streams of who waits for it."""
+
+    def __init__(self, streams: list[torch.cuda.Stream]) -> None:
+        self._streams = streams
+        self._started = [_recorded(torch.cuda.current_stream(side.device)) for side in streams]
+        self._ended: list[torch.cuda.Event] = []
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for side, started in zip(self._streams, self._started, strict=True):
+                side.wait_event(started)
+                stack.enter_context(torch.cuda.stream(side))
+            yield
+            self._ended = [_recorded(side) for side in self._streams]
+
+    def hold_current_streams(self) -> None:
+        for side, ended in zip(self._streams, self._ended, strict=True):
+            torch.cuda.current_stream(side.device).wait_event(ended)
+
+    def synchronize(self) -> None:
+        for ended in self._ended:
+            ended.synchronize()
+
+
+def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    with torch.cuda.device(stream.device):
+        # Blocking: the thread that waits for it sleeps and leaves its core to the training.
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+    return event
+
+
+def _carry_out_all(jobs: queue.SimpleQueue[Job | None]) -> None:
+    broken_by: str | None = None
+    while (job := jobs.get()) is not None:
+        broken_by = job.carry_out(broken_by)
+        del job  # not kept alive while waiting for the next
+
+
+def _end_thread(
+    jobs: queue.SimpleQueue[Job | None], thread: threading.Thread, group: dist.ProcessGroup
+) -> None:
+    jobs.put(None)
+    if thread.ident is None or thread is threading.current_thread():
+        return
+    thread.join(_PATIENCE_S)
+    if thread.is_alive():
+        with contextlib.suppress(RuntimeError):  # a backend that cannot be cut off
+            group.abort()
+        thread.join(_PATIENCE_S)

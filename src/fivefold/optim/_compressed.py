@@ -1,0 +1,349 @@
+"""The sum over ranks of payloads that travel encoded.
+
+Every rank owns a slice of every bucket. A rank encodes each slice and sends it to its owner; the
+owner decodes, adds in rank order in float32, encodes the sum and sends it to all; everybody
+decodes the same bytes, so that the result is equal on all ranks bit for bit. Both encodings keep
+what they could not express in a residual and add it the next time::
+
+    send     v = e + d;                     e <- v - decode(Q(v))    Q(v): to the slice's owner
+    own      w = f + decode(Q_0) + ...;     f <- w - decode(Q(w))    Q(w): to all ranks
+    receive  payload <- decode(Q(w))
+
+so after any number of rounds the sum of all results, plus all residuals, is the sum of all
+payloads. Both exchanges are ``all_to_all_single``: gloo and NCCL have it, it takes slices of
+unequal sizes, and unlike the gathering collectives it has one name in all versions of torch.
+
+References:
+    Karimireddy et al., arXiv 1901.09847 (error feedback); Tang et al., arXiv 1905.05957
+    (residuals on both sides).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fivefold.errors import ConfigurationError
+from fivefold.optim._codecs import Codec
+from fivefold.optim._comm_thread import CommunicationThread, Job
+
+__all__ = ["CompressedExchange", "CompressedFlight", "ring_bytes", "slice_bounds"]
+
+_STAGES = 3  # a bucket is being sent, summed or received; as many are under way at once
+
+
+def ring_bytes(payload_bytes: int, *, world_size: int) -> int:
+    """Bytes that each rank sends in a ring all-reduce: 2 (G - 1) / G times the payload."""
+    return round(2 * (world_size - 1) * payload_bytes / world_size)
+
+
+def slice_bounds(num_elements: int, *, world_size: int, granule: int) -> list[int]:
+    """Cut elements into one slice per rank; sizes differ by one granule at most.
+
+    Args:
+        num_elements: N, any number.
+        world_size: G.
+        granule: Slices begin at multiples of it.
+
+    Returns:
+        G + 1 bounds from 0 to N; slices may be empty.
+    """
+    granules, more = divmod(-(-num_elements // granule), world_size)
+    sizes = [(granules + (rank < more)) * granule for rank in range(world_size)]
+    return [min(bound, num_elements) for bound in accumulate(sizes, initial=0)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Bucket:
+    """One bucket of a payload as one rank sees it.
+
+    Attributes:
+        start: First element within the payload.
+        bounds: G + 1 bounds of the slices within the bucket, in elements.
+        wire_bytes: Encoded size of each rank's slice.
+        owned_start: First element within the residual of this rank's own slices.
+        rank: This rank.
+    """
+
+    start: int
+    bounds: list[int]
+    wire_bytes: list[int]
+    owned_start: int
+    rank: int
+
+    @property
+    def own_bytes(self) -> int:
+        return self.wire_bytes[self.rank]
+
+    @property
+    def own_elements(self) -> int:
+        return self.bounds[self.rank + 1] - self.bounds[self.rank]
+
+    @property
+    def sent_bytes(self) -> int:
+        """All slices but the own one to their owners, then the own one to all the others."""
+        return sum(self.wire_bytes) - self.own_bytes + (len(self.wire_bytes) - 1) * self.own_bytes
+
+    @property
+    def room_bytes(self) -> int:
+        return max(sum(self.wire_bytes), len(self.wire_bytes) * self.own_bytes)
+
+    def slices(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        at = self.start
+        return [flat[at + a : at + b] for a, b in pairwise(self.bounds)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Feedback:
+    """Residuals of one payload: e of all that is sent, f of the slices that this rank owns."""
+
+    buckets: list[_Bucket]
+    sent: torch.Tensor
+    owned: torch.Tensor
+
+
+class CompressedFlight:
+    """A compressed sum on its way; see ``fivefold.optim.Flight``."""
+
+    def __init__(
+        self, job: Job, thread: CommunicationThread, *, launched_at_s: float, sent_bytes: int
+    ) -> None:
+        self._job = job
+        self._thread = thread
+        self.launched_at_s = launched_at_s
+        self.sent_bytes = sent_bytes
+
+    @property
+    def completed_at_s(self) -> float | None:
+        """``time.perf_counter()`` at completion; None while under way."""
+        return self._job.completed_at_s
+
+    def wait(self) -> bool:
+        """Block until the sums are in the payloads; see ``Flight.wait``.
+
+        Raises:
+            CommunicationError: A peer ended, the network failed, or the timeout passed.
+        """
+        self._thread.wait(self._job)
+        return True
+
+
+class CompressedExchange:
+    """Compressed sums over one process group, with residuals for each fragment.
+
+    Args:
+        group: Used by nobody else while a flight is under way.
+        thread: Carries out the flights, one after the other.
+        codec: How payloads are written on the wire.
+        bucket_bytes: Longest part of a payload, as float32, that is encoded at once. Three parts
+            are under way at a time, which bounds the memory.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        thread: CommunicationThread,
+        *,
+        codec: Codec,
+        bucket_bytes: int,
+    ) -> None:
+        self._group = group
+        self._thread = thread
+        self._codec = codec
+        self._rank = dist.get_rank(group)
+        self._world_size = dist.get_world_size(group)
+        granules = max(bucket_bytes // 4 // codec.granule, 1)
+        self._bucket_elements = granules * codec.granule
+        self._feedback: dict[int, list[_Feedback]] = {}
+        self._rooms: dict[tuple[torch.device, int], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def prepare(self, payloads: Sequence[torch.Tensor], *, fragment: int) -> None:
+        """Make a fragment's residuals, all zero; a second call with the same sizes does nothing.
+
+        Raises:
+            ConfigurationError: A payload is not flat float32, or has another size than before.
+        """
+        for payload in payloads:
+            _require_flat_float32(payload, codec=self._codec)
+        sizes = [payload.numel() for payload in payloads]
+        known = self._feedback.get(fragment)
+        if known is None:
+            self._feedback[fragment] = [self._new_feedback(payload) for payload in payloads]
+        elif [feedback.sent.numel() for feedback in known] != sizes:
+            before = [feedback.sent.numel() for feedback in known]
+            message = f"fragment {fragment} had payloads of {before} elements, now {sizes}"
+            raise ConfigurationError(message, hint="give every fragment a number of its own")
+
+    def launch(
+        self, payloads: Sequence[torch.Tensor], *, lane: torch.Tensor, fragment: int, what: str
+    ) -> CompressedFlight:
+        """Queue the sum of a prepared fragment; see ``Transport.launch``.
+
+        Raises:
+            ConfigurationError: The fragment was not prepared with payloads of these sizes.
+        """
+        launched_at_s = time.perf_counter()
+        if fragment not in self._feedback:
+            message = f"fragment {fragment} was launched before prepare(payloads, fragment=...)"
+            raise ConfigurationError(message, hint="prepare every fragment once, at the start")
+        self.prepare(payloads, fragment=fragment)
+        feedback = self._feedback[fragment]
+        job = self._thread.submit(
+            lambda: self._sum(payloads, lane, feedback), tensors=[*payloads, lane], what=what
+        )
+        sent_bytes = ring_bytes(lane.nbytes, world_size=self._world_size)
+        sent_bytes += sum(bucket.sent_bytes for part in feedback for bucket in part.buckets)
+        return CompressedFlight(
+            job, self._thread, launched_at_s=launched_at_s, sent_bytes=sent_bytes
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The residuals, by fragment and payload, as live tensors."""
+        return {
+            str(fragment): {
+                str(index): {"sent": part.sent, "owned": part.owned}
+                for index, part in enumerate(parts)
+            }
+            for fragment, parts in self._feedback.items()
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Copy saved residuals into the prepared ones.
+
+        Raises:
+            ConfigurationError: Other fragments, sizes or numbers of ranks were saved.
+        """
+        current = self.state_dict()
+        if _sizes(state) != _sizes(current):
+            message = (
+                f"the saved residuals have sizes {_sizes(state)}, this run has {_sizes(current)}"
+            )
+            hint = "resume with the model, fragments, codec, bucket_bytes and ranks of the save"
+            raise ConfigurationError(message, hint=hint)
+        for fragment, parts in current.items():
+            for index, part in parts.items():
+                for name, residual in part.items():
+                    residual.copy_(state[fragment][index][name])
+
+    # -- on the communication thread ------------------------------------------------------------
+
+    @torch.no_grad()
+    def _sum(
+        self, payloads: Sequence[torch.Tensor], lane: torch.Tensor, feedback: Sequence[_Feedback]
+    ) -> None:
+        lane_work = dist.all_reduce(lane, group=self._group, async_op=True)
+        parts = [
+            (payload, part, bucket)
+            for payload, part in zip(payloads, feedback, strict=True)
+            for bucket in part.buckets
+        ]
+        underway = [
+            self._bucket_stages(payload, part, bucket, slot=index % _STAGES)
+            for index, (payload, part, bucket) in enumerate(parts)
+        ]
+        # While one bucket is on the network the next is encoded. The order of the collectives
+        # follows from the sizes alone, so it is the same on all ranks.
+        for tick in range(len(underway) + _STAGES - 1):
+            for index in range(tick, tick - _STAGES, -1):
+                if 0 <= index < len(underway):
+                    next(underway[index], None)
+        lane_work.wait()
+
+    def _bucket_stages(
+        self, payload: torch.Tensor, feedback: _Feedback, bucket: _Bucket, *, slot: int
+    ) -> Iterator[None]:
+        codec, world = self._codec, self._world_size
+        outgoing, incoming = self._room(payload.device, slot, num_bytes=bucket.room_bytes)
+        all_bytes, own_bytes = sum(bucket.wire_bytes), bucket.own_bytes
+
+        send, receive = outgoing[:all_bytes], incoming[: world * own_bytes]
+        slices = zip(bucket.slices(payload), bucket.slices(feedback.sent), strict=True)
+        wires = torch.split(send, bucket.wire_bytes)
+        for (values, residual), wire in zip(slices, wires, strict=True):
+            codec.encode_with_feedback_(residual, wire, values=values)
+        work = self._exchange(receive, [own_bytes] * world, send, bucket.wire_bytes)
+        yield
+        work.wait()
+        owned = feedback.owned[bucket.owned_start :][: bucket.own_elements]
+        for wire in torch.split(receive, [own_bytes] * world):
+            codec.decode_(wire, owned, accumulate=True)
+        send, receive = outgoing[: world * own_bytes], incoming[:all_bytes]
+        copies = torch.split(send, [own_bytes] * world)
+        codec.encode_with_feedback_(owned, copies[0])
+        for copy in copies[1:]:
+            copy.copy_(copies[0])
+        work = self._exchange(receive, bucket.wire_bytes, send, [own_bytes] * world)
+        yield
+        work.wait()
+        wires = torch.split(receive, bucket.wire_bytes)
+        for values, wire in zip(bucket.slices(payload), wires, strict=True):
+            codec.decode_(wire, values)
+
+    def _exchange(
+        self,
+        receive: torch.Tensor,
+        receive_bytes: list[int],
+        send: torch.Tensor,
+        send_bytes: list[int],
+    ) -> dist.Work:
+        work: dist.Work | None = dist.all_to_all_single(
+            receive, send, receive_bytes, send_bytes, group=self._group, async_op=True
+        )
+        assert work is not None, "this rank is a member of the group"
+        return work
+
+    def _room(
+        self, device: torch.device, slot: int, *, num_bytes: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return two wires, kept between flights; made here so that CUDA's belong to our stream."""
+        room = self._rooms.get((device, slot))
+        if room is None or room[0].numel() < num_bytes:
+            outgoing = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            room = self._rooms[device, slot] = (outgoing, torch.empty_like(outgoing))
+        return room
+
+    def _new_feedback(self, payload: torch.Tensor) -> _Feedback:
+        buckets: list[_Bucket] = []
+        owned = 0
+        for start in range(0, payload.numel(), self._bucket_elements):
+            size = min(self._bucket_elements, payload.numel() - start)
+            bounds = slice_bounds(size, world_size=self._world_size, granule=self._codec.granule)
+            sizes = [b - a for a, b in pairwise(bounds)]
+            wire_bytes = [self._codec.encoded_bytes(size) for size in sizes]
+            bucket = _Bucket(
+                start=start,
+                bounds=bounds,
+                wire_bytes=wire_bytes,
+                owned_start=owned,
+                rank=self._rank,
+            )
+            buckets.append(bucket)
+            owned += bucket.own_elements
+        return _Feedback(
+            buckets=buckets,
+            sent=torch.zeros_like(payload),
+            owned=torch.zeros(owned, dtype=payload.dtype, device=payload.device),
+        )
+
+
+def _require_flat_float32(payload: torch.Tensor, *, codec: Codec) -> None:
+    if payload.dtype != torch.float32 or payload.dim() != 1 or not payload.is_contiguous():
+        message = (
+            f"codec {codec.name} takes flat contiguous float32 payloads; got {payload.dtype} of "
+            f"shape {tuple(payload.shape)}"
+        )
+        raise ConfigurationError(message, hint='codec="fp32" sends every data type as it is')
+
+
+def _sizes(state: dict[str, Any]) -> dict[str, list[list[int]]]:
+    return {
+        fragment: [[part["sent"].numel(), part["owned"].numel()] for part in parts.values()]
+        for fragment, parts in state.items()
+    }
