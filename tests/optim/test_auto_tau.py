@@ -389,6 +389,30 @@ def test_balance_under_noise_is_not_rewritten_every_round():
     assert len([d for d in cluster.decisions if d.round > 50]) <= 20
 
 
+@pytest.mark.parametrize("settings", [AutoTau(), AutoTau(balance=True, patience=5)])
+def test_a_run_resumed_at_every_round_is_the_run_that_never_stopped(settings):
+    def cluster():
+        return Cluster(
+            settings,
+            [0.1, 0.12, 0.2],
+            lambda r: 1.5 if r < 100 else 0.5,
+            noise=0.08,
+            seed=5,
+        )
+
+    straight, resumed = cluster().run(200), cluster()
+    for _ in range(200):
+        resumed.run_round()
+        states = [json.loads(json.dumps(c.state())) for c in resumed.controllers]
+        resumed.controllers = [TauController(settings, 3) for _ in states]
+        for controller, state in zip(resumed.controllers, states, strict=True):
+            controller.restore(state)
+    assert resumed.taus == straight.taus
+    assert resumed.decisions == straight.decisions
+    assert len({c.decisions for c in resumed.controllers}) == 1
+    assert resumed.clock_s == straight.clock_s  # the local steps were alike too
+
+
 # -- bad input ------------------------------------------------------------------------------------
 
 

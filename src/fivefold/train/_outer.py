@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["OuterMethod", "make_rule"]
 
+_DETAILS = ("round", "fragment", "payload_bytes", "sent_bytes")  # of a flight, for the timeline
+
 
 class OuterMethod(NoMethod):
     """Local steps, and one all-reduce per round.
@@ -121,7 +123,13 @@ class OuterMethod(NoMethod):
             waits.append(Span(lane="wait", name=name, start_s=begin_s, end_s=end_s))
             landed_s = flight.completed_at_s
             self._spans.append(
-                Span(lane="flight", name=name, start_s=flight.launched_at_s, end_s=landed_s)
+                Span(
+                    lane="flight",
+                    name=name,
+                    start_s=flight.launched_at_s,
+                    end_s=landed_s,
+                    details={key: getattr(flight, key) for key in _DETAILS if hasattr(flight, key)},
+                )
             )
             self.totals.in_flight_s += landed_s - flight.launched_at_s
             self.totals.exposed_wait_s += end_s - begin_s

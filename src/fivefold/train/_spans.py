@@ -11,11 +11,11 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
 __all__ = ["CATEGORIES", "Span", "SpanRecorder", "subtract", "union_s"]
@@ -43,12 +43,14 @@ class Span:
         name: What happened.
         start_s: Begin, in seconds of ``time.perf_counter``.
         end_s: End, on the same clock.
+        details: More numbers for the file, such as a flight's round and bytes.
     """
 
     lane: str
     name: str
     start_s: float
     end_s: float
+    details: Mapping[str, int] = field(default_factory=dict)
 
 
 def subtract(start_s: float, end_s: float, *, holes: Iterable[Span]) -> list[tuple[float, float]]:
@@ -126,7 +128,7 @@ class SpanRecorder:
                 continue
             self._written += 1
             line = {"event": "span", "lane": span.lane, "name": span.name}
-            self._line(line | {"start_s": span.start_s, "end_s": span.end_s})
+            self._line(line | {"start_s": span.start_s, "end_s": span.end_s, **span.details})
 
     def categories(self, wall_s: float) -> dict[str, float]:
         """Seconds per category; with ``other`` they sum to the wall time."""
