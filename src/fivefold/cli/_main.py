@@ -13,6 +13,7 @@ from rich.logging import RichHandler
 
 from fivefold.cli._bench import BENCH_CONTEXT, bench_command
 from fivefold.cli._demo import demo_command
+from fivefold.cli._elastic import app as elastic_app
 from fivefold.cli._help import help_text
 from fivefold.cli._lab import app as lab_app
 from fivefold.cli._report import report_command
@@ -37,6 +38,7 @@ app.command("train", help=help_text(train_command))(train_command)
 app.command("report", help=help_text(report_command))(report_command)
 app.command("bench", help=help_text(bench_command), context_settings=BENCH_CONTEXT)(bench_command)
 app.add_typer(lab_app)
+app.add_typer(elastic_app)
 
 
 def _print_version(value: bool) -> None:  # noqa: FBT001 - typer calls it with a positional bool

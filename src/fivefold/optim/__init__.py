@@ -8,6 +8,8 @@ This package knows nothing of trainers, labs or reports.
 
 from __future__ import annotations
 
+from fivefold.optim._elastic import ElasticTransport, LeftBehindError, elastic_transport
+from fivefold.optim._elastic_lighthouse import Lighthouse, start_lighthouse
 from fivefold.optim._rules import CO2, DelayCorrected, DiLoCo, LocalSGD, OuterRule, SlowMo
 from fivefold.optim._stability import StabilityWarning
 from fivefold.optim._staleness import ConstantPenalty, GapPenalty, NoPenalty
@@ -20,9 +22,12 @@ __all__ = [
     "ConstantPenalty",
     "DelayCorrected",
     "DiLoCo",
+    "ElasticTransport",
     "Flight",
     "FlightRecord",
     "GapPenalty",
+    "LeftBehindError",
+    "Lighthouse",
     "LocalSGD",
     "NoPenalty",
     "OuterRule",
@@ -32,4 +37,6 @@ __all__ = [
     "StabilityWarning",
     "SyncStatistics",
     "Transport",
+    "elastic_transport",
+    "start_lighthouse",
 ]

@@ -1,0 +1,82 @@
+"""``fivefold elastic``: the meeting place of workers that come and go."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fivefold.cli._help import help_text
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="elastic",
+    help="Training whose workers may leave and join while it goes on.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+
+
+@app.callback()
+def _group() -> None:
+    """Keep ``lighthouse`` a subcommand although it is the only one."""
+
+
+def lighthouse(
+    *,
+    bind: Annotated[
+        str, typer.Option(help="Address and port to listen on; port 0 takes a free one.")
+    ] = "0.0.0.0:29510",
+    min_workers: Annotated[
+        int, typer.Option(min=1, help="Fewer workers than this wait instead of training.")
+    ] = 2,
+    join_timeout: Annotated[
+        str, typer.Option(help="How long a vote waits for a worker that is alive but slow.")
+    ] = "60s",
+    heartbeat_timeout: Annotated[
+        str, typer.Option(help="A worker that is silent for this long counts as dead.")
+    ] = "5s",
+) -> None:
+    """Run the meeting place that elastic workers vote at, until Ctrl-C or SIGTERM.
+
+    Start one on a machine that all workers reach, then give its address to every worker
+    (elastic_transport(lighthouse="host:29510")). It prints its port as one line of JSON on
+    standard output and shows who is there as a page on the same port. It keeps nothing on disk:
+    after it was started again the workers find one another within a round.
+
+    Make --join-timeout longer than the slowest worker's lag behind the fastest in a round.
+
+    Raises:
+        FivefoldError: The options are not allowed, torchft is missing, or the port is taken.
+    """
+    from fivefold.optim import start_lighthouse  # noqa: PLC0415 - loads torch
+    from fivefold.units import parse_duration_s  # noqa: PLC0415 - keeps --help fast
+
+    server = start_lighthouse(
+        bind,
+        min_workers=min_workers,
+        join_timeout_s=parse_duration_s(join_timeout),
+        heartbeat_timeout_s=parse_duration_s(heartbeat_timeout),
+    )
+    stop = threading.Event()
+
+    def on_signal(_number: int, _frame: FrameType | None) -> None:
+        stop.set()
+
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
+    sys.stdout.write(json.dumps({"port": server.port, "min_workers": min_workers}) + "\n")
+    sys.stdout.flush()
+    stop.wait()
+    server.close()
+
+
+app.command("lighthouse", help=help_text(lighthouse))(lighthouse)

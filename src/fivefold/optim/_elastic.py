@@ -1,0 +1,395 @@
+"""``ElasticTransport``: a transport whose workers may leave and join while training goes on.
+
+Each worker is one slot. A flight is an all-reduce over the workers of the last quorum. When it has
+landed, or failed, each worker votes in the background; the quorum that the lighthouse then gives
+to all says whether the flight counts and who takes part in the next one. A sum is applied only
+after that, so a flight is applied by all or by none, and work of a lost flight is sent again.
+
+A newcomer waits for the next launch. There, after the merge, a member hands over a copy of its
+state, and the newcomer takes part in that same flight with weight 0: from then on it stands where
+the others stand, bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from fivefold.errors import CommunicationError, ConfigurationError, FivefoldError
+from fivefold.optim._elastic_quorum import Ballot, Decision
+from fivefold.optim._elastic_services import ElasticGroup, ElasticServices
+
+__all__ = ["ElasticTransport", "LeftBehindError", "elastic_transport"]
+
+_LOG = logging.getLogger(__name__)
+
+
+class LeftBehindError(CommunicationError):
+    """The other workers went on without this one, which was silent for too long.
+
+    What it had not yet handed in is gone, as if it had ended; ``ElasticTransport.join`` brings it
+    back with the state of a peer.
+
+    Example:
+        >>> issubclass(LeftBehindError, CommunicationError)
+        True
+    """
+
+
+class PeerStateHolder(Protocol):
+    """What a worker can hand to a newcomer and take from a peer; ``OuterSync`` is one."""
+
+    def peer_state(self) -> dict[str, Any]:
+        """The state that all workers share, as of the launch that is being made."""
+        ...
+
+    def load_peer_state(self, state: dict[str, Any]) -> None:
+        """Stand where the peer stands, and launch with weight 0 what it is launching."""
+        ...
+
+
+def elastic_transport(
+    *,
+    lighthouse: str,
+    max_workers: int = 16,
+    timeout_s: float = 120.0,
+    quorum_timeout_s: float = 600.0,
+    host: str | None = None,
+) -> ElasticTransport:
+    """Make the transport of one worker of an elastic job.
+
+    Pass it to ``OuterSync(..., transport=...)``, then call ``transport.join(sync)``. How many
+    workers there must be at least is a setting of the lighthouse
+    (``fivefold elastic lighthouse --min-workers 2``), the one place that decides it.
+
+    Args:
+        lighthouse: host:port of the lighthouse.
+        max_workers: Number of slots; equal on all workers.
+        timeout_s: Longest all-reduce, and longest wait for a slow worker in one, in seconds.
+        quorum_timeout_s: Longest wait for enough workers, and for a peer's state, in seconds.
+        host: Address under which the others reach this worker; None for the one from which this
+            machine reaches the lighthouse.
+
+    Raises:
+        UnsupportedError: torchft is not installed.
+        ConfigurationError: An argument is not allowed.
+        CommunicationError: The lighthouse does not answer.
+
+    Example:
+        >>> elastic_transport(lighthouse="10.0.0.1:29510", max_workers=0)
+        Traceback (most recent call last):
+            ...
+        fivefold.errors.ConfigurationError: max_workers must be at least 1; got 0
+    """
+    if max_workers < 1:
+        raise ConfigurationError(f"max_workers must be at least 1; got {max_workers}")
+    if timeout_s <= 0 or quorum_timeout_s <= 0:
+        message = f"timeouts must be positive; got {timeout_s} and {quorum_timeout_s}"
+        raise ConfigurationError(message)
+    services = ElasticServices(
+        lighthouse, host=host, timeout_s=timeout_s, quorum_timeout_s=quorum_timeout_s
+    )
+    return ElasticTransport(services, max_workers=max_workers, timeout_s=timeout_s)
+
+
+class ElasticTransport:
+    """A ``Transport`` over the workers that are alive; made by :func:`elastic_transport`.
+
+    Args:
+        services: This worker's access to the lighthouse and its peers.
+        max_workers: Number of slots.
+        timeout_s: Longest all-reduce, in seconds.
+    """
+
+    def __init__(self, services: ElasticServices, *, max_workers: int, timeout_s: float) -> None:
+        self._services = services
+        self._capacity = max_workers
+        self._group = ElasticGroup(services.worker, timeout_s=timeout_s)
+        self._settings = ""
+        self._holder: PeerStateHolder | None = None
+        self._decision: Decision | None = None
+        self._slot = 0
+        self._flight: ElasticFlight | None = None
+        self._close = weakref.finalize(self, _close, services, self._group)
+
+    @property
+    def rank(self) -> int:
+        """This worker's slot; 0 before it has joined."""
+        return self._slot
+
+    @property
+    def world_size(self) -> int:
+        """Number of slots, whether taken or not."""
+        return self._capacity
+
+    @property
+    def worker(self) -> str:
+        """This worker's unique name, as messages and the lighthouse's page show it."""
+        return self._services.worker
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """Slots of the workers of the next flight; empty before this worker has joined."""
+        return () if self._decision is None else tuple(m.slot for m in self._decision.members)
+
+    def join(self, holder: PeerStateHolder, *, steps: int = 0) -> None:
+        """Take part: start the job together with others, or enter it with a peer's state.
+
+        Blocks until there is a quorum and, in a job under way, until its next launch. Call it
+        after the model, the optimizer and ``OuterSync`` are there and a checkpoint, if any, is
+        loaded; and again after a :class:`LeftBehindError`.
+
+        Args:
+            holder: The ``OuterSync`` of this transport.
+            steps: Local steps behind a loaded checkpoint; at the start of a job the worker with
+                the most gives its state to the others.
+
+        Raises:
+            ConfigurationError: The job has other settings, or no free slot.
+            CommunicationError: No quorum or no state in time.
+        """
+        self._holder = holder
+        self._leave()
+        what = "joining"
+        while True:
+            ballot = self._ballot(history=uuid.uuid4().hex, steps=steps)
+            decision = self._services.vote(ballot, what=what)
+            if self.worker in decision.refused:
+                message = f"worker {self.worker} cannot join: {decision.refused[self.worker]}"
+                raise ConfigurationError(message, hint="start all workers with the same settings")
+            if self._enter(decision):
+                return
+            what = "joining again after a peer was lost"
+
+    def launch(
+        self, payloads: Sequence[torch.Tensor], *, lane: torch.Tensor, fragment: int, what: str
+    ) -> ElasticFlight:
+        """Start summing over the workers of the last quorum; see ``Transport.launch``.
+
+        Raises:
+            ConfigurationError: Not joined, or another flight is under way.
+        """
+        decision = self._decision
+        if decision is None or self._holder is None:
+            message = "launch before join"
+            raise ConfigurationError(message, hint="call transport.join(sync) before training")
+        if self._flight is not None:
+            message = f"{what} would be a second flight at a time (fragment {fragment})"
+            hint = "elastic training takes rules with one flight at a time"
+            raise ConfigurationError(message, hint=hint)
+        turn = decision.turn + 1
+        copiers = decision.copiers_from(self.worker)
+        if copiers and decision.turn >= 0:  # at the start of a job they got it in join()
+            self._services.serve_state(self._holder.peer_state(), turn=turn, copiers=copiers)
+        tensors = [*payloads, lane]
+        ballot = self._ballot(turn=turn, history=decision.history, slot=self._slot)
+        self._flight = ElasticFlight(
+            self, tensors, members=len(decision.members), ballot=ballot, what=what
+        )
+        self._flight.start()
+        return self._flight
+
+    def state_dict(self) -> dict[str, Any]:
+        """Membership is never resumed: a worker that starts again joins again."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing is kept."""
+
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Do nothing: ``join`` brings the state, parameters among it."""
+
+    def gather_objects(self, value: object) -> list[Any]:
+        """Return this worker's value alone, and keep its digest: ``join`` compares them."""
+        self._settings = hashlib.sha256(repr(value).encode()).hexdigest()[:16]
+        return [value]
+
+    def close(self) -> None:
+        """Leave the job; the others notice when the heartbeat stops."""
+        self._close()
+
+    # -- one flight -----------------------------------------------------------------------------
+
+    def fly(self, tensors: Sequence[torch.Tensor], *, turn: int) -> None:
+        """Sum the tensors over the members; runs in the flight's thread.
+
+        Raises:
+            RuntimeError: A member ended or the timeout passed.
+        """
+        assert self._decision is not None, "launch() looked"
+        try:
+            self._group.form(self._decision.members, turn=turn)
+            self._group.sum_(tensors)
+        except RuntimeError:
+            self._group.abort()
+            raise
+
+    def vote(self, ballot: Ballot, *, what: str) -> Decision:
+        """Vote on a flight; runs in the flight's thread.
+
+        Raises:
+            CommunicationError: No quorum came together in time.
+        """
+        return self._services.vote(ballot, what=what)
+
+    def adopt(self, decision: Decision, *, what: str) -> bool:
+        """Make a decision this worker's own; returns whether the flight counts.
+
+        Raises:
+            LeftBehindError: The others went on without this worker.
+        """
+        self._flight = None
+        self._services.retire_state()
+        if self.worker in decision.left_behind:
+            self._leave()
+            message = f"worker {self.worker} (slot {self._slot}): the others went on after {what}"
+            hint = "call transport.join(sync) to come back with a peer's state, or start it again"
+            raise LeftBehindError(message, hint=hint)
+        self._note_change(decision)
+        self._decision = decision
+        if not decision.committed:
+            # Some pair of connections is broken, and not every worker may have noticed.
+            self._group.abort()
+        return decision.committed
+
+    # -- membership -----------------------------------------------------------------------------
+
+    def _enter(self, decision: Decision) -> bool:
+        """Take the seat that the decision gives, with a peer's state; False to try again."""
+        self._decision = decision
+        self._slot = next(m.slot for m in decision.members if m.worker == self.worker)
+        turn = decision.turn + 1
+        holder = self._holder
+        assert holder is not None, "join() set it"
+        copiers = decision.copiers_from(self.worker)
+        if copiers:  # the start of a job
+            self._services.serve_state(holder.peer_state(), turn=turn, copiers=copiers)
+        source = decision.sources.get(self.worker)
+        if source is None:
+            return True
+        name, address = source
+        try:
+            state = self._services.fetch_state(address, turn=turn, what=f"worker {name}")
+        except CommunicationError as error:
+            _LOG.warning("%s", error)
+            self._leave()
+            return False
+        holder.load_peer_state(state)
+        _LOG.info("worker %s joined in slot %d before flight %d", self.worker, self._slot, turn)
+        return True
+
+    def _leave(self) -> None:
+        self._decision = None
+        self._flight = None
+        self._group.abort()
+
+    def _ballot(self, **fields: Any) -> Ballot:
+        return Ballot(
+            worker=self.worker,
+            capacity=self._capacity,
+            settings=self._settings,
+            store=self._services.store_address,
+            state=self._services.state_address,
+            **fields,
+        )
+
+    def _note_change(self, decision: Decision) -> None:
+        before = set() if self._decision is None else {m.worker for m in self._decision.members}
+        after = {m.worker for m in decision.members}
+        if before != after:
+            gone, come = sorted(before - after), sorted(after - before)
+            count = len(after)
+            _LOG.warning("%d workers go on; left: %s; joined: %s", count, gone or "-", come or "-")
+
+
+class ElasticFlight:
+    """One flight, flown and voted on in a thread of its own, behind the local steps.
+
+    Args:
+        transport: Whose flight it is.
+        tensors: Payloads and lane; summed in place.
+        members: Number of workers that take part.
+        ballot: This worker's vote, but for the result.
+        what: What is sent, for messages.
+    """
+
+    def __init__(
+        self,
+        transport: ElasticTransport,
+        tensors: Sequence[torch.Tensor],
+        *,
+        members: int,
+        ballot: Ballot,
+        what: str,
+    ) -> None:
+        self.launched_at_s = time.perf_counter()
+        self.completed_at_s: float | None = None
+        # A ring: each member sends every part of the sum twice, but for its own share.
+        self.sent_bytes = round(2 * (members - 1) * sum(t.nbytes for t in tensors) / members)
+        self._transport = transport
+        self._tensors = tensors
+        self._ballot = ballot
+        self._what = what
+        self._outcome: bool | None = None
+        self._decision: Decision | None = None
+        self._error: BaseException | None = None
+        on_device = [t.device for t in tensors if t.device.type == "cuda"]
+        self._stream = torch.cuda.current_stream(on_device[0]) if on_device else None
+        # A daemon: a process that ends must not wait for a quorum.
+        self._thread = threading.Thread(target=self._run, name="elastic-flight", daemon=True)
+
+    def start(self) -> None:
+        """Take off."""
+        self._thread.start()
+
+    def wait(self) -> bool:
+        """Block until the quorum has decided on the flight; see ``Flight.wait``.
+
+        Raises:
+            LeftBehindError: The others went on without this worker.
+            CommunicationError: No quorum came together in time.
+        """
+        if self._outcome is None:
+            self._thread.join()  # bounded: every step of it has a timeout
+            if self._error is not None:
+                raise self._error
+            assert self._decision is not None, "no error and no decision"
+            self._outcome = self._transport.adopt(self._decision, what=self._what)
+            self._tensors = ()
+        return self._outcome
+
+    def _run(self) -> None:
+        try:
+            arrived = self._fly()
+            self.completed_at_s = time.perf_counter()
+            ballot = Ballot(**{**self._ballot.to_data(), "arrived": arrived})
+            self._decision = self._transport.vote(ballot, what=self._what)
+        except BaseException as error:  # noqa: BLE001 - handed to the caller of wait()
+            self._error = error
+
+    def _fly(self) -> bool:
+        stream = contextlib.nullcontext() if self._stream is None else self._stream
+        try:
+            with stream:
+                self._transport.fly(self._tensors, turn=self._ballot.turn)
+        except RuntimeError as error:
+            if isinstance(error, FivefoldError):
+                raise
+            reason = str(error).strip().partition("\n")[0]
+            _LOG.warning("worker %s: %s was lost: %s", self._ballot.worker, self._what, reason)
+            return False
+        return True
+
+
+def _close(services: ElasticServices, group: ElasticGroup) -> None:
+    group.abort()
+    services.close()

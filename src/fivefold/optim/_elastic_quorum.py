@@ -1,0 +1,204 @@
+"""What one quorum means: who goes on, who joins, whether the last flight counts.
+
+The lighthouse is the one authority: it hands the same list of ballots to everybody who voted, and
+:func:`decide` is a pure function of that list, so all who read it decide alike. A flight counts
+only when every member that is still there says that the sums arrived; nobody applies a sum before
+that. So a worker may end at any moment, and the others either all apply a flight or all send the
+same work again.
+
+Nothing here knows sockets, tensors or torchft.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+__all__ = ["Ballot", "Decision", "Member", "decide"]
+
+JOINING = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ballot:
+    """What a worker tells the lighthouse.
+
+    Attributes:
+        worker: Unique name of the process.
+        turn: Number of the flight that is voted on; -1 for a worker that wants to join.
+        history: Digest of all decisions so far; while joining a name never used before, for
+            the case that this worker starts a job.
+        slot: The worker's slot; -1 while joining.
+        arrived: Whether the sums of the flight arrived here.
+        steps: Local steps behind the state that the worker has, from a checkpoint for example.
+        capacity: Number of slots that the worker was started with.
+        settings: Fingerprint of model, rule and software; equal on all.
+        store: host:port of the worker's key-value store.
+        state: Address of the worker's state server.
+    """
+
+    worker: str
+    turn: int = JOINING
+    history: str
+    slot: int = JOINING
+    arrived: bool = False
+    steps: int = 0
+    capacity: int
+    settings: str = ""
+    store: str = ""
+    state: str = ""
+
+    @property
+    def joining(self) -> bool:
+        """Whether the worker has no part in the job yet."""
+        return self.turn == JOINING
+
+    def to_data(self) -> dict[str, Any]:
+        """As the lighthouse carries it."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """One worker of the next flight.
+
+    Attributes:
+        worker: Its name.
+        slot: Its slot, for as long as it stays.
+        store: host:port of its key-value store.
+    """
+
+    worker: str
+    slot: int
+    store: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What all who read the same ballots do next.
+
+    Attributes:
+        turn: Number of the flight that was voted on; -1 at the start of a job.
+        history: Digest of this decision and all before it.
+        committed: Whether that flight counts.
+        members: Workers of the next flight, by slot.
+        sources: For each worker that joins: name and state address of the worker to copy from.
+        refused: For each worker that cannot join: the reason.
+        left_behind: Workers that the others went on without; they have to join again.
+    """
+
+    turn: int
+    history: str
+    committed: bool
+    members: tuple[Member, ...]
+    sources: dict[str, tuple[str, str]]
+    refused: dict[str, str]
+    left_behind: tuple[str, ...]
+
+    def copiers_from(self, worker: str) -> list[str]:
+        """Workers that copy their state from this one."""
+        return [name for name, (source, _) in self.sources.items() if source == worker]
+
+
+def decide(ballots: Sequence[Ballot]) -> Decision:
+    """Read the ballots of one quorum.
+
+    Members are the ballots with the highest turn and the same history. A lower turn means that
+    the others went on while this worker was silent. Another history at the same turn means that
+    two parts of the job went on without each other; then one of them, which all see alike,
+    prevails. Where nobody is a member the job starts: the worker with the most steps behind it
+    gives its state to the others.
+
+    Args:
+        ballots: One per worker, in any order, at least one.
+
+    Returns:
+        The decision, which does not depend on the order.
+    """
+    voters = [ballot for ballot in ballots if not ballot.joining]
+    applicants = sorted((b for b in ballots if b.joining), key=lambda b: b.worker)
+    if not voters:
+        return _start(applicants)
+    turn, history = max((ballot.turn, ballot.history) for ballot in voters)
+    current = sorted(
+        (ballot for ballot in voters if (ballot.turn, ballot.history) == (turn, history)),
+        key=lambda ballot: ballot.slot,
+    )
+    accepted, refused = _screen(applicants, like=current[0], taken=len(current))
+    names = {ballot.worker for ballot in current}
+    committed = all(ballot.arrived for ballot in current)
+    members = _seat(current, accepted)
+    return Decision(
+        turn=turn,
+        history=_extend(history, turn, committed, members),
+        committed=committed,
+        members=members,
+        sources=_sources(accepted, current),
+        refused=refused,
+        left_behind=tuple(sorted(b.worker for b in voters if b.worker not in names)),
+    )
+
+
+def _start(applicants: Sequence[Ballot]) -> Decision:
+    source = min(applicants, key=lambda ballot: (-ballot.steps, ballot.worker))
+    rest = [ballot for ballot in applicants if ballot is not source]
+    accepted, refused = _screen(rest, like=source, taken=1)
+    members = _seat([], [source, *accepted])
+    return Decision(
+        turn=JOINING,
+        history=_extend(source.history, JOINING, False, members),
+        committed=False,
+        members=members,
+        sources=_sources(accepted, [source]),
+        refused=refused,
+        left_behind=(),
+    )
+
+
+def _extend(history: str, *events: object) -> str:
+    """The digest of a history and what happened then."""
+    text = repr((history, *events))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _screen(
+    applicants: Sequence[Ballot], *, like: Ballot, taken: int
+) -> tuple[list[Ballot], dict[str, str]]:
+    """Split applicants into those that fit the job and those that do not."""
+    accepted: list[Ballot] = []
+    refused: dict[str, str] = {}
+    for ballot in applicants:
+        if ballot.capacity != like.capacity:
+            here = f"the job has max_workers={like.capacity}"
+            refused[ballot.worker] = f"{here}, this worker max_workers={ballot.capacity}"
+        elif ballot.settings != like.settings:
+            refused[ballot.worker] = "the job has another model, rule or version of fivefold"
+        elif taken + len(accepted) >= like.capacity:
+            refused[ballot.worker] = f"all {like.capacity} slots are taken"
+        else:
+            accepted.append(ballot)
+    return accepted, refused
+
+
+def _seat(current: Sequence[Ballot], newcomers: Sequence[Ballot]) -> tuple[Member, ...]:
+    """Members keep their slots; newcomers get the lowest free ones."""
+    seats = {ballot.slot: ballot for ballot in current}
+    slot = 0
+    for ballot in newcomers:
+        while slot in seats:
+            slot += 1
+        seats[slot] = ballot
+    return tuple(
+        Member(worker=ballot.worker, slot=slot, store=ballot.store)
+        for slot, ballot in sorted(seats.items())
+    )
+
+
+def _sources(newcomers: Sequence[Ballot], have: Sequence[Ballot]) -> dict[str, tuple[str, str]]:
+    """Spread the newcomers over the workers that have the state."""
+    return {
+        ballot.worker: (have[i % len(have)].worker, have[i % len(have)].state)
+        for i, ballot in enumerate(newcomers)
+    }

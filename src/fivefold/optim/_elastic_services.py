@@ -1,0 +1,319 @@
+"""One worker's services from torchft: heartbeat and vote, key-value store, state server, groups.
+
+torchft gives the parts: the lighthouse and its quorum, a native heartbeat, process groups that
+can be formed again, and the HTTP transfer of states. This module holds one worker's set of them
+and turns their errors into ours. What a quorum means is decided in ``_elastic_quorum``.
+
+torchft's own ``Manager`` is not used: its vote ends at one worker's border (two workers may
+decide differently about one flight), and it hands a newcomer's state over one step late for
+rules whose sums are applied one round later.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+import urllib.error
+import uuid
+import warnings
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_map
+
+from fivefold.errors import CommunicationError, ConfigurationError, UnsupportedError
+from fivefold.optim._elastic_quorum import Ballot, Decision, Member, decide
+
+__all__ = ["ElasticGroup", "ElasticServices", "lighthouse_url", "require_torchft"]
+
+_LOG = logging.getLogger(__name__)
+_POLL_S = 0.05
+_CONNECT_S = 10.0
+_HEARTBEAT_S = 0.25
+
+
+def require_torchft() -> None:
+    """Make torchft ready, with its native log kept to errors unless RUST_LOG says otherwise.
+
+    Raises:
+        UnsupportedError: torchft is not installed.
+    """
+    os.environ.setdefault("RUST_LOG", "error")  # read once, when torchft is loaded
+    try:
+        import torchft.coordination  # noqa: F401, PLC0415 - optional and slow to load
+    except ImportError as error:
+        message = "elastic training needs torchft, which is not installed"
+        raise UnsupportedError(message, hint="pip install 'fivefold[elastic]'") from error
+
+
+def lighthouse_url(address: str) -> str:
+    """``host:port`` or a URL as the URL that torchft wants.
+
+    Raises:
+        ConfigurationError: There is no port.
+    """
+    bare = address.removeprefix("http://").rstrip("/")
+    host, _, port = bare.rpartition(":")
+    if not host or not port.isdigit():
+        message = f"the lighthouse's address must be host:port; got {address!r}"
+        raise ConfigurationError(message, hint="such as 10.0.0.1:29510")
+    return f"http://{bare}"
+
+
+class ElasticServices:
+    """What one worker needs to vote, to be found and to hand its state on.
+
+    Args:
+        lighthouse: host:port.
+        host: Address under which the others reach this worker; None for the one from which
+            this machine reaches the lighthouse.
+        timeout_s: Longest collective, in seconds.
+        quorum_timeout_s: Longest wait for a quorum or a state, in seconds.
+
+    Raises:
+        UnsupportedError: torchft is not installed.
+        CommunicationError: The lighthouse does not answer.
+    """
+
+    def __init__(
+        self, lighthouse: str, *, host: str | None, timeout_s: float, quorum_timeout_s: float
+    ) -> None:
+        require_torchft()
+        from torchft.coordination import ManagerServer  # noqa: PLC0415 - optional, slow
+
+        self._url = lighthouse_url(lighthouse)
+        self._timeout_s = timeout_s
+        self._quorum_timeout_s = quorum_timeout_s
+        self._connect_timeout = timedelta(seconds=min(_CONNECT_S, quorum_timeout_s))
+        self._client = self._connect()
+        host = host or _own_address(self._url)
+        self.worker = f"{host}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._store = dist.TCPStore(
+            host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+        )
+        self.store_address = f"{host}:{self._store.port}"
+        self._state_server = _state_server(host, timeout_s=timeout_s)
+        # It beats from a native thread: a long local step of ours never looks like a death.
+        self._heart = ManagerServer(
+            replica_id=self.worker,
+            lighthouse_addr=self._url,
+            hostname=host,
+            bind=f"{host}:0",
+            store_addr=self.store_address,
+            world_size=1,
+            heartbeat_interval=timedelta(seconds=_HEARTBEAT_S),
+            connect_timeout=self._connect_timeout,
+            quorum_retries=0,
+        )
+
+    @property
+    def state_address(self) -> str:
+        """Where others fetch this worker's state."""
+        return str(self._state_server.metadata())
+
+    def vote(self, ballot: Ballot, *, what: str) -> Decision:
+        """Give the lighthouse this worker's ballot and read the quorum's.
+
+        Args:
+            ballot: This worker's.
+            what: What is voted on, for messages.
+
+        Raises:
+            CommunicationError: No quorum came together in time.
+        """
+        deadline_s = time.monotonic() + self._quorum_timeout_s
+        while True:
+            left_s = max(deadline_s - time.monotonic(), _POLL_S)
+            try:
+                quorum = self._client.quorum(
+                    replica_id=self.worker,
+                    timeout=timedelta(seconds=left_s),
+                    address=self._heart.address(),
+                    store_address=self.store_address,
+                    step=max(ballot.turn, 0),
+                    world_size=1,
+                    shrink_only=False,
+                    data=ballot.to_data(),
+                )
+                return decide([Ballot(**member.data) for member in quorum.participants])
+            except (TimeoutError, RuntimeError) as error:
+                if time.monotonic() >= deadline_s - _POLL_S:
+                    raise self._no_quorum(what) from error
+                _LOG.warning("the lighthouse does not answer (%s); trying again", error)
+                time.sleep(10 * _POLL_S)
+
+    def serve_state(self, state: object, *, turn: int, copiers: Sequence[str]) -> None:
+        """Offer a copy of the state as of this flight to workers that join.
+
+        Args:
+            state: Tensors and plain values; copied, so that training goes on.
+            turn: Number of the flight that the newcomers join in.
+            copiers: Their names.
+        """
+        _LOG.info("handing the state to %s before flight %d", ", ".join(copiers), turn)
+        copy = tree_map(lambda v: v.detach().clone() if isinstance(v, torch.Tensor) else v, state)
+        self._state_server.send_checkpoint(
+            dst_ranks=[],
+            step=turn,
+            state_dict=copy,
+            timeout=timedelta(seconds=self._timeout_s),
+        )
+
+    def retire_state(self) -> None:
+        """Forget the copy: whoever joined has it, whoever did not joins another time."""
+        self._state_server.retire()
+
+    def fetch_state(self, address: str, *, turn: int, what: str) -> Any:
+        """Get a peer's state as of a flight; waits until the peer reaches it.
+
+        Args:
+            address: The peer's ``state_address``.
+            turn: Number of the flight.
+            what: For messages.
+
+        Raises:
+            CommunicationError: The peer ended, or did not reach the flight in time.
+        """
+        deadline_s = time.monotonic() + self._quorum_timeout_s
+        timeout = timedelta(seconds=self._timeout_s)
+        while True:
+            try:
+                with warnings.catch_warnings():
+                    # torch's streamed load warns that what it gives must not be written to.
+                    warnings.filterwarnings("ignore", message="The given buffer is not writable")
+                    return self._state_server.recv_checkpoint(
+                        src_rank=0, metadata=address, step=turn, timeout=timeout
+                    )
+            except urllib.error.HTTPError as error:  # it is not there yet
+                reason: Exception = error
+                error.close()
+            except TimeoutError as error:  # its door is shut until it serves
+                reason = error
+            except (OSError, EOFError, RuntimeError) as error:
+                message = f"worker {self.worker}: {what} ended while sending its state: {error}"
+                raise CommunicationError(message, hint="another peer is asked") from error
+            if time.monotonic() > deadline_s:
+                message = (
+                    f"worker {self.worker}: {what} gave no state in {self._quorum_timeout_s} s"
+                )
+                raise CommunicationError(message, hint="raise quorum_timeout_s") from reason
+            time.sleep(_POLL_S)
+
+    def close(self) -> None:
+        """Stop the heartbeat and the servers."""
+        self._heart.shutdown()
+        self._state_server.close()
+
+    def _connect(self) -> Any:
+        from torchft.coordination import LighthouseClient  # noqa: PLC0415 - optional, slow
+
+        try:
+            return LighthouseClient(self._url, self._connect_timeout)
+        except (RuntimeError, TimeoutError) as error:
+            message = f"no lighthouse answers at {self._url}: {error}"
+            hint = "start it with: fivefold elastic lighthouse --min-workers 2"
+            raise CommunicationError(message, hint=hint) from error
+
+    def _no_quorum(self, what: str) -> CommunicationError:
+        message = f"worker {self.worker}: no quorum for {what} in {self._quorum_timeout_s} s"
+        hint = (
+            f"too few workers are alive, or one is silent; {self._url} shows who is there; start "
+            "the others again, or raise quorum_timeout_s"
+        )
+        return CommunicationError(message, hint=hint)
+
+
+class ElasticGroup:
+    """The process group of the current members, formed again when they change.
+
+    Args:
+        worker: This worker's name.
+        timeout_s: Longest time to form it, and longest collective, in seconds.
+    """
+
+    def __init__(self, worker: str, *, timeout_s: float) -> None:
+        self._worker = worker
+        self._timeout_s = timeout_s
+        self._members: tuple[Member, ...] = ()
+        self._group: Any = None
+
+    def form(self, members: tuple[Member, ...], *, turn: int) -> None:
+        """Connect the members; nothing happens while they stay the same.
+
+        Raises:
+            RuntimeError: A member did not come.
+        """
+        if members == self._members:
+            return
+        self.abort()
+        if len(members) > 1:
+            from torchft.process_group import ProcessGroupGloo  # noqa: PLC0415 - optional, slow
+
+            self._group = ProcessGroupGloo(timeout=timedelta(seconds=self._timeout_s))
+            rank = [member.worker for member in members].index(self._worker)
+            store = f"{members[0].store}/fivefold/{turn}"
+            self._group.configure(store, self._worker, rank, len(members))
+        self._members = members
+
+    def sum_(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Sum the tensors in place over the members; blocks.
+
+        Raises:
+            RuntimeError: A member ended or the timeout passed.
+        """
+        if self._group is None:  # alone
+            return
+        options = dist.AllreduceOptions()
+        works = [self._group.allreduce([tensor], options) for tensor in tensors]
+        for work in works:
+            work.wait()
+
+    def abort(self) -> None:
+        """Cut all connections, so that the others' collectives fail now and not at the timeout."""
+        group, self._group, self._members = self._group, None, ()
+        if group is not None:
+            group.abort(errored=False)
+
+
+def _own_address(url: str) -> str:
+    """The address from which this machine reaches the lighthouse."""
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(
+            host.strip("[]"), int(port), type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)  # sends nothing: only picks the route
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        message = f"no route to the lighthouse at {url}: {error}"
+        raise CommunicationError(message, hint="check its address and the network") from error
+
+
+def _state_server(host: str, *, timeout_s: float) -> Any:
+    from torchft.checkpointing.http_transport import HTTPTransport  # noqa: PLC0415 - optional, slow
+
+    class StateServer(HTTPTransport[Any]):
+        """torchft's, at an address that the others can reach, and silent."""
+
+        def address(self) -> str:
+            return f"http://{host}:{self._server.socket.getsockname()[1]}/checkpoint/"
+
+        def retire(self) -> None:
+            self._state_dict = None
+            self._spec = self._chunks = None
+            self._step = -1  # a transfer under way holds its own reference
+
+        def close(self) -> None:
+            self.shutdown(wait=True)
+            self._server.server_close()
+
+    server = StateServer(timeout=timedelta(seconds=timeout_s), num_chunks=0)
+    # It would write a line to standard error for every request.
+    server._server.RequestHandlerClass.log_message = lambda *_: None  # noqa: SLF001
+    return server

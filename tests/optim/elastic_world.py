@@ -1,0 +1,116 @@
+"""Real worker processes around a lighthouse, for the tests of elastic training.
+
+Workers are forked, so that each starts in a moment, and write what they see to a file of their
+own, line by line, so that nothing is lost when one is killed.
+"""
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+
+import torch
+
+CONTEXT = multiprocessing.get_context("fork")
+
+
+class World:
+    """A lighthouse and its workers; a context manager that leaves no process behind."""
+
+    def __init__(self, folder, *, min_workers=1, join_timeout_s=20.0, heartbeat_timeout_s=1.0):
+        self.folder = folder
+        self.processes = {}
+        receiver, sender = CONTEXT.Pipe(duplex=False)
+        self._lighthouse = CONTEXT.Process(
+            target=_lighthouse_main,
+            args=(sender, min_workers, join_timeout_s, heartbeat_timeout_s),
+            daemon=True,
+        )
+        self._lighthouse.start()
+        assert receiver.poll(20), "the lighthouse did not start"
+        self.lighthouse = receiver.recv()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in [*self.processes.values(), self._lighthouse]:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGCONT)
+                process.kill()
+            process.join()
+
+    def start(self, name, work, **options):
+        """Fork a worker that runs ``work(log, lighthouse=..., name=..., **options)``."""
+        process = CONTEXT.Process(
+            target=_worker_main, args=(self, name, work, options), name=name, daemon=True
+        )
+        process.start()
+        self.processes[name] = process
+
+    def kill(self, name, number=signal.SIGKILL):
+        os.kill(self.processes[name].pid, number)
+
+    def log(self, name, kind=None):
+        """What a worker wrote so far."""
+        path = self.folder / f"{name}.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        events = [json.loads(line) for line in lines if line.endswith("}")]
+        return [e for e in events if kind is None or e["kind"] == kind]
+
+    def until(self, condition, *, what, timeout_s=25.0):
+        """Wait for a condition on the logs."""
+        deadline_s = time.monotonic() + timeout_s
+        while not condition():
+            errors = [e for name in self.processes for e in self.log(name, "error")]
+            assert time.monotonic() < deadline_s, f"{what} did not happen; errors: {errors}"
+            time.sleep(0.02)
+
+    def until_rounds(self, name, count):
+        self.until(lambda: len(self.log(name, "round")) >= count, what=f"{name} round {count}")
+
+    def join(self, *names, timeout_s=25.0):
+        """Wait for workers to end well."""
+        deadline_s = time.monotonic() + timeout_s
+        for name in names:
+            process = self.processes[name]
+            process.join(max(deadline_s - time.monotonic(), 0.1))
+            errors = {n: self.log(n, "error") for n in self.processes}
+            assert process.exitcode == 0, (name, process.exitcode, errors)
+
+
+class Log:
+    def __init__(self, path):
+        self._file = path.open("a", buffering=1)
+
+    def __call__(self, kind, **values):
+        self._file.write(json.dumps({"kind": kind, **values}) + "\n")
+
+
+def _lighthouse_main(sender, min_workers, join_timeout_s, heartbeat_timeout_s):
+    from fivefold.optim import start_lighthouse
+
+    server = start_lighthouse(
+        "127.0.0.1:0",
+        min_workers=min_workers,
+        join_timeout_s=join_timeout_s,
+        heartbeat_timeout_s=heartbeat_timeout_s,
+    )
+    sender.send(f"127.0.0.1:{server.port}")
+    signal.pause()
+
+
+def _worker_main(world, name, work, options):
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    log = Log(world.folder / f"{name}.jsonl")
+    code = 0
+    try:
+        work(log, lighthouse=world.lighthouse, name=name, **options)
+    except BaseException as error:  # noqa: BLE001 - the test reads it
+        log("error", type=type(error).__name__, message=str(error), trace=traceback.format_exc())
+        code = 1
+    # Without the interpreter's shutdown: gloo's threads may still wait for a dead peer.
+    os._exit(code)

@@ -1,0 +1,62 @@
+"""``fivefold elastic lighthouse`` as a person runs it."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+
+pytest.importorskip("torchft", reason="torchft is not installed (fivefold[elastic])")
+
+
+def start(*options):
+    command = [sys.executable, "-m", "fivefold", "elastic", "lighthouse", *options]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.distributed
+def test_the_lighthouse_shows_a_page_and_ends_on_sigterm():
+    process = start("--bind", "127.0.0.1:0", "--min-workers", "3")
+    try:
+        line = json.loads(process.stdout.readline())
+        assert line["min_workers"] == 3
+        url = f"http://127.0.0.1:{line['port']}/status"
+        with urllib.request.urlopen(url, timeout=10) as page:
+            assert page.status == 200
+        process.send_signal(signal.SIGTERM)
+        ended_s = time.monotonic()
+        assert process.wait(10) == 0
+        assert time.monotonic() - ended_s < 5
+        assert process.stderr.read() == ""
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.distributed
+def test_a_taken_port_is_said():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        process = start("--bind", f"127.0.0.1:{taken.getsockname()[1]}")
+        out, error = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert out == ""
+    assert "cannot listen on 127.0.0.1" in error
+    assert os.linesep + "hint: choose another port with --bind" in error
+
+
+@pytest.mark.parametrize("bind", ["nowhere", "0.0.0.0:"])
+def test_a_bad_address_is_said(bind):
+    from fivefold.errors import ConfigurationError
+    from fivefold.optim import start_lighthouse
+
+    with pytest.raises(ConfigurationError, match="must be host:port"):
+        start_lighthouse(bind)
+    with pytest.raises(ConfigurationError, match="timeouts must be positive"):
+        start_lighthouse("127.0.0.1:0", join_timeout_s=0)
