@@ -1,7 +1,8 @@
 """Outcomes of finished runs, so that an interrupted benchmark goes on where it stopped.
 
 A kept outcome is used only while the code that it depends on is the same, byte for byte: the
-engine, the trainer's model and text, the workload and the runner. It is a file of JSON lines.
+workload, the runner, the trainer's model and text, and, but for DDP, the engine. It is a file of
+JSON lines.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from _runner import WORLD_SIZE, Outcome
-from _settings import Setting
+from _settings import DDP, Setting
 
 import fivefold
 
 __all__ = ["KeptOutcomes"]
 
-_SOURCES = ("optim", "train", "testing")
+_TRAINER = ("model", "operators", "sampler", "corpus", "files", "token_cache", "tokenizer")
 _SCRIPTS = ("_workload.py", "_runner.py")
 
 
@@ -31,7 +32,7 @@ class KeptOutcomes:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._code = _fingerprint()
+        self._code = {engine: _fingerprint(engine=engine) for engine in (False, True)}
         self._found: dict[str, Outcome] = {}
         if path is not None and path.exists():
             lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -51,13 +52,16 @@ class KeptOutcomes:
             file.write(json.dumps(line) + "\n")
 
     def _key(self, setting: Setting, seed: int, steps: int) -> str:
-        return f"{self._code} {setting.label} seed {seed} steps {steps} workers {WORLD_SIZE}"
+        code = self._code[setting.method != DDP]
+        return f"{code} {setting.label} seed {seed} steps {steps} workers {WORLD_SIZE}"
 
 
-def _fingerprint() -> str:
+def _fingerprint(*, engine: bool) -> str:
     package = Path(fivefold.__path__[0])
-    files = [file for room in _SOURCES for file in sorted((package / room).rglob("*.py"))]
+    files = [package / "train" / f"_{name}.py" for name in _TRAINER]
     files += [Path(__file__).with_name(name) for name in _SCRIPTS]
+    if engine:
+        files += sorted((package / "optim").glob("*.py"))
     digest = hashlib.blake2b(digest_size=8)
     for file in files:
         digest.update(file.name.encode() + b"\0" + file.read_bytes())

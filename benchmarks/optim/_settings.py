@@ -87,25 +87,22 @@ def _text(value: Option) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+# Methods with outer settings get two of them at three inner learning rates; methods without get
+# six inner learning rates.
 _LRS = (2e-3, 4e-3, 8e-3)
-_LRS_ALONE = (1e-3, 1.5e-3, 2e-3, 2.8e-3, 4e-3, 5.6e-3, 8e-3, 11e-3, 16e-3)
-# Methods with outer settings get three of them at three inner learning rates; methods without
-# get nine inner learning rates.
+_LRS_ALONE = (1e-3, 2e-3, 3e-3, 4e-3, 6e-3, 8e-3)
 _OUTER: dict[str, list[dict[str, Option]]] = {
     "SlowMo": [
         {"outer_lr": 1.0, "outer_momentum": 0.2},
         {"outer_lr": 1.0, "outer_momentum": 0.5},
-        {"outer_lr": 0.7, "outer_momentum": 0.3},
     ],
     "DiLoCo": [
-        {"outer_lr": 0.7, "outer_momentum": 0.3},
-        {"outer_lr": 0.7, "outer_momentum": 0.6},
+        {"outer_lr": 0.7, "outer_momentum": 0.5},
         {"outer_lr": 0.7, "outer_momentum": 0.9},
     ],
     "CO2": [
         {"outer_lr": 0.5, "outer_momentum": 0.0},
         {"outer_lr": 0.7, "outer_momentum": 0.2},
-        {"outer_lr": 1.0, "outer_momentum": 0.0},
     ],
 }
 _WITHOUT_OUTER = (DDP, "LocalSGD", "DelayCorrected")
