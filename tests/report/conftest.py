@@ -53,7 +53,7 @@ class RunMaker:
 
     def __init__(self, folder: Path, method: str, manifest: dict[str, Any]) -> None:
         self.folder, self.method, self.now_s = folder, method, 0.0
-        self.spans: list[tuple[str, str, float, float]] = []
+        self.spans: list[tuple[str, str, float, float, dict[str, int]]] = []
         self.metrics: list[dict[str, Any]] = []
         self.manifest = {
             "schema": 1,
@@ -73,11 +73,11 @@ class RunMaker:
         } | manifest
 
     def passes(self, lane: str, name: str, seconds: float) -> None:
-        self.spans.append((lane, name, self.now_s, self.now_s + seconds))
+        self.spans.append((lane, name, self.now_s, self.now_s + seconds, {}))
         self.now_s += seconds
 
-    def flies(self, name: str, start_s: float, seconds: float) -> None:
-        self.spans.append(("flight", name, start_s, start_s + seconds))
+    def flies(self, name: str, start_s: float, seconds: float, **details: int) -> None:
+        self.spans.append(("flight", name, start_s, start_s + seconds, details))
 
     def play(self) -> None:
         for step in range(1, STEPS + 1):
@@ -89,9 +89,11 @@ class RunMaker:
                 self.passes("wait", "gradients", 0.5)
             if self.method == "co2" and step % TAU == 0:
                 self.passes("boundary", f"round {step // TAU}", 0.0625)
-                self.flies(f"all-reduce round {step // TAU}", self.now_s, 0.5)
+                name = f"all-reduce round {step // TAU}"
+                details = {"round": step // TAU, "sent_bytes": PAYLOAD_BYTES}
+                self.flies(name, self.now_s, 0.5, **details)
                 if step == STEPS:
-                    self.passes("wait", "drain", 0.5)
+                    self.passes("wait", name, 0.5)
             self._log(step)
 
     def _log(self, step: int) -> None:
@@ -108,7 +110,7 @@ class RunMaker:
             )
 
     def total(self, lane: str) -> float:
-        return sum(end - start for name, _, start, end in self.spans if name == lane)
+        return sum(end - start for name, _, start, end, _ in self.spans if name == lane)
 
     def result(self) -> dict[str, Any]:
         rounds = {"ddp": STEPS, "co2": STEPS // TAU}.get(self.method, 0)
@@ -161,9 +163,9 @@ class RunMaker:
         for rank in range(self.manifest["world_size"]):
             perf_s = 1000.0 + 37.0 * rank  # every process has a perf_counter of its own
             lines: list[dict[str, Any]] = [{"event": "clock", "unix_s": UNIX_S, "perf_s": perf_s}]
-            for lane, name, start_s, end_s in self.spans:
+            for lane, name, start_s, end_s, details in self.spans:
                 times = {"start_s": perf_s + start_s, "end_s": perf_s + end_s}
-                lines.append({"event": "span", "lane": lane, "name": name, **times})
+                lines.append({"event": "span", "lane": lane, "name": name, **times, **details})
             if finished:
                 lines.append({"event": "rank_end", "link_bytes": self.result()["link_bytes"]})
             write(f"ranks/rank{rank}.jsonl", "".join(json.dumps(line) + "\n" for line in lines))

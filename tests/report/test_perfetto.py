@@ -31,6 +31,8 @@ def test_processes_and_threads_are_named(events):
     assert [name for pid, name in names if pid == 1] == [
         "rank 1",
         "compute",
+        "in flight",
+        "in flight 2",
         "wait (exposed communication)",
         "validation",
     ]
@@ -54,21 +56,78 @@ def test_times_are_monotone_and_no_duration_is_negative(events):
     assert all(event["dur"] >= 0 for event in timed if event["ph"] == "X")
 
 
-def test_overlapping_flights_are_asynchronous_and_paired(events):
+def test_flights_that_overlap_are_on_threads_of_their_own(events):
+    lanes = {
+        event["tid"]: event["args"]["name"]
+        for event in events
+        if event["name"] == "thread_name" and event["pid"] == 0
+    }
     flights = defaultdict(list)
     for event in events:
-        if event.get("cat") == "flight":
-            flights[event["pid"], event["id"]].append(event)
-    assert len(flights) == 2 * 2 * 64  # ranks, buckets, steps
-    for begin, end in flights.values():
-        assert (begin["ph"], end["ph"], begin["name"]) == ("b", "e", end["name"])
-    begin, end = flights[0, "0.1"]  # second bucket of the first step
-    assert (begin["ts"], end["ts"]) == (250_000, 750_000)
+        if event.get("cat") == "flight" and event["pid"] == 0:
+            flights[lanes[event["tid"]]].append((event["name"], event["ts"], event["dur"]))
+    assert {name: len(found) for name, found in flights.items()} == {
+        "in flight": 64,
+        "in flight 2": 64,
+    }
+    # The second bucket of the first step begins while the first is in flight.
+    assert flights["in flight"][0] == ("all-reduce bucket 0", 125_000, 375_000)
+    assert flights["in flight 2"][0] == ("all-reduce bucket 1", 250_000, 500_000)
+
+
+def test_fragments_have_a_thread_each_with_their_details():
+    flights = [
+        Span("flight", "round 0, fragment 1", 1.0, 2.0, round=0, fragment=1, sent_bytes=2_000_000),
+        Span("flight", "round 0, fragment 0", 1.5, 2.5, round=0, fragment=0, sent_bytes=1_000_000),
+        Span("flight", "round 1, fragment 1", 1.8, 4.0, round=1, fragment=1, sent_bytes=2_000_000),
+    ]
+    events = trace_events([RankTrace(0, tuple(flights))])
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    drawn = {e["name"]: (names[e["tid"]], e["args"]) for e in events if e["ph"] == "X"}
+    assert drawn == {
+        "round 0, fragment 0": (
+            "in flight, fragment 0",
+            {"round": 0, "fragment": 0, "sent_bytes": 1_000_000},
+        ),
+        "round 0, fragment 1": (
+            "in flight, fragment 1",
+            {"round": 0, "fragment": 1, "sent_bytes": 2_000_000},
+        ),
+        "round 1, fragment 1": (
+            "in flight, fragment 1 2",
+            {"round": 1, "fragment": 1, "sent_bytes": 2_000_000},
+        ),
+    }
+    assert _counter(events, "messages in flight") == [
+        (0, 1),
+        (0.5, 2),
+        (0.8, 3),
+        (1, 2),
+        (1.5, 1),
+        (3, 0),
+    ]
+    assert _counter(events, "sent so far") == [(0, 2), (0.5, 3), (0.8, 5)]
+
+
+def _counter(events, name):
+    return [
+        (event["ts"] / 1e6, next(iter(event["args"].values())))
+        for event in events
+        if event["ph"] == "C" and event["name"] == name
+    ]
+
+
+def test_local_steps_of_each_round_are_counted(make_run, tmp_path):
+    events = trace_events(read_run(make_run(tmp_path / "co2", "co2")).ranks[:1])
+    steps = _counter(events, "local steps of the round")
+    assert [value for _, value in steps] == [8] * 8
+    # The first round ends after eight steps of 0.25 s and its boundary.
+    assert steps[0][0] == 8 * 0.25 + 0.0625
 
 
 def test_the_counter_ends_at_the_exposed_wait(events):
-    counters = [event for event in events if event["ph"] == "C" and event["pid"] == 0]
-    values = [event["args"]["ms"] for event in counters]
+    rank = [event for event in events if event["pid"] == 0]
+    values = [value for _, value in _counter(rank, "exposed wait so far")]
     assert values == sorted(values)
     assert values[-1] == pytest.approx(32_000)  # 64 steps of 0.5 s
 
@@ -109,5 +168,4 @@ def test_on_every_thread_spans_nest_or_are_apart(ranks):
                 inside = other_start <= start and end <= other_end
                 around = start <= other_start and other_end <= end
                 assert apart or inside or around
-    recorded = sum(span.lane != "flight" for spans in ranks for span in spans)
-    assert sum(map(len, threads.values())) == recorded  # none lost, none doubled
+    assert sum(map(len, threads.values())) == sum(map(len, ranks))  # none lost, none doubled

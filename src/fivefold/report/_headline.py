@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["caveats", "headline"]
 
-_LOCAL_UPDATES = ("co2", "delay_corrected", "slowmo", "diloco", "local_sgd")
+_BASELINES = ("none", "ddp")
 _SAME = 0.02
 _KEYS_THAT_MUST_AGREE = ("world_size", "num_parameters", "lab", "machine", "torch")
 
@@ -96,10 +96,9 @@ def _differs(runs: Sequence[Run], key: str) -> bool:
 
 def _subject(summaries: Sequence[RunSummary]) -> RunSummary | None:
     trained = [run for run in summaries if run.tokens_per_s]
-    for method in _LOCAL_UPDATES:
-        family = [run for run in trained if run.method == method]
-        if family:
-            return max(family, key=lambda run: run.tokens_per_s or 0.0)
+    local = [run for run in trained if run.method not in _BASELINES]
+    if local:
+        return max(local, key=lambda run: (run.method == "co2", run.tokens_per_s or 0.0))
     return next((run for run in trained if run.method == "ddp"), trained[0] if trained else None)
 
 

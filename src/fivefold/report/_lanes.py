@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from fivefold.units import format_duration_s
+from fivefold.report._tracks import separate_fragments, separate_tracks
+from fivefold.units import format_bytes, format_duration_s
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +25,9 @@ __all__ = ["Box", "Lane", "Panel", "timeline_panels"]
 LEFT = 120.0
 WIDTH = 1000.0
 _ROW = 18.0
-_STEP = 22.0
+_GAP = 4.0
+_TRACK = 11.0  # of one flight among several at once
+_MOST_FLIGHTS_HEIGHT = 66.0
 _RANK_GAP = 12.0
 _AXIS = 26.0
 _MOST_RANKS = 4
@@ -55,9 +58,10 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """One row's name and place."""
+    """One row's name, the height of its middle, and how high it is."""
 
     y: float
+    height: float
     text: str
     rank: str
 
@@ -140,10 +144,15 @@ def _panel(run: Run, window_s: float, *, most_ranks: int) -> Panel:
     y = 4.0
     for rank in shown:
         for row, (text, lane) in enumerate(_ROWS):
-            kinds = (lane,) if lane else _TRAINING_LANES
-            lanes.append(Lane(y + _ROW / 2, text, f"rank {rank.rank}" if row == 0 else ""))
-            boxes += _lane_boxes(rank, kinds, y=y, start_s=start_s, window_s=window_s)
-            y += _STEP
+            tracks = _visible_tracks(rank, lane, start_s=start_s, window_s=window_s)
+            height = _row_height(lane, len(tracks))
+            name = f"rank {rank.rank}" if row == 0 else ""
+            lanes.append(Lane(y + height / 2, height, text, name))
+            for number, track in enumerate(tracks):
+                size = height / len(tracks)
+                place = {"y": y + number * size, "height": size}
+                boxes += [_box(s, **place, start_s=start_s, window_s=window_s) for s in track]
+            y += height + _GAP
         y += _RANK_GAP
     return Panel(
         title=run.label,
@@ -158,51 +167,50 @@ def _panel(run: Run, window_s: float, *, most_ranks: int) -> Panel:
     )
 
 
-def _lane_boxes(
-    rank: RankTrace, lanes: Sequence[str], *, y: float, start_s: float, window_s: float
-) -> list[Box]:
-    """The boxes of one row; spans that overlap share its height, as several flights may."""
+def _visible_tracks(
+    rank: RankTrace, lane: str | None, *, start_s: float, window_s: float
+) -> list[list[Span]]:
+    """What one row shows: spans of the window, those at one time on tracks of their own."""
+    lanes = (lane,) if lane else _TRAINING_LANES
     visible = [
         span
         for span in rank.spans
         if span.lane in lanes and _overlap_s(span, start_s, start_s + window_s) > 0
     ]
-    tracks = _apart(visible)
-    height = _ROW / max(1, len(tracks))
+    if lane != "flight":
+        return separate_tracks(visible, touching_s=_TOUCHING_S)
     return [
-        _box(span, y=y + number * height, height=height, start_s=start_s, window_s=window_s)
-        for number, track in enumerate(tracks)
-        for span in track
+        track
+        for flights in separate_fragments(visible).values()
+        for track in separate_tracks(flights, touching_s=_TOUCHING_S)
     ]
 
 
-def _apart(spans: Sequence[Span]) -> list[list[Span]]:
-    """Spread spans over tracks so that on none of them two overlap."""
-    tracks: list[list[Span]] = []
-    for span in sorted(spans, key=lambda span: span.start_s):
-        free = (track for track in tracks if track[-1].end_s <= span.start_s + _TOUCHING_S)
-        track = next(free, None)
-        if track is None:
-            tracks.append([span])
-        else:
-            track.append(span)
-    return tracks
+def _row_height(lane: str | None, tracks: int) -> float:
+    if lane != "flight" or tracks < 2:
+        return _ROW
+    return max(_ROW, min(_TRACK * tracks, _MOST_FLIGHTS_HEIGHT))
 
 
 def _box(span: Span, *, y: float, height: float, start_s: float, window_s: float) -> Box:
     scale = (WIDTH - LEFT) / window_s
     width = max(_THINNEST, _overlap_s(span, start_s, start_s + window_s) * scale)
     short = span.name.removeprefix("all-reduce ")
-    fits = span.lane == "flight" and height == _ROW and len(short) * _LABEL_WIDTH + 8 < width
+    fits = span.lane == "flight" and height >= _TRACK and len(short) * _LABEL_WIDTH + 8 < width
     return Box(
         x=round(LEFT + max(0.0, span.start_s - start_s) * scale, 2),
         y=round(y, 2),
         width=round(width, 2),
         height=round(height, 2),
         kind=_CLASSES.get(span.lane, span.lane),
-        title=f"{span.name}: {span.lane}, {format_duration_s(span.end_s - span.start_s)}",
+        title=_title(span),
         label=short if fits else "",
     )
+
+
+def _title(span: Span) -> str:
+    sent = "" if span.sent_bytes is None else f", {format_bytes(span.sent_bytes)} sent"
+    return f"{span.name}: {span.lane}, {format_duration_s(span.end_s - span.start_s)}{sent}"
 
 
 def _ticks(window_s: float) -> list[tuple[float, str]]:

@@ -1,17 +1,21 @@
 """A run's spans as a timeline that Perfetto and ``chrome://tracing`` open.
 
-Chrome's trace-event format: one process per rank, one thread per lane of the training loop, one
-asynchronous track for the collectives in flight (they overlap, so they cannot nest), and a
-counter of the wait that was exposed so far. Times are microseconds from the earliest span of any
-rank. Reference: "Trace Event Format", the catapult project. This module knows no run folders.
+Chrome's trace-event format: one process per rank, one thread per lane of the training loop, as
+many threads for flights as are in flight at once (one per fragment, where the model is sent in
+fragments), and counters: the wait that was exposed so far, messages in flight, local steps of each
+round, bytes sent so far. Times are microseconds from the earliest span of any rank. Reference:
+"Trace Event Format", the catapult project. This module knows no run folders.
 """
 
 from __future__ import annotations
 
 import json
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from fivefold.report._files import write_text_atomically
+from fivefold.report._rounds import round_points
+from fivefold.report._tracks import separate_fragments, separate_tracks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -21,8 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = ["trace_events", "write_timeline"]
 
-_LANES = ("compute", "wait", "boundary", "data", "validation", "checkpoint")
-_THREAD_NAMES = {"wait": "wait (exposed communication)"}
+_LANES = ("compute", "flight", "wait", "boundary", "data", "validation", "checkpoint")
+_THREAD_NAMES = {"wait": "wait (exposed communication)", "flight": "in flight"}
+_DETAILS = ("round", "fragment", "sent_bytes")
 _US_PER_S = 1e6
 _THREADS_PER_LANE = 100  # thread ids of lane i: 100 (i + 1) and up
 
@@ -53,15 +58,12 @@ def trace_events(ranks: Sequence[RankTrace]) -> list[dict[str, Any]]:
         metadata += _named(rank.rank, "process", f"rank {rank.rank}", position=rank.rank)
         for lane in dict.fromkeys([*_LANES, *(span.lane for span in rank.spans)]):
             spans = [span for span in rank.spans if span.lane == lane]
-            if lane == "flight":
-                events += _flights(rank.rank, spans, start_s)
-                continue
-            for number, track in enumerate(_nesting_tracks(spans)):
+            tracks = _flight_tracks(spans) if lane == "flight" else _tracks(lane, spans)
+            for number, (name, track) in enumerate(tracks):
                 thread = _THREADS_PER_LANE * (_lane_number(lane) + 1) + number
-                name = _THREAD_NAMES.get(lane, lane) + (f" {number + 1}" if number else "")
                 metadata += _named(rank.rank, "thread", name, position=thread)
                 events += [_complete(rank.rank, thread, span, start_s) for span in track]
-        events += _wait_counter(rank, start_s)
+        events += _counters(rank, start_s)
     return metadata + sorted(events, key=lambda event: (event["ts"], -event.get("dur", 0.0)))
 
 
@@ -114,7 +116,7 @@ def _microseconds(time_s: float, start_s: float) -> float:
 
 def _complete(process: int, thread: int, span: Span, start_s: float) -> dict[str, Any]:
     begin = _microseconds(span.start_s, start_s)
-    return {
+    event = {
         "ph": "X",
         "name": span.name,
         "cat": span.lane,
@@ -123,39 +125,90 @@ def _complete(process: int, thread: int, span: Span, start_s: float) -> dict[str
         "ts": begin,
         "dur": round(_microseconds(span.end_s, start_s) - begin, 3),
     }
+    details = {name: value for name in _DETAILS if (value := getattr(span, name)) is not None}
+    return {**event, "args": details} if details else event
 
 
-def _flights(process: int, spans: Iterable[Span], start_s: float) -> list[dict[str, Any]]:
-    events = []
-    for number, span in enumerate(spans):
-        common = {"name": span.name, "cat": "flight", "pid": process, "tid": 0}
-        identity = {**common, "id": f"{process}.{number}"}
-        events.append({**identity, "ph": "b", "ts": _microseconds(span.start_s, start_s)})
-        events.append({**identity, "ph": "e", "ts": _microseconds(span.end_s, start_s)})
-    return events
+def _counters(rank: RankTrace, start_s: float) -> list[dict[str, Any]]:
+    """What adds up or changes over the run, as tracks of numbers."""
+    points = [point for point in round_points(rank) if point.round is not None]
+    sent_bytes = list(accumulate(point.sent_bytes or 0 for point in points))
+    launched_s = [point.launched_s for point in points]
+    fragments = {point.fragment for point in points}
+    series: list[tuple[str, str, list[tuple[float, float]]]] = [
+        ("exposed wait so far", "ms", _wait_so_far_ms(rank)),
+        ("messages in flight", "messages", _in_flight(rank)),
+    ]
+    for fragment in sorted(fragments):
+        name = "local steps of the round"
+        if len(fragments) > 1:
+            name += f", fragment {fragment}"
+        steps = [(p.launched_s, float(p.local_steps)) for p in points if p.fragment == fragment]
+        series.append((name, "steps", steps))
+    if sent_bytes and sent_bytes[-1]:
+        pairs = zip(launched_s, sent_bytes, strict=True)
+        series.append(("sent so far", "MB", [(at_s, size / 1e6) for at_s, size in pairs]))
+    return [
+        _count(rank.rank, name, unit, at_s=at_s, value=value, start_s=start_s)
+        for name, unit, values in series
+        for at_s, value in values
+    ]
 
 
-def _wait_counter(rank: RankTrace, start_s: float) -> list[dict[str, Any]]:
+def _count(
+    process: int, name: str, unit: str, *, at_s: float, value: float, start_s: float
+) -> dict[str, Any]:
+    return {
+        "ph": "C",
+        "name": name,
+        "pid": process,
+        "tid": 0,
+        "ts": _microseconds(at_s, start_s),
+        "args": {unit: round(value, 3)},
+    }
+
+
+def _wait_so_far_ms(rank: RankTrace) -> list[tuple[float, float]]:
     total_s = 0.0
-    events = []
+    values = []
     for span in sorted((span for span in rank.spans if span.lane == "wait"), key=_start):
-        for time_s, added_s in ((span.start_s, 0.0), (span.end_s, span.end_s - span.start_s)):
-            total_s += added_s
-            events.append(
-                {
-                    "ph": "C",
-                    "name": "exposed wait so far",
-                    "pid": rank.rank,
-                    "tid": 0,
-                    "ts": _microseconds(time_s, start_s),
-                    "args": {"ms": round(total_s * 1e3, 3)},
-                }
-            )
-    return events
+        values.append((span.start_s, 1e3 * total_s))
+        total_s += span.end_s - span.start_s
+        values.append((span.end_s, 1e3 * total_s))
+    return values
+
+
+def _in_flight(rank: RankTrace) -> list[tuple[float, float]]:
+    flights = [span for span in rank.spans if span.lane == "flight"]
+    changes = sorted([(f.end_s, -1) for f in flights] + [(f.start_s, 1) for f in flights])
+    numbers = accumulate(change for _, change in changes)
+    return [(at_s, float(n)) for (at_s, _), n in zip(changes, numbers, strict=True)]
 
 
 def _start(span: Span) -> float:
     return span.start_s
+
+
+def _tracks(lane: str, spans: Iterable[Span]) -> list[tuple[str, list[Span]]]:
+    """Name the threads of one lane of the training loop."""
+    name = _THREAD_NAMES.get(lane, lane)
+    return [
+        (f"{name} {number}" if number > 1 else name, track)
+        for number, track in enumerate(_nesting_tracks(spans), start=1)
+    ]
+
+
+def _flight_tracks(spans: Sequence[Span]) -> list[tuple[str, list[Span]]]:
+    """Name the threads of the flights: by fragment where there are some, else by number."""
+    by_fragment = separate_fragments(spans)
+    tracks = []
+    for fragment, flights in by_fragment.items():
+        name = _THREAD_NAMES["flight"]
+        if len(by_fragment) > 1:
+            name += f", fragment {fragment}"
+        for number, track in enumerate(separate_tracks(flights), start=1):
+            tracks.append((f"{name} {number}" if number > 1 else name, track))
+    return tracks
 
 
 def _nesting_tracks(spans: Iterable[Span]) -> list[list[Span]]:

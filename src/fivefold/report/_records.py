@@ -30,6 +30,8 @@ __all__ = [
     "RunResult",
     "Span",
     "Status",
+    "SyncPoint",
+    "TauPoint",
     "TrainPoint",
     "ValidationPoint",
 ]
@@ -133,6 +135,31 @@ class EndPoint(_Record):
     reason: str
 
 
+class SyncPoint(_Record):
+    """The outer engine's totals on rank 0 at one step."""
+
+    step: NonNegativeInt
+    wall_s: float
+    tau: NonNegativeInt | None = None
+    rounds: NonNegativeInt | None = None
+    sent_bytes: NonNegativeInt | None = None
+    last_staleness_gap: float | None = None
+    lost_flights: NonNegativeInt = 0
+
+
+class TauPoint(_Record):
+    """One decision of ``tau="auto"``."""
+
+    step: NonNegativeInt
+    wall_s: float
+    round: NonNegativeInt
+    previous: PositiveInt
+    tau: PositiveInt
+    step_s: float
+    flight_s: float
+    reason: str
+
+
 class LinkBytes(_Record):
     """What the counters of a network interface moved by during the run."""
 
@@ -170,12 +197,19 @@ class RunResult(_Record):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of time on one lane of one rank, in Unix seconds."""
+    """A stretch of time on one lane of one rank, in Unix seconds.
+
+    A flight may also say which round's work it carried, which fragment of the model, and how
+    many bytes the rank sent for it.
+    """
 
     lane: str
     name: str
     start_s: float
     end_s: float
+    round: int | None = None
+    fragment: int | None = None
+    sent_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +229,8 @@ class Metrics:
     validation: tuple[ValidationPoint, ...] = ()
     checkpoints: tuple[CheckpointPoint, ...] = ()
     resumes: tuple[ResumePoint, ...] = ()
+    sync: tuple[SyncPoint, ...] = ()
+    tau: tuple[TauPoint, ...] = ()
     end: EndPoint | None = None
 
 

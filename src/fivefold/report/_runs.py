@@ -31,6 +31,8 @@ from fivefold.report._records import (
     Run,
     RunResult,
     Span,
+    SyncPoint,
+    TauPoint,
     TrainPoint,
     ValidationPoint,
 )
@@ -43,6 +45,14 @@ __all__ = ["find_runs", "read_run", "read_runs"]
 _MANIFEST = "manifest.json"
 _RANK_FILE = re.compile(r"rank(\d+)\.jsonl")
 _METHOD_ORDER = ("none", "ddp", "local_sgd", "slowmo", "diloco", "co2", "delay_corrected")
+_POINTS: dict[str, type[BaseModel]] = {  # by their event in metrics.jsonl
+    "train": TrainPoint,
+    "validation": ValidationPoint,
+    "checkpoint": CheckpointPoint,
+    "resume": ResumePoint,
+    "sync": SyncPoint,
+    "tau": TauPoint,
+}
 _RecordT = TypeVar("_RecordT", bound=BaseModel)
 
 
@@ -286,32 +296,31 @@ def _read_lines(path: Path, notes: list[str]) -> list[tuple[str, dict[str, Any]]
 
 
 def _read_metrics(path: Path, notes: list[str]) -> Metrics:
-    train: list[TrainPoint] = []
-    validation: list[ValidationPoint] = []
-    checkpoints: list[CheckpointPoint] = []
-    resumes: list[ResumePoint] = []
+    found: dict[str, list[Any]] = {event: [] for event in _POINTS}
     end: EndPoint | None = None
     for where, record in _read_lines(path, notes):
-        match record["event"]:
-            case "train":
-                train.append(_validated(record, TrainPoint, where=where))
-            case "validation":
-                validation.append(_validated(record, ValidationPoint, where=where))
-            case "checkpoint":
-                checkpoints.append(_validated(record, CheckpointPoint, where=where))
-            case "resume":
-                resumes.append(_validated(record, ResumePoint, where=where))
-                end = None  # whatever ended before, the run went on
-            case "end":
-                end = _validated(record, EndPoint, where=where)
-            case _:  # a newer trainer may log more
-                continue
-    if not train and not validation:
+        event = record["event"]
+        if event == "end":
+            end = _validated(record, EndPoint, where=where)
+        elif event in _POINTS:  # a newer trainer may log more
+            found[event].append(_validated(record, _POINTS[event], where=where))
+        if event == "resume":
+            end = None  # whatever ended before, the run went on
+    metrics = Metrics(
+        train=tuple(found["train"]),
+        validation=tuple(found["validation"]),
+        checkpoints=tuple(found["checkpoint"]),
+        resumes=tuple(found["resume"]),
+        sync=tuple(found["sync"]),
+        tau=tuple(found["tau"]),
+        end=end,
+    )
+    if not metrics.train and not metrics.validation:
         notes.append("no metrics yet: there is no curve to draw")
-    if resumes:
-        steps = ", ".join(str(point.step) for point in resumes)
+    if metrics.resumes:
+        steps = ", ".join(str(point.step) for point in metrics.resumes)
         notes.append(f"resumed from a checkpoint at step {steps}")
-    return Metrics(tuple(train), tuple(validation), tuple(checkpoints), tuple(resumes), end)
+    return metrics
 
 
 def _read_ranks(folder: Path, *, world_size: int, notes: list[str]) -> tuple[RankTrace, ...]:
@@ -327,7 +336,7 @@ def _read_ranks(folder: Path, *, world_size: int, notes: list[str]) -> tuple[Ran
 def _read_rank(rank: int, path: Path, notes: list[str]) -> RankTrace:
     offset_s: float | None = None
     spans: list[Span] = []
-    left_out = 0
+    left_out = dropped = 0
     link_bytes: LinkBytes | None = None
     for where, record in _read_lines(path, notes):
         try:
@@ -338,8 +347,8 @@ def _read_rank(rank: int, path: Path, notes: list[str]) -> RankTrace:
                     spans.append(_span(record, offset_s))
                 case "span":
                     left_out += 1
-                case "rank_end" if record.get("link_bytes"):
-                    link_bytes = _validated(record["link_bytes"], LinkBytes, where=where)
+                case "rank_end":
+                    link_bytes, dropped = _rank_end(record, where)
                 case _:
                     continue
         except (KeyError, TypeError, ValueError) as error:
@@ -350,7 +359,18 @@ def _read_rank(rank: int, path: Path, notes: list[str]) -> RankTrace:
         notes.append(
             f"rank {rank}: {left_out} spans left out (before a clock line, or of negative length)"
         )
+    if dropped:
+        notes.append(
+            f"rank {rank}: the timeline and what is measured from it end {dropped:,} spans early"
+        )
     return RankTrace(rank, tuple(spans), link_bytes)
+
+
+def _rank_end(record: dict[str, Any], where: str) -> tuple[LinkBytes | None, int]:
+    """The link's counters, and how many spans the rank had no room for."""
+    counters = record.get("link_bytes")
+    link = _validated(counters, LinkBytes, where=where) if counters else None
+    return link, int(record.get("spans_dropped", 0))
 
 
 def _span(record: dict[str, Any], offset_s: float) -> Span:
@@ -359,4 +379,12 @@ def _span(record: dict[str, Any], offset_s: float) -> Span:
         name=str(record.get("name", record["lane"])),
         start_s=offset_s + float(record["start_s"]),
         end_s=offset_s + float(record["end_s"]),
+        round=_number(record, "round"),
+        fragment=_number(record, "fragment"),
+        sent_bytes=_number(record, "sent_bytes"),
     )
+
+
+def _number(record: dict[str, Any], key: str) -> int | None:
+    value = record.get(key)
+    return None if value is None else int(value)

@@ -14,6 +14,12 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
 
+from fivefold.report._overlap import (
+    LANE_CATEGORIES,
+    RankOverlap,
+    measure_overlap,
+    overlap_of_ranks,
+)
 from fivefold.report._records import Status
 
 if TYPE_CHECKING:
@@ -39,14 +45,6 @@ CATEGORIES = (
     "checkpoint",
     "other",
 )
-_LANE_CATEGORY = {
-    "compute": "compute",
-    "wait": "exposed_communication",
-    "boundary": "boundary",
-    "data": "data",
-    "validation": "validation",
-    "checkpoint": "checkpoint",
-}
 _NOT_TRAINING = ("validation", "checkpoint")
 
 
@@ -69,7 +67,9 @@ class RunSummary(BaseModel):
         in_flight_s: Seconds in which a collective was under way; None where there was none.
         exposed_wait_s: Seconds in which training stood still for one; ``seconds`` also counts
             the waits for other messages, such as the ranks' agreement on stopping.
-        overlap_fraction: Share of ``in_flight_s`` that was hidden behind work.
+        overlap_fraction: Share of the time in flight that was not waited for, of all ranks that
+            recorded a timeline; rank 0's own sums where none did.
+        overlap: The same rank by rank, measured from the timeline.
         payload_bytes_per_step: Bytes that one rank handed to all-reduce, per step.
         least_link_bytes_per_step: What any all-reduce of that payload must send per rank,
             ``2 (n - 1) / n`` of it; None where several ranks share a link.
@@ -102,6 +102,7 @@ class RunSummary(BaseModel):
     in_flight_s: float | None = None
     exposed_wait_s: float | None = None
     overlap_fraction: float | None = None
+    overlap: tuple[RankOverlap, ...] = ()
     payload_bytes_per_step: float | None = None
     least_link_bytes_per_step: float | None = None
     sent_bytes_per_step: float | None = None
@@ -195,9 +196,10 @@ def _summarise_one(run: Run) -> RunSummary:
     seconds = _seconds(run)
     communication = run.result.communication if run.result is not None else None
     in_flight_s, exposed_s = _communication_seconds(run)
-    overlap = communication.overlap_fraction if communication is not None else None
-    if overlap is None and in_flight_s:
-        overlap = max(0.0, 1.0 - (exposed_s or 0.0) / in_flight_s)
+    overlap = tuple(found for rank in run.ranks if (found := measure_overlap(rank)) is not None)
+    overlap_fraction = overlap_of_ranks(overlap)
+    if overlap_fraction is None and communication is not None:
+        overlap_fraction = communication.overlap_fraction
     payload = communication.payload_bytes / steps if communication is not None and steps else None
     link = _link_bytes(run)
     return RunSummary(
@@ -212,7 +214,8 @@ def _summarise_one(run: Run) -> RunSummary:
         seconds=seconds,
         in_flight_s=in_flight_s,
         exposed_wait_s=exposed_s,
-        overlap_fraction=overlap if in_flight_s else None,
+        overlap_fraction=overlap_fraction if in_flight_s else None,
+        overlap=overlap,
         payload_bytes_per_step=payload,
         least_link_bytes_per_step=_least_link_bytes(run, payload),
         sent_bytes_per_step=link.sent / steps if link is not None and steps else None,
@@ -242,8 +245,8 @@ def _seconds(run: Run) -> dict[str, float] | None:
         return None
     seconds = dict.fromkeys(CATEGORIES, 0.0)
     for span in spans:
-        if span.lane in _LANE_CATEGORY:
-            seconds[_LANE_CATEGORY[span.lane]] += span.end_s - span.start_s
+        if span.lane in LANE_CATEGORIES:
+            seconds[LANE_CATEGORIES[span.lane]] += span.end_s - span.start_s
     return seconds
 
 

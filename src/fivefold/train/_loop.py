@@ -8,6 +8,7 @@ parameters of the run that was not, bit for bit. What is particular to a method 
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -298,6 +299,10 @@ class _Run:
                 grad_norm=float(self.stepper.grad_norm),
                 tokens_per_s=rate,
             )
+            statistics = self.method.statistics()
+            if statistics is not None:
+                totals = dataclasses.asdict(statistics)
+                self.metrics.write("sync", step=self.step, wall_s=wall_s, **totals)
 
     def _validate(self) -> None:
         with self.recorder.span("validation", f"step {self.step}"), self.method.evaluation():
