@@ -246,8 +246,8 @@ class BlockCodec(_Pure):
     zeros and stays in the residual. A block with a non-finite value decodes to not-a-number.
 
     Wire: all scales, then the integers; with 4 bits byte j of a block of n holds element j in
-    its low half and element ceil(n / 2) + j in its high half, both plus 8. A byte of zero fills
-    the wire up to an even size.
+    its low half and element ceil(n / 2) + j in its high half, both plus 8 (a half without an
+    element holds 8). A byte of zero fills the wire up to an even size.
 
     Args:
         bits: 8 or 4.
@@ -420,8 +420,8 @@ def _quantise_(
     scale.add_(scale * 0.0)  # an infinity becomes not-a-number, and with it the whole block
     scales.copy_(scale)
     exact = scales.float()[:, None]
-    # Rounding the scale to nearest changes it by at most 2^-9 of itself: |x / s| stays under
-    # Q + 1/2, so no integer can leave its range.
+    # Rounding the scale down takes at most 2^-8 of it: |x / s| <= Q (1 + 2^-8) < Q + 1/2, so no
+    # integer can leave its range.
     torch.div(rows, exact.masked_fill(exact == 0.0, 1.0), out=integers).round_()
     rows.addcmul_(integers, exact, value=-1.0)
     torch.nan_to_num_(rows, nan=0.0, posinf=0.0, neginf=0.0)

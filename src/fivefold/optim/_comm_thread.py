@@ -20,7 +20,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
-import torch.distributed as dist
 
 from fivefold.errors import CommunicationError
 
@@ -111,12 +110,10 @@ class CommunicationThread:
     """Carries out jobs in the order in which they came, on a thread started by the first.
 
     Args:
-        group: The process group that the jobs use; cut off at the interpreter's exit when a job
-            does not end by itself.
         rank: This rank's number, for error messages.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, rank: int) -> None:
+    def __init__(self, *, rank: int) -> None:
         self._rank = rank
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(
@@ -125,7 +122,7 @@ class CommunicationThread:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         # Also at the interpreter's exit, where a daemon thread inside a collective aborts the
         # process. Jobs refer to this object, so while the program runs no job is cut off.
-        weakref.finalize(self, _end_thread, self._jobs, self._thread, group)
+        weakref.finalize(self, _end_thread, self._jobs, self._thread)
 
     def submit(self, run: Callable[[], None], *, tensors: Iterable[torch.Tensor], what: str) -> Job:
         """Queue a job.
@@ -201,14 +198,8 @@ def _carry_out_all(jobs: queue.SimpleQueue[Job | None]) -> None:
         del job  # not kept alive while waiting for the next
 
 
-def _end_thread(
-    jobs: queue.SimpleQueue[Job | None], thread: threading.Thread, group: dist.ProcessGroup
-) -> None:
+def _end_thread(jobs: queue.SimpleQueue[Job | None], thread: threading.Thread) -> None:
+    """Let the thread end after its jobs; gloo has no way to cut a collective off."""
     jobs.put(None)
-    if thread.ident is None or thread is threading.current_thread():
-        return
-    thread.join(_PATIENCE_S)
-    if thread.is_alive():
-        with contextlib.suppress(RuntimeError):  # a backend that cannot be cut off
-            group.abort()
+    if thread.ident is not None and thread is not threading.current_thread():
         thread.join(_PATIENCE_S)

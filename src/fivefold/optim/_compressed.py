@@ -36,6 +36,11 @@ from fivefold.optim._comm_thread import CommunicationThread, Job
 __all__ = ["CompressedExchange", "CompressedFlight", "ring_bytes", "slice_bounds"]
 
 _STAGES = 3  # a bucket is being sent, summed or received; as many are under way at once
+# Ten buckets hide encoding behind sending and keep the links even: measured at 4 ranks and
+# 200 Mbit/s, where one bucket of 10 MB took 1.4 times as long. More of them would only add
+# round trips, and so would smaller ones.
+_BUCKETS_PER_PAYLOAD = 10
+_SMALLEST_BUCKET_BYTES = 2**20
 
 
 def ring_bytes(payload_bytes: int, *, world_size: int) -> int:
@@ -44,7 +49,7 @@ def ring_bytes(payload_bytes: int, *, world_size: int) -> int:
 
 
 def slice_bounds(num_elements: int, *, world_size: int, granule: int) -> list[int]:
-    """Cut elements into one slice per rank; sizes differ by one granule at most.
+    """Cut elements into one slice per rank; their numbers of granules differ by one at most.
 
     Args:
         num_elements: N, any number.
@@ -141,8 +146,9 @@ class CompressedExchange:
         group: Used by nobody else while a flight is under way.
         thread: Carries out the flights, one after the other.
         codec: How payloads are written on the wire.
-        bucket_bytes: Longest part of a payload, as float32, that is encoded at once. Three parts
-            are under way at a time, which bounds the memory.
+        bucket_bytes: Longest part of a payload, as float32, that is encoded at once; payloads
+            of fewer than ten such parts are cut finer. Three parts are under way at a time, which
+            bounds the memory.
     """
 
     def __init__(
@@ -158,8 +164,7 @@ class CompressedExchange:
         self._codec = codec
         self._rank = dist.get_rank(group)
         self._world_size = dist.get_world_size(group)
-        granules = max(bucket_bytes // 4 // codec.granule, 1)
-        self._bucket_elements = granules * codec.granule
+        self._bucket_bytes = bucket_bytes
         self._feedback: dict[int, list[_Feedback]] = {}
         self._rooms: dict[tuple[torch.device, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -309,11 +314,17 @@ class CompressedExchange:
             room = self._rooms[device, slot] = (outgoing, torch.empty_like(outgoing))
         return room
 
+    def _bucket_elements(self, num_elements: int) -> int:
+        wanted_bytes = max(4 * num_elements // _BUCKETS_PER_PAYLOAD, _SMALLEST_BUCKET_BYTES)
+        granule = self._codec.granule
+        return max(min(wanted_bytes, self._bucket_bytes) // 4 // granule, 1) * granule
+
     def _new_feedback(self, payload: torch.Tensor) -> _Feedback:
         buckets: list[_Bucket] = []
         owned = 0
-        for start in range(0, payload.numel(), self._bucket_elements):
-            size = min(self._bucket_elements, payload.numel() - start)
+        bucket_elements = self._bucket_elements(payload.numel())
+        for start in range(0, payload.numel(), bucket_elements):
+            size = min(bucket_elements, payload.numel() - start)
             bounds = slice_bounds(size, world_size=self._world_size, granule=self._codec.granule)
             sizes = [b - a for a, b in pairwise(bounds)]
             wire_bytes = [self._codec.encoded_bytes(size) for size in sizes]

@@ -165,7 +165,7 @@ class ProcessGroupTransport:
                 use_local_synchronization=process_group is not None,
             )
         self._global_root = members[0]
-        self._thread = CommunicationThread(self._group, rank=self.rank)
+        self._thread = CommunicationThread(rank=self.rank)
         self._exchange: CompressedExchange | None = None
         if not isinstance(self.codec, ExactCodec):
             self._exchange = CompressedExchange(
