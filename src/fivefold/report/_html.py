@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["render_html", "write_html"]
 
 _TEMPLATE = "_report.html.jinja"
+_MOST_RANKS = 8
 _EXPECTED_DIFFERENCES = ("sync.", "run.output")
 
 
@@ -101,6 +102,7 @@ def render_html(report: Report) -> str:
     """
     jinja2, offline = _need("jinja2"), _need("plotly.offline")
     curves = importlib.import_module("fivefold.report._curves")
+    rounds = importlib.import_module("fivefold.report._round_curves")
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("fivefold.report", package_path=""),
         autoescape=True,
@@ -109,15 +111,20 @@ def render_html(report: Report) -> str:
         lstrip_blocks=True,
     )
     has_curves = any(run.metrics.train or run.metrics.validation for run in report.runs)
+    loss_figures = curves.loss_figures(report.runs) if has_curves else {}
+    round_figures = rounds.round_figures(report.runs)
     text: str = environment.get_template(_TEMPLATE).render(
         report=report,
         title=" and ".join(run.label for run in report.summaries[:3]) or "nothing",
         tiles=_tiles(report.summaries),
         table=_comparison_table(report.summaries),
-        figures=curves.loss_figures(report.runs) if has_curves else {},
-        plotly_js=offline.get_plotlyjs() if has_curves else "",
+        has_curves=has_curves,
+        figures=loss_figures | round_figures,
+        round_plots=[(name, *rounds.ROUND_CAPTIONS[name]) for name in round_figures],
+        plotly_js=offline.get_plotlyjs() if loss_figures or round_figures else "",
         bars_total=_time_bars(report.summaries, per_step=False),
         bars_step=_time_bars(report.summaries, per_step=True),
+        overlap_bars=_overlap_bars(report.summaries),
         categories=CATEGORY_NAMES,
         panels=timeline_panels(report.runs),
         link_bars=_link_bars(report.summaries),
@@ -239,6 +246,23 @@ def _time_bars(summaries: Sequence[RunSummary], *, per_step: bool) -> list[_Bar]
             ),
         )
         for run, seconds in divided
+    ]
+
+
+def _overlap_bars(summaries: Sequence[RunSummary]) -> list[_Bar]:
+    """Per run and rank what training did while messages were in flight, each bar the whole."""
+    return [
+        _Bar(
+            label=f"{run.label}, rank {rank.rank}",
+            total=f"{format_percent(rank.fraction)} of {format_seconds(rank.in_flight_s)}",
+            segments=tuple(
+                _Segment(name, round(100 * value / rank.in_flight_s, 3), format_seconds(value))
+                for name, value in rank.seconds.items()
+                if value > 0
+            ),
+        )
+        for run in summaries
+        for rank in run.overlap[:_MOST_RANKS]
     ]
 
 

@@ -53,6 +53,7 @@ _LETTERS = {
     "other": ".",
 }
 _BAR_WIDTH = 60
+_MOST_RANKS = 8
 _PLAIN_WIDTH = 160  # a file has no width; wrapping would break the columns
 
 
@@ -80,6 +81,7 @@ def print_report(report: Report, *, file: TextIO | None = None) -> None:
     console.print()
     console.print(_comparison(report.summaries, boxed=console.is_terminal))
     _print_seconds(console, report.summaries)
+    _print_overlap(console, report.summaries)
     _print_setting(console, report)
 
 
@@ -137,6 +139,24 @@ def _print_seconds(console: Console, summaries: Sequence[RunSummary]) -> None:
             legend.append(f"{mark} ", style=_STYLES[kind]).append(f"{name}   ")
     legend.rstrip()
     console.print(legend)
+
+
+def _print_overlap(console: Console, summaries: Sequence[RunSummary]) -> None:
+    measured = [run for run in summaries if run.overlap]
+    if not measured:
+        return
+    console.print("\nHidden of the time in flight, measured on each rank")
+    table = _table(boxed=False)
+    table.show_header = False
+    for justify in ("left", "right", "left"):
+        table.add_column(justify=justify)
+    for run in measured:
+        ranks = run.overlap[:_MOST_RANKS]
+        shares = ", ".join(format_percent(rank.fraction) for rank in ranks)
+        more = f", {len(run.overlap) - len(ranks)} more ranks" if run.overlap[_MOST_RANKS:] else ""
+        longest_s = max(rank.in_flight_s for rank in run.overlap)
+        table.add_row(Text(run.label), f"{shares}{more}", f"of up to {format_seconds(longest_s)}")
+    console.print(table)
 
 
 def _bar(seconds: dict[str, float], longest: float, *, letters: bool) -> Text:
