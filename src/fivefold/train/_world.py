@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from fivefold.errors import CommunicationError, ConfigurationError, FivefoldError
+from fivefold.train._rendezvous import attempt_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -210,9 +211,11 @@ def open_world(identity: RankIdentity, *, device: str, timeout_s: float) -> Worl
     with guard(world, "forming the process group"):
         if not dist.is_initialized():
             backend = "nccl" if world.device.type == "cuda" else "gloo"
+            store = attempt_store(rank=world.rank, world_size=world.world_size, timeout_s=timeout_s)
             dist.init_process_group(
                 backend,
-                init_method="env://",
+                init_method="env://" if store is None else None,
+                store=store,
                 rank=world.rank,
                 world_size=world.world_size,
                 timeout=world.timeout,
