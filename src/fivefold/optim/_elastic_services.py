@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch hides it from mypy
 from torch.utils._pytree import tree_map
 
 from fivefold.errors import CommunicationError, ConfigurationError, UnsupportedError
@@ -93,11 +94,11 @@ class ElasticServices:
         self._client = self._connect()
         host = host or _own_address(self._url)
         self.worker = f"{host}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        self._store = dist.TCPStore(
+        self._store = TCPStore(
             host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
         )
         self.store_address = f"{host}:{self._store.port}"
-        self._state_server = _state_server(host, timeout_s=timeout_s)
+        self._state_server = _StateServer(host, timeout_s=timeout_s)
         # It beats from a native thread: a long local step of ours never looks like a death.
         self._heart = ManagerServer(
             replica_id=self.worker,
@@ -114,7 +115,7 @@ class ElasticServices:
     @property
     def state_address(self) -> str:
         """Where others fetch this worker's state."""
-        return str(self._state_server.metadata())
+        return self._state_server.address
 
     def vote(self, ballot: Ballot, *, what: str) -> Decision:
         """Give the lighthouse this worker's ballot and read the quorum's.
@@ -157,12 +158,7 @@ class ElasticServices:
         """
         _LOG.info("handing the state to %s before flight %d", ", ".join(copiers), turn)
         copy = tree_map(lambda v: v.detach().clone() if isinstance(v, torch.Tensor) else v, state)
-        self._state_server.send_checkpoint(
-            dst_ranks=[],
-            step=turn,
-            state_dict=copy,
-            timeout=timedelta(seconds=self._timeout_s),
-        )
+        self._state_server.serve(copy, turn=turn)
 
     def retire_state(self) -> None:
         """Forget the copy: whoever joined has it, whoever did not joins another time."""
@@ -180,15 +176,9 @@ class ElasticServices:
             CommunicationError: The peer ended, or did not reach the flight in time.
         """
         deadline_s = time.monotonic() + self._quorum_timeout_s
-        timeout = timedelta(seconds=self._timeout_s)
         while True:
             try:
-                with warnings.catch_warnings():
-                    # torch's streamed load warns that what it gives must not be written to.
-                    warnings.filterwarnings("ignore", message="The given buffer is not writable")
-                    return self._state_server.recv_checkpoint(
-                        src_rank=0, metadata=address, step=turn, timeout=timeout
-                    )
+                return self._state_server.fetch(address, turn=turn)
             except urllib.error.HTTPError as error:  # it is not there yet
                 reason: Exception = error
                 error.close()
@@ -280,6 +270,45 @@ class ElasticGroup:
             group.abort(errored=False)
 
 
+class _StateServer:
+    """torchft's state transfer over HTTP, at an address that the others can reach, and silent.
+
+    What it sends is pickled: peers trust one another, as they do in ``torch.distributed``.
+    """
+
+    def __init__(self, host: str, *, timeout_s: float) -> None:
+        from torchft.checkpointing.http_transport import (  # noqa: PLC0415 - optional, slow
+            HTTPTransport,
+        )
+
+        self._timeout = timedelta(seconds=timeout_s)
+        self._transport: Any = HTTPTransport(timeout=self._timeout, num_chunks=0)
+        server = self._transport._server  # noqa: SLF001 - it has no public way to do these two
+        # It would write a line to standard error for every request.
+        server.RequestHandlerClass.log_message = lambda *_: None
+        # Its own address is the host's name, which peers may not be able to resolve.
+        self.address = f"http://{host}:{server.socket.getsockname()[1]}/checkpoint/"
+
+    def serve(self, state: object, *, turn: int) -> None:
+        self._transport.send_checkpoint([], turn, state, self._timeout)
+
+    def retire(self) -> None:
+        """Drop the state; a transfer under way holds a reference of its own."""
+        self._transport._state_dict = None  # noqa: SLF001 - as above
+        self._transport._chunks = None  # noqa: SLF001 - as above
+        self._transport._step = -1  # noqa: SLF001 - as above
+
+    def fetch(self, address: str, *, turn: int) -> Any:
+        with warnings.catch_warnings():
+            # torch's streamed load warns that what it gives must not be written to.
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            return self._transport.recv_checkpoint(0, address, turn, self._timeout)
+
+    def close(self) -> None:
+        self._transport.shutdown(wait=True)
+        self._transport._server.server_close()  # noqa: SLF001 - as above
+
+
 def _own_address(url: str) -> str:
     """The address from which this machine reaches the lighthouse."""
     host, _, port = url.removeprefix("http://").rpartition(":")
@@ -293,27 +322,3 @@ def _own_address(url: str) -> str:
     except OSError as error:
         message = f"no route to the lighthouse at {url}: {error}"
         raise CommunicationError(message, hint="check its address and the network") from error
-
-
-def _state_server(host: str, *, timeout_s: float) -> Any:
-    from torchft.checkpointing.http_transport import HTTPTransport  # noqa: PLC0415 - optional, slow
-
-    class StateServer(HTTPTransport[Any]):
-        """torchft's, at an address that the others can reach, and silent."""
-
-        def address(self) -> str:
-            return f"http://{host}:{self._server.socket.getsockname()[1]}/checkpoint/"
-
-        def retire(self) -> None:
-            self._state_dict = None
-            self._spec = self._chunks = None
-            self._step = -1  # a transfer under way holds its own reference
-
-        def close(self) -> None:
-            self.shutdown(wait=True)
-            self._server.server_close()
-
-    server = StateServer(timeout=timedelta(seconds=timeout_s), num_chunks=0)
-    # It would write a line to standard error for every request.
-    server._server.RequestHandlerClass.log_message = lambda *_: None  # noqa: SLF001
-    return server
