@@ -15,9 +15,10 @@ References:
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal
 
 import torch
 
@@ -31,11 +32,11 @@ _CPU_PIECE_ELEMENTS = 32768
 _SMALLEST_SCALE = (
     2.0**-126
 )  # smallest normal number: subnormal scales lose bits and machines differ
+_LARGEST_SAFE = 2.0**127  # rounding a larger block's scale up could decode to infinity
 _WORD_BYTES = 2  # wires are whole words, so that joined wires keep bfloat16 scales aligned
 
 
-@runtime_checkable
-class Codec(Protocol):
+class Codec(ABC):
     """A way to write float32 numbers as bytes.
 
     Example:
@@ -45,42 +46,30 @@ class Codec(Protocol):
     """
 
     @property
+    @abstractmethod
     def name(self) -> str:
         """What ``named_codec`` and the logs call it."""
-        ...
 
     @property
     def granule(self) -> int:
         """A payload may be cut at multiples of this many elements without changing its values."""
-        ...
+        return 1
 
+    @abstractmethod
     def encoded_bytes(self, num_elements: int) -> int:
         """Bytes on the wire of this many elements, scales included."""
-        ...
 
+    @abstractmethod
     def encode_with_feedback_(
         self, residual: torch.Tensor, wire: torch.Tensor, *, values: torch.Tensor | None = None
     ) -> None:
         """Compute v = residual + values, wire <- Q(v), residual <- v - decode(wire), in place."""
-        ...
 
+    @abstractmethod
     def decode_(self, wire: torch.Tensor, out: torch.Tensor, *, accumulate: bool = False) -> None:
         """Write the decoded numbers to ``out``, or add them to it, in place."""
-        ...
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the wire of these values, without error feedback."""
-        ...
-
-    def decode(self, wire: torch.Tensor, num_elements: int) -> torch.Tensor:
-        """Return the numbers that a wire holds."""
-        ...
-
-
-class _Pure:
-    """The allocating forms of a codec, made from its in-place forms."""
-
-    def encode(self: Codec, values: torch.Tensor) -> torch.Tensor:
         """Return the wire of these values, without error feedback.
 
         Args:
@@ -100,7 +89,7 @@ class _Pure:
         self.encode_with_feedback_(values.clone(), wire)
         return wire
 
-    def decode(self: Codec, wire: torch.Tensor, num_elements: int) -> torch.Tensor:
+    def decode(self, wire: torch.Tensor, num_elements: int) -> torch.Tensor:
         """Return the numbers that a wire holds.
 
         Args:
@@ -123,7 +112,7 @@ class _Pure:
 
 
 @dataclass(frozen=True)
-class ExactCodec(_Pure):
+class ExactCodec(Codec):
     """Four bytes per element, nothing changed: ``"fp32"``.
 
     Example:
@@ -136,11 +125,6 @@ class ExactCodec(_Pure):
     def name(self) -> str:
         """``"fp32"``."""
         return "fp32"
-
-    @property
-    def granule(self) -> int:
-        """Any element may begin a slice."""
-        return 1
 
     def encoded_bytes(self, num_elements: int) -> int:
         """Four bytes per element."""
@@ -165,7 +149,7 @@ class ExactCodec(_Pure):
 
 
 @dataclass(frozen=True)
-class CastCodec(_Pure):
+class CastCodec(Codec):
     """Two bytes per element by rounding to a 16-bit float: ``"bf16"`` and ``"fp16"``.
 
     bfloat16 has float32's range and keeps 8 significant bits. float16 keeps 11, from 6e-5 to
@@ -198,11 +182,6 @@ class CastCodec(_Pure):
         """``"bf16"`` or ``"fp16"``."""
         return "bf16" if self.dtype == torch.bfloat16 else "fp16"
 
-    @property
-    def granule(self) -> int:
-        """Any element may begin a slice."""
-        return 1
-
     def encoded_bytes(self, num_elements: int) -> int:
         """Two bytes per element."""
         return 2 * num_elements
@@ -233,7 +212,7 @@ class CastCodec(_Pure):
 
 
 @dataclass(frozen=True)
-class BlockCodec(_Pure):
+class BlockCodec(Codec):
     """Integers of 8 or 4 bits with one scale for each block of elements: ``"int8"``, ``"int4"``.
 
     With Q = 2^(bits-1) - 1 a block is sent as s = bf16(max |x| / Q) and round(x / s), ties to
@@ -298,28 +277,37 @@ class BlockCodec(_Pure):
         self, residual: torch.Tensor, wire: torch.Tensor, *, values: torch.Tensor | None = None
     ) -> None:
         """Quantise residual + values to the wire; keep in the residual what that took away."""
-        scales, data = self._parts(wire, residual.numel())
-        data[self._data_bytes(residual.numel()) :].zero_()
+        size = residual.numel()
+        scales, data = self._parts(wire, size)
+        data[self._data_bytes(size) :].zero_()
+        maxima = torch.empty(scales.numel(), dtype=torch.float32, device=residual.device)
         scratch = _scratch(residual)
         for start, stop, width in _pieces(residual, block=self.block):
             piece = residual[start:stop]
             if values is not None:
                 piece.add_(values[start:stop])
-            rows = piece.view(-1, width)
+            magnitudes = torch.abs(piece, out=scratch[: stop - start]).view(-1, width)
+            torch.amax(magnitudes, dim=1, out=maxima[start // self.block :][: len(magnitudes)])
+        exact, divisor, all_finite = _make_scales(maxima, scales, largest=self._largest)
+        for start, stop, width in _pieces(residual, block=self.block):
+            rows = residual[start:stop].view(-1, width)
             integers = scratch[: stop - start].view(-1, width)
-            row_scales = scales[start // self.block :][: rows.shape[0]]
-            _quantise_(rows, integers, row_scales, largest=self._largest)
+            torch.div(rows, divisor[start // self.block :][: len(rows)], out=integers).round_()
+            rows.addcmul_(integers, exact[start // self.block :][: len(rows)], value=-1.0)
             self._pack(integers, data[self._data_bytes(start) : self._data_bytes(stop)])
+        if not all_finite:
+            torch.nan_to_num_(residual, nan=0.0, posinf=0.0, neginf=0.0)
 
     def decode_(self, wire: torch.Tensor, out: torch.Tensor, *, accumulate: bool = False) -> None:
         """Write s times the integers to ``out``, or add them."""
         scales, data = self._parts(wire, out.numel())
+        exact = scales.float()[:, None]
         scratch = _scratch(out)
         for start, stop, width in _pieces(out, block=self.block):
             rows = out[start:stop].view(-1, width)
             integers = scratch[: stop - start].view(-1, width)
             self._unpack(data[self._data_bytes(start) : self._data_bytes(stop)], integers)
-            scale = scales[start // self.block :][: rows.shape[0]].float()[:, None]
+            scale = exact[start // self.block :][: rows.shape[0]]
             if accumulate:
                 rows.addcmul_(integers, scale)  # the product is exact: fused or not, the same sum
             else:
@@ -410,21 +398,25 @@ def resolve_codec(codec: str | Codec) -> Codec:
     return codec
 
 
-def _quantise_(
-    rows: torch.Tensor, integers: torch.Tensor, scales: torch.Tensor, *, largest: int
-) -> None:
-    """Fill ``integers`` and ``scales``; leave in ``rows`` what they do not hold."""
-    torch.abs(rows, out=integers)
-    scale = torch.amax(integers, dim=1).div_(largest)
+def _make_scales(
+    maxima: torch.Tensor, scales: torch.Tensor, *, largest: int
+) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """Fill the wire's scales from the blocks' greatest magnitudes, which are overwritten.
+
+    Returns:
+        The scales as float32 [blocks, 1], what to divide by, and whether it is known that all
+        decoded numbers will be finite.
+    """
+    # A GPU is not asked: the answer would make the host wait for it.
+    all_finite = not maxima.is_cuda and bool((maxima < _LARGEST_SAFE).all())
+    scale = maxima.div_(largest)
     scale.masked_fill_(scale < _SMALLEST_SCALE, 0.0)
     scale.add_(scale * 0.0)  # an infinity becomes not-a-number, and with it the whole block
     scales.copy_(scale)
     exact = scales.float()[:, None]
     # Rounding the scale down takes at most 2^-8 of it: |x / s| <= Q (1 + 2^-8) < Q + 1/2, so no
     # integer can leave its range.
-    torch.div(rows, exact.masked_fill(exact == 0.0, 1.0), out=integers).round_()
-    rows.addcmul_(integers, exact, value=-1.0)
-    torch.nan_to_num_(rows, nan=0.0, posinf=0.0, neginf=0.0)
+    return exact, exact.masked_fill(exact == 0.0, 1.0), all_finite
 
 
 def _scratch(like: torch.Tensor) -> torch.Tensor:
