@@ -1,0 +1,138 @@
+"""All cases with their settings. A peer that has our algorithm has our settings.
+
+``TUNED`` holds, by algorithm, the inner learning rate and the outer settings that equal tuning
+budgets found best (``ablations.py --tune``); algorithms that were not tuned by themselves take
+those of the one they are a variant of.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from _peers._case import Case
+
+__all__ = ["AUTO", "CASES", "find_case", "with_tau"]
+
+AUTO = "auto"
+
+TAU = 8
+START_STEPS = 20  # the warm-up of the learning rate, for methods that begin as DDP
+DELAY = TAU - 1  # the longest that torchft allows: all that it can hide
+_AUTO_WINDOW_STEPS = 16
+_UNTUNED_LR = 4e-3
+TUNED: dict[str, dict[str, float]] = {
+    "DDP": {"lr": _UNTUNED_LR},
+    "LocalSGD": {"lr": _UNTUNED_LR},
+    "DelayCorrected": {"lr": _UNTUNED_LR},
+    "SlowMo": {"lr": _UNTUNED_LR, "outer_lr": 1.0, "outer_momentum": 0.2},
+    "DiLoCo": {"lr": _UNTUNED_LR, "outer_lr": 0.7, "outer_momentum": 0.6},
+    "CO2": {"lr": _UNTUNED_LR, "outer_lr": 0.7, "outer_momentum": 0.2},
+}
+_OVERLAPPING = {"CO2", "DelayCorrected", "StreamingDiLoCo", "EagerDiLoCo", "OverlapLocalSGD"}
+
+
+def _peer(name: str, adapter: str, like: str, /, **settings: Any) -> Case:
+    """A peer's case; ``like`` says whose tuned settings it takes."""
+    tuned = TUNED[like]
+    outer = {"lr": tuned.get("outer_lr"), "momentum": tuned.get("outer_momentum")}
+    starts = settings.get("start", 0)
+    return Case(
+        name=name,
+        kind="peer",
+        adapter=adapter,
+        settings=outer | settings,
+        round_steps=settings.get("tau", 1),
+        lr=tuned["lr"],
+        ddp_steps=starts,
+        longer=name != "DDP",
+    )
+
+
+def _torchft(name: str, algorithm: str, **settings: Any) -> Case:
+    kind = {"LocalSGD": "local_sgd", "DiLoCo": "diloco"}[algorithm]
+    settings = {"algorithm": kind, "tau": TAU, **settings}
+    return _peer(f"torchft {name}", "torchft_sync", algorithm, **settings)
+
+
+def _ours(
+    name: str, rule: str, *, like: str | None = None, codec: str | None = None, **options: Any
+) -> Case:
+    """A case of ours; ``like`` names the algorithm whose tuned settings it takes."""
+    tuned = TUNED[like or rule]
+    outer = {key: value for key, value in tuned.items() if key != "lr"}
+    tau = options.get("tau", TAU)
+    settings: dict[str, Any] = {"rule": rule, "options": {"tau": tau} | outer | options}
+    if codec is not None:
+        settings["codec"] = codec
+    return Case(
+        name=name,
+        kind="ours",
+        adapter="ours",
+        settings=settings,
+        round_steps=_AUTO_WINDOW_STEPS if tau == AUTO else tau,
+        lr=tuned["lr"],
+        overlaps=rule in _OVERLAPPING,
+        longer=True,
+    )
+
+
+_PEERS = (
+    _peer("DDP", "ddp", "DDP", bucket_cap_mb=1),
+    # One bucket: its callbacks start further all-reduces in the order in which buckets arrive,
+    # which differs between gloo's ranks; with several buckets it hangs or fails.
+    _peer(
+        "DDP + PowerSGD rank 4", "ddp", "DDP", hook="powersgd", bucket_cap_mb=1000, rank=4,
+        start=START_STEPS,
+    ),
+    _peer(
+        "PostLocalSGDOptimizer tau 8", "ddp", "LocalSGD", hook="post_local_sgd", tau=TAU,
+        start=START_STEPS,
+    ),
+    _peer("fairscale SlowMo tau 8", "fairscale_slowmo", "SlowMo", tau=TAU),
+    _torchft("LocalSGD tau 8", "LocalSGD"),
+    _torchft("DiLoCo tau 8", "DiLoCo"),
+    _torchft("DiLoCo tau 8 delay 7", "DiLoCo", delay=DELAY, alpha=0.0),
+    _torchft("DiLoCo tau 8 delay 7 alpha 0.5", "DiLoCo", delay=DELAY, alpha=0.5),
+)  # fmt: skip
+
+_OURS = (
+    _ours("Local SGD tau 8", "LocalSGD"),
+    _ours("SlowMo tau 8", "SlowMo"),
+    _ours("DiLoCo tau 8", "DiLoCo"),
+    _ours("CO2 tau 8", "CO2"),
+    _ours("delay-corrected tau 8", "DelayCorrected"),
+    _ours("delay-corrected tau 2", "DelayCorrected", tau=2),
+)
+
+CASES = (Case(name="compute only", kind="alone", adapter="alone"), *_PEERS, *_OURS)
+
+
+def find_case(name: str) -> Case:
+    """The case of a name; "NAME = 3" is case NAME with the tau of 3 that it chose.
+
+    Args:
+        name: Its name in the table.
+
+    Raises:
+        KeyError: There is none.
+    """
+    known, chosen, tau = name.partition(" = ")
+    case = {case.name: case for case in CASES}[known]
+    return with_tau(case, int(tau)) if chosen else case
+
+
+def with_tau(case: Case, tau: int) -> Case:
+    """A case of ours with a fixed tau in place of its own.
+
+    Args:
+        case: The case.
+        tau: Steps per round.
+    """
+    options = case.settings["options"] | {"tau": tau}
+    return replace(
+        case,
+        name=f"{case.name} = {tau}",
+        settings={**case.settings, "options": options},
+        round_steps=tau,
+    )
