@@ -184,7 +184,7 @@ def test_a_browser_draws_the_curves_under_the_policy(comparison, tmp_path):
     ]  # fmt: skip
     command = [_BROWSER, *options, "--dump-dom", page.as_uri()]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    for axis in ("wall", "step", "tokens"):
+    for axis in ("wall", "step", "tokens", "flights"):
         drawn = answer.stdout[answer.stdout.index(f'id="plot-{axis}"') :]
         assert drawn.index('class="main-svg"') < drawn.index("</figure>")
     assert not re.search(r"CONSOLE.*(error|violates|refused)", answer.stderr, re.IGNORECASE)

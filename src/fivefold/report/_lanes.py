@@ -26,8 +26,8 @@ LEFT = 120.0
 WIDTH = 1000.0
 _ROW = 18.0
 _GAP = 4.0
-_TRACK = 11.0  # of one flight among several at once
-_MOST_FLIGHTS_HEIGHT = 66.0
+_TRACK = 13.0  # of one flight among several at once
+_MOST_FLIGHTS_HEIGHT = 78.0
 _RANK_GAP = 12.0
 _AXIS = 26.0
 _MOST_RANKS = 4
@@ -102,9 +102,10 @@ def _cycle_s(run: Run) -> float | None:
 def _cycle_starts(run: Run) -> list[float]:
     spans = next((rank.spans for rank in run.ranks if rank.spans), ())
     if run.manifest.method not in ("none", "ddp"):
-        flights = sorted(span.start_s for span in spans if span.lane == "flight")
-        if len(flights) > 1:
-            return flights
+        flights = separate_fragments(span for span in spans if span.lane == "flight")
+        launches = [sorted(span.start_s for span in found) for found in flights.values()]
+        if launches and len(launches[0]) > 1:
+            return launches[0]
     first: dict[str, float] = {}
     for span in spans:
         if span.lane == "compute":

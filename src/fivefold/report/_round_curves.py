@@ -76,7 +76,9 @@ def round_figures(runs: Sequence[Run]) -> dict[str, Any]:
         for run, colour in drawn:
             add(figure, run, colour)
         if figure.data:
-            _set_layout(figure, x_title=x_title, y_title=y_title)
+            # A gap is never below 1, all else never below 0.
+            mode = "normal" if name == "gap" else "tozero"
+            _set_layout(figure, x_title=x_title, y_title=y_title, y_mode=mode)
             figures[name] = json.loads(figure.to_json())
     return figures
 
@@ -108,7 +110,7 @@ def _add_flights(figure: go.Figure, run: Run, colour: str) -> None:
 
 
 def _add_steps(figure: go.Figure, run: Run, colour: str) -> None:
-    by_rank = [_messages(rank) for rank in run.ranks]
+    by_rank = [_whole_rounds(rank) for rank in run.ranks]
     if not any(by_rank) or not (run.metrics.tau or _varies(by_rank)):
         return
     start_s = _start_s(run)
@@ -188,6 +190,20 @@ def _messages(rank: RankTrace) -> list[RoundPoint]:
     return [point for point in round_points(rank) if point.round is not None]
 
 
+def _whole_rounds(rank: RankTrace) -> list[RoundPoint]:
+    """The rank's messages without each fragment's first, whose round begins with a stagger."""
+    points = _messages(rank)
+    if not any(point.fragment for point in points):
+        return points
+    seen: set[int] = set()
+    whole = []
+    for point in points:
+        if point.fragment in seen:
+            whole.append(point)
+        seen.add(point.fragment)
+    return whole
+
+
 def _varies(by_rank: Sequence[Sequence[RoundPoint]]) -> bool:
     """Whether rounds differ in length, the partial one at the end aside."""
     return len({point.local_steps for points in by_rank for point in points[:-1]}) > 1
@@ -205,7 +221,7 @@ def _label(run: Run) -> str:
     return html.escape(run.label, quote=False)
 
 
-def _set_layout(figure: go.Figure, *, x_title: str, y_title: str) -> None:
+def _set_layout(figure: go.Figure, *, x_title: str, y_title: str, y_mode: str) -> None:
     figure.update_layout(
         margin={"l": 52, "r": 14, "t": 12, "b": 48},
         legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
@@ -218,7 +234,7 @@ def _set_layout(figure: go.Figure, *, x_title: str, y_title: str) -> None:
         },
         yaxis={
             "title": {"text": y_title, "font": {"size": 13}},
-            "rangemode": "tozero",
+            "rangemode": y_mode,
             "zeroline": False,
         },
     )

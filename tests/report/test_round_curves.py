@@ -1,0 +1,170 @@
+"""The curves over rounds: what is drawn, what is left out, and the page around them."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+import pytest
+
+from fivefold.report import build_report, print_report, read_run, render_html, trace_events
+from fivefold.report._lanes import timeline_panels
+from fivefold.report._records import Manifest, Metrics, RankTrace, Run, Span, SyncPoint, TauPoint
+from fivefold.report._round_curves import round_figures
+
+STEP_S = 0.25
+
+
+def played(taus, *, rank=0, flight_s=0.5, fragments=1, name="all-reduce round"):
+    """One rank that takes steps of 0.25 s and launches behind each round, fragment by fragment."""
+    spans = []
+    now_s = 0.0
+    for number, tau in enumerate(taus):
+        for step in range(tau):
+            spans.append(Span("compute", f"step {number}.{step}", now_s, now_s + STEP_S))
+            now_s += STEP_S
+        title = f"{name} {number}"
+        details = {"round": number, "fragment": number % fragments, "sent_bytes": 10**6}
+        spans.append(Span("flight", title, now_s, now_s + flight_s, **details))
+        if number + 1 == len(taus):
+            spans.append(Span("wait", title, now_s, now_s + flight_s))
+    return RankTrace(rank, tuple(spans))
+
+
+def run_of(*ranks, method="co2", label="CO2", sync=(), tau=()):
+    fields = {"schema": 1, "fivefold": "0", "method": method, "label": label, "world_size": 2}
+    metrics = Metrics(sync=tuple(sync), tau=tuple(tau))
+    manifest = Manifest(**fields)
+    return Run(Path(method), method, label, manifest, metrics=metrics, ranks=ranks)
+
+
+def test_rounds_of_one_length_need_no_curve_of_their_length():
+    run = run_of(played([4, 4, 4, 2]), played([4, 4, 4, 2], rank=1))
+    figures = round_figures([run])
+    assert list(figures) == ["flights"]
+    waited, flown = figures["flights"]["data"]
+    assert waited["y"] == [0, 0, 0, 0.5]
+    assert flown["y"] == [0.5] * 4
+    assert flown["x"] == [1.0, 2.0, 3.0, 3.5]
+
+
+def test_steps_of_each_round_with_the_decisions_and_the_ranks_that_differ():
+    decision = TauPoint(
+        step=8, wall_s=2.0, round=1, previous=4, tau=6, step_s=0.25, flight_s=1.4, reason="exposed"
+    )
+    ranks = [played([4, 4, 6, 6]), played([4, 4, 3, 3], rank=1), played([4, 4, 6, 6], rank=2)]
+    figure = round_figures([run_of(*ranks, tau=[decision])])["steps"]
+    first, other, decisions = figure["data"]
+    assert (first["y"], other["y"]) == ([4, 4, 6, 6], [4, 4, 3, 3])
+    assert (first["line"]["shape"], other["line"]["dash"]) == ("vh", "dash")
+    assert (decisions["x"], decisions["y"]) == ([2.0], [6])
+    assert "round 1: tau 4 to 6, exposed" in decisions["text"][0]
+
+
+def test_staggered_fragments_of_equal_rounds_need_no_curve_of_their_length():
+    assert list(round_figures([run_of(played([4] * 12, fragments=4))])) == ["flights"]
+
+
+def test_gap_and_bytes_come_from_the_engines_totals():
+    points = [
+        SyncPoint(step=step, wall_s=step, sent_bytes=step * 10**6, last_staleness_gap=gap)
+        for step, gap in [(5, None), (10, 1.0), (15, 1.5)]
+    ]
+    figures = round_figures([run_of(sync=points)])
+    assert list(figures) == ["gap", "sent"]
+    assert (figures["gap"]["data"][0]["x"], figures["gap"]["data"][0]["y"]) == ([10, 15], [1, 1.5])
+    assert figures["sent"]["data"][0]["y"] == [5, 10, 15]
+
+
+def test_what_would_be_flat_or_empty_is_left_out():
+    flat = [SyncPoint(step=n, wall_s=n, sent_bytes=0, last_staleness_gap=1.0) for n in range(3)]
+    assert round_figures([run_of(sync=flat)]) == {}
+    assert round_figures([run_of(played([1, 2, 3]), method="ddp")]) == {}
+    assert round_figures([]) == {}
+
+
+def test_fragments_are_drawn_one_above_the_other_and_high_enough_for_their_names():
+    run = run_of(played([4] * 12, flight_s=2.5, fragments=4))
+    panel = timeline_panels([run])[0]
+    flights = [box for box in panel.boxes if box.kind == "flight"]
+    rows = sorted({box.y for box in flights})
+    assert len(rows) == 4
+    assert {after - before for before, after in pairwise(rows)} == {13.0}
+    lane = next(lane for lane in panel.lanes if lane.text == "in flight")
+    assert lane.height == 52
+    assert all(lane.y - 26 <= box.y and box.y + box.height <= lane.y + 26 for box in flights)
+    assert any(box.label for box in flights)
+    assert "1 MB sent" in flights[0].title
+
+
+def test_the_timeline_counts_steps_per_fragment():
+    events = trace_events([played([4] * 8, fragments=2)])
+    steps = {
+        event["name"]: event["args"]["steps"]
+        for event in events
+        if "steps" in event.get("args", {})
+    }
+    # A fragment is sent every other round.
+    assert steps == {
+        "local steps of the round, fragment 0": 8,
+        "local steps of the round, fragment 1": 8,
+    }
+
+
+@pytest.fixture
+def logged(make_run, tmp_path):
+    """A CO2 run that logged the engine's totals and a decision."""
+    folder = make_run(tmp_path / "co2", "co2")
+    sync = [
+        {"event": "sync", "step": step, "wall_s": step / 4, "sent_bytes": sent, "tau": 8,
+         "last_staleness_gap": 1.0 + step / 100, "rounds": step // 8, "unknown": [1]}
+        for step, sent in zip(range(8, 65, 8), accumulate([10**7] * 8), strict=True)
+    ]  # fmt: skip
+    tau = {"event": "tau", "step": 16, "wall_s": 4.0, "round": 1, "previous": 6, "tau": 8}
+    tau |= {"step_s": 0.25, "flight_s": 1.7, "reason": "<exposed>"}
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in [*sync, tau])
+    return folder
+
+
+def test_totals_and_decisions_are_read(logged):
+    metrics = read_run(logged).metrics
+    assert [point.sent_bytes for point in metrics.sync] == [10**7 * n for n in range(1, 9)]
+    assert (metrics.tau[0].tau, metrics.tau[0].reason) == (8, "<exposed>")
+
+
+def test_the_page_has_the_measured_overlap_and_a_place_for_each_curve(logged):
+    page = render_html(build_report([logged]))
+    for rank in range(2):
+        assert f'aria-label="CO2 (tau 8), rank {rank} 88 % of 4 s"' in page
+    figures = json.loads(re.search(r'id="figures">(.*?)</script>', page, re.DOTALL)[1])
+    assert set(figures) == {"wall", "step", "tokens", "flights", "steps", "gap", "sent"}
+    for name in figures:
+        assert page.count(f'id="plot-{name}"') == 1
+    assert "<exposed>" not in page
+
+
+def test_a_page_without_rounds_has_no_section_of_them(tmp_path, make_run):
+    page = render_html(build_report([make_run(tmp_path / "none", "none")]))
+    assert 'id="rounds"' not in page
+    assert 'id="overlap"' not in page
+
+
+def test_the_text_names_each_ranks_share(comparison, tmp_path):
+    with (tmp_path / "out.txt").open("w+") as file:
+        print_report(build_report([comparison]), file=file)
+        file.seek(0)
+        lines = [" ".join(line.split()) for line in file]
+    assert "DDP 20 %, 20 % of up to 40 s" in lines
+    assert "CO2 (tau 8) 88 %, 88 % of up to 4 s" in lines
+
+
+def test_spans_that_found_no_room_are_a_note(make_run, tmp_path):
+    folder = make_run(tmp_path / "co2", "co2")
+    path = folder / "ranks" / "rank1.jsonl"
+    path.write_text(path.read_text().replace('"rank_end",', '"rank_end", "spans_dropped": 5000,'))
+    assert read_run(folder).notes == (
+        "rank 1: the timeline and what is measured from it end 5,000 spans early",
+    )
