@@ -27,6 +27,7 @@ from fivefold.train import ModelConfig, Transformer
 __all__ = ["learning", "memory", "timing"]
 
 _WINDOW_STEPS = 16
+_ROUNDS_WARM_UP_STEPS = 8
 _EVERY_STEP_WARM_UP = 4  # PowerSGD starts at its third step
 _EVERY_STEP_WINDOW = 8
 _MEMORY_MODEL = ModelConfig(layers=4, width=512, heads=8)
@@ -132,8 +133,10 @@ def _window(case: Case) -> tuple[int, int]:
     """Steps of warm-up and of the window: whole rounds, with the pipeline full."""
     if case.round_steps == 1:
         return _EVERY_STEP_WARM_UP, _EVERY_STEP_WINDOW
+    # After one round what is launched at its end is under way, as after any later round.
+    warm_up_rounds = max(1, _ROUNDS_WARM_UP_STEPS // case.round_steps)
     rounds = max(2, _WINDOW_STEPS // case.round_steps)
-    return 2 * case.round_steps, rounds * case.round_steps
+    return warm_up_rounds * case.round_steps, rounds * case.round_steps
 
 
 def _run(worker: Worker, attached: Attached, pacer: Pacer, steps: int) -> None:
