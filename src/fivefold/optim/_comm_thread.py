@@ -82,9 +82,7 @@ class Job:
         """Run on the communication thread; return why no later job can succeed, or None."""
         assert self._run is not None, "a job is carried out once"
         try:
-            if broken_by is not None:
-                message = f"rank {self._rank}: {self._what} was not started: {broken_by}"
-                raise CommunicationError(message, hint="start again from the last checkpoint")  # noqa: TRY301 - stored like the others
+            self._require_order(broken_by)
             with named_errors(self._rank, self._what):
                 self._run_on_streams(self._run)
         except BaseException as error:  # noqa: BLE001 - handed to whoever waits
@@ -93,6 +91,11 @@ class Job:
             self._run = None  # it holds buffers
             self._issued.set()
         return None if self._error is None else broken_by or f"{self._what} had failed before"
+
+    def _require_order(self, broken_by: str | None) -> None:
+        if broken_by is not None:
+            message = f"rank {self._rank}: {self._what} was not started: {broken_by}"
+            raise CommunicationError(message, hint="start again from the last checkpoint")
 
     def _run_on_streams(self, run: Callable[[], None]) -> None:
         if self._handover is None:
