@@ -94,6 +94,8 @@ _PEERS = (
     _torchft("DiLoCo tau 8", "DiLoCo"),
     _torchft("DiLoCo tau 8 delay 7", "DiLoCo", delay=DELAY, alpha=0.0),
     _torchft("DiLoCo tau 8 delay 7 alpha 0.5", "DiLoCo", delay=DELAY, alpha=0.5),
+    _torchft("LocalSGD tau 2", "LocalSGD", tau=2),
+    _torchft("DiLoCo tau 2 delay 1 alpha 0.5", "DiLoCo", tau=2, delay=1, alpha=0.5),
 )  # fmt: skip
 
 _OURS = (
@@ -103,7 +105,19 @@ _OURS = (
     _ours("CO2 tau 8", "CO2"),
     _ours("delay-corrected tau 8", "DelayCorrected"),
     _ours("delay-corrected tau 2", "DelayCorrected", tau=2),
-)
+    _ours("delay-corrected tau auto", "DelayCorrected", tau=AUTO),
+    _ours("delay-corrected tau 2 int8", "DelayCorrected", tau=2, codec="int8"),
+    _ours("delay-corrected tau 2 int4", "DelayCorrected", tau=2, codec="int4"),
+    _ours("CO2 tau auto", "CO2", tau=AUTO),
+    _ours("CO2 tau 8 int8", "CO2", codec="int8"),
+    _ours("CO2 tau 8 int4", "CO2", codec="int4"),
+    _ours(
+        "Streaming DiLoCo tau 8", "StreamingDiLoCo", like="DiLoCo", fragments=2,
+        delay_steps=TAU // 2, keep=0.5,
+    ),
+    _ours("eager DiLoCo tau 8", "EagerDiLoCo", like="DiLoCo"),
+    _ours("overlap Local SGD tau 8", "OverlapLocalSGD", like="LocalSGD"),
+)  # fmt: skip
 
 CASES = (Case(name="compute only", kind="alone", adapter="alone"), *_PEERS, *_OURS)
 
