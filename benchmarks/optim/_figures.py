@@ -59,7 +59,7 @@ class Figure:
         curves: What is drawn.
         x_scale: "log2", "log10", "linear" or "names".
         lines: Level of a horizontal line by its name, such as DDP's loss.
-        y_max: Where the axis ends; diverged runs lie beyond and are named in the results.
+        y_max: Where the axis ends at the latest: what lies beyond has as good as diverged.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Figure:
     curves: Sequence[Curve]
     x_scale: str
     lines: dict[str, float]
-    y_max: float | None = None
+    y_max: float
 
 
 def draw(figure: Figure, folder: Path) -> Path:
@@ -93,7 +93,7 @@ def draw(figure: Figure, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{figure.name}.svg"
     with mpl.rc_context(_STYLE):
-        canvas = mpl_figure.Figure(figsize=(8, 4.5), layout="constrained")
+        canvas = mpl_figure.Figure(figsize=(9, 4.5), layout="constrained")
         _fill(canvas.subplots(), figure)
         canvas.savefig(path, metadata={"Date": None})
     return path
@@ -123,6 +123,7 @@ def _fill(axes: Any, figure: Figure) -> None:
         )
         axes.set_xticks(places, [f"{place:g}" for place in places])
         axes.minorticks_off()
-    axes.set_ylim(top=figure.y_max)
-    axes.set(title=figure.title, xlabel=figure.x_label, ylabel="validation loss, bits per byte")
+    axes.set_ylim(top=min(figure.y_max, axes.get_ylim()[1]))
+    axes.set_title(figure.title, loc="left", fontsize=11)
+    axes.set(xlabel=figure.x_label, ylabel="validation loss, bits per byte")
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8, frameon=False)

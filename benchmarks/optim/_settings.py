@@ -68,19 +68,33 @@ class Setting:
         return f"{self.method} tau {self.tau}{outer}, lr {self.lr:g}{codec}"
 
     @property
-    def family(self) -> str:
-        """The label without tau and codec: what a curve over either of them is of."""
-        name, _, _ = replace(self, tau=0, codec="fp32").label.partition(", lr ")
-        return name.replace(" tau 0", "")
+    def legend(self) -> str:
+        """A short name without tau and codec: what a curve over either of them is of."""
+        words = [f"{_SHORT.get(name, name)} {_text(value)}" for name, value in self.options]
+        return ", ".join([self.method, *words, f"lr {self.lr:g}"])
 
     def rule(self) -> OuterRule:
         """The outer rule; DDP has none."""
         made: OuterRule = getattr(fivefold.optim, self.method)(tau=self.tau, **dict(self.options))
         return made
 
+    def at_tau(self, tau: int) -> Setting:
+        """The same with other rounds; a round has at most as many fragments as steps."""
+        options = dict(self.options)
+        fragments = options.get("fragments")
+        if isinstance(fragments, int):
+            options["fragments"] = min(fragments, tau)
+        return replace(self, tau=tau, options=tuple(options.items()))
+
     def having(self, **options: Option) -> Setting:
         """The same with some of the rule's settings changed or added."""
         return replace(self, options=tuple((dict(self.options) | options).items()))
+
+
+_SHORT = {
+    "outer_lr": "\N{GREEK SMALL LETTER ALPHA}",
+    "outer_momentum": "\N{GREEK SMALL LETTER BETA}",
+}
 
 
 def _text(value: Option) -> str:
@@ -89,7 +103,7 @@ def _text(value: Option) -> str:
 
 # Methods with outer settings get two of them at three inner learning rates; methods without get
 # six inner learning rates.
-_LRS = (2e-3, 4e-3, 8e-3)
+_LRS = (3e-3, 6e-3, 12e-3)
 _LRS_ALONE = (1e-3, 2e-3, 3e-3, 4e-3, 6e-3, 8e-3)
 _OUTER: dict[str, list[dict[str, Option]]] = {
     "SlowMo": [
@@ -103,6 +117,18 @@ _OUTER: dict[str, list[dict[str, Option]]] = {
     "CO2": [
         {"outer_lr": 0.5, "outer_momentum": 0.0},
         {"outer_lr": 0.7, "outer_momentum": 0.2},
+    ],
+    "StreamingDiLoCo": [
+        {"outer_lr": 0.5, "outer_momentum": 0.3, "fragments": 4},
+        {"outer_lr": 0.7, "outer_momentum": 0.5, "fragments": 4},
+    ],
+    "EagerDiLoCo": [
+        {"outer_lr": 0.5, "outer_momentum": 0.3},
+        {"outer_lr": 0.7, "outer_momentum": 0.5},
+    ],
+    "OverlapLocalSGD": [
+        {"pull": 0.6, "outer_momentum": 0.7},
+        {"pull": 0.6, "outer_momentum": 0.0},
     ],
 }
 _WITHOUT_OUTER = (DDP, "LocalSGD", "DelayCorrected")

@@ -20,7 +20,7 @@ __all__ = ["SWEEPS", "Series", "Sweep", "draw_all", "settings_of"]
 TAUS = (1, 4, 8, 16, 32, 64)
 CLIPS = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 MOMENTA = (0.0, 0.2, 0.4, 0.6, 0.8)
-CODECS = ("fp32",)
+CODECS = ("fp32", "bf16", "fp16", "int8", "int4")
 CODEC_METHODS = ("LocalSGD", "CO2", "DelayCorrected")
 PENALTIES = ("none", "gap", "gap-param")
 CLIP_OF_PENALTIES = 1e-2
@@ -66,8 +66,8 @@ def _tau_series() -> list[Series]:
 
 
 def _over_tau(setting: Setting, *, dashed: bool = False) -> Series:
-    points = tuple((tau, replace(setting, tau=tau)) for tau in TAUS)
-    return Series(name=f"{setting.family}, lr {setting.lr:g}", points=points, dashed=dashed)
+    points = tuple((tau, setting.at_tau(tau)) for tau in TAUS)
+    return Series(name=setting.legend, points=points, dashed=dashed)
 
 
 def _penalty_series() -> list[Series]:
@@ -77,7 +77,7 @@ def _penalty_series() -> list[Series]:
         for clip in (None, CLIP_OF_PENALTIES):
             points = tuple((name, base.having(staleness=name, clip=clip)) for name in PENALTIES)
             found.append(
-                Series(name=base.having(clip=clip).family, points=points, dashed=clip is not None)
+                Series(name=base.having(clip=clip).legend, points=points, dashed=clip is not None)
             )
     return found
 
@@ -90,7 +90,7 @@ def _clip_series() -> list[Series]:
         best.having(**BOLD, staleness="none"),
     ]
     return [
-        Series(name=base.family, points=tuple((clip, base.having(clip=clip)) for clip in CLIPS))
+        Series(name=base.legend, points=tuple((clip, base.having(clip=clip)) for clip in CLIPS))
         for base in bases
     ]
 
@@ -105,7 +105,7 @@ def _momentum_series() -> list[Series]:
     ]
     return [
         Series(
-            name=f"{name}, outer_lr {dict(base.options)['outer_lr']}",
+            name=f"{name}, outer_lr {dict(base.options)['outer_lr']}, lr {base.lr:g}",
             points=tuple((beta, base.having(outer_momentum=beta)) for beta in MOMENTA),
             dashed=name.startswith("SlowMo"),
         )
@@ -116,7 +116,7 @@ def _momentum_series() -> list[Series]:
 def _codec_series() -> list[Series]:
     return [
         Series(
-            name=best_setting(method).family,
+            name=best_setting(method).legend,
             points=tuple((codec, replace(best_setting(method), codec=codec)) for codec in CODECS),
         )
         for method in CODEC_METHODS
@@ -193,7 +193,7 @@ def draw_all(results: Path, folder: Path) -> list[Path]:
                 x_label=sweep.x_label,
                 x_scale=sweep.x_scale,
                 curves=curves,
-                lines={best_setting(DDP).label: ddp},
+                lines={best_setting(DDP).legend: ddp},
                 y_max=ddp + _HEADROOM,
             )
             drawn.append(draw(figure, folder))
