@@ -7,10 +7,14 @@ from fivefold.optim import (
     CO2,
     DelayCorrected,
     DiLoCo,
+    EagerDiLoCo,
     GapPenalty,
     LocalSGD,
+    OuterOptimizer,
     OuterSync,
+    OverlapLocalSGD,
     SlowMo,
+    StreamingDiLoCo,
 )
 from fivefold.optim._reference import reference_run
 from fivefold.testing import run_processes, run_world
@@ -18,6 +22,8 @@ from fivefold.testing import run_processes, run_world
 ROUNDS = 50
 SHAPES = [(3, 4), (5,), (2, 2, 2), (1,)]
 SIZE = sum(torch.Size(shape).numel() for shape in SHAPES)
+# How the engine cuts SHAPES (12, 5, 8 and 1 elements), worked out by hand.
+PARTS = {1: [26], 2: [12, 14], 3: [12, 5, 9], 4: [12, 5, 8, 1]}
 
 RULES = {
     "co2": CO2(tau=3),
@@ -37,6 +43,29 @@ RULES = {
     "local-sgd": LocalSGD(tau=4),
     "diloco": DiLoCo(tau=3, outer_lr=0.5, outer_momentum=0.6),
     "diloco-no-momentum": DiLoCo(tau=2, outer_momentum=0.0),
+    "overlap": OverlapLocalSGD(tau=3),
+    "overlap-no-momentum": OverlapLocalSGD(tau=2, pull=0.3, outer_momentum=0.0),
+    "overlap-tau-1": OverlapLocalSGD(tau=1),
+    "streaming": StreamingDiLoCo(tau=4, outer_lr=0.5, outer_momentum=0.4),
+    "streaming-delay-1": StreamingDiLoCo(
+        tau=4, fragments=3, delay_steps=1, outer_lr=0.6, outer_momentum=0.3, keep=0.3
+    ),
+    "streaming-one": StreamingDiLoCo(
+        tau=3, fragments=1, delay_steps=2, outer_lr=0.6, outer_momentum=0.0, keep=0.7
+    ),
+    "streaming-delay-tau": StreamingDiLoCo(tau=3, fragments=2, delay_steps=3, outer_momentum=0.2),
+    "eager": EagerDiLoCo(tau=3),
+    "eager-no-momentum": EagerDiLoCo(tau=2, outer_lr=0.9, outer_momentum=0.0),
+    "eager-tau-1": EagerDiLoCo(tau=1),
+    "adamw": OuterOptimizer(tau=3, optimizer=torch.optim.AdamW, options={"lr": 0.01}),
+    "adam-hidden": OuterOptimizer(
+        tau=2, optimizer=torch.optim.Adam, options={"lr": 0.01}, hidden=True
+    ),
+    "sgd-nesterov": OuterOptimizer(
+        tau=3,
+        optimizer=torch.optim.SGD,
+        options={"lr": 0.5, "momentum": 0.6, "nesterov": True},
+    ),
     "delay-corrected": DelayCorrected(tau=3),
     "delay-corrected-tau-1": DelayCorrected(tau=1),
 }
@@ -98,7 +127,13 @@ def reference(rule, world_size, steps):
         return x - learning_rate(step) * gradient(worker, step, x)
 
     return reference_run(
-        start, local_step, rule=rule, world_size=world_size, steps=steps, inner_lr=learning_rate
+        start,
+        local_step,
+        rule=rule,
+        world_size=world_size,
+        steps=steps,
+        inner_lr=learning_rate,
+        parts=PARTS[rule.num_fragments],
     )
 
 
@@ -136,7 +171,16 @@ def test_binding_clip_is_really_exercised():
 @pytest.mark.distributed
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_gloo_processes_equal_reference(world_size):
-    names = ["co2", "co2-clip-binds", "co2-gap-param", "slowmo", "local-sgd", "delay-corrected"]
+    names = [
+        "co2",
+        "co2-clip-binds",
+        "co2-gap-param",
+        "slowmo",
+        "local-sgd",
+        "delay-corrected",
+        "eager",
+    ]
+    names += ["overlap", "streaming", "streaming-delay-1", "adam-hidden"]
     rules = [RULES[name] for name in names]
 
     def work(rank):

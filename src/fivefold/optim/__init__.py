@@ -1,28 +1,46 @@
 """Local-update data parallelism with communication hidden behind computation.
 
 Specification: ``_reference`` (all ranks in one process, float64, line by line). Core:
-``_rules``, ``_staleness``, ``_schedule``, ``_update`` (pure). Adapter: ``_transport``
-(torch.distributed). Public object: ``OuterSync``. Paper: CO2, arXiv 2401.16265.
+``_rule`` and its presets, ``_staleness``, ``_schedule``, ``_auto_tau``, ``_codecs``, ``_update``,
+``_merge`` (pure). Adapters: ``_transport`` (torch.distributed), ``_elastic`` (torchft). Public object: ``OuterSync``. Paper: CO2, arXiv 2401.16265.
 This package knows nothing of trainers, labs or reports.
 """
 
 from __future__ import annotations
 
+from fivefold.optim._auto_tau import AutoTau
+from fivefold.optim._codecs import BlockCodec, CastCodec, Codec, ExactCodec, named_codec
+from fivefold.optim._delayed_rules import (
+    CO2,
+    DelayCorrected,
+    EagerDiLoCo,
+    OverlapLocalSGD,
+    StreamingDiLoCo,
+)
 from fivefold.optim._elastic import ElasticTransport, LeftBehindError, elastic_transport
 from fivefold.optim._elastic_lighthouse import Lighthouse, start_lighthouse
-from fivefold.optim._rules import CO2, DelayCorrected, DiLoCo, LocalSGD, OuterRule, SlowMo
+from fivefold.optim._outer_optimizer import OuterOptimizer
+from fivefold.optim._rule import OuterRule
 from fivefold.optim._stability import StabilityWarning
 from fivefold.optim._staleness import ConstantPenalty, GapPenalty, NoPenalty
 from fivefold.optim._statistics import FlightRecord, SyncStatistics
 from fivefold.optim._sync import OuterSync
+from fivefold.optim._synchronous_rules import DiLoCo, LocalSGD, SlowMo
+from fivefold.optim._tau_decision import TauDecision
 from fivefold.optim._transport import Flight, ProcessGroupTransport, Transport
 
 __all__ = [
     "CO2",
+    "AutoTau",
+    "BlockCodec",
+    "CastCodec",
+    "Codec",
     "ConstantPenalty",
     "DelayCorrected",
     "DiLoCo",
+    "EagerDiLoCo",
     "ElasticTransport",
+    "ExactCodec",
     "Flight",
     "FlightRecord",
     "GapPenalty",
@@ -30,13 +48,18 @@ __all__ = [
     "Lighthouse",
     "LocalSGD",
     "NoPenalty",
+    "OuterOptimizer",
     "OuterRule",
     "OuterSync",
+    "OverlapLocalSGD",
     "ProcessGroupTransport",
     "SlowMo",
     "StabilityWarning",
+    "StreamingDiLoCo",
     "SyncStatistics",
+    "TauDecision",
     "Transport",
     "elastic_transport",
+    "named_codec",
     "start_lighthouse",
 ]

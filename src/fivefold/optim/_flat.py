@@ -1,25 +1,27 @@
-"""The outer state as flat buffers, and how parameters map into them.
+"""The outer state as flat buffers, and how a model's tensors map into them.
 
-Parameters of one device and one outer data type share a buffer, so that one round needs one
-all-reduce per group. The outer data type is at least float32, whatever the parameters have.
-Per element the state is the anchor, the momentum (only where the rule needs it) and one payload
-buffer: 12 bytes for float32, as counted in CO2's Algorithm 2 with the pseudo-gradient as payload.
+Tensors of one device and one outer data type share a buffer, so that one round needs one
+all-reduce per group. The outer data type is at least float32, whatever the tensors have. Per
+element the state is the anchor and the payload, and what the rule needs beside them: the momentum
+(12 bytes for float32 in all, as counted in CO2's Algorithm 2 with the pseudo-gradient as payload),
+and for some merges the worker's own part.
 
-Live parameters are read and written through their current storage at each boundary and never
-kept: user code may replace it. Pieces are small enough for a core's cache, so that a boundary
-reads and writes each buffer once.
+Live tensors are read and written through their current storage at each boundary and never kept:
+user code may replace it. Of a sharded tensor (DTensor) this rank's own shard is meant. Pieces are
+small enough for a core's cache, so that a boundary reads and writes each buffer once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from fivefold.errors import ConfigurationError
 
-__all__ = ["FlatGroup", "Piece", "flat_groups"]
+__all__ = ["FlatGroup", "Piece", "flat_groups", "local_tensor"]
 
 # 64 k float32 elements are 256 KiB: four such pieces fit the 1 MiB second-level cache of common
 # server cores. On accelerators a piece is a whole parameter, since each operation is a launch.
@@ -28,86 +30,108 @@ _CPU_PIECE_ELEMENTS = 1 << 16
 
 @dataclass(frozen=True)
 class Piece:
-    """Views of the same elements: outer state and live parameter.
+    """Views of the same elements: outer state and live tensor.
 
     Attributes:
         anchor: x, shape as ``local``.
-        momentum: m or None.
         payload: Buffer for the pseudo-gradient and its sum over the ranks.
-        sent: This rank's own pseudo-gradient in flight, or None.
-        local: The live parameter, in its own data type.
+        local: The live tensor, in its own data type.
         scratch: Room for one temporary of this size, or None where the allocator is as good.
+        momentum: m.
+        sent: This rank's own pseudo-gradient in flight; of the eager merge its share of it.
+        start: Where this rank's round began, where that is not the anchor.
+        own_momentum: v of the eager merge.
+        gradient: D for an outer optimizer.
     """
 
     anchor: torch.Tensor
-    momentum: torch.Tensor | None
     payload: torch.Tensor
-    sent: torch.Tensor | None
     local: torch.Tensor
     scratch: torch.Tensor | None
+    momentum: torch.Tensor | None = None
+    sent: torch.Tensor | None = None
+    start: torch.Tensor | None = None
+    own_momentum: torch.Tensor | None = None
+    gradient: torch.Tensor | None = None
 
 
 class FlatGroup:
-    """Outer state of the parameters of one device and one outer data type.
+    """Outer state of tensors of one device and one outer data type.
 
     Args:
-        parameters: Distinct parameters.
+        tensors: Distinct parameters or buffers.
         dtype: Outer data type.
-        with_momentum: Whether to keep a momentum buffer.
-        with_sent: Whether to keep this rank's own pseudo-gradient beside the sum.
+        extras: Names of the optional buffers of ``Piece`` to keep.
     """
 
     def __init__(
-        self,
-        parameters: list[torch.nn.Parameter],
-        *,
-        dtype: torch.dtype,
-        with_momentum: bool,
-        with_sent: bool,
+        self, tensors: Sequence[torch.Tensor], *, dtype: torch.dtype, extras: Iterable[str]
     ) -> None:
-        self.parameters = parameters
-        device = parameters[0].device
-        size = sum(parameter.numel() for parameter in parameters)
+        self.tensors = list(tensors)
+        device = local_tensor(self.tensors[0]).device
+        size = sum(local_tensor(tensor).numel() for tensor in self.tensors)
         self.anchor = torch.empty(size, dtype=dtype, device=device)
-        self.momentum = torch.zeros_like(self.anchor) if with_momentum else None
         self.payload = torch.zeros_like(self.anchor)
-        self.sent = torch.zeros_like(self.anchor) if with_sent else None
+        self.extras = {name: torch.zeros_like(self.anchor) for name in sorted(extras)}
         # Fresh memory costs a page fault per 4 KiB, which is more than the arithmetic on it.
         on_cpu = device.type == "cpu"
         self._scratch = torch.empty(_CPU_PIECE_ELEMENTS, dtype=dtype) if on_cpu else None
         self.read_anchor()
 
     def read_anchor(self) -> None:
-        """Set the anchor from the live parameters."""
+        """Set the anchor, and where each rank's round began, from the live tensors."""
         for piece in self.pieces():
             piece.anchor.copy_(piece.local)
+        if "start" in self.extras:
+            self.extras["start"].copy_(self.anchor)
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Return the live buffers by name."""
+        return {"anchor": self.anchor, "payload": self.payload} | self.extras
+
+    def forget_own_part(self) -> None:
+        """Stand as a worker that has done nothing since the anchor."""
+        for name in ("sent", "own_momentum"):
+            if name in self.extras:
+                self.extras[name].zero_()
+        if "start" in self.extras:
+            self.extras["start"].copy_(self.anchor)
 
     def pieces(self) -> Iterator[Piece]:
         """Yield cache-sized views over all elements, in a fixed order."""
         offset = 0
-        for parameter in self.parameters:
-            local = parameter.detach()
+        for tensor in self.tensors:
+            local = local_tensor(tensor)
             for start, stop in _ranges(local):
                 whole = local.is_contiguous()
                 view = local.view(-1)[start:stop] if whole else local
                 yield self._piece(view, offset + start, offset + stop)
             offset += local.numel()
 
+    def shaped(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Views of one buffer in the shapes of the tensors."""
+        shapes = [local_tensor(tensor).shape for tensor in self.tensors]
+        parts = torch.split(buffer, [shape.numel() for shape in shapes])
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
     def _piece(self, local: torch.Tensor, start: int, stop: int) -> Piece:
         shape = local.shape
-        momentum = None if self.momentum is None else self.momentum[start:stop].view(shape)
-        sent = None if self.sent is None else self.sent[start:stop].view(shape)
         scratch = None
         if self._scratch is not None and local.numel() <= self._scratch.numel():
             scratch = self._scratch[: local.numel()].view(shape)
         return Piece(
             anchor=self.anchor[start:stop].view(shape),
-            momentum=momentum,
             payload=self.payload[start:stop].view(shape),
-            sent=sent,
             local=local,
             scratch=scratch,
+            **{name: buffer[start:stop].view(shape) for name, buffer in self.extras.items()},
         )
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the plain tensor that holds this rank's part, without gradient tracking."""
+    detached = tensor.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
 
 
 def _ranges(local: torch.Tensor) -> Iterator[tuple[int, int]]:
@@ -119,44 +143,31 @@ def _ranges(local: torch.Tensor) -> Iterator[tuple[int, int]]:
         yield start, min(start + _CPU_PIECE_ELEMENTS, size)
 
 
-def flat_groups(
-    parameters: Iterable[torch.nn.Parameter], *, with_momentum: bool, with_sent: bool = False
-) -> list[FlatGroup]:
-    """Group trainable parameters by device and outer data type.
+def flat_groups(tensors: Iterable[torch.Tensor], *, extras: Iterable[str]) -> list[FlatGroup]:
+    """Group tensors by device and outer data type.
 
     Args:
-        parameters: Parameters; frozen ones are left out, tied ones counted once.
-        with_momentum: Whether the groups keep a momentum buffer.
-        with_sent: Whether the groups keep this rank's own pseudo-gradient.
+        tensors: Parameters or buffers; tied ones are counted once.
+        extras: Names of the optional buffers of ``Piece`` to keep.
 
     Returns:
-        Groups in the order in which their first parameter comes.
+        Groups in the order in which their first tensor comes.
 
     Raises:
-        ConfigurationError: There is nothing to train, or a parameter is sharded, sparse or
-            complex.
+        ConfigurationError: A tensor is sparse, complex or of an unknown kind.
     """
-    groups: dict[tuple[torch.device, torch.dtype], list[torch.nn.Parameter]] = {}
-    for parameter in dict.fromkeys(parameters):
-        if parameter.requires_grad:
-            _require_plain(parameter)
-            dtype = torch.promote_types(parameter.dtype, torch.float32)
-            groups.setdefault((parameter.device, dtype), []).append(parameter)
-    if not groups:
-        message = "the model has no parameter with requires_grad=True"
-        raise ConfigurationError(message, hint="nothing would be synchronised; check the model")
-    return [
-        FlatGroup(members, dtype=dtype, with_momentum=with_momentum, with_sent=with_sent)
-        for (_, dtype), members in groups.items()
-    ]
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    names = tuple(extras)
+    for tensor in dict.fromkeys(tensors):
+        _require_dense(tensor)
+        dtype = torch.promote_types(tensor.dtype, torch.float32)
+        groups.setdefault((tensor.device, dtype), []).append(tensor)
+    return [FlatGroup(found, dtype=dtype, extras=names) for (_, dtype), found in groups.items()]
 
 
-def _require_plain(parameter: torch.nn.Parameter) -> None:
-    kind = type(parameter.data)
-    if kind is not torch.Tensor or parameter.layout != torch.strided or parameter.is_complex():
-        message = (
-            f"parameters must be dense real torch tensors; got {kind.__name__} of {parameter.dtype}"
-        )
-        raise ConfigurationError(
-            message, hint="sharded (DTensor), sparse and complex parameters are not supported yet"
-        )
+def _require_dense(tensor: torch.Tensor) -> None:
+    local = local_tensor(tensor)
+    if type(local) is torch.Tensor and local.layout == torch.strided and not local.is_complex():
+        return
+    message = f"parameters must be dense real tensors; got {type(local).__name__} of {local.dtype}"
+    raise ConfigurationError(message, hint="sparse, quantised and complex ones are not supported")

@@ -1,13 +1,14 @@
 """What the model goes on from at a boundary: one pass over the pieces of the outer state.
 
-Two merges. *Replace*: the anchor takes the outer step and every worker continues from it.
-*Correct*: every worker keeps its own parameters and adds what the arrived mean changes of them.
+The four merges of ``_rule`` and the one that prepares an outer optimizer's step. Each first applies
+what arrived, if anything did, then leaves in ``payload`` what is to be sent, if anything is.
 Pieces are independent, so each is read and written once while it is in the processor's cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 
@@ -20,76 +21,168 @@ from fivefold.optim._update import (
     move_anchor_,
 )
 
-__all__ = ["merge_pieces"]
+__all__ = ["MERGES", "MergeTask", "merge_pieces"]
 
 
-def merge_pieces(
-    pieces: Iterable[Piece],
-    coefficients: OuterCoefficients | None,
-    *,
-    send: bool,
-    keeps_local: bool,
-) -> PieceStatistics:
+@dataclass(frozen=True, kw_only=True)
+class MergeTask:
+    """What one pass has to do.
+
+    Attributes:
+        coefficients: Scalars of the outer step; None where nothing arrived.
+        send: Whether a payload is to be sent.
+        settles: Whether all replicas are to be equal afterwards.
+        weight: Factor of the payload.
+        resend: Whether the flight was lost: this rank's part of it goes out again.
+        local_share: s of the merge "pull".
+        own_share: Share of this rank's own part in the mean, for the merge "eager".
+        outer_lr: alpha, for the merge "eager".
+        outer_momentum: beta, for the merge "eager".
+    """
+
+    coefficients: OuterCoefficients | None
+    send: bool
+    settles: bool = False
+    weight: float = 1.0
+    resend: bool = False
+    local_share: float = 0.0
+    own_share: float = 0.0
+    outer_lr: float = 1.0
+    outer_momentum: float = 0.0
+
+
+Merge = Callable[[Piece, MergeTask, PieceStatistics], None]
+
+
+def merge_pieces(pieces: Iterable[Piece], task: MergeTask, *, merge: Merge) -> PieceStatistics:
     """Apply what arrived, prepare what is sent, and set what the model goes on from.
 
     Args:
-        pieces: The outer state and the live parameters; a summed pseudo-gradient that arrived is
-            in ``payload``, where the next one to send is left.
-        coefficients: Scalars of the outer step; None where nothing arrived.
-        send: Whether a payload is to be sent.
-        keeps_local: Whether workers keep their own parameters.
+        pieces: The outer state and the live tensors; a sum that arrived is in ``payload``, where
+            the next pseudo-gradient to send is left.
+        task: What to do.
+        merge: One of ``MERGES``.
 
     Returns:
         Sums over the pieces.
     """
     statistics = PieceStatistics()
-    merge = _correct if keeps_local else _replace
     for piece in pieces:
-        merge(piece, coefficients, statistics, send=send)
+        merge(piece, task, statistics)
     return statistics
 
 
-def _replace(
-    piece: Piece,
-    coefficients: OuterCoefficients | None,
-    statistics: PieceStatistics,
-    *,
-    send: bool,
-) -> None:
+def _outer_step(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None:
+    coefficients = task.coefficients
+    assert coefficients is not None, "callers looked"
+    momentum = accumulate_momentum_(
+        piece.momentum, piece.payload, coefficients=coefficients, statistics=statistics
+    )
+    move_anchor_(piece.anchor, momentum, piece.payload, coefficients=coefficients)
+
+
+def _put(payload: torch.Tensor, pseudo_gradient: torch.Tensor, task: MergeTask) -> None:
+    if task.weight == 1.0:
+        payload.copy_(pseudo_gradient)
+    else:
+        torch.mul(pseudo_gradient, task.weight, out=payload)
+
+
+def _replace(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None:
     # The pseudo-gradient to send is taken against the anchor before the outer step, since the
     # local steps began there; then it takes the place of the sum that arrived.
-    anchor, local, payload = piece.anchor, piece.local, piece.payload
-    fresh = torch.sub(anchor, local, out=piece.scratch) if send else None
-    if coefficients is not None:
-        momentum = accumulate_momentum_(
-            piece.momentum, payload, coefficients=coefficients, statistics=statistics
-        )
-        move_anchor_(anchor, momentum, payload, coefficients=coefficients)
+    fresh = torch.sub(piece.anchor, piece.local, out=piece.scratch) if task.send else None
+    if task.coefficients is not None:
+        _outer_step(piece, task, statistics)
     if fresh is not None:
-        payload.copy_(fresh)
-    local.copy_(anchor)
+        if piece.sent is not None:
+            if task.resend:
+                fresh.add_(piece.sent)
+            piece.sent.copy_(fresh)
+        _put(piece.payload, fresh, task)
+    piece.local.copy_(piece.anchor)
 
 
-def _correct(
-    piece: Piece,
-    coefficients: OuterCoefficients | None,
-    statistics: PieceStatistics,
-    *,
-    send: bool,
-) -> None:
-    # The pseudo-gradient to send is that of the corrected parameters against the new anchor.
-    # Without anything to send this is the end of a drain, after which all replicas are equal.
-    anchor, local, payload, sent = piece.anchor, piece.local, piece.payload, piece.sent
-    assert sent is not None, "rules that keep local work keep what they sent"
-    if coefficients is not None:
-        if send:
-            correct_local_(local, sent, payload, coefficients=coefficients)
-        momentum = accumulate_momentum_(
-            piece.momentum, payload, coefficients=coefficients, statistics=statistics
-        )
-        move_anchor_(anchor, momentum, payload, coefficients=coefficients)
-    if send:
-        torch.sub(anchor, local, out=sent)
-        payload.copy_(sent)
-    else:
+def _pull(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None:
+    # What a worker keeps of its own stays in its next pseudo-gradient, so nothing is sent again
+    # when a flight is lost.
+    anchor, local = piece.anchor, piece.local
+    if task.coefficients is not None:
+        _outer_step(piece, task, statistics)
+        if not task.settles:
+            apart = torch.sub(local, anchor, out=piece.scratch)
+            local.copy_(apart.mul_(task.local_share).add_(anchor))
+    if task.settles:
         local.copy_(anchor)
+    if task.send:
+        torch.sub(anchor, local, out=piece.payload)
+        if task.weight != 1.0:
+            piece.payload.mul_(task.weight)
+
+
+def _correct(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None:
+    # The pseudo-gradient to send is that of the corrected parameters against the new anchor.
+    anchor, local, sent = piece.anchor, piece.local, piece.sent
+    assert sent is not None, "rules that correct keep what they sent"
+    if task.coefficients is not None:
+        if not task.settles:
+            correct_local_(local, sent, piece.payload, coefficients=task.coefficients)
+        _outer_step(piece, task, statistics)
+    if task.settles:
+        local.copy_(anchor)
+    if task.send:
+        torch.sub(anchor, local, out=sent)
+        _put(piece.payload, sent, task)
+
+
+def _eager(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None:
+    anchor, local = piece.anchor, piece.local
+    start, sent, velocity = piece.start, piece.sent, piece.own_momentum
+    assert start is not None, "the eager merge keeps where the round began"
+    assert sent is not None, "the eager merge keeps what it sent"
+    if task.settles:
+        if task.coefficients is not None:
+            _outer_step(piece, task, statistics)
+        for own in (sent, velocity):
+            if own is not None:
+                own.zero_()
+        start.copy_(anchor)
+        local.copy_(anchor)
+        return
+    fresh = start - local
+    own_offset = start.sub_(anchor)
+    if task.coefficients is not None:
+        _outer_step(piece, task, statistics)
+    change = torch.mul(fresh, task.own_share).sub_(sent)
+    sent.add_(change)
+    direction = change
+    if velocity is not None:
+        velocity.mul_(task.outer_momentum).add_(change)
+        direction = change.add_(velocity, alpha=task.outer_momentum)
+    own_offset.add_(direction, alpha=-task.outer_lr).add_(anchor)  # now where the round begins
+    _put(piece.payload, fresh, task)
+    local.copy_(start)
+
+
+def _hand_over(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None:
+    # For an outer optimizer, which steps after this pass: the model is written after that.
+    fresh = torch.sub(piece.anchor, piece.local, out=piece.scratch) if task.send else None
+    if task.coefficients is not None:
+        assert piece.gradient is not None, "an outer optimizer has gradients"
+        statistics.elements += piece.payload.numel()
+        torch.mul(piece.payload, task.coefficients.delta_scale, out=piece.gradient)
+    if fresh is not None:
+        if piece.sent is not None:
+            if task.resend:
+                fresh.add_(piece.sent)
+            piece.sent.copy_(fresh)
+        _put(piece.payload, fresh, task)
+
+
+MERGES: dict[str, Merge] = {
+    "replace": _replace,
+    "pull": _pull,
+    "correct": _correct,
+    "eager": _eager,
+    "hand over": _hand_over,
+}

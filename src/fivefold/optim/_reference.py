@@ -7,20 +7,25 @@ over the workers is taken of their parameters, not of pseudo-gradients.
 Symbols as in the paper: x_{t,k} parameters after k local steps of round t, xbar the mean over the
 workers, m the outer momentum, L the staleness gap, tau, alpha, beta, phi.
 
+Where the engine keeps a sum of parts (the eager merge), the reference keeps each worker's whole.
+
 References:
     CO2, arXiv 2401.16265, Algorithm 1 (our reading of it; Eq. 3 unconfirmed). SlowMo,
     arXiv 1910.00643, Algorithm 1. Local SGD, arXiv 1805.09767. DiLoCo, arXiv 2311.08105,
-    Algorithm 1. Delay-corrected merge, arXiv 1906.12043 and 2605.20866.
+    Algorithm 1. Delay-corrected merge, arXiv 1906.12043 and 2605.20866. Overlap-Local-SGD,
+    arXiv 2002.09539. Streaming DiLoCo, arXiv 2501.18512, Algorithm 2. Eager updates,
+    arXiv 2502.12996.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from fivefold.optim._rules import OuterRule
+from fivefold.optim._outer_optimizer import OuterOptimizer
+from fivefold.optim._rule import OuterRule
 from fivefold.optim._staleness import ConstantPenalty, GapPenalty
 
 __all__ = ["ReferenceRun", "reference_run"]
@@ -48,6 +53,11 @@ class ReferenceRun:
     clipped: list[int] = field(default_factory=list)
     final: torch.Tensor = field(default_factory=lambda: torch.empty(0))
 
+    def count_plain_step(self) -> None:
+        """Count an outer step without penalty and clip."""
+        self.gaps.append(torch.ones((), dtype=torch.float64))
+        self.clipped.append(0)
+
 
 def reference_run(
     start: torch.Tensor,
@@ -57,6 +67,7 @@ def reference_run(
     world_size: int,
     steps: int,
     inner_lr: Callable[[int], float] = lambda _: 1.0,
+    parts: Sequence[int] | None = None,
 ) -> ReferenceRun:
     """Train ``world_size`` workers for ``steps`` local steps each, then drain.
 
@@ -67,23 +78,29 @@ def reference_run(
         world_size: Number of workers.
         steps: Local steps per worker; need not be a multiple of tau.
         inner_lr: Inner learning rate after so many local steps, for ``units="lr"``.
+        parts: Elements of each fragment, in order; None for one fragment.
 
     Returns:
         The anchors, gaps and clip counts of every outer step, and the drained parameters.
     """
-    if rule.keeps_local:
-        return _corrected_run(start, local_step, rule=rule, world_size=world_size, steps=steps)
+    world = _World(start, local_step, world_size=world_size, steps=steps)
+    if rule.merge == "correct":
+        return _corrected_run(world, rule)
+    if rule.merge == "pull":
+        return _pulled_run(world, rule, parts=list(parts or [start.numel()]))
+    if rule.merge == "eager":
+        return _eager_run(world, rule)
     outer = _OuterWorld(rule, start)
     outer.run.workers.append([start] * world_size)
     workers = [start.clone() for _ in range(world_size)]
     arriving: _Sent | None = None
     for number in range(1, steps + 1):
         workers = [local_step(worker, number - 1, x) for worker, x in enumerate(workers)]
-        if number % rule.tau != 0:
+        if number % rule.first_tau != 0:
             continue
         lr = inner_lr(number)
         sent = outer.send(workers, lr)
-        first_synchronous = rule.bootstrap == "sync" and number == rule.tau
+        first_synchronous = rule.bootstrap == "sync" and number == rule.first_tau
         if not rule.delayed or first_synchronous:
             outer.apply(sent, lr)
         else:
@@ -94,41 +111,162 @@ def reference_run(
             arriving = sent
         workers = [outer.anchor.clone() for _ in range(world_size)]
         outer.run.workers.append(workers)
-    partial = outer.send(workers, inner_lr(steps)) if steps % rule.tau else None
+    partial = outer.send(workers, inner_lr(steps)) if steps % rule.first_tau else None
     for sent_round in (arriving, partial):
         if sent_round is not None:
             outer.apply(sent_round, inner_lr(steps))
     return outer.finish()
 
 
-def _corrected_run(
-    start: torch.Tensor, local_step: LocalStep, *, rule: OuterRule, world_size: int, steps: int
-) -> ReferenceRun:
-    """Rules that keep local work: z <- z + (mean(y) - y) for the y sent one round ago."""
-    workers = [start.clone() for _ in range(world_size)]
-    run = ReferenceRun(anchors=[start.clone()], workers=[list(workers)])
+class _World:
+    """Where all workers start, and how each of them steps."""
+
+    def __init__(
+        self, start: torch.Tensor, local_step: LocalStep, *, world_size: int, steps: int
+    ) -> None:
+        self.start = start
+        self.world_size = world_size
+        self.numbers = range(1, steps + 1)
+        self._local_step = local_step
+
+    def stepped(self, workers: list[torch.Tensor], number: int) -> list[torch.Tensor]:
+        return [self._local_step(worker, number - 1, z) for worker, z in enumerate(workers)]
+
+    def all_at(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [x.clone() for _ in range(self.world_size)]
+
+
+def _mean(values: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(values).mean(dim=0)
+
+
+def _corrected_run(world: _World, rule: OuterRule) -> ReferenceRun:
+    """Workers keep their work: z <- z + (mean(y) - y) for the y sent one round ago."""
+    workers = world.all_at(world.start)
+    run = ReferenceRun(anchors=[world.start.clone()], workers=[list(workers)])
     sent: list[torch.Tensor] | None = None
-    for number in range(1, steps + 1):
-        workers = [local_step(worker, number - 1, z) for worker, z in enumerate(workers)]
-        if number % rule.tau != 0:
+    for number in world.numbers:
+        workers = world.stepped(workers, number)
+        if number % rule.first_tau != 0:
             continue
         anchor = run.anchors[-1]
         if sent is not None:
-            anchor = torch.stack(sent).mean(dim=0)
+            anchor = _mean(sent)
             workers = [z + (anchor - y) for z, y in zip(workers, sent, strict=True)]
-            run.gaps.append(torch.ones((), dtype=torch.float64))
-            run.clipped.append(0)
+            run.count_plain_step()
         sent = [z.clone() for z in workers]
         run.anchors.append(anchor)
         run.workers.append(list(workers))
     if sent is not None:
-        arrived = torch.stack(sent).mean(dim=0)
+        arrived = _mean(sent)
         workers = [z + (arrived - y) for z, y in zip(workers, sent, strict=True)]
-        run.gaps.append(torch.ones((), dtype=torch.float64))
-        run.clipped.append(0)
-    run.gaps.append(torch.ones((), dtype=torch.float64))  # the last, waited-for average
-    run.clipped.append(0)
-    run.final = torch.stack(workers).mean(dim=0)
+        run.count_plain_step()
+    run.count_plain_step()  # the last, waited-for average
+    run.final = _mean(workers)
+    return run
+
+
+class _PulledPart:
+    """One fragment: rounds of its own, and workers that are pulled towards its anchor."""
+
+    def __init__(self, rule: OuterRule, start: torch.Tensor, *, first_boundary: int) -> None:
+        self.rule = rule
+        self.anchor = start.clone()
+        self.momentum = torch.zeros_like(start)
+        self.next_boundary = first_boundary
+        self.launched: torch.Tensor | None = None
+        self.launched_at = 0
+        self.launches = 0
+
+    def after(self, number: int, workers: list[torch.Tensor], run: ReferenceRun) -> None:
+        delay = self.rule.delay_steps or self.rule.first_tau
+        if self.launched is not None and number == self.launched_at + delay:
+            self.arrive(workers, run)
+        if number == self.next_boundary:
+            self.launched, self.launched_at = self.anchor - _mean(workers), number
+            self.next_boundary += self.rule.first_tau
+
+    def arrive(self, workers: list[torch.Tensor], run: ReferenceRun) -> None:
+        assert self.launched is not None, "callers looked"
+        self.outer_step(self.launched, run)
+        self.launched = None
+        share = self.rule.local_share
+        for index, z in enumerate(workers):
+            workers[index] = share * z + (1 - share) * self.anchor
+
+    def outer_step(self, pseudo_gradient: torch.Tensor, run: ReferenceRun) -> None:
+        beta, alpha = self.rule.outer_momentum, self.rule.outer_lr
+        self.momentum = beta * self.momentum + pseudo_gradient
+        nesterov = beta * self.momentum + pseudo_gradient
+        self.anchor = self.anchor - alpha * (nesterov if self.rule.nesterov else self.momentum)
+        run.count_plain_step()
+
+    def drain(self, number: int, workers: list[torch.Tensor], run: ReferenceRun) -> None:
+        open_steps = number - (self.next_boundary - self.rule.first_tau)
+        if self.launched is None and open_steps == 0:
+            return
+        if self.launched is not None:
+            self.arrive(workers, run)
+        self.outer_step(self.anchor - _mean(workers), run)
+
+
+def _pulled_run(world: _World, rule: OuterRule, *, parts: list[int]) -> ReferenceRun:
+    """Workers are pulled towards the anchor when a mean arrives, each fragment in its own turn."""
+    run = ReferenceRun(anchors=[world.start.clone()], workers=[world.all_at(world.start)])
+    workers = world.all_at(world.start)
+    fragments = [
+        _PulledPart(rule, x, first_boundary=max(rule.first_tau * (index + 1) // len(parts), 1))
+        for index, x in enumerate(torch.split(world.start, parts))
+    ]
+    for number in world.numbers:
+        pieces = [list(z.split(parts)) for z in world.stepped(workers, number)]
+        for index, fragment in enumerate(fragments):
+            column = [mine[index] for mine in pieces]
+            fragment.after(number, column, run)
+            for mine, value in zip(pieces, column, strict=True):
+                mine[index] = value
+        workers = [torch.cat(mine) for mine in pieces]
+        if number % rule.first_tau == 0:
+            run.workers.append(list(workers))
+            run.anchors.append(torch.cat([fragment.anchor for fragment in fragments]))
+    for index, fragment in enumerate(fragments):
+        column = [torch.split(z, parts)[index] for z in workers]
+        fragment.drain(len(world.numbers), column, run)
+    run.final = torch.cat([fragment.anchor for fragment in fragments])
+    return run
+
+
+def _eager_run(world: _World, rule: OuterRule) -> ReferenceRun:
+    """Each worker has an anchor and momentum of its own, moved by its eager pseudo-gradient."""
+    alpha, beta, tau = rule.outer_lr, rule.outer_momentum, rule.first_tau
+    run = ReferenceRun(anchors=[world.start.clone()], workers=[world.all_at(world.start)])
+    own_anchors, workers = world.all_at(world.start), world.all_at(world.start)
+    own_momenta = [torch.zeros_like(world.start) for _ in workers]
+    before = [torch.zeros_like(world.start) for _ in workers]  # pseudo-gradients one round ago
+    history: list[torch.Tensor] = []  # mean pseudo-gradient of each round
+    for number in world.numbers:
+        workers = world.stepped(workers, number)
+        if number % tau != 0:
+            continue
+        fresh = [x - z for x, z in zip(own_anchors, workers, strict=True)]
+        stale = _mean(before)
+        for i in range(world.world_size):
+            eager = stale + (fresh[i] - before[i]) / world.world_size
+            own_momenta[i] = beta * own_momenta[i] + eager
+            own_anchors[i] = own_anchors[i] - alpha * (beta * own_momenta[i] + eager)
+        before = fresh
+        history.append(_mean(fresh))
+        workers = [x.clone() for x in own_anchors]
+        run.workers.append(workers)
+    open_part = [x - z for x, z in zip(own_anchors, workers, strict=True)]
+    if len(world.numbers) % tau:
+        history.append(_mean(open_part))
+    x, momentum = world.start, torch.zeros_like(world.start)
+    for pseudo_gradient in history:
+        momentum = beta * momentum + pseudo_gradient
+        x = x - alpha * (beta * momentum + pseudo_gradient)
+        run.count_plain_step()
+    run.final = x
     return run
 
 
@@ -148,6 +286,10 @@ class _OuterWorld:
         self.momentum = torch.zeros_like(start)
         self.run = ReferenceRun(anchors=[start.clone()])
         self.received: list[float] = []  # norm of each applied mean pseudo-gradient
+        self._weight = torch.nn.Parameter(start.clone())
+        self._optimizer: torch.optim.Optimizer | None = None
+        if isinstance(rule, OuterOptimizer):
+            self._optimizer = rule.optimizer([self._weight], **rule.options)
 
     def send(self, workers: list[torch.Tensor], lr: float) -> _Sent:
         mean = torch.stack(workers).mean(dim=0)
@@ -155,6 +297,13 @@ class _OuterWorld:
 
     def apply(self, sent: _Sent, lr: float) -> None:
         rule = self.rule
+        if self._optimizer is not None:
+            self._weight.grad = sent.pseudo_gradient.clone()
+            self._optimizer.step()
+            self.anchor = self._weight.detach().clone()
+            self.run.count_plain_step()
+            self.run.anchors.append(self.anchor)
+            return
         in_lr_units = rule.units == "lr"
         gap = self._staleness_gap(sent)
         pseudo_gradient = sent.pseudo_gradient / (sent.lr if in_lr_units else 1.0)

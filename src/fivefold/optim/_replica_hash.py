@@ -6,7 +6,7 @@ in which a device sums. Values stay below 2**52, so that a float64 lane carries 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -47,23 +47,27 @@ def _column_sums(bits: torch.Tensor) -> torch.Tensor:
     return sums.remainder_(_MODULUS)
 
 
-def require_equal(hashes: Sequence[int], *, round_number: int) -> None:
+def require_equal(hashes: Mapping[int, int], *, round_number: int) -> None:
     """Check that all ranks sent the same hash.
 
     Args:
-        hashes: One per rank, in rank order.
+        hashes: By rank.
         round_number: For the message.
 
     Raises:
         ReplicaMismatchError: They differ; the message names the ranks of the minority.
     """
-    majority = max(set(hashes), key=lambda value: (hashes.count(value), -hashes.index(value)))
-    different = [rank for rank, value in enumerate(hashes) if value != majority]
+    if not hashes:
+        return
+    found = list(hashes.values())
+    majority = max(set(found), key=lambda value: (found.count(value), -found.index(value)))
+    different = [rank for rank, value in hashes.items() if value != majority]
     if not different:
         return
+    first = next(rank for rank, value in hashes.items() if value == majority)
     message = (
         f"the replicas' anchors differ at round {round_number}: rank(s) "
-        f"{', '.join(map(str, different))} differ from rank {hashes.index(majority)}"
+        f"{', '.join(map(str, different))} differ from rank {first}"
     )
     hint = (
         "something changed the outer state or the reduced values on those ranks (memory fault, "

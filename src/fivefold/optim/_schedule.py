@@ -1,10 +1,10 @@
-"""When to launch and when to wait: a state machine without tensors, clocks or sockets.
+"""When to launch and when to merge: a state machine without tensors, clocks or sockets.
 
-It counts local steps and says what has to be done at the end of each. A *boundary* is the end of
-a round of tau local steps. Delayed rules consume at a boundary what was launched at the one
-before; synchronous rules launch and consume at the same boundary. The invariant, tested with
-random histories: every launched round is consumed exactly once and in order, and at most one is
-in flight.
+It counts local steps and says what has to be done after each. A *boundary* is the end of a round of
+tau local steps. Synchronous rules launch and merge at the same boundary; delayed rules merge at a
+boundary what was launched at the one before, or ``delay_steps`` after the launch. The invariant,
+tested with random histories: every launched round is merged exactly once and in order, and at most
+one is in flight.
 """
 
 from __future__ import annotations
@@ -23,20 +23,23 @@ class Boundary:
         arriving_round: Round whose all-reduce is waited for and merged first; None if none is.
         launched_round: Round whose pseudo-gradient is launched then; None if none is.
         wait_for_launched: Whether the launched one is waited for and merged at once.
+        drains: Whether nothing may stay open: all replicas are equal afterwards.
 
     Example:
-        >>> Boundary(arriving_round=0, launched_round=1, wait_for_launched=False).launched_round
+        >>> Boundary(arriving_round=0, launched_round=1).launched_round
         1
     """
 
     arriving_round: int | None
     launched_round: int | None
-    wait_for_launched: bool
+    wait_for_launched: bool = False
+    drains: bool = False
 
 
 class ScheduleState(TypedDict):
     """Plain numbers that restore a ``RoundSchedule``; -1 stands for nothing in flight."""
 
+    tau: int
     round: int
     steps_in_round: int
     total_steps: int
@@ -47,11 +50,16 @@ class RoundSchedule:
     """Counts local steps into rounds.
 
     Args:
-        tau: Local steps per round.
-        delayed: Whether a round's result is consumed one boundary later.
+        tau: Local steps per round; may be set between rounds.
+        delayed: Whether a round's result is merged later than it is launched.
+        delay_steps: How many local steps later, less than tau; None for one boundary later.
+        first_round_steps: Local steps of the first round; None for tau.
         first_round_synchronous: Whether a delayed schedule waits at the very first boundary.
         keeps_local: Whether replicas differ between boundaries even without local steps, so that
             a drain has to send once more after the last arrival.
+
+    Attributes:
+        ended_steps: Local steps of the round that ended last; not part of the state.
 
     Example:
         >>> schedule = RoundSchedule(tau=1, delayed=True)
@@ -64,44 +72,66 @@ class RoundSchedule:
         *,
         tau: int,
         delayed: bool,
+        delay_steps: int | None = None,
+        first_round_steps: int | None = None,
         first_round_synchronous: bool = False,
         keeps_local: bool = False,
     ) -> None:
         self.tau = tau
         self.delayed = delayed
+        self._delay_steps = delay_steps
         self._first_round_synchronous = first_round_synchronous
         self._keeps_local = keeps_local
         self.round = 0
-        self.steps_in_round = 0
+        # A shorter first round is a whole one that began before the first step.
+        self._skipped_steps = 0 if first_round_steps is None else tau - first_round_steps
+        self.steps_in_round = self._skipped_steps
+        self.ended_steps = 0
         self.total_steps = 0
         self.in_flight_round: int | None = None
 
+    @property
+    def open_steps(self) -> int:
+        """Local steps that have been done since the last launch."""
+        skipped = self._skipped_steps if self.round == 0 else 0
+        return self.steps_in_round - skipped
+
     def step(self) -> Boundary | None:
-        """Count one local step; return the boundary that it ends, or None inside a round."""
+        """Count one local step; return what is to be done after it, or None."""
         self.steps_in_round += 1
         self.total_steps += 1
         if self.steps_in_round < self.tau:
-            return None
+            due = self.in_flight_round is not None and self.steps_in_round == self._delay_steps
+            return self._arrive() if due else None
         synchronous = not self.delayed or (self._first_round_synchronous and self.round == 0)
-        return self._end_round(wait=synchronous)
+        return self._end_round(wait=synchronous, drains=False)
 
     def drain(self) -> Boundary | None:
         """End the round where it stands, leaving nothing in flight; None if nothing is to do."""
-        if self.steps_in_round == 0 and self.in_flight_round is None:
+        if self.open_steps == 0 and self.in_flight_round is None:
             return None
-        if self.steps_in_round > 0 or self._keeps_local:
-            return self._end_round(wait=True)
-        boundary = Boundary(
-            arriving_round=self.in_flight_round, launched_round=None, wait_for_launched=False
-        )
+        if self.open_steps > 0 or self._keeps_local:
+            return self._end_round(wait=True, drains=True)
+        return self._arrive(drains=True)
+
+    def restart_round(self) -> None:
+        """Forget the local steps since the last launch: the worker begins its round anew."""
+        self.steps_in_round = self._skipped_steps if self.round == 0 else 0
+
+    def _arrive(self, *, drains: bool = False) -> Boundary:
+        boundary = Boundary(arriving_round=self.in_flight_round, launched_round=None, drains=drains)
         self.in_flight_round = None
         return boundary
 
-    def _end_round(self, *, wait: bool) -> Boundary:
+    def _end_round(self, *, wait: bool, drains: bool) -> Boundary:
         boundary = Boundary(
-            arriving_round=self.in_flight_round, launched_round=self.round, wait_for_launched=wait
+            arriving_round=self.in_flight_round,
+            launched_round=self.round,
+            wait_for_launched=wait,
+            drains=drains,
         )
         self.in_flight_round = None if wait else self.round
+        self.ended_steps = self.open_steps
         self.round += 1
         self.steps_in_round = 0
         return boundary
@@ -110,6 +140,7 @@ class RoundSchedule:
         """Return the counters as plain numbers."""
         in_flight = -1 if self.in_flight_round is None else self.in_flight_round
         return ScheduleState(
+            tau=self.tau,
             round=self.round,
             steps_in_round=self.steps_in_round,
             total_steps=self.total_steps,
@@ -118,6 +149,7 @@ class RoundSchedule:
 
     def restore(self, state: ScheduleState) -> None:
         """Set the counters from ``state()``."""
+        self.tau = state["tau"]
         self.round = state["round"]
         self.steps_in_round = state["steps_in_round"]
         self.total_steps = state["total_steps"]

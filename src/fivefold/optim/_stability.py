@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 
-from fivefold.optim._rules import OuterRule
+from fivefold.optim._rule import OuterRule
 from fivefold.optim._statistics import StatisticsMeter
 
 __all__ = ["StabilityWarning", "StabilityWatch"]
@@ -37,7 +37,7 @@ class StabilityWatch:
 
     def __init__(self, rule: OuterRule) -> None:
         self._rule = rule
-        self._limited = rule.delayed and not rule.keeps_local
+        self._limited = rule.delayed and rule.merge == "replace"
 
     def watch(self, meter: StatisticsMeter) -> None:
         """Look at the meter after an outer step."""

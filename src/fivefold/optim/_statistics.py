@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from fivefold.optim._update import Number
+
 __all__ = ["FlightRecord", "StatisticsMeter", "SyncStatistics"]
 
 _KEPT_FLIGHTS = 4096
@@ -22,6 +24,9 @@ class FlightRecord:
         completed_at_s: When the backend finished it.
         wait_started_at_s: When the training thread began to wait for it.
         wait_ended_at_s: When the training thread went on.
+        fragment: Part of the model that it carried.
+        sent_bytes: Bytes that this rank sent for it.
+        lost: Whether it was lost; its work went out again with the next.
 
     Example:
         >>> FlightRecord(round=0, payload_bytes=8, launched_at_s=0.0, completed_at_s=1.0,
@@ -35,6 +40,9 @@ class FlightRecord:
     completed_at_s: float
     wait_started_at_s: float
     wait_ended_at_s: float
+    fragment: int = 0
+    sent_bytes: int = 0
+    lost: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +53,8 @@ class SyncStatistics:
         steps: Local steps.
         rounds: Rounds that were ended.
         merged_rounds: Rounds whose all-reduce was merged.
-        payload_bytes: Bytes handed to all-reduces.
-        sent_bytes: Bytes that a ring all-reduce of these payloads sends per rank,
-            2 (G - 1) / G times the payload; the lab's link counters show the real figure.
+        payload_bytes: Bytes of the pseudo-gradients that were summed, before any codec.
+        sent_bytes: Bytes that this rank sent for them, as counted by the transport.
         in_flight_s: Seconds in which an all-reduce was under way.
         exposed_wait_s: Seconds in which the training thread waited for one.
         overlap_fraction: 1 - exposed_wait_s / in_flight_s; None before the first merge.
@@ -55,9 +62,12 @@ class SyncStatistics:
         staleness_gap: Mean L_t over the merged rounds; None before the first merge.
         last_staleness_gap: L_t of the last merged round; None before the first merge.
         clipped_fraction: Share of momentum elements that the clip changed.
+        tau: Local steps of the present round.
+        tau_changes: How often the automatic tau was changed.
+        lost_flights: Flights that were lost and sent again.
 
     Example:
-        >>> StatisticsMeter(world_size=2).snapshot(steps=0, rounds=0).merged_rounds
+        >>> StatisticsMeter().snapshot(steps=0, rounds=0, tau=8).merged_rounds
         0
     """
 
@@ -73,22 +83,26 @@ class SyncStatistics:
     staleness_gap: float | None
     last_staleness_gap: float | None
     clipped_fraction: float
+    tau: int
+    tau_changes: int
+    lost_flights: int
 
 
 @dataclass(kw_only=True)
 class StatisticsMeter:
     """Running sums; the counters that a resume should keep are in ``state()``."""
 
-    world_size: int
     merged_rounds: int = 0
     payload_bytes: int = 0
+    sent_bytes: int = 0
+    lost_flights: int = 0
     in_flight_s: float = 0.0
     exposed_wait_s: float = 0.0
     boundary_s: float = 0.0
     gap_sum: float = 0.0
     last_gap: float | None = None
     running_gap: float | None = None
-    clipped: int = 0
+    clipped: Number = 0
     elements: int = 0
     flights: deque[FlightRecord] = field(default_factory=lambda: deque(maxlen=_KEPT_FLIGHTS))
 
@@ -96,17 +110,19 @@ class StatisticsMeter:
         """Count one waited-for flight."""
         self.flights.append(flight)
         self.payload_bytes += flight.payload_bytes
+        self.sent_bytes += flight.sent_bytes
+        self.lost_flights += flight.lost
         self.in_flight_s += flight.completed_at_s - flight.launched_at_s
         self.exposed_wait_s += flight.wait_ended_at_s - flight.wait_started_at_s
 
-    def add_merge(self, *, gap: float, clipped: int, elements: int) -> None:
+    def add_merge(self, *, gap: float, clipped: Number, elements: int) -> None:
         """Count one outer step."""
         self.merged_rounds += 1
         self.gap_sum += gap
         self.last_gap = gap
         previous = gap if self.running_gap is None else self.running_gap
         self.running_gap = _RUNNING_GAP_DECAY * previous + (1 - _RUNNING_GAP_DECAY) * gap
-        self.clipped += clipped
+        self.clipped = self.clipped + clipped
         self.elements += elements
 
     def take_flights(self) -> list[FlightRecord]:
@@ -115,10 +131,12 @@ class StatisticsMeter:
         self.flights.clear()
         return taken
 
-    def snapshot(self, *, steps: int, rounds: int) -> SyncStatistics:
+    def snapshot(
+        self, *, steps: int, rounds: int, tau: int, tau_changes: int = 0
+    ) -> SyncStatistics:
         """Return the totals as a frozen record."""
         merged = self.merged_rounds
-        ring_factor = 2 * (self.world_size - 1) / self.world_size
+        self.clipped = int(self.clipped)
         overlap = None
         if self.in_flight_s > 0:
             overlap = max(0.0, 1.0 - self.exposed_wait_s / self.in_flight_s)
@@ -127,7 +145,7 @@ class StatisticsMeter:
             rounds=rounds,
             merged_rounds=merged,
             payload_bytes=self.payload_bytes,
-            sent_bytes=round(self.payload_bytes * ring_factor),
+            sent_bytes=self.sent_bytes,
             in_flight_s=self.in_flight_s,
             exposed_wait_s=self.exposed_wait_s,
             overlap_fraction=overlap,
@@ -135,14 +153,17 @@ class StatisticsMeter:
             staleness_gap=self.gap_sum / merged if merged else None,
             last_staleness_gap=self.last_gap,
             clipped_fraction=self.clipped / self.elements if self.elements else 0.0,
+            tau=tau,
+            tau_changes=tau_changes,
+            lost_flights=self.lost_flights,
         )
 
     def state(self) -> dict[str, float | int | None]:
         """Return the numbers that a resumed run continues from."""
+        self.clipped = int(self.clipped)
         return {name: value for name, value in vars(self).items() if name != "flights"}
 
     def restore(self, state: dict[str, float | int | None]) -> None:
-        """Set the numbers from ``state()``; the world size stays this run's."""
+        """Set the numbers from ``state()``."""
         for name, value in state.items():
-            if name != "world_size":
-                setattr(self, name, value)
+            setattr(self, name, value)

@@ -1,8 +1,7 @@
 """``OuterSync``: outer synchronisation of local training, behind compute.
 
-It ties the pure parts together: ``_schedule`` says when, ``_transport`` moves, ``_update``
-computes. Live parameters are touched on the training thread only, at boundaries: what is in
-flight is always the payload buffer. Nothing here knows a model's architecture or a trainer.
+It sets the parts up and drives them: ``_fragment`` holds state and rounds, ``_transport`` moves,
+``_update`` computes. Nothing here knows a model's architecture or a trainer.
 
 References:
     CO2, arXiv 2401.16265, figure 1 and Algorithm 1.
@@ -11,37 +10,31 @@ References:
 from __future__ import annotations
 
 import contextlib
-import time
+import logging
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from fivefold.errors import ConfigurationError
-from fivefold.optim._flat import flat_groups
-from fivefold.optim._merge import merge_pieces
-from fivefold.optim._replica_hash import replica_hash, require_equal
-from fivefold.optim._rules import OuterRule
-from fivefold.optim._schedule import Boundary, RoundSchedule
+from fivefold.optim._auto_tau import TauController
+from fivefold.optim._codecs import Codec
+from fivefold.optim._flat import local_tensor
+from fivefold.optim._fragment import Surroundings
+from fivefold.optim._lane import LaneReading
+from fivefold.optim._layout import fixed_tensors, make_fragments, shard_sum_of, state_extras
+from fivefold.optim._rule import OuterRule
 from fivefold.optim._stability import StabilityWatch
-from fivefold.optim._staleness import ConstantPenalty, GapPenalty
-from fivefold.optim._state import (
-    InFlight,
-    OuterState,
-    groups_state,
-    require_same,
-    restore_groups,
-    settings,
-)
+from fivefold.optim._state import require_same, settings
 from fivefold.optim._statistics import FlightRecord, StatisticsMeter, SyncStatistics
+from fivefold.optim._tau_decision import TauDecision
 from fivefold.optim._transport import ProcessGroupTransport, Transport
-from fivefold.optim._update import ElementGap, OuterCoefficients, PieceStatistics
 
 __all__ = ["OuterSync"]
 
-# Lane entries that travel with each payload; replica hashes follow them on checked rounds.
-_LANE_MOVE, _LANE_DELTA, _LANE_FIXED = 0, 1, 2
+_LOG = logging.getLogger(__name__)
 
 
 class OuterSync:
@@ -53,17 +46,23 @@ class OuterSync:
     replicas to the same parameters. With ``CO2`` the all-reduce runs behind the next round.
 
     Making one is a collective call: rank 0's parameters and buffers are broadcast, and settings
-    are compared. Buffers (BatchNorm statistics) are not synchronised after that.
+    are compared. Floating-point buffers of the state dict (BatchNorm statistics) are averaged with
+    each round; integer ones are not touched.
+
+    Parameters may be DTensors whose mesh has the ranks that act as one worker (``fully_shard``
+    over the "shard" dimension of a mesh): pass the ranks that hold the same shard of the other
+    workers, ``process_group=mesh["replicate"]``. Each rank then keeps and sends its own shard.
 
     Args:
         model: The bare module (not wrapped in DistributedDataParallel); all its trainable
             parameters are synchronised.
         optimizer: The inner optimizer; only its first group's learning rate is read, by rules
             with ``units="lr"``.
-        rule: ``CO2(...)``, ``DelayCorrected(...)``, ``SlowMo(...)``, ``DiLoCo(...)`` or
-            ``LocalSGD(...)``.
-        process_group: Ranks that take part; None for all. A group of the same ranks is made for
-            the engine alone.
+        rule: When and how workers are brought together; see "Which rule when" in the guides.
+        process_group: Ranks that take part, as a group or a one-dimensional ``DeviceMesh``; None
+            for all. A group of the same ranks is made for the engine alone.
+        codec: How payloads travel: "fp32" (as they are), "bf16", "fp16", "int8", "int4", or a
+            codec object; what a codec loses is sent with the next round (error feedback).
         timeout_s: Longest wait for a peer, in seconds.
         check_every_rounds: Every so many rounds a hash of the anchor travels with the payload
             and all ranks compare; 0 for never.
@@ -102,47 +101,64 @@ class OuterSync:
         optimizer: torch.optim.Optimizer,
         *,
         rule: OuterRule,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | DeviceMesh | None = None,
+        codec: str | Codec = "fp32",
         timeout_s: float = 600.0,
         check_every_rounds: int = 16,
         transport: Transport | None = None,
     ) -> None:
         _require_usable(model, optimizer, timeout_s, check_every_rounds)
         self._rule = rule
+        self._model = model
         self._optimizer = optimizer
+        self._transport = transport or ProcessGroupTransport(
+            process_group, timeout_s=timeout_s, codec=codec
+        )
+        self._codec = "fp32" if transport is not None else str(codec)
         self._check_every_rounds = check_every_rounds
-        self._transport = transport or ProcessGroupTransport(process_group, timeout_s=timeout_s)
-        self._schedule = RoundSchedule(
-            tau=rule.tau,
-            delayed=rule.delayed,
-            first_round_synchronous=rule.bootstrap == "sync",
-            keeps_local=rule.keeps_local,
-        )
-        self._groups = flat_groups(
-            model.parameters(),
-            with_momentum=_needs_momentum(rule),
-            with_sent=rule.keeps_local,
-        )
-        self._state = OuterState()
-        self._in_flight: InFlight | None = None
-        lane_size = _LANE_FIXED + self._transport.world_size
-        self._lane = torch.zeros(
-            lane_size, dtype=torch.float64, device=self._groups[0].anchor.device
-        )
-        self._meter = StatisticsMeter(world_size=self._transport.world_size)
+        self._meter = StatisticsMeter()
         self._stability = StabilityWatch(rule)
+        self._tau: TauController | None = None
+        if rule.auto_tau is not None:
+            self._tau = TauController(rule.auto_tau, self._transport.world_size)
+        self._steps = 0
+        self._launching: int | None = None
+        surroundings = Surroundings(
+            rule=rule,
+            transport=self._transport,
+            meter=self._meter,
+            inner_lr=self._inner_lr,
+            check_every_rounds=check_every_rounds,
+            shard_sum=shard_sum_of(model),
+            on_reading=self._decide_tau,
+        )
+        extras = state_extras(rule, may_lose=getattr(self._transport, "may_lose", False))
+        self._fragments = make_fragments(model, surroundings, extras=extras)
         self._start_equal(model)
 
-    def step(self) -> None:
-        """Count one local step; at the end of a round wait, merge and launch as the rule says.
+    def step(self, weight: float | None = None) -> None:
+        """Count one local step; wait, merge and launch where the rule says so.
+
+        Args:
+            weight: What this step counts in the mean over the workers, usually its number of
+                tokens; None for equal weights. Give it at every step on every rank, or nowhere.
 
         Raises:
+            ConfigurationError: The weight is negative or not finite.
             CommunicationError: The all-reduce failed or timed out; names rank, round and step.
             ReplicaMismatchError: The replicas' anchors differ; names the ranks.
         """
-        boundary = self._schedule.step()
-        if boundary is not None:
-            self._run(boundary)
+        if weight is not None and not 0 <= weight < float("inf"):
+            message = f"weight must be finite and not negative; got {weight!r}"
+            raise ConfigurationError(message, hint="pass the step's number of tokens")
+        self._steps += 1
+        for fragment in self._fragments:
+            boundary = fragment.count(weight)
+            if boundary is not None:
+                self._launching = boundary.launched_round
+                fragment.run(boundary)
+                self._launching = None
+                self._stability.watch(self._meter)
 
     def finalize(self) -> None:
         """Drain: apply all work that was done anywhere, and leave all replicas equal.
@@ -156,9 +172,10 @@ class OuterSync:
             CommunicationError: The all-reduce failed or timed out.
             ReplicaMismatchError: The replicas' anchors differ.
         """
-        boundary = self._schedule.drain()
-        if boundary is not None:
-            self._run(boundary)
+        for fragment in self._fragments:
+            boundary = fragment.schedule.drain()
+            if boundary is not None:
+                fragment.run(boundary)
 
     @contextlib.contextmanager
     def global_parameters(self) -> Iterator[None]:
@@ -166,24 +183,37 @@ class OuterSync:
 
         Use it to evaluate between boundaries. The local parameters come back afterwards.
         """
-        saved = [p.detach().clone() for group in self._groups for p in group.parameters]
+        live = [tensor for fragment in self._fragments for tensor in fragment.tensors()]
+        saved = [tensor.detach().clone() for tensor in live]
         with torch.no_grad():
-            self._write_anchor()
+            for fragment in self._fragments:
+                fragment.write_anchor()
         try:
             yield
         finally:
-            parameters = [p for group in self._groups for p in group.parameters]
             with torch.no_grad():
-                for parameter, value in zip(parameters, saved, strict=True):
-                    parameter.copy_(value)
+                for tensor, value in zip(live, saved, strict=True):
+                    tensor.copy_(value)
 
     def statistics(self) -> SyncStatistics:
         """Return the totals since the start (over resumes too) as a frozen record."""
-        return self._meter.snapshot(steps=self._schedule.total_steps, rounds=self._schedule.round)
+        schedule = self._fragments[0].schedule
+        return self._meter.snapshot(
+            steps=self._steps,
+            rounds=sum(fragment.schedule.round for fragment in self._fragments),
+            tau=schedule.tau,
+            tau_changes=0 if self._tau is None else self._tau.changes,
+        )
 
     def flights(self) -> list[FlightRecord]:
         """Return and forget the flights that were waited for since the last call."""
         return self._meter.take_flights()
+
+    def tau_decisions(self) -> tuple[TauDecision, ...]:
+        """Return the last decisions of the automatic tau, oldest first."""
+        return () if self._tau is None else self._tau.decisions
+
+    # -- state --------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state as tensors and plain values.
@@ -196,162 +226,93 @@ class OuterSync:
         Raises:
             CommunicationError: The flight failed or timed out.
         """
-        flight = self._in_flight
-        if flight is not None:
-            self._land(flight)
+        for fragment in self._fragments:
+            fragment.land()
         return {
             "settings": self._settings(),
-            "schedule": dict(self._schedule.state()),
-            "scalars": vars(self._state).copy(),
+            "world_size": self._transport.world_size,
+            "steps": self._steps,
             "meter": self._meter.state(),
-            "flight_unit": 0.0 if flight is None else flight.unit,
-            "lane": self._lane,
-            "groups": groups_state(self._groups),
+            "tau": None if self._tau is None else self._tau.state(),
+            "fragments": {str(f.index): f.state_dict() for f in self._fragments},
+            "transport": self._transport.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state_dict()`` of the same rank, model and rule.
+        """Continue from ``state_dict()``.
 
-        The model's and the inner optimizer's own states are loaded by the caller.
+        On the same number of workers each rank loads its own state and goes on bit for bit; the
+        model's and the inner optimizer's states are loaded by the caller, before this call. On
+        another number of workers any rank's state will do, the same for all: every worker then
+        begins the round at the anchor. The flight that was in the air is merged as if nothing had
+        happened; the local steps since the last launch are lost, and so are a codec's residuals.
 
         Args:
             state: What ``state_dict()`` returned.
 
         Raises:
-            ConfigurationError: The state is of another rule, world size or model.
+            ConfigurationError: The state is of another rule or model.
         """
         require_same(state["settings"], self._settings())
-        restore_groups(self._groups, state["groups"])
-        self._schedule.restore(state["schedule"])
-        self._state = OuterState(**state["scalars"])
+        self._steps = state["steps"]
         self._meter.restore(state["meter"])
-        self._lane.copy_(state["lane"])
-        in_flight = self._schedule.in_flight_round
-        self._in_flight = (
-            None
-            if in_flight is None
-            else InFlight(round=in_flight, unit=state["flight_unit"], handle=None)
-        )
-
-    # -- boundaries -----------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def _run(self, boundary: Boundary) -> None:
-        started_s = time.perf_counter()
-        waited_before_s = self._meter.exposed_wait_s
-        coefficients = self._arrive() if boundary.arriving_round is not None else None
-        hash_now = self._hash_if_due(boundary)
-        measured = self._merge(coefficients, send=boundary.launched_round is not None)
-        self._account(measured, coefficients)
-        if boundary.launched_round is not None:
-            self._launch(boundary.launched_round, hash_now)
-        if boundary.wait_for_launched:
-            coefficients = self._arrive()
-            measured = self._merge(coefficients, send=False)
-            self._account(measured, coefficients)
-        waited_s = self._meter.exposed_wait_s - waited_before_s
-        self._meter.boundary_s += time.perf_counter() - started_s - waited_s
-
-    def _arrive(self) -> OuterCoefficients:
-        """Wait for the flight and turn its lane into the scalars of this outer step."""
-        flight = self._in_flight
-        assert flight is not None, "the schedule merges only what was launched"
-        self._land(flight)
-        self._in_flight = None
-        world = self._transport.world_size
-        lane = self._lane.tolist()
-        require_equal([int(h) for h in lane[_LANE_FIXED:]], round_number=flight.round)
-        return self._coefficients(
-            move=lane[_LANE_MOVE] / world, received=lane[_LANE_DELTA] / world, flight=flight
-        )
-
-    def _land(self, flight: InFlight) -> None:
-        if flight.handle is None:  # already landed, by a checkpoint or before a resume
+        if state["world_size"] != self._transport.world_size:
+            for fragment in self._fragments:
+                fragment.load_shared(state["fragments"][str(fragment.index)], with_flight=True)
             return
-        wait_started_s = time.perf_counter()
-        flight.handle.wait()
-        wait_ended_s = time.perf_counter()
-        completed_s = flight.handle.completed_at_s
-        record = FlightRecord(
-            round=flight.round,
-            payload_bytes=self._payload_bytes(),
-            launched_at_s=flight.handle.launched_at_s,
-            completed_at_s=wait_ended_s if completed_s is None else min(completed_s, wait_ended_s),
-            wait_started_at_s=wait_started_s,
-            wait_ended_at_s=wait_ended_s,
-        )
-        flight.handle = None
-        self._meter.add_flight(record)
+        if self._tau is not None:
+            self._tau.restore(state["tau"])
+        for fragment in self._fragments:
+            fragment.load_state_dict(state["fragments"][str(fragment.index)])
+        self._transport.load_state_dict(state["transport"])
 
-    def _coefficients(self, *, move: float, received: float, flight: InFlight) -> OuterCoefficients:
-        rule, penalty, state = self._rule, self._rule.penalty, self._state
-        in_lr_units = rule.units == "lr"
-        send_unit = flight.unit if in_lr_units else 1.0
-        step_unit = self._inner_lr() if in_lr_units else 1.0
-        gap, element_gap = 1.0, None
-        if isinstance(penalty, ConstantPenalty):
-            gap = penalty.value
-        elif isinstance(penalty, GapPenalty):
-            state.gap_reference = penalty.next_reference(state.gap_reference, received)
-            reference = state.gap_reference
-            if penalty.norm == "element" and reference is not None:
-                element_gap = ElementGap(move_scale=state.last_step, reference=reference)
-            elif penalty.norm != "element":
-                gap = penalty.gap(move=move, reference=reference)
-        state.gap = gap
-        return OuterCoefficients(
-            momentum=rule.outer_momentum,
-            delta_scale=1.0 / (self._transport.world_size * gap * send_unit),
-            step=rule.outer_lr * step_unit,
-            clip=rule.clip,
-            element_gap=element_gap,
-            with_norms=isinstance(penalty, GapPenalty),
-            nesterov=rule.nesterov,
-        )
+    def peer_state(self) -> dict[str, Any]:
+        """Return what a newcomer needs to stand where this worker stands, without local parts.
 
-    def _merge(self, coefficients: OuterCoefficients | None, *, send: bool) -> PieceStatistics:
-        pieces = (piece for group in self._groups for piece in group.pieces())
-        return merge_pieces(pieces, coefficients, send=send, keeps_local=self._rule.keeps_local)
+        For transports whose membership changes; called from within a launch.
+        """
+        frozen = [t.detach() for t in fixed_tensors(self._model)]
+        return {
+            "settings": self._settings(),
+            "steps": self._steps,
+            "launching": -1 if self._launching is None else self._launching,
+            "tau": None if self._tau is None else self._tau.state(),
+            "fragments": {str(f.index): f.shared_state() for f in self._fragments},
+            "fixed": frozen,
+        }
 
-    def _account(self, measured: PieceStatistics, coefficients: OuterCoefficients | None) -> None:
-        state = self._state
-        if coefficients is None:  # nothing arrived: the anchor stayed where it was
-            state.last_step = state.last_move = 0.0
+    def load_peer_state(self, state: dict[str, Any]) -> None:
+        """Begin a round where a peer stands, and take part in its launch with weight 0.
+
+        Args:
+            state: What ``peer_state()`` returned.
+
+        Raises:
+            ConfigurationError: The state is of another rule or model.
+        """
+        require_same(state["settings"], self._settings())
+        self._steps = state["steps"]
+        if self._tau is not None:
+            self._tau.restore(state["tau"])
+        with torch.no_grad():
+            for mine, theirs in zip(fixed_tensors(self._model), state["fixed"], strict=True):
+                mine.copy_(theirs)
+        for fragment in self._fragments:
+            shared = state["fragments"][str(fragment.index)]
+            fragment.load_shared(shared, with_flight=False)
+        if state["launching"] >= 0:
+            self._fragments[0].launch_nothing(state["launching"])
+
+    # -- small helpers ------------------------------------------------------------------------------
+
+    def _decide_tau(self, reading: LaneReading, round_number: int) -> None:
+        """Let the controller see what all ranks measured; the coming round has its tau."""
+        if self._tau is None or not reading.fits(self._transport.world_size):
             return
-        gap = state.gap
-        if coefficients.element_gap is not None:
-            gap = measured.gap_sum / max(measured.elements, 1)
-        state.last_step = coefficients.step
-        state.last_move = coefficients.step * measured.momentum_square**0.5
-        state.last_delta = measured.delta_square**0.5 / self._transport.world_size
-        penalty = self._rule.penalty
-        if isinstance(penalty, GapPenalty) and penalty.norm != "l2":
-            root = max(measured.elements, 1) ** 0.5
-            state.last_move /= root
-            state.last_delta /= root
-        self._meter.add_merge(gap=gap, clipped=measured.clipped, elements=measured.elements)
-        self._stability.watch(self._meter)
-
-    def _launch(self, round_number: int, anchor_hash: int) -> None:
-        transport = self._transport
-        self._lane.zero_()
-        self._lane[_LANE_MOVE] = self._state.last_move
-        self._lane[_LANE_DELTA] = self._state.last_delta
-        self._state.last_delta = 0.0  # each norm travels once
-        self._lane[_LANE_FIXED + transport.rank] = anchor_hash
-        payloads = [group.payload for group in self._groups]
-        step = self._schedule.total_steps
-        what = f"the all-reduce of round {round_number} (launched after step {step})"
-        handle = transport.launch(payloads, lane=self._lane, fragment=0, what=what)
-        self._in_flight = InFlight(round=round_number, unit=self._inner_lr(), handle=handle)
-
-    def _hash_if_due(self, boundary: Boundary) -> int:
-        every = self._check_every_rounds
-        if boundary.launched_round is None or not every or boundary.launched_round % every:
-            return 0  # the same on all ranks, so it compares equal
-        return replica_hash([group.anchor for group in self._groups])
-
-    # -- small helpers --------------------------------------------------------------------------
+        decision = self._tau.observe(reading.step_s, reading.flight_s, round_number=round_number)
+        if decision is not None:
+            _LOG.info("%s", decision)
+        self._fragments[0].schedule.tau = self._tau.local_tau(self._transport.rank)
 
     @torch.no_grad()
     def _start_equal(self, model: torch.nn.Module) -> None:
@@ -360,28 +321,24 @@ class OuterSync:
             message = "outer synchronisation needs at least two ranks; got world_size=1"
             hint = "start more ranks (fivefold train --nproc 2, torchrun --nproc-per-node 2)"
             raise ConfigurationError(message, hint=hint)
-        shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
-        settings = {"rule": self._rule, "parameters": shapes, "check": self._check_every_rounds}
-        for rank, other in enumerate(transport.gather_objects(settings)):
-            for key, value in settings.items():
+        shapes = [
+            (name, tuple(local_tensor(p).shape), str(p.dtype))
+            for name, p in model.named_parameters()
+        ]
+        mine = {"rule": self._rule, "parameters": shapes, "check": self._check_every_rounds}
+        for rank, other in enumerate(transport.gather_objects(mine)):
+            for key, value in mine.items():
                 if other[key] != value:
                     message = f"rank {rank} has another {key} than rank {transport.rank}"
                     hint = "all ranks must use the same model and the same rule"
                     raise ConfigurationError(message, hint=hint)
-        anchors = [group.anchor for group in self._groups]
-        rest = [p.detach() for p in model.parameters() if not p.requires_grad]
-        transport.broadcast([*anchors, *rest, *model.buffers()])
-        self._write_anchor()
-
-    def _write_anchor(self) -> None:
-        for piece in (piece for group in self._groups for piece in group.pieces()):
-            piece.local.copy_(piece.anchor)
+        anchors = [anchor for fragment in self._fragments for anchor in fragment.anchors]
+        transport.broadcast([*anchors, *(local_tensor(t) for t in fixed_tensors(model))])
+        for fragment in self._fragments:
+            fragment.begin()
 
     def _settings(self) -> dict[str, Any]:
-        return settings(self._rule, world_size=self._transport.world_size)
-
-    def _payload_bytes(self) -> int:
-        return sum(group.payload.nbytes for group in self._groups)
+        return settings(self._rule, fragments=len(self._fragments), codec=self._codec)
 
     def _inner_lr(self) -> float:
         lr = float(self._optimizer.param_groups[0]["lr"])
@@ -389,12 +346,6 @@ class OuterSync:
             message = f'units="lr" needs a positive inner learning rate at a boundary; got {lr}'
             raise ConfigurationError(message, hint='use units="delta", or a schedule above zero')
         return lr
-
-
-def _needs_momentum(rule: OuterRule) -> bool:
-    penalty = rule.penalty
-    by_element = isinstance(penalty, GapPenalty) and penalty.norm == "element"
-    return rule.outer_momentum > 0 or by_element
 
 
 def _require_usable(

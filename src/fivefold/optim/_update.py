@@ -14,8 +14,12 @@ from dataclasses import dataclass
 
 import torch
 
+Number = float | torch.Tensor
+"""A number, or a 0-dimensional tensor on the device: reading it there would stop the device."""
+
 __all__ = [
     "ElementGap",
+    "Number",
     "OuterCoefficients",
     "PieceStatistics",
     "accumulate_momentum_",
@@ -43,12 +47,13 @@ class OuterCoefficients:
 
     Attributes:
         momentum: beta.
-        delta_scale: Factor from the summed pseudo-gradients to D / L: 1 / (G * L * unit).
+        delta_scale: Factor from the summed pseudo-gradients to D / L: 1 / (sum of the weights * L * unit).
         step: Factor from the momentum to the movement of the anchor: alpha * unit.
         clip: phi, or None.
         element_gap: Set where L differs by element; delta_scale then has L = 1.
         with_norms: Whether to measure norms (costs two reads of each piece in cache).
         nesterov: Whether the anchor moves along beta * m + D / L instead of m.
+        mean_scale: Factor from the summed pseudo-gradients to their mean.
     """
 
     momentum: float
@@ -58,6 +63,7 @@ class OuterCoefficients:
     element_gap: ElementGap | None = None
     with_norms: bool = False
     nesterov: bool = False
+    mean_scale: float = 1.0
 
 
 @dataclass(kw_only=True)
@@ -72,10 +78,10 @@ class PieceStatistics:
         elements: Elements seen.
     """
 
-    delta_square: float = 0.0
-    momentum_square: float = 0.0
-    gap_sum: float = 0.0
-    clipped: int = 0
+    delta_square: Number = 0.0
+    momentum_square: Number = 0.0
+    gap_sum: Number = 0.0
+    clipped: Number = 0
     elements: int = 0
 
 
@@ -105,7 +111,7 @@ def accumulate_momentum_(
     else:
         if coefficients.element_gap is not None:
             gap = _element_gap(momentum, coefficients.element_gap)
-            statistics.gap_sum += float(gap.sum(dtype=torch.float64))
+            statistics.gap_sum += _number(gap.sum(dtype=torch.float64))
             delta_sum.div_(gap)
         result = momentum.mul_(coefficients.momentum)
         result.add_(delta_sum, alpha=coefficients.delta_scale)
@@ -162,17 +168,26 @@ def _element_gap(momentum: torch.Tensor, gap: ElementGap) -> torch.Tensor:
     return momentum.abs().mul_(gap.move_scale / gap.reference).add_(1.0)
 
 
-def _clip_(momentum: torch.Tensor, bound: float) -> int:
+def _clip_(momentum: torch.Tensor, bound: float) -> Number:
+    if momentum.is_cuda:  # looking at a value would stop the device
+        clipped = torch.count_nonzero(momentum.abs() > bound)
+        momentum.clamp_(-bound, bound)
+        return clipped
     # No element exceeds the norm: the common case costs one cheap read and no write.
     if momentum.numel() == 0 or float(torch.linalg.vector_norm(momentum)) <= bound:
         return 0
     smallest, largest = torch.aminmax(momentum)
     if max(-float(smallest), float(largest)) <= bound:
         return 0
-    clipped = int(torch.count_nonzero(momentum.abs() > bound))
+    count = int(torch.count_nonzero(momentum.abs() > bound))
     momentum.clamp_(-bound, bound)
-    return clipped
+    return count
 
 
-def _square_norm(values: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(values)) ** 2
+def _square_norm(values: torch.Tensor) -> Number:
+    norm = _number(torch.linalg.vector_norm(values))
+    return norm * norm
+
+
+def _number(value: torch.Tensor) -> Number:
+    return value.double() if value.is_cuda else float(value)

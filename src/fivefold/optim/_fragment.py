@@ -1,0 +1,452 @@
+"""One fragment: a part of the model with an outer state and rounds of its own.
+
+Most rules have one fragment, the whole model. A fragment knows when it launches and merges
+(``_schedule``), holds its flat buffers (``_flat``) and turns what arrived into the scalars of an
+outer step. Live parameters are touched on the training thread only, at boundaries: what is in
+flight is always the payload.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fivefold.optim._flat import FlatGroup, Piece
+from fivefold.optim._lane import Lane, LaneReading
+from fivefold.optim._merge import MERGES, MergeTask, merge_pieces
+from fivefold.optim._outer_optimizer import OuterOptimizer, OuterOptimizerStep
+from fivefold.optim._replica_hash import replica_hash, require_equal
+from fivefold.optim._rule import OuterRule
+from fivefold.optim._schedule import Boundary, RoundSchedule
+from fivefold.optim._staleness import ConstantPenalty, GapPenalty
+from fivefold.optim._state import (
+    SHARED_BUFFERS,
+    InFlight,
+    OuterState,
+    groups_state,
+    restore_groups,
+)
+from fivefold.optim._statistics import FlightRecord, StatisticsMeter
+from fivefold.optim._transport import Transport
+from fivefold.optim._update import ElementGap, OuterCoefficients, PieceStatistics
+
+__all__ = ["Fragment", "Surroundings"]
+
+ShardSum = Callable[[list[float]], list[float]]
+
+
+@dataclass(kw_only=True)
+class Surroundings:
+    """What all fragments of one engine share.
+
+    Attributes:
+        rule: The outer rule.
+        transport: What moves the sums.
+        meter: Where flights and merges are counted.
+        inner_lr: Reads the inner learning rate.
+        check_every_rounds: Replica checks; 0 for none.
+        shard_sum: Sums numbers over the ranks that hold this worker's other shards.
+        on_reading: Told each arrived lane with its round, after the merge.
+    """
+
+    rule: OuterRule
+    transport: Transport
+    meter: StatisticsMeter
+    inner_lr: Callable[[], float]
+    check_every_rounds: int
+    shard_sum: ShardSum
+    on_reading: Callable[[LaneReading, int], None]
+
+
+class Fragment:
+    """Outer state and rounds of one part of the model.
+
+    Args:
+        index: Its number.
+        groups: Flat state of its parameters.
+        averaged: Flat state of what is only averaged: the model's floating-point buffers.
+        schedule: Its rounds.
+        surroundings: What it shares with the others.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        groups: list[FlatGroup],
+        *,
+        averaged: list[FlatGroup],
+        schedule: RoundSchedule,
+        surroundings: Surroundings,
+    ) -> None:
+        self.index = index
+        self.groups = groups
+        self.averaged = averaged
+        self.schedule = schedule
+        self._shared = surroundings
+        self._state = OuterState(own_share=1.0 / surroundings.transport.world_size)
+        self._in_flight: InFlight | None = None
+        device = groups[0].anchor.device
+        self._lane = Lane(surroundings.transport.world_size, device=device)
+        self._side: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch
+        self._round_began_s: float | None = None
+        self._optimizer: OuterOptimizerStep | None = None
+        if isinstance(surroundings.rule, OuterOptimizer):
+            self._optimizer = OuterOptimizerStep(surroundings.rule, self._outer_parameters())
+        surroundings.transport.prepare(self._payloads(), fragment=index)
+
+    # -- what the engine calls --------------------------------------------------------------------
+
+    def count(self, weight: float | None) -> Boundary | None:
+        """Count one local step of this weight; return what is to be done after it."""
+        if weight is not None:
+            self._state.weight = (self._state.weight or 0.0) + weight
+        return self.schedule.step()
+
+    def run(self, boundary: Boundary) -> None:
+        """Wait, merge and launch as the boundary says."""
+        started_s = time.perf_counter()
+        meter = self._shared.meter
+        waited_before_s = meter.exposed_wait_s
+        landed = self._arrive() if boundary.arriving_round is not None else None
+        launched, waits = boundary.launched_round, boundary.wait_for_launched
+        if boundary.drains and launched is None and landed is not None and not landed.arrived:
+            launched, waits = landed.round, True  # nothing may stay open: it goes out again now
+        step_s = 0.0 if launched is None else self._step_s(started_s)
+        anchor_hash = self._hash_if_due(launched)
+        self._merge(landed, send=launched is not None, settles=boundary.drains and launched is None)
+        if launched is not None:
+            self._launch(launched, anchor_hash=anchor_hash, step_s=step_s)
+        while waits:
+            landed = self._arrive()
+            waits = not landed.arrived
+            self._state.weight = landed.weight if waits else None
+            self._merge(landed, send=waits, settles=not waits)
+            if waits:
+                self._launch(landed.round, anchor_hash=0, step_s=0.0)
+        ended_s = time.perf_counter()
+        if launched is not None:
+            self._round_began_s = ended_s
+        meter.boundary_s += ended_s - started_s - (meter.exposed_wait_s - waited_before_s)
+
+    def begin(self) -> None:
+        """Start from the anchor, which is equal on all ranks now."""
+        for group in [*self.groups, *self.averaged]:
+            group.forget_own_part()
+        self.write_anchor()
+
+    def land(self) -> None:
+        """Wait for what is in flight; it stays in flight in the schedule's sense."""
+        if self._in_flight is not None:
+            self._land(self._in_flight)
+
+    def write_anchor(self) -> None:
+        """Put the anchor into the model."""
+        for piece in self._pieces():
+            piece.local.copy_(piece.anchor)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield the live tensors."""
+        for group in [*self.groups, *self.averaged]:
+            yield from group.tensors
+
+    @property
+    def anchors(self) -> list[torch.Tensor]:
+        """Flat anchors, of the parameters and of what is only averaged."""
+        return [group.anchor for group in [*self.groups, *self.averaged]]
+
+    # -- checkpoints --------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return buffers and numbers; a flight must have been landed."""
+        flight = self._in_flight
+        empty = LaneReading.empty(self._shared.transport.world_size)
+        reading = empty if flight is None or flight.reading is None else flight.reading
+        return self._numbers() | {
+            "arrived": True if flight is None else flight.arrived,
+            "reading": reading.numbers(),
+            "groups": groups_state(self.groups),
+            "averaged": groups_state(self.averaged),
+            "outer_optimizer": None if self._optimizer is None else self._optimizer.state_dict(),
+        }
+
+    def shared_state(self) -> dict[str, Any]:
+        """Return what all workers have in common at this moment, without what is in flight."""
+        optimizer = None if self._optimizer is None else self._optimizer.state_dict()
+        return self._numbers() | {
+            "groups": groups_state(self.groups, only=SHARED_BUFFERS),
+            "averaged": groups_state(self.averaged, only=SHARED_BUFFERS),
+            "outer_optimizer": optimizer,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state_dict()`` of this rank."""
+        restore_groups(self.groups, state["groups"])
+        restore_groups(self.averaged, state["averaged"])
+        self._load_numbers(state)
+
+    def load_shared(self, state: dict[str, Any], *, with_flight: bool) -> None:
+        """Stand as a worker that begins its round now, at the anchor, with nothing of its own.
+
+        Args:
+            state: ``shared_state()``, or ``state_dict()`` of any worker.
+            with_flight: Whether the state has a landed flight that is still to be merged.
+        """
+        names = (*SHARED_BUFFERS, "payload") if with_flight else SHARED_BUFFERS
+        restore_groups(self.groups, state["groups"], only=names)
+        restore_groups(self.averaged, state["averaged"], only=names)
+        for group in [*self.groups, *self.averaged]:
+            group.forget_own_part()
+        self._load_numbers(state)
+        self.schedule.restart_round()
+        self._state.weight = None
+        self._state.own_share = 1.0 / self._shared.transport.world_size
+        with torch.no_grad():
+            self.write_anchor()
+
+    def launch_nothing(self, round_number: int) -> None:
+        """Take part in a launch with weight 0: a newcomer has no work of its own yet."""
+        for group in [*self.groups, *self.averaged]:
+            group.payload.zero_()
+        self._send(round_number, weight=0.0, anchor_hash=0, step_s=0.0)
+
+    def _numbers(self) -> dict[str, Any]:
+        return {
+            "schedule": dict(self.schedule.state()),
+            "scalars": self._state.numbers(),
+            "flight_unit": 0.0 if self._in_flight is None else self._in_flight.unit,
+            "flight_weight": 0.0 if self._in_flight is None else self._in_flight.weight,
+        }
+
+    def _load_numbers(self, state: dict[str, Any]) -> None:
+        self.schedule.restore(state["schedule"])
+        self._state = OuterState(**state["scalars"])
+        self._round_began_s = None
+        if self._optimizer is not None:
+            self._optimizer.load_state_dict(state["outer_optimizer"])
+        self._in_flight = None
+        if self.schedule.in_flight_round is not None and "reading" in state:
+            self._in_flight = InFlight(
+                round=self.schedule.in_flight_round,
+                unit=state["flight_unit"],
+                weight=state["flight_weight"],
+                handle=None,
+                arrived=bool(state["arrived"]),
+                reading=LaneReading(**state["reading"]),
+            )
+
+    # -- arrival ----------------------------------------------------------------------------------
+
+    def _arrive(self) -> InFlight:
+        flight = self._in_flight
+        assert flight is not None, "the schedule merges only what was launched"
+        self._land(flight)
+        self._in_flight = None
+        reading = flight.reading
+        assert reading is not None, "landing reads the lane"
+        if flight.arrived:
+            hashes = {slot: int(h) for slot, h in enumerate(reading.hash) if reading.weight[slot]}
+            require_equal(hashes, round_number=flight.round)
+            self._shared.on_reading(reading, flight.round)
+        return flight
+
+    def _land(self, flight: InFlight) -> None:
+        handle = flight.handle
+        if handle is None:  # already landed, by a checkpoint or before a resume
+            return
+        wait_started_s = time.perf_counter()
+        flight.arrived = self._wait(handle)
+        wait_ended_s = time.perf_counter()
+        completed_s = handle.completed_at_s
+        landed_s = wait_ended_s if completed_s is None else min(completed_s, wait_ended_s)
+        flight.reading = self._lane.read()
+        flight.handle = None
+        self._state.last_flight_s = landed_s - handle.launched_at_s if flight.arrived else 0.0
+        record = FlightRecord(
+            round=flight.round,
+            payload_bytes=sum(payload.nbytes for payload in self._payloads()),
+            launched_at_s=handle.launched_at_s,
+            completed_at_s=landed_s,
+            wait_started_at_s=wait_started_s,
+            wait_ended_at_s=wait_ended_s,
+            fragment=self.index,
+            sent_bytes=handle.sent_bytes,
+            lost=not flight.arrived,
+        )
+        self._shared.meter.add_flight(record)
+
+    def _wait(self, handle: Any) -> bool:
+        if self._side is None:
+            return bool(handle.wait())
+        # The host waits for the flight alone: on a stream of its own, so that the steps queued on
+        # the compute stream run on meanwhile.
+        with torch.cuda.stream(self._side):
+            arrived = bool(handle.wait())
+            self._lane.fetch()
+        self._side.synchronize()
+        torch.cuda.current_stream(self._side.device).wait_stream(self._side)
+        return arrived
+
+    def _coefficients(self, flight: InFlight) -> OuterCoefficients | None:
+        """Turn what the lane brought into the scalars of this outer step."""
+        reading = flight.reading
+        if not flight.arrived or reading is None or reading.total_weight == 0:
+            return None
+        rule, penalty, state = self._shared.rule, self._shared.rule.penalty, self._state
+        in_lr_units = rule.units == "lr"
+        send_unit = flight.unit if in_lr_units else 1.0
+        step_unit = self._shared.inner_lr() if in_lr_units else 1.0
+        gap, element_gap = 1.0, None
+        if isinstance(penalty, ConstantPenalty):
+            gap = penalty.value
+        elif isinstance(penalty, GapPenalty):
+            move, received = self._norms(reading)
+            state.gap_reference = penalty.next_reference(state.gap_reference, received)
+            reference = state.gap_reference
+            if penalty.norm == "element" and reference is not None:
+                element_gap = ElementGap(move_scale=state.last_step, reference=reference)
+            elif penalty.norm != "element":
+                gap = penalty.gap(move=move, reference=reference)
+        state.gap = gap
+        return OuterCoefficients(
+            momentum=rule.outer_momentum,
+            delta_scale=1.0 / (reading.total_weight * gap * send_unit),
+            step=rule.outer_lr * step_unit,
+            clip=rule.clip,
+            element_gap=element_gap,
+            with_norms=isinstance(penalty, GapPenalty),
+            nesterov=rule.nesterov,
+            mean_scale=1.0 / reading.total_weight,
+        )
+
+    def _norms(self, reading: LaneReading) -> tuple[float, float]:
+        """Norms of the anchor's last movement and of the pseudo-gradient before, over all shards."""
+        move, received = reading.agreed(reading.move), reading.agreed(reading.delta)
+        elements = float(sum(group.anchor.numel() for group in self.groups))
+        move_square, delta_square, total = self._shared.shard_sum([move**2, received**2, elements])
+        penalty = self._shared.rule.penalty
+        by_element = isinstance(penalty, GapPenalty) and penalty.norm != "l2"
+        scale = 1.0 / max(total, 1.0) if by_element else 1.0
+        return (move_square * scale) ** 0.5, (delta_square * scale) ** 0.5
+
+    # -- merge and launch ---------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _merge(self, landed: InFlight | None, *, send: bool, settles: bool) -> None:
+        coefficients = None if landed is None else self._coefficients(landed)
+        lost = landed is not None and coefficients is None
+        rule = self._shared.rule
+        reading = None if landed is None else landed.reading
+        if reading is not None and coefficients is not None:
+            own = reading.weight[self._shared.transport.rank] if reading.fits(self._slots) else 0.0
+            self._state.own_share = own / reading.total_weight
+        task = MergeTask(
+            coefficients=coefficients,
+            send=send,
+            settles=settles,
+            weight=self._weight() if send else 1.0,
+            resend=lost,
+            local_share=rule.local_share,
+            own_share=self._state.own_share,
+            outer_lr=rule.outer_lr,
+            outer_momentum=rule.outer_momentum,
+        )
+        measured = merge_pieces(self._pieces(of=self.groups), task, merge=MERGES[rule.merge])
+        if self._optimizer is not None:
+            if coefficients is not None:
+                self._optimizer.step()
+            self.write_anchor()
+        self._average(task, reading)
+        self._account(measured, coefficients)
+
+    def _average(self, task: MergeTask, reading: LaneReading | None) -> None:
+        """Buffers are averaged by the delay-corrected merge, whatever the rule is."""
+        if not self.averaged:
+            return
+        plain = None
+        if task.coefficients is not None and reading is not None:
+            scale = 1.0 / reading.total_weight
+            plain = OuterCoefficients(momentum=0.0, delta_scale=scale, step=1.0, clip=None)
+        task = MergeTask(
+            coefficients=plain, send=task.send, settles=task.settles, weight=task.weight
+        )
+        merge_pieces(self._pieces(of=self.averaged), task, merge=MERGES["correct"])
+
+    def _account(self, measured: PieceStatistics, coefficients: OuterCoefficients | None) -> None:
+        state = self._state
+        if coefficients is None:  # nothing arrived: the anchor stayed where it was
+            state.last_step = 0.0
+            state.last_move = 0.0
+            return
+        gap = state.gap
+        if coefficients.element_gap is not None:
+            gap = float(measured.gap_sum) / max(measured.elements, 1)
+        state.last_step = coefficients.step
+        state.last_move = coefficients.step * measured.momentum_square**0.5
+        state.last_delta = measured.delta_square**0.5 * coefficients.mean_scale
+        self._shared.meter.add_merge(gap=gap, clipped=measured.clipped, elements=measured.elements)
+
+    def _launch(self, round_number: int, *, anchor_hash: int, step_s: float) -> None:
+        weight = self._weight()
+        self._state.weight = None
+        self._send(round_number, weight=weight, anchor_hash=anchor_hash, step_s=step_s)
+
+    def _send(self, round_number: int, *, weight: float, anchor_hash: int, step_s: float) -> None:
+        shared, state = self._shared, self._state
+        self._lane.write(
+            shared.transport.rank,
+            weight=weight,
+            hash=float(anchor_hash),
+            move=state.last_move,
+            delta=state.last_delta,
+            step_s=step_s,
+            flight_s=state.last_flight_s,
+        )
+        state.last_delta = 0.0  # each norm travels once
+        part = "" if self.index == 0 else f" of fragment {self.index}"
+        step = self.schedule.total_steps
+        what = f"the all-reduce of round {round_number}{part} (launched after step {step})"
+        unit = shared.inner_lr()
+        handle = shared.transport.launch(
+            self._payloads(), lane=self._lane.tensor, fragment=self.index, what=what
+        )
+        self._in_flight = InFlight(round=round_number, unit=unit, handle=handle, weight=weight)
+
+    @property
+    def _slots(self) -> int:
+        return self._shared.transport.world_size
+
+    # -- small helpers ------------------------------------------------------------------------------
+
+    def _weight(self) -> float:
+        return 1.0 if self._state.weight is None else self._state.weight
+
+    def _step_s(self, now_s: float) -> float:
+        """Seconds per local step since the last launch; 0 where that is not known."""
+        steps = self.schedule.ended_steps
+        if self._round_began_s is None or steps == 0:
+            return 0.0
+        return (now_s - self._round_began_s) / steps
+
+    def _hash_if_due(self, launched_round: int | None) -> int:
+        every = self._shared.check_every_rounds
+        if launched_round is None or not every or launched_round % every:
+            return 0  # the same on all ranks, so it compares equal
+        return replica_hash(self.anchors)
+
+    def _payloads(self) -> list[torch.Tensor]:
+        return [group.payload for group in [*self.groups, *self.averaged]]
+
+    def _pieces(self, of: list[FlatGroup] | None = None) -> Iterator[Piece]:
+        groups = [*self.groups, *self.averaged] if of is None else of
+        return (piece for group in groups for piece in group.pieces())
+
+    def _outer_parameters(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for group in self.groups:
+            gradients = group.shaped(group.extras["gradient"])
+            yield from zip(group.shaped(group.anchor), gradients, strict=True)

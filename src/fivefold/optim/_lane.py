@@ -1,0 +1,102 @@
+"""The lane: a few numbers of each rank that travel with every payload.
+
+Each rank has a slot of its own, so a sum over the ranks is a table of what each rank wrote, the
+same bit for bit everywhere. All decisions of the engine (staleness gap, tau, replica check) are
+made from it, so all ranks decide alike, whatever each rank's hardware rounds to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fivefold.optim._update import Number
+
+__all__ = ["Lane", "LaneReading"]
+
+_FIELDS = ("weight", "hash", "move", "delta", "step_s", "flight_s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaneReading:
+    """What all ranks wrote, in slot order.
+
+    Attributes:
+        weight: Weight of each rank's payload; 0 where a slot is empty.
+        hash: Replica hash of each rank's anchor, 0 where it was not taken.
+        move: Norm of the anchor's last movement, as each rank computed it.
+        delta: Norm of the mean pseudo-gradient applied last, as each rank computed it.
+        step_s: Seconds per local step that a flight can hide behind.
+        flight_s: Seconds of each rank's last flight.
+    """
+
+    weight: list[float]
+    hash: list[float]
+    move: list[float]
+    delta: list[float]
+    step_s: list[float]
+    flight_s: list[float]
+
+    @property
+    def total_weight(self) -> float:
+        """Sum of the weights."""
+        return sum(self.weight)
+
+    def fits(self, world_size: int) -> bool:
+        """Whether it has this many slots; not after a resume on another number of workers."""
+        return len(self.weight) == world_size
+
+    def agreed(self, values: list[float]) -> float:
+        """Mean over the ranks that took part, for values that are equal up to rounding."""
+        taken = [v for v, weight in zip(values, self.weight, strict=True) if weight > 0]
+        return sum(taken) / len(taken) if taken else 0.0
+
+    def numbers(self) -> dict[str, Any]:
+        """Plain numbers, for a checkpoint."""
+        return {name: list(getattr(self, name)) for name in _FIELDS}
+
+    @classmethod
+    def empty(cls, world_size: int) -> LaneReading:
+        """Return a reading in which nobody took part."""
+        return cls(**{name: [0.0] * world_size for name in _FIELDS})
+
+
+class Lane:
+    """The tensor that travels, float64, one slot per rank and field.
+
+    Args:
+        world_size: Number of slots.
+        device: Where the payloads are.
+    """
+
+    def __init__(self, world_size: int, *, device: torch.device) -> None:
+        self._world_size = world_size
+        size = len(_FIELDS) * world_size
+        self.tensor = torch.zeros(size, dtype=torch.float64, device=device)
+        pinned = device.type == "cuda"
+        self._host = torch.zeros(size, dtype=torch.float64, pin_memory=True) if pinned else None
+
+    def write(self, rank: int, **values: Number) -> None:
+        """Fill this rank's slot, and nothing else.
+
+        Args:
+            rank: This rank's slot.
+            values: Fields by name, numbers or 0-dimensional tensors; others are 0.
+        """
+        self.tensor.zero_()
+        for name, value in values.items():
+            self.tensor[_FIELDS.index(name) * self._world_size + rank] = value
+
+    def fetch(self) -> None:
+        """Queue the copy to the host on the current stream; nothing to do on a CPU."""
+        if self._host is not None:
+            self._host.copy_(self.tensor, non_blocking=True)
+
+    def read(self) -> LaneReading:
+        """Return what arrived; on a GPU what was fetched."""
+        values = (self.tensor if self._host is None else self._host).tolist()
+        size = self._world_size
+        columns = {n: values[i * size : (i + 1) * size] for i, n in enumerate(_FIELDS)}
+        return LaneReading(**columns)

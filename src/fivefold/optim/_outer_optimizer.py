@@ -1,0 +1,135 @@
+"""Any ``torch.optim`` optimizer as the outer optimizer.
+
+The anchor takes the place of the parameters and the mean pseudo-gradient that of the gradient. One
+parameter of the outer optimizer is one parameter of the model (a view of the flat anchor, in its
+shape), so optimizers that look at shapes (Muon, Adafactor) see what they expect.
+
+References:
+    FedOpt, arXiv 2003.00295, which calls it the server optimizer; DiLoCo, arXiv 2311.08105.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from fivefold.errors import ConfigurationError
+from fivefold.optim._rule import MergeKind, OuterRule, require_plain
+
+__all__ = ["OuterOptimizer", "OuterOptimizerStep"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OuterOptimizer(OuterRule):
+    """Any ``torch.optim`` optimizer on the pseudo-gradients, exposed or hidden.
+
+    At a boundary the optimizer takes one step on the anchor with the mean pseudo-gradient as the
+    gradient, and every worker goes on from the anchor. ``SGD(lr=1)`` is Local SGD,
+    ``SGD(lr=0.7, momentum=0.9, nesterov=True)`` is DiLoCo; with ``hidden=True`` the pseudo-gradient
+    is that of the round before and the all-reduce runs behind compute, as in CO2. The optimizer's
+    state is part of the checkpoint. Choose it for adaptive outer steps (FedAdam and its family).
+
+    Args:
+        tau: Local steps per round.
+        optimizer: A class of ``torch.optim``, or one with the same constructor.
+        options: Its keyword arguments.
+        hidden: Whether the all-reduce runs behind the next round.
+        staleness: Divisor of the pseudo-gradient; the gap penalty needs the engine's own step, so
+            "none" or "constant:..." here.
+
+    Raises:
+        ConfigurationError: A value is outside its range, or the optimizer refuses its options.
+
+    References:
+        Reddi et al., arXiv 2003.00295.
+
+    Example:
+        >>> OuterOptimizer(tau=8, optimizer=torch.optim.AdamW, options={"lr": 1e-3}).delayed
+        False
+    """
+
+    merge: ClassVar[MergeKind] = "hand over"
+    name: ClassVar[str] = "outer optimizer"
+
+    optimizer: type[torch.optim.Optimizer]
+    options: dict[str, Any] = field(default_factory=dict)
+    hidden: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        names = ("outer_lr", "outer_momentum", "clip", "units", "bootstrap", "staleness")
+        hint = "put the learning rate and momentum into options"
+        require_plain(self, *names, takes="tau, optimizer, options and hidden", hint=hint)
+        probe = torch.nn.Parameter(torch.zeros(2, 2))
+        try:
+            self.optimizer([probe], **self.options)
+        except (TypeError, ValueError, AttributeError) as error:
+            message = f"optimizer={self.optimizer!r} refuses options={self.options!r}: {error}"
+            hint = "give a class of torch.optim and its keyword arguments"
+            raise ConfigurationError(message, hint=hint) from error
+
+    @property
+    def delayed(self) -> bool:
+        """Whether the all-reduce runs behind the next round."""
+        return self.hidden
+
+
+class OuterOptimizerStep:
+    """The optimizer of one fragment, on views of its anchors.
+
+    Args:
+        rule: Class and options.
+        anchors_and_gradients: One pair of equal shape per parameter; views of flat buffers.
+    """
+
+    def __init__(
+        self,
+        rule: OuterOptimizer,
+        anchors_and_gradients: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    ) -> None:
+        self._rule = rule
+        self._parameters = []
+        for anchor, gradient in anchors_and_gradients:
+            parameter = torch.nn.Parameter(anchor)
+            parameter.grad = gradient
+            self._parameters.append(parameter)
+        self._optimizer = rule.optimizer(self._parameters, **rule.options)
+        self._steps = 0
+
+    def step(self) -> None:
+        """Move the anchors by what is in the gradients."""
+        self._optimizer.step()
+        self._steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state; its structure is the same before the first step."""
+        state = self._optimizer.state_dict()["state"] if self._steps else self._blank_state()
+        named = {str(index): dict(entries) for index, entries in state.items()}
+        return {"steps": self._steps, "state": named}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state_dict()`` of the same rule and shapes."""
+        self._steps = int(state["steps"])
+        fresh = self._rule.optimizer(self._parameters, **self._rule.options)
+        if self._steps:
+            whole = fresh.state_dict()
+            whole["state"] = {int(index): entries for index, entries in state["state"].items()}
+            fresh.load_state_dict(whole)
+        self._optimizer = fresh
+
+    def _blank_state(self) -> dict[int, Any]:
+        """State of the same structure as after a step, from a step that moves only copies.
+
+        Loaders that fill a prepared structure need it; ``steps`` says that it means nothing yet.
+        """
+        copies = []
+        for parameter in self._parameters:
+            copy = torch.nn.Parameter(torch.zeros_like(parameter))
+            copy.grad = torch.zeros_like(parameter)
+            copies.append(copy)
+        optimizer = self._rule.optimizer(copies, **self._rule.options)
+        optimizer.step()
+        return dict(optimizer.state_dict()["state"])
