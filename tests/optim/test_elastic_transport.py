@@ -218,6 +218,19 @@ def test_two_newcomers_at_once(tmp_path):
         require_all_work_of(world, *"abcd")
 
 
+def test_newcomers_start_no_second_job_while_a_worker_is_only_slow(tmp_path):
+    """Two newcomers outnumber the one worker, which is in a long round: they wait for it."""
+    with World(tmp_path, min_workers=1, join_timeout_s=0.5) as world:
+        world.start("b", train, rounds=4, round_s=3.0, timeout_s=10.0)
+        world.until_rounds("b", 1)
+        world.start("c", train, rounds=4, round_s=3.0, timeout_s=10.0)
+        world.start("d", train, rounds=4, round_s=3.0, timeout_s=10.0)
+        world.join(*"bcd", timeout_s=35)
+        assert world.log("c", "joined")[0]["round"] >= 1
+        assert world.log("d", "joined")[0]["round"] >= 1
+        require_all_work_of(world, *"bcd")
+
+
 class DiesOnLoad(Miniature):
     def load_peer_state(self, _):
         os.kill(os.getpid(), signal.SIGKILL)

@@ -12,10 +12,8 @@ the others stand, bit for bit.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
-import threading
 import time
 import uuid
 import weakref
@@ -24,13 +22,16 @@ from typing import Any, Protocol
 
 import torch
 
-from fivefold.errors import CommunicationError, ConfigurationError, FivefoldError
-from fivefold.optim._elastic_quorum import Ballot, Decision
+from fivefold.errors import CommunicationError, ConfigurationError
+from fivefold.optim._elastic_flight import ElasticFlight
+from fivefold.optim._elastic_quorum import Ballot, Decision, Member
 from fivefold.optim._elastic_services import ElasticGroup, ElasticServices
 
 __all__ = ["ElasticTransport", "LeftBehindError", "elastic_transport"]
 
 _LOG = logging.getLogger(__name__)
+_SLACK_S = 60.0
+_PAUSE_S = 0.2
 
 
 class LeftBehindError(CommunicationError):
@@ -113,6 +114,7 @@ class ElasticTransport:
     def __init__(self, services: ElasticServices, *, max_workers: int, timeout_s: float) -> None:
         self._services = services
         self._capacity = max_workers
+        self._timeout_s = timeout_s
         self._group = ElasticGroup(services.worker, timeout_s=timeout_s)
         self._settings = ""
         self._holder: PeerStateHolder | None = None
@@ -154,21 +156,31 @@ class ElasticTransport:
                 the most gives its state to the others.
 
         Raises:
-            ConfigurationError: The job has other settings, or no free slot.
+            ConfigurationError: The job has other settings or no free slot, or a flight is under
+                way.
             CommunicationError: No quorum or no state in time.
         """
+        if self._flight is not None:
+            message = f"worker {self.worker}: join while a flight is under way"
+            raise ConfigurationError(message, hint="join before training or after LeftBehindError")
         self._holder = holder
         self._leave()
         what = "joining"
+        deadline_s = time.monotonic() + self._services.quorum_timeout_s
         while True:
             ballot = self._ballot(history=uuid.uuid4().hex, steps=steps)
             decision = self._services.vote(ballot, what=what)
             if self.worker in decision.refused:
                 message = f"worker {self.worker} cannot join: {decision.refused[self.worker]}"
                 raise ConfigurationError(message, hint="start all workers with the same settings")
-            if self._enter(decision):
+            silent = self._silent_members(decision)
+            if not silent and self._enter(decision):
                 return
-            what = "joining again after a peer was lost"
+            if time.monotonic() > deadline_s:
+                message = f"worker {self.worker} could not join in time; silent: {silent or '-'}"
+                hint = "end the silent workers if they hang, or raise quorum_timeout_s"
+                raise CommunicationError(message, hint=hint)
+            what = "joining again"
 
     def launch(
         self, payloads: Sequence[torch.Tensor], *, lane: torch.Tensor, fragment: int, what: str
@@ -193,7 +205,7 @@ class ElasticTransport:
         tensors = [*payloads, lane]
         ballot = self._ballot(turn=turn, history=decision.history, slot=self._slot)
         self._flight = ElasticFlight(
-            self, tensors, members=len(decision.members), ballot=ballot, what=what
+            self, tensors, members=decision.members, ballot=ballot, what=what
         )
         self._flight.start()
         return self._flight
@@ -219,15 +231,21 @@ class ElasticTransport:
 
     # -- one flight -----------------------------------------------------------------------------
 
-    def fly(self, tensors: Sequence[torch.Tensor], *, turn: int) -> None:
+    @property
+    def patience_s(self) -> float:
+        """Longest that a flight can take: to form the group, to sum, to vote; with some slack."""
+        return 2 * self._timeout_s + self._services.quorum_timeout_s + _SLACK_S
+
+    def fly(
+        self, tensors: Sequence[torch.Tensor], *, members: tuple[Member, ...], turn: int
+    ) -> None:
         """Sum the tensors over the members; runs in the flight's thread.
 
         Raises:
             RuntimeError: A member ended or the timeout passed.
         """
-        assert self._decision is not None, "launch() looked"
         try:
-            self._group.form(self._decision.members, turn=turn)
+            self._group.form(members, turn=turn)
             self._group.sum_(tensors)
         except RuntimeError:
             self._group.abort()
@@ -263,6 +281,20 @@ class ElasticTransport:
 
     # -- membership -----------------------------------------------------------------------------
 
+    def _silent_members(self, decision: Decision) -> list[str]:
+        """Who may have the job's state, where none of the voters has.
+
+        Newcomers alone must not start a second job while a worker of the first is only slow.
+        """
+        if decision.turn >= 0:
+            return []
+        voters = [*(member.worker for member in decision.members), *decision.refused]
+        silent = self._services.silent_workers(voters)
+        if silent:
+            _LOG.info("waiting for %s, which may have the job's state", ", ".join(silent))
+            time.sleep(_PAUSE_S)
+        return silent
+
     def _enter(self, decision: Decision) -> bool:
         """Take the seat that the decision gives, with a peer's state; False to try again."""
         self._decision = decision
@@ -278,7 +310,11 @@ class ElasticTransport:
             return True
         name, address = source
         try:
-            state = self._services.fetch_state(address, turn=turn, what=f"worker {name}")
+            # At the start of a job the source answers at once, later at its next launch.
+            patience_s = self._services.quorum_timeout_s if turn else self._timeout_s
+            state = self._services.fetch_state(
+                address, turn=turn, what=f"worker {name}", patience_s=patience_s
+            )
         except CommunicationError as error:
             _LOG.warning("%s", error)
             self._leave()
@@ -309,85 +345,6 @@ class ElasticTransport:
             gone, come = sorted(before - after), sorted(after - before)
             count = len(after)
             _LOG.warning("%d workers go on; left: %s; joined: %s", count, gone or "-", come or "-")
-
-
-class ElasticFlight:
-    """One flight, flown and voted on in a thread of its own, behind the local steps.
-
-    Args:
-        transport: Whose flight it is.
-        tensors: Payloads and lane; summed in place.
-        members: Number of workers that take part.
-        ballot: This worker's vote, but for the result.
-        what: What is sent, for messages.
-    """
-
-    def __init__(
-        self,
-        transport: ElasticTransport,
-        tensors: Sequence[torch.Tensor],
-        *,
-        members: int,
-        ballot: Ballot,
-        what: str,
-    ) -> None:
-        self.launched_at_s = time.perf_counter()
-        self.completed_at_s: float | None = None
-        # A ring: each member sends every part of the sum twice, but for its own share.
-        self.sent_bytes = round(2 * (members - 1) * sum(t.nbytes for t in tensors) / members)
-        self._transport = transport
-        self._tensors = tensors
-        self._ballot = ballot
-        self._what = what
-        self._outcome: bool | None = None
-        self._decision: Decision | None = None
-        self._error: BaseException | None = None
-        on_device = [t.device for t in tensors if t.device.type == "cuda"]
-        self._stream = torch.cuda.current_stream(on_device[0]) if on_device else None
-        # A daemon: a process that ends must not wait for a quorum.
-        self._thread = threading.Thread(target=self._run, name="elastic-flight", daemon=True)
-
-    def start(self) -> None:
-        """Take off."""
-        self._thread.start()
-
-    def wait(self) -> bool:
-        """Block until the quorum has decided on the flight; see ``Flight.wait``.
-
-        Raises:
-            LeftBehindError: The others went on without this worker.
-            CommunicationError: No quorum came together in time.
-        """
-        if self._outcome is None:
-            self._thread.join()  # bounded: every step of it has a timeout
-            if self._error is not None:
-                raise self._error
-            assert self._decision is not None, "no error and no decision"
-            self._outcome = self._transport.adopt(self._decision, what=self._what)
-            self._tensors = ()
-        return self._outcome
-
-    def _run(self) -> None:
-        try:
-            arrived = self._fly()
-            self.completed_at_s = time.perf_counter()
-            ballot = Ballot(**{**self._ballot.to_data(), "arrived": arrived})
-            self._decision = self._transport.vote(ballot, what=self._what)
-        except BaseException as error:  # noqa: BLE001 - handed to the caller of wait()
-            self._error = error
-
-    def _fly(self) -> bool:
-        stream = contextlib.nullcontext() if self._stream is None else self._stream
-        try:
-            with stream:
-                self._transport.fly(self._tensors, turn=self._ballot.turn)
-        except RuntimeError as error:
-            if isinstance(error, FivefoldError):
-                raise
-            reason = str(error).strip().partition("\n")[0]
-            _LOG.warning("worker %s: %s was lost: %s", self._ballot.worker, self._what, reason)
-            return False
-        return True
 
 
 def _close(services: ElasticServices, group: ElasticGroup) -> None:

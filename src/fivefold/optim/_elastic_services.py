@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 import time
 import urllib.error
+import urllib.request
 import uuid
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -36,6 +38,8 @@ _LOG = logging.getLogger(__name__)
 _POLL_S = 0.05
 _CONNECT_S = 10.0
 _HEARTBEAT_S = 0.25
+# One line of the lighthouse's page for each live worker; a dead one's has the class "old" too.
+_LIVE = re.compile(r'class="heartbeat\s*"\s*>\s*(\S+): seen ')
 
 
 def require_torchft() -> None:
@@ -85,11 +89,9 @@ class ElasticServices:
         self, lighthouse: str, *, host: str | None, timeout_s: float, quorum_timeout_s: float
     ) -> None:
         require_torchft()
-        from torchft.coordination import ManagerServer  # noqa: PLC0415 - optional, slow
-
         self._url = lighthouse_url(lighthouse)
         self._timeout_s = timeout_s
-        self._quorum_timeout_s = quorum_timeout_s
+        self.quorum_timeout_s = quorum_timeout_s
         self._connect_timeout = timedelta(seconds=min(_CONNECT_S, quorum_timeout_s))
         self._client = self._connect()
         host = host or _own_address(self._url)
@@ -99,18 +101,8 @@ class ElasticServices:
         )
         self.store_address = f"{host}:{self._store.port}"
         self._state_server = _StateServer(host, timeout_s=timeout_s)
-        # It beats from a native thread: a long local step of ours never looks like a death.
-        self._heart = ManagerServer(
-            replica_id=self.worker,
-            lighthouse_addr=self._url,
-            hostname=host,
-            bind=f"{host}:0",
-            store_addr=self.store_address,
-            world_size=1,
-            heartbeat_interval=timedelta(seconds=_HEARTBEAT_S),
-            connect_timeout=self._connect_timeout,
-            quorum_retries=0,
-        )
+        self._host = host
+        self._heart: Any = None
 
     @property
     def state_address(self) -> str:
@@ -127,7 +119,8 @@ class ElasticServices:
         Raises:
             CommunicationError: No quorum came together in time.
         """
-        deadline_s = time.monotonic() + self._quorum_timeout_s
+        deadline_s = time.monotonic() + self.quorum_timeout_s
+        self._beat()
         while True:
             left_s = max(deadline_s - time.monotonic(), _POLL_S)
             try:
@@ -148,6 +141,24 @@ class ElasticServices:
                 _LOG.warning("the lighthouse does not answer (%s); trying again", error)
                 time.sleep(10 * _POLL_S)
 
+    def silent_workers(self, voters: Collection[str]) -> list[str]:
+        """Workers that are alive but are not among the voters of a quorum.
+
+        A quorum does not say so; the lighthouse's page does.
+
+        Raises:
+            CommunicationError: The page could not be read.
+        """
+        url = f"{self._url}/status"
+        try:
+            timeout_s = self._connect_timeout.total_seconds()
+            with urllib.request.urlopen(url, timeout=timeout_s) as page:  # noqa: S310 - http only
+                text = page.read().decode()
+        except OSError as error:
+            message = f"worker {self.worker}: the lighthouse's page cannot be read: {error}"
+            raise CommunicationError(message, hint=f"look at {url}") from error
+        return sorted(set(_LIVE.findall(text)) - set(voters))
+
     def serve_state(self, state: object, *, turn: int, copiers: Sequence[str]) -> None:
         """Offer a copy of the state as of this flight to workers that join.
 
@@ -164,18 +175,19 @@ class ElasticServices:
         """Forget the copy: whoever joined has it, whoever did not joins another time."""
         self._state_server.retire()
 
-    def fetch_state(self, address: str, *, turn: int, what: str) -> Any:
+    def fetch_state(self, address: str, *, turn: int, what: str, patience_s: float) -> Any:
         """Get a peer's state as of a flight; waits until the peer reaches it.
 
         Args:
             address: The peer's ``state_address``.
             turn: Number of the flight.
             what: For messages.
+            patience_s: Longest wait until the transfer begins, in seconds.
 
         Raises:
             CommunicationError: The peer ended, or did not reach the flight in time.
         """
-        deadline_s = time.monotonic() + self._quorum_timeout_s
+        deadline_s = time.monotonic() + patience_s
         while True:
             try:
                 return self._state_server.fetch(address, turn=turn)
@@ -188,16 +200,33 @@ class ElasticServices:
                 message = f"worker {self.worker}: {what} ended while sending its state: {error}"
                 raise CommunicationError(message, hint="another peer is asked") from error
             if time.monotonic() > deadline_s:
-                message = (
-                    f"worker {self.worker}: {what} gave no state in {self._quorum_timeout_s} s"
-                )
+                message = f"worker {self.worker}: {what} gave no state in {patience_s:g} s"
                 raise CommunicationError(message, hint="raise quorum_timeout_s") from reason
             time.sleep(_POLL_S)
 
     def close(self) -> None:
         """Stop the heartbeat and the servers."""
-        self._heart.shutdown()
+        if self._heart is not None:
+            self._heart.shutdown()
         self._state_server.close()
+
+    def _beat(self) -> None:
+        """Be alive from now on, in a native thread: a long step never looks like a death."""
+        if self._heart is not None:
+            return
+        from torchft.coordination import ManagerServer  # noqa: PLC0415 - optional, slow
+
+        self._heart = ManagerServer(
+            replica_id=self.worker,
+            lighthouse_addr=self._url,
+            hostname=self._host,
+            bind=f"{self._host}:0",
+            store_addr=self.store_address,
+            world_size=1,
+            heartbeat_interval=timedelta(seconds=_HEARTBEAT_S),
+            connect_timeout=self._connect_timeout,
+            quorum_retries=0,
+        )
 
     def _connect(self) -> Any:
         from torchft.coordination import LighthouseClient  # noqa: PLC0415 - optional, slow
@@ -210,7 +239,7 @@ class ElasticServices:
             raise CommunicationError(message, hint=hint) from error
 
     def _no_quorum(self, what: str) -> CommunicationError:
-        message = f"worker {self.worker}: no quorum for {what} in {self._quorum_timeout_s} s"
+        message = f"worker {self.worker}: no quorum for {what} in {self.quorum_timeout_s} s"
         hint = (
             f"too few workers are alive, or one is silent; {self._url} shows who is there; start "
             "the others again, or raise quorum_timeout_s"
