@@ -324,7 +324,7 @@ class TauController:
         )
         self._log.restore(numbers=state["decision_numbers"], times=state["decision_times"])
 
-    # -- tau ------------------------------------------------------------------------------------
+    # -- tau --------------------------------------------------------------------------------------
 
     def _need(self, times: Sequence[float]) -> _Need | None:
         """Return what the windows ask for; None until they are full."""

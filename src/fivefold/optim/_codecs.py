@@ -166,8 +166,8 @@ class CastCodec(Codec):
         >>> codec = CastCodec(torch.bfloat16)
         >>> codec.encoded_bytes(10)
         20
-        >>> codec.decode(codec.encode(torch.tensor([1.0, 1e-30])), 2)
-        tensor([1.0000e+00, 1.0018e-30])
+        >>> codec.decode(codec.encode(torch.tensor([1.0, 0.1])), 2)
+        tensor([1.0000, 0.1001])
     """
 
     dtype: torch.dtype = torch.bfloat16

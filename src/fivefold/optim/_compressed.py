@@ -237,7 +237,7 @@ class CompressedExchange:
                 for name, residual in part.items():
                     residual.copy_(state[fragment][index][name])
 
-    # -- on the communication thread ------------------------------------------------------------
+    # -- on the communication thread --------------------------------------------------------------
 
     @torch.no_grad()
     def _sum(

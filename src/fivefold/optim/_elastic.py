@@ -229,7 +229,7 @@ class ElasticTransport:
         """Leave the job; the others notice when the heartbeat stops."""
         self._close()
 
-    # -- one flight -----------------------------------------------------------------------------
+    # -- one flight -------------------------------------------------------------------------------
 
     @property
     def patience_s(self) -> float:
@@ -279,7 +279,7 @@ class ElasticTransport:
             self._group.abort()
         return decision.committed
 
-    # -- membership -----------------------------------------------------------------------------
+    # -- membership -------------------------------------------------------------------------------
 
     def _silent_members(self, decision: Decision) -> list[str]:
         """Who may have the job's state, where none of the voters has.

@@ -160,7 +160,7 @@ class Fragment:
         """Flat anchors, of the parameters and of what is only averaged."""
         return [group.anchor for group in [*self.groups, *self.averaged]]
 
-    # -- checkpoints --------------------------------------------------------------------------------
+    # -- checkpoints ------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return buffers and numbers; a flight must have been landed."""
@@ -325,7 +325,7 @@ class Fragment:
         )
 
     def _norms(self, reading: LaneReading) -> tuple[float, float]:
-        """Norms of the anchor's last movement and of the pseudo-gradient before, over all shards."""
+        """Norms of the last movement and of the pseudo-gradient before it, over all shards."""
         move, received = reading.agreed(reading.move), reading.agreed(reading.delta)
         elements = float(sum(group.anchor.numel() for group in self.groups))
         move_square, delta_square, total = self._shared.shard_sum([move**2, received**2, elements])
@@ -334,7 +334,7 @@ class Fragment:
         scale = 1.0 / max(total, 1.0) if by_element else 1.0
         return (move_square * scale) ** 0.5, (delta_square * scale) ** 0.5
 
-    # -- merge and launch ---------------------------------------------------------------------------
+    # -- merge and launch -------------------------------------------------------------------------
 
     @torch.no_grad()
     def _merge(self, landed: InFlight | None, *, send: bool, settles: bool) -> None:
@@ -421,7 +421,7 @@ class Fragment:
     def _slots(self) -> int:
         return self._shared.transport.world_size
 
-    # -- small helpers ------------------------------------------------------------------------------
+    # -- small helpers ----------------------------------------------------------------------------
 
     def _weight(self) -> float:
         return 1.0 if self._state.weight is None else self._state.weight

@@ -219,7 +219,7 @@ def _pulled_run(world: _World, rule: OuterRule, *, parts: list[int]) -> Referenc
         for index, x in enumerate(torch.split(world.start, parts))
     ]
     for number in world.numbers:
-        pieces = [list(z.split(parts)) for z in world.stepped(workers, number)]
+        pieces = [list(torch.split(z, parts)) for z in world.stepped(workers, number)]
         for index, fragment in enumerate(fragments):
             column = [mine[index] for mine in pieces]
             fragment.after(number, column, run)

@@ -108,7 +108,7 @@ def require_same(saved: dict[str, Any], current: dict[str, Any]) -> None:
     for key, value in current.items():
         if saved.get(key) != value:
             message = f"the saved outer state has {key}={saved.get(key)!r}, this run has {value!r}"
-            hint = "resume with the same rule, or load the model alone and start a new OuterSync from it"
+            hint = "resume with the same rule, or load the model alone into a new OuterSync"
             raise ConfigurationError(message, hint=hint)
 
 

@@ -95,7 +95,7 @@ class OuterSync:
         [4, 4]
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - independent options, each with a default
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
@@ -213,7 +213,7 @@ class OuterSync:
         """Return the last decisions of the automatic tau, oldest first."""
         return () if self._tau is None else self._tau.decisions
 
-    # -- state --------------------------------------------------------------------------------------
+    # -- state ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state as tensors and plain values.
@@ -303,7 +303,7 @@ class OuterSync:
         if state["launching"] >= 0:
             self._fragments[0].launch_nothing(state["launching"])
 
-    # -- small helpers ------------------------------------------------------------------------------
+    # -- small helpers ----------------------------------------------------------------------------
 
     def _decide_tau(self, reading: LaneReading, round_number: int) -> None:
         """Let the controller see what all ranks measured; the coming round has its tau."""

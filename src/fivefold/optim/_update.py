@@ -47,7 +47,8 @@ class OuterCoefficients:
 
     Attributes:
         momentum: beta.
-        delta_scale: Factor from the summed pseudo-gradients to D / L: 1 / (sum of the weights * L * unit).
+        delta_scale: Factor from the summed pseudo-gradients to D / L: 1 / (sum of the weights
+            * L * unit).
         step: Factor from the momentum to the movement of the anchor: alpha * unit.
         clip: phi, or None.
         element_gap: Set where L differs by element; delta_scale then has L = 1.
