@@ -22,15 +22,25 @@ class World:
     def __init__(self, folder, *, min_workers=1, join_timeout_s=20.0, heartbeat_timeout_s=1.0):
         self.folder = folder
         self.processes = {}
+        self._settings = {
+            "min_workers": min_workers,
+            "join_timeout_s": join_timeout_s,
+            "heartbeat_timeout_s": heartbeat_timeout_s,
+        }
+        self.start_lighthouse("127.0.0.1:0")
+
+    def start_lighthouse(self, bind):
         receiver, sender = CONTEXT.Pipe(duplex=False)
         self._lighthouse = CONTEXT.Process(
-            target=_lighthouse_main,
-            args=(sender, min_workers, join_timeout_s, heartbeat_timeout_s),
-            daemon=True,
+            target=_lighthouse_main, args=(sender, bind, self._settings), daemon=True
         )
         self._lighthouse.start()
         assert receiver.poll(20), "the lighthouse did not start"
         self.lighthouse = receiver.recv()
+
+    def kill_lighthouse(self):
+        self._lighthouse.kill()
+        self._lighthouse.join()
 
     def __enter__(self):
         return self
@@ -89,15 +99,10 @@ class Log:
         self._file.write(json.dumps({"kind": kind, **values}) + "\n")
 
 
-def _lighthouse_main(sender, min_workers, join_timeout_s, heartbeat_timeout_s):
+def _lighthouse_main(sender, bind, settings):
     from fivefold.optim import start_lighthouse
 
-    server = start_lighthouse(
-        "127.0.0.1:0",
-        min_workers=min_workers,
-        join_timeout_s=join_timeout_s,
-        heartbeat_timeout_s=heartbeat_timeout_s,
-    )
+    server = start_lighthouse(bind, **settings)
     sender.send(f"127.0.0.1:{server.port}")
     signal.pause()
 

@@ -339,6 +339,23 @@ def test_a_worker_with_other_settings_is_told_so(tmp_path):
         assert end_of(world, "a")["anchor"][2] == 0
 
 
+def test_the_lighthouse_is_killed_and_another_takes_its_place(tmp_path):
+    with World(tmp_path, min_workers=2) as world:
+        for name in "ab":
+            world.start(name, train, rounds=40)
+        world.until_rounds("a", 5)
+        world.kill_lighthouse()
+        time.sleep(1.5)
+        seen = len(world.log("a", "round"))
+        time.sleep(0.5)
+        assert len(world.log("a", "round")) == seen < 38  # they wait at a vote
+        world.start_lighthouse(world.lighthouse)
+        world.join("a", "b")
+        require_equal_anchors(world, "a", "b")
+        require_all_work_of(world, "a", "b")
+        assert end_of(world, "a")["lost"] == 0
+
+
 def test_a_lighthouse_that_is_not_there():
     with pytest.raises(CommunicationError, match="no lighthouse answers"):
         elastic_transport(lighthouse="127.0.0.1:1", quorum_timeout_s=1.0)
@@ -348,7 +365,7 @@ def test_a_lighthouse_that_is_not_there():
     ("options", "message"),
     [
         ({"lighthouse": "nowhere"}, "must be host:port"),
-        ({"lighthouse": "h:1", "max_workers": 0}, "max_workers must be at least 1"),
+        ({"lighthouse": "h:1", "max_workers": 0}, "max_workers must be at least 2"),
         ({"lighthouse": "h:1", "timeout_s": 0}, "timeouts must be positive"),
     ],
 )

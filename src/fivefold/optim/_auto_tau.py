@@ -235,7 +235,7 @@ class TauController:
                 0.0 where a rank has nothing to tell (absent, or its first round).
             flight_s: Per rank, seconds from launch to completion of the last flight that ended;
                 0.0 where there is none.
-            round_number: Round that ends here.
+            round_number: Round whose message brought these numbers.
 
         Returns:
             The decision, or None where all stays as it is.

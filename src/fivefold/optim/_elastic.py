@@ -89,10 +89,10 @@ def elastic_transport(
         >>> elastic_transport(lighthouse="10.0.0.1:29510", max_workers=0)
         Traceback (most recent call last):
             ...
-        fivefold.errors.ConfigurationError: max_workers must be at least 1; got 0
+        fivefold.errors.ConfigurationError: max_workers must be at least 2; got 0
     """
-    if max_workers < 1:
-        raise ConfigurationError(f"max_workers must be at least 1; got {max_workers}")
+    if max_workers < 2:
+        raise ConfigurationError(f"max_workers must be at least 2; got {max_workers}")
     if timeout_s <= 0 or quorum_timeout_s <= 0:
         message = f"timeouts must be positive; got {timeout_s} and {quorum_timeout_s}"
         raise ConfigurationError(message)
@@ -110,6 +110,8 @@ class ElasticTransport:
         max_workers: Number of slots.
         timeout_s: Longest all-reduce, in seconds.
     """
+
+    may_lose = True  # the engine keeps its own part of a flight until the flight counts
 
     def __init__(self, services: ElasticServices, *, max_workers: int, timeout_s: float) -> None:
         self._services = services
@@ -181,6 +183,9 @@ class ElasticTransport:
                 hint = "end the silent workers if they hang, or raise quorum_timeout_s"
                 raise CommunicationError(message, hint=hint)
             what = "joining again"
+
+    def prepare(self, payloads: Sequence[torch.Tensor], *, fragment: int) -> None:
+        """Nothing is kept between flights."""
 
     def launch(
         self, payloads: Sequence[torch.Tensor], *, lane: torch.Tensor, fragment: int, what: str

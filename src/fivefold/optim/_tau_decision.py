@@ -24,7 +24,8 @@ class TauDecision:
     """One change of tau, or of the ranks' local steps ("balance"), for logs and timelines.
 
     Attributes:
-        round: Round at whose end it was made; the next round runs with it.
+        round: Round whose message brought the measurements; the round that begins when it has
+            arrived is the first with the new tau.
         previous: tau before.
         tau: tau from now on.
         step_s: Compute seconds of one step of tau: of the slowest rank, or with ``balance`` of

@@ -299,10 +299,15 @@ class _Run:
                 grad_norm=float(self.stepper.grad_norm),
                 tokens_per_s=rate,
             )
-            statistics = self.method.statistics()
-            if statistics is not None:
-                totals = dataclasses.asdict(statistics)
-                self.metrics.write("sync", step=self.step, wall_s=wall_s, **totals)
+            self._log_sync(self.metrics, wall_s)
+
+    def _log_sync(self, metrics: MetricsWriter, wall_s: float) -> None:
+        statistics = self.method.statistics()
+        if statistics is not None:
+            totals = dataclasses.asdict(statistics)
+            metrics.write("sync", step=self.step, wall_s=wall_s, **totals)
+        for decision in self.method.take_decisions():
+            metrics.write("tau", step=self.step, wall_s=wall_s, **dataclasses.asdict(decision))
 
     def _validate(self) -> None:
         with self.recorder.span("validation", f"step {self.step}"), self.method.evaluation():

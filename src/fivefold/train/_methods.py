@@ -17,7 +17,7 @@ import torch
 from fivefold.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from fivefold.optim import SyncStatistics
+    from fivefold.optim import SyncStatistics, TauDecision
     from fivefold.train._config import SyncConfig
     from fivefold.train._spans import Span
     from fivefold.train._world import World
@@ -136,6 +136,10 @@ class Method(Protocol):
         """The outer engine's own record; None for other methods."""
         ...
 
+    def take_decisions(self) -> list[TauDecision]:
+        """Changes of tau since the last call."""
+        ...
+
 
 class NoMethod:
     """Every rank trains alone: the same step with communication switched off.
@@ -188,6 +192,10 @@ class NoMethod:
     def statistics(self) -> SyncStatistics | None:
         """No outer engine."""
         return None
+
+    def take_decisions(self) -> list[TauDecision]:
+        """No tau."""
+        return []
 
 
 def make_method(
