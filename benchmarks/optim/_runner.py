@@ -100,7 +100,7 @@ def _train_ddp(worker: Worker) -> None:
 
 
 def _train_rule(worker: Worker, setting: Setting) -> SyncStatistics:
-    sync = OuterSync(worker.model, worker.optimizer, rule=setting.rule())
+    sync = OuterSync(worker.model, worker.optimizer, rule=setting.rule(), codec=setting.codec)
     with warnings.catch_warnings():
         # Some sweeps go beyond the stability limit on purpose.
         warnings.simplefilter("ignore", StabilityWarning)
