@@ -25,7 +25,7 @@ from fivefold.train._world import guard
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from fivefold.optim import SyncStatistics
+    from fivefold.optim import SyncStatistics, TauDecision
     from fivefold.train._methods import LanguageModel
     from fivefold.train._world import World
 
@@ -139,6 +139,10 @@ class DataParallelMethod:
         """Spans since the last call."""
         taken, self._spans = self._spans, []
         return taken
+
+    def take_decisions(self) -> list[TauDecision]:
+        """No tau."""
+        return []
 
     def statistics(self) -> SyncStatistics | None:
         """No outer engine."""

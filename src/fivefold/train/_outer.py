@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from fivefold.optim import SyncStatistics
+    from fivefold.optim import FlightRecord, SyncStatistics, TauDecision
     from fivefold.train._config import SyncConfig
     from fivefold.train._world import World
 
@@ -50,6 +50,7 @@ class OuterMethod(NoMethod):
     ) -> None:
         super().__init__(model)
         self._spans: list[Span] = []
+        self._told_round = -1
         with guard(world, "setting up the outer synchronisation"):
             self._sync = OuterSync(
                 model,
@@ -95,6 +96,7 @@ class OuterMethod(NoMethod):
         """Continue from a checkpoint."""
         self.totals.load_state_dict(state["totals"])
         self._sync.load_state_dict(state["sync"])
+        self.take_decisions()  # those of before are in the metrics
 
     def take_spans(self) -> list[Span]:
         """Spans since the last call."""
@@ -104,6 +106,12 @@ class OuterMethod(NoMethod):
     def statistics(self) -> SyncStatistics | None:
         """The engine's own record."""
         return self._sync.statistics()
+
+    def take_decisions(self) -> list[TauDecision]:
+        """Changes of tau since the last call, or since the checkpoint that was loaded."""
+        made = [d for d in self._sync.tau_decisions() if d.round > self._told_round]
+        self._told_round = made[-1].round if made else self._told_round
+        return made
 
     def _timed(self, action: Callable[[], None], *, name: str) -> None:
         start_s = time.perf_counter()
@@ -118,7 +126,7 @@ class OuterMethod(NoMethod):
     def _collect_flights(self) -> list[Span]:
         waits = []
         for flight in self._sync.flights():
-            name = f"all-reduce round {flight.round}"
+            name = _flight_name(flight)
             begin_s, end_s = flight.wait_started_at_s, flight.wait_ended_at_s
             waits.append(Span(lane="wait", name=name, start_s=begin_s, end_s=end_s))
             landed_s = flight.completed_at_s
@@ -128,7 +136,7 @@ class OuterMethod(NoMethod):
                     name=name,
                     start_s=flight.launched_at_s,
                     end_s=landed_s,
-                    details={key: getattr(flight, key) for key in _DETAILS if hasattr(flight, key)},
+                    details={key: getattr(flight, key) for key in _DETAILS},
                 )
             )
             self.totals.in_flight_s += landed_s - flight.launched_at_s
@@ -137,6 +145,11 @@ class OuterMethod(NoMethod):
             self.totals.collectives += 1
         self._spans += waits
         return waits
+
+
+def _flight_name(flight: FlightRecord) -> str:
+    fragment = f", fragment {flight.fragment}" if flight.fragment else ""
+    return f"all-reduce round {flight.round}{fragment}{' (lost)' if flight.lost else ''}"
 
 
 def make_rule(config: SyncConfig) -> OuterRule:
