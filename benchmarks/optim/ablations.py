@@ -106,9 +106,19 @@ def main() -> None:
         output = arguments.output or RESULTS
     if arguments.quick:
         return
-    write_results(output, topic=TOPIC, rows=rows)
+    # Kept outcomes are equal to fresh ones, so where they lay is no part of the command.
+    write_results(output, topic=TOPIC, rows=rows, command=_command(arguments))
     if not arguments.tune:
         draw_all(output, FIGURES)
+
+
+def _command(arguments: argparse.Namespace) -> str:
+    parts = ["python benchmarks/optim/ablations.py", f"--steps {arguments.steps}"]
+    if arguments.tune:
+        parts.append(f"--tune --methods {arguments.methods}")
+    else:
+        parts.append(f"--sweeps {arguments.sweeps} --seeds {arguments.seeds}")
+    return " ".join(parts)
 
 
 def _arguments() -> argparse.Namespace:

@@ -167,7 +167,7 @@ def boundary_samples(subject: Subject, rule: OuterRule, repetitions: int) -> dic
     sync = subject.engine(rule)
     buffers = make_buffers(subject.model.num_parameters)
     samples: dict[str, list[float]] = {"boundary": [], "copy": [], "update": []}
-    actions = {
+    actions: dict[str, Callable[[], object]] = {
         "boundary": sync.step,
         "copy": lambda: buffers.local.copy_(buffers.anchor),
         "update": lambda: bare_update(rule, buffers),
