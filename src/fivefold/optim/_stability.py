@@ -16,7 +16,7 @@ from fivefold.optim._statistics import StatisticsMeter
 __all__ = ["StabilityWarning", "StabilityWatch"]
 
 _ROUNDS_BEFORE_WARNING = 8
-_FRAMES_TO_THE_CALLER_OF_STEP = 6
+_FRAMES_TO_THE_CALLER_OF_STEP = 3
 
 
 class StabilityWarning(UserWarning):
