@@ -43,7 +43,7 @@ def run_of(*ranks, method="co2", label="CO2", sync=(), tau=()):
 def test_rounds_of_one_length_need_no_curve_of_their_length():
     run = run_of(played([4, 4, 4, 2]), played([4, 4, 4, 2], rank=1))
     figures = round_figures([run])
-    assert list(figures) == ["flights"]
+    assert list(figures) == ["flights", "sent"]
     waited, flown = figures["flights"]["data"]
     assert waited["y"] == [0, 0, 0, 0.5]
     assert flown["y"] == [0.5] * 4
@@ -64,7 +64,7 @@ def test_steps_of_each_round_with_the_decisions_and_the_ranks_that_differ():
 
 
 def test_staggered_fragments_of_equal_rounds_need_no_curve_of_their_length():
-    assert list(round_figures([run_of(played([4] * 12, fragments=4))])) == ["flights"]
+    assert "steps" not in round_figures([run_of(played([4] * 12, fragments=4))])
 
 
 def test_gap_and_bytes_come_from_the_engines_totals():
@@ -81,8 +81,29 @@ def test_gap_and_bytes_come_from_the_engines_totals():
 def test_what_would_be_flat_or_empty_is_left_out():
     flat = [SyncPoint(step=n, wall_s=n, sent_bytes=0, last_staleness_gap=1.0) for n in range(3)]
     assert round_figures([run_of(sync=flat)]) == {}
-    assert round_figures([run_of(played([1, 2, 3]), method="ddp")]) == {}
+    assert round_figures([run_of(method="ddp")]) == {}
     assert round_figures([]) == {}
+
+
+def test_what_ddp_sent_is_added_up_from_its_messages():
+    figures = round_figures([run_of(played([1, 2, 3]), method="ddp")])
+    assert list(figures) == ["sent"]
+    trace = figures["sent"]["data"][0]
+    assert (trace["x"], trace["y"]) == ([1, 3, 6], [1, 2, 3])
+
+
+def test_messages_counted_by_the_method_stand_in_the_place_of_the_least(comparison):
+    path = comparison / "co2" / "result.json"
+    result = json.loads(path.read_text())
+    result["communication"]["sent_bytes"] = 64 * 400_000  # an int8 codec, say
+    path.write_text(json.dumps(result))
+    report = build_report([comparison])
+    co2 = report.summaries[2]
+    assert (co2.message_bytes_per_step, co2.payload_bytes_per_step) == (400_000, 1_500_000)
+    page = render_html(report)
+    bars = re.findall(r'class="bar" role="img" aria-label="[^"]*? ([\d.]+ [kM]B \w+)"', page)
+    assert bars[-4:] == ["1.5 MB payload", "400 kB messages", *bars[-2:]]
+    assert sum(bar.endswith("least") for bar in bars) == 1  # DDP's
 
 
 def test_fragments_are_drawn_one_above_the_other_and_high_enough_for_their_names():

@@ -31,6 +31,9 @@ _METHOD_COLOURS = {
     "local_sgd": "#b45fa0",
     "diloco": "#6f78dd",
     "delay_corrected": "#a3791b",
+    "overlap_local_sgd": "#8c6a56",
+    "eager_diloco": "#4a9fb5",
+    "streaming_diloco": "#9a58c9",
 }
 _SPARE_COLOURS = ("#cf4a6b", "#2f9494", "#7d858f")
 _SYMBOLS = ("circle", "diamond", "square", "triangle-up", "x", "star")

@@ -267,9 +267,10 @@ def _overlap_bars(summaries: Sequence[RunSummary]) -> list[_Bar]:
 
 
 def _link_bars(summaries: Sequence[RunSummary]) -> list[_Bar]:
-    """Per run the payload, the least that must travel and what the interface counted."""
+    """Per run the payload, what had to travel for it and what the interface counted."""
     kinds = (
         ("payload", "payload_bytes_per_step"),
+        ("messages", "message_bytes_per_step"),
         ("least", "least_link_bytes_per_step"),
         ("sent", "sent_bytes_per_step"),
         ("received", "received_bytes_per_step"),
@@ -278,7 +279,10 @@ def _link_bars(summaries: Sequence[RunSummary]) -> list[_Bar]:
         (run, kind, value)
         for run in summaries
         for kind, field in kinds
-        if (value := getattr(run, field)) is not None and run.payload_bytes_per_step
+        if (value := getattr(run, field)) is not None
+        and run.payload_bytes_per_step
+        # Where the method counted its messages, the least for messages without a codec is no news.
+        and not (kind == "least" and run.message_bytes_per_step is not None)
     ]
     longest = max((value for _, _, value in known), default=0.0)
     if longest <= 0:

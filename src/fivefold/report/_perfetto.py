@@ -131,9 +131,10 @@ def _complete(process: int, thread: int, span: Span, start_s: float) -> dict[str
 
 def _counters(rank: RankTrace, start_s: float) -> list[dict[str, Any]]:
     """What adds up or changes over the run, as tracks of numbers."""
-    points = [point for point in round_points(rank) if point.round is not None]
-    sent_bytes = list(accumulate(point.sent_bytes or 0 for point in points))
-    launched_s = [point.launched_s for point in points]
+    messages = round_points(rank)
+    sent_bytes = list(accumulate(point.sent_bytes or 0 for point in messages))
+    launched_s = [point.launched_s for point in messages]
+    points = [point for point in messages if point.round is not None]
     fragments = {point.fragment for point in points}
     series: list[tuple[str, str, list[tuple[float, float]]]] = [
         ("exposed wait so far", "ms", _wait_so_far_ms(rank)),

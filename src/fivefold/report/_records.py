@@ -175,6 +175,7 @@ class Communication(_Record):
     exposed_wait_s: float = 0.0
     overlap_fraction: float | None = None
     payload_bytes: NonNegativeInt = 0
+    sent_bytes: NonNegativeInt | None = None
     collectives: NonNegativeInt = 0
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import html
 import json
 import math
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import plotly.graph_objects as go
@@ -59,11 +60,6 @@ _MOST_OTHER_RANKS = 7
 def round_figures(runs: Sequence[Run]) -> dict[str, Any]:
     """Build the figures that have something to show as plain plotly JSON, by their name."""
     colours = run_colours(runs)
-    drawn = [
-        (run, colour)
-        for run, colour in zip(runs, colours, strict=True)
-        if run.manifest.method not in _BASELINES
-    ]
     writers: dict[str, tuple[Callable[[go.Figure, Run, str], None], str, str]] = {
         "flights": (_add_flights, "wall time (s)", "seconds per message"),
         "steps": (_add_steps, "wall time (s)", "local steps"),
@@ -73,8 +69,9 @@ def round_figures(runs: Sequence[Run]) -> dict[str, Any]:
     figures = {}
     for name, (add, x_title, y_title) in writers.items():
         figure = go.Figure(layout={"template": "none"})
-        for run, colour in drawn:
-            add(figure, run, colour)
+        for run, colour in zip(runs, colours, strict=True):
+            if name == "sent" or run.manifest.method not in _BASELINES:
+                add(figure, run, colour)
         if figure.data:
             # A gap is never below 1, all else never below 0.
             mode = "normal" if name == "gap" else "tozero"
@@ -167,8 +164,16 @@ def _add_sent(figure: go.Figure, run: Run, colour: str) -> None:
         for point in run.metrics.sync
         if (sent := point.sent_bytes) is not None
     ]
+    points = points or _sent_by_spans(run)
     if any(megabytes > 0 for _, megabytes in points):
         _add_line(figure, run, colour, points=points, shown="%{y:.4g} MB")
+
+
+def _sent_by_spans(run: Run) -> list[tuple[int, float]]:
+    """What rank 0's messages add up to, for methods that keep no totals of their own."""
+    messages = round_points(run.ranks[0]) if run.ranks else []
+    sent = accumulate(point.sent_bytes or 0 for point in messages)
+    return [(point.step, total / 1e6) for point, total in zip(messages, sent, strict=True)]
 
 
 def _add_line(

@@ -26,6 +26,7 @@ class RoundPoint:
     Attributes:
         round: Round whose work it carried; None where none was recorded (DDP's buckets).
         launched_s: When it was launched, in the spans' own time.
+        step: Steps that had begun by then.
         local_steps: Steps since the last launch of this fragment, or since the start.
         flight_s: Seconds in flight.
         waited_s: Seconds in which training stood still for it.
@@ -35,6 +36,7 @@ class RoundPoint:
 
     round: int | None
     launched_s: float
+    step: int
     local_steps: int
     flight_s: float
     waited_s: float
@@ -67,6 +69,7 @@ def round_points(trace: RankTrace) -> list[RoundPoint]:
             RoundPoint(
                 round=span.round,
                 launched_s=span.start_s,
+                step=begun,
                 local_steps=begun - seen.get(fragment, 0),
                 flight_s=span.end_s - span.start_s,
                 waited_s=waited_s,

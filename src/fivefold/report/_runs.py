@@ -44,7 +44,18 @@ __all__ = ["find_runs", "read_run", "read_runs"]
 
 _MANIFEST = "manifest.json"
 _RANK_FILE = re.compile(r"rank(\d+)\.jsonl")
-_METHOD_ORDER = ("none", "ddp", "local_sgd", "slowmo", "diloco", "co2", "delay_corrected")
+_METHOD_ORDER = (
+    "none",
+    "ddp",
+    "local_sgd",
+    "slowmo",
+    "diloco",
+    "co2",
+    "delay_corrected",
+    "overlap_local_sgd",
+    "eager_diloco",
+    "streaming_diloco",
+)
 _POINTS: dict[str, type[BaseModel]] = {  # by their event in metrics.jsonl
     "train": TrainPoint,
     "validation": ValidationPoint,

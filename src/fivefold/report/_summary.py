@@ -71,8 +71,10 @@ class RunSummary(BaseModel):
             recorded a timeline; rank 0's own sums where none did.
         overlap: The same rank by rank, measured from the timeline.
         payload_bytes_per_step: Bytes that one rank handed to all-reduce, per step.
-        least_link_bytes_per_step: What any all-reduce of that payload must send per rank,
-            ``2 (n - 1) / n`` of it; None where several ranks share a link.
+        message_bytes_per_step: Bytes that rank 0 sent for it, after any codec, as the method
+            counts them; None where it does not.
+        least_link_bytes_per_step: What any all-reduce of that payload must send per rank where
+            no codec shrinks it, ``2 (n - 1) / n`` of it; None where several ranks share a link.
         sent_bytes_per_step: Bytes that left rank 0's interface, per step.
         received_bytes_per_step: Bytes that came in there, per step.
         bits_per_byte: Final validation.
@@ -104,6 +106,7 @@ class RunSummary(BaseModel):
     overlap_fraction: float | None = None
     overlap: tuple[RankOverlap, ...] = ()
     payload_bytes_per_step: float | None = None
+    message_bytes_per_step: float | None = None
     least_link_bytes_per_step: float | None = None
     sent_bytes_per_step: float | None = None
     received_bytes_per_step: float | None = None
@@ -200,7 +203,11 @@ def _summarise_one(run: Run) -> RunSummary:
     overlap_fraction = overlap_of_ranks(overlap)
     if overlap_fraction is None and communication is not None:
         overlap_fraction = communication.overlap_fraction
-    payload = communication.payload_bytes / steps if communication is not None and steps else None
+    payload = messages = None
+    if communication is not None and steps:
+        payload = communication.payload_bytes / steps
+        if communication.sent_bytes is not None:
+            messages = communication.sent_bytes / steps
     link = _link_bytes(run)
     return RunSummary(
         name=run.name,
@@ -217,6 +224,7 @@ def _summarise_one(run: Run) -> RunSummary:
         overlap_fraction=overlap_fraction if in_flight_s else None,
         overlap=overlap,
         payload_bytes_per_step=payload,
+        message_bytes_per_step=messages,
         least_link_bytes_per_step=_least_link_bytes(run, payload),
         sent_bytes_per_step=link.sent / steps if link is not None and steps else None,
         received_bytes_per_step=link.received / steps if link is not None and steps else None,
