@@ -10,7 +10,7 @@ schedules = st.builds(
     tau=st.integers(1, 7),
     delayed=st.booleans(),
     first_round_synchronous=st.booleans(),
-    keeps_local=st.booleans(),
+    always_sends=st.booleans(),
 )
 histories = st.lists(st.sampled_from(["step", "step", "step", "drain", "reload"]), max_size=120)
 
@@ -24,7 +24,7 @@ def test_each_round_is_merged_once_in_order_and_no_step_is_lost(schedule, histor
                 tau=schedule.tau,
                 delayed=schedule.delayed,
                 first_round_synchronous=schedule._first_round_synchronous,
-                keeps_local=schedule._keeps_local,
+                always_sends=schedule._always_sends,
             )
             other.restore(schedule.state())
             schedule = other

@@ -15,14 +15,15 @@ from typing import Any
 
 import torch
 
+from fivefold.errors import CommunicationError
 from fivefold.optim._flat import FlatGroup, Piece
 from fivefold.optim._lane import Lane, LaneReading
 from fivefold.optim._merge import MERGES, MergeTask, merge_pieces
 from fivefold.optim._outer_optimizer import OuterOptimizer, OuterOptimizerStep
 from fivefold.optim._replica_hash import replica_hash, require_equal
 from fivefold.optim._rule import OuterRule
+from fivefold.optim._scalars import ShardSum, outer_coefficients
 from fivefold.optim._schedule import Boundary, RoundSchedule
-from fivefold.optim._staleness import ConstantPenalty, GapPenalty
 from fivefold.optim._state import (
     SHARED_BUFFERS,
     InFlight,
@@ -32,11 +33,12 @@ from fivefold.optim._state import (
 )
 from fivefold.optim._statistics import FlightRecord, StatisticsMeter
 from fivefold.optim._transport import Transport
-from fivefold.optim._update import ElementGap, OuterCoefficients, PieceStatistics
+from fivefold.optim._update import OuterCoefficients, PieceStatistics
 
 __all__ = ["Fragment", "Surroundings"]
 
-ShardSum = Callable[[list[float]], list[float]]
+# A flight that is waited for and gets lost goes out again, but not for ever.
+_MOST_ATTEMPTS = 16
 
 
 @dataclass(kw_only=True)
@@ -95,6 +97,8 @@ class Fragment:
         if device.type == "cuda":
             self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch
         self._round_began_s: float | None = None
+        self._weighted = False
+        self.launching: int | None = None
         self._optimizer: OuterOptimizerStep | None = None
         if isinstance(surroundings.rule, OuterOptimizer):
             self._optimizer = OuterOptimizerStep(surroundings.rule, self._outer_parameters())
@@ -104,6 +108,7 @@ class Fragment:
 
     def count(self, weight: float | None) -> Boundary | None:
         """Count one local step of this weight; return what is to be done after it."""
+        self._weighted = weight is not None
         if weight is not None:
             self._state.weight = (self._state.weight or 0.0) + weight
         return self.schedule.step()
@@ -117,22 +122,45 @@ class Fragment:
         launched, waits = boundary.launched_round, boundary.wait_for_launched
         if boundary.drains and launched is None and landed is not None and not landed.arrived:
             launched, waits = landed.round, True  # nothing may stay open: it goes out again now
+        if launched is not None and landed is not None:
+            has_steps = boundary.launched_round is not None and self.schedule.ended_steps > 0
+            self._state.weight = self._weight_after(landed, has_steps=has_steps)
         step_s = 0.0 if launched is None else self._step_s(started_s)
         anchor_hash = self._hash_if_due(launched)
         self._merge(landed, send=launched is not None, settles=boundary.drains and launched is None)
         if launched is not None:
             self._launch(launched, anchor_hash=anchor_hash, step_s=step_s)
-        while waits:
-            landed = self._arrive()
-            waits = not landed.arrived
-            self._state.weight = landed.weight if waits else None
-            self._merge(landed, send=waits, settles=not waits)
-            if waits:
-                self._launch(landed.round, anchor_hash=0, step_s=0.0)
+        if waits:
+            self._settle()
         ended_s = time.perf_counter()
         if launched is not None:
             self._round_began_s = ended_s
         meter.boundary_s += ended_s - started_s - (meter.exposed_wait_s - waited_before_s)
+
+    def _settle(self) -> None:
+        """Wait for what was launched and merge it; while it gets lost, send it again."""
+        for _ in range(_MOST_ATTEMPTS):
+            landed = self._arrive()
+            lost = not landed.arrived
+            self._state.weight = landed.weight if lost else None
+            self._merge(landed, send=lost, settles=not lost)
+            if not lost:
+                return
+            self._launch(landed.round, anchor_hash=0, step_s=0.0)
+        message = f"round {landed.round} was lost {_MOST_ATTEMPTS} times in a row"
+        hint = "look at the network between the workers; start again from the last checkpoint"
+        raise CommunicationError(message, hint=hint)
+
+    def _weight_after(self, landed: InFlight, *, has_steps: bool) -> float | None:
+        """Weight of what is sent after a flight: of the new steps, or else of what is sent again.
+
+        Without new steps there is only what the flight did not bring home: all of it where it
+        was lost, and what merges that keep local work left with this rank.
+        """
+        lost = not landed.arrived
+        if has_steps:
+            return landed.weight if lost and self._state.weight == 0 else self._state.weight
+        return landed.weight if lost or self._shared.rule.keeps_local else 0.0
 
     def begin(self) -> None:
         """Start from the anchor, which is equal on all ranks now."""
@@ -176,13 +204,19 @@ class Fragment:
         }
 
     def shared_state(self) -> dict[str, Any]:
-        """Return what all workers have in common at this moment, without what is in flight."""
-        optimizer = None if self._optimizer is None else self._optimizer.state_dict()
-        return self._numbers() | {
-            "groups": groups_state(self.groups, only=SHARED_BUFFERS),
-            "averaged": groups_state(self.averaged, only=SHARED_BUFFERS),
-            "outer_optimizer": optimizer,
+        """Return what all workers have in common at this moment.
+
+        Called from within a launch, it is without that flight, in which a newcomer takes part;
+        otherwise it is with the flight, which must have been landed.
+        """
+        names = SHARED_BUFFERS if self.launching is not None else (*SHARED_BUFFERS, "payload")
+        state = self.state_dict() | {
+            "groups": groups_state(self.groups, only=names),
+            "averaged": groups_state(self.averaged, only=names),
         }
+        if self.launching is not None:
+            del state["reading"]
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state_dict()`` of this rank."""
@@ -190,30 +224,37 @@ class Fragment:
         restore_groups(self.averaged, state["averaged"])
         self._load_numbers(state)
 
-    def load_shared(self, state: dict[str, Any], *, with_flight: bool) -> None:
-        """Stand as a worker that begins its round now, at the anchor, with nothing of its own.
+    def load_shared(self, state: dict[str, Any]) -> None:
+        """Stand where the workers stand in their round, at the anchor, with nothing of its own.
 
         Args:
             state: ``shared_state()``, or ``state_dict()`` of any worker.
-            with_flight: Whether the state has a landed flight that is still to be merged.
         """
-        names = (*SHARED_BUFFERS, "payload") if with_flight else SHARED_BUFFERS
+        names = (*SHARED_BUFFERS, "payload") if "reading" in state else SHARED_BUFFERS
         restore_groups(self.groups, state["groups"], only=names)
         restore_groups(self.averaged, state["averaged"], only=names)
         for group in [*self.groups, *self.averaged]:
             group.forget_own_part()
         self._load_numbers(state)
-        self.schedule.restart_round()
         self._state.weight = None
         self._state.own_share = 1.0 / self._shared.transport.world_size
         with torch.no_grad():
             self.write_anchor()
 
-    def launch_nothing(self, round_number: int) -> None:
-        """Take part in a launch with weight 0: a newcomer has no work of its own yet."""
+    def take_part(self, round_number: int, *, unit: float) -> None:
+        """Take part in a launch with weight 0: a newcomer has no work of its own yet.
+
+        Args:
+            round_number: What the others launch.
+            unit: Their inner learning rate.
+        """
         for group in [*self.groups, *self.averaged]:
             group.payload.zero_()
         self._send(round_number, weight=0.0, anchor_hash=0, step_s=0.0)
+        assert self._in_flight is not None, "it has just been launched"
+        self._in_flight.unit = unit
+        if self.schedule.in_flight_round is None:  # the others wait for it at once
+            self._settle()
 
     def _numbers(self) -> dict[str, Any]:
         return {
@@ -250,6 +291,7 @@ class Fragment:
         reading = flight.reading
         assert reading is not None, "landing reads the lane"
         if flight.arrived:
+            reading.require_weights_alike()
             hashes = {slot: int(h) for slot, h in enumerate(reading.hash) if reading.weight[slot]}
             require_equal(hashes, round_number=flight.round)
             self._shared.on_reading(reading, flight.round)
@@ -294,52 +336,26 @@ class Fragment:
 
     def _coefficients(self, flight: InFlight) -> OuterCoefficients | None:
         """Turn what the lane brought into the scalars of this outer step."""
-        reading = flight.reading
+        reading, shared = flight.reading, self._shared
         if not flight.arrived or reading is None or reading.total_weight == 0:
             return None
-        rule, penalty, state = self._shared.rule, self._shared.rule.penalty, self._state
-        in_lr_units = rule.units == "lr"
-        send_unit = flight.unit if in_lr_units else 1.0
-        step_unit = self._shared.inner_lr() if in_lr_units else 1.0
-        gap, element_gap = 1.0, None
-        if isinstance(penalty, ConstantPenalty):
-            gap = penalty.value
-        elif isinstance(penalty, GapPenalty):
-            move, received = self._norms(reading)
-            state.gap_reference = penalty.next_reference(state.gap_reference, received)
-            reference = state.gap_reference
-            if penalty.norm == "element" and reference is not None:
-                element_gap = ElementGap(move_scale=state.last_step, reference=reference)
-            elif penalty.norm != "element":
-                gap = penalty.gap(move=move, reference=reference)
-        state.gap = gap
-        return OuterCoefficients(
-            momentum=rule.outer_momentum,
-            delta_scale=1.0 / (reading.total_weight * gap * send_unit),
-            step=rule.outer_lr * step_unit,
-            clip=rule.clip,
-            element_gap=element_gap,
-            with_norms=isinstance(penalty, GapPenalty),
-            nesterov=rule.nesterov,
-            mean_scale=1.0 / reading.total_weight,
+        in_lr_units = shared.rule.units == "lr"
+        return outer_coefficients(
+            shared.rule,
+            self._state,
+            reading=reading,
+            send_unit=flight.unit if in_lr_units else 1.0,
+            step_unit=shared.inner_lr() if in_lr_units else 1.0,
+            elements=sum(group.anchor.numel() for group in self.groups),
+            shard_sum=shared.shard_sum,
         )
-
-    def _norms(self, reading: LaneReading) -> tuple[float, float]:
-        """Norms of the last movement and of the pseudo-gradient before it, over all shards."""
-        move, received = reading.agreed(reading.move), reading.agreed(reading.delta)
-        elements = float(sum(group.anchor.numel() for group in self.groups))
-        move_square, delta_square, total = self._shared.shard_sum([move**2, received**2, elements])
-        penalty = self._shared.rule.penalty
-        by_element = isinstance(penalty, GapPenalty) and penalty.norm != "l2"
-        scale = 1.0 / max(total, 1.0) if by_element else 1.0
-        return (move_square * scale) ** 0.5, (delta_square * scale) ** 0.5
 
     # -- merge and launch -------------------------------------------------------------------------
 
     @torch.no_grad()
     def _merge(self, landed: InFlight | None, *, send: bool, settles: bool) -> None:
         coefficients = None if landed is None else self._coefficients(landed)
-        lost = landed is not None and coefficients is None
+        lost = landed is not None and not landed.arrived
         rule = self._shared.rule
         reading = None if landed is None else landed.reading
         if reading is not None and coefficients is not None:
@@ -401,6 +417,7 @@ class Fragment:
         self._lane.write(
             shared.transport.rank,
             weight=weight,
+            weighted=float(self._weighted),
             hash=float(anchor_hash),
             move=state.last_move,
             delta=state.last_delta,
@@ -412,9 +429,13 @@ class Fragment:
         step = self.schedule.total_steps
         what = f"the all-reduce of round {round_number}{part} (launched after step {step})"
         unit = shared.inner_lr()
-        handle = shared.transport.launch(
-            self._payloads(), lane=self._lane.tensor, fragment=self.index, what=what
-        )
+        self.launching = round_number
+        try:
+            handle = shared.transport.launch(
+                self._payloads(), lane=self._lane.tensor, fragment=self.index, what=what
+            )
+        finally:
+            self.launching = None
         self._in_flight = InFlight(round=round_number, unit=unit, handle=handle, weight=weight)
 
     @property

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
+from fivefold.errors import ConfigurationError
 from fivefold.optim._update import Number
 
 __all__ = ["Lane", "LaneReading"]
 
-_FIELDS = ("weight", "hash", "move", "delta", "step_s", "flight_s")
+_FIELDS = ("weight", "weighted", "hash", "move", "delta", "step_s", "flight_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,7 @@ class LaneReading:
 
     Attributes:
         weight: Weight of each rank's payload; 0 where a slot is empty.
+        weighted: 1 where the user gave the weight, 0 where it stands for itself.
         hash: Replica hash of each rank's anchor, 0 where it was not taken.
         move: Norm of the anchor's last movement, as each rank computed it.
         delta: Norm of the mean pseudo-gradient applied last, as each rank computed it.
@@ -33,6 +35,7 @@ class LaneReading:
     """
 
     weight: list[float]
+    weighted: list[float]
     hash: list[float]
     move: list[float]
     delta: list[float]
@@ -47,6 +50,19 @@ class LaneReading:
     def fits(self, world_size: int) -> bool:
         """Whether it has this many slots; not after a resume on another number of workers."""
         return len(self.weight) == world_size
+
+    def require_weights_alike(self) -> None:
+        """Refuse a sum in which some ranks count their tokens and others count 1.
+
+        Raises:
+            ConfigurationError: It is one; the message names the ranks without weights.
+        """
+        taken = [slot for slot, weight in enumerate(self.weight) if weight > 0]
+        plain = [slot for slot in taken if not self.weighted[slot]]
+        if plain and len(plain) < len(taken):
+            ranks = ", ".join(map(str, plain))
+            message = f"rank(s) {ranks} gave no weight to step(), the others did"
+            raise ConfigurationError(message, hint="call step(weight=...) on every rank or nowhere")
 
     def agreed(self, values: list[float]) -> float:
         """Mean over the ranks that took part, for values that are equal up to rounding."""

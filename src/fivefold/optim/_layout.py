@@ -89,6 +89,9 @@ def make_fragments(
 
 def _schedule(rule: OuterRule, index: int) -> RoundSchedule:
     tau, number = rule.first_tau, rule.num_fragments
+    # With uneven step counts one rank may have open steps at a drain where another has none, and
+    # both must do the same.
+    uneven = rule.auto_tau is not None and rule.auto_tau.balance
     return RoundSchedule(
         tau=tau,
         delayed=rule.delayed,
@@ -96,7 +99,7 @@ def _schedule(rule: OuterRule, index: int) -> RoundSchedule:
         # Staggered evenly: the last fragment's first round is a whole one.
         first_round_steps=max(tau * (index + 1) // number, 1),
         first_round_synchronous=rule.bootstrap == "sync",
-        keeps_local=rule.keeps_local,
+        always_sends=rule.keeps_local or uneven,
     )
 
 

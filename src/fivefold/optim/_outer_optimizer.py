@@ -116,7 +116,14 @@ class OuterOptimizerStep:
         fresh = self._rule.optimizer(self._parameters, **self._rule.options)
         if self._steps:
             whole = fresh.state_dict()
-            whole["state"] = {int(index): entries for index, entries in state["state"].items()}
+            # Copies: torch keeps the tensors that it is given, and later steps write into them.
+            whole["state"] = {
+                int(index): {
+                    name: value.clone() if isinstance(value, torch.Tensor) else value
+                    for name, value in entries.items()
+                }
+                for index, entries in state["state"].items()
+            }
             fresh.load_state_dict(whole)
         self._optimizer = fresh
 

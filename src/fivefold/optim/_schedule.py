@@ -42,6 +42,8 @@ class ScheduleState(TypedDict):
     tau: int
     round: int
     steps_in_round: int
+    skipped_steps: int
+    filling: int
     total_steps: int
     in_flight_round: int
 
@@ -53,10 +55,11 @@ class RoundSchedule:
         tau: Local steps per round; may be set between rounds.
         delayed: Whether a round's result is merged later than it is launched.
         delay_steps: How many local steps later, less than tau; None for one boundary later.
-        first_round_steps: Local steps of the first round; None for tau.
-        first_round_synchronous: Whether a delayed schedule waits at the very first boundary.
-        keeps_local: Whether replicas differ between boundaries even without local steps, so that
-            a drain has to send once more after the last arrival.
+        first_round_steps: Local steps of the first round, at the start and after each drain; None
+            for tau.
+        first_round_synchronous: Whether a delayed schedule waits at the end of that round.
+        always_sends: Whether a drain sends once more after the last arrival even without open
+            steps: where replicas differ between boundaries, or step counts between ranks.
 
     Attributes:
         ended_steps: Local steps of the round that ended last; not part of the state.
@@ -75,26 +78,25 @@ class RoundSchedule:
         delay_steps: int | None = None,
         first_round_steps: int | None = None,
         first_round_synchronous: bool = False,
-        keeps_local: bool = False,
+        always_sends: bool = False,
     ) -> None:
         self.tau = tau
         self.delayed = delayed
         self._delay_steps = delay_steps
         self._first_round_synchronous = first_round_synchronous
-        self._keeps_local = keeps_local
+        self._always_sends = always_sends
         self.round = 0
         # A shorter first round is a whole one that began before the first step.
-        self._skipped_steps = 0 if first_round_steps is None else tau - first_round_steps
-        self.steps_in_round = self._skipped_steps
+        self._steps_to_skip = 0 if first_round_steps is None else tau - first_round_steps
         self.ended_steps = 0
+        self._fill()
         self.total_steps = 0
         self.in_flight_round: int | None = None
 
     @property
     def open_steps(self) -> int:
         """Local steps that have been done since the last launch."""
-        skipped = self._skipped_steps if self.round == 0 else 0
-        return self.steps_in_round - skipped
+        return self.steps_in_round - self._skipped_steps
 
     def step(self) -> Boundary | None:
         """Count one local step; return what is to be done after it, or None."""
@@ -103,24 +105,28 @@ class RoundSchedule:
         if self.steps_in_round < self.tau:
             due = self.in_flight_round is not None and self.steps_in_round == self._delay_steps
             return self._arrive() if due else None
-        synchronous = not self.delayed or (self._first_round_synchronous and self.round == 0)
+        synchronous = not self.delayed or (self._first_round_synchronous and self._filling)
         return self._end_round(wait=synchronous, drains=False)
 
     def drain(self) -> Boundary | None:
         """End the round where it stands, leaving nothing in flight; None if nothing is to do."""
         if self.open_steps == 0 and self.in_flight_round is None:
             return None
-        if self.open_steps > 0 or self._keeps_local:
+        if self.open_steps > 0 or self._always_sends:
             return self._end_round(wait=True, drains=True)
         return self._arrive(drains=True)
 
-    def restart_round(self) -> None:
-        """Forget the local steps since the last launch: the worker begins its round anew."""
-        self.steps_in_round = self._skipped_steps if self.round == 0 else 0
+    def _fill(self) -> None:
+        """Begin as at the start: nothing is in flight and nothing is open."""
+        self._filling = True
+        self._skipped_steps = self._steps_to_skip
+        self.steps_in_round = self._skipped_steps
 
     def _arrive(self, *, drains: bool = False) -> Boundary:
         boundary = Boundary(arriving_round=self.in_flight_round, launched_round=None, drains=drains)
         self.in_flight_round = None
+        if drains:
+            self._fill()
         return boundary
 
     def _end_round(self, *, wait: bool, drains: bool) -> Boundary:
@@ -133,7 +139,11 @@ class RoundSchedule:
         self.in_flight_round = None if wait else self.round
         self.ended_steps = self.open_steps
         self.round += 1
-        self.steps_in_round = 0
+        if drains:
+            self._fill()
+        else:
+            self._filling = False
+            self.steps_in_round = self._skipped_steps = 0
         return boundary
 
     def state(self) -> ScheduleState:
@@ -143,6 +153,8 @@ class RoundSchedule:
             tau=self.tau,
             round=self.round,
             steps_in_round=self.steps_in_round,
+            skipped_steps=self._skipped_steps,
+            filling=int(self._filling),
             total_steps=self.total_steps,
             in_flight_round=in_flight,
         )
@@ -152,6 +164,8 @@ class RoundSchedule:
         self.tau = state["tau"]
         self.round = state["round"]
         self.steps_in_round = state["steps_in_round"]
+        self._skipped_steps = state["skipped_steps"]
+        self._filling = bool(state["filling"])
         self.total_steps = state["total_steps"]
         in_flight = state["in_flight_round"]
         self.in_flight_round = None if in_flight < 0 else in_flight

@@ -122,7 +122,7 @@ class OuterSync:
         if rule.auto_tau is not None:
             self._tau = TauController(rule.auto_tau, self._transport.world_size)
         self._steps = 0
-        self._launching: int | None = None
+        self._weighted: bool | None = None
         surroundings = Surroundings(
             rule=rule,
             transport=self._transport,
@@ -144,20 +144,23 @@ class OuterSync:
                 tokens; None for equal weights. Give it at every step on every rank, or nowhere.
 
         Raises:
-            ConfigurationError: The weight is negative or not finite.
+            ConfigurationError: The weight is negative or not finite, or only some steps or ranks
+                have one.
             CommunicationError: The all-reduce failed or timed out; names rank, round and step.
             ReplicaMismatchError: The replicas' anchors differ; names the ranks.
         """
         if weight is not None and not 0 <= weight < float("inf"):
             message = f"weight must be finite and not negative; got {weight!r}"
             raise ConfigurationError(message, hint="pass the step's number of tokens")
+        if self._weighted not in {None, weight is not None}:
+            message = "some steps have a weight and others have none"
+            raise ConfigurationError(message, hint="call step(weight=...) at every step or nowhere")
+        self._weighted = weight is not None
         self._steps += 1
         for fragment in self._fragments:
             boundary = fragment.count(weight)
             if boundary is not None:
-                self._launching = boundary.launched_round
                 fragment.run(boundary)
-                self._launching = None
                 self._stability.watch(self._meter)
 
     def finalize(self) -> None:
@@ -244,8 +247,9 @@ class OuterSync:
         On the same number of workers each rank loads its own state and goes on bit for bit; the
         model's and the inner optimizer's states are loaded by the caller, before this call. On
         another number of workers any rank's state will do, the same for all: every worker then
-        begins the round at the anchor. The flight that was in the air is merged as if nothing had
-        happened; the local steps since the last launch are lost, and so are a codec's residuals.
+        goes on from the anchor. The flight that was in the air is merged as if nothing had
+        happened; the local steps since the last launch are lost, and so are a codec's residuals
+        and what the automatic tau has measured (its tau stays).
 
         Args:
             state: What ``state_dict()`` returned.
@@ -254,11 +258,18 @@ class OuterSync:
             ConfigurationError: The state is of another rule or model.
         """
         require_same(state["settings"], self._settings())
-        self._steps = state["steps"]
+        for fragment in self._fragments:
+            fragment.land()  # nothing may write into what is restored
+        self._steps, self._weighted = state["steps"], None
         self._meter.restore(state["meter"])
         if state["world_size"] != self._transport.world_size:
             for fragment in self._fragments:
-                fragment.load_shared(state["fragments"][str(fragment.index)], with_flight=True)
+                fragment.load_shared(state["fragments"][str(fragment.index)])
+            if self._tau is not None:
+                tau = state["tau"]["tau"]
+                local_steps = [tau] * self._transport.world_size
+                self._tau.restore({**self._tau.state(), "tau": tau, "local_steps": local_steps})
+                self._fragments[0].schedule.tau = tau
             return
         if self._tau is not None:
             self._tau.restore(state["tau"])
@@ -269,13 +280,18 @@ class OuterSync:
     def peer_state(self) -> dict[str, Any]:
         """Return what a newcomer needs to stand where this worker stands, without local parts.
 
-        For transports whose membership changes; called from within a launch.
+        For transports whose membership changes; called from within a launch, or before the first.
         """
         frozen = [t.detach() for t in fixed_tensors(self._model)]
+        launching = [f.launching for f in self._fragments if f.launching is not None]
+        if not launching:
+            for fragment in self._fragments:
+                fragment.land()
         return {
             "settings": self._settings(),
             "steps": self._steps,
-            "launching": -1 if self._launching is None else self._launching,
+            "launching": launching[0] if launching else -1,
+            "unit": self._inner_lr(),
             "tau": None if self._tau is None else self._tau.state(),
             "fragments": {str(f.index): f.shared_state() for f in self._fragments},
             "fixed": frozen,
@@ -291,17 +307,17 @@ class OuterSync:
             ConfigurationError: The state is of another rule or model.
         """
         require_same(state["settings"], self._settings())
-        self._steps = state["steps"]
-        if self._tau is not None:
-            self._tau.restore(state["tau"])
+        self._steps, self._weighted = state["steps"], None
         with torch.no_grad():
             for mine, theirs in zip(fixed_tensors(self._model), state["fixed"], strict=True):
                 mine.copy_(theirs)
         for fragment in self._fragments:
-            shared = state["fragments"][str(fragment.index)]
-            fragment.load_shared(shared, with_flight=False)
+            fragment.load_shared(state["fragments"][str(fragment.index)])
+        if self._tau is not None:
+            self._tau.restore(state["tau"])
+            self._fragments[0].schedule.tau = self._tau.local_tau(self._transport.rank)
         if state["launching"] >= 0:
-            self._fragments[0].launch_nothing(state["launching"])
+            self._fragments[0].take_part(state["launching"], unit=state["unit"])
 
     # -- small helpers ----------------------------------------------------------------------------
 
