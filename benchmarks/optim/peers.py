@@ -158,7 +158,7 @@ def _with_chosen_taus(measured: Measured) -> list[Case]:
     for case in filter(_adapts, measured.cases):
         for rate in measured.rates:
             windows = measured.timings.get((rate, case.name), [])
-            taus = [timing.round_steps for timing in windows if timing.round_steps is not None]
+            taus = [timing.tau for timing in windows if timing.tau is not None]
             if taus:
                 fixed = with_tau(case, max(1, round(statistics.median(taus))))
                 found[fixed.name] = fixed

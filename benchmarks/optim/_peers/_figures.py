@@ -30,7 +30,8 @@ class Timing:
         peak_bytes: Peak memory since before the model was made, of the largest rank.
         drain_s: Seconds of ending the method.
         allreduce_s: Seconds of a bare all-reduce of the model; only without communication.
-        round_steps: Steps per round that were seen; differs from the case's where it adapts.
+        round_steps: Steps per round that were seen; None for peers.
+        tau: The engine's tau at the end; None for peers.
     """
 
     step_s: float
@@ -44,6 +45,7 @@ class Timing:
     drain_s: float
     allreduce_s: float | None
     round_steps: float | None
+    tau: float | None
 
     @property
     def hidden(self) -> float | None:
@@ -104,6 +106,7 @@ def timing_of(answers: Sequence[Answer]) -> Timing:
         drain_s=max(answer["drain_s"] for answer in answers),
         allreduce_s=max(bare) if bare else None,
         round_steps=steps / rounds[0] if rounds else None,
+        tau=answers[0].get("tau"),
     )
 
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from _workload import corpus
 
-from _peers import _measure
+from _peers import _measure, ddp, ours
 from _peers._case import Case, Place
 from _peers._table import find_case
 
@@ -31,6 +31,8 @@ __all__ = ["read_answers", "run_host"]
 _FIRST_PORT = 20_000
 _PORTS_PER_JOB = 10
 _COLLECTIVE_TIMEOUT = timedelta(seconds=60)
+# What needs no peer is imported before the forks: one version of the code for all cases.
+_IMPORTED_ONCE = (ddp, ours)
 _MEASUREMENTS: dict[str, Callable[[Case, Place, Mapping[str, Any]], dict[str, Any]]] = {
     "timing": _measure.timing,
     "learning": _measure.learning,

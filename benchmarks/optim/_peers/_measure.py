@@ -56,6 +56,8 @@ def timing(case: Case, place: Place, request: Mapping[str, Any]) -> dict[str, An
     after = _totals(attached, pacer)
     found = {name: after[name] - before[name] for name in after}
     found |= {"steps": window_steps, "peak_bytes": _peak_rss_bytes() - rss_bytes}
+    if "tau" in after:  # no total: what it is now
+        found["tau"] = after["tau"]
     started_s = time.perf_counter()
     attached.finalize()
     found["drain_s"] = time.perf_counter() - started_s

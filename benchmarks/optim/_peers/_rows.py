@@ -207,6 +207,7 @@ _BY_RATE: tuple[tuple[str, str, Figure], ...] = (
     ("step time over the compute-only one", "s", _exposed_s),
     ("exposed wait per step by the engine", "s", _timed(lambda timing: timing.wait_s)),
     ("hidden share of the communication", "ratio", _timed(lambda timing: timing.hidden)),
+    ("tau", "steps", _timed(lambda timing: timing.tau)),
     ("steps with an overrun", "ratio", _timed(lambda timing: timing.overruns)),
     ("peak memory since before the model", "B", _timed(lambda timing: timing.peak_bytes)),
     (TO_TARGET, "s", _to_target_s),

@@ -1,8 +1,7 @@
 """All cases with their settings. A peer that has our algorithm has our settings.
 
 ``TUNED`` holds, by algorithm, the inner learning rate and the outer settings that equal tuning
-budgets found best (``ablations.py --tune``); algorithms that were not tuned by themselves take
-those of the one they are a variant of.
+budgets found best (``ablations.py --tune``).
 """
 
 from __future__ import annotations
@@ -19,16 +18,21 @@ AUTO = "auto"
 TAU = 8
 START_STEPS = 20  # the warm-up of the learning rate, for methods that begin as DDP
 DELAY = TAU - 1  # the longest that torchft allows: all that it can hide
-_AUTO_WINDOW_STEPS = 16
+_AUTO_WINDOW_STEPS = 48  # it climbs during a warm-up as long as half of its window
 _UNTUNED_LR = 4e-3
-TUNED: dict[str, dict[str, float]] = {
+TUNED: dict[str, dict[str, Any]] = {
     "DDP": {"lr": _UNTUNED_LR},
     "LocalSGD": {"lr": _UNTUNED_LR},
     "DelayCorrected": {"lr": _UNTUNED_LR},
     "SlowMo": {"lr": _UNTUNED_LR, "outer_lr": 1.0, "outer_momentum": 0.2},
     "DiLoCo": {"lr": _UNTUNED_LR, "outer_lr": 0.7, "outer_momentum": 0.6},
     "CO2": {"lr": _UNTUNED_LR, "outer_lr": 0.7, "outer_momentum": 0.2},
-}
+    "StreamingDiLoCo": {
+        "lr": _UNTUNED_LR, "outer_lr": 0.5, "outer_momentum": 0.3, "fragments": 4,
+    },
+    "EagerDiLoCo": {"lr": _UNTUNED_LR, "outer_lr": 0.5, "outer_momentum": 0.3},
+    "OverlapLocalSGD": {"lr": _UNTUNED_LR, "pull": 0.6, "outer_momentum": 0.0},
+}  # fmt: skip
 _OVERLAPPING = {"CO2", "DelayCorrected", "StreamingDiLoCo", "EagerDiLoCo", "OverlapLocalSGD"}
 
 
@@ -55,11 +59,9 @@ def _torchft(name: str, algorithm: str, **settings: Any) -> Case:
     return _peer(f"torchft {name}", "torchft_sync", algorithm, **settings)
 
 
-def _ours(
-    name: str, rule: str, *, like: str | None = None, codec: str | None = None, **options: Any
-) -> Case:
-    """A case of ours; ``like`` names the algorithm whose tuned settings it takes."""
-    tuned = TUNED[like or rule]
+def _ours(name: str, rule: str, *, codec: str | None = None, **options: Any) -> Case:
+    """A case of ours."""
+    tuned = TUNED[rule]
     outer = {key: value for key, value in tuned.items() if key != "lr"}
     tau = options.get("tau", TAU)
     settings: dict[str, Any] = {"rule": rule, "options": {"tau": tau} | outer | options}
@@ -112,13 +114,10 @@ _OURS = (
     _ours("CO2 tau auto", "CO2", tau=AUTO),
     _ours("CO2 tau 8 int8", "CO2", codec="int8"),
     _ours("CO2 tau 8 int4", "CO2", codec="int4"),
-    _ours(
-        "Streaming DiLoCo tau 8", "StreamingDiLoCo", like="DiLoCo", fragments=2,
-        delay_steps=TAU // 2, keep=0.5,
-    ),
-    _ours("eager DiLoCo tau 8", "EagerDiLoCo", like="DiLoCo"),
-    _ours("overlap Local SGD tau 8", "OverlapLocalSGD", like="LocalSGD"),
-)  # fmt: skip
+    _ours("Streaming DiLoCo tau 8", "StreamingDiLoCo"),
+    _ours("eager DiLoCo tau 8", "EagerDiLoCo"),
+    _ours("overlap Local SGD tau 8", "OverlapLocalSGD"),
+)
 
 CASES = (Case(name="compute only", kind="alone", adapter="alone"), *_PEERS, *_OURS)
 

@@ -1,7 +1,8 @@
 """``fivefold.optim.OuterSync`` with any of its rules.
 
 Settings: ``rule``, the name of a rule class, and ``options``, its arguments; ``codec`` where the
-payload is not sent as fp32.
+payload is not sent as fp32. A tau of "auto" starts at 1 here, because it goes up at once and down
+after much patience, and windows are short.
 """
 
 from __future__ import annotations
@@ -26,13 +27,17 @@ def attach(
     _place: Place,
 ) -> Attached:
     """Make the engine; it is stepped after the optimizer."""
-    rule = getattr(fivefold.optim, settings["rule"])(**settings["options"])
-    options = {key: settings[key] for key in ("codec",) if key in settings}
-    sync = fivefold.optim.OuterSync(model, optimizer, rule=rule, timeout_s=_TIMEOUT_S, **options)
+    options = dict(settings["options"])
+    if options["tau"] == "auto":
+        options["tau"] = fivefold.optim.AutoTau(initial=1)
+    rule = getattr(fivefold.optim, settings["rule"])(**options)
+    codec = settings.get("codec", "fp32")
+    sync = fivefold.optim.OuterSync(model, optimizer, rule=rule, codec=codec, timeout_s=_TIMEOUT_S)
 
     def figures() -> dict[str, float]:
         totals = sync.statistics()
         return {
+            "tau": float(totals.tau),
             "rounds": float(totals.merged_rounds),
             "payload_bytes": float(totals.payload_bytes),
             "sent_bytes": float(totals.sent_bytes),
