@@ -18,9 +18,9 @@ that hiccups which hit another rank each round do not look like slow compute.
 
 **Stability.** Medians over ``window`` rounds keep one stall from counting. Up at once when the
 round is too short for the communication; up or down by the margin only when ``patience`` rounds in
-a row agree, to what suits each of these rounds, and only if that gains more steps than the rounds
-differ by: the more the measurements scatter, the wider the band in which tau rests, and without
-scatter tau is exact. Where going down proves wrong, the next try needs four times the
+a row agree, to what suits each of these rounds. Rounds agree while they differ by fewer steps than
+following them gains: the more the measurements scatter, the wider the band in which tau rests, and
+without scatter tau is exact. Where going down proves wrong, the next try needs four times the
 patience.
 
 Compute and communication that share cores slow one another down, and the more of a round the
@@ -343,16 +343,17 @@ class TauController:
 
     def _move(self, need: _Need) -> TauReason | None:
         """Change tau where the rounds so far ask for it."""
-        self._above.count(need.steps, when=need.steps > self._tau)
-        self._below.count(need.steps, when=need.steps < self._tau)
-        exposed = need.bare * (1 - _ROUNDING) > self._tau
-        if exposed and need.steps > self._tau:
+        tau = self._tau
+        self._above.count(need.steps, tau=tau, when=need.steps > tau)
+        self._below.count(need.steps, tau=tau, when=need.steps < tau)
+        exposed = need.bare * (1 - _ROUNDING) > tau
+        if exposed and need.steps > tau:
             return self._set(need.steps, "exposed")
-        higher = self._above.target(self._tau, patience=self.settings.patience)
-        if higher is not None:
-            return self._set(higher, "margin")
-        lower = self._below.target(self._tau, patience=self.patience_rounds)
-        return None if lower is None else self._set(lower, "slack")
+        if self._above.rounds >= self.settings.patience:
+            return self._set(self._above.most, "margin")
+        if self._below.rounds >= self.patience_rounds:
+            return self._set(self._below.most, "slack")
+        return None
 
     def _set(self, tau: int, reason: TauReason) -> TauReason:
         down = tau < self._tau
@@ -383,30 +384,18 @@ class _Agreement:
     most: int = 0
     least: int = 0
 
-    def count(self, steps: int, *, when: bool) -> None:
-        """Count one round, or forget all where it asks for something else."""
-        if not when:
-            self.forget()
-            return
-        self.rounds += 1
-        self.most = max(self.most, steps)
-        self.least = min(self.least or steps, steps)
+    def count(self, steps: int, *, tau: int, when: bool) -> None:
+        """Count one round; begin anew where it asks for something else, or too differently.
 
-    def target(self, tau: int, *, patience: int) -> int | None:
-        """Return where to go; None while rounds are too few or differ by more than the gain.
-
-        What suits each of the rounds is the most that any of them asked for.
+        Rounds agree while they differ by less than what following them would gain.
         """
-        if self.rounds < patience:
-            return None
-        gain = min(abs(tau - self.most), abs(tau - self.least))
-        target = self.most if gain > self.most - self.least else None
-        self.forget()
-        return target
-
-    def forget(self) -> None:
-        """Start again."""
-        self.rounds = self.most = self.least = 0
+        if not when:
+            self.rounds = self.most = self.least = 0
+            return
+        most, least = max(self.most, steps), min(self.least or steps, steps)
+        agrees = min(abs(tau - most), abs(tau - least)) > most - least
+        self.rounds = self.rounds + 1 if agrees else 1
+        self.most, self.least = (most, least) if agrees else (steps, steps)
 
 
 def _median(times: Sequence[float] | deque[float]) -> float:

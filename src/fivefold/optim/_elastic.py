@@ -185,7 +185,16 @@ class ElasticTransport:
             what = "joining again"
 
     def prepare(self, payloads: Sequence[torch.Tensor], *, fragment: int) -> None:
-        """Nothing is kept between flights."""
+        """Refuse rules whose parts travel apart: a newcomer enters at one launch, of the whole.
+
+        Raises:
+            ConfigurationError: There is more than one fragment.
+        """
+        del payloads  # nothing is kept between flights
+        if fragment > 0:
+            message = f"elastic training takes rules with one fragment; got fragment {fragment}"
+            hint = "use CO2, DelayCorrected or another rule that sends the whole model at once"
+            raise ConfigurationError(message, hint=hint)
 
     def launch(
         self, payloads: Sequence[torch.Tensor], *, lane: torch.Tensor, fragment: int, what: str
@@ -201,8 +210,7 @@ class ElasticTransport:
             raise ConfigurationError(message, hint="call transport.join(sync) before training")
         if self._flight is not None:
             message = f"{what} would be a second flight at a time (fragment {fragment})"
-            hint = "elastic training takes rules with one flight at a time"
-            raise ConfigurationError(message, hint=hint)
+            raise ConfigurationError(message, hint="wait for the flight before the next launch")
         turn = decision.turn + 1
         copiers = decision.copiers_from(self.worker)
         if copiers and decision.turn >= 0:  # at the start of a job they got it in join()

@@ -20,10 +20,11 @@ from fivefold.optim._flat import FlatGroup, Piece
 from fivefold.optim._lane import Lane, LaneReading
 from fivefold.optim._merge import MERGES, MergeTask, merge_pieces
 from fivefold.optim._outer_optimizer import OuterOptimizer, OuterOptimizerStep
-from fivefold.optim._replica_hash import replica_hash, require_equal
+from fivefold.optim._replica_hash import replica_hash, require_equal, require_equal_inside
 from fivefold.optim._rule import OuterRule
-from fivefold.optim._scalars import ShardSum, outer_coefficients
+from fivefold.optim._scalars import outer_coefficients
 from fivefold.optim._schedule import Boundary, RoundSchedule
+from fivefold.optim._shards import WorkerGroup, local_tensor
 from fivefold.optim._state import (
     SHARED_BUFFERS,
     InFlight,
@@ -51,7 +52,7 @@ class Surroundings:
         meter: Where flights and merges are counted.
         inner_lr: Reads the inner learning rate.
         check_every_rounds: Replica checks; 0 for none.
-        shard_sum: Sums numbers over the ranks that hold this worker's other shards.
+        worker: The ranks that act as one worker; None where that is one rank.
         on_reading: Told each arrived lane with its round, after the merge.
     """
 
@@ -60,7 +61,7 @@ class Surroundings:
     meter: StatisticsMeter
     inner_lr: Callable[[], float]
     check_every_rounds: int
-    shard_sum: ShardSum
+    worker: WorkerGroup | None
     on_reading: Callable[[LaneReading, int], None]
 
 
@@ -122,12 +123,15 @@ class Fragment:
         launched, waits = boundary.launched_round, boundary.wait_for_launched
         if boundary.drains and launched is None and landed is not None and not landed.arrived:
             launched, waits = landed.round, True  # nothing may stay open: it goes out again now
+        if launched is not None:
+            self._agree_inside()
         if launched is not None and landed is not None:
             has_steps = boundary.launched_round is not None and self.schedule.ended_steps > 0
             self._state.weight = self._weight_after(landed, has_steps=has_steps)
         step_s = 0.0 if launched is None else self._step_s(started_s)
         anchor_hash = self._hash_if_due(launched)
-        self._merge(landed, send=launched is not None, settles=boundary.drains and launched is None)
+        settles = boundary.drains and launched is None
+        self._merge(landed, send=launched is not None, settles=settles, waits=waits)
         if launched is not None:
             self._launch(launched, anchor_hash=anchor_hash, step_s=step_s)
         if waits:
@@ -177,6 +181,7 @@ class Fragment:
         """Put the anchor into the model."""
         for piece in self._pieces():
             piece.local.copy_(piece.anchor)
+        self._share_rows()
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield the live tensors."""
@@ -347,13 +352,15 @@ class Fragment:
             send_unit=flight.unit if in_lr_units else 1.0,
             step_unit=shared.inner_lr() if in_lr_units else 1.0,
             elements=sum(group.anchor.numel() for group in self.groups),
-            shard_sum=shared.shard_sum,
+            shard_sum=_unchanged if shared.worker is None else shared.worker.sum,
         )
 
     # -- merge and launch -------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _merge(self, landed: InFlight | None, *, send: bool, settles: bool) -> None:
+    def _merge(
+        self, landed: InFlight | None, *, send: bool, settles: bool, waits: bool = False
+    ) -> None:
         coefficients = None if landed is None else self._coefficients(landed)
         lost = landed is not None and not landed.arrived
         rule = self._shared.rule
@@ -365,6 +372,7 @@ class Fragment:
             coefficients=coefficients,
             send=send,
             settles=settles,
+            waits=waits,
             weight=self._weight() if send else 1.0,
             resend=lost,
             local_share=rule.local_share,
@@ -376,8 +384,10 @@ class Fragment:
         if self._optimizer is not None:
             if coefficients is not None:
                 self._optimizer.step()
-            self.write_anchor()
+            for piece in self._pieces(of=self.groups):
+                piece.local.copy_(piece.anchor)
         self._average(task, reading)
+        self._share_rows()
         self._account(measured, coefficients)
 
     def _average(self, task: MergeTask, reading: LaneReading | None) -> None:
@@ -458,7 +468,27 @@ class Fragment:
         every = self._shared.check_every_rounds
         if launched_round is None or not every or launched_round % every:
             return 0  # the same on all ranks, so it compares equal
+        worker = self._shared.worker
+        if worker is not None and worker.splits:
+            live = [local_tensor(t).contiguous() for group in self.groups for t in group.tensors]
+            found = worker.gather([float(replica_hash(live))])
+            places = {place: int(value) for place, (value,) in enumerate(found)}
+            require_equal_inside(places, round_number=launched_round)
         return replica_hash(self.anchors)
+
+    def _agree_inside(self) -> None:
+        """Bring together what the ranks of one worker have apart before a launch."""
+        worker = self._shared.worker
+        if worker is None:
+            return
+        if self._state.weight is not None:
+            (self._state.weight,) = worker.sum([self._state.weight])
+        worker.average([tensor for group in self.averaged for tensor in group.tensors])
+
+    def _share_rows(self) -> None:
+        worker = self._shared.worker
+        if worker is not None and worker.splits:
+            worker.share_rows(self.tensors())
 
     def _payloads(self) -> list[torch.Tensor]:
         return [group.payload for group in [*self.groups, *self.averaged]]
@@ -471,3 +501,7 @@ class Fragment:
         for group in self.groups:
             gradients = group.shaped(group.extras["gradient"])
             yield from zip(group.shaped(group.anchor), gradients, strict=True)
+
+
+def _unchanged(values: list[float]) -> list[float]:
+    return values

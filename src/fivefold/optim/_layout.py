@@ -7,20 +7,20 @@ at the start.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from fivefold.errors import ConfigurationError
 from fivefold.optim._flat import flat_groups
 from fivefold.optim._fragment import Fragment, Surroundings
 from fivefold.optim._rule import OuterRule
 from fivefold.optim._schedule import RoundSchedule
+from fivefold.optim._shards import RowShare
 from fivefold.optim._staleness import GapPenalty
 
-__all__ = ["fixed_tensors", "make_fragments", "shard_sum_of", "state_extras"]
+__all__ = ["fixed_tensors", "make_fragments", "require_countable", "state_extras"]
 
 
 def state_extras(rule: OuterRule, *, may_lose: bool) -> tuple[str, ...]:
@@ -74,12 +74,15 @@ def make_fragments(
     if not trainable:
         message = "the model has no parameter with requires_grad=True"
         raise ConfigurationError(message, hint="nothing would be synchronised; check the model")
+    worker = surroundings.worker
+    share = RowShare() if worker is None else worker.share
     parts = _cut(trainable, rule.num_fragments)
+    buffers = averaged_buffers(model)
     return [
         Fragment(
             index,
-            flat_groups(part, extras=extras),
-            averaged=flat_groups(averaged_buffers(model), extras=("sent",)) if index == 0 else [],
+            flat_groups(part, extras=extras, share=share),
+            averaged=flat_groups(buffers, extras=("sent",), share=share) if index == 0 else [],
             schedule=_schedule(rule, index),
             surroundings=surroundings,
         )
@@ -136,45 +139,16 @@ def fixed_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
     return [*frozen, *(b for b in dict.fromkeys(model.buffers()) if b not in averaged)]
 
 
-def shard_sum_of(model: torch.nn.Module) -> Callable[[list[float]], list[float]]:
-    """Return what sums numbers over the ranks that hold a worker's shards; nothing to do for one.
+def require_countable(model: torch.nn.Module, rule: OuterRule) -> None:
+    """Refuse a rule that needs norms over a model of which only some parameters are sharded.
 
     Raises:
-        ConfigurationError: Parameters are sharded over different groups, or over more than one
-            dimension of a mesh, or replicated within one.
+        ConfigurationError: The others would be counted once for every rank of the worker.
     """
-    groups = {}
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
-            groups[_shard_group(name, parameter)] = name
-    if not groups:
-        return lambda values: values
-    if len(groups) > 1:
-        message = f"parameters {sorted(groups.values())} are sharded over different groups"
-        raise ConfigurationError(message, hint="shard the whole model over one group of ranks")
-    group = next(iter(groups))
-
-    def shard_sum(values: list[float]) -> list[float]:
-        # Gathered and added in rank order: the same bits on every rank.
-        size = dist.get_world_size(group)
-        mine = torch.tensor(values, dtype=torch.float64)
-        parts: list[list[float]] = [[] for _ in range(size)]
-        dist.all_gather_object(parts, mine.tolist(), group=group)
-        return [sum(column) for column in zip(*parts, strict=True)]
-
-    return shard_sum
-
-
-def _shard_group(name: str, parameter: DTensor) -> dist.ProcessGroup:
-    mesh = parameter.device_mesh
-    if mesh.ndim != 1 or not isinstance(parameter.placements[0], Shard):
-        message = (
-            f"parameter {name} has placements {parameter.placements} on a mesh of {mesh.ndim} "
-            "dimensions; OuterSync takes parameters that are sharded over one dimension"
-        )
-        hint = (
-            'call fully_shard with mesh["shard"] alone, so that gradients stay inside the worker, '
-            'and OuterSync with process_group=mesh["replicate"]'
-        )
-        raise ConfigurationError(message, hint=hint)
-    return mesh.get_group()
+    if not isinstance(rule.penalty, GapPenalty):
+        return
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    plain = [name for name, p in trainable.items() if not isinstance(p, DTensor)]
+    if plain and len(plain) < len(trainable):
+        message = f"the gap penalty needs norms, but {plain[0]} is not sharded as the others are"
+        raise ConfigurationError(message, hint='shard all, or use staleness="none"')

@@ -19,6 +19,7 @@ from fivefold.optim._update import (
     accumulate_momentum_,
     correct_local_,
     move_anchor_,
+    step_without_momentum_,
 )
 
 __all__ = ["MERGES", "MergeTask", "merge_pieces"]
@@ -32,6 +33,7 @@ class MergeTask:
         coefficients: Scalars of the outer step; None where nothing arrived.
         send: Whether a payload is to be sent.
         settles: Whether all replicas are to be equal afterwards.
+        waits: Whether what is sent now is waited for and merged at the same boundary.
         weight: Factor of the payload.
         resend: Whether the flight was lost: this rank's part of it goes out again.
         local_share: s of the merge "pull".
@@ -43,6 +45,7 @@ class MergeTask:
     coefficients: OuterCoefficients | None
     send: bool
     settles: bool = False
+    waits: bool = False
     weight: float = 1.0
     resend: bool = False
     local_share: float = 0.0
@@ -75,6 +78,11 @@ def merge_pieces(pieces: Iterable[Piece], task: MergeTask, *, merge: Merge) -> P
 def _outer_step(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None:
     coefficients = task.coefficients
     assert coefficients is not None, "callers looked"
+    if piece.momentum is None and coefficients.clip is None:
+        step_without_momentum_(
+            piece.anchor, piece.payload, coefficients=coefficients, statistics=statistics
+        )
+        return
     momentum = accumulate_momentum_(
         piece.momentum, piece.payload, coefficients=coefficients, statistics=statistics
     )
@@ -91,6 +99,12 @@ def _put(payload: torch.Tensor, pseudo_gradient: torch.Tensor, task: MergeTask) 
 def _replace(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None:
     # The pseudo-gradient to send is taken against the anchor before the outer step, since the
     # local steps began there; then it takes the place of the sum that arrived.
+    if task.waits and task.coefficients is None and piece.sent is None:
+        # The second pass of this boundary writes the model, and nothing is in the payload's way.
+        torch.sub(piece.anchor, piece.local, out=piece.payload)
+        if task.weight != 1.0:
+            piece.payload.mul_(task.weight)
+        return
     fresh = torch.sub(piece.anchor, piece.local, out=piece.scratch) if task.send else None
     if task.coefficients is not None:
         _outer_step(piece, task, statistics)

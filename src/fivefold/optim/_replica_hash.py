@@ -12,7 +12,7 @@ import torch
 
 from fivefold.errors import ReplicaMismatchError
 
-__all__ = ["replica_hash", "require_equal"]
+__all__ = ["replica_hash", "require_equal", "require_equal_inside"]
 
 _MODULUS = (1 << 26) - 5  # prime: products of two residues fit int64
 _ROW = 4093  # prime row length, so that a moved block changes the weighted sum
@@ -59,9 +59,7 @@ def require_equal(hashes: Mapping[int, int], *, round_number: int) -> None:
     """
     if not hashes:
         return
-    found = list(hashes.values())
-    majority = max(set(found), key=lambda value: (found.count(value), -found.index(value)))
-    different = [rank for rank, value in hashes.items() if value != majority]
+    majority, different = _minority(hashes)
     if not different:
         return
     first = next(rank for rank, value in hashes.items() if value == majority)
@@ -74,3 +72,33 @@ def require_equal(hashes: Mapping[int, int], *, round_number: int) -> None:
         "mixed library versions, a write into the anchor); restart from the last checkpoint"
     )
     raise ReplicaMismatchError(message, hint=hint)
+
+
+def require_equal_inside(hashes: Mapping[int, int], *, round_number: int) -> None:
+    """Check that all ranks of one worker hold the same parameters.
+
+    Args:
+        hashes: Of the live parameters, by place within the worker.
+        round_number: For the message.
+
+    Raises:
+        ReplicaMismatchError: They differ; the message names the places of the minority.
+    """
+    _, different = _minority(hashes)
+    if not different:
+        return
+    message = (
+        f"the parameters inside one worker differ at the end of round {round_number}: place(s) "
+        f"{', '.join(map(str, different))} of shard_group differ from the others"
+    )
+    hint = (
+        "ranks of one worker must take the same steps: average their gradients, for example with "
+        "DistributedDataParallel(model, process_group=shard_group)"
+    )
+    raise ReplicaMismatchError(message, hint=hint)
+
+
+def _minority(hashes: Mapping[int, int]) -> tuple[int, list[int]]:
+    found = list(hashes.values())
+    majority = max(set(found), key=lambda value: (found.count(value), -found.index(value)))
+    return majority, [rank for rank, value in hashes.items() if value != majority]

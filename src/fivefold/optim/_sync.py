@@ -21,11 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from fivefold.errors import ConfigurationError
 from fivefold.optim._auto_tau import TauController
 from fivefold.optim._codecs import Codec
-from fivefold.optim._flat import local_tensor
 from fivefold.optim._fragment import Surroundings
 from fivefold.optim._lane import LaneReading
-from fivefold.optim._layout import fixed_tensors, make_fragments, shard_sum_of, state_extras
+from fivefold.optim._layout import fixed_tensors, make_fragments, require_countable, state_extras
 from fivefold.optim._rule import OuterRule
+from fivefold.optim._shards import WorkerGroup, local_tensor, reshard, worker_group_of
 from fivefold.optim._stability import StabilityWatch
 from fivefold.optim._state import require_same, settings
 from fivefold.optim._statistics import FlightRecord, StatisticsMeter, SyncStatistics
@@ -49,9 +49,11 @@ class OuterSync:
     are compared. Floating-point buffers of the state dict (BatchNorm statistics) are averaged with
     each round; integer ones are not touched.
 
-    Parameters may be DTensors whose mesh has the ranks that act as one worker (``fully_shard``
-    over the "shard" dimension of a mesh): pass the ranks that hold the same shard of the other
-    workers, ``process_group=mesh["replicate"]``. Each rank then keeps and sends its own shard.
+    Several ranks may act as one worker. Parameters that are DTensors over the worker's ranks
+    (``fully_shard`` over the "shard" dimension of a mesh) need ``process_group=mesh["replicate"]``,
+    the ranks that hold the same shard of the other workers. Parameters that are replicated inside
+    the worker (DistributedDataParallel, ``ZeroRedundancyOptimizer``) need ``shard_group`` beside
+    it. Either way a rank keeps and sends 1 / S of the outer state.
 
     Args:
         model: The bare module (not wrapped in DistributedDataParallel); all its trainable
@@ -61,6 +63,8 @@ class OuterSync:
         rule: When and how workers are brought together; see "Which rule when" in the guides.
         process_group: Ranks that take part, as a group or a one-dimensional ``DeviceMesh``; None
             for all. A group of the same ranks is made for the engine alone.
+        shard_group: Ranks that act as one worker and hold the same parameters; None where a worker
+            is one rank, or where the parameters say it themselves.
         codec: How payloads travel: "fp32" (as they are), "bf16", "fp16", "int8", "int4", or a
             codec object; what a codec loses is sent with the next round (error feedback).
         timeout_s: Longest wait for a peer, in seconds.
@@ -102,12 +106,14 @@ class OuterSync:
         *,
         rule: OuterRule,
         process_group: dist.ProcessGroup | DeviceMesh | None = None,
+        shard_group: dist.ProcessGroup | DeviceMesh | None = None,
         codec: str | Codec = "fp32",
         timeout_s: float = 600.0,
         check_every_rounds: int = 16,
         transport: Transport | None = None,
     ) -> None:
         _require_usable(model, optimizer, timeout_s, check_every_rounds)
+        reshard(model)
         self._rule = rule
         self._model = model
         self._optimizer = optimizer
@@ -123,13 +129,14 @@ class OuterSync:
             self._tau = TauController(rule.auto_tau, self._transport.world_size)
         self._steps = 0
         self._weighted: bool | None = None
+        self._worker = self._find_worker(shard_group, timeout_s=timeout_s)
         surroundings = Surroundings(
             rule=rule,
             transport=self._transport,
             meter=self._meter,
             inner_lr=self._inner_lr,
             check_every_rounds=check_every_rounds,
-            shard_sum=shard_sum_of(model),
+            worker=self._worker,
             on_reading=self._decide_tau,
         )
         extras = state_extras(rule, may_lose=getattr(self._transport, "may_lose", False))
@@ -157,11 +164,13 @@ class OuterSync:
             raise ConfigurationError(message, hint="call step(weight=...) at every step or nowhere")
         self._weighted = weight is not None
         self._steps += 1
-        for fragment in self._fragments:
-            boundary = fragment.count(weight)
-            if boundary is not None:
-                fragment.run(boundary)
-                self._stability.watch(self._meter)
+        counted = [(fragment, fragment.count(weight)) for fragment in self._fragments]
+        due = [(fragment, boundary) for fragment, boundary in counted if boundary is not None]
+        if due:
+            reshard(self._model)
+        for fragment, boundary in due:
+            fragment.run(boundary)
+            self._stability.watch(self._meter)
 
     def finalize(self) -> None:
         """Drain: apply all work that was done anywhere, and leave all replicas equal.
@@ -175,6 +184,7 @@ class OuterSync:
             CommunicationError: The all-reduce failed or timed out.
             ReplicaMismatchError: The replicas' anchors differ.
         """
+        reshard(self._model)
         for fragment in self._fragments:
             boundary = fragment.schedule.drain()
             if boundary is not None:
@@ -186,6 +196,7 @@ class OuterSync:
 
         Use it to evaluate between boundaries. The local parameters come back afterwards.
         """
+        reshard(self._model)
         live = [tensor for fragment in self._fragments for tensor in fragment.tensors()]
         saved = [tensor.detach().clone() for tensor in live]
         with torch.no_grad():
@@ -194,6 +205,7 @@ class OuterSync:
         try:
             yield
         finally:
+            reshard(self._model)
             with torch.no_grad():
                 for tensor, value in zip(live, saved, strict=True):
                     tensor.copy_(value)
@@ -325,7 +337,12 @@ class OuterSync:
         """Let the controller see what all ranks measured; the coming round has its tau."""
         if self._tau is None or not reading.fits(self._transport.world_size):
             return
-        decision = self._tau.observe(reading.step_s, reading.flight_s, round_number=round_number)
+        step_s, flight_s = reading.step_s, reading.flight_s
+        if self._worker is not None:  # its ranks see other readings, and must decide alike
+            seen = self._worker.gather([*step_s, *flight_s])
+            slowest = [max(column) for column in zip(*seen, strict=True)]
+            step_s, flight_s = slowest[: len(step_s)], slowest[len(step_s) :]
+        decision = self._tau.observe(step_s, flight_s, round_number=round_number)
         if decision is not None:
             _LOG.info("%s", decision)
         self._fragments[0].schedule.tau = self._tau.local_tau(self._transport.rank)
@@ -341,7 +358,13 @@ class OuterSync:
             (name, tuple(local_tensor(p).shape), str(p.dtype))
             for name, p in model.named_parameters()
         ]
-        mine = {"rule": self._rule, "parameters": shapes, "check": self._check_every_rounds}
+        place = None if self._worker is None else (self._worker.place, self._worker.size)
+        mine = {
+            "rule": self._rule,
+            "parameters": shapes,
+            "check": self._check_every_rounds,
+            "place within its worker": place,
+        }
         for rank, other in enumerate(transport.gather_objects(mine)):
             for key, value in mine.items():
                 if other[key] != value:
@@ -352,6 +375,21 @@ class OuterSync:
         transport.broadcast([*anchors, *(local_tensor(t) for t in fixed_tensors(model))])
         for fragment in self._fragments:
             fragment.begin()
+
+    def _find_worker(
+        self, shard_group: dist.ProcessGroup | DeviceMesh | None, *, timeout_s: float
+    ) -> WorkerGroup | None:
+        """Find the ranks of this worker and give them the same plain tensors."""
+        peers = getattr(self._transport, "global_ranks", None)
+        worker = worker_group_of(self._model, shard_group, peers=peers, timeout_s=timeout_s)
+        if worker is None:
+            return None
+        if getattr(self._transport, "may_lose", False):
+            message = "a worker of several ranks cannot use a transport that may lose a round"
+            raise ConfigurationError(message, hint="use one rank for each worker, or no elastic")
+        require_countable(self._model, self._rule)
+        worker.broadcast([*self._model.parameters(), *self._model.buffers()])
+        return worker
 
     def _settings(self) -> dict[str, Any]:
         return settings(self._rule, fragments=len(self._fragments), codec=self._codec)

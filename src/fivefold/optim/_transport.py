@@ -185,6 +185,11 @@ class ProcessGroupTransport:
         """Number of ranks in the group."""
         return dist.get_world_size(self._group)
 
+    @property
+    def global_ranks(self) -> tuple[int, ...]:
+        """The group's ranks as the default group numbers them."""
+        return tuple(dist.get_process_group_ranks(self._group))
+
     def prepare(self, payloads: Sequence[torch.Tensor], *, fragment: int) -> None:
         """Make the residuals of a fragment, where the codec needs them.
 

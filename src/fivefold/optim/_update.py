@@ -25,6 +25,7 @@ __all__ = [
     "accumulate_momentum_",
     "correct_local_",
     "move_anchor_",
+    "step_without_momentum_",
 ]
 
 
@@ -143,6 +144,32 @@ def move_anchor_(
         anchor.add_(delta_sum, alpha=-coefficients.step * coefficients.delta_scale)
     else:  # without a momentum buffer beta is 0 and both forms are the same
         anchor.add_(momentum, alpha=-coefficients.step)
+
+
+def step_without_momentum_(
+    anchor: torch.Tensor,
+    delta_sum: torch.Tensor,
+    *,
+    coefficients: OuterCoefficients,
+    statistics: PieceStatistics,
+) -> None:
+    """Compute x <- x - step * D / L in place, for rules without momentum and clip.
+
+    The same as ``accumulate_momentum_`` and ``move_anchor_``, without writing D / L down.
+
+    Args:
+        anchor: x, shape [N].
+        delta_sum: Sum over the ranks of their pseudo-gradients, shape [N]; left as it is.
+        coefficients: Scalars of this outer step.
+        statistics: Added to.
+    """
+    scale = coefficients.delta_scale
+    statistics.elements += delta_sum.numel()
+    if coefficients.with_norms:
+        square = _square_norm(delta_sum)
+        statistics.delta_square += square
+        statistics.momentum_square += square * scale**2
+    anchor.add_(delta_sum, alpha=-coefficients.step * scale)
 
 
 def correct_local_(
