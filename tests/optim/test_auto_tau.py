@@ -212,6 +212,17 @@ def test_a_faster_link_is_followed_after_window_and_patience():
     assert max(cluster.exposed_s[10:]) == 0.0
 
 
+def test_noise_just_before_a_change_does_not_hold_it_up():
+    settings = AutoTau(initial=33, window=3, patience=12)
+    controller = TauController(settings, 1)
+    for number in range(6):  # needs 32 of 33 steps: agrees with going down, by one step
+        controller.observe([0.1], [2.85], round_number=number)
+    seen = [controller.observe([0.1], [0.8], round_number=6 + n) for n in range(16)]
+    # One round until the median turns, then twelve that agree, whatever was before.
+    assert [d.tau for d in seen if d] == [9]
+    assert seen[12] is not None
+
+
 @pytest.mark.parametrize("stalled", [{30}, {30, 40, 50}, {30, 33, 36}])
 def test_a_link_that_hangs_once_changes_nothing_but_the_wait_is_there(stalled):
     cluster = Cluster(AutoTau(), [0.1, 0.1], lambda r: 30.0 if r in stalled else 0.7)
