@@ -47,7 +47,8 @@ def text_folder(tmp_path_factory):
 def make_config(text_folder, tmp_path):
     """A configuration that trains in a second."""
 
-    def make(method, *, output="run", tau=4, **run):
+    def make(method, *, output="run", sync=None, **run):
+        takes_tau = method not in {"none", "ddp"}
         run = {"steps": 18, "validate_every_steps": 7, "log_every_steps": 3} | run
         return TrainConfig(
             run=RunConfig(output=tmp_path / output, device="cpu", **{"timeout_s": 30.0} | run),
@@ -59,7 +60,7 @@ def make_config(text_folder, tmp_path):
             ),
             model=ModelConfig(layers=1, width=16, heads=2),
             optim=OptimConfig(batch_size=2, warmup_steps=2, validation_batches=4, precision="fp32"),
-            sync=SyncConfig(method=method, tau=tau),
+            sync=SyncConfig(method=method, **({"tau": 4} if takes_tau else {}) | (sync or {})),
         )
 
     return make

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from fivefold.errors import ConfigurationError
 from fivefold.train._config import (
+    AutoTauConfig,
     DataConfig,
     ModelConfig,
     OptimConfig,
@@ -103,9 +104,29 @@ BAD = [
     ("[data]\npath = ['a']\n", "", "data.path must be a string; got ['a'] (a list)", "stdlib"),
     ("[data]\npath = ''\n", "", "data.path must be a string that is not empty", "stdlib"),
     ("[run]\nsteps = 0\n", "", "run.steps must be at least 1; got 0", "optimizer steps"),
-    ("[sync]\ntau = 0\n", "", "sync.tau must be at least 1; got 0", "local steps per round"),
-    ("[sync]\nouter_momentum = 1.0\n", "", "sync.outer_momentum must be less than 1; got 1", "0.2"),
-    ("[sync]\nouter_lr = 0\n", "", "sync.outer_lr must be greater than 0; got 0", "0.7"),
+    ("[sync]\ntau = 0\n", "", "sync.tau must be an integer of at least 1, or", "steps per round"),
+    ("[sync]\ntau = 'atuo'\n", "", "; got 'atuo'", "its default is 8"),
+    ("[sync]\ntau = true\n", "", 'or "auto"; got True', "its default is 8"),
+    ("[sync]\npull = 0.5\n", "", 'sync.pull is not a setting of sync.method = "co2"',
+     "it is for overlap_local_sgd; co2 takes auto_tau, bootstrap,"),
+    ("[sync]\nmethod = 'ddp'\ntau = 4\n", "", "sync.tau is not a setting of", "ddp takes codec"),
+    ("", "sync.method=none\nsync.codec=fp32", "sync.method must be one of", "co2"),
+    ("[sync]\nmethod = 'ddp'\ncodec = 'int8'\n", "", "is not for ddp", '"bf16" or "fp16"'),
+    ("[sync]\ncodec = 'int9'\n", "", "sync.codec must be one of 'fp32', 'bf16'", "on the wire"),
+    ("[sync]\nmethod = 'diloco'\n", "sync.tau=auto", "hides whole rounds; got diloco", "use co2,"),
+    ("[sync]\nmethod = 'streaming_diloco'\n", "sync.tau=auto", "got streaming_diloco", "co2"),
+    ("[sync.auto_tau]\nmaximum = 9\n", "", '[sync.auto_tau] is for sync.tau = "auto"', "drop"),
+    ("[sync]\ntau = 'auto'\n", "sync.auto_tau.minimum=9", "minimum 9, initial 8", "between"),
+    ("[sync.auto_tau]\nmaximun = 9\n", "", "unknown key sync.auto_tau.maximun",
+     "did you mean sync.auto_tau.maximum?"),
+    ("[sync.auto_tau]\nwindow = 0\n", "", "sync.auto_tau.window must be at least 1; got 0", "is 3"),
+    ("[sync]\nauto_tau = 3\n", "", "sync.auto_tau must be a table; got 3", "[sync.auto_tau]"),
+    ("[sync]\nmethod = 'streaming_diloco'\nfragments = 9\n", "",
+     "sync.fragments must be at most sync.tau=8; got 9", "raise sync.tau"),
+    ("[sync]\nmethod = 'streaming_diloco'\ndelay_steps = 9\n", "",
+     "sync.delay_steps must be at most sync.tau=8; got 9", "lower sync.delay_steps"),
+    ("[sync]\nouter_momentum = 1.0\n", "", "outer_momentum must be less than 1; got 1", "[0, 1)"),
+    ("[sync]\nouter_lr = 0\n", "", "outer_lr must be greater than 0; got 0", "the method's own"),
     ("[optim]\nlr = nan\n", "", "optim.lr must be", "0.003"),
     ("[optim]\ngrad_clip = nan\n", "", "optim.grad_clip must be greater than 0; got nan", "inf"),
     ("[optim]\nlr = inf\n", "", "optim.lr must be a finite number; got inf", "0.003"),
@@ -181,6 +202,23 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=2
 positive = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
 
 
+names = st.text(st.characters(min_codepoint=33, max_codepoint=500), min_size=1, max_size=9)
+SYNC = st.one_of(
+    st.builds(SyncConfig, clip=positive | st.just(float("inf")), tau=st.integers(1, 99)),
+    st.sampled_from(["none", "ddp", "local_sgd", "slowmo", "diloco", "streaming_diloco"]).map(
+        lambda method: SyncConfig(method=method)
+    ),
+    st.builds(
+        lambda maximum: SyncConfig(tau="auto", auto_tau=AutoTauConfig(maximum=maximum)),
+        st.integers(8, 99),
+    ),
+    st.builds(
+        lambda options: SyncConfig(method="outer_optimizer", options=options, hidden=True),
+        st.dictionaries(names, st.booleans() | positive | st.integers(-9, 9) | texts, max_size=3),
+    ),
+)
+
+
 @given(
     run=st.builds(
         RunConfig,
@@ -194,7 +232,7 @@ positive = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
     optim=st.builds(
         OptimConfig, lr=positive, betas=st.tuples(*[st.floats(0, 1, exclude_max=True)] * 2)
     ),
-    sync=st.builds(SyncConfig, clip=positive | st.just(float("inf")), tau=st.integers(1, 99)),
+    sync=SYNC,
 )
 def test_what_is_written_is_read_back_equal(tmp_path_factory, run, data, optim, sync):
     config = TrainConfig(run=run, data=data, optim=optim, sync=sync, model=ModelConfig(layers=1))
@@ -202,7 +240,35 @@ def test_what_is_written_is_read_back_equal(tmp_path_factory, run, data, optim, 
     path = tmp_path_factory.mktemp("config") / "config.toml"
     path.write_bytes(text.encode())
     assert load_config(path) == config
-    tables = tomllib.loads(text)
-    assert {name: list(table) for name, table in tables.items()} == {
-        name: list(getattr(config, name).model_dump()) for name in TrainConfig.model_fields
+    # Every key that has a value is there, tables within tables last.
+    assert {name: set(table) for name, table in tomllib.loads(text).items()} == {
+        name: set(getattr(config, name).model_dump(exclude_none=True))
+        for name in TrainConfig.model_fields
     }
+
+
+def test_keys_that_are_left_out_are_the_methods_own(load):
+    sync = load("[sync]\nmethod = 'diloco'\n").sync
+    assert (sync.outer_lr, sync.outer_momentum, sync.staleness, sync.pull) == (0.7, 0.9, None, None)
+    assert load("[sync]\ntau = 'auto'\n").sync.auto_tau == AutoTauConfig()
+    sync = load("", "sync.method=outer_optimizer", "sync.optimizer=AdamW").sync
+    assert (sync.optimizer, sync.options) == ("AdamW", None)
+
+
+def test_tables_within_tables_are_overridden_by_key(load):
+    file = "[sync]\nmethod = 'outer_optimizer'\n[sync.options]\nlr = 0.5\nmomentum = 0.1\n"
+    assert load(file, "sync.options.lr=0.25").sync.options == {"lr": 0.25, "momentum": 0.1}
+    assert load(file, "sync.options={lr = 1.0}").sync.options == {"lr": 1.0}
+    assert load("", "sync.tau=auto", "sync.auto_tau.maximum=64").sync.auto_tau.maximum == 64
+
+
+def test_another_method_on_the_command_line_drops_the_files_keys_and_says_so(load, caplog):
+    caplog.set_level("INFO")
+    file = "[sync]\ntau = 4\nouter_lr = 0.3\nstaleness = 'none'\n"
+    assert load(file, "sync.method=ddp").sync == SyncConfig(method="ddp")
+    assert caplog.messages == [
+        "ddp does not take sync.tau, sync.outer_lr, sync.staleness of the file"
+    ]
+    assert load(file, "sync.method=diloco").sync == SyncConfig(method="diloco", tau=4, outer_lr=0.3)
+    with pytest.raises(ConfigurationError, match="tau is not a setting"):
+        load(file, "sync.method=ddp", "sync.tau=4")  # asked for, not left over

@@ -5,9 +5,20 @@ import pytest
 import torch
 
 from fivefold.errors import CommunicationError, ConfigurationError
-from fivefold.optim import CO2, LocalSGD, SlowMo
+from fivefold.optim import (
+    CO2,
+    AutoTau,
+    DelayCorrected,
+    DiLoCo,
+    EagerDiLoCo,
+    LocalSGD,
+    OuterOptimizer,
+    OverlapLocalSGD,
+    SlowMo,
+    StreamingDiLoCo,
+)
 from fivefold.testing import run_processes
-from fivefold.train import SyncConfig
+from fivefold.train import AutoTauConfig, SyncConfig
 from fivefold.train._evaluate import bits_per_byte
 from fivefold.train._methods import make_method, method_label
 from fivefold.train._outer import make_rule
@@ -34,17 +45,18 @@ def data(rank, step):
     return make[:, :20], make[:, 20:]
 
 
-def build(method, *, tau=3):
+def build(method, **keys):
     world = open_world(read_identity(), device="cpu", timeout_s=20.0)
     model = Regression()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    config = SyncConfig(method=method, tau=tau)
+    keys = keys if method in {"none", "ddp"} else {"tau": 3} | keys
+    config = SyncConfig(method=method, **keys)
     return model, optimizer, make_method(config, model, optimizer=optimizer, world=world)
 
 
-def run_method(method, *, steps=5, accumulation=1):
+def run_method(method, *, steps=5, accumulation=1, **keys):
     def work(rank):
-        model, optimizer, made = build(method)
+        model, optimizer, made = build(method, **keys)
         made.warm_up(*data(rank, 99))
         spans = []
         for step in range(steps):
@@ -101,6 +113,19 @@ def test_ddp_is_large_batch_training_in_float64(accumulation):
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize(("codec", "bits"), [("bf16", 8), ("fp16", 11)])
+def test_ddp_in_half_precision_sends_half_and_rounds_as_the_type_does(codec, bits):
+    for found, _, totals in run_method("ddp", steps=1, codec=codec):
+        start = Regression()
+        for left, right, old in zip(found, by_hand(steps=1), start.parameters(), strict=True):
+            # Two addends and their sum are rounded; the step is 0.05 times the gradient.
+            largest = (right - old).abs().max()
+            assert 0 < (left - right).abs().max() <= 2 * 2.0**-bits * largest
+        assert totals["payload_bytes"] == 8 * (20 * 3000 + 3000 * 100)
+        assert totals["sent_bytes"] == totals["payload_bytes"] // 4  # float64 to 2 bytes; 2 ranks
+
+
+@pytest.mark.distributed
 def test_none_leaves_every_rank_on_its_own():
     for rank, (found, spans, totals) in enumerate(run_method("none")):
         for left, right in zip(found, by_hand(ranks=(rank,)), strict=True):
@@ -134,19 +159,24 @@ def test_local_sgd_is_the_average_after_every_round():
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("method", ["ddp", "local_sgd", "slowmo", "co2"])
+@pytest.mark.parametrize("method", ["ddp", "local_sgd", "slowmo", "co2", "streaming_diloco"])
 def test_spans_and_totals_tell_one_story(method):
-    for _, spans, totals in run_method(method):
+    keys = {"fragments": 2} if method == "streaming_diloco" else {}
+    for _, spans, totals in run_method(method, **keys):
         flights = [span for span in spans if span.lane == "flight"]
         waits = [span for span in spans if span.lane == "wait"]
         assert len(flights) == totals["collectives"] > 0
-        # Buckets of DDP travel at the same time: count each moment with any of them once.
+        # Buckets of DDP travel at the same time: count each moment with any of them once. The
+        # flights of fragments are summed: each has its own wait.
         moments = sorted({t for span in flights for t in (span.start_s, span.end_s)})
         in_flight_s = sum(
             end - start
             for start, end in itertools.pairwise(moments)
             if any(span.start_s <= start and end <= span.end_s for span in flights)
         )
+        if method == "streaming_diloco":
+            in_flight_s = sum(span.end_s - span.start_s for span in flights)
+            assert any("fragment 1" in span.name for span in flights)
         exposed_s = sum(span.end_s - span.start_s for span in waits)
         assert math.isclose(in_flight_s, totals["in_flight_s"], rel_tol=1e-9)
         assert math.isclose(exposed_s, totals["exposed_wait_s"], rel_tol=1e-9)
@@ -181,17 +211,71 @@ def test_evaluation_sees_equal_parameters_and_gives_the_local_ones_back():
     assert not torch.equal(local0[0], local1[0])
 
 
-def test_rules_take_the_keys_of_their_method_only():
+HIDDEN = ("co2", "delay_corrected", "overlap_local_sgd", "eager_diloco")
+RULES = {
+    "local_sgd": LocalSGD,
+    "slowmo": SlowMo,
+    "diloco": DiLoCo,
+    "co2": CO2,
+    "delay_corrected": DelayCorrected,
+    "overlap_local_sgd": OverlapLocalSGD,
+    "eager_diloco": EagerDiLoCo,
+    "streaming_diloco": StreamingDiLoCo,
+}
+
+
+@pytest.mark.parametrize("method", RULES)
+def test_a_method_without_settings_is_its_rule_without_settings(method):
+    assert make_rule(SyncConfig(method=method, tau=5)) == RULES[method](tau=5)
+
+
+def test_settings_reach_the_rule():
     config = SyncConfig(method="co2", tau=5, outer_lr=0.3, outer_momentum=0.1, clip=math.inf)
     assert make_rule(config) == CO2(tau=5, outer_lr=0.3, outer_momentum=0.1, clip=None)
-    config = SyncConfig(method="slowmo", tau=5, outer_lr=0.3, outer_momentum=0.1, clip=2.0)
-    assert make_rule(config) == SlowMo(tau=5, outer_lr=0.3, outer_momentum=0.1, clip=2.0)
-    assert make_rule(SyncConfig(method="local_sgd", tau=5, outer_lr=0.3)) == LocalSGD(tau=5)
+    config = SyncConfig(method="slowmo", tau=5, outer_lr=0.3, clip=2.0, units="delta")
+    assert make_rule(config) == SlowMo(tau=5, outer_lr=0.3, clip=2.0, units="delta")
+    config = SyncConfig(method="overlap_local_sgd", tau=5, pull=0.4)
+    assert make_rule(config) == OverlapLocalSGD(tau=5, pull=0.4)
+    config = SyncConfig(method="streaming_diloco", tau=6, fragments=3, delay_steps=2, keep=0.2)
+    assert make_rule(config) == StreamingDiLoCo(tau=6, fragments=3, delay_steps=2, keep=0.2)
+
+
+@pytest.mark.parametrize("method", HIDDEN)
+def test_an_automatic_tau_has_the_table_that_was_given(method):
+    config = SyncConfig(method=method, tau="auto", auto_tau=AutoTauConfig(maximum=64, margin=1.5))
+    assert make_rule(config).tau == AutoTau(maximum=64, margin=1.5)
+    assert make_rule(SyncConfig(method=method, tau="auto")) == RULES[method](tau="auto")
+
+
+def test_any_optimizer_of_torch_is_an_outer_optimizer():
+    sgd = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
+    rule = make_rule(SyncConfig(method="outer_optimizer", tau=5))
+    assert rule == OuterOptimizer(tau=5, optimizer=torch.optim.SGD, options=sgd)
+    config = SyncConfig(
+        method="outer_optimizer", tau=5, optimizer="AdamW", options={"lr": 0.1}, hidden=True
+    )
+    assert make_rule(config) == OuterOptimizer(
+        tau=5, optimizer=torch.optim.AdamW, options={"lr": 0.1}, hidden=True
+    )
+    for name in ("Adamw", "Optimizer", "lr_scheduler"):
+        with pytest.raises(ConfigurationError, match="not an optimizer of") as caught:
+            make_rule(SyncConfig(method="outer_optimizer", optimizer=name))
+        assert "AdamW" in caught.value.hint
+    with pytest.raises(ConfigurationError, match="refuses options"):
+        make_rule(SyncConfig(method="outer_optimizer", options={"learning_rate": 1.0}))
 
 
 def test_labels():
-    labels = {method: method_label(SyncConfig(method=method, tau=8)) for method in ("ddp", "co2")}
-    assert labels == {"ddp": "DDP", "co2": "CO2 (tau 8)"}
+    def label(method, **keys):
+        return method_label(SyncConfig(method=method, **keys))
+
+    assert label("ddp") == "DDP"
+    assert label("ddp", codec="bf16") == "DDP (bf16)"
+    assert label("co2", tau=8) == "CO2 (tau 8)"
+    assert label("co2", tau="auto", codec="int8") == "CO2 (tau auto, int8)"
+    assert label("streaming_diloco") == "Streaming DiLoCo (tau 8, 4 fragments)"
+    assert label("outer_optimizer", optimizer="AdamW") == "outer AdamW (tau 8)"
+    assert label("outer_optimizer", hidden=True) == "hidden outer SGD (tau 8)"
 
 
 def test_bits_per_byte_of_a_uniform_guess():

@@ -3,9 +3,28 @@ import shutil
 
 import pytest
 
+from fivefold.train import AutoTauConfig
 from fivefold.train._checkpoint import checkpoint_folders
 
-METHODS = ["none", "ddp", "local_sgd", "slowmo", "diloco", "co2", "delay_corrected"]
+STREAMING = {"fragments": 2, "delay_steps": 3}  # flights of both fragments at step 5
+METHODS = {
+    "none": {},
+    "ddp": {},
+    "ddp bf16": {"codec": "bf16"},
+    "local_sgd": {},
+    "slowmo": {},
+    "diloco": {},
+    "co2": {},
+    "co2 int8": {"codec": "int8"},
+    "delay_corrected": {},
+    "delay_corrected int4": {"codec": "int4"},
+    "overlap_local_sgd": {},
+    "eager_diloco": {},
+    "streaming_diloco": STREAMING,
+    "streaming_diloco bf16": STREAMING | {"codec": "bf16"},
+    "outer_optimizer": {},
+    "outer_optimizer hidden": {"optimizer": "AdamW", "options": {"lr": 0.02}, "hidden": True},
+}
 
 
 def with_run(config, **changes):
@@ -17,12 +36,14 @@ def losses(events):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", METHODS)
 def test_resume_at_any_step_reaches_the_same_state_bit_for_bit(
-    make_config, run_ranks, final_digest, tmp_path, method
+    make_config, run_ranks, final_digest, tmp_path, name
 ):
     # tau = 4: step 4 is a boundary, 5 to 7 lie inside a round with an all-reduce in flight.
-    whole = make_config(method, output="whole", checkpoint_every_steps=1, keep_checkpoints=99)
+    method = name.partition(" ")[0]
+    keep_all = {"checkpoint_every_steps": 1, "keep_checkpoints": 99}
+    whole = make_config(method, output="whole", sync=METHODS[name], **keep_all)
     whole = with_run(whole, steps=10, validate_every_steps=4)
     run_ranks(whole)
     expected = final_digest(whole)
@@ -32,6 +53,36 @@ def test_resume_at_any_step_reaches_the_same_state_bit_for_bit(
         shutil.copytree(source, resumed.run.output / "checkpoints" / source.name)
         run_ranks(resumed)
         assert final_digest(resumed) == expected, f"resumed at step {step}"
+
+
+@pytest.mark.distributed
+def test_an_automatic_tau_goes_on_from_what_it_had_decided(make_config, run_ranks, tmp_path):
+    # The first decision comes after two measured rounds of 8: tau leaves its initial value.
+    table = {"tau": "auto", "auto_tau": AutoTauConfig(window=2, patience=1, maximum=32)}
+    whole = make_config("co2", output="whole", sync=table, steps=60, checkpoint_every_steps=40)
+    whole = with_run(whole, log_every_steps=1, keep_checkpoints=9)
+    run_ranks(whole)
+    resumed = with_run(whole, output=tmp_path / "resumed", steps=60)
+    source = whole.run.output / "checkpoints" / "step-00000040"
+    shutil.copytree(source, resumed.run.output / "checkpoints" / source.name)
+    run_ranks(resumed)
+
+    def lines(config, event):
+        text = (config.run.output / "metrics.jsonl").read_text().splitlines()
+        return [line for line in map(json.loads, text) if line["event"] == event]
+
+    before = [line for line in lines(whole, "sync") if line["step"] <= 40]
+    decided = [line for line in lines(whole, "tau") if line["step"] <= 40]
+    after = lines(resumed, "sync")[0]
+    assert before[-1]["tau_changes"] == len(decided) > 0
+    assert decided[-1]["tau"] == before[-1]["tau"]
+    assert after["step"] == 41
+    # Decisions are made at boundaries, and step 41 may be one: then its decision is logged.
+    new = [line for line in lines(resumed, "tau") if line["step"] == 41]
+    assert after["tau"] == (new[-1]["tau"] if new else before[-1]["tau"])
+    assert after["tau_changes"] == before[-1]["tau_changes"] + len(new)
+    record = json.loads((resumed.run.output / "result.json").read_text())["sync"]
+    assert record["tau_changes"] == len(decided) + len(lines(resumed, "tau"))
 
 
 @pytest.mark.distributed

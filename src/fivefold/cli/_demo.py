@@ -50,10 +50,9 @@ precision = "fp32"
 validation_batches = 8
 [sync]
 method = "{method}"
-tau = 6
 {settings}"""
 
-_METHODS = {"none": "", "ddp": "", "co2": "outer_lr = 0.5\nouter_momentum = 0.0\n"}
+_METHODS = {"none": "", "ddp": "", "co2": "tau = 6\nouter_lr = 0.5\nouter_momentum = 0.0\n"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ resumed, they reach the same parameters bit for bit.
 from __future__ import annotations
 
 from fivefold.train._config import (
+    AutoTauConfig,
     DataConfig,
     ModelConfig,
     OptimConfig,
@@ -27,6 +28,7 @@ from fivefold.train._sampler import ShardedSampler, gather_batch
 from fivefold.train._tokenizer import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
 
 __all__ = [
+    "AutoTauConfig",
     "ByteTokenizer",
     "Corpus",
     "DataConfig",

@@ -1,5 +1,7 @@
 """The configuration of a training run: five TOML tables, checked before anything starts.
 
+Table ``[sync]`` has a file of its own, ``_sync_config.py``.
+
 Each table is a frozen model with a default for every key, so an empty file is a valid
 configuration. Values are taken as they are: a string is not read as a number, except that keys
 in seconds accept a unit (``"10 s"``). The order of precedence is override, then file, then
@@ -9,19 +11,32 @@ knows nothing of torch, processes or data.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from fivefold.errors import ConfigurationError
+from fivefold.train._section import (
+    Count,
+    FilePath,
+    Fraction,
+    Momentum,
+    Positive,
+    Rate,
+    Seconds,
+    Section,
+    Text,
+)
+from fivefold.train._sync_config import AutoTauConfig, SyncConfig, keys_of_method
 from fivefold.train._toml import apply_overrides, format_toml, read_toml, readable_error
-from fivefold.units import parse_duration_s
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = [
+    "AutoTauConfig",
     "DataConfig",
     "ModelConfig",
     "OptimConfig",
@@ -32,44 +47,14 @@ __all__ = [
     "load_config",
 ]
 
-
-def _duration(value: Any) -> Any:
-    # Strings only: a bool or a list must reach the type check of the field itself.
-    return parse_duration_s(value) if isinstance(value, str) else value
-
-
-def _path(value: Any) -> Any:
-    if value == "":
-        message = "a path must not be empty"
-        raise ConfigurationError(message, hint='name a folder, such as "runs/co2"')
-    return Path(value) if isinstance(value, str) else value
+_LOG = logging.getLogger(__name__)
 
 
 def _pair(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-_Count = Annotated[int, Field(ge=0)]
-_Positive = Annotated[int, Field(ge=1)]
-_Seconds = Annotated[float, BeforeValidator(_duration), Field(gt=0, allow_inf_nan=False)]
-_Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-_Fraction = Annotated[float, Field(ge=0, le=1)]
-_Momentum = Annotated[float, Field(ge=0, lt=1)]
-_Path = Annotated[Path, BeforeValidator(_path)]
-_Text = Annotated[str, Field(min_length=1)]
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        validate_default=True,
-        use_attribute_docstrings=True,
-    )
-
-
-class RunConfig(_Section):
+class RunConfig(Section):
     """Table ``[run]``: where, how long and how often.
 
     Example:
@@ -77,35 +62,35 @@ class RunConfig(_Section):
         10
     """
 
-    output: _Path = Path("runs/train")
+    output: FilePath = Path("runs/train")
     """folder of the run, relative to the current folder"""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """seed of the parameters and of the order of the data"""
-    steps: _Positive = 200
+    steps: Positive = 200
     """optimizer steps per rank"""
-    log_every_steps: _Positive = 10
+    log_every_steps: Positive = 10
     """steps between two lines of metrics"""
-    validate_every_steps: _Count = 50
+    validate_every_steps: Count = 50
     """steps between two validations; 0 for one at the end"""
-    checkpoint_every_steps: _Count = 0
+    checkpoint_every_steps: Count = 0
     """steps between two checkpoints; 0 for one at the end"""
-    keep_checkpoints: _Positive = 2
+    keep_checkpoints: Positive = 2
     """newest checkpoints that are kept"""
-    resume: _Text = "auto"
+    resume: Text = "auto"
     """"auto", "never" or the path of a checkpoint"""
-    threads: _Positive = 1
+    threads: Positive = 1
     """torch CPU threads per rank"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where the model is trained"""
-    timeout_s: _Seconds = 120.0
+    timeout_s: Seconds = 120.0
     """longest wait on another rank, in seconds"""
     tensorboard: bool = False
     """also write TensorBoard event files"""
-    line_every_s: _Seconds = 10.0
+    line_every_s: Seconds = 10.0
     """seconds between two progress lines where there is no terminal"""
 
 
-class DataConfig(_Section):
+class DataConfig(Section):
     """Table ``[data]``: the text, how it becomes tokens and how it is split.
 
     Example:
@@ -113,19 +98,19 @@ class DataConfig(_Section):
         'stdlib'
     """
 
-    path: _Text = "stdlib"
+    path: Text = "stdlib"
     """"stdlib" or a folder of text"""
-    tokenizer: _Text = "bytes"
+    tokenizer: Text = "bytes"
     """"bytes" or the path of a Hugging Face tokenizer.json"""
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """share of the files held out for validation, between 0 and 1"""
-    cache: _Text = "auto"
+    cache: Text = "auto"
     """folder of the tokens; "auto" for the user's cache folder"""
-    sequence_length: _Positive = 128
+    sequence_length: Positive = 128
     """tokens per sequence"""
 
 
-class ModelConfig(_Section):
+class ModelConfig(Section):
     """Table ``[model]``: the size of the transformer.
 
     Raises:
@@ -137,11 +122,11 @@ class ModelConfig(_Section):
         4
     """
 
-    layers: _Positive = 4
+    layers: Positive = 4
     """transformer blocks"""
-    width: _Positive = 192
+    width: Positive = 192
     """width of the residual stream, a multiple of 2 * heads"""
-    heads: _Positive = 4
+    heads: Positive = 4
     """attention heads"""
 
     @model_validator(mode="after")
@@ -156,7 +141,7 @@ class ModelConfig(_Section):
         return self
 
 
-class OptimConfig(_Section):
+class OptimConfig(Section):
     """Table ``[optim]``: AdamW, its schedule, and the batch.
 
     Example:
@@ -164,57 +149,29 @@ class OptimConfig(_Section):
         (0.9, 0.95)
     """
 
-    lr: _Rate = 3e-3
+    lr: Rate = 3e-3
     """peak learning rate"""
-    min_lr_fraction: _Fraction = 0.1
+    min_lr_fraction: Fraction = 0.1
     """last learning rate as a share of the peak, between 0 and 1"""
-    warmup_steps: _Count = 20
+    warmup_steps: Count = 20
     """steps of linear warmup; at most run.steps"""
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
     """decoupled weight decay of the matrices"""
-    betas: Annotated[tuple[_Momentum, _Momentum], BeforeValidator(_pair)] = (0.9, 0.95)
+    betas: Annotated[tuple[Momentum, Momentum], BeforeValidator(_pair)] = (0.9, 0.95)
     """AdamW's two decay rates, each in [0, 1)"""
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
     """largest norm of the gradient; inf for no clipping"""
-    batch_size: _Positive = 8
+    batch_size: Positive = 8
     """sequences per rank and micro-batch"""
-    accumulation: _Positive = 1
+    accumulation: Positive = 1
     """micro-batches per optimizer step"""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """arithmetic of forward and backward"""
-    validation_batches: _Positive = 20
+    validation_batches: Positive = 20
     """batches per validation, over all ranks"""
 
 
-class SyncConfig(_Section):
-    """Table ``[sync]``: how the ranks are kept together.
-
-    Example:
-        >>> SyncConfig(method="ddp").method
-        'ddp'
-    """
-
-    method: Literal["none", "ddp", "local_sgd", "slowmo", "diloco", "co2", "delay_corrected"] = (
-        "co2"
-    )
-    """how ranks synchronise"""
-    tau: _Positive = 8
-    """local steps per round"""
-    outer_lr: _Rate = 0.7
-    """learning rate of the outer step"""
-    outer_momentum: _Momentum = 0.2
-    """momentum of the outer step, in [0, 1)"""
-    staleness: _Text = "gap"
-    """name of the staleness penalty"""
-    clip: Annotated[float, Field(gt=0)] = 1.0
-    """elementwise bound of the outer momentum; inf for none"""
-    bootstrap: Literal["reset", "sync"] = "reset"
-    """what CO2 does at its first round"""
-    check_every_rounds: _Count = 16
-    """rounds between two checks that all ranks are equal; 0 for never"""
-
-
-class TrainConfig(_Section):
+class TrainConfig(Section):
     """The whole configuration of a training run.
 
     Raises:
@@ -249,7 +206,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     Args:
         path: TOML file with any of the tables run, data, model, optim and sync.
         overrides: Assignments such as ``"run.steps=50"``. The value is read as TOML; what is not
-            TOML is taken as a string, so ``data.path=/texts`` needs no quotes.
+            TOML is taken as a string, so ``data.path=/texts`` needs no quotes. Where
+            ``sync.method`` is among them, keys of the file's ``[sync]`` that the new method does
+            not take are dropped, and the log says which: one file serves for comparisons.
 
     Returns:
         The configuration, with the default for every key that is not given.
@@ -264,7 +223,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
         >>> load_config(file, ["sync.tau=4"]).sync.tau
         4
     """
-    tables = apply_overrides(read_toml(Path(path)), overrides, schema=TrainConfig)
+    given = apply_overrides({}, overrides, schema=TrainConfig).get("sync", {})
+    tables = read_toml(Path(path))
+    if isinstance(tables.get("sync"), dict) and "method" in given:
+        _drop_keys_of_other_methods(tables["sync"], str(given["method"]))
+    tables = apply_overrides(tables, overrides, schema=TrainConfig)
     try:
         return TrainConfig.model_validate(tables)
     except ValidationError as error:
@@ -273,7 +236,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
 
 
 def config_to_toml(config: TrainConfig) -> str:
-    """Write a configuration with all of its keys, so that ``load_config`` reads it back equal.
+    """Write a configuration with all keys that have a value; ``load_config`` reads it back equal.
 
     Args:
         config: The configuration to write.
@@ -286,6 +249,16 @@ def config_to_toml(config: TrainConfig) -> str:
         True
     """
     return format_toml(config.model_dump())
+
+
+def _drop_keys_of_other_methods(table: dict[str, Any], method: str) -> None:
+    takes = keys_of_method(method)
+    dropped = [key for key in table if key in SyncConfig.model_fields and key not in takes]
+    for key in dropped:
+        del table[key]
+    if dropped:
+        names = ", ".join(f"sync.{key}" for key in dropped)
+        _LOG.info("%s does not take %s of the file", method, names)
 
 
 def _width_hint(width: int, heads: int) -> str:

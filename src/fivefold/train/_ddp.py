@@ -1,7 +1,8 @@
 """Plain ``DistributedDataParallel``, watched: the baseline of every comparison.
 
 A communication hook does exactly what DDP does without one (divide by the number of ranks,
-all-reduce the bucket) and notes when each bucket was launched and when it was complete. The
+all-reduce the bucket) and notes when each bucket was launched and when it was complete. With a
+codec the bucket travels in half precision, as with torch's own compression hooks. The
 exposed wait of a step is the time from the last bucket's launch to the return of backward:
 earlier buckets travel while gradients are still being computed. This module knows nothing of
 data or files.
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = ["DataParallelMethod"]
 
+_WIRES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 class _Loss(torch.nn.Module):
     """DDP acts on ``forward`` only, so the loss is made a module's forward."""
@@ -57,16 +60,18 @@ class DataParallelMethod:
     Args:
         model: The bare module; rank 0's parameters are broadcast.
         world: The ranks.
+        codec: "fp32" for gradients as they are, "bf16" or "fp16" for half precision on the wire.
 
     Raises:
         CommunicationError: A peer died or did not answer in time.
     """
 
-    def __init__(self, model: torch.nn.Module, *, world: World) -> None:
+    def __init__(self, model: torch.nn.Module, *, world: World, codec: str = "fp32") -> None:
         self._world = world
+        self._wire = _WIRES[codec]
         self.totals = CommunicationTotals()
         self._spans: list[Span] = []
-        self._landed: list[tuple[Span, int]] = []
+        self._landed: list[Span] = []
         self._last_launch_s: float | None = None
         # A group of its own, so that its timeout is the run's also where the caller made the
         # default group.
@@ -152,11 +157,17 @@ class DataParallelMethod:
         self.totals.exposed_wait_s += end_s - start_s
         self._spans.append(Span(lane="wait", name="gradients", start_s=start_s, end_s=end_s))
         landed, self._landed = self._landed, []
-        self.totals.in_flight_s += union_s([span for span, _ in landed])
-        for span, payload_bytes in landed:
-            self.totals.payload_bytes += payload_bytes
+        self.totals.in_flight_s += union_s(landed)
+        for span in landed:
+            self.totals.payload_bytes += span.details["payload_bytes"]
+            self.totals.sent_bytes += span.details["sent_bytes"]
             self.totals.collectives += 1
             self._spans.append(span)
+
+    def _ring_bytes(self, wire: torch.Tensor) -> int:
+        """What a ring all-reduce sends per rank; DDP's backend does not say."""
+        world_size = self._world.world_size
+        return 2 * (world_size - 1) * wire.nbytes // world_size
 
     def _launch_bucket(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         # Runs on the thread of backward.
@@ -164,16 +175,18 @@ class DataParallelMethod:
         launched_s = time.perf_counter()
         self._last_launch_s = launched_s
         name = f"all-reduce bucket {bucket.index()}"
-        work = dist.all_reduce(payload, group=self._group, async_op=True)
+        wire = payload if self._wire is None else payload.to(self._wire)
+        work = dist.all_reduce(wire, group=self._group, async_op=True)
         assert work is not None, "an asynchronous collective of a member returns its work"
 
         def landed(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
             # Runs on one of the backend's threads: an append is atomic, a sum would not be.
             (result,) = future.value()
             end_s = time.perf_counter()
-            span = Span(lane="flight", name=name, start_s=launched_s, end_s=end_s)
-            self._landed.append((span, payload.nbytes))
-            return result
+            size = {"payload_bytes": payload.nbytes, "sent_bytes": self._ring_bytes(wire)}
+            span = Span(lane="flight", name=name, start_s=launched_s, end_s=end_s, details=size)
+            self._landed.append(span)
+            return result if self._wire is None else payload.copy_(result)
 
         result: torch.futures.Future[torch.Tensor] = work.get_future().then(landed)
         return result

@@ -9,6 +9,7 @@ parameters of the run that was not, bit for bit. What is particular to a method 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from fivefold.train._corpus import Corpus
 
 __all__ = ["train"]
+
+_LOG = logging.getLogger(__name__)
 
 
 def train(config: TrainConfig) -> RunResult:
@@ -248,6 +251,7 @@ class _Run:
             self.metrics.write("end", step=self.step, tokens=tokens, wall_s=wall_s, reason=reason)
             if reason == "finished":
                 write_json(self.folder.root / "result.json", result.record())
+            _LOG.info("%s", result.summary())
         self.recorder.close(loss_mean_last=self._loss_last, link_bytes=self.link.record())
         return result
 
@@ -283,7 +287,9 @@ class _Run:
         last_step, last_s = self._last_log
         rate = (tokens - self.tokens(last_step)) / max(wall_s - last_s, 1e-9)
         self._last_log = (self.step, wall_s)
-        progress.describe(loss=self._loss_last, tokens_per_s=rate)
+        statistics = self.method.statistics() if self.config.sync.tau == "auto" else None
+        tau = None if statistics is None else statistics.tau
+        progress.describe(loss=self._loss_last, tokens_per_s=rate, tau=tau)
         self.recorder.flush()
         if self.metrics is not None:
             split = self.corpus.train

@@ -39,6 +39,9 @@ _LABELS = {
     "diloco": "DiLoCo",
     "co2": "CO2",
     "delay_corrected": "delay-corrected",
+    "overlap_local_sgd": "Overlap-Local-SGD",
+    "eager_diloco": "eager DiLoCo",
+    "streaming_diloco": "Streaming DiLoCo",
 }
 
 
@@ -51,12 +54,17 @@ class LanguageModel(Protocol):
 
 
 class CommunicationTotals:
-    """Sums over all collectives of a method, kept over resumes."""
+    """Sums over all collectives of a method, kept over resumes.
+
+    ``payload_bytes`` is what was to be summed, in the model's own type; ``sent_bytes`` is what this
+    rank sent for it.
+    """
 
     def __init__(self) -> None:
         self.in_flight_s = 0.0
         self.exposed_wait_s = 0.0
         self.payload_bytes = 0
+        self.sent_bytes = 0
         self.collectives = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -214,7 +222,7 @@ def make_method(
     if config.method == "ddp":
         from fivefold.train._ddp import DataParallelMethod  # noqa: PLC0415 - loads what is used
 
-        return DataParallelMethod(model, world=world)
+        return DataParallelMethod(model, world=world, codec=config.codec or "fp32")
     from fivefold.train._outer import OuterMethod  # noqa: PLC0415 - loads what is used
 
     return OuterMethod(config, model, optimizer=optimizer, world=world)
@@ -240,5 +248,11 @@ def method_label(config: SyncConfig) -> str:
         >>> method_label(SyncConfig(method="co2", tau=4))
         'CO2 (tau 4)'
     """
-    label = _LABELS[config.method]
-    return label if config.method in {"none", "ddp"} else f"{label} (tau {config.tau})"
+    details = [] if config.tau is None else [f"tau {config.tau}"]
+    if config.fragments is not None:
+        details.append(f"{config.fragments} fragments")
+    if config.codec not in {None, "fp32"}:
+        details.append(str(config.codec))
+    label = _LABELS.get(config.method) or f"outer {config.optimizer}"
+    label = f"hidden {label}" if config.hidden else label
+    return f"{label} ({', '.join(details)})" if details else label

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import time
 from typing import TYPE_CHECKING, Any
 
-from fivefold.optim import CO2, DelayCorrected, DiLoCo, LocalSGD, OuterRule, OuterSync, SlowMo
+import torch
+
+from fivefold.errors import ConfigurationError
+from fivefold.optim import (
+    CO2,
+    AutoTau,
+    DelayCorrected,
+    DiLoCo,
+    EagerDiLoCo,
+    LocalSGD,
+    OuterOptimizer,
+    OuterRule,
+    OuterSync,
+    OverlapLocalSGD,
+    SlowMo,
+    StreamingDiLoCo,
+)
 from fivefold.train._methods import NoMethod
 from fivefold.train._spans import Span, subtract
 from fivefold.train._world import guard
@@ -15,14 +32,28 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-    import torch
-
     from fivefold.optim import FlightRecord, SyncStatistics, TauDecision
     from fivefold.train._config import SyncConfig
     from fivefold.train._world import World
 
 __all__ = ["OuterMethod", "make_rule"]
 
+_RULES: dict[str, type[OuterRule]] = {
+    "local_sgd": LocalSGD,
+    "slowmo": SlowMo,
+    "diloco": DiLoCo,
+    "co2": CO2,
+    "delay_corrected": DelayCorrected,
+    "overlap_local_sgd": OverlapLocalSGD,
+    "eager_diloco": EagerDiLoCo,
+    "streaming_diloco": StreamingDiLoCo,
+    "outer_optimizer": OuterOptimizer,
+}
+# Keys of the configuration that are a rule's arguments as they are.
+_RULE_KEYS = (
+    *("tau", "outer_lr", "outer_momentum", "staleness", "units", "bootstrap", "pull"),
+    *("fragments", "delay_steps", "keep", "options", "hidden"),
+)
 _DETAILS = ("round", "fragment", "payload_bytes", "sent_bytes")  # of a flight, for the timeline
 
 
@@ -56,8 +87,9 @@ class OuterMethod(NoMethod):
                 model,
                 optimizer,
                 rule=make_rule(config),
+                codec=config.codec or "fp32",
                 timeout_s=world.timeout_s,
-                check_every_rounds=config.check_every_rounds,
+                check_every_rounds=config.check_every_rounds or 0,
             )
 
     def after_step(self) -> None:
@@ -142,6 +174,7 @@ class OuterMethod(NoMethod):
             self.totals.in_flight_s += landed_s - flight.launched_at_s
             self.totals.exposed_wait_s += end_s - begin_s
             self.totals.payload_bytes += flight.payload_bytes
+            self.totals.sent_bytes += flight.sent_bytes
             self.totals.collectives += 1
         self._spans += waits
         return waits
@@ -153,7 +186,7 @@ def _flight_name(flight: FlightRecord) -> str:
 
 
 def make_rule(config: SyncConfig) -> OuterRule:
-    """The configured outer rule; keys of other methods are not looked at.
+    """The configured outer rule.
 
     Raises:
         ConfigurationError: A value is outside the rule's range.
@@ -163,27 +196,28 @@ def make_rule(config: SyncConfig) -> OuterRule:
         >>> make_rule(SyncConfig(method="local_sgd", tau=4)).tau
         4
     """
-    if config.method == "local_sgd":
-        return LocalSGD(tau=config.tau)
-    if config.method == "delay_corrected":
-        return DelayCorrected(tau=config.tau)
-    if config.method == "diloco":
-        return DiLoCo(
-            tau=config.tau, outer_lr=config.outer_lr, outer_momentum=config.outer_momentum
-        )
-    clip = None if math.isinf(config.clip) else config.clip
-    if config.method == "slowmo":
-        return SlowMo(
-            tau=config.tau,
-            outer_lr=config.outer_lr,
-            outer_momentum=config.outer_momentum,
-            clip=clip,
-        )
-    return CO2(
-        tau=config.tau,
-        outer_lr=config.outer_lr,
-        outer_momentum=config.outer_momentum,
-        staleness=config.staleness,
-        clip=clip,
-        bootstrap=config.bootstrap,
-    )
+    given = {name: getattr(config, name) for name in _RULE_KEYS}
+    settings = {name: value for name, value in given.items() if value is not None}
+    if config.clip is not None:
+        settings["clip"] = None if math.isinf(config.clip) else config.clip
+    if config.auto_tau is not None:
+        settings["tau"] = AutoTau(**config.auto_tau.model_dump())
+    if config.optimizer is not None:
+        settings["optimizer"] = _torch_optimizer(config.optimizer)
+    return _RULES[config.method](**settings)
+
+
+def _torch_optimizer(name: str) -> type[torch.optim.Optimizer]:
+    optimizers = {
+        key: kind
+        for key, kind in vars(torch.optim).items()
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+    }
+    del optimizers["Optimizer"]  # the base class
+    if name not in optimizers:
+        close = difflib.get_close_matches(name, optimizers, n=1)
+        meant = f"did you mean {close[0]}? " if close else ""
+        hint = f"{meant}torch.optim has {', '.join(sorted(optimizers))}"
+        message = f"sync.optimizer {name!r} is not an optimizer of torch.optim"
+        raise ConfigurationError(message, hint=hint)
+    return optimizers[name]

@@ -64,9 +64,11 @@ class TrainingProgress:
         if self._bar is not None:
             self._bar.stop()
 
-    def describe(self, *, loss: float, tokens_per_s: float) -> None:
-        """Set the figures that are shown beside the step."""
+    def describe(self, *, loss: float, tokens_per_s: float, tau: int | None = None) -> None:
+        """Set the figures that are shown beside the step; tau where it changes by itself."""
         self._text = f"loss {loss:.3f}  {tokens_per_s:,.0f} tokens/s"
+        if tau is not None:
+            self._text += f"  tau {tau}"
 
     def update(self, step: int) -> None:
         """Show that a step is done."""

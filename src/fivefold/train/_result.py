@@ -65,6 +65,14 @@ class RunResult:
     sync: dict[str, Any] | None
     parameters_sha256: str
 
+    def summary(self) -> str:
+        """One line for people."""
+        waited_s = self.seconds["exposed_communication"]
+        parts = [f"{self.steps} steps in {self.wall_s:.1f} s", f"{waited_s:.1f} s of waiting"]
+        if self.bits_per_byte is not None:
+            parts.append(f"{self.bits_per_byte:.3f} bits per byte")
+        return f"{self.label}: {self.reason}, {', '.join(parts)}; {self.output}"
+
     def record(self) -> dict[str, Any]:
         """Content of result.json."""
         values = dataclasses.asdict(self)

@@ -7,10 +7,13 @@ what the keys mean.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
 import math
+import re
 import tomllib
+import typing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["apply_overrides", "format_toml", "read_toml", "readable_error"]
 
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _TYPE_NAMES = {bool: "a boolean", int: "an integer", float: "a number", str: "a string"}
 _WANTED = {
     "int_type": "an integer",
@@ -92,6 +96,8 @@ def apply_overrides(
 ) -> dict[str, Any]:
     """Put ``section.key=value`` assignments on top of the tables of a file.
 
+    A key of a table within a table is written ``section.table.key=value``.
+
     Args:
         tables: What the file holds.
         overrides: The assignments, applied in order.
@@ -108,18 +114,21 @@ def apply_overrides(
         >>> apply_overrides({}, ["run.steps=5"], schema=TrainConfig)
         {'run': {'steps': 5}}
     """
-    merged = {name: dict(t) if isinstance(t, dict) else t for name, t in tables.items()}
+    merged = copy.deepcopy(tables)
     for override in overrides:
         name, equals, text = override.partition("=")
-        section, dot, key = name.strip().partition(".")
-        if not (equals and dot and section and key):
+        *sections, key = name.strip().split(".")
+        if not (equals and sections and key and all(sections)):
             raise ConfigurationError(
                 f"override {override!r} is not of the form section.key=value",
                 hint="write for example run.steps=50",
             )
-        table = merged.setdefault(section, {})
+        table: Any = merged
+        for section in sections:
+            table = table.setdefault(section, {}) if isinstance(table, dict) else None
         if isinstance(table, dict):
-            table[key] = _override_value(text.strip(), _annotation(schema, section, key))
+            annotation = _annotation(schema, ".".join(sections), key)
+            table[key] = _override_value(text.strip(), annotation)
     return merged
 
 
@@ -139,11 +148,7 @@ def format_toml(tables: Mapping[str, Mapping[str, Any]]) -> str:
         >>> format_toml({"run": {"steps": 5, "device": "cpu"}})
         '[run]\nsteps = 5\ndevice = "cpu"\n'
     """
-    blocks = []
-    for name, table in tables.items():
-        lines = [f"{key} = {_format_value(value)}\n" for key, value in table.items()]
-        blocks.append(f"[{name}]\n{''.join(lines)}")
-    return "\n".join(blocks)
+    return "\n".join(block for name, table in tables.items() for block in _blocks(name, table))
 
 
 def readable_error(
@@ -163,10 +168,10 @@ def readable_error(
         >>> from fivefold.train._config import TrainConfig
         >>> from pydantic import ValidationError
         >>> try:
-        ...     TrainConfig.model_validate({"sync": {"tau": 0}})
+        ...     TrainConfig.model_validate({"run": {"steps": 0}})
         ... except ValidationError as error:
         ...     print(readable_error(error, schema=TrainConfig, source="a.toml").message)
-        sync.tau must be at least 1; got 0 (in a.toml)
+        run.steps must be at least 1; got 0 (in a.toml)
     """
     # A misspelled key first: it often explains the others.
     problems = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
@@ -202,7 +207,7 @@ def _explain(problem: ErrorDetails, schema: type[BaseModel]) -> tuple[str, str |
 
 def _explain_unknown(location: tuple[int | str, ...], schema: type[BaseModel]) -> tuple[str, str]:
     sections = _sections(schema)
-    section, name = str(location[0]), str(location[-1])
+    section, name = ".".join(map(str, location[:-1])), str(location[-1])
     homes = [f"{table}.{name}" for table, keys in sections.items() if name in keys]
     if len(location) == 1:
         close = difflib.get_close_matches(name, sections, n=1)
@@ -224,21 +229,24 @@ def _explain_unknown(location: tuple[int | str, ...], schema: type[BaseModel]) -
 
 
 def _about(schema: type[BaseModel], key: str) -> str | None:
-    section, _, name = key.partition(".")
-    field = _sections(schema).get(section, {}).get(name.partition("[")[0])
+    key = key.partition("[")[0]
+    section, _, name = key.rpartition(".")
+    field = _sections(schema).get(section, {}).get(name)
     if field is None:
         return None
-    default = _format_value(field.default)
-    return (
-        f"{section}.{name.partition('[')[0]} is the {field.description}; its default is {default}"
-    )
+    if field.default is None:
+        return f"{key} is the {field.description}; left out, it is the method's own"
+    return f"{key} is the {field.description}; its default is {_format_value(field.default)}"
 
 
-def _sections(schema: type[BaseModel]) -> dict[str, dict[str, Any]]:
+def _sections(schema: type[BaseModel], prefix: str = "") -> dict[str, dict[str, Any]]:
+    """Keys by the dotted name of their table, also of tables within tables."""
     found: dict[str, dict[str, Any]] = {}
     for name, field in schema.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            found[name] = dict(field.annotation.model_fields)
+        for kind in typing.get_args(field.annotation) or (field.annotation,):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                found[prefix + name] = dict(kind.model_fields)
+                found |= _sections(kind, f"{prefix}{name}.")
     return found
 
 
@@ -256,8 +264,19 @@ def _override_value(text: str, annotation: Any) -> Any:
     except tomllib.TOMLDecodeError:
         return text
     value = parsed["value"]
-    plain = isinstance(value, bool | int | float | str | list)
+    plain = isinstance(value, bool | int | float | str | list | dict)
     return value if plain and len(parsed) == 1 else text
+
+
+def _blocks(name: str, table: Mapping[str, Any]) -> list[str]:
+    lines, below = [], []
+    for key, value in table.items():
+        bare = key if _BARE_KEY.fullmatch(key) else _format_value(key)
+        if isinstance(value, dict):
+            below += _blocks(f"{name}.{bare}", value)
+        elif value is not None:
+            lines.append(f"{bare} = {_format_value(value)}\n")
+    return [f"[{name}]\n{''.join(lines)}", *below]
 
 
 def _format_value(value: Any) -> str:

@@ -29,6 +29,8 @@ def main(arguments: list[str]) -> int:
     rank = int(os.environ.get("RANK", "0"))
     level = logging.INFO if rank == 0 else logging.WARNING
     logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
+    if OUTCOME_VARIABLE in os.environ:  # the launcher has read the same file and said the same
+        logging.getLogger(load_config.__module__).setLevel(logging.WARNING)
     outcome = _Outcome(rank)
     error: BaseException | None = None
     try:
