@@ -16,6 +16,7 @@ __all__ = ["replica_hash", "require_equal", "require_equal_inside"]
 
 _MODULUS = (1 << 26) - 5  # prime: products of two residues fit int64
 _ROW = 4093  # prime row length, so that a moved block changes the weighted sum
+_ROWS_AT_ONCE = 64
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -41,7 +42,10 @@ def replica_hash(tensors: Sequence[torch.Tensor]) -> int:
 def _column_sums(bits: torch.Tensor) -> torch.Tensor:
     """Sum equal residues of the position modulo the row length, each modulo the modulus."""
     whole = bits.numel() // _ROW * _ROW
-    sums = bits[:whole].view(-1, _ROW).sum(dim=0, dtype=torch.int64)  # wraps alike everywhere
+    sums = torch.zeros(_ROW, dtype=torch.int64, device=bits.device)
+    # In parts: summing into int64 makes an int64 copy first, twice the size of the model in all.
+    for part in torch.split(bits[:whole], _ROWS_AT_ONCE * _ROW):
+        sums += part.view(-1, _ROW).sum(dim=0, dtype=torch.int64)  # wraps alike everywhere
     tail = bits[whole:].to(torch.int64)
     sums[: tail.numel()] += tail
     return sums.remainder_(_MODULUS)
