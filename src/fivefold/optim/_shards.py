@@ -1,0 +1,346 @@
+"""The ranks that act as one worker, where a worker is more than one rank.
+
+Two ways lead here. Parameters that are DTensors (``fully_shard``, tensor parallelism) are sharded
+already: every rank keeps the outer state of its own shard. Parameters that are replicated inside
+the worker (DistributedDataParallel or ``ZeroRedundancyOptimizer`` over the worker's ranks) are cut
+here: every rank owns the outer state of some rows of each parameter, sends those alone to the
+other workers, and after a merge the rows are gathered, inside the worker.
+
+Rows are cut as ``fully_shard`` cuts them (``torch.chunk`` along the first dimension), so that both
+kinds have checkpoints of one form. The group of these ranks is used for nothing else: collectives
+of one group are matched by their order, and those of the model's own sharding come at other
+moments.
+
+References:
+    ZeRO, arXiv 1910.02054; FSDP2's per-parameter sharding, ``torch.distributed.fsdp``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from fivefold.errors import ConfigurationError
+from fivefold.optim._comm_thread import named_errors
+
+__all__ = ["RowShare", "WorkerGroup", "local_tensor", "reshard", "worker_group_of"]
+
+# As much is gathered at once; the room for it is S times as large.
+_BUCKET_BYTES = 8 * 2**20
+
+_APART = (
+    'shard inside the worker alone (fully_shard with mesh["shard"]), so that gradients stay there, '
+    'and give process_group the same part of the other workers (mesh["replicate"])'
+)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the plain tensor that holds this rank's part, without gradient tracking."""
+    detached = tensor.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+@dataclass(frozen=True)
+class RowShare:
+    """Which rows of every tensor a rank owns.
+
+    Attributes:
+        place: This rank's place within the worker.
+        count: Number of ranks of the worker.
+    """
+
+    place: int = 0
+    count: int = 1
+
+    def part(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a view of this rank's part: its rows, of a DTensor its own shard."""
+        local = local_tensor(tensor)
+        return local if self.count == 1 else _rows(local, self.place, self.count)
+
+
+def _rows(local: torch.Tensor, place: int, count: int) -> torch.Tensor:
+    whole = local.view(1) if local.dim() == 0 else local
+    per_rank = -(-whole.shape[0] // count)
+    start = min(place * per_rank, whole.shape[0])
+    return whole.narrow(0, start, min(per_rank, whole.shape[0] - start))
+
+
+class WorkerGroup:
+    """The ranks of one worker, in a process group of their own.
+
+    Args:
+        ranks: Global ranks in the order of their places.
+        splits: Whether parameters are replicated inside the worker, so that the outer state is
+            cut here; False where they are sharded already.
+        device: Where the parameters are.
+        timeout_s: Longest wait for a peer.
+    """
+
+    def __init__(
+        self, ranks: Sequence[int], *, splits: bool, device: torch.device, timeout_s: float
+    ) -> None:
+        self.ranks = tuple(ranks)
+        self.splits = splits
+        self._device = device
+        self._rank = dist.get_rank()
+        with named_errors(self._rank, "the set-up of the worker's process group"):
+            self._group = dist.new_group(
+                list(ranks), timeout=timedelta(seconds=timeout_s), use_local_synchronization=True
+            )
+        self.place = self.ranks.index(self._rank)
+        self.size = len(self.ranks)
+        # Numbers come from the host and go back there: on a stream of its own nothing that is
+        # queued on the compute stream has to end first.
+        self._side: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch
+
+    @property
+    def share(self) -> RowShare:
+        """Which rows of each local tensor this rank's outer state covers."""
+        return RowShare(self.place, self.size) if self.splits else RowShare()
+
+    def gather(self, values: Sequence[float]) -> list[list[float]]:
+        """Return every rank's numbers, by place.
+
+        Raises:
+            CommunicationError: A rank of this worker ended or did not answer in time.
+        """
+        stream = contextlib.nullcontext() if self._side is None else torch.cuda.stream(self._side)
+        with stream:
+            mine = torch.tensor(values, dtype=torch.float64, device=self._device)
+            parts = self._gather_tensor(mine, what="a sum over the shards of this worker")
+            rows: list[list[float]] = torch.stack(parts).tolist()
+        return rows
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Sum numbers over the ranks, in the order of places: the same bits on every rank.
+
+        Raises:
+            CommunicationError: A rank of this worker ended or did not answer in time.
+        """
+        return [sum(column) for column in zip(*self.gather(values), strict=True)]
+
+    @torch.no_grad()
+    def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Overwrite plain tensors with those of the first place; DTensors stay as they are.
+
+        Raises:
+            CommunicationError: A rank of this worker ended or did not answer in time.
+        """
+        with named_errors(self._rank, "the start of this worker's ranks"):
+            for tensor in tensors:
+                if not isinstance(tensor, DTensor):
+                    whole = tensor.detach().contiguous()
+                    dist.broadcast(whole, src=self.ranks[0], group=self._group)
+                    tensor.detach().copy_(whole)
+
+    @torch.no_grad()
+    def average(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Set small plain tensors to their mean over the ranks, the same bits on every rank.
+
+        Raises:
+            CommunicationError: A rank of this worker ended or did not answer in time.
+        """
+        for tensor in tensors:
+            mine = tensor.detach().double().contiguous()
+            parts = self._gather_tensor(mine, what="the average of this worker's buffers")
+            tensor.detach().copy_(torch.stack(parts).mean(dim=0))
+
+    @torch.no_grad()
+    def share_rows(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Overwrite all rows of the tensors with their owners'.
+
+        Raises:
+            CommunicationError: A rank of this worker ended or did not answer in time.
+        """
+        kinds: dict[tuple[torch.device, torch.dtype], list[_RowBlock]] = {}
+        for tensor in tensors:
+            local = local_tensor(tensor)
+            blocks = kinds.setdefault((local.device, local.dtype), [])
+            blocks.extend(_blocks(local, self.size))
+        for blocks in kinds.values():
+            for bucket in _buckets(blocks):
+                self._share_bucket(bucket)
+
+    def _share_bucket(self, blocks: Sequence[_RowBlock]) -> None:
+        first = blocks[0].tensor
+        size = sum(block.num_elements for block in blocks)
+        mine = torch.zeros(size, dtype=first.dtype, device=first.device)
+        for block, room in _rooms(blocks, mine, place=self.place):
+            room.copy_(block.rows(self.place))
+        parts = self._gather_tensor(mine, what="the gathering of this worker's parameters")
+        for place, part in enumerate(parts):
+            if place != self.place:
+                for block, room in _rooms(blocks, part, place=place):
+                    block.rows(place).copy_(room)
+
+    def _gather_tensor(self, mine: torch.Tensor, *, what: str) -> list[torch.Tensor]:
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
+        with named_errors(self._rank, what):
+            dist.all_gather(parts, mine, group=self._group)
+        return parts
+
+
+@dataclass(frozen=True)
+class _RowBlock:
+    """The same few rows of each rank's part of one tensor."""
+
+    tensor: torch.Tensor
+    first: int
+    num_rows: int
+    count: int
+
+    @property
+    def num_elements(self) -> int:
+        return self.num_rows * (self.tensor.numel() // max(self.tensor.shape[0], 1))
+
+    def rows(self, place: int) -> torch.Tensor:
+        """These rows of the part at ``place``; fewer where that part is shorter."""
+        part = _rows(self.tensor, place, self.count)
+        first = min(self.first, part.shape[0])
+        return part.narrow(0, first, min(self.num_rows, part.shape[0] - first))
+
+
+def _blocks(local: torch.Tensor, count: int) -> Iterator[_RowBlock]:
+    whole = local.view(1) if local.dim() == 0 else local
+    if whole.numel() == 0:
+        return
+    per_rank = -(-whole.shape[0] // count)
+    row_bytes = whole.nbytes // whole.shape[0]
+    at_once = max(_BUCKET_BYTES // max(row_bytes, 1), 1)
+    for first in range(0, per_rank, at_once):
+        yield _RowBlock(whole, first, min(at_once, per_rank - first), count)
+
+
+def _buckets(blocks: Iterable[_RowBlock]) -> Iterator[list[_RowBlock]]:
+    bucket: list[_RowBlock] = []
+    filled = 0
+    for block in blocks:
+        size = block.num_elements * block.tensor.element_size()
+        if bucket and filled + size > _BUCKET_BYTES:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(block)
+        filled += size
+    if bucket:
+        yield bucket
+
+
+def _rooms(
+    blocks: Sequence[_RowBlock], flat: torch.Tensor, *, place: int
+) -> Iterator[tuple[_RowBlock, torch.Tensor]]:
+    offset = 0
+    for block in blocks:
+        shape = block.rows(place).shape
+        yield block, flat[offset : offset + shape.numel()].view(shape)
+        offset += block.num_elements
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Let ``fully_shard`` models go back to their sharded parameters.
+
+    After a forward pass without a backward pass (evaluation), or with
+    ``reshard_after_backward=False``, a module still computes with gathered copies, which would
+    not see what is written into the shards. Nothing to do for other models.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return
+    for module in model.modules():
+        if isinstance(module, fsdp.FSDPModule):
+            module.reshard()
+
+
+def worker_group_of(
+    model: torch.nn.Module,
+    shard_group: dist.ProcessGroup | DeviceMesh | None,
+    *,
+    peers: Sequence[int] | None,
+    timeout_s: float,
+) -> WorkerGroup | None:
+    """Find the ranks that act as one worker with this one; a collective call where there are some.
+
+    Args:
+        model: The model.
+        shard_group: The worker's ranks; None for those over which the parameters are sharded.
+        peers: Ranks with the same part in the other workers; None where that is not known.
+        timeout_s: Longest wait for a peer.
+
+    Returns:
+        The group; None where a worker is one rank.
+
+    Raises:
+        ConfigurationError: Parameters are sharded over different ranks, or their mesh has ranks
+            of other workers, or ``shard_group`` has.
+    """
+    apart = set(peers) - {dist.get_rank()} if peers else set()
+    sharded = _sharded_ranks(model, peers=apart)
+    given = None if shard_group is None else _given_ranks(shard_group)
+    if sharded is not None and given is not None and set(sharded) != set(given):
+        message = f"shard_group has ranks {given}, but parameters are sharded over {sharded}"
+        raise ConfigurationError(message, hint="leave shard_group out for sharded parameters")
+    ranks = given if sharded is None else sharded
+    if ranks is None or len(ranks) == 1:
+        return None
+    others = sorted(apart.intersection(ranks))
+    if others:
+        message = f"ranks {others} are in shard_group and also in process_group"
+        raise ConfigurationError(message, hint=_APART)
+    device = local_tensor(next(iter(model.parameters()))).device
+    return WorkerGroup(ranks, splits=sharded is None, device=device, timeout_s=timeout_s)
+
+
+def _given_ranks(shard_group: dist.ProcessGroup | DeviceMesh) -> tuple[int, ...]:
+    group = shard_group
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            message = f"shard_group must have one dimension; got a mesh of {group.ndim}"
+            raise ConfigurationError(message, hint='choose one: mesh["shard"]')
+        group = group.get_group()
+    ranks = tuple(dist.get_process_group_ranks(group))
+    if dist.get_rank() not in ranks:
+        message = f"shard_group has ranks {ranks}, but not this rank, {dist.get_rank()}"
+        raise ConfigurationError(message, hint="give each rank the group of its own worker")
+    return ranks
+
+
+def _sharded_ranks(model: torch.nn.Module, *, peers: set[int]) -> tuple[int, ...] | None:
+    """Ranks over which this model's parameters are sharded; None where they are not."""
+    found: dict[tuple[int, ...], str] = {}
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            others = sorted(peers.intersection(parameter.device_mesh.mesh.reshape(-1).tolist()))
+            if others:
+                message = (
+                    f"the mesh of parameter {name} has ranks {others}, which process_group counts "
+                    "as other workers"
+                )
+                raise ConfigurationError(message, hint=_APART)
+            found.setdefault(_ranks_of(name, parameter), name)
+    if len(found) > 1:
+        message = f"parameters {sorted(found.values())} are sharded over different ranks"
+        raise ConfigurationError(message, hint="shard the whole model over one group of ranks")
+    return next(iter(found), None)
+
+
+def _ranks_of(name: str, parameter: DTensor) -> tuple[int, ...]:
+    mesh, placements = parameter.device_mesh, parameter.placements
+    coordinate = mesh.get_coordinate()
+    if coordinate is None or not all(isinstance(p, (Shard, Replicate)) for p in placements):
+        message = f"parameter {name} has placements {placements}"
+        raise ConfigurationError(message, hint="parameters must be sharded along dimensions")
+    # Along a dimension on which it is replicated, each rank takes care of a whole copy.
+    index = tuple(
+        slice(None) if isinstance(p, Shard) else at
+        for p, at in zip(placements, coordinate, strict=True)
+    )
+    return tuple(int(rank) for rank in mesh.mesh[index].reshape(-1))
