@@ -10,7 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 ALONE = ["report_from_runs.py", "lab_two_hosts.py"]
-ON_TWO_RANKS = ["co2_plain_loop.py"]
+ELASTIC = "elastic_co2.py"
+ON_TWO_RANKS = ["co2_plain_loop.py", "hf_style_loop.py"]
 
 
 def run(command, cwd):
@@ -29,7 +30,7 @@ def torchrun(script, cwd):
 
 def test_every_example_is_run_by_this_file():
     found = {path.name for path in (ROOT / "examples").glob("*.py")}
-    assert found == {*ALONE, *ON_TWO_RANKS}
+    assert found == {*ALONE, *ON_TWO_RANKS, ELASTIC}
 
 
 @pytest.mark.slow
@@ -40,11 +41,34 @@ def test_example(name, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.distributed
+def test_elastic_example_ends_with_equal_workers(tmp_path):
+    pytest.importorskip("torchft", reason="torchft is not installed (fivefold[elastic])")
+    output = run([sys.executable, str(ROOT / "examples" / ELASTIC)], tmp_path)
+    assert "worker c was killed" in output
+    assert int(re.search(r"worker d: starts at step (\d+)", output)[1]) > 0
+    checksums = dict(re.findall(r"worker (\w): checksum (\S+)", output))
+    assert checksums.keys() == {"a", "b", "d"}
+    assert len(set(checksums.values())) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
 def test_plain_loop_ends_with_equal_replicas(tmp_path):
     output = torchrun(ROOT / "examples" / "co2_plain_loop.py", tmp_path)
     checksums = re.findall(r"rank [01]: checksum (\S+),", output)
     assert len(checksums) == 2
     assert checksums[0] == checksums[1]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_hugging_face_style_loop_resumes_to_the_same_bits(tmp_path):
+    output = torchrun(ROOT / "examples" / "hf_style_loop.py", tmp_path)
+    ends = re.findall(r"rank [01]: checksum (\S+), resumed (\S+), 20 rounds", output)
+    assert len(ends) == 2
+    assert len({checksum for pair in ends for checksum in pair}) == 1
+    losses = [float(loss) for loss in re.findall(r"step 160  loss (\S+)", output)]
+    assert losses[0] == losses[1] < 1.0  # a uniform guess has log(32) = 3.47
 
 
 @pytest.mark.slow

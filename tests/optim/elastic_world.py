@@ -75,7 +75,8 @@ class World:
         deadline_s = time.monotonic() + timeout_s
         while not condition():
             errors = [e for name in self.processes for e in self.log(name, "error")]
-            assert time.monotonic() < deadline_s, f"{what} did not happen; errors: {errors}"
+            assert not errors, f"{what} did not happen; errors: {errors}"
+            assert time.monotonic() < deadline_s, f"{what} did not happen"
             time.sleep(0.02)
 
     def until_rounds(self, name, count):
