@@ -9,9 +9,8 @@ import warnings
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 
-from fivefold.errors import ConfigurationError, ReplicaMismatchError
 from fivefold.optim import (
     CO2,
     DelayCorrected,
@@ -96,8 +95,9 @@ def trainable(model):
 def full(model):
     parts = []
     for p in trainable(model):
-        p = p.detach()
-        parts.append((p.full_tensor() if hasattr(p, "full_tensor") else p).reshape(-1).clone())
+        value = p.detach()
+        value = value.full_tensor() if hasattr(value, "full_tensor") else value
+        parts.append(value.reshape(-1).clone())
     return torch.cat(parts)
 
 
@@ -161,9 +161,10 @@ def steps_of(model, called, optimizer, sync, rank, rule, steps):
         sync.step()
         if (step + 1) % rule.tau == 0:
             boundaries.append(full(model))
-    with sync.global_parameters(), torch.no_grad():
-        anchor = full(model)
-        loss_of(model, 0, 0)  # leaves a fully_shard root gathered
+        # Between boundaries too, and without a backward pass: a fully_shard root stays gathered.
+        with sync.global_parameters(), torch.no_grad():
+            anchor = full(model)
+            loss_of(model, 0, 0)
     sync.finalize()
     return boundaries, full(model), anchor, sync.statistics()
 
