@@ -1,0 +1,266 @@
+"""The table of outer rules, and worlds of ranks for them: lost, late and slow flights."""
+
+import threading
+import zlib
+
+import torch
+
+from fivefold.optim import (
+    CO2,
+    DelayCorrected,
+    DiLoCo,
+    EagerDiLoCo,
+    GapPenalty,
+    LocalSGD,
+    OuterOptimizer,
+    OuterSync,
+    OverlapLocalSGD,
+    SlowMo,
+    StreamingDiLoCo,
+)
+from fivefold.testing import run_world
+
+SGD_NESTEROV = {"lr": 0.5, "momentum": 0.6, "nesterov": True}
+RULES = {
+    "co2": CO2(tau=3),
+    "co2-sync-start": CO2(tau=2, bootstrap="sync", staleness="gap-rms"),
+    "co2-gap-param": CO2(tau=2, staleness="gap-param", clip=0.02),
+    "co2-lr-units": CO2(tau=2, units="lr", staleness=GapPenalty(reference=0.1)),
+    "co2-auto": CO2(tau="auto"),
+    "slowmo": SlowMo(tau=3),
+    "local-sgd": LocalSGD(tau=2),
+    "diloco": DiLoCo(tau=2, outer_momentum=0.5),
+    "delay-corrected": DelayCorrected(tau=3),
+    "overlap": OverlapLocalSGD(tau=2, outer_momentum=0.3),
+    "eager": EagerDiLoCo(tau=2),
+    "streaming": StreamingDiLoCo(tau=4, fragments=2, outer_lr=0.5, outer_momentum=0.4),
+    "streaming-delay": StreamingDiLoCo(
+        tau=4, fragments=3, delay_steps=1, outer_lr=0.5, outer_momentum=0.2
+    ),
+    "adamw": OuterOptimizer(tau=2, optimizer=torch.optim.AdamW, options={"lr": 0.01}),
+    "adamw-hidden": OuterOptimizer(
+        tau=2, optimizer=torch.optim.AdamW, options={"lr": 0.01}, hidden=True
+    ),
+    "sgd-hidden": OuterOptimizer(
+        tau=2, optimizer=torch.optim.SGD, options=SGD_NESTEROV, hidden=True
+    ),
+}
+WITHOUT_LOSSES = {"eager"}
+SURVIVES_LOSSES = {name: rule for name, rule in RULES.items() if name not in WITHOUT_LOSSES}
+WAITS = {name: rule for name, rule in RULES.items() if not rule.delayed}
+SEEDING = threading.Lock()  # ranks are threads, and torch has one global generator
+
+
+class Net(torch.nn.Module):
+    """Two layers with a tied and a frozen parameter and BatchNorm's buffers."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        self.first = torch.nn.Linear(4, 6, dtype=dtype)
+        self.norm = torch.nn.BatchNorm1d(6, dtype=dtype)
+        self.last = torch.nn.Linear(6, 2, bias=False, dtype=dtype)
+        self.tied = self.last.weight
+        self.frozen = torch.nn.Parameter(torch.ones(2, dtype=dtype), requires_grad=False)
+
+    def forward(self, inputs):
+        return self.last(torch.tanh(self.norm(self.first(inputs)))) * self.frozen
+
+
+class Worker:
+    """One rank: model, inner optimizer and engine, and data that is a function of the step."""
+
+    def __init__(self, transport, rule, *, seed=0, dtype=torch.float32, data=None, **settings):
+        with SEEDING:
+            torch.manual_seed(seed)
+            self.model = Net(dtype)
+        self.data = data if data is not None else (0 if transport is None else transport.rank)
+        self.dtype = dtype
+        self.optimizer = torch.optim.AdamW(
+            [p for p in self.model.parameters() if p.requires_grad], lr=0.01
+        )
+        self.sync = OuterSync(
+            self.model, self.optimizer, rule=rule, transport=transport, **settings
+        )
+
+    def local_step(self, step):
+        generator = torch.Generator().manual_seed(1000 * self.data + step)
+        inputs = torch.randn(8, 4, generator=generator).to(self.dtype)
+        loss = (self.model(inputs) - inputs[:, :2].sin()).square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return float(loss.detach())
+
+    def train(self, steps, *, weight=None):
+        losses = []
+        for step in steps:
+            losses.append(self.local_step(step))
+            self.sync.step(weight)
+        return losses
+
+    def flat(self):
+        return torch.cat(
+            [t.detach().reshape(-1).double() for t in self.model.state_dict().values()]
+        )
+
+    def anchors(self):
+        return torch.cat([a.clone() for f in self.sync._fragments for a in f.anchors])
+
+    def state(self):
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "sync": self.sync.state_dict(),
+        }
+
+    def load(self, state):
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.sync.load_state_dict(state["sync"])
+
+
+class Counter(torch.nn.Module):
+    """Every local step moves a coordinate of its own, so that the end names all that arrived."""
+
+    def __init__(self, steps):
+        super().__init__()
+        self.p = torch.nn.Parameter(torch.zeros(steps, dtype=torch.float64))
+        self.q = torch.nn.Parameter(torch.zeros(steps, dtype=torch.float64))
+        self.register_buffer("seen", torch.zeros(1, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros(1, dtype=torch.int64))
+
+    def work(self, step, amount):
+        with torch.no_grad():
+            self.p[step] += amount
+            self.q[step] -= amount
+            self.seen += amount
+            self.count += 1
+
+
+class Wrapped:
+    """A transport around another."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
+class Tapped(Wrapped):
+    """Adds up the mean payload of every flight that arrived: what reached the outer steps."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.arrived = {}
+
+    def launch(self, payloads, *, lane, fragment, what):
+        flight = self.inner.launch(payloads, lane=lane, fragment=fragment, what=what)
+        plain_wait = flight.wait
+
+        def wait():
+            arrived = plain_wait()
+            weight = float(lane[: self.inner.world_size].sum()) if arrived else 0.0
+            if weight:
+                for index, payload in enumerate(payloads):
+                    key = (fragment, index)
+                    self.arrived[key] = self.arrived.get(key, 0.0) + payload / weight
+            return arrived
+
+        flight.wait = wait
+        return flight
+
+
+class Lossy(Wrapped):
+    """Loses flights at random, alike on all ranks, and leaves garbage in their tensors."""
+
+    may_lose = True
+
+    def __init__(self, inner, *, share=0.4, seed=0):
+        super().__init__(inner)
+        self.share, self.seed = share, seed
+        self.attempts = {}
+        self.lost = 0
+
+    def load_state_dict(self, state):
+        self.attempts.clear()  # the run goes back, and so do its losses
+        self.inner.load_state_dict(state)
+
+    def launch(self, payloads, *, lane, fragment, what):
+        flight = self.inner.launch(payloads, lane=lane, fragment=fragment, what=what)
+        attempt = self.attempts[what] = self.attempts.get(what, 0) + 1
+        draw = zlib.crc32(f"{self.seed} {what} {attempt}".encode()) / 2**32
+        plain_wait = flight.wait
+
+        def wait():
+            plain_wait()
+            if draw >= self.share:
+                return True
+            self.lost += 1
+            for tensor in (*payloads, lane):
+                tensor.fill_(float("nan"))
+            return False
+
+        flight.wait = wait
+        return flight
+
+
+class Clock:
+    """Virtual seconds, for each rank its own: steps and flights last as long as the test says."""
+
+    def __init__(self):
+        self._local = threading.local()
+
+    def perf_counter(self):
+        return getattr(self._local, "now_s", 0.0)
+
+    def advance(self, seconds):
+        self._local.now_s = self.perf_counter() + seconds
+
+    def until(self, moment_s):
+        self._local.now_s = max(self.perf_counter(), moment_s)
+
+
+class Timed(Wrapped):
+    """Flights that end ``flight_s(number)`` after the last rank's launch, on a virtual clock."""
+
+    def __init__(self, inner, clock, flight_s):
+        super().__init__(inner)
+        self.clock, self.flight_s = clock, flight_s
+        self.flights = 0
+
+    def launch(self, payloads, *, lane, fragment, what):
+        inner = self.inner.launch(payloads, lane=lane, fragment=fragment, what=what)
+        self.flights += 1
+        return TimedFlight(self, inner, self.flight_s(self.flights - 1))
+
+
+class TimedFlight:
+    def __init__(self, transport, inner, flight_s):
+        self.transport, self.inner, self.flight_s = transport, inner, flight_s
+        self.launched_at_s = transport.clock.perf_counter()
+        self.completed_at_s = None
+        self.sent_bytes = inner.sent_bytes
+
+    def wait(self):
+        arrived = self.inner.wait()
+        launches = self.transport.inner.gather_objects(self.launched_at_s)
+        self.completed_at_s = max(launches) + self.flight_s
+        self.transport.clock.until(self.completed_at_s)
+        return arrived
+
+
+def all_equal(values):
+    return all(torch.equal(values[0], other) for other in values[1:])
+
+
+def trained(rule, steps, *, world_size=2, wrap=lambda t: t, launch_delay_s=None, **settings):
+    """Final parameters and buffers of every rank."""
+
+    def work(transport):
+        worker = Worker(wrap(transport), rule, **settings)
+        worker.train(range(steps))
+        worker.sync.finalize()
+        return worker.flat()
+
+    return run_world(world_size, work, launch_delay_s=launch_delay_s)
