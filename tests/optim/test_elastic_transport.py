@@ -79,10 +79,12 @@ class Miniature:
         self.anchor.copy_(state["anchor"])
         self.round = state["round"]
         self.work.zero_()
-        if self.round and self.delayed:
+        if self.round:
             self.payload.zero_()
             self.sent.zero_()
             self.launch(weight=0.0)
+            if not self.delayed:  # the others wait for this launch where they made it
+                self.merge()
 
     def finish(self):
         """Apply what is in the air or was lost; every worker does the same number of turns."""
@@ -173,12 +175,13 @@ def test_a_killed_worker_costs_the_others_nothing(tmp_path, delayed):
         assert 1 <= end_of(world, "a")["anchor"][2] <= done + 1
 
 
-def test_a_newcomer_stands_where_the_others_stand(tmp_path):
+@pytest.mark.parametrize("delayed", [True, False])
+def test_a_newcomer_stands_where_the_others_stand(tmp_path, delayed):
     with World(tmp_path, min_workers=2) as world:
         for name in "ab":
-            world.start(name, train, rounds=60)
+            world.start(name, train, rounds=60, delayed=delayed)
         world.until_rounds("a", 5)
-        world.start("c", train, rounds=60)
+        world.start("c", train, rounds=60, delayed=delayed)
         world.join(*"abc")
         require_equal_anchors(world, *"abc")
         (joined,) = world.log("c", "joined")
