@@ -261,6 +261,7 @@ def test_any_optimizer_of_torch_is_an_outer_optimizer():
         with pytest.raises(ConfigurationError, match="not an optimizer of") as caught:
             make_rule(SyncConfig(method="outer_optimizer", optimizer=name))
         assert "AdamW" in caught.value.hint
+        assert name != "Adamw" or "did you mean AdamW?" in caught.value.hint
     with pytest.raises(ConfigurationError, match="refuses options"):
         make_rule(SyncConfig(method="outer_optimizer", options={"learning_rate": 1.0}))
 

@@ -215,7 +215,8 @@ def _torch_optimizer(name: str) -> type[torch.optim.Optimizer]:
     }
     del optimizers["Optimizer"]  # the base class
     if name not in optimizers:
-        close = difflib.get_close_matches(name, optimizers, n=1)
+        same = [key for key in optimizers if key.lower() == name.lower()]
+        close = same or difflib.get_close_matches(name, optimizers, n=1)
         meant = f"did you mean {close[0]}? " if close else ""
         hint = f"{meant}torch.optim has {', '.join(sorted(optimizers))}"
         message = f"sync.optimizer {name!r} is not an optimizer of torch.optim"
