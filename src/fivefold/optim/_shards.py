@@ -18,6 +18,7 @@ References:
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -102,6 +103,16 @@ class WorkerGroup:
         self._side: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch
+
+    @functools.cached_property
+    def mesh(self) -> DeviceMesh:
+        """These ranks as a mesh of one dimension."""
+        return DeviceMesh.from_group(self._group, self._device.type)
+
+    @property
+    def placements(self) -> tuple[Shard, ...]:
+        """How the outer state lies on the mesh, where it is split here."""
+        return (Shard(0),)
 
     @property
     def share(self) -> RowShare:

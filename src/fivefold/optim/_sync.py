@@ -25,6 +25,7 @@ from fivefold.optim._fragment import Surroundings
 from fivefold.optim._lane import LaneReading
 from fivefold.optim._layout import fixed_tensors, make_fragments, require_countable, state_extras
 from fivefold.optim._rule import OuterRule
+from fivefold.optim._sharded_state import StateForm
 from fivefold.optim._shards import WorkerGroup, local_tensor, reshard, worker_group_of
 from fivefold.optim._stability import StabilityWatch
 from fivefold.optim._state import require_same, settings
@@ -288,6 +289,48 @@ class OuterSync:
         for fragment in self._fragments:
             fragment.load_state_dict(state["fragments"][str(fragment.index)])
         self._transport.load_state_dict(state["transport"])
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """Return the state by parameter, for ``torch.distributed.checkpoint``; collective.
+
+        Unlike ``state_dict()`` it can be saved by all ranks under one name, what is equal on all
+        workers is written once, and it can be loaded on another number of ranks per worker: to
+        load, make it, let ``torch.distributed.checkpoint.load`` fill it, and hand it to
+        ``load_sharded_state_dict``. Tensors are views of the live buffers.
+
+        Raises:
+            CommunicationError: The flight failed or timed out.
+        """
+        reshard(self._model)
+        return self._form().spread(self.state_dict())
+
+    def load_sharded_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``sharded_state_dict()``; the model's parameters are loaded before.
+
+        On the same layout training goes on bit for bit. On another number of ranks per worker
+        anchors, momenta and the sum in flight are the same bit for bit, and residuals of a codec
+        are kept as they are here. On another number of workers it is as in ``load_state_dict``.
+
+        Args:
+            state: What ``sharded_state_dict()`` gave, filled by a loader. Where the layout is
+                another one, load with ``DefaultLoadPlanner(allow_partial_load=True)``: the parts
+                that belong to single workers and ranks are not found then.
+
+        Raises:
+            ConfigurationError: The state is of another rule or model.
+        """
+        reshard(self._model)
+        require_same(state["shared"]["state"]["settings"], self._settings())
+        self.load_state_dict(self._form().collect(state, self.state_dict()))
+
+    def _form(self) -> StateForm:
+        return StateForm(
+            model=self._model,
+            fragments=self._fragments,
+            worker=self._worker,
+            index=self._transport.rank,
+            num_workers=self._transport.world_size,
+        )
 
     def peer_state(self) -> dict[str, Any]:
         """Return what a newcomer needs to stand where this worker stands, without local parts.
