@@ -5,57 +5,120 @@ from hypothesis import strategies as st
 
 from fivefold.optim._schedule import RoundSchedule
 
-schedules = st.builds(
-    RoundSchedule,
-    tau=st.integers(1, 7),
-    delayed=st.booleans(),
-    first_round_synchronous=st.booleans(),
-    always_sends=st.booleans(),
-)
-histories = st.lists(st.sampled_from(["step", "step", "step", "drain", "reload"]), max_size=120)
+
+@st.composite
+def settings_of_schedules(draw):
+    """Constructor arguments of any schedule that a rule can ask for."""
+    tau = draw(st.integers(1, 7))
+    delayed = draw(st.booleans())
+    return {
+        "tau": tau,
+        "delayed": delayed,
+        "delay_steps": draw(st.none() | st.integers(1, tau)) if delayed else None,
+        "first_round_steps": draw(st.none() | st.integers(1, tau)),
+        "first_round_synchronous": draw(st.booleans()),
+        "always_sends": draw(st.booleans()),
+    }
 
 
-@given(schedules, histories)
-def test_each_round_is_merged_once_in_order_and_no_step_is_lost(schedule, history):
-    launched, merged, steps_sent, open_steps = [], [], 0, 0
+events = st.sampled_from(["step", "step", "step", "drain", "reload"]) | st.integers(1, 9)
+histories = st.lists(events, max_size=120)
+
+
+class Ledger:
+    """What a schedule asked for, and the steps that were sent."""
+
+    def __init__(self):
+        self.launched, self.merged = [], []
+        self.sent_steps = self.open_steps = 0
+
+    def note(self, boundary):
+        if boundary is None:
+            return
+        if boundary.arriving_round is not None:
+            self.merged.append(boundary.arriving_round)
+        if boundary.launched_round is not None:
+            self.launched.append(boundary.launched_round)
+            self.sent_steps, self.open_steps = self.sent_steps + self.open_steps, 0
+        if boundary.wait_for_launched:
+            self.merged.append(boundary.launched_round)
+        assert len(self.launched) - len(self.merged) in {0, 1}
+
+
+@given(settings_of_schedules(), histories)
+def test_each_round_is_merged_once_in_order_and_no_step_is_lost(arguments, history):
+    """Steps, drains, changes of tau, and resumes into a fresh schedule, in any order."""
+    schedule, ledger = RoundSchedule(**arguments), Ledger()
     for event in history:
         if event == "reload":
-            other = RoundSchedule(
-                tau=schedule.tau,
-                delayed=schedule.delayed,
-                first_round_synchronous=schedule._first_round_synchronous,
-                always_sends=schedule._always_sends,
+            state = schedule.state()
+            schedule = RoundSchedule(**arguments)
+            schedule.restore(state)
+            assert schedule.state() == state
+        elif isinstance(event, int):
+            schedule.tau = event
+        elif event == "drain":
+            ledger.note(schedule.drain())
+            assert ledger.launched == ledger.merged
+            assert schedule.open_steps == 0
+            assert schedule.drain() is None
+        else:
+            ledger.open_steps += 1
+            ledger.note(schedule.step())
+        assert schedule.open_steps == ledger.open_steps
+    assert ledger.launched == list(range(len(ledger.launched)))
+    assert ledger.merged == ledger.launched[: len(ledger.merged)]
+    assert ledger.sent_steps + ledger.open_steps == schedule.total_steps == history.count("step")
+
+
+@given(settings_of_schedules(), st.integers(0, 40), st.integers(0, 40))
+def test_after_a_drain_all_begins_as_at_the_start(arguments, before, after):
+    """What is asked for after a drain is what a fresh schedule asks for, but for the numbers."""
+
+    def asked(schedule, steps):
+        seen = []
+        for _ in range(steps):
+            boundary = schedule.step()
+            seen.append(
+                boundary
+                and (
+                    boundary.arriving_round is not None,
+                    boundary.launched_round is not None,
+                    boundary.wait_for_launched,
+                )
             )
-            other.restore(schedule.state())
-            schedule = other
-            continue
-        open_steps += event == "step"
-        boundary = schedule.step() if event == "step" else schedule.drain()
+        return seen
+
+    schedule = RoundSchedule(**arguments)
+    asked(schedule, before)
+    schedule.drain()
+    assert asked(schedule, after) == asked(RoundSchedule(**arguments), after)
+
+
+@given(settings_of_schedules(), st.integers(1, 60))
+def test_a_round_arrives_after_its_delay_or_a_whole_round_later(arguments, steps):
+    schedule = RoundSchedule(**arguments)
+    delay = arguments["delay_steps"] or arguments["tau"]
+    launched_at = None
+    for number in range(1, steps + 1):
+        boundary = schedule.step()
         if boundary is None:
             continue
         if boundary.arriving_round is not None:
-            merged.append(boundary.arriving_round)
-        if boundary.launched_round is not None:
-            launched.append(boundary.launched_round)
-            steps_sent, open_steps = steps_sent + open_steps, 0
-        if boundary.wait_for_launched:
-            merged.append(boundary.launched_round)
-        assert len(launched) - len(merged) in {0, 1}
-        if event == "drain":
-            assert launched == merged
-    assert launched == list(range(len(launched)))
-    assert merged == launched[: len(merged)]
-    assert steps_sent + schedule.steps_in_round == schedule.total_steps == history.count("step")
+            assert number - launched_at == delay
+        launched_at = number if boundary.launched_round is not None else launched_at
 
 
-@given(schedules, st.integers(0, 40))
-def test_drain_after_any_number_of_steps_leaves_nothing_and_a_second_does_nothing(schedule, steps):
-    for _ in range(steps):
-        schedule.step()
-    schedule.drain()
-    assert schedule.in_flight_round is None
-    assert schedule.steps_in_round == 0
-    assert schedule.drain() is None
+@given(settings_of_schedules())
+def test_first_round_is_as_long_as_asked_and_the_others_are_whole(arguments):
+    schedule = RoundSchedule(**arguments)
+    launches = []
+    for number in range(1, 40):
+        boundary = schedule.step()
+        if boundary is not None and boundary.launched_round is not None:
+            launches.append(number)
+    first = arguments["first_round_steps"] or arguments["tau"]
+    assert launches == list(range(first, 40, arguments["tau"]))
 
 
 def test_delayed_schedule_by_hand():

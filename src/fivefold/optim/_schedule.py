@@ -111,6 +111,7 @@ class RoundSchedule:
     def drain(self) -> Boundary | None:
         """End the round where it stands, leaving nothing in flight; None if nothing is to do."""
         if self.open_steps == 0 and self.in_flight_round is None:
+            self._fill()
             return None
         if self.open_steps > 0 or self._always_sends:
             return self._end_round(wait=True, drains=True)
