@@ -53,7 +53,8 @@ class Surroundings:
         inner_lr: Reads the inner learning rate.
         check_every_rounds: Replica checks; 0 for none.
         worker: The ranks that act as one worker; None where that is one rank.
-        on_reading: Told each arrived lane with its round, after the merge.
+        pending: What this rank would adopt, for the lane; see ``_late_parameters``.
+        on_reading: Told each lane of the first fragment that arrived, with its round.
     """
 
     rule: OuterRule
@@ -62,6 +63,7 @@ class Surroundings:
     inner_lr: Callable[[], float]
     check_every_rounds: int
     worker: WorkerGroup | None
+    pending: Callable[[], float]
     on_reading: Callable[[LaneReading, int], None]
 
 
@@ -171,6 +173,28 @@ class Fragment:
         for group in [*self.groups, *self.averaged]:
             group.forget_own_part()
         self.write_anchor()
+
+    @torch.no_grad()
+    def begin_at_mean(self) -> None:
+        """Start from the mean of what the ranks have, which is waited for.
+
+        Raises:
+            CommunicationError: The all-reduce failed or timed out.
+        """
+        transport = self._shared.transport
+        transport.broadcast(self.anchors)
+        for piece in self._pieces():
+            torch.sub(piece.anchor, piece.local, out=piece.payload)
+        self._lane.write(transport.rank, weight=1.0)
+        what = f"the mean of the new parameters of fragment {self.index}"
+        self._wait(
+            transport.launch(
+                self._payloads(), lane=self._lane.tensor, fragment=self.index, what=what
+            )
+        )
+        for group in self.groups:
+            group.anchor.sub_(group.payload, alpha=1.0 / transport.world_size)
+        self.begin()
 
     def land(self) -> None:
         """Wait for what is in flight; it stays in flight in the schedule's sense."""
@@ -299,7 +323,8 @@ class Fragment:
             reading.require_weights_alike()
             hashes = {slot: int(h) for slot, h in enumerate(reading.hash) if reading.weight[slot]}
             require_equal(hashes, round_number=flight.round)
-            self._shared.on_reading(reading, flight.round)
+            if self.index == 0:
+                self._shared.on_reading(reading, flight.round)
         return flight
 
     def _land(self, flight: InFlight) -> None:
@@ -433,6 +458,7 @@ class Fragment:
             delta=state.last_delta,
             step_s=step_s,
             flight_s=state.last_flight_s,
+            pending=shared.pending() if self.index == 0 else 0.0,
         )
         state.last_delta = 0.0  # each norm travels once
         part = "" if self.index == 0 else f" of fragment {self.index}"

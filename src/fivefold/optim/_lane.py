@@ -17,7 +17,7 @@ from fivefold.optim._update import Number
 
 __all__ = ["Lane", "LaneReading"]
 
-_FIELDS = ("weight", "weighted", "hash", "move", "delta", "step_s", "flight_s")
+_FIELDS = ("weight", "weighted", "hash", "move", "delta", "step_s", "flight_s", "pending")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +32,7 @@ class LaneReading:
         delta: Norm of the mean pseudo-gradient applied last, as each rank computed it.
         step_s: Seconds per local step that a flight can hide behind.
         flight_s: Seconds of each rank's last flight.
+        pending: What of the model's parameters each rank would adopt; 0 for nothing.
     """
 
     weight: list[float]
@@ -41,6 +42,7 @@ class LaneReading:
     delta: list[float]
     step_s: list[float]
     flight_s: list[float]
+    pending: list[float]
 
     @property
     def total_weight(self) -> float:

@@ -20,7 +20,7 @@ from fivefold.optim._schedule import RoundSchedule
 from fivefold.optim._shards import RowShare
 from fivefold.optim._staleness import GapPenalty
 
-__all__ = ["fixed_tensors", "make_fragments", "require_countable", "state_extras"]
+__all__ = ["fixed_tensors", "late_fragment", "make_fragments", "require_countable", "state_extras"]
 
 
 def state_extras(rule: OuterRule, *, may_lose: bool) -> tuple[str, ...]:
@@ -83,15 +83,48 @@ def make_fragments(
             index,
             flat_groups(part, extras=extras, share=share),
             averaged=flat_groups(buffers, extras=("sent",), share=share) if index == 0 else [],
-            schedule=_schedule(rule, index),
+            # Staggered evenly: the last fragment's first round is a whole one.
+            schedule=_schedule(
+                rule,
+                tau=rule.first_tau,
+                first_round_steps=max(rule.first_tau * (index + 1) // rule.num_fragments, 1),
+            ),
             surroundings=surroundings,
         )
         for index, part in enumerate(parts)
     ]
 
 
-def _schedule(rule: OuterRule, index: int) -> RoundSchedule:
-    tau, number = rule.first_tau, rule.num_fragments
+def late_fragment(
+    parameters: Iterable[torch.Tensor],
+    surroundings: Surroundings,
+    *,
+    index: int,
+    first: RoundSchedule,
+    extras: Iterable[str],
+) -> Fragment:
+    """Make a fragment of parameters that joined late, whose rounds end with the first one's.
+
+    Args:
+        parameters: What joined.
+        surroundings: What the fragments share.
+        index: Its number.
+        first: Rounds of the first fragment.
+        extras: Buffers that the rule needs.
+    """
+    rule, worker = surroundings.rule, surroundings.worker
+    share = RowShare() if worker is None else worker.share
+    left = first.tau - first.steps_in_round
+    return Fragment(
+        index,
+        flat_groups(parameters, extras=extras, share=share),
+        averaged=[],
+        schedule=_schedule(rule, tau=first.tau, first_round_steps=left),
+        surroundings=surroundings,
+    )
+
+
+def _schedule(rule: OuterRule, *, tau: int, first_round_steps: int) -> RoundSchedule:
     # With uneven step counts one rank may have open steps at a drain where another has none, and
     # both must do the same.
     uneven = rule.auto_tau is not None and rule.auto_tau.balance
@@ -99,8 +132,7 @@ def _schedule(rule: OuterRule, index: int) -> RoundSchedule:
         tau=tau,
         delayed=rule.delayed,
         delay_steps=rule.delay_steps,
-        # Staggered evenly: the last fragment's first round is a whole one.
-        first_round_steps=max(tau * (index + 1) // number, 1),
+        first_round_steps=first_round_steps,
         first_round_synchronous=rule.bootstrap == "sync",
         always_sends=rule.keeps_local or uneven,
     )

@@ -23,7 +23,14 @@ from fivefold.optim._auto_tau import TauController
 from fivefold.optim._codecs import Codec
 from fivefold.optim._fragment import Surroundings
 from fivefold.optim._lane import LaneReading
-from fivefold.optim._layout import fixed_tensors, make_fragments, require_countable, state_extras
+from fivefold.optim._late_parameters import LateParameters, require_same_names
+from fivefold.optim._layout import (
+    fixed_tensors,
+    late_fragment,
+    make_fragments,
+    require_countable,
+    state_extras,
+)
 from fivefold.optim._rule import OuterRule
 from fivefold.optim._sharded_state import StateForm
 from fivefold.optim._shards import WorkerGroup, local_tensor, reshard, worker_group_of
@@ -131,17 +138,20 @@ class OuterSync:
         self._steps = 0
         self._weighted: bool | None = None
         self._worker = self._find_worker(shard_group, timeout_s=timeout_s)
-        surroundings = Surroundings(
+        self._late = LateParameters(model)
+        self._adopting = False
+        self._surroundings = Surroundings(
             rule=rule,
             transport=self._transport,
             meter=self._meter,
             inner_lr=self._inner_lr,
             check_every_rounds=check_every_rounds,
             worker=self._worker,
-            on_reading=self._decide_tau,
+            pending=lambda: self._late.announced,
+            on_reading=self._read,
         )
-        extras = state_extras(rule, may_lose=getattr(self._transport, "may_lose", False))
-        self._fragments = make_fragments(model, surroundings, extras=extras)
+        self._extras = state_extras(rule, may_lose=self._may_lose)
+        self._fragments = make_fragments(model, self._surroundings, extras=self._extras)
         self._start_equal(model)
 
     def step(self, weight: float | None = None) -> None:
@@ -169,9 +179,12 @@ class OuterSync:
         due = [(fragment, boundary) for fragment, boundary in counted if boundary is not None]
         if due:
             reshard(self._model)
+            self._look_for_late()
         for fragment, boundary in due:
             fragment.run(boundary)
             self._stability.watch(self._meter)
+        if self._adopting:
+            self.adopt_parameters()
 
     def finalize(self) -> None:
         """Drain: apply all work that was done anywhere, and leave all replicas equal.
@@ -190,6 +203,42 @@ class OuterSync:
             boundary = fragment.schedule.drain()
             if boundary is not None:
                 fragment.run(boundary)
+        if not self._may_lose:
+            self.adopt_parameters()  # what nobody knows yet would stay different
+
+    def adopt_parameters(self) -> tuple[str, ...]:
+        """Take in trainable parameters that the engine does not know yet; a collective call.
+
+        Without this call it happens by itself: at a boundary all ranks announce what became
+        trainable, and when the announcements of all have arrived (with the flight of that round)
+        they are adopted. Either way they start from the mean over the workers, which is waited
+        for, with no momentum, and have rounds of their own that end with the others'. Before
+        ``load_state_dict`` of a state with adopted parameters, make them trainable and call this.
+
+        Returns:
+            Their names.
+
+        Raises:
+            ConfigurationError: The ranks would adopt different parameters.
+            CommunicationError: The average failed or timed out.
+        """
+        self._adopting = False
+        reshard(self._model)
+        found = self._look_for_late()
+        require_same_names(self._transport.gather_objects(sorted(found)))
+        if found:
+            self._late.know(found)
+            fragment = late_fragment(
+                found.values(),
+                self._surroundings,
+                index=len(self._fragments),
+                first=self._fragments[0].schedule,
+                extras=self._extras,
+            )
+            fragment.begin_at_mean()
+            self._fragments.append(fragment)
+            _LOG.info("%s joined the outer synchronisation", ", ".join(found))
+        return tuple(found)
 
     @contextlib.contextmanager
     def global_parameters(self) -> Iterator[None]:
@@ -376,6 +425,26 @@ class OuterSync:
 
     # -- small helpers ----------------------------------------------------------------------------
 
+    @property
+    def _may_lose(self) -> bool:
+        return bool(getattr(self._transport, "may_lose", False))
+
+    def _look_for_late(self) -> dict[str, torch.Tensor]:
+        """Return trainable parameters that are not known yet."""
+        groups = [group for fragment in self._fragments for group in fragment.groups]
+        found = self._late.look(groups)
+        if found and self._may_lose:
+            message = f"{next(iter(found))} became trainable, but membership may change meanwhile"
+            hint = "make all parameters trainable before the start, or do without elastic workers"
+            raise ConfigurationError(message, hint=hint)
+        return found
+
+    def _read(self, reading: LaneReading, round_number: int) -> None:
+        """Act on what all ranks wrote into the lane of a round."""
+        self._decide_tau(reading, round_number)
+        if self._late.all_announced(reading.pending):
+            self._adopting = True
+
     def _decide_tau(self, reading: LaneReading, round_number: int) -> None:
         """Let the controller see what all ranks measured; the coming round has its tau."""
         if self._tau is None or not reading.fits(self._transport.world_size):
@@ -388,7 +457,8 @@ class OuterSync:
         decision = self._tau.observe(step_s, flight_s, round_number=round_number)
         if decision is not None:
             _LOG.info("%s", decision)
-        self._fragments[0].schedule.tau = self._tau.local_tau(self._transport.rank)
+        for fragment in self._fragments:  # more than one only where parameters joined late
+            fragment.schedule.tau = self._tau.local_tau(self._transport.rank)
 
     @torch.no_grad()
     def _start_equal(self, model: torch.nn.Module) -> None:
@@ -427,7 +497,7 @@ class OuterSync:
         worker = worker_group_of(self._model, shard_group, peers=peers, timeout_s=timeout_s)
         if worker is None:
             return None
-        if getattr(self._transport, "may_lose", False):
+        if self._may_lose:
             message = "a worker of several ranks cannot use a transport that may lose a round"
             raise ConfigurationError(message, hint="use one rank for each worker, or no elastic")
         require_countable(self._model, self._rule)

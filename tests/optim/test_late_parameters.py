@@ -1,0 +1,196 @@
+"""Parameters that become trainable late, and parameters whose objects or storages are replaced."""
+
+import pytest
+import torch
+
+from fivefold.errors import ConfigurationError
+from fivefold.optim import CO2, DelayCorrected, EagerDiLoCo, LocalSGD, OuterSync, StreamingDiLoCo
+from fivefold.testing import run_processes, run_world
+
+RULES = [
+    CO2(tau=2),
+    LocalSGD(tau=2),
+    DelayCorrected(tau=2),
+    EagerDiLoCo(tau=2),
+    StreamingDiLoCo(tau=2, fragments=2),
+    CO2(tau=2, bootstrap="sync"),
+]
+
+
+def make(transport, rule, **options):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(3, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
+    ).double()
+    model[1].requires_grad_(False)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(parameters, lr=0.05)
+    sync = OuterSync(model, optimizer, rule=rule, transport=transport, **options)
+    return model, optimizer, sync
+
+
+def train(model, optimizer, sync, rank, first, last):
+    for step in range(first, last):
+        generator = torch.Generator().manual_seed(100 * rank + step)
+        x = torch.randn(4, 3, generator=generator, dtype=torch.float64)
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sync.step()
+
+
+def unfreeze(model, optimizer):
+    model[1].requires_grad_(True)
+    optimizer.add_param_group({"params": list(model[1].parameters())})
+
+
+def values(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.name}-{rule.bootstrap}")
+@pytest.mark.parametrize("unfrozen_at", [3, 4, 12])
+def test_replicas_are_equal_after_parameters_joined(rule, unfrozen_at):
+    def work(transport):
+        model, optimizer, sync = make(transport, rule)
+        train(model, optimizer, sync, transport.rank, 0, unfrozen_at)
+        unfreeze(model, optimizer)
+        train(model, optimizer, sync, transport.rank, unfrozen_at, 13)
+        before = values(model)
+        sync.finalize()
+        return before, values(model)
+
+    results = run_world(3, work)
+    assert any(not torch.equal(a, b) for a, b in zip(*results[0], strict=True))
+    for _, final in results:
+        assert all(torch.equal(a, b) for a, b in zip(final, results[0][1], strict=True))
+
+
+def test_late_parameters_start_from_the_mean_and_then_follow_the_rule():
+    """Local SGD by hand: joined at step 4, the mean then, and the mean of each later round."""
+
+    def work(transport):
+        model, optimizer, sync = make(transport, LocalSGD(tau=2))
+        late = model[1].weight
+        train(model, optimizer, sync, transport.rank, 0, 2)
+        unfreeze(model, optimizer)
+        seen = []
+        for step in range(2, 8):
+            train(model, optimizer, _Still(), transport.rank, step, step + 1)
+            own = late.detach().clone()
+            sync.step()
+            seen.append((own, late.detach().clone()))
+        return seen
+
+    results = run_world(2, work)
+    for step in range(6):
+        mean = torch.stack([seen[step][0] for seen in results]).mean(dim=0)
+        for seen in results:
+            own, after = seen[step]
+            torch.testing.assert_close(after, mean if step % 2 else own, rtol=0, atol=1e-14)
+
+
+class _Still:
+    def step(self):
+        pass
+
+
+def test_adoption_is_announced_by_all_ranks_or_an_error():
+    def work(transport):
+        model, optimizer, sync = make(transport, CO2(tau=1))
+        train(model, optimizer, sync, transport.rank, 0, 2)
+        if transport.rank == 1:
+            unfreeze(model, optimizer)
+        match = r"rank\(s\) \[1\] have other new trainable"
+        with pytest.raises(ConfigurationError, match=match):
+            train(model, optimizer, sync, transport.rank, 2, 9)
+        return True
+
+    assert run_world(2, work) == [True, True]
+
+
+def test_one_round_apart_is_no_error():
+    def work(transport):
+        model, optimizer, sync = make(transport, CO2(tau=1))
+        at = 2 + transport.rank
+        train(model, optimizer, sync, transport.rank, 0, at)
+        unfreeze(model, optimizer)
+        train(model, optimizer, sync, transport.rank, at, 9)
+        sync.finalize()
+        return values(model)
+
+    first, second = run_world(2, work)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_adopting_at_once_and_resuming():
+    rule = CO2(tau=3)
+
+    def work(transport):
+        model, optimizer, sync = make(transport, rule)
+        train(model, optimizer, sync, transport.rank, 0, 4)
+        unfreeze(model, optimizer)
+        assert sync.adopt_parameters() == ("1.weight", "1.bias")
+        assert sync.adopt_parameters() == ()
+        train(model, optimizer, sync, transport.rank, 4, 8)
+        state = sync.sharded_state_dict()
+        weights = values(model)
+
+        again, other, resumed = make(transport, rule)
+        unfreeze(again, other)
+        with pytest.raises(ConfigurationError, match="fragments=2"):
+            resumed.load_sharded_state_dict(state)
+        resumed.adopt_parameters()
+        with torch.no_grad():
+            for mine, theirs in zip(again.parameters(), weights, strict=True):
+                mine.copy_(theirs)
+        resumed.load_sharded_state_dict(state)
+        for run in ((model, optimizer, sync), (again, other, resumed)):
+            train(*run, transport.rank, 8, 14)
+            run[2].finalize()
+        return values(model), values(again)
+
+    for straight, resumed in run_world(2, work):
+        assert all(torch.equal(a, b) for a, b in zip(straight, resumed, strict=True))
+
+
+def test_replaced_storages_and_replaced_objects_are_followed():
+    def work(transport):
+        model, optimizer, sync = make(transport, LocalSGD(tau=2))
+        with torch.no_grad():
+            model[0].weight.data = model[0].weight.data.clone()
+        train(model, optimizer, sync, transport.rank, 0, 3)
+        model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+        model[1].requires_grad_(False)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+        train(model, optimizer, sync, transport.rank, 3, 4)
+        return values(model), len(sync._fragments)
+
+    (first, fragments), (second, _) = run_world(2, work)
+    assert fragments == 1
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+def test_real_processes_adopt(codec):
+    def work(rank):
+        model, optimizer, sync = make(None, CO2(tau=2), codec="fp32")
+        model = model.float() if codec == "int8" else model
+        if codec == "int8":
+            optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+            sync = OuterSync(model, optimizer, rule=CO2(tau=2), codec=codec)
+        for step in range(11):
+            if step == 3:
+                unfreeze(model, optimizer)
+            generator = torch.Generator().manual_seed(100 * rank + step)
+            x = torch.randn(4, 3, generator=generator).to(model[0].weight.dtype)
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            sync.step()
+        sync.finalize()
+        return values(model)
+
+    first, second = run_processes(2, work)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
