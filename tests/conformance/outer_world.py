@@ -7,6 +7,7 @@ import torch
 
 from fivefold.optim import (
     CO2,
+    AutoTau,
     DelayCorrected,
     DiLoCo,
     EagerDiLoCo,
@@ -26,7 +27,7 @@ RULES = {
     "co2-sync-start": CO2(tau=2, bootstrap="sync", staleness="gap-rms"),
     "co2-gap-param": CO2(tau=2, staleness="gap-param", clip=0.02),
     "co2-lr-units": CO2(tau=2, units="lr", staleness=GapPenalty(reference=0.1)),
-    "co2-auto": CO2(tau="auto"),
+    "co2-auto": CO2(tau=AutoTau(initial=3, window=64)),  # decides nothing in so few rounds
     "slowmo": SlowMo(tau=3),
     "local-sgd": LocalSGD(tau=2),
     "diloco": DiLoCo(tau=2, outer_momentum=0.5),

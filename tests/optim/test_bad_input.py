@@ -6,7 +6,20 @@ import pytest
 import torch
 
 from fivefold.errors import ConfigurationError
-from fivefold.optim import CO2, ConstantPenalty, DelayCorrected, DiLoCo, LocalSGD, OuterSync, SlowMo
+from fivefold.optim import (
+    CO2,
+    AutoTau,
+    ConstantPenalty,
+    DelayCorrected,
+    DiLoCo,
+    EagerDiLoCo,
+    LocalSGD,
+    OuterOptimizer,
+    OuterSync,
+    OverlapLocalSGD,
+    SlowMo,
+    StreamingDiLoCo,
+)
 from fivefold.testing import run_world
 
 
@@ -34,6 +47,26 @@ def make(transport, rule):
         (lambda: SlowMo(tau=2, staleness="gap"), "nothing is stale"),
         (lambda: DiLoCo(tau=2, clip=1.0), "DiLoCo takes tau, outer_lr and outer_momentum only"),
         (lambda: DelayCorrected(tau=2, outer_momentum=0.5), "DelayCorrected takes tau only"),
+        (lambda: EagerDiLoCo(tau=2, clip=1.0), "EagerDiLoCo takes tau, outer_lr and outer_mom"),
+        (lambda: OverlapLocalSGD(tau=2, pull=1.0), "pull must be between 0 and 1, both excluded"),
+        (lambda: OverlapLocalSGD(tau=2, outer_lr=0.5), "OverlapLocalSGD takes tau, pull and"),
+        (lambda: StreamingDiLoCo(tau=2), "fragments must be an integer from 1 to tau=2; got 4"),
+        (lambda: StreamingDiLoCo(tau=4, delay_steps=5), "delay_steps must be .* to tau=4; got 5"),
+        (lambda: StreamingDiLoCo(tau=4, keep=0.0), "keep must be between 0 and 1, both excluded"),
+        (lambda: StreamingDiLoCo(tau="auto"), 'tau="auto" needs a rule that hides whole rounds'),
+        (lambda: LocalSGD(tau="auto"), 'tau="auto" needs a rule that hides whole rounds'),
+        (lambda: CO2(tau="eight"), "tau 'eight' is not known"),
+        (lambda: CO2(tau=AutoTau(initial=0)), "initial must be a positive integer"),
+        (
+            lambda: OuterOptimizer(tau=2, optimizer=torch.optim.SGD, options={"lrr": 1.0}),
+            "refuses options=.*lrr",
+        ),
+        (
+            lambda: OuterOptimizer(
+                tau=2, optimizer=torch.optim.SGD, options={"lr": 1.0}, outer_lr=0.5
+            ),
+            "put the learning rate and momentum into options",
+        ),
     ],
 )
 def test_rules_refuse_what_makes_no_sense(make_rule, message):
@@ -95,3 +128,19 @@ def test_zero_inner_learning_rate_in_lr_units_is_an_error():
 
     with pytest.raises(ConfigurationError, match='units="lr" needs a positive inner learning rate'):
         run_world(2, work)
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
+def test_weights_that_are_no_weights_are_refused(weight):
+    def work(transport):
+        _, _, sync = make(transport, LocalSGD(tau=1))
+        sync.step(weight)
+
+    with pytest.raises(ConfigurationError, match="weight must be finite and not negative"):
+        run_world(2, work)
+
+
+def test_more_fragments_than_parameters_are_refused():
+    rule = StreamingDiLoCo(tau=4, fragments=3)
+    with pytest.raises(ConfigurationError, match="fragments=3 is more than the model's 2"):
+        run_world(2, lambda t: make(t, rule))
