@@ -19,20 +19,18 @@ TAU = 8
 START_STEPS = 20  # the warm-up of the learning rate, for methods that begin as DDP
 DELAY = TAU - 1  # the longest that torchft allows: all that it can hide
 _AUTO_WINDOW_STEPS = 48  # it climbs during a warm-up as long as half of its window
-_UNTUNED_LR = 4e-3
+# The best of six settings each at a seed of their own: benchmarks/results/optim/ablations_tuning.md.
 TUNED: dict[str, dict[str, Any]] = {
-    "DDP": {"lr": _UNTUNED_LR},
-    "LocalSGD": {"lr": _UNTUNED_LR},
-    "DelayCorrected": {"lr": _UNTUNED_LR},
-    "SlowMo": {"lr": _UNTUNED_LR, "outer_lr": 1.0, "outer_momentum": 0.2},
-    "DiLoCo": {"lr": _UNTUNED_LR, "outer_lr": 0.7, "outer_momentum": 0.6},
-    "CO2": {"lr": _UNTUNED_LR, "outer_lr": 0.7, "outer_momentum": 0.2},
-    "StreamingDiLoCo": {
-        "lr": _UNTUNED_LR, "outer_lr": 0.5, "outer_momentum": 0.3, "fragments": 4,
-    },
-    "EagerDiLoCo": {"lr": _UNTUNED_LR, "outer_lr": 0.5, "outer_momentum": 0.3},
-    "OverlapLocalSGD": {"lr": _UNTUNED_LR, "pull": 0.6, "outer_momentum": 0.0},
-}  # fmt: skip
+    "DDP": {"lr": 3e-3},
+    "LocalSGD": {"lr": 4e-3},
+    "DelayCorrected": {"lr": 3e-3},
+    "SlowMo": {"lr": 3e-3, "outer_lr": 1.0, "outer_momentum": 0.2},
+    "DiLoCo": {"lr": 3e-3, "outer_lr": 0.7, "outer_momentum": 0.5},
+    "CO2": {"lr": 6e-3, "outer_lr": 0.5, "outer_momentum": 0.0},
+    "StreamingDiLoCo": {"lr": 6e-3, "outer_lr": 0.7, "outer_momentum": 0.5, "fragments": 4},
+    "EagerDiLoCo": {"lr": 6e-3, "outer_lr": 0.5, "outer_momentum": 0.3},
+    "OverlapLocalSGD": {"lr": 3e-3, "pull": 0.6, "outer_momentum": 0.7},
+}
 _OVERLAPPING = {"CO2", "DelayCorrected", "StreamingDiLoCo", "EagerDiLoCo", "OverlapLocalSGD"}
 
 
