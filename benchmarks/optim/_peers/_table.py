@@ -19,7 +19,7 @@ TAU = 8
 START_STEPS = 20  # the warm-up of the learning rate, for methods that begin as DDP
 DELAY = TAU - 1  # the longest that torchft allows: all that it can hide
 _AUTO_WINDOW_STEPS = 48  # it climbs during a warm-up as long as half of its window
-# The best of six settings each at a seed of their own: benchmarks/results/optim/ablations_tuning.md.
+# The best of six settings each, at a seed of their own (results/optim/ablations_tuning.md).
 TUNED: dict[str, dict[str, Any]] = {
     "DDP": {"lr": 3e-3},
     "LocalSGD": {"lr": 4e-3},
