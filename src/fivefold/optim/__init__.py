@@ -19,6 +19,7 @@ from fivefold.optim._delayed_rules import (
 )
 from fivefold.optim._elastic import ElasticTransport, LeftBehindError, elastic_transport
 from fivefold.optim._elastic_lighthouse import Lighthouse, start_lighthouse
+from fivefold.optim._memory import outer_state_bytes
 from fivefold.optim._outer_optimizer import OuterOptimizer
 from fivefold.optim._rule import OuterRule
 from fivefold.optim._stability import StabilityWarning
@@ -61,5 +62,6 @@ __all__ = [
     "Transport",
     "elastic_transport",
     "named_codec",
+    "outer_state_bytes",
     "start_lighthouse",
 ]

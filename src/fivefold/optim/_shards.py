@@ -35,7 +35,7 @@ from fivefold.optim._comm_thread import named_errors
 __all__ = ["RowShare", "WorkerGroup", "local_tensor", "reshard", "worker_group_of"]
 
 # As much is gathered at once; the room for it is S times as large.
-_BUCKET_BYTES = 8 * 2**20
+_BUCKET_BYTES = 2**20
 
 _APART = (
     'shard inside the worker alone (fully_shard with mesh["shard"]), so that gradients stay there, '
