@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from _figures import Curve, Figure, draw
-from _settings import DDP, LOSS_METRIC, METHODS, Setting, best_setting
+from _settings import LOSS_METRIC, Setting, best_setting
 
 from fivefold.report import read_results
 
 __all__ = ["SWEEPS", "Series", "Sweep", "draw_all", "settings_of"]
 
 TAUS = (1, 4, 8, 16, 32, 64)
+TAU_METHODS = ("LocalSGD", "CO2", "DelayCorrected", "StreamingDiLoCo", "EagerDiLoCo")
 CLIPS = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 MOMENTA = (0.0, 0.2, 0.4, 0.6, 0.8)
 CODECS = ("fp32", "bf16", "fp16", "int8", "int4")
@@ -61,7 +62,7 @@ class Sweep:
 
 
 def _tau_series() -> list[Series]:
-    found = [_over_tau(best_setting(method)) for method in METHODS if method != DDP]
+    found = [_over_tau(best_setting(method)) for method in TAU_METHODS]
     return [*found, _over_tau(best_setting("CO2").having(staleness="none"), dashed=True)]
 
 
