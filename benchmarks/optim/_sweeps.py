@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from _figures import Curve, Figure, draw
-from _settings import LOSS_METRIC, Setting, best_setting
+from _settings import DDP, LOSS_METRIC, Setting, best_setting
 
 from fivefold.report import read_results
 
