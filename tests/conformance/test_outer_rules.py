@@ -1,5 +1,6 @@
 """What every outer rule must do, one table of rules times one list of checks."""
 
+import copy
 import dataclasses
 import io
 import random
@@ -404,31 +405,56 @@ def test_weights_add_up_over_the_steps_of_a_round():
         torch.testing.assert_close(parameters_arrived(arrived), expected_work(6, mean))
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("name", ["co2", "local-sgd", "adamw-hidden", "delay-corrected"])
-def test_lost_weighted_flights_lose_no_work_even_before_a_round_of_weight_zero(name, seed):
-    """Ranks do the same work, so that any weighting has the same mean."""
+class LosesOnce(Lossy):
+    """Loses the first flight of one round."""
 
-    def weight(rank, step):
-        return 0.0 if (rank + step // 3) % 3 == 0 else 2.0 + rank
+    def launch(self, payloads, *, lane, fragment, what):
+        self.share = 1.0 if "round 1 " in what and what not in self.attempts else 0.0
+        return super().launch(payloads, lane=lane, fragment=fragment, what=what)
+
+
+@pytest.mark.parametrize("steps", [6, 9])
+@pytest.mark.parametrize("second", [0.0, 1.0], ids=["then-none", "then-some"])
+@pytest.mark.parametrize("name", ["co2", "delay-corrected", "slowmo"])
+def test_a_lost_round_keeps_its_weight(name, second, steps):
+    """Round 1 is lost; at 6 steps it goes out again alone, at 9 with a round that may weigh 0."""
 
     def work(transport):
-        lossy = Lossy(transport, seed=seed)
-        tapped = Tapped(lossy)
-        model = Counter(14)
+        tapped = Tapped(LosesOnce(transport))
+        model = Counter(steps)
         sync = OuterSync(
-            model, torch.optim.SGD(model.parameters()), rule=RULES[name], transport=tapped
+            model, torch.optim.SGD(model.parameters(), lr=1.0), rule=RULES[name], transport=tapped
         )
-        for step in range(14):
-            model.work(step, 1.0)
-            sync.step(weight(transport.rank, step))
+        for step in range(steps):
+            model.work(step, transport.rank + 1.0)
+            sync.step([3.0, 5.0][transport.rank] * (second if step >= 6 else 1.0))
         sync.finalize()
-        return tapped.arrived, lossy.lost
+        return tapped.arrived
 
-    arrived, _ = run_world(3, work)[0]
-    torch.testing.assert_close(
-        parameters_arrived(arrived), expected_work(14, 1.0), rtol=0, atol=1e-9
-    )
+    arrived = parameters_arrived(run_world(2, work)[0])[:6]
+    expected = torch.full((6,), -(3.0 * 1 + 5.0 * 2) / 8.0, dtype=torch.float64)
+    torch.testing.assert_close(arrived, expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["co2", "adamw", "sgd-hidden"])
+def test_a_loaded_state_is_not_written_into(name):
+    def work(transport):
+        worker = Worker(transport, RULES[name])
+        worker.train(range(5))
+        saved = copy.deepcopy(worker.sync.state_dict())
+        before = copy.deepcopy(saved["fragments"])
+        worker.sync.load_state_dict(saved)
+        worker.train(range(5, 11))
+        pairs = zip(tensors_of(before), tensors_of(saved["fragments"]), strict=True)
+        return all(torch.equal(a, b) for a, b in pairs)
+
+    assert run_world(2, work) == [True, True]
+
+
+def tensors_of(state):
+    if isinstance(state, torch.Tensor):
+        return [state]
+    return [t for v in state.values() for t in tensors_of(v)] if isinstance(state, dict) else []
 
 
 @every_rule

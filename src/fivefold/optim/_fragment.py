@@ -101,6 +101,7 @@ class Fragment:
             self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch
         self._round_began_s: float | None = None
         self._weighted = False
+        self._others_lr: float | None = None
         self.launching: int | None = None
         self._optimizer: OuterOptimizerStep | None = None
         if isinstance(surroundings.rule, OuterOptimizer):
@@ -279,11 +280,11 @@ class Fragment:
         """
         for group in [*self.groups, *self.averaged]:
             group.payload.zero_()
+        self._others_lr = unit  # this worker's own schedule may stand elsewhere
         self._send(round_number, weight=0.0, anchor_hash=0, step_s=0.0)
-        assert self._in_flight is not None, "it has just been launched"
-        self._in_flight.unit = unit
         if self.schedule.in_flight_round is None:  # the others wait for it at once
             self._settle()
+        self._others_lr = None
 
     def _numbers(self) -> dict[str, Any]:
         return {
@@ -375,7 +376,7 @@ class Fragment:
             self._state,
             reading=reading,
             send_unit=flight.unit if in_lr_units else 1.0,
-            step_unit=shared.inner_lr() if in_lr_units else 1.0,
+            step_unit=self._inner_lr() if in_lr_units else 1.0,
             elements=sum(group.anchor.numel() for group in self.groups),
             shard_sum=_unchanged if shared.worker is None else shared.worker.sum,
         )
@@ -464,7 +465,7 @@ class Fragment:
         part = "" if self.index == 0 else f" of fragment {self.index}"
         step = self.schedule.total_steps
         what = f"the all-reduce of round {round_number}{part} (launched after step {step})"
-        unit = shared.inner_lr()
+        unit = self._inner_lr()
         self.launching = round_number
         try:
             handle = shared.transport.launch(
@@ -482,6 +483,9 @@ class Fragment:
 
     def _weight(self) -> float:
         return 1.0 if self._state.weight is None else self._state.weight
+
+    def _inner_lr(self) -> float:
+        return self._shared.inner_lr() if self._others_lr is None else self._others_lr
 
     def _step_s(self, now_s: float) -> float:
         """Seconds per local step since the last launch; 0 where that is not known."""
