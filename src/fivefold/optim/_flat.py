@@ -31,6 +31,10 @@ __all__ = ["FlatGroup", "Piece", "flat_groups"]
 _CPU_PIECE_ELEMENTS = 1 << 18
 
 
+# For tests without a GPU: take the way over a stage also from a CPU to the same CPU.
+_STAGE_ALWAYS = False
+
+
 @dataclass(frozen=True)
 class Piece:
     """Views of the same elements: outer state and live tensor.
@@ -66,6 +70,8 @@ class FlatGroup:
         dtype: Outer data type.
         extras: Names of the optional buffers of ``Piece`` to keep.
         share: Which rows of each tensor are meant.
+        device: Where the buffers live; None for beside the tensors. Elsewhere the live tensors
+            are staged: each piece is copied there and, once it has been merged, back.
     """
 
     def __init__(
@@ -75,14 +81,22 @@ class FlatGroup:
         dtype: torch.dtype,
         extras: Iterable[str],
         share: RowShare,
+        device: torch.device | None = None,
     ) -> None:
         self.tensors = list(tensors)
         self._share = share
-        device = local_tensor(self.tensors[0]).device
+        live_device = local_tensor(self.tensors[0]).device
+        self._staged = _STAGE_ALWAYS or (device is not None and device != live_device)
+        device = live_device if device is None else device
         size = sum(part.numel() for part in self.parts())
-        self.anchor = torch.empty(size, dtype=dtype, device=device)
-        self.payload = torch.zeros_like(self.anchor)
-        self.extras = {name: torch.zeros_like(self.anchor) for name in sorted(extras)}
+        # Pinned, so that copies to and from a GPU run at the speed of the bus.
+        pinned = device.type == "cpu" and live_device.type == "cuda"
+
+        def zeros() -> torch.Tensor:
+            return torch.zeros(size, dtype=dtype, device=device, pin_memory=pinned)
+
+        self.anchor, self.payload = zeros(), zeros()
+        self.extras = {name: zeros() for name in sorted(extras)}
         # Fresh memory costs a page fault per 4 KiB, which is more than the arithmetic on it.
         on_cpu = device.type == "cpu"
         self._scratch = torch.empty(_CPU_PIECE_ELEMENTS, dtype=dtype) if on_cpu else None
@@ -115,10 +129,13 @@ class FlatGroup:
         """Yield cache-sized views over all elements, in a fixed order."""
         offset = 0
         for local in self.parts():
-            for start, stop in _ranges(local):
+            for start, stop in _ranges(local, on_cpu=self.anchor.device.type == "cpu"):
                 whole = local.is_contiguous()
                 view = local.view(-1)[start:stop] if whole else local
-                yield self._piece(view, offset + start, offset + stop)
+                stage = view.to(self.anchor.device, copy=True) if self._staged else view
+                yield self._piece(stage, offset + start, offset + stop)
+                if self._staged:  # whoever took the piece has done with it
+                    view.copy_(stage)
             offset += local.numel()
 
     def shaped(self, buffer: torch.Tensor) -> list[torch.Tensor]:
@@ -141,9 +158,9 @@ class FlatGroup:
         )
 
 
-def _ranges(local: torch.Tensor) -> Iterator[tuple[int, int]]:
+def _ranges(local: torch.Tensor, *, on_cpu: bool) -> Iterator[tuple[int, int]]:
     size = local.numel()
-    if local.device.type != "cpu" or not local.is_contiguous():
+    if not on_cpu or not local.is_contiguous():
         yield 0, size
         return
     for start in range(0, size, _CPU_PIECE_ELEMENTS):
@@ -151,7 +168,11 @@ def _ranges(local: torch.Tensor) -> Iterator[tuple[int, int]]:
 
 
 def flat_groups(
-    tensors: Iterable[torch.Tensor], *, extras: Iterable[str], share: RowShare
+    tensors: Iterable[torch.Tensor],
+    *,
+    extras: Iterable[str],
+    share: RowShare,
+    device: torch.device | None = None,
 ) -> list[FlatGroup]:
     """Group tensors by device and outer data type.
 
@@ -159,6 +180,7 @@ def flat_groups(
         tensors: Parameters or buffers; tied ones are counted once.
         extras: Names of the optional buffers of ``Piece`` to keep.
         share: Which rows of each tensor are meant.
+        device: Where the buffers live; None for beside the tensors.
 
     Returns:
         Groups in the order in which their first tensor comes.
@@ -173,7 +195,7 @@ def flat_groups(
         dtype = torch.promote_types(tensor.dtype, torch.float32)
         groups.setdefault((tensor.device, dtype), []).append(tensor)
     return [
-        FlatGroup(found, dtype=dtype, extras=names, share=share)
+        FlatGroup(found, dtype=dtype, extras=names, share=share, device=device)
         for (_, dtype), found in groups.items()
     ]
 

@@ -54,6 +54,7 @@ class Surroundings:
         check_every_rounds: Replica checks; 0 for none.
         worker: The ranks that act as one worker; None where that is one rank.
         pending: What this rank would adopt, for the lane; see ``_late_parameters``.
+        outer_device: Where the outer state lives; None for beside the parameters.
         on_reading: Told each lane of the first fragment that arrived, with its round.
     """
 
@@ -65,6 +66,7 @@ class Surroundings:
     worker: WorkerGroup | None
     pending: Callable[[], float]
     on_reading: Callable[[LaneReading, int], None]
+    outer_device: torch.device | None = None
 
 
 class Fragment:

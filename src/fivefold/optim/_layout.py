@@ -76,13 +76,16 @@ def make_fragments(
         raise ConfigurationError(message, hint="nothing would be synchronised; check the model")
     worker = surroundings.worker
     share = RowShare() if worker is None else worker.share
+    device = surroundings.outer_device
     parts = _cut(trainable, rule.num_fragments)
     buffers = averaged_buffers(model)
     return [
         Fragment(
             index,
-            flat_groups(part, extras=extras, share=share),
-            averaged=flat_groups(buffers, extras=("sent",), share=share) if index == 0 else [],
+            flat_groups(part, extras=extras, share=share, device=device),
+            averaged=flat_groups(
+                buffers if index == 0 else [], extras=("sent",), share=share, device=device
+            ),
             # Staggered evenly: the last fragment's first round is a whole one.
             schedule=_schedule(
                 rule,
@@ -117,7 +120,7 @@ def late_fragment(
     left = first.tau - first.steps_in_round
     return Fragment(
         index,
-        flat_groups(parameters, extras=extras, share=share),
+        flat_groups(parameters, extras=extras, share=share, device=surroundings.outer_device),
         averaged=[],
         schedule=_schedule(rule, tau=first.tau, first_round_steps=left),
         surroundings=surroundings,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -75,6 +75,9 @@ class OuterSync:
             is one rank, or where the parameters say it themselves.
         codec: How payloads travel: "fp32" (as they are), "bf16", "fp16", "int8", "int4", or a
             codec object; what a codec loses is sent with the next round (error feedback).
+        outer_device: "same" keeps the outer state beside the parameters, "cpu" in the host's memory
+            (pinned), from where it is also sent: with parameters on a GPU the process group then
+            needs a backend for CPU tensors, such as ``init_process_group("cpu:gloo,cuda:nccl")``.
         timeout_s: Longest wait for a peer, in seconds.
         check_every_rounds: Every so many rounds a hash of the anchor travels with the payload
             and all ranks compare; 0 for never.
@@ -116,6 +119,7 @@ class OuterSync:
         process_group: dist.ProcessGroup | DeviceMesh | None = None,
         shard_group: dist.ProcessGroup | DeviceMesh | None = None,
         codec: str | Codec = "fp32",
+        outer_device: Literal["same", "cpu"] = "same",
         timeout_s: float = 600.0,
         check_every_rounds: int = 16,
         transport: Transport | None = None,
@@ -149,6 +153,7 @@ class OuterSync:
             worker=self._worker,
             pending=lambda: self._late.announced,
             on_reading=self._read,
+            outer_device=_outer_device(outer_device),
         )
         self._extras = state_extras(rule, may_lose=self._may_lose)
         self._fragments = make_fragments(model, self._surroundings, extras=self._extras)
@@ -513,6 +518,13 @@ class OuterSync:
             message = f'units="lr" needs a positive inner learning rate at a boundary; got {lr}'
             raise ConfigurationError(message, hint='use units="delta", or a schedule above zero')
         return lr
+
+
+def _outer_device(name: str) -> torch.device | None:
+    if name not in {"same", "cpu"}:
+        message = f"outer_device must be 'same' or 'cpu'; got {name!r}"
+        raise ConfigurationError(message, hint="'cpu' saves device memory, 'same' is faster")
+    return None if name == "same" else torch.device("cpu")
 
 
 def _require_usable(
