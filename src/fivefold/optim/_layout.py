@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from fivefold.errors import ConfigurationError
 from fivefold.optim._flat import flat_groups
-from fivefold.optim._fragment import Fragment, Surroundings
+from fivefold.optim._fragment import Fragment
+from fivefold.optim._fragment_state import Surroundings
 from fivefold.optim._rule import OuterRule
 from fivefold.optim._schedule import RoundSchedule
 from fivefold.optim._shards import RowShare

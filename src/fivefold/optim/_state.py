@@ -30,7 +30,7 @@ __all__ = [
     "settings",
 ]
 
-_FORMAT = 2
+_FORMAT = 3
 
 SHARED_BUFFERS = ("anchor", "momentum")
 """Buffers that are equal on all workers between boundaries."""

@@ -21,20 +21,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from fivefold.errors import ConfigurationError
 from fivefold.optim._auto_tau import TauController
 from fivefold.optim._codecs import Codec
-from fivefold.optim._fragment import Surroundings
+from fivefold.optim._fragment_state import Surroundings
 from fivefold.optim._lane import LaneReading
 from fivefold.optim._late_parameters import LateParameters, require_same_names
 from fivefold.optim._layout import (
     fixed_tensors,
     late_fragment,
     make_fragments,
-    require_countable,
     state_extras,
 )
 from fivefold.optim._rule import OuterRule
 from fivefold.optim._sharded_state import StateForm
-from fivefold.optim._shards import WorkerGroup, local_tensor, reshard, worker_group_of
+from fivefold.optim._shards import local_tensor, reshard
 from fivefold.optim._stability import StabilityWatch
+from fivefold.optim._start import (
+    find_worker,
+    may_lose,
+    outer_device_of,
+    parameter_shapes,
+    require_equal_settings,
+    require_usable,
+)
 from fivefold.optim._state import require_same, settings
 from fivefold.optim._statistics import FlightRecord, StatisticsMeter, SyncStatistics
 from fivefold.optim._tau_decision import TauDecision
@@ -124,7 +131,7 @@ class OuterSync:
         check_every_rounds: int = 16,
         transport: Transport | None = None,
     ) -> None:
-        _require_usable(model, optimizer, timeout_s, check_every_rounds)
+        require_usable(model, optimizer, timeout_s, check_every_rounds)
         reshard(model)
         self._rule = rule
         self._model = model
@@ -141,7 +148,9 @@ class OuterSync:
             self._tau = TauController(rule.auto_tau, self._transport.world_size)
         self._steps = 0
         self._weighted: bool | None = None
-        self._worker = self._find_worker(shard_group, timeout_s=timeout_s)
+        self._worker = find_worker(
+            model, shard_group, rule=rule, transport=self._transport, timeout_s=timeout_s
+        )
         self._late = LateParameters(model)
         self._adopting = False
         self._surroundings = Surroundings(
@@ -153,9 +162,9 @@ class OuterSync:
             worker=self._worker,
             pending=lambda: self._late.announced,
             on_reading=self._read,
-            outer_device=_outer_device(outer_device),
+            outer_device=outer_device_of(outer_device),
         )
-        self._extras = state_extras(rule, may_lose=self._may_lose)
+        self._extras = state_extras(rule, may_lose=may_lose(self._transport))
         self._fragments = make_fragments(model, self._surroundings, extras=self._extras)
         self._start_equal(model)
 
@@ -208,7 +217,7 @@ class OuterSync:
             boundary = fragment.schedule.drain()
             if boundary is not None:
                 fragment.run(boundary)
-        if not self._may_lose:
+        if not may_lose(self._transport):
             self.adopt_parameters()  # what nobody knows yet would stay different
 
     def adopt_parameters(self) -> tuple[str, ...]:
@@ -430,15 +439,11 @@ class OuterSync:
 
     # -- small helpers ----------------------------------------------------------------------------
 
-    @property
-    def _may_lose(self) -> bool:
-        return bool(getattr(self._transport, "may_lose", False))
-
     def _look_for_late(self) -> dict[str, torch.Tensor]:
         """Return trainable parameters that are not known yet."""
         groups = [group for fragment in self._fragments for group in fragment.groups]
         found = self._late.look(groups)
-        if found and self._may_lose:
+        if found and may_lose(self._transport):
             message = f"{next(iter(found))} became trainable, but membership may change meanwhile"
             hint = "make all parameters trainable before the start, or do without elastic workers"
             raise ConfigurationError(message, hint=hint)
@@ -467,47 +472,19 @@ class OuterSync:
 
     @torch.no_grad()
     def _start_equal(self, model: torch.nn.Module) -> None:
-        transport = self._transport
-        if transport.world_size < 2:
-            message = "outer synchronisation needs at least two ranks; got world_size=1"
-            hint = "start more ranks (fivefold train --nproc 2, torchrun --nproc-per-node 2)"
-            raise ConfigurationError(message, hint=hint)
-        shapes = [
-            (name, tuple(local_tensor(p).shape), str(p.dtype))
-            for name, p in model.named_parameters()
-        ]
         place = None if self._worker is None else (self._worker.place, self._worker.size)
         mine = {
             "rule": self._rule,
-            "parameters": shapes,
+            "parameters": parameter_shapes(model),
             "check": self._check_every_rounds,
             "place within its worker": place,
         }
-        for rank, other in enumerate(transport.gather_objects(mine)):
-            for key, value in mine.items():
-                if other[key] != value:
-                    message = f"rank {rank} has another {key} than rank {transport.rank}"
-                    hint = "all ranks must use the same model and the same rule"
-                    raise ConfigurationError(message, hint=hint)
+        require_equal_settings(self._transport, mine)
         anchors = [anchor for fragment in self._fragments for anchor in fragment.anchors]
-        transport.broadcast([*anchors, *(local_tensor(t) for t in fixed_tensors(model))])
+        fixed = [local_tensor(tensor) for tensor in fixed_tensors(model)]
+        self._transport.broadcast([*anchors, *fixed])
         for fragment in self._fragments:
             fragment.begin()
-
-    def _find_worker(
-        self, shard_group: dist.ProcessGroup | DeviceMesh | None, *, timeout_s: float
-    ) -> WorkerGroup | None:
-        """Find the ranks of this worker and give them the same plain tensors."""
-        peers = getattr(self._transport, "global_ranks", None)
-        worker = worker_group_of(self._model, shard_group, peers=peers, timeout_s=timeout_s)
-        if worker is None:
-            return None
-        if self._may_lose:
-            message = "a worker of several ranks cannot use a transport that may lose a round"
-            raise ConfigurationError(message, hint="use one rank for each worker, or no elastic")
-        require_countable(self._model, self._rule)
-        worker.broadcast([*self._model.parameters(), *self._model.buffers()])
-        return worker
 
     def _settings(self) -> dict[str, Any]:
         return settings(self._rule, fragments=len(self._fragments), codec=self._codec)
@@ -518,26 +495,3 @@ class OuterSync:
             message = f'units="lr" needs a positive inner learning rate at a boundary; got {lr}'
             raise ConfigurationError(message, hint='use units="delta", or a schedule above zero')
         return lr
-
-
-def _outer_device(name: str) -> torch.device | None:
-    if name not in {"same", "cpu"}:
-        message = f"outer_device must be 'same' or 'cpu'; got {name!r}"
-        raise ConfigurationError(message, hint="'cpu' saves device memory, 'same' is faster")
-    return None if name == "same" else torch.device("cpu")
-
-
-def _require_usable(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, timeout_s: float, every: int
-) -> None:
-    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        message = "the model is wrapped in DistributedDataParallel, which communicates every step"
-        raise ConfigurationError(message, hint="pass the bare module: OuterSync(model.module, ...)")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        message = f"optimizer must be a torch.optim.Optimizer; got {type(optimizer).__name__}"
-        raise ConfigurationError(message)
-    if timeout_s <= 0:
-        raise ConfigurationError(f"timeout_s must be positive; got {timeout_s}")
-    if isinstance(every, bool) or not isinstance(every, int) or every < 0:
-        message = f"check_every_rounds must be an integer of at least 0; got {every!r}"
-        raise ConfigurationError(message, hint="0 switches the replica check off")
