@@ -144,3 +144,21 @@ def test_more_fragments_than_parameters_are_refused():
     rule = StreamingDiLoCo(tau=4, fragments=3)
     with pytest.raises(ConfigurationError, match="fragments=3 is more than the model's 2"):
         run_world(2, lambda t: make(t, rule))
+
+
+@pytest.mark.parametrize("name", ["LBFGS", "SparseAdam"])
+def test_outer_optimizers_that_cannot_step_on_a_dense_gradient_are_refused(name):
+    with pytest.raises(ConfigurationError, match="refuses options"):
+        OuterOptimizer(tau=2, optimizer=getattr(torch.optim, name))
+
+
+def test_an_outer_optimizer_for_matrices_refuses_a_bias():
+    rule = OuterOptimizer(tau=2, optimizer=torch.optim.Muon, options={"lr": 0.1})
+
+    def work(transport):
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ConfigurationError, match="refuses the model's parameters"):
+            OuterSync(model, optimizer, rule=rule, transport=transport)
+
+    run_world(2, work)

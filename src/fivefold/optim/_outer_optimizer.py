@@ -64,9 +64,10 @@ class OuterOptimizer(OuterRule):
         hint = "put the learning rate and momentum into options"
         require_plain(self, *names, takes="tau, optimizer, options and hidden", hint=hint)
         probe = torch.nn.Parameter(torch.zeros(2, 2))
+        probe.grad = torch.zeros(2, 2)
         try:
-            self.optimizer([probe], **self.options)
-        except (TypeError, ValueError, AttributeError) as error:
+            self.optimizer([probe], **self.options).step()
+        except (TypeError, ValueError, AttributeError, RuntimeError) as error:
             message = f"optimizer={self.optimizer!r} refuses options={self.options!r}: {error}"
             hint = "give a class of torch.optim and its keyword arguments"
             raise ConfigurationError(message, hint=hint) from error
@@ -83,6 +84,9 @@ class OuterOptimizerStep:
     Args:
         rule: Class and options.
         anchors_and_gradients: One pair of equal shape per parameter; views of flat buffers.
+
+    Raises:
+        ConfigurationError: The optimizer does not take parameters of these shapes.
     """
 
     def __init__(
@@ -96,7 +100,12 @@ class OuterOptimizerStep:
             parameter = torch.nn.Parameter(anchor)
             parameter.grad = gradient
             self._parameters.append(parameter)
-        self._optimizer = rule.optimizer(self._parameters, **rule.options)
+        try:
+            self._optimizer = rule.optimizer(self._parameters, **rule.options)
+        except (TypeError, ValueError) as error:
+            message = f"optimizer={rule.optimizer!r} refuses the model's parameters: {error}"
+            hint = "some optimizers take matrices only; use an elementwise one, such as AdamW"
+            raise ConfigurationError(message, hint=hint) from error
         self._steps = 0
 
     def step(self) -> None:
