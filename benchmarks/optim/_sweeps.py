@@ -17,7 +17,7 @@ from fivefold.report import read_results
 
 __all__ = ["SWEEPS", "Series", "Sweep", "draw_all", "settings_of"]
 
-TAUS = (1, 4, 8, 16, 32, 64)
+TAUS = (1, 4, 16, 64)
 TAU_METHODS = ("LocalSGD", "CO2", "DelayCorrected")
 CLIPS = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 MOMENTA = (0.0, 0.2, 0.4, 0.6, 0.8)
