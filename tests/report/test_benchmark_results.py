@@ -146,8 +146,9 @@ def test_half_of_the_samples_lie_on_each_side_of_the_median(samples):
 def checkout(tmp_path):
     (tmp_path / "benchmarks" / "optim").mkdir(parents=True)
     (tmp_path / "benchmarks" / "results").mkdir()
-    for name in ("optim/hidden", "optim/learning", "optim/_common", "learning"):
+    for name in ("optim/hidden", "optim/learning", "optim/_common", "optim/_peers/ddp", "learning"):
         script = tmp_path / "benchmarks" / f"{name}.py"
+        script.parent.mkdir(exist_ok=True)
         script.write_text(f'"""Measures {name}.\n\nMore.\n"""\n')
     return tmp_path
 

@@ -69,7 +69,8 @@ def find_topics(checkout: Path) -> list[BenchmarkTopic]:
     written = [read_results(path) for path in sorted((folder / "results").rglob("*.json"))]
     topics = []
     for script in sorted(folder.rglob("*.py")):
-        if script.name.startswith("_"):
+        parts = script.relative_to(folder).parts
+        if any(part.startswith("_") for part in parts):  # helpers of the scripts beside them
             continue
         name = script.relative_to(folder).with_suffix("").as_posix()
         own = [results for results in written if results.topic in (name, script.stem)]
