@@ -228,6 +228,8 @@ class _Run:
         if self.saved_step == self.config.run.steps:  # a resume of a run that was complete
             return
         self.method.finalize()
+        if self.metrics is not None:  # the drain's last arrival may have moved tau
+            self._log_decisions(self.metrics, self.wall_s())
         self.recorder.add(self.lane.take_spans() + self.method.take_spans())
         self._validate()
         self._checkpoint()
@@ -312,6 +314,9 @@ class _Run:
         if statistics is not None:
             totals = dataclasses.asdict(statistics)
             metrics.write("sync", step=self.step, wall_s=wall_s, **totals)
+        self._log_decisions(metrics, wall_s)
+
+    def _log_decisions(self, metrics: MetricsWriter, wall_s: float) -> None:
         for decision in self.method.take_decisions():
             metrics.write("tau", step=self.step, wall_s=wall_s, **dataclasses.asdict(decision))
 
