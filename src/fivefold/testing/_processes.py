@@ -74,6 +74,7 @@ def _rank_main(
     results: Any,
     timeout_s: float,
 ) -> None:
+    parent = os.getppid()
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     outcome: tuple[int, bool, bytes | str]
@@ -92,6 +93,10 @@ def _rank_main(
     results.put(outcome)
     results.close()
     results.join_thread()
+    while rank == 0 and os.getppid() == parent:
+        # This rank serves the store of addresses. A peer that is still setting up a group would
+        # fail if it were gone; the parent ends this process when it has all results.
+        time.sleep(0.05)
     # Leaving without the interpreter's shutdown: gloo's threads may still wait for a dead peer.
     os._exit(0)
 
