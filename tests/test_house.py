@@ -22,12 +22,13 @@ MAY_IMPORT = {
     "units": {"errors"},
     "optim": set(),
     "train": {"optim"},
+    "gnn": set(),
     "lab": set(),
     "report": set(),
     "testing": {"optim"},
-    "cli": {"optim", "train", "lab", "report"},
+    "cli": {"optim", "gnn", "train", "lab", "report"},
 }
-HEAVY = {"torch", "plotly", "jinja2", "numpy", "tokenizers"}
+HEAVY = {"torch", "plotly", "jinja2", "numpy", "tokenizers", "numba", "scipy"}
 
 
 def room_of(module):

@@ -16,6 +16,7 @@ __all__ = [
     "FivefoldError",
     "InfeasibleError",
     "ReplicaMismatchError",
+    "StorageError",
     "UnsupportedError",
 ]
 
@@ -92,6 +93,18 @@ class CommunicationError(FivefoldError, ConnectionError):
 
     def __str__(self) -> str:
         return FivefoldError.__str__(self)
+
+
+class StorageError(FivefoldError, OSError):
+    """The disk did not do what was asked: an I/O error, a short read or write, no space left.
+
+    Example:
+        >>> issubclass(StorageError, OSError)
+        True
+    """
+
+    def __str__(self) -> str:
+        return FivefoldError.__str__(self)  # as CheckpointError: there is no errno to show
 
 
 class ReplicaMismatchError(FivefoldError, RuntimeError):

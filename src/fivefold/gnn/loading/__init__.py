@@ -1,0 +1,3 @@
+"""Mini-batches from a packed store: four levels, pipeline, loader."""
+
+__all__: list[str] = []

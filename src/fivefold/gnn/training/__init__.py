@@ -1,0 +1,3 @@
+"""Training and inference out of core."""
+
+__all__: list[str] = []
