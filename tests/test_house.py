@@ -13,7 +13,15 @@ import pytest
 import fivefold
 
 PACKAGE = Path(fivefold.__file__).parent
-PUBLIC = ["errors", "units", *sorted(p.parent.name for p in PACKAGE.glob("*/__init__.py"))]
+ROOMS = ["errors", "units", *sorted(p.parent.name for p in PACKAGE.glob("*/__init__.py"))]
+
+# Rooms and the public rooms within them: gnn.storage and its like.
+PUBLIC = [
+    *ROOMS,
+    *sorted(
+        ".".join(p.parent.relative_to(PACKAGE).parts) for p in PACKAGE.glob("*/[!_]*/__init__.py")
+    ),
+]
 
 # What each room may import besides itself, errors and units. A room is missing here only by
 # mistake: the test below compares with the folders.
@@ -28,6 +36,17 @@ MAY_IMPORT = {
     "testing": {"optim"},
     "cli": {"optim", "gnn", "train", "lab", "report"},
 }
+# The rooms of gnn, each importing only those before it.
+GNN_ORDER = [
+    "storage",
+    "sampling",
+    "data",
+    "planning",
+    "packing",
+    "loading",
+    "systems",
+    "training",
+]
 HEAVY = {"torch", "plotly", "jinja2", "numpy", "tokenizers", "numba", "scipy"}
 
 
@@ -45,10 +64,23 @@ def imports_of(path):
 
 
 def test_every_room_has_a_rule():
-    assert set(PUBLIC) == set(MAY_IMPORT)
+    assert set(ROOMS) == set(MAY_IMPORT)
+    assert {room for room in PUBLIC if room.startswith("gnn.")} == {f"gnn.{r}" for r in GNN_ORDER}
 
 
-@pytest.mark.parametrize("room", PUBLIC)
+def test_the_rooms_of_gnn_import_downward():
+    for level, inner in enumerate(GNN_ORDER):
+        for path in sorted((PACKAGE / "gnn" / inner).rglob("*.py")):
+            for module in imports_of(path):
+                parts = module.split(".")
+                if parts[:2] != ["fivefold", "gnn"] or len(parts) < 3 or parts[2] == inner:
+                    continue
+                assert parts[2] in GNN_ORDER[:level], f"{path.name} imports {module}"
+                private = [part for part in parts[3:] if part.startswith("_")]
+                assert not private, f"{path.name} reaches into {module}"
+
+
+@pytest.mark.parametrize("room", ROOMS)
 def test_a_room_imports_only_what_it_may(room):
     place = PACKAGE / room
     files = sorted(place.rglob("*.py")) if place.is_dir() else [place.with_suffix(".py")]
