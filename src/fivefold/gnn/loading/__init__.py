@@ -1,3 +1,8 @@
 """Mini-batches from a packed store: four levels, pipeline, loader."""
 
-__all__: list[str] = []
+from __future__ import annotations
+
+from fivefold.gnn.loading._batch import Block, MiniBatch
+from fivefold.gnn.loading._order import batch_order, rank_share
+
+__all__ = ["Block", "MiniBatch", "batch_order", "rank_share"]

@@ -1,0 +1,165 @@
+"""What a loader yields: a mini-batch in the shape of PyTorch Geometric's, and layered blocks.
+
+``MiniBatch`` is plain tensors under the names that PyG models and training loops use. ``Block``
+is one layer of a layered mini-batch, for models that compute in each layer only what the later
+layers need. Nothing here knows where the rows came from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Block", "MiniBatch"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Block:
+    """The edges of one layer, from ``num_sources`` input rows to ``num_targets`` output rows.
+
+    A layer of PyG's bipartite form is called as ``conv((h, block.targets(h)), block.edge_index)``
+    and returns one row per target; those rows are the input of the next block.
+
+    Args:
+        edge_index: int64 [2, edges]; row 0 numbers rows of the layer's input, row 1 rows of its
+            output.
+        num_sources: Rows of the layer's input.
+        num_targets: Rows of the layer's output.
+        target_rows: int64 [num_targets], the input row of each target.
+        targets_first: Whether the targets are the first rows of the input, in order, as in
+            every block but the first.
+
+    Example:
+        >>> block = Block(edge_index=torch.tensor([[2], [0]]), num_sources=3, num_targets=1,
+        ...     target_rows=torch.tensor([1]))
+        >>> block.targets(torch.tensor([[5.0], [6.0], [7.0]]))
+        tensor([[6.]])
+    """
+
+    edge_index: Tensor
+    num_sources: int
+    num_targets: int
+    target_rows: Tensor
+    targets_first: bool = False
+
+    def targets(self, rows: Tensor) -> Tensor:
+        """The input rows of this block's targets, in the order of its output."""
+        if self.targets_first:
+            return rows[: self.num_targets]
+        return rows.index_select(0, self.target_rows)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """``(num_sources, num_targets)``, what PyG calls the size of a bipartite graph."""
+        return self.num_sources, self.num_targets
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Block:
+        return dataclasses.replace(
+            self, edge_index=change(self.edge_index), target_rows=change(self.target_rows)
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MiniBatch:
+    """A sampled subgraph with the feature rows of its nodes, as PyG's ``NeighborLoader`` has it.
+
+    The first ``batch_size`` nodes are the seeds. The other nodes stand in the order in which
+    their rows arrive from the store; only ``nodes_by_hop`` batches keep them in hops.
+
+    Args:
+        x: Feature rows [nodes, dim] in the dtype of the store.
+        edge_index: int64 [2, edges], sources over targets, numbers into ``x``; edges stand by
+            hop. None in the form "blocks".
+        n_id: int64 [nodes], the node ids of the rows.
+        y: Labels of the seeds [batch_size]; None without labels.
+        batch_size: Number of seeds.
+        input_id: int64 [batch_size], places of the seeds in the ids that the loader was given.
+        number: Number of the batch in its sample file or epoch.
+        num_sampled_nodes: Nodes found at each hop, seeds first; they are prefixes of ``x`` only
+            where ``nodes_by_hop`` holds.
+        num_sampled_edges: Edges of each hop.
+        nodes_by_hop: Whether the rows stand hop after hop, which PyG's ``trim_to_layer`` needs.
+        blocks: One ``Block`` per hop, outermost first, in the form "blocks"; else None.
+
+    Example:
+        >>> batch = MiniBatch(x=torch.ones(2, 3), edge_index=torch.tensor([[1], [0]]),
+        ...     n_id=torch.tensor([7, 9]), y=torch.tensor([1]), batch_size=1,
+        ...     input_id=torch.tensor([0]), number=0)
+        >>> batch.num_nodes, batch.to("cpu").n_id.tolist()
+        (2, [7, 9])
+    """
+
+    x: Tensor
+    edge_index: Tensor | None
+    n_id: Tensor
+    y: Tensor | None
+    batch_size: int
+    input_id: Tensor
+    number: int
+    num_sampled_nodes: tuple[int, ...] | None = None
+    num_sampled_edges: tuple[int, ...] | None = None
+    nodes_by_hop: bool = False
+    blocks: tuple[Block, ...] | None = None
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of rows of ``x``."""
+        return int(self.n_id.shape[0])
+
+    @property
+    def num_edges(self) -> int:
+        """Number of sampled edges."""
+        if self.edge_index is not None:
+            return int(self.edge_index.shape[1])
+        return int(self.blocks[0].edge_index.shape[1]) if self.blocks else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors of this batch, views counted once per tensor."""
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors of this batch."""
+        found: list[Tensor | None] = [self.x, self.edge_index, self.n_id, self.y, self.input_id]
+        for block in self.blocks or ():
+            found += [block.edge_index, block.target_rows]
+        return [tensor for tensor in found if tensor is not None]
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> MiniBatch:
+        """This batch with all tensors on ``device``; itself where they are there already."""
+        target = torch.device(device)
+        return self._map(lambda tensor: tensor.to(target, non_blocking=non_blocking))
+
+    def pin_memory(self) -> MiniBatch:
+        """A copy of this batch in page-locked memory, for copies that overlap on a GPU."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def clone(self) -> MiniBatch:
+        """A copy that shares no memory with the loader, to be kept for long."""
+        return self._map(lambda tensor: tensor.clone())
+
+    def to_data(self) -> Any:
+        """This batch as ``torch_geometric.data.Data`` with the same attribute names.
+
+        Raises:
+            UnsupportedError: torch_geometric is not installed.
+        """
+        from fivefold.gnn.loading._geometric import data_of  # noqa: PLC0415 - an optional extra
+
+        return data_of(self)
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> MiniBatch:
+        blocks = self.blocks
+        return dataclasses.replace(
+            self,
+            x=change(self.x),
+            edge_index=None if self.edge_index is None else change(self.edge_index),
+            n_id=change(self.n_id),
+            y=None if self.y is None else change(self.y),
+            input_id=change(self.input_id),
+            blocks=None if blocks is None else tuple(block._map(change) for block in blocks),  # noqa: SLF001 - same module
+        )
