@@ -1,3 +1,15 @@
-"""Neighbour sampling and files of mini-batches sampled offline."""
+"""Neighbour sampling and files of mini-batches sampled offline.
 
-__all__: list[str] = []
+Specification: ``_reference`` (plain Python, line by line). Core: ``_random`` and ``_kernels``
+(compiled), ``_topology``, ``_hop``, ``_epoch``. Public objects: ``NeighborSampler`` and
+``SampledBatch``. It knows edges and node ids; features and caches are not its business.
+"""
+
+from __future__ import annotations
+
+from fivefold.gnn.sampling._batch import SampledBatch
+from fivefold.gnn.sampling._epoch import epoch_batches
+from fivefold.gnn.sampling._sampler import NeighborSampler
+from fivefold.gnn.sampling._topology import Topology
+
+__all__ = ["NeighborSampler", "SampledBatch", "Topology", "epoch_batches"]

@@ -1,0 +1,65 @@
+"""The mini-batches of an epoch: every training node in exactly one."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from fivefold.errors import ConfigurationError
+from fivefold.gnn.sampling._random import GOLDEN, mix_array, stream_key
+
+__all__ = ["as_ids", "epoch_batches"]
+
+_ORDER = 0x6F72646572  # keeps the key of the order apart from those of the hops
+
+
+def as_ids(values: ArrayLike, name: str) -> NDArray[np.int64]:
+    """Return node ids as int64.
+
+    Raises:
+        ConfigurationError: They are not a list of integers.
+    """
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ConfigurationError(
+            f"{name} has shape {array.shape} and dtype {array.dtype}", hint="a list of node ids"
+        )
+    return np.ascontiguousarray(array, dtype=np.int64)
+
+
+def epoch_batches(
+    train_ids: ArrayLike, *, batch_size: int, seed: int, epoch: int
+) -> list[NDArray[np.int64]]:
+    """Return the training nodes in random order, cut into batches.
+
+    The order is that of a hash of (seed, epoch, place), so it is the same with every version of
+    every library.
+
+    Args:
+        train_ids: Node ids, each once.
+        batch_size: Nodes in a batch; the last batch has what remains.
+        seed: Other seeds give other orders.
+        epoch: So do other epochs.
+
+    Raises:
+        ConfigurationError: An id stands twice, or ``batch_size`` is not positive.
+
+    Example:
+        >>> batches = epoch_batches(range(10), batch_size=4, seed=0, epoch=0)
+        >>> [len(batch) for batch in batches], sum(sum(batch.tolist()) for batch in batches)
+        ([4, 4, 2], 45)
+    """
+    if batch_size < 1:
+        raise ConfigurationError(f"batch_size is {batch_size}", hint="use a positive integer")
+    ids = as_ids(train_ids, "train_ids")
+    in_order = np.sort(ids)
+    twice = in_order[1:][in_order[1:] == in_order[:-1]]
+    if twice.size:
+        raise ConfigurationError(
+            f"train_ids holds node {twice[0]} more than once", hint="give every node once"
+        )
+    key = stream_key(seed, epoch, _ORDER)
+    places = np.arange(1, ids.size + 1, dtype=np.uint64)
+    order = np.argsort(mix_array(np.uint64(key) + places * np.uint64(GOLDEN)), kind="stable")
+    shuffled = ids[order]
+    return [shuffled[start : start + batch_size] for start in range(0, ids.size, batch_size)]
