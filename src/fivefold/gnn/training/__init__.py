@@ -1,3 +1,76 @@
-"""Training and inference out of core."""
+"""Training and inference out of core: models, runs from a TOML file, layer-wise inference.
 
-__all__: list[str] = []
+Names are resolved when they are used: the configuration needs neither torch nor numba.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fivefold.gnn.training._config import (
+        BudgetsConfig,
+        DataConfig,
+        GnnConfig,
+        LoaderConfig,
+        ModelConfig,
+        OptimConfig,
+        PlanConfig,
+        RunConfig,
+        SamplingConfig,
+        ValidationConfig,
+        config_to_toml,
+        load_config,
+    )
+    from fivefold.gnn.training._models import GAT, GCN, GraphSAGE, LayeredModel, make_model
+
+__all__ = [
+    "GAT",
+    "GCN",
+    "BudgetsConfig",
+    "DataConfig",
+    "GnnConfig",
+    "GraphSAGE",
+    "LayeredModel",
+    "LoaderConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "PlanConfig",
+    "RunConfig",
+    "SamplingConfig",
+    "ValidationConfig",
+    "config_to_toml",
+    "load_config",
+    "make_model",
+]
+
+_HOMES = {
+    "_models": ("GAT", "GCN", "GraphSAGE", "LayeredModel", "make_model"),
+    "_config": (
+        "BudgetsConfig",
+        "DataConfig",
+        "GnnConfig",
+        "LoaderConfig",
+        "ModelConfig",
+        "OptimConfig",
+        "PlanConfig",
+        "RunConfig",
+        "SamplingConfig",
+        "ValidationConfig",
+        "config_to_toml",
+        "load_config",
+    ),
+}
+_MODULES = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    message = f"module {__name__!r} has no attribute {name!r}"
+    raise AttributeError(message)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,18 @@
+"""The convolutions of PyTorch Geometric, imported in one place because the import needs care."""
+
+from __future__ import annotations
+
+import warnings
+
+from fivefold.errors import UnsupportedError
+
+__all__ = ["GATConv", "SAGEConv", "SimpleConv"]
+
+try:
+    with warnings.catch_warnings():
+        # torch_geometric scripts a class while it is imported, which newer torch calls deprecated.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from torch_geometric.nn import GATConv, SAGEConv, SimpleConv
+except ImportError as _error:
+    _MESSAGE = "the models need torch_geometric, which is not installed"
+    raise UnsupportedError(_MESSAGE, hint="pip install 'fivefold[gnn]'") from _error

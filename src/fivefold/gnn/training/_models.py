@@ -1,0 +1,302 @@
+"""GraphSAGE, GAT and GCN on PyTorch Geometric's convolutions, for both forms of a mini-batch.
+
+Given an ``edge_index``, every layer computes all nodes. Given layered blocks, a layer computes
+only the nodes that later layers need, and the seeds' outputs are the same. The models know
+nothing of where batches come from.
+
+Shapes: N nodes of the input, T targets of a layer, E edges.
+
+References: GraphSAGE, arXiv 1706.02216; GAT, arXiv 1710.10903; GCN, arXiv 1609.02907, here with
+the mean over a node and its in-neighbours (section 3.1's random-walk form): the symmetric form
+needs degrees of the sources, which a sampled batch knows only for nodes that were expanded.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fivefold.errors import ConfigurationError
+from fivefold.gnn.training._geometric import GATConv, SAGEConv, SimpleConv
+
+if TYPE_CHECKING:
+    from fivefold.gnn.loading import Block
+
+__all__ = ["GAT", "GCN", "GraphSAGE", "LayeredModel", "make_model"]
+
+Graph: TypeAlias = "Tensor | Sequence[Block]"
+"""An ``edge_index`` [2, E], or one block per layer, outermost first."""
+
+
+class GCNConv(torch.nn.Module):
+    """A linear map of the mean over a node and its in-neighbours.
+
+    Args:
+        in_dim: Width of the input.
+        out_dim: Width of the output.
+
+    Example:
+        >>> conv = GCNConv(1, 1)
+        >>> conv((torch.ones(2, 1), torch.ones(1, 1)), torch.tensor([[0, 1], [0, 0]])).shape
+        torch.Size([1, 1])
+    """
+
+    def __init__(self, in_dim: int, out_dim: int) -> None:
+        super().__init__()
+        self.mean = SimpleConv(aggr="mean")
+        self.lin = torch.nn.Linear(in_dim, out_dim)
+
+    def forward(
+        self,
+        pair: tuple[Tensor, Tensor],
+        edge_index: Tensor,
+        size: tuple[int, int] | None = None,
+    ) -> Tensor:
+        """Outputs [T, out_dim] of the targets; the edges must hold one self-loop of each."""
+        rows, targets = pair  # [N, in_dim], [T, in_dim]
+        if self.lin.out_features < self.lin.in_features:  # the narrower side has less to gather
+            weight = self.lin.weight
+            narrow = (rows @ weight.T, targets @ weight.T)
+            mean: Tensor = self.mean(narrow, edge_index, size=size)
+            return mean + self.lin.bias
+        out: Tensor = self.lin(self.mean(pair, edge_index, size=size))
+        return out
+
+
+class LayeredModel(torch.nn.Module):
+    """What the three models share: convolutions with ReLU and dropout between them.
+
+    Args:
+        in_dim: Width of the features.
+        hidden_dim: Width of the hidden layers.
+        num_classes: Width of the output.
+        num_layers: Number of convolutions.
+        dropout: Share of hidden values dropped in training.
+
+    Raises:
+        ConfigurationError: A size is below 1, or blocks do not fit the layers.
+    """
+
+    name = "layered"
+    adds_self_loops = False
+
+    def __init__(
+        self,
+        in_dim: int,
+        hidden_dim: int,
+        num_classes: int,
+        *,
+        num_layers: int = 3,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        sizes = {"in_dim": in_dim, "hidden_dim": hidden_dim, "num_classes": num_classes}
+        for key, value in {**sizes, "num_layers": num_layers}.items():
+            if value < 1:
+                raise ConfigurationError(f"{key} must be at least 1; got {value}")
+        self.in_dim, self.num_classes, self.num_layers = in_dim, num_classes, num_layers
+        self.dropout = torch.nn.Dropout(dropout)
+        dims = [in_dim, *[hidden_dim] * (num_layers - 1), num_classes]
+        self.convs = torch.nn.ModuleList(
+            self._conv(before, after, last=layer == num_layers - 1)
+            for layer, (before, after) in enumerate(itertools.pairwise(dims))
+        )
+
+    def _conv(self, before: int, after: int, *, last: bool) -> torch.nn.Module:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, graph: Graph) -> Tensor:
+        """Class scores: of all nodes given an ``edge_index``, of the seeds given blocks.
+
+        Args:
+            x: Features [N, in_dim]; any dtype that converts to the parameters'.
+            graph: ``edge_index`` int64 [2, E] (sources over targets), or a block per layer.
+
+        Returns:
+            Scores [N, num_classes], or [seeds, num_classes] given blocks.
+
+        Raises:
+            ConfigurationError: The number of blocks is not the number of layers.
+        """
+        rows = x.to(next(self.parameters()).dtype)
+        if isinstance(graph, Tensor):
+            edges = self._edges(graph, rows.shape[0])
+            for layer, conv in enumerate(self.convs):
+                rows = self.between(conv((rows, rows), edges), layer)
+            return rows
+        if len(graph) != self.num_layers:
+            message = f"the batch has {len(graph)} blocks, but the model {self.num_layers} layers"
+            raise ConfigurationError(message, hint="sample one hop per layer of the model")
+        for layer, (conv, block) in enumerate(zip(self.convs, graph, strict=True)):
+            edges = self._edges(block.edge_index, block.num_targets, block.target_rows)
+            # With self-loops the targets are among the sources, whose rows the size counts.
+            targets = conv((rows, block.targets(rows)), edges, size=block.size)
+            rows = self.between(targets, layer)
+        return rows
+
+    def between(self, targets: Tensor, layer: int) -> Tensor:
+        """What follows the convolution of a layer: ReLU and dropout, nothing after the last."""
+        return targets if layer == self.num_layers - 1 else self.dropout(targets.relu())
+
+    def _edges(
+        self, edge_index: Tensor, num_targets: int, target_rows: Tensor | None = None
+    ) -> Tensor:
+        """The edges; where the model adds self-loops, exactly one of every target."""
+        if not self.adds_self_loops:
+            return edge_index
+        numbers = torch.arange(num_targets, device=edge_index.device)
+        own = numbers if target_rows is None else target_rows
+        kept = edge_index[0] != own[edge_index[1]]
+        return torch.cat([edge_index[:, kept], torch.stack([own, numbers])], dim=1)
+
+
+class GraphSAGE(LayeredModel):
+    """GraphSAGE with mean aggregation.
+
+    ``h_v' = W mean(h_u, u in N(v)) + R h_v + b``; the mean over no neighbours is zero.
+
+    Args:
+        in_dim: Width of the features.
+        hidden_dim: Width of the hidden layers.
+        num_classes: Width of the output.
+        num_layers: Number of convolutions, one per hop.
+        dropout: Share of hidden values dropped in training.
+
+    Raises:
+        ConfigurationError: A size is below 1.
+
+    Example:
+        >>> model = GraphSAGE(4, 8, 3, num_layers=2)
+        >>> model(torch.ones(5, 4), torch.tensor([[1, 2], [0, 0]])).shape
+        torch.Size([5, 3])
+    """
+
+    name = "sage"
+
+    def _conv(self, before: int, after: int, *, last: bool) -> torch.nn.Module:
+        del last
+        conv: torch.nn.Module = SAGEConv(before, after)
+        return conv
+
+
+class GCN(LayeredModel):
+    """GCN in its random-walk form, which does not depend on degrees of the sources.
+
+    ``h_v' = W mean(h_u, u in N(v) and v itself) + b``; self-loops of the graph count once.
+
+    Args:
+        in_dim: Width of the features.
+        hidden_dim: Width of the hidden layers.
+        num_classes: Width of the output.
+        num_layers: Number of convolutions, one per hop.
+        dropout: Share of hidden values dropped in training.
+
+    Raises:
+        ConfigurationError: A size is below 1.
+
+    Example:
+        >>> model = GCN(4, 8, 3, num_layers=2)
+        >>> model(torch.ones(5, 4), torch.tensor([[1, 2], [0, 0]])).shape
+        torch.Size([5, 3])
+    """
+
+    name = "gcn"
+    adds_self_loops = True
+
+    def _conv(self, before: int, after: int, *, last: bool) -> torch.nn.Module:
+        del last
+        return GCNConv(before, after)
+
+
+class GAT(LayeredModel):
+    """Graph attention: a softmax over a node's in-neighbours and itself, per head.
+
+    Hidden layers concatenate their heads, the last one averages them.
+
+    Args:
+        in_dim: Width of the features.
+        hidden_dim: Width of the hidden layers over all heads, a multiple of ``heads``.
+        num_classes: Width of the output.
+        num_layers: Number of convolutions, one per hop.
+        dropout: Share of hidden values dropped in training.
+        heads: Attention heads.
+
+    Raises:
+        ConfigurationError: A size is below 1, or the heads do not divide the width.
+
+    Example:
+        >>> model = GAT(4, 8, 3, num_layers=2, heads=2)
+        >>> model(torch.ones(5, 4), torch.tensor([[1, 2], [0, 0]])).shape
+        torch.Size([5, 3])
+    """
+
+    name = "gat"
+    adds_self_loops = True
+
+    def __init__(
+        self,
+        in_dim: int,
+        hidden_dim: int,
+        num_classes: int,
+        *,
+        num_layers: int = 3,
+        dropout: float = 0.0,
+        heads: int = 4,
+    ) -> None:
+        if heads < 1 or hidden_dim % heads:
+            message = f"hidden_dim must be a multiple of heads; got {hidden_dim} and {heads}"
+            raise ConfigurationError(message, hint="use for example hidden_dim=128, heads=4")
+        self.heads = heads
+        super().__init__(in_dim, hidden_dim, num_classes, num_layers=num_layers, dropout=dropout)
+
+    def _conv(self, before: int, after: int, *, last: bool) -> torch.nn.Module:
+        width = after if last else after // self.heads
+        conv: torch.nn.Module = GATConv(
+            before, width, heads=self.heads, concat=not last, add_self_loops=False
+        )
+        return conv
+
+
+def make_model(
+    name: str,
+    in_dim: int,
+    hidden_dim: int,
+    num_classes: int,
+    *,
+    num_layers: int,
+    dropout: float = 0.0,
+    heads: int = 4,
+) -> LayeredModel:
+    """Make a model by its name in a configuration.
+
+    Args:
+        name: "sage", "gat" or "gcn".
+        in_dim: Width of the features.
+        hidden_dim: Width of the hidden layers.
+        num_classes: Width of the output.
+        num_layers: Number of convolutions.
+        dropout: Share of hidden values dropped in training.
+        heads: Attention heads of "gat".
+
+    Returns:
+        The model, with parameters from torch's generator.
+
+    Raises:
+        ConfigurationError: There is no model of that name, or a size is not allowed.
+
+    Example:
+        >>> make_model("gcn", 4, 8, 3, num_layers=2).num_layers
+        2
+    """
+    sizes = (in_dim, hidden_dim, num_classes)
+    if name == "gat":
+        return GAT(*sizes, num_layers=num_layers, dropout=dropout, heads=heads)
+    if name == "sage":
+        return GraphSAGE(*sizes, num_layers=num_layers, dropout=dropout)
+    if name == "gcn":
+        return GCN(*sizes, num_layers=num_layers, dropout=dropout)
+    raise ConfigurationError(f"there is no model {name!r}", hint="use sage, gat or gcn")
