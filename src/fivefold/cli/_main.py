@@ -14,6 +14,7 @@ from rich.logging import RichHandler
 from fivefold.cli._bench import BENCH_CONTEXT, bench_command
 from fivefold.cli._demo import demo_command
 from fivefold.cli._elastic import app as elastic_app
+from fivefold.cli._gnn import app as gnn_app
 from fivefold.cli._help import help_text
 from fivefold.cli._lab import app as lab_app
 from fivefold.cli._report import report_command
@@ -25,7 +26,7 @@ _INTERRUPTED = 130
 
 app = typer.Typer(
     name="fivefold",
-    help="Communication-efficient distributed training: train, emulate a slow network, report.",
+    help="Communication-efficient distributed training: train, emulate a slow network, train graphs from disk, report.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -39,6 +40,7 @@ app.command("report", help=help_text(report_command))(report_command)
 app.command("bench", help=help_text(bench_command), context_settings=BENCH_CONTEXT)(bench_command)
 app.add_typer(lab_app)
 app.add_typer(elastic_app)
+app.add_typer(gnn_app)
 
 
 def _print_version(value: bool) -> None:  # noqa: FBT001 - typer calls it with a positional bool
