@@ -1,0 +1,356 @@
+"""Reading a container: checks on opening, verified reads of whole sections, memory maps."""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any, Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.errors import ConfigurationError, DataError
+from fivefold.gnn.storage._buffers import aligned_empty
+from fivefold.gnn.storage._errors import closed_error, storage_error
+from fivefold.gnn.storage._files import read_into
+from fivefold.gnn.storage._format import Header, Section, aligned, decode_manifest
+from fivefold.gnn.storage._xxhash import PAGE_BYTES, hash_pages, xxh64
+
+__all__ = ["Container"]
+
+_CHUNK_BYTES = 4 << 20
+_ADVICE = {
+    "random": mmap.MADV_RANDOM,
+    "normal": mmap.MADV_NORMAL,
+    "sequential": mmap.MADV_SEQUENTIAL,
+}
+
+
+class Container:
+    """An open container file; made by :meth:`open` or :meth:`ContainerWriter.commit`.
+
+    Attributes:
+        path: Where the file is.
+        kind: What it is for.
+        attributes: What its writer noted.
+        sections: The arrays in it, by name.
+        file_id: Seed of its page checksums, a hash of kind, schema and first attributes.
+        fingerprint: Hash over the manifest and the page checksums, so over all contents: 32
+            hexadecimal digits, equal for equal files.
+        page_checksums: One number per page before the table; the header's is 0.
+        nbytes: Length of the file.
+
+    Example:
+        >>> import tempfile
+        >>> from fivefold.gnn.storage import ContainerWriter
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     schema = {"y": (np.int64, (4,))}
+        ...     writer = ContainerWriter(
+        ...         f"{folder}/a.fvf", kind="demo", sections=schema, attributes={"classes": 3}
+        ...     )
+        ...     writer.write("y", 0, np.array([2, 0, 1, 1]))
+        ...     writer.commit().close()
+        ...     with Container.open(f"{folder}/a.fvf", kind="demo", verify="full") as container:
+        ...         print(container.attributes, container.read("y", 1, 3))
+        {'classes': 3} [0 1]
+    """
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self._descriptor = descriptor
+        self._lock = threading.Lock()
+        header = _read_header(descriptor, path)
+        table, manifest = _read_ends(descriptor, header, path)
+        sections, attributes = decode_manifest(manifest, str(path))
+        _check_places(sections, header, path)
+        self.kind = header.kind
+        self.file_id = header.file_id
+        self.nbytes = header.file_bytes
+        self.attributes: dict[str, Any] = attributes
+        self.sections: Mapping[str, Section] = MappingProxyType(sections)
+        self.page_checksums: NDArray[np.uint32] = table
+        digest = hashlib.blake2b(manifest, digest_size=16)
+        digest.update(table)
+        self.fingerprint = digest.hexdigest()
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        kind: str | None = None,
+        verify: Literal["manifest", "full"] = "manifest",
+    ) -> Self:
+        """Open a file and check it.
+
+        Args:
+            path: The file.
+            kind: What it must be for; None takes any.
+            verify: "manifest" checks header, length, manifest and the table of page checksums;
+                "full" every page as well. Pages are checked in any case when they are read.
+
+        Returns:
+            The open file.
+
+        Raises:
+            ConfigurationError: ``verify`` is neither.
+            DataError: There is no file, or it is foreign, of another kind or version, truncated
+                or damaged.
+            StorageError: The disk refused.
+        """
+        if verify not in {"manifest", "full"}:
+            raise ConfigurationError(f"verify is {verify!r}", hint='use "manifest" or "full"')
+        place = Path(path).absolute()
+        try:
+            descriptor = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise DataError(f"there is no file {place}", hint=_unfinished_hint(place)) from None
+        except OSError as error:
+            raise storage_error(error.errno or 0, place, "opening") from error
+        try:
+            container = cls(place, descriptor)
+            if kind is not None and container.kind != kind:
+                raise DataError(
+                    f"{place} is of kind {container.kind!r}, {kind!r} was expected",
+                    hint="check the path; files may have been swapped",
+                )
+            if verify == "full":
+                container.verify()
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return container
+
+    @property
+    def descriptor(self) -> int:
+        """The file descriptor.
+
+        Raises:
+            StorageError: The file has been closed.
+        """
+        if self._descriptor < 0:
+            raise closed_error(self.path)
+        return self._descriptor
+
+    def section(self, name: str) -> Section:
+        """A section by name.
+
+        Args:
+            name: Its name.
+
+        Returns:
+            What is known of it.
+
+        Raises:
+            DataError: There is none.
+        """
+        try:
+            return self.sections[name]
+        except KeyError:
+            raise DataError(
+                f"{self.path} has no section {name!r}",
+                hint=f"it has {', '.join(self.sections)}",
+            ) from None
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[Any]:
+        """Rows of a section, their pages verified.
+
+        Args:
+            name: Section.
+            start: First row.
+            stop: Row after the last; None reads to the end.
+
+        Returns:
+            A new array.
+
+        Raises:
+            ConfigurationError: The range does not lie in the section.
+            DataError: No such section, or a page is damaged.
+            StorageError: The disk refused, or the file has been truncated or closed.
+        """
+        section = self.section(name)
+        last = section.num_rows if stop is None else stop
+        if not 0 <= start <= last <= section.num_rows:
+            raise ConfigurationError(
+                f"rows {start} to {last} of section {name!r} were asked for",
+                hint=f"it has {section.num_rows} rows",
+            )
+        begin = section.offset + start * section.row_bytes
+        count = (last - start) * section.row_bytes
+        shape = (last - start, *section.shape[1:])
+        if count == 0:
+            return np.empty(shape, section.dtype)
+        first = begin // PAGE_BYTES * PAGE_BYTES
+        pages = aligned_empty(aligned(begin + count) - first, np.uint8)
+        self._read_pages(pages, first // PAGE_BYTES)  # type: ignore[arg-type]
+        return pages[begin - first :][:count].view(section.dtype).reshape(shape)
+
+    def _read_pages(self, pages: NDArray[np.uint8], first: int) -> None:
+        # The lock keeps close() from letting the number of the descriptor go to another file.
+        with self._lock:
+            descriptor = self.descriptor
+            for begin in range(0, len(pages), _CHUNK_BYTES):
+                chunk = pages[begin : begin + _CHUNK_BYTES]
+                page = first + begin // PAGE_BYTES
+                read_into(descriptor, chunk, page * PAGE_BYTES, self.path)
+                self.check_pages(chunk, page)
+
+    def check_pages(self, pages: NDArray[np.uint8], first_page: int) -> None:
+        """Compare pages that were read with the table.
+
+        Args:
+            pages: Whole pages, contiguous.
+            first_page: Number of the first one in the file.
+
+        Raises:
+            DataError: One of them is damaged.
+        """
+        found = hash_pages(pages, self.file_id, first_page)
+        wrong = np.flatnonzero(found != self.page_checksums[first_page : first_page + len(found)])
+        if len(wrong):
+            raise self.damaged_page(first_page + int(wrong[0]))
+
+    def damaged_page(self, page: int) -> DataError:
+        """The error for a page whose checksum is wrong."""
+        offset = page * PAGE_BYTES
+        names = [s.name for s in self.sections.values() if s.offset <= offset < s.offset + s.nbytes]
+        place = f" (section {names[0]!r})" if names else ""
+        return DataError(
+            f"page {page} of {self.path} at offset {offset}{place} is damaged: "
+            "its checksum is wrong",
+            hint="run `fivefold gnn verify`, then make the file again or copy it again",
+        )
+
+    def memory_map(
+        self, name: str, advice: Literal["random", "normal", "sequential"] = "random"
+    ) -> NDArray[Any]:
+        """A section as a read-only array that the system pages in; nothing is verified.
+
+        Args:
+            name: Section.
+            advice: How it will be read. With "normal" each fault of a random access may read
+                megabytes around it.
+
+        Returns:
+            The array. A file that is truncated while it is mapped ends the process (SIGBUS).
+
+        Raises:
+            ConfigurationError: Unknown advice.
+            DataError: No such section.
+            StorageError: The file has been closed, or cannot be mapped.
+        """
+        section = self.section(name)
+        if advice not in _ADVICE:
+            raise ConfigurationError(f"advice is {advice!r}", hint=f"use one of {list(_ADVICE)}")
+        if section.nbytes == 0:
+            return np.empty(section.shape, section.dtype)
+        try:
+            with self._lock:
+                mapped = mmap.mmap(
+                    self.descriptor,
+                    section.nbytes,
+                    prot=mmap.PROT_READ,
+                    flags=mmap.MAP_SHARED,
+                    offset=section.offset,
+                )
+            mapped.madvise(_ADVICE[advice])
+        except ValueError as error:
+            raise DataError(
+                f"{self.path} cannot be mapped: {error}", hint="it may have been truncated"
+            ) from error
+        return np.frombuffer(mapped, section.dtype).reshape(section.shape)
+
+    def verify(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Read every page and compare it with its checksum.
+
+        Args:
+            progress: Called with the bytes done and the bytes in all.
+
+        Raises:
+            DataError: A page is damaged.
+            StorageError: The disk refused, or the file has been truncated or closed.
+        """
+        stop = len(self.page_checksums) * PAGE_BYTES
+        buffer: NDArray[np.uint8] = aligned_empty(_CHUNK_BYTES, np.uint8)  # type: ignore[assignment]
+        for begin in range(PAGE_BYTES, stop, _CHUNK_BYTES):
+            chunk = buffer[: min(_CHUNK_BYTES, stop - begin)]
+            self._read_pages(chunk, begin // PAGE_BYTES)
+            if progress is not None:
+                progress(begin + len(chunk), stop)
+
+    def close(self) -> None:
+        """Let go of the file; arrays and maps that were handed out stay valid."""
+        with self._lock:
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+                self._descriptor = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Container({str(self.path)!r}, kind={self.kind!r}, {len(self.sections)} sections)"
+
+
+def _unfinished_hint(path: Path) -> str:
+    if path.with_name(path.name + ".partial").exists():
+        return "it is unfinished: run what makes it again, with resuming"
+    return "check the path"
+
+
+def _read_header(descriptor: int, path: Path) -> Header:
+    try:
+        page = os.pread(descriptor, PAGE_BYTES, 0)
+    except OSError as error:
+        raise storage_error(error.errno or 0, path, "reading the header") from error
+    header = Header.decode(page, str(path))
+    found = os.fstat(descriptor).st_size
+    if found != header.file_bytes:
+        state = "truncated" if found < header.file_bytes else "longer than it was written"
+        raise DataError(
+            f"{path} is {state}: it has {found} bytes, its header says {header.file_bytes}",
+            hint="make the file again, or copy it again from its source",
+        )
+    return header
+
+
+def _read_ends(descriptor: int, header: Header, path: Path) -> tuple[NDArray[np.uint32], bytes]:
+    table = np.empty(header.table_bytes, np.uint8)
+    read_into(descriptor, table, header.table_offset, path)
+    manifest = np.empty(header.manifest_bytes, np.uint8)
+    read_into(descriptor, manifest, header.manifest_offset, path)
+    for name, data, expected in (
+        ("table of page checksums", table, header.table_hash),
+        ("manifest", manifest, header.manifest_hash),
+    ):
+        if xxh64(data) != expected:
+            raise DataError(
+                f"the {name} of {path} is damaged: its checksum is wrong",
+                hint="make the file again, or copy it again from its source",
+            )
+    checksums = table.view("<u4")
+    checksums.flags.writeable = False
+    return checksums, manifest.tobytes()
+
+
+def _check_places(sections: dict[str, Section], header: Header, path: Path) -> None:
+    covered = header.table_bytes // 4 * PAGE_BYTES
+    for section in sections.values():
+        if section.offset % PAGE_BYTES or section.offset + section.nbytes > covered:
+            raise DataError(
+                f"section {section.name!r} of {path} does not lie in the file",
+                hint="make the file again",
+            )

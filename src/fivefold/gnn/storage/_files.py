@@ -1,0 +1,103 @@
+"""Whole reads and writes over system calls that may do less than was asked."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.errors import StorageError
+from fivefold.gnn.storage._errors import storage_error
+
+__all__ = ["read_into", "sync_folder", "write_all", "write_atomically"]
+
+
+def write_all(descriptor: int, data: NDArray[np.uint8], offset: int, path: Path) -> None:
+    """Write bytes at an offset, all of them.
+
+    Args:
+        descriptor: Open for writing.
+        data: Contiguous bytes.
+        offset: Where in the file.
+        path: For messages.
+
+    Raises:
+        StorageError: The system refused, or took nothing.
+    """
+    view = memoryview(data)
+    done = 0
+    while done < len(view):
+        action = f"writing {len(view) - done} bytes"
+        try:
+            count = os.pwrite(descriptor, view[done:], offset + done)
+        except OSError as error:
+            number = error.errno or 0
+            raise storage_error(number, path, action, offset=offset + done) from error
+        if count == 0:
+            raise StorageError(
+                f"{action} of {path} at offset {offset + done} wrote nothing",
+                hint="check the disk; what was written stays for resuming",
+            )
+        done += count
+
+
+def read_into(descriptor: int, buffer: NDArray[np.uint8], offset: int, path: str | Path) -> None:
+    """Fill a buffer from an offset of a file.
+
+    Args:
+        descriptor: Open for reading.
+        buffer: Contiguous bytes to fill.
+        offset: Where in the file.
+        path: For messages.
+
+    Raises:
+        StorageError: The system refused, or the file ends too early.
+    """
+    view = memoryview(buffer)
+    done = 0
+    while done < len(view):
+        action = f"reading {len(view) - done} bytes"
+        try:
+            count = os.preadv(descriptor, [view[done:]], offset + done)
+        except OSError as error:
+            raise storage_error(error.errno or 0, path, action, offset=offset + done) from error
+        if count == 0:
+            raise StorageError(
+                f"{path} ends at offset {offset + done}, {len(view) - done} bytes too early: "
+                "it has been truncated",
+                hint="make the file again",
+            )
+        done += count
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Put a small file in place: afterwards it is whole and on the disk, or as before.
+
+    Args:
+        path: Its place.
+        data: Its contents.
+
+    Raises:
+        StorageError: The system refused.
+    """
+    temporary = path.with_name(path.name + ".new")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        sync_folder(path.parent)
+    except OSError as error:
+        raise storage_error(error.errno or 0, path, f"writing {len(data)} bytes") from error

@@ -1,0 +1,299 @@
+"""The container format: where things lie in a file, and how its header and manifest are coded.
+
+A file is a header page, the sections, the table of page checksums and a manifest in JSON::
+
+    page 0            header: magic, version, kind, file id, places, hashes, own checksum
+    page 1 ...        sections, each from a page boundary, the last page of each padded with zeros
+    then              one uint32 per page before this place (the header's is 0), padded to a page
+    then              the manifest, padded to a page
+
+All numbers are little-endian. The checksum of a page is the low half of XXH64 of its 4096 bytes,
+seeded with the file's id plus the page's number; the id is a hash of kind, schema and attributes,
+so that the same contents give the same file, byte for byte. The header holds the XXH64 of the
+table and of the manifest, and its own in its last eight bytes. Readers refuse other versions.
+
+This module knows nothing of system calls.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fivefold.errors import ConfigurationError, DataError
+from fivefold.gnn.storage._xxhash import PAGE_BYTES, xxh64
+
+__all__ = [
+    "FORMAT_VERSION",
+    "Header",
+    "Section",
+    "aligned",
+    "decode_manifest",
+    "encode_json",
+    "make_file_id",
+    "make_section",
+]
+
+MAGIC = b"\x89FVF\r\n\x1a\n"  # as PNG's: a transfer in text mode, or cut to 7 bits, is seen
+FORMAT_VERSION = 1
+_HEADER = struct.Struct("<8sIIQ32sQQQQQQQ")
+_CHECKED = PAGE_BYTES - 8
+_KIND_BYTES = 32
+
+
+def aligned(count: int) -> int:
+    """The smallest multiple of the page size that holds this many bytes."""
+    return -(-count // PAGE_BYTES) * PAGE_BYTES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """One array in a container.
+
+    Attributes:
+        name: Its name.
+        dtype: Of one element, little-endian.
+        shape: Of the array; the first dimension counts rows.
+        offset: Of its first byte in the file, a multiple of 4096.
+
+    Example:
+        >>> rows = make_section("x", np.float32, (10, 3), offset=4096)
+        >>> rows.row_bytes, rows.nbytes, rows.num_rows
+        (12, 120, 10)
+    """
+
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def num_rows(self) -> int:
+        """Length of the first dimension."""
+        return self.shape[0]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array, without the padding."""
+        return self.num_rows * self.row_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """The manifest's entry."""
+        return {
+            "name": self.name,
+            "dtype": self.dtype.str,
+            "shape": list(self.shape),
+            "offset": self.offset,
+            "bytes": self.nbytes,
+        }
+
+
+def make_section(name: str, dtype: Any, shape: tuple[int, ...], *, offset: int) -> Section:
+    """A section, checked.
+
+    Args:
+        name: Not empty.
+        dtype: Anything that NumPy takes, but neither objects nor records; made little-endian.
+        shape: At least one dimension.
+        offset: Of its first byte in the file.
+
+    Returns:
+        The section.
+
+    Raises:
+        ConfigurationError: The name, dtype or shape cannot be stored.
+    """
+    kind = np.dtype(dtype).newbyteorder("<")
+    if kind.hasobject or kind.fields is not None or kind.subdtype is not None:
+        raise ConfigurationError(
+            f"section {name!r} has dtype {kind}, which has no fixed plain layout",
+            hint="use one section per field, of numbers or fixed-length bytes",
+        )
+    if not name or not shape or any(size < 0 for size in shape):
+        raise ConfigurationError(
+            f"section {name!r} has shape {shape}",
+            hint="name each section and give it a first dimension that counts rows",
+        )
+    return Section(name=name, dtype=kind, shape=tuple(int(n) for n in shape), offset=offset)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """The first page of a file.
+
+    Attributes:
+        kind: What the file is for, at most 32 bytes.
+        file_id: Seed of its page checksums.
+        file_bytes: Its whole length.
+        table_offset: Of the table of page checksums.
+        table_bytes: Of the table, without padding.
+        table_hash: XXH64 of the table.
+        manifest_offset: Of the manifest.
+        manifest_bytes: Of the manifest, without padding.
+        manifest_hash: XXH64 of the manifest.
+    """
+
+    kind: str
+    file_id: int
+    file_bytes: int
+    table_offset: int
+    table_bytes: int
+    table_hash: int
+    manifest_offset: int
+    manifest_bytes: int
+    manifest_hash: int
+
+    def encode(self) -> bytes:
+        """The page."""
+        fields = _HEADER.pack(
+            MAGIC,
+            FORMAT_VERSION,
+            PAGE_BYTES,
+            self.file_id,
+            encode_kind(self.kind),
+            self.file_bytes,
+            self.table_offset,
+            self.table_bytes,
+            self.table_hash,
+            self.manifest_offset,
+            self.manifest_bytes,
+            self.manifest_hash,
+        )
+        page = fields.ljust(_CHECKED, b"\0")
+        return page + struct.pack("<Q", xxh64(page))
+
+    @classmethod
+    def decode(cls, page: bytes, path: str) -> Header:
+        """Read the first page of a file.
+
+        Args:
+            page: At most 4096 bytes.
+            path: For messages.
+
+        Returns:
+            The header.
+
+        Raises:
+            DataError: It is not ours, of another version, cut short or damaged.
+        """
+        _check_start(page, path)
+        if len(page) < PAGE_BYTES:
+            raise DataError(
+                f"{path} is truncated: its header has {len(page)} of {PAGE_BYTES} bytes",
+                hint="make the file again",
+            )
+        if struct.unpack("<Q", page[_CHECKED:])[0] != xxh64(page[:_CHECKED]):
+            raise DataError(
+                f"the header of {path} is damaged: its checksum is wrong",
+                hint="make the file again, or copy it again from its source",
+            )
+        fields = _HEADER.unpack(page[: _HEADER.size])
+        kind = fields[4].rstrip(b"\0").decode()
+        names = list(cls.__dataclass_fields__)[2:]
+        return cls(kind=kind, file_id=fields[3], **dict(zip(names, fields[5:], strict=True)))
+
+
+def _check_start(page: bytes, path: str) -> None:
+    if not page.startswith(MAGIC):
+        state = "an unfinished or foreign file" if page else "empty"
+        raise DataError(
+            f"{path} is no fivefold container ({state}: it does not start with the magic bytes)",
+            hint="check the path; a file being written ends in .partial until it is complete",
+        )
+    version = struct.unpack("<I", page[8:12].ljust(4, b"\0"))[0]
+    if version != FORMAT_VERSION:
+        raise DataError(
+            f"{path} has format version {version}, this fivefold reads {FORMAT_VERSION}",
+            hint="make the file again with this version, or use the version that wrote it",
+        )
+
+
+def encode_kind(kind: str) -> bytes:
+    """A kind as 32 bytes.
+
+    Args:
+        kind: The text.
+
+    Returns:
+        The bytes, padded with zeros.
+
+    Raises:
+        ConfigurationError: It is empty or too long.
+    """
+    code = kind.encode()
+    if not 0 < len(code) <= _KIND_BYTES:
+        raise ConfigurationError(
+            f"kind {kind!r} has {len(code)} bytes", hint=f"use 1 to {_KIND_BYTES} bytes"
+        )
+    return code.ljust(_KIND_BYTES, b"\0")
+
+
+def encode_json(value: Any) -> bytes:
+    """JSON with sorted keys and no spaces; NumPy's scalars and arrays become plain values.
+
+    Args:
+        value: What to code.
+
+    Returns:
+        UTF-8 bytes.
+
+    Raises:
+        ConfigurationError: Something in it has no JSON form.
+    """
+    try:
+        text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=_plain)
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"attributes cannot be stored as JSON: {error}",
+            hint="use numbers, text, booleans, None, lists and dictionaries with text keys",
+        ) from error
+    return text.encode()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    message = f"{type(value).__name__} is not JSON"
+    raise TypeError(message)
+
+
+def make_file_id(kind: str, schema: Mapping[str, Any], attributes: Mapping[str, Any]) -> int:
+    """The id of a file: a hash of what is known before its contents."""
+    return xxh64(encode_json({"kind": kind, "schema": schema, "attributes": attributes}))
+
+
+def decode_manifest(data: bytes, path: str) -> tuple[dict[str, Section], dict[str, Any]]:
+    """Sections and attributes from a manifest whose hash was right.
+
+    Args:
+        data: The JSON text.
+        path: For messages.
+
+    Returns:
+        Sections by name, and the attributes.
+
+    Raises:
+        DataError: Its structure is not what this version writes.
+    """
+    try:
+        manifest = json.loads(data)
+        sections = [
+            make_section(entry["name"], entry["dtype"], entry["shape"], offset=entry["offset"])
+            for entry in manifest["sections"]
+        ]
+        return {section.name: section for section in sections}, manifest["attributes"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f"the manifest of {path} cannot be read: {error!r}", hint="make the file again"
+        ) from error

@@ -1,0 +1,179 @@
+"""Machine operations that the compiled kernels of this room share: loads, copies, atomics, libc.
+
+Kernels take plain addresses (``int64``), so that one compilation serves every dtype, read-only
+arrays and memory maps alike. The caller keeps the arrays alive and has checked the bounds.
+Memory order is stated at every shared word, so the kernels are right on x86 and on arm64.
+
+This is the one module of the room through which numba is imported.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fivefold.errors import UnsupportedError
+
+try:
+    from llvmlite import ir
+    from numba import carray, njit, types
+    from numba.core import cgutils
+    from numba.extending import intrinsic
+except ImportError as _missing:  # pragma: no cover - the extra is installed in development
+    _message = "fivefold.gnn needs numba, which is not installed"
+    raise UnsupportedError(_message, hint="run: pip install 'fivefold[gnn]'") from _missing
+
+__all__ = [
+    "atomic_add",
+    "compiled",
+    "copy_bytes",
+    "load_acquire_u32",
+    "load_u32",
+    "load_u64",
+    "load_u8",
+    "pread",
+    "prefetch",
+    "read_errno",
+    "store_release_u32",
+    "store_u64",
+    "syscall",
+    "zero_bytes",
+]
+
+compiled: Any = njit(nogil=True, cache=True, error_model="numpy")
+
+#: ``ssize_t pread(int, void *, size_t, off_t)``; the address is passed as a number.
+pread: Any = types.ExternalFunction(
+    "pread", types.int64(types.int32, types.int64, types.uint64, types.int64)
+)
+#: ``long syscall(long, ...)`` with six arguments, which is how libc passes them on.
+syscall: Any = types.ExternalFunction(
+    "syscall",
+    types.int64(
+        types.int64,
+        types.int64,
+        types.int64,
+        types.int64,
+        types.int64,
+        types.int64,
+        types.int64,
+    ),
+)
+_errno_location: Any = types.ExternalFunction("__errno_location", types.CPointer(types.int32)())
+
+
+@compiled
+def read_errno() -> int:
+    """Error number of the calling thread's last libc call."""
+    return carray(_errno_location(), 1)[0]  # type: ignore[no-any-return]
+
+
+def _pointer(builder: Any, address: Any, bits: int) -> Any:
+    return builder.inttoptr(address, ir.IntType(bits).as_pointer())
+
+
+@intrinsic
+def load_u64(_typing: Any, address: Any) -> Any:
+    """Eight bytes at any address, aligned or not."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.load(_pointer(builder, arguments[0], 64), align=1)
+
+    return types.uint64(types.int64), generate
+
+
+@intrinsic
+def load_u32(_typing: Any, address: Any) -> Any:
+    """Four bytes at any address, aligned or not."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.load(_pointer(builder, arguments[0], 32), align=1)
+
+    return types.uint32(types.int64), generate
+
+
+@intrinsic
+def load_u8(_typing: Any, address: Any) -> Any:
+    """One byte."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.load(_pointer(builder, arguments[0], 8), align=1)
+
+    return types.uint8(types.int64), generate
+
+
+@intrinsic
+def store_u64(_typing: Any, address: Any, value: Any) -> Any:
+    """Write eight bytes at any address."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        builder.store(arguments[1], _pointer(builder, arguments[0], 64), align=1)
+
+    return types.void(types.int64, types.uint64), generate
+
+
+@intrinsic
+def copy_bytes(_typing: Any, target: Any, source: Any, count: Any) -> Any:
+    """``memcpy``: the two ranges do not overlap."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        to, origin = (_pointer(builder, value, 8) for value in arguments[:2])
+        cgutils.raw_memcpy(builder, to, origin, arguments[2], 1)
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def zero_bytes(_typing: Any, target: Any, count: Any) -> Any:
+    """``memset`` with zero."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        cgutils.memset(builder, _pointer(builder, arguments[0], 8), arguments[1], 0)
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
+def atomic_add(_typing: Any, address: Any, value: Any) -> Any:
+    """Add to a shared ``int64`` and return what it was; no other memory is ordered by it."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.atomic_rmw(
+            "add", _pointer(builder, arguments[0], 64), arguments[1], "monotonic"
+        )
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def load_acquire_u32(_typing: Any, address: Any) -> Any:
+    """Read a shared word; what its writer stored before it is visible afterwards."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.load_atomic(_pointer(builder, arguments[0], 32), "acquire", 4)
+
+    return types.uint32(types.int64), generate
+
+
+@intrinsic
+def store_release_u32(_typing: Any, address: Any, value: Any) -> Any:
+    """Write a shared word after everything that was stored before it."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        builder.store_atomic(arguments[1], _pointer(builder, arguments[0], 32), "release", 4)
+
+    return types.void(types.int64, types.uint32), generate
+
+
+@intrinsic
+def prefetch(_typing: Any, address: Any) -> Any:
+    """Hint that the cache line at this address will be read soon."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        word = ir.IntType(32)
+        place = _pointer(builder, arguments[0], 8)
+        kind = ir.FunctionType(ir.VoidType(), [place.type, word, word, word])
+        name = "llvm.prefetch.p0" if "*" not in str(place.type) else "llvm.prefetch.p0i8"
+        function = cgutils.get_or_insert_function(builder.module, kind, name)
+        builder.call(function, [place, word(0), word(3), word(1)])
+
+    return types.void(types.int64), generate
