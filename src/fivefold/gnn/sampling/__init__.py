@@ -9,7 +9,17 @@ from __future__ import annotations
 
 from fivefold.gnn.sampling._batch import SampledBatch
 from fivefold.gnn.sampling._epoch import epoch_batches
+from fivefold.gnn.sampling._hetero import HeteroSampledBatch, HeteroTopology
+from fivefold.gnn.sampling._hetero_sampler import HeteroNeighborSampler
 from fivefold.gnn.sampling._sampler import NeighborSampler
 from fivefold.gnn.sampling._topology import Topology
 
-__all__ = ["NeighborSampler", "SampledBatch", "Topology", "epoch_batches"]
+__all__ = [
+    "HeteroNeighborSampler",
+    "HeteroSampledBatch",
+    "HeteroTopology",
+    "NeighborSampler",
+    "SampledBatch",
+    "Topology",
+    "epoch_batches",
+]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,9 +19,17 @@ from fivefold.gnn.sampling._kernels import (
 )
 from fivefold.gnn.sampling._topology import Topology
 
-__all__ = ["NodeTable", "Scratch", "draw_edges", "number_edges"]
+__all__ = ["Hop", "NodeTable", "Scratch", "draw_edges", "number_edges"]
 
 _FIRST_ROOM = 1 << 10
+
+
+class Hop(NamedTuple):
+    """What one hop adds to a batch."""
+
+    degrees: NDArray[np.int32]
+    sources: NDArray[np.int32]
+    edge_ids: NDArray[np.int64] | None
 
 
 class NodeTable:
@@ -87,17 +97,15 @@ class Scratch:
 def draw_edges(
     topology: Topology,
     nodes: NDArray[np.int64],
-    first: int,
-    last: int,
     fanout: int,
     *,
     key: int,
     scratch: Scratch,
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Return (positions of the sampled edges in scratch memory, how many each node got)."""
-    positions = scratch.positions(most_edges(topology.indptr, nodes, first, last, fanout))
-    degrees = np.empty(last - first, np.int32)
-    frontier = (nodes, first, last, fanout, np.uint64(key), positions, degrees)
+    """Return (positions of the sampled edges, in scratch memory; how many each node got)."""
+    positions = scratch.positions(most_edges(topology.indptr, nodes, fanout))
+    degrees = np.empty(nodes.size, np.int32)
+    frontier = (nodes, fanout, np.uint64(key), positions, degrees)
     if topology.weights is None:
         count = draw(topology.indptr, *frontier)
     else:

@@ -123,12 +123,10 @@ def check_weights(weights: NDArray[np.float32]) -> int:
 
 
 @njit(nogil=True, cache=True)
-def most_edges(
-    indptr: NDArray[np.int64], nodes: NDArray[np.int64], first: int, last: int, fanout: int
-) -> int:
-    """Return the most edges that nodes ``first`` to ``last`` of the frontier can give."""
+def most_edges(indptr: NDArray[np.int64], nodes: NDArray[np.int64], fanout: int) -> int:
+    """Return the most edges that the nodes of a frontier can give."""
     total = 0
-    for place in range(first, last):
+    for place in range(nodes.shape[0]):
         degree = indptr[nodes[place] + 1] - indptr[nodes[place]]
         total += degree if fanout < 0 else min(degree, fanout)
     return total
@@ -159,11 +157,9 @@ def _floyd_large(stream: Any, degree: int, fanout: int, chosen: NDArray[np.int64
 
 
 @njit(nogil=True, cache=True)
-def draw(  # noqa: PLR0913, PLR0917 - a kernel takes its arrays one by one
+def draw(
     indptr: NDArray[np.int64],
     nodes: NDArray[np.int64],
-    first: int,
-    last: int,
     fanout: int,
     key: Any,
     positions: NDArray[np.int64],
@@ -174,7 +170,7 @@ def draw(  # noqa: PLR0913, PLR0917 - a kernel takes its arrays one by one
     Floyd's algorithm: ``fanout`` draws whatever the degree, each set equally likely.
     """
     written = 0
-    for place in range(first, last):
+    for place in range(nodes.shape[0]):
         start = indptr[nodes[place]]
         degree = indptr[nodes[place] + 1] - start
         taken = degree
@@ -191,7 +187,7 @@ def draw(  # noqa: PLR0913, PLR0917 - a kernel takes its arrays one by one
                 _floyd_large(stream, degree, fanout, chosen)
             for offset in range(fanout):
                 chosen[offset] += start
-        degrees[place - first] = taken
+        degrees[place] = taken
         written += taken
     return written
 
@@ -249,12 +245,10 @@ def _least_keys(
 
 
 @njit(nogil=True, cache=True)
-def draw_weighted(  # noqa: PLR0913, PLR0917 - as draw
+def draw_weighted(
     indptr: NDArray[np.int64],
     weights: NDArray[np.float32],
     nodes: NDArray[np.int64],
-    first: int,
-    last: int,
     fanout: int,
     key: Any,
     positions: NDArray[np.int64],
@@ -263,7 +257,7 @@ def draw_weighted(  # noqa: PLR0913, PLR0917 - as draw
     """As :func:`draw`, in proportion to the weights without replacement; never of weight 0."""
     written = 0
     keys = np.empty(max(fanout, 0), np.float64)
-    for place in range(first, last):
+    for place in range(nodes.shape[0]):
         start, stop = indptr[nodes[place]], indptr[nodes[place] + 1]
         taken = 0
         if fanout < 0 or stop - start <= fanout:
@@ -277,7 +271,7 @@ def draw_weighted(  # noqa: PLR0913, PLR0917 - as draw
             taken = _least_keys(stream, weights[start:stop], keys, picks)
             for offset in range(taken):
                 picks[offset] += start
-        degrees[place - first] = taken
+        degrees[place] = taken
         written += taken
     return written
 
@@ -312,7 +306,7 @@ def insert_seeds(table: NDArray[np.int64], nodes: NDArray[np.int64], num_nodes: 
 
 
 @njit(nogil=True, cache=True)
-def number_sources(  # noqa: PLR0913, PLR0917 - as draw
+def number_sources(  # noqa: PLR0913, PLR0917 - a kernel takes its arrays one by one
     indices: NDArray[Any],
     positions: NDArray[np.int64],
     begin: int,

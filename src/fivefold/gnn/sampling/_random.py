@@ -12,22 +12,24 @@ References:
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["GOLDEN", "MASK", "mix", "mix_array", "stream_key"]
+__all__ = ["GOLDEN", "below", "draw_bits", "exponential", "mix", "mix_array", "stream_key"]
 
 GOLDEN = 0x9E3779B97F4A7C15
-MASK = (1 << 64) - 1
+_MASK = (1 << 64) - 1
 _FIRST = 0xBF58476D1CE4E5B9
 _SECOND = 0x94D049BB133111EB
 
 
 def mix(value: int) -> int:
     """Return the 64-bit finaliser of SplitMix64, a bijection on 64-bit integers."""
-    value &= MASK
-    value = ((value ^ (value >> 30)) * _FIRST) & MASK
-    value = ((value ^ (value >> 27)) * _SECOND) & MASK
+    value &= _MASK
+    value = ((value ^ (value >> 30)) * _FIRST) & _MASK
+    value = ((value ^ (value >> 27)) * _SECOND) & _MASK
     return value ^ (value >> 31)
 
 
@@ -44,3 +46,29 @@ def stream_key(*parts: int) -> int:
     for part in parts:
         key = mix(key ^ mix(part + GOLDEN))
     return key
+
+
+def draw_bits(key: int, node: int, count: int) -> int:
+    """Return draw ``count`` (0, 1, ...) of the stream of ``node``: 64 random bits."""
+    return mix(mix(key + node * GOLDEN) + (count + 1) * GOLDEN)
+
+
+def below(bits: int, bound: int) -> int:
+    """Return an integer uniform in ``[0, bound)``: the upper half of ``bits * bound``."""
+    return bits * bound >> 64
+
+
+def exponential(bits: int) -> float:
+    """Return ``-log(u)`` for u uniform in (0, 1], to within 2 units in the last place.
+
+    ``u = f * 2**e`` and ``log(f) = 2 * atanh((f - 1) / (f + 1))`` by its series: only operations
+    that every machine rounds alike. The logarithms of two libraries may differ in the last bit.
+    """
+    fraction, exponent = math.frexp(((bits >> 11) + 1) / (1 << 53))
+    if fraction < math.sqrt(0.5):
+        fraction, exponent = 2.0 * fraction, exponent - 1
+    s = (fraction - 1.0) / (fraction + 1.0)
+    series = 0.0
+    for odd in range(23, 0, -2):
+        series = series * (s * s) + 1.0 / odd
+    return -(exponent * math.log(2.0) + 2.0 * s * series)

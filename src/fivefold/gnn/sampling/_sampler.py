@@ -8,7 +8,6 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -16,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from fivefold.errors import ConfigurationError
 from fivefold.gnn.sampling._batch import SampledBatch
 from fivefold.gnn.sampling._epoch import as_ids
-from fivefold.gnn.sampling._hop import NodeTable, Scratch, draw_edges, number_edges
+from fivefold.gnn.sampling._hop import Hop, NodeTable, Scratch, draw_edges, number_edges
 from fivefold.gnn.sampling._random import stream_key
 from fivefold.gnn.sampling._topology import Topology
 
@@ -36,13 +35,6 @@ def check_fanouts(fanouts: Sequence[int]) -> tuple[int, ...]:
             hint="one number per hop: neighbours to sample, or -1 for all",
         )
     return checked
-
-
-class _Hop(NamedTuple):
-    new_nodes: int
-    degrees: NDArray[np.int32]
-    sources: NDArray[np.int32]
-    edge_ids: NDArray[np.int64] | None
 
 
 class NeighborSampler:
@@ -117,18 +109,19 @@ class NeighborSampler:
         ids = as_ids(seeds, "seeds")
         table, scratch = self._buffers()
         table.start(ids, self.topology.num_nodes)
-        first, last = 0, ids.size
-        hops: list[_Hop] = []
+        bounds = [0, ids.size]
+        hops: list[Hop] = []
         for hop, fanout in enumerate(self.fanouts):
+            first, last = bounds[-2:]
             key = stream_key(self.seed, epoch, batch, hop)
             positions, degrees = draw_edges(
-                self.topology, table.nodes, first, last, fanout, key=key, scratch=scratch
+                self.topology, table.nodes[first:last], fanout, key=key, scratch=scratch
             )
             sources = number_edges(self.topology, positions, table)
             edge_ids = positions.copy() if self.edge_ids else None
-            first, last = last, table.count
-            hops.append(_Hop(last - first, degrees, sources, edge_ids))
-        return _assemble(batch, ids.size, table.nodes[:last].copy(), hops)
+            hops.append(Hop(degrees, sources, edge_ids))
+            bounds.append(table.count)
+        return _assemble(batch, table.nodes[: table.count].copy(), bounds, hops)
 
     def sample_many(
         self, batches: Iterable[ArrayLike], *, epoch: int, first: int = 0
@@ -167,14 +160,14 @@ class NeighborSampler:
 
 
 def _assemble(
-    number: int, batch_size: int, node_ids: NDArray[np.int64], hops: list[_Hop]
+    number: int, node_ids: NDArray[np.int64], bounds: list[int], hops: list[Hop]
 ) -> SampledBatch:
     edge_ids = [hop.edge_ids for hop in hops if hop.edge_ids is not None]
     return SampledBatch(
         number=number,
         node_ids=node_ids,
-        batch_size=batch_size,
-        nodes_per_hop=np.array([batch_size, *(hop.new_nodes for hop in hops)], np.int64),
+        batch_size=bounds[1],
+        nodes_per_hop=np.diff(bounds).astype(np.int64),
         edges_per_hop=np.array([hop.sources.size for hop in hops], np.int64),
         degrees=np.concatenate([hop.degrees for hop in hops]),
         sources=np.concatenate([hop.sources for hop in hops]),
