@@ -73,7 +73,9 @@ def test_the_rooms_of_gnn_import_downward():
         for path in sorted((PACKAGE / "gnn" / inner).rglob("*.py")):
             for module in imports_of(path):
                 parts = module.split(".")
-                if parts[:2] != ["fivefold", "gnn"] or len(parts) < 3 or parts[2] == inner:
+                if parts[:2] != ["fivefold", "gnn"] or len(parts) < 3:
+                    continue
+                if parts[2] in {inner, "_compiler"}:  # the latter is shared by all of them
                     continue
                 assert parts[2] in GNN_ORDER[:level], f"{path.name} imports {module}"
                 private = [part for part in parts[3:] if part.startswith("_")]
