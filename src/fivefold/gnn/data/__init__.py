@@ -1,3 +1,6 @@
 """Data sets on disk: ingestion, real graphs and a generator."""
 
-__all__: list[str] = []
+from fivefold.gnn.data._dataset import Dataset
+from fivefold.gnn.data._generate import GraphRecipe, generate_graph
+
+__all__ = ["Dataset", "GraphRecipe", "generate_graph"]

@@ -1,0 +1,246 @@
+"""A data set on disk: a folder with a graph, feature rows, labels and splits.
+
+    graph.fvf      kind "graph": indptr int64 [N + 1], indices int32 or int64 [E], maybe weights
+    features.fvf   kind "features": x [N, D] of any dtype; absent where nodes have none
+    labels.fvf     kind "labels": y int64 [N] (-1 unknown), train, valid, test int64 ids; optional
+
+``indices[indptr[v]:indptr[v + 1]]`` are the sources of the edges into v: messages flow from them
+to v. All files are containers of ``fivefold.gnn.storage``: versioned, checksummed, complete.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.errors import DataError
+from fivefold.gnn.sampling import Topology
+from fivefold.gnn.storage import Container
+
+__all__ = ["FEATURES_FILE", "GRAPH_FILE", "LABELS_FILE", "Dataset"]
+
+GRAPH_FILE = "graph.fvf"
+FEATURES_FILE = "features.fvf"
+LABELS_FILE = "labels.fvf"
+HETERO_FILE = "dataset.json"
+
+
+class Dataset:
+    """A homogeneous graph with features and labels in a folder; made by ``Dataset.open``.
+
+    Files are opened when first asked for and stay open until ``close``. Labels and splits are
+    read into memory (8 bytes per node), features never are.
+
+    Args:
+        folder: Where the files lie.
+        graph: The opened graph.fvf.
+
+    Attributes:
+        folder: Where the files lie.
+        graph: Container with ``indptr``, ``indices`` and, for weighted edges, ``weights``.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with generate_graph(folder, nodes=100, dim=8, seed=1) as dataset:
+        ...         dataset.num_nodes, dataset.dim, dataset.row_bytes, dataset.num_classes
+        (100, 8, 32, 32)
+    """
+
+    def __init__(self, folder: Path, graph: Container) -> None:
+        self.folder = folder
+        self.graph = graph
+        self._opened: list[Container] = [graph]
+
+    @classmethod
+    def open(cls, folder: str | Path) -> Dataset:
+        """Open a folder that ``ingest``, ``generate_graph`` or a loader wrote.
+
+        Args:
+            folder: The folder.
+
+        Returns:
+            The data set; features and labels are opened when first used.
+
+        Raises:
+            DataError: The folder holds no finished data set, or one of several node types.
+        """
+        folder = Path(folder)
+        if (folder / HETERO_FILE).is_file():
+            raise DataError(
+                f"{folder} holds a graph of several node or edge types",
+                hint="open it with fivefold.gnn.data.HeteroDataset",
+            )
+        if not (folder / GRAPH_FILE).is_file():
+            raise DataError(
+                f"{folder} holds no data set: {GRAPH_FILE} is missing", hint=_cause(folder)
+            )
+        dataset = cls(folder, Container.open(folder / GRAPH_FILE, kind="graph"))
+        dataset._check()
+        return dataset
+
+    def _check(self) -> None:
+        for name, rows in (("x", self._features), ("y", self._labels)):
+            if rows is not None and rows.sections[name].shape[0] != self.num_nodes:
+                raise DataError(
+                    f"{rows.path} has {rows.sections[name].shape[0]} rows, "
+                    f"{GRAPH_FILE} has {self.num_nodes} nodes",
+                    hint="the files belong to different data sets: ingest into a new folder",
+                )
+
+    @property
+    def name(self) -> str:
+        """Name of the data set, for people."""
+        return str(self.graph.attributes["name"])
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes in all."""
+        return int(self.graph.attributes["num_nodes"])
+
+    @property
+    def num_edges(self) -> int:
+        """Directed edges in all."""
+        return int(self.graph.sections["indices"].shape[0])
+
+    @property
+    def weighted(self) -> bool:
+        """Whether edges have weights."""
+        return "weights" in self.graph.sections
+
+    def topology(self, *, mapped: bool = False) -> Topology:
+        """The edges, in memory or as a memory map.
+
+        Args:
+            mapped: Map the file instead of reading it.
+
+        Returns:
+            In-neighbours in compressed rows.
+        """
+        return Topology.open(self.graph, mapped=mapped)
+
+    @property
+    def features(self) -> Container:
+        """The container with the section ``x``.
+
+        Raises:
+            DataError: The data set has no features.
+        """
+        if self._features is None:
+            raise DataError(
+                f"{self.folder} has no features: {FEATURES_FILE} is missing",
+                hint=_cause(self.folder),
+            )
+        return self._features
+
+    @property
+    def has_features(self) -> bool:
+        """Whether nodes have feature rows."""
+        return self._features is not None
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether there are labels."""
+        return self._labels is not None
+
+    @property
+    def dim(self) -> int:
+        """Elements of a feature row."""
+        return int(self.features.sections["x"].shape[1])
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of a feature element."""
+        return np.dtype(self.features.sections["x"].dtype)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a feature row."""
+        return self.dim * self.dtype.itemsize
+
+    @cached_property
+    def labels(self) -> NDArray[np.int64]:
+        """Class of every node, -1 where unknown."""
+        return self._read_labels("y")
+
+    @cached_property
+    def train(self) -> NDArray[np.int64]:
+        """Ids of the training nodes."""
+        return self._read_labels("train")
+
+    @cached_property
+    def valid(self) -> NDArray[np.int64]:
+        """Ids of the validation nodes."""
+        return self._read_labels("valid")
+
+    @cached_property
+    def test(self) -> NDArray[np.int64]:
+        """Ids of the test nodes."""
+        return self._read_labels("test")
+
+    @property
+    def num_classes(self) -> int:
+        """One more than the largest label; 0 without labels."""
+        return 0 if self._labels is None else int(self._labels.attributes["num_classes"])
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of all files' fingerprints: other contents, other fingerprint."""
+        files = (self.graph, self._features, self._labels)
+        text = " ".join("-" if file is None else file.fingerprint for file in files)
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    @property
+    def containers(self) -> dict[str, Container]:
+        """The files that are there, by name."""
+        files = (self.graph, self._features, self._labels)
+        names = (GRAPH_FILE, FEATURES_FILE, LABELS_FILE)
+        return {name: file for name, file in zip(names, files, strict=True) if file is not None}
+
+    def close(self) -> None:
+        """Close all files; arrays that were read stay."""
+        while self._opened:
+            self._opened.pop().close()
+
+    def __enter__(self) -> Dataset:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @cached_property
+    def _features(self) -> Container | None:
+        return self._open_optional(FEATURES_FILE, "features")
+
+    @cached_property
+    def _labels(self) -> Container | None:
+        return self._open_optional(LABELS_FILE, "labels")
+
+    def _open_optional(self, name: str, kind: str) -> Container | None:
+        path = self.folder / name
+        if not path.is_file():
+            return None
+        container = Container.open(path, kind=kind)
+        self._opened.append(container)
+        return container
+
+    def _read_labels(self, section: str) -> NDArray[np.int64]:
+        if self._labels is None:
+            raise DataError(
+                f"{self.folder} has no labels: {LABELS_FILE} is missing", hint=_cause(self.folder)
+            )
+        values: NDArray[np.int64] = self._labels.read(section)
+        return values
+
+
+def _cause(folder: Path) -> str:
+    if not folder.is_dir():
+        return "the folder does not exist: check the path"
+    if any(folder.glob("*.partial")):
+        return "it was begun but not finished: run the same ingest command again, it goes on"
+    return "make one with 'fivefold gnn ingest' or 'fivefold gnn generate'"

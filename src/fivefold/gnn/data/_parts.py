@@ -1,0 +1,112 @@
+"""What a source of graph data offers, so that one writer serves all of them.
+
+A source yields its parts in blocks and never needs the whole of one in memory. Positions are
+plain integers (rows, edges, files: the source decides), so that a writer that was killed can ask
+for the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = [
+    "EdgeBlock",
+    "EdgePart",
+    "FeaturePart",
+    "LabelPart",
+    "Progress",
+    "Source",
+    "index_dtype",
+]
+
+Progress = Callable[[str, int, int], None]
+"""Called with (stage, done, total); total is 0 where it is not known before the end."""
+
+_SPLITS = ("train", "valid", "test")
+_LAST_INT32 = 2**31 - 1
+
+
+def index_dtype(num_nodes: int) -> np.dtype[Any]:
+    """The type of node ids in ``indices``: int32 while they fit."""
+    return np.dtype(np.int32 if num_nodes - 1 <= _LAST_INT32 else np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeBlock:
+    """Edges ``sources[i] -> targets[i]``; ``position`` is where the source goes on after them."""
+
+    sources: NDArray[Any]
+    targets: NDArray[Any]
+    position: int
+    weights: NDArray[np.float32] | None = None
+
+
+class EdgePart(Protocol):
+    """The edges of one edge type.
+
+    Attributes:
+        num_edges: Edges in all; None where only reading tells.
+        weighted: Whether blocks carry weights.
+        sorted_by_target: Targets never fall from one edge to the next: then nothing is sorted.
+    """
+
+    num_edges: int | None
+    weighted: bool
+    sorted_by_target: bool
+
+    def blocks(self, position: int, max_edges: int) -> Iterator[EdgeBlock]:
+        """All edges from ``position`` on (0 at the start), at most ``max_edges`` at a time."""
+        ...
+
+
+class FeaturePart(Protocol):
+    """The feature rows of one node type, in the order of node ids."""
+
+    dtype: np.dtype[Any]
+    dim: int
+
+    def blocks(self, first_row: int, max_rows: int) -> Iterator[NDArray[Any]]:
+        """All rows from ``first_row`` on, at most ``max_rows`` at a time."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LabelPart:
+    """Labels in blocks (-1 where unknown) and the ids of the splits."""
+
+    blocks: Callable[[int], Iterator[NDArray[np.int64]]]
+    splits: Mapping[str, NDArray[np.int64]] = field(
+        default_factory=lambda: {name: np.empty(0, np.int64) for name in _SPLITS}
+    )
+
+
+class Source(Protocol):
+    """A homogeneous graph somewhere else.
+
+    Attributes:
+        name: For people.
+        num_nodes: Nodes in all.
+        recipe: What decides the result (paths, sizes, dates, options), as JSON: a folder that
+            was begun with one recipe is never finished with another.
+    """
+
+    name: str
+    num_nodes: int
+    recipe: Mapping[str, Any]
+
+    def edges(self) -> EdgePart:
+        """The edges."""
+        ...
+
+    def features(self) -> FeaturePart | None:
+        """The feature rows; None where there are none."""
+        ...
+
+    def labels(self) -> LabelPart | None:
+        """Labels and splits; None where there are none."""
+        ...

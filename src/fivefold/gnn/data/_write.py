@@ -1,0 +1,222 @@
+"""Writing a data set from any source: in blocks, resumable, within a memory bound.
+
+Each file is written under a temporary name with a journal of what is durable, so that the same
+call, made again after a kill, goes on where it was. The recipe of the source is stored in every
+file: a file of another recipe is never reused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.errors import ConfigurationError, DataError
+from fivefold.gnn.data._dataset import FEATURES_FILE, GRAPH_FILE, LABELS_FILE, Dataset
+from fivefold.gnn.data._parts import EdgePart, FeaturePart, LabelPart, Progress, Source
+from fivefold.gnn.data._write_graph import write_graph
+from fivefold.gnn.storage import Container, ContainerWriter
+
+__all__ = ["MIN_MEMORY_BYTES", "write_dataset", "write_parts"]
+
+MIN_MEMORY_BYTES = 16 << 20
+_MARK_EVERY_BYTES = 256 << 20  # a mark syncs the file: seldom enough to cost nothing
+
+
+def _ignore(_stage: str, _done: int, _total: int) -> None:
+    pass
+
+
+def write_dataset(
+    source: Source,
+    folder: str | Path,
+    *,
+    memory_bytes: int = 1 << 30,
+    progress: Progress | None = None,
+) -> Dataset:
+    """Write all parts of a source and open the result.
+
+    Args:
+        source: Where the graph comes from.
+        folder: Where to write; made if missing. Files that are complete and of the same recipe
+            are kept.
+        memory_bytes: What buffers may take.
+        progress: Told of each stage.
+
+    Returns:
+        The data set.
+
+    Raises:
+        ConfigurationError: The memory bound is too small.
+        DataError: The folder holds another data set, or the source contradicts itself.
+    """
+    folder = Path(folder)
+    attributes = {"name": source.name, "num_nodes": source.num_nodes}
+    write_parts(
+        folder,
+        attributes,
+        json.loads(json.dumps(dict(source.recipe))),
+        parts=(source.labels, source.edges, source.features),
+        memory_bytes=memory_bytes,
+        progress=progress or _ignore,
+    )
+    return Dataset.open(folder)
+
+
+def write_parts(
+    folder: Path,
+    attributes: Mapping[str, Any],
+    recipe: Mapping[str, Any],
+    *,
+    parts: tuple[Any, Any, Any],
+    memory_bytes: int,
+    progress: Progress,
+) -> None:
+    """Write labels, graph and features, each unless it is there already.
+
+    Args:
+        folder: Where to write.
+        attributes: ``name`` and ``num_nodes``, and what else the files should say.
+        recipe: Of the source, as plain JSON.
+        parts: Functions that return the label, edge and feature parts, or None.
+        memory_bytes: What buffers may take.
+        progress: Told of each stage.
+
+    Raises:
+        ConfigurationError: The memory bound is too small.
+        DataError: The folder holds another data set.
+    """
+    if memory_bytes < MIN_MEMORY_BYTES:
+        raise ConfigurationError(
+            f"memory_bytes is {memory_bytes}", hint=f"allow at least {MIN_MEMORY_BYTES} bytes"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    attributes = {**attributes, "recipe": recipe}
+    names = (LABELS_FILE, GRAPH_FILE, FEATURES_FILE)
+    finished = [_is_finished(folder / name, recipe) for name in names]  # all, before any work
+    labels, edges, features = parts
+    if not finished[0] and (label_part := labels()) is not None:
+        _write_labels(folder / LABELS_FILE, label_part, attributes, progress)
+    if not finished[1]:
+        edge_part: EdgePart = edges()
+        write_graph(
+            folder / GRAPH_FILE,
+            edge_part,
+            attributes,
+            memory_bytes=memory_bytes,
+            progress=progress,
+        )
+    if not finished[2] and (feature_part := features()) is not None:
+        _write_features(folder / FEATURES_FILE, feature_part, attributes, memory_bytes, progress)
+
+
+def _is_finished(path: Path, recipe: Mapping[str, Any]) -> bool:
+    if not path.is_file():
+        return False
+    with Container.open(path) as container:
+        found = container.attributes.get("recipe")
+    if found != recipe:
+        changed = sorted(
+            key for key in {*recipe, *(found or {})} if (found or {}).get(key) != recipe.get(key)
+        )
+        raise DataError(
+            f"{path} was made otherwise: it differs in {', '.join(changed)}",
+            hint="choose another folder, or remove this file to make it again",
+        )
+    return True
+
+
+def _write_labels(
+    path: Path, part: LabelPart, attributes: Mapping[str, Any], progress: Progress
+) -> None:
+    """Small beside all else, so it is written in one go and not resumed."""
+    num_nodes = int(attributes["num_nodes"])
+    sections: dict[str, tuple[Any, tuple[int, ...]]] = {"y": (np.int64, (num_nodes,))}
+    for name, ids in part.splits.items():
+        _check_split(name, ids, num_nodes)
+        sections[name] = (np.int64, (ids.size,))
+    largest = _largest_label(part, num_nodes)
+    attributes = {**attributes, "num_classes": largest + 1}
+    with ContainerWriter(path, kind="labels", sections=sections, attributes=attributes) as writer:
+        row = 0
+        for block in part.blocks(0):
+            writer.write("y", row, block)
+            row += block.size
+            progress("labels", row, num_nodes)
+        for name, ids in part.splits.items():
+            writer.write(name, 0, ids)
+        writer.commit().close()
+
+
+def _largest_label(part: LabelPart, num_nodes: int) -> int:
+    largest, rows = -1, 0
+    for block in part.blocks(0):
+        rows += block.size
+        if block.size:
+            largest = max(largest, int(block.max()))
+            if int(block.min()) < -1:
+                raise DataError(
+                    f"a label is {int(block.min())}", hint="classes count from 0; unknown is -1"
+                )
+    if rows != num_nodes:
+        raise DataError(
+            f"there are {rows} labels for {num_nodes} nodes", hint="give one label per node"
+        )
+    return largest
+
+
+def _check_split(name: str, ids: NDArray[np.int64], num_nodes: int) -> None:
+    if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < num_nodes:
+        raise DataError(
+            f"the {name} split has ids from {ids.min()} to {ids.max()}, the graph {num_nodes} nodes",
+            hint="ids of nodes count from 0",
+        )
+    if np.unique(ids).size != ids.size:
+        raise DataError(f"the {name} split names a node twice", hint="name each node once")
+
+
+def _write_features(
+    path: Path,
+    part: FeaturePart,
+    attributes: Mapping[str, Any],
+    memory_bytes: int,
+    progress: Progress,
+) -> None:
+    num_nodes = int(attributes["num_nodes"])
+    row_bytes = max(1, part.dim * part.dtype.itemsize)
+    max_rows = max(1, min(memory_bytes // 8, 32 << 20) // row_bytes)
+    sections = {"x": (part.dtype, (num_nodes, part.dim))}
+    with ContainerWriter(
+        path, kind="features", sections=sections, attributes=attributes, resume=True
+    ) as writer:
+        row = marked = (writer.progress or {"rows": 0})["rows"]
+        for block in _checked_blocks(part, row, num_nodes, max_rows):
+            writer.write("x", row, block)
+            row += block.shape[0]
+            progress("features", row, num_nodes)
+            if (row - marked) * row_bytes >= _MARK_EVERY_BYTES:
+                writer.mark({"rows": row})
+                marked = row
+        writer.commit().close()
+
+
+def _checked_blocks(
+    part: FeaturePart, first_row: int, num_nodes: int, max_rows: int
+) -> Iterator[NDArray[Any]]:
+    """The part's blocks; too many or too few rows are an error."""
+    rows = first_row
+    for block in part.blocks(first_row, max_rows):
+        rows += block.shape[0]
+        if rows > num_nodes:
+            break
+        yield block
+    if rows != num_nodes:
+        more = "more than " if rows > num_nodes else ""
+        raise DataError(
+            f"there are {more}{min(rows, num_nodes)} feature rows for {num_nodes} nodes",
+            hint="give one row per node, in the order of node ids",
+        )
