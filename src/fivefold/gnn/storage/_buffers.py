@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -16,7 +17,7 @@ __all__ = ["aligned_empty"]
 
 def aligned_empty(
     shape: int | tuple[int, ...], dtype: DTypeLike = np.uint8, *, pin: bool = False
-) -> NDArray[np.generic]:
+) -> NDArray[Any]:
     """Array whose first byte lies on a page boundary; its contents are not set.
 
     Args:
@@ -44,7 +45,7 @@ def aligned_empty(
     start = -memory.ctypes.data % PAGE_BYTES
     if pin and padded:
         _pin(memory, start, padded)
-    array: NDArray[np.generic] = memory[start : start + count].view(kind).reshape(sizes)
+    array: NDArray[Any] = memory[start : start + count].view(kind).reshape(sizes)
     return array
 
 
@@ -52,11 +53,10 @@ def _pin(memory: NDArray[np.uint8], start: int, count: int) -> None:
     import torch  # noqa: PLC0415 - loading torch takes seconds, and most callers do not pin
 
     if not torch.cuda.is_available():
-        raise UnsupportedError(
-            "memory cannot be pinned: torch sees no CUDA device", hint="leave pin=False"
-        )
+        message = "memory cannot be pinned: torch sees no CUDA device"
+        raise UnsupportedError(message, hint="leave pin=False")
     address = memory.ctypes.data + start
-    runtime = torch.cuda.cudart()
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     status = int(runtime.cudaHostRegister(address, count, 0))
     if status:
         raise UnsupportedError(

@@ -75,7 +75,7 @@ class Container:
         self.sections: Mapping[str, Section] = MappingProxyType(sections)
         self.page_checksums: NDArray[np.uint32] = table
         digest = hashlib.blake2b(manifest, digest_size=16)
-        digest.update(table)
+        digest.update(table.tobytes())
         self.fingerprint = digest.hexdigest()
 
     @classmethod
@@ -114,17 +114,28 @@ class Container:
             raise storage_error(error.errno or 0, place, "opening") from error
         try:
             container = cls(place, descriptor)
-            if kind is not None and container.kind != kind:
-                raise DataError(
-                    f"{place} is of kind {container.kind!r}, {kind!r} was expected",
-                    hint="check the path; files may have been swapped",
-                )
+            container.check_kind(kind)
             if verify == "full":
                 container.verify()
         except BaseException:
             os.close(descriptor)
             raise
         return container
+
+    def check_kind(self, kind: str | None) -> None:
+        """Insist on a kind.
+
+        Args:
+            kind: What the file must be for; None takes any.
+
+        Raises:
+            DataError: It is for something else.
+        """
+        if kind is not None and self.kind != kind:
+            raise DataError(
+                f"{self.path} is of kind {self.kind!r}, {kind!r} was expected",
+                hint="check the path; files may have been swapped",
+            )
 
     @property
     def descriptor(self) -> int:
@@ -187,7 +198,7 @@ class Container:
             return np.empty(shape, section.dtype)
         first = begin // PAGE_BYTES * PAGE_BYTES
         pages = aligned_empty(aligned(begin + count) - first, np.uint8)
-        self._read_pages(pages, first // PAGE_BYTES)  # type: ignore[arg-type]
+        self._read_pages(pages, first // PAGE_BYTES)
         return pages[begin - first :][:count].view(section.dtype).reshape(shape)
 
     def _read_pages(self, pages: NDArray[np.uint8], first: int) -> None:
@@ -276,7 +287,7 @@ class Container:
             StorageError: The disk refused, or the file has been truncated or closed.
         """
         stop = len(self.page_checksums) * PAGE_BYTES
-        buffer: NDArray[np.uint8] = aligned_empty(_CHUNK_BYTES, np.uint8)  # type: ignore[assignment]
+        buffer: NDArray[np.uint8] = aligned_empty(_CHUNK_BYTES, np.uint8)
         for begin in range(PAGE_BYTES, stop, _CHUNK_BYTES):
             chunk = buffer[: min(_CHUNK_BYTES, stop - begin)]
             self._read_pages(chunk, begin // PAGE_BYTES)

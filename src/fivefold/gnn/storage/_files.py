@@ -26,7 +26,7 @@ def write_all(descriptor: int, data: NDArray[np.uint8], offset: int, path: Path)
     Raises:
         StorageError: The system refused, or took nothing.
     """
-    view = memoryview(data)
+    view = memoryview(data.data)
     done = 0
     while done < len(view):
         action = f"writing {len(view) - done} bytes"
@@ -55,7 +55,7 @@ def read_into(descriptor: int, buffer: NDArray[np.uint8], offset: int, path: str
     Raises:
         StorageError: The system refused, or the file ends too early.
     """
-    view = memoryview(buffer)
+    view = memoryview(buffer.data)
     done = 0
     while done < len(view):
         action = f"reading {len(view) - done} bytes"

@@ -7,6 +7,7 @@ Memory order is stated at every shared word, so the kernels are right on x86 and
 This is the one module of the room through which numba is imported.
 """
 
+# ruff: noqa: ARG001 - numba reads the parameters' names and types from the signature
 from __future__ import annotations
 
 from typing import Any
@@ -14,7 +15,6 @@ from typing import Any
 from fivefold.errors import UnsupportedError
 
 try:
-    from llvmlite import ir
     from numba import carray, njit, types
     from numba.core import cgutils
     from numba.extending import intrinsic
@@ -27,9 +27,9 @@ __all__ = [
     "compiled",
     "copy_bytes",
     "load_acquire_u32",
+    "load_u8",
     "load_u32",
     "load_u64",
-    "load_u8",
     "pread",
     "prefetch",
     "read_errno",
@@ -68,7 +68,7 @@ def read_errno() -> int:
 
 
 def _pointer(builder: Any, address: Any, bits: int) -> Any:
-    return builder.inttoptr(address, ir.IntType(bits).as_pointer())
+    return builder.inttoptr(address, cgutils.ir.IntType(bits).as_pointer())
 
 
 @intrinsic
@@ -169,9 +169,9 @@ def prefetch(_typing: Any, address: Any) -> Any:
     """Hint that the cache line at this address will be read soon."""
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        word = ir.IntType(32)
+        word = cgutils.ir.IntType(32)
         place = _pointer(builder, arguments[0], 8)
-        kind = ir.FunctionType(ir.VoidType(), [place.type, word, word, word])
+        kind = cgutils.ir.FunctionType(cgutils.ir.VoidType(), [place.type, word, word, word])
         name = "llvm.prefetch.p0" if "*" not in str(place.type) else "llvm.prefetch.p0i8"
         function = cgutils.get_or_insert_function(builder.module, kind, name)
         builder.call(function, [place, word(0), word(3), word(1)])

@@ -1,4 +1,4 @@
-"""Writing a container: any rows in any order, checksummed as they pass, resumable, put in place whole.
+"""Writing a container: rows in any order, checksummed as they pass, resumable, in place at once.
 
 Everything goes to ``NAME.partial``, beside which lie a journal (the caller's last token) and the
 checksums of the pages written until then. ``commit`` reads back the few pages whose bytes came in
@@ -43,6 +43,9 @@ __all__ = ["ContainerWriter"]
 
 _CHUNK_BYTES = 8 << 20
 _JOURNAL_VERSION = 1
+_DAMAGED = "its journal is damaged"
+_DIFFERENT = "it has another kind, other sections or other attributes"
+_SHORT = "it is shorter than its sections"
 Shape = tuple[int | None, ...]
 
 
@@ -111,7 +114,8 @@ class ContainerWriter:
 
     def _lay_out(self, sections: Mapping[str, tuple[DTypeLike, Shape]]) -> None:
         if not sections:
-            raise ConfigurationError("a container needs a section", hint="name at least one")
+            message = "a container needs a section"
+            raise ConfigurationError(message, hint="name at least one")
         self._sections: dict[str, Section] = {}
         end = PAGE_BYTES
         grown = [name for name, (_, shape) in sections.items() if shape and shape[0] is None]
@@ -170,11 +174,11 @@ class ContainerWriter:
         except FileNotFoundError:
             return False
         except ValueError as error:
-            raise self._refusal("its journal is damaged") from error
+            raise self._refused(_DAMAGED) from error
         if journal.get("version") != _JOURNAL_VERSION or journal.get("id") != self.file_id:
-            raise self._refusal("it has another kind, other sections or other attributes")
+            raise self._refused(_DIFFERENT)
         if os.fstat(self._descriptor).st_size < self._end:
-            raise self._refusal("it is shorter than its sections")
+            raise self._refused(_SHORT)
         self._ledger.load(self._sums)
         self._rows = {name: int(journal["rows"][name]) for name in self._grown}
         self._progress = journal["token"]
@@ -182,7 +186,7 @@ class ContainerWriter:
             self._cut(self._grown[0])
         return True
 
-    def _refusal(self, reason: str) -> DataError:
+    def _refused(self, reason: str) -> DataError:
         return DataError(
             f"{self._partial} cannot be resumed: {reason}",
             hint=f"delete {self._partial}* or write with resume=False to begin anew",

@@ -7,6 +7,8 @@ clock cycle, so checking a page costs a small part of reading it. It finds damag
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -26,29 +28,29 @@ _LOW_32 = np.uint64(0xFFFFFFFF)
 
 
 @compiled
-def _rotate(value, count):  # type: ignore[no-untyped-def]
+def _rotate(value: Any, count: Any) -> Any:
     return (value << np.uint64(count)) | (value >> (_BITS - np.uint64(count)))
 
 
 @compiled
-def _round(lane, word):  # type: ignore[no-untyped-def]
+def _round(lane: Any, word: Any) -> Any:
     return _rotate(lane + word * _PRIME_2, 31) * _PRIME_1
 
 
 @compiled
-def _merge(total, lane):  # type: ignore[no-untyped-def]
+def _merge(total: Any, lane: Any) -> Any:
     return (total ^ _round(np.uint64(0), lane)) * _PRIME_1 + _PRIME_4
 
 
 @compiled
-def _avalanche(value):  # type: ignore[no-untyped-def]
+def _avalanche(value: Any) -> Any:
     value = (value ^ (value >> np.uint64(33))) * _PRIME_2
     value = (value ^ (value >> np.uint64(29))) * _PRIME_3
     return value ^ (value >> np.uint64(32))
 
 
 @compiled
-def _stripes(address, count, seed):  # type: ignore[no-untyped-def]
+def _stripes(address: Any, count: Any, seed: Any) -> Any:
     """The lanes over ``count`` whole stripes of 32 bytes, merged."""
     lane_1 = seed + _PRIME_1 + _PRIME_2
     lane_2 = seed + _PRIME_2
@@ -68,7 +70,7 @@ def _stripes(address, count, seed):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _tail(address, stop, total):  # type: ignore[no-untyped-def]
+def _tail(address: Any, stop: Any, total: Any) -> Any:
     """The last 0 to 31 bytes."""
     while address + 8 <= stop:
         total ^= _round(np.uint64(0), load_u64(address))
@@ -86,21 +88,21 @@ def _tail(address, stop, total):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _hash(address, count, seed):  # type: ignore[no-untyped-def]
+def _hash(address: Any, count: Any, seed: Any) -> Any:
     total = _stripes(address, count >> 5, seed) if count >= 32 else seed + _PRIME_5
     total += np.uint64(count)
     return _avalanche(_tail(address + (count >> 5 << 5), address + count, total))
 
 
 @compiled
-def hash_page(address, seed):  # type: ignore[no-untyped-def]
+def hash_page(address: Any, seed: Any) -> Any:
     """Checksum of one page: the low 32 bits of XXH64."""
     total = _stripes(address, PAGE_BYTES >> 5, seed) + np.uint64(PAGE_BYTES)
     return np.uint32(_avalanche(total) & _LOW_32)
 
 
 @compiled
-def _hash_pages(address, file_id, first_page, checksums):  # type: ignore[no-untyped-def]
+def _hash_pages(address: Any, file_id: Any, first_page: Any, checksums: Any) -> None:
     for index in range(len(checksums)):
         seed = file_id + np.uint64(first_page + index)
         checksums[index] = hash_page(address + index * PAGE_BYTES, seed)
