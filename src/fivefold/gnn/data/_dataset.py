@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -207,7 +207,7 @@ class Dataset:
         while self._opened:
             self._opened.pop().close()
 
-    def __enter__(self) -> Dataset:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

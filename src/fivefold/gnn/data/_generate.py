@@ -99,7 +99,7 @@ class GraphRecipe:
                 raise ConfigurationError(f"{key} is {getattr(self, key)!r}", hint=f"use {rule}")
 
 
-def generate_graph(
+def generate_graph(  # noqa: PLR0913 - the four that everyone gives, and how to run
     folder: str | Path,
     *,
     nodes: int,
@@ -159,11 +159,19 @@ class _Generator:
         self.name = f"planted partition, {recipe.nodes} nodes, seed {recipe.seed}"
         self.num_nodes = recipe.nodes
         self.recipe: Mapping[str, Any] = {"source": "generator", "version": 1, **asdict(recipe)}
-        self.key = np.uint64(recipe.seed)
         starts = [own * recipe.nodes // recipe.classes for own in range(recipe.classes + 1)]
-        self.class_starts = np.array(starts, np.int64)
-        self.beta = 1.0 - 1.0 / _PARETO
-        self.cap = _cap(recipe.nodes, self.beta)
+        beta = 1.0 - 1.0 / _PARETO
+        self.law = kernels.Law(
+            class_starts=np.array(starts, np.int64),
+            cap=_cap(recipe.nodes, beta),
+            beta=beta,
+            half_degree=recipe.mean_degree / 2,
+            p_in=float(recipe.p_in),
+            signal=float(recipe.signal),
+            label_noise=float(recipe.label_noise),
+            key=np.uint64(recipe.seed),
+            shuffled=recipe.random_ids,
+        )
 
     def edges(self) -> _GeneratedEdges:
         return _GeneratedEdges(self)
@@ -173,7 +181,7 @@ class _Generator:
 
     def labels(self) -> LabelPart:
         options, first, splits = self.options, 0, {}
-        key = key_of(self.key, _SPLIT_STREAM)
+        key = key_of(self.law.key, _SPLIT_STREAM)
         for name in ("train", "valid", "test"):
             share = getattr(options, name)
             count = min(round(share * options.nodes), options.nodes - first)
@@ -184,13 +192,9 @@ class _Generator:
         return LabelPart(self._label_blocks, splits)
 
     def _label_blocks(self, first_row: int) -> Iterator[NDArray[np.int64]]:
-        options = self.options
-
         def block(first: int, stop: int) -> NDArray[np.int64]:
             out = np.empty(stop - first, np.int64)
-            kernels.fill_labels(
-                out, first, self.class_starts, options.label_noise, self.key, options.random_ids
-            )
+            kernels.fill_labels(out, first, self.law)
             return out
 
         parts = ranges(first_row, self.num_nodes, _BLOCK_NODES)
@@ -199,16 +203,7 @@ class _Generator:
     def degrees(self, first: int, stop: int) -> NDArray[np.int64]:
         """How many neighbours each node of the range draws."""
         out = np.empty(stop - first, np.int64)
-        kernels.fill_degrees(
-            out,
-            first,
-            self.class_starts,
-            self.cap,
-            self.beta,
-            self.options.mean_degree / 2,
-            self.key,
-            self.options.random_ids,
-        )
+        kernels.fill_degrees(out, first, self.law)
         return out
 
     def drawn(self, first: int, stop: int) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -216,18 +211,7 @@ class _Generator:
         degrees = self.degrees(first, stop)
         drawers = np.empty(int(degrees.sum()), index_dtype(self.num_nodes))
         drawn = np.empty_like(drawers)
-        kernels.fill_edges(
-            drawers,
-            drawn,
-            degrees,
-            first,
-            self.class_starts,
-            self.cap,
-            self.beta,
-            self.options.p_in,
-            self.key,
-            self.options.random_ids,
-        )
+        kernels.fill_edges(drawers, drawn, degrees, first, self.law)
         return drawers, drawn
 
 
@@ -241,7 +225,7 @@ def _cap(nodes: int, beta: float) -> float:
         return 1.0
     largest = float(nodes) ** (1.0 / _PARETO)
     mean = (1.0 - nodes**-beta) / beta + largest / nodes
-    return min(_CLIP_AT_MEANS * mean, largest)
+    return float(min(_CLIP_AT_MEANS * mean, largest))
 
 
 class _GeneratedEdges:
@@ -289,16 +273,6 @@ class _GeneratedFeatures:
         return in_order(self._block, parts, threads=self.generator.threads)
 
     def _block(self, first: int, stop: int) -> NDArray[Any]:
-        generator = self.generator
         rows = np.empty((stop - first, self.dim), np.float32)
-        kernels.fill_features(
-            rows,
-            first,
-            generator.class_starts,
-            generator.options.signal,
-            generator.key,
-            generator.options.random_ids,
-            LAYERS_X,
-            LAYERS_Y,
-        )
+        kernels.fill_features(rows, first, self.generator.law, LAYERS_X, LAYERS_Y)
         return rows.astype(self.dtype, copy=False)

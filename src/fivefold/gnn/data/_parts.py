@@ -77,12 +77,16 @@ class FeaturePart(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LabelPart:
-    """Labels in blocks (-1 where unknown) and the ids of the splits."""
+    """Labels in blocks (-1 where unknown) and the ids of the splits.
+
+    ``num_classes`` is one more than the largest label where it is None.
+    """
 
     blocks: Callable[[int], Iterator[NDArray[np.int64]]]
     splits: Mapping[str, NDArray[np.int64]] = field(
         default_factory=lambda: {name: np.empty(0, np.int64) for name in _SPLITS}
     )
+    num_classes: int | None = None
 
 
 class Source(Protocol):

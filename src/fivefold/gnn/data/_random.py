@@ -110,7 +110,7 @@ def poisson(mean: float, key: Any) -> Any:
 def _poisson_search(mean: float, left: float) -> Any:
     count = 0
     share = math.exp(-mean)
-    while left >= share and share > 0.0:
+    while left >= share > 0.0:
         left -= share
         count += 1
         share *= mean / count

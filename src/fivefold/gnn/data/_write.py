@@ -172,7 +172,8 @@ def _largest_label(part: LabelPart, num_nodes: int) -> int:
 def _check_split(name: str, ids: NDArray[np.int64], num_nodes: int) -> None:
     if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < num_nodes:
         raise DataError(
-            f"the {name} split has ids from {ids.min()} to {ids.max()}, the graph {num_nodes} nodes",
+            f"the {name} split has ids from {ids.min()} to {ids.max()}, "
+            f"the graph {num_nodes} nodes",
             hint="ids of nodes count from 0",
         )
     if np.unique(ids).size != ids.size:
