@@ -17,13 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fivefold.errors import UnsupportedError
-
-try:
-    from numba import njit
-except ImportError as error:  # pragma: no cover - the extra is there in our own tests
-    message = "sampling needs numba, which is not installed"
-    raise UnsupportedError(message, hint="pip install 'fivefold[gnn]'") from error
+from fivefold.gnn._compiler import njit
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -56,14 +50,14 @@ _UNIT = 1.0 / (1 << 53)
 _SMALL = 48  # up to here a scan of the chosen positions is cheaper than a bitmap
 
 
-@njit(nogil=True, cache=True, inline="always")
+@njit(inline="always")
 def _mix(value: Any) -> Any:
     value = (value ^ (value >> _S30)) * _FIRST
     value = (value ^ (value >> _S27)) * _SECOND
     return value ^ (value >> _S31)
 
 
-@njit(nogil=True, cache=True, inline="always")
+@njit(inline="always")
 def _below(random: Any, bound: Any) -> Any:
     """Upper 64 bits of ``random * bound``: uniform below ``bound`` <= 2**32 to within 2**-32."""
     high = (random >> _S32) * bound
@@ -71,7 +65,7 @@ def _below(random: Any, bound: Any) -> Any:
     return np.int64((high + (low >> _S32)) >> _S32)
 
 
-@njit(nogil=True, cache=True)
+@njit
 def _exponential(random: Any) -> float:
     """Return ``-log(u)``, u uniform in (0, 1] with 53 bits, from basic operations alone.
 
@@ -89,7 +83,7 @@ def _exponential(random: Any) -> float:
     return -(exponent * _LN_2 + 2.0 * s * series)
 
 
-@njit(nogil=True, cache=True)
+@njit
 def check_indptr(indptr: NDArray[np.int64], num_edges: int) -> tuple[int, int]:
     """Return (first node at fault or -1, greatest in-degree)."""
     last = indptr.shape[0] - 1
@@ -104,7 +98,7 @@ def check_indptr(indptr: NDArray[np.int64], num_edges: int) -> tuple[int, int]:
     return (-1, greatest) if indptr[last] == num_edges else (last, 0)
 
 
-@njit(nogil=True, cache=True)
+@njit
 def check_indices(indices: NDArray[Any], num_sources: int) -> int:
     """Return the first position whose source is out of range, or -1."""
     for position in range(indices.shape[0]):
@@ -113,7 +107,7 @@ def check_indices(indices: NDArray[Any], num_sources: int) -> int:
     return -1
 
 
-@njit(nogil=True, cache=True)
+@njit
 def check_weights(weights: NDArray[np.float32]) -> int:
     """Return the first position whose weight is negative or not finite, or -1."""
     for position in range(weights.shape[0]):
@@ -122,7 +116,7 @@ def check_weights(weights: NDArray[np.float32]) -> int:
     return -1
 
 
-@njit(nogil=True, cache=True)
+@njit
 def most_edges(indptr: NDArray[np.int64], nodes: NDArray[np.int64], fanout: int) -> int:
     """Return the most edges that the nodes of a frontier can give."""
     total = 0
@@ -132,7 +126,7 @@ def most_edges(indptr: NDArray[np.int64], nodes: NDArray[np.int64], fanout: int)
     return total
 
 
-@njit(nogil=True, cache=True)
+@njit
 def _floyd_small(stream: Any, degree: int, fanout: int, chosen: NDArray[np.int64]) -> None:
     for count in range(fanout):
         limit = degree - fanout + count
@@ -144,7 +138,7 @@ def _floyd_small(stream: Any, degree: int, fanout: int, chosen: NDArray[np.int64
         chosen[count] = pick
 
 
-@njit(nogil=True, cache=True)
+@njit
 def _floyd_large(stream: Any, degree: int, fanout: int, chosen: NDArray[np.int64]) -> None:
     taken = np.zeros((degree >> 6) + 1, np.uint64)
     for count in range(fanout):
@@ -156,7 +150,7 @@ def _floyd_large(stream: Any, degree: int, fanout: int, chosen: NDArray[np.int64
         chosen[count] = pick
 
 
-@njit(nogil=True, cache=True)
+@njit
 def draw(
     indptr: NDArray[np.int64],
     nodes: NDArray[np.int64],
@@ -192,7 +186,7 @@ def draw(
     return written
 
 
-@njit(nogil=True, cache=True)
+@njit
 def _sift_down(keys: NDArray[np.float64], picks: NDArray[np.int64], size: int, hole: int) -> None:
     """Restore the heap (greatest (key, pick) on top) below ``hole``."""
     key, pick = keys[hole], picks[hole]
@@ -210,7 +204,7 @@ def _sift_down(keys: NDArray[np.float64], picks: NDArray[np.int64], size: int, h
     keys[hole], picks[hole] = key, pick
 
 
-@njit(nogil=True, cache=True)
+@njit
 def _least_keys(
     stream: Any,
     weights: NDArray[np.float32],
@@ -244,7 +238,7 @@ def _least_keys(
     return size
 
 
-@njit(nogil=True, cache=True)
+@njit
 def draw_weighted(
     indptr: NDArray[np.int64],
     weights: NDArray[np.float32],
@@ -276,7 +270,7 @@ def draw_weighted(
     return written
 
 
-@njit(nogil=True, cache=True)
+@njit
 def refill_table(table: NDArray[np.int64], nodes: NDArray[np.int64], count: int) -> None:
     """Empty the table and enter nodes 0 to ``count``."""
     table[:] = 0
@@ -288,7 +282,7 @@ def refill_table(table: NDArray[np.int64], nodes: NDArray[np.int64], count: int)
         table[slot] = (nodes[local] + 1) << LOCAL_BITS | local
 
 
-@njit(nogil=True, cache=True)
+@njit
 def insert_seeds(table: NDArray[np.int64], nodes: NDArray[np.int64], num_nodes: int) -> int:
     """Enter the seeds in an empty table; return the place of one at fault, or -1."""
     mask = table.shape[0] - 1
@@ -305,7 +299,7 @@ def insert_seeds(table: NDArray[np.int64], nodes: NDArray[np.int64], num_nodes: 
     return -1
 
 
-@njit(nogil=True, cache=True)
+@njit
 def number_sources(  # noqa: PLR0913, PLR0917 - a kernel takes its arrays one by one
     indices: NDArray[Any],
     positions: NDArray[np.int64],
