@@ -1,3 +1,36 @@
 """What goes where: cache contents, disk layout, cost and space."""
 
-__all__: list[str] = []
+from __future__ import annotations
+
+from fivefold.gnn.planning._budgets import Budgets, FeatureInfo
+from fivefold.gnn.planning._layout import Layout, SegmentLayout, segment_layout
+from fivefold.gnn.planning._make import make_plan
+from fivefold.gnn.planning._packing_cost import packing_ways
+from fivefold.gnn.planning._pages import PAGE_BYTES, extent_pages, read_costs, runs_of
+from fivefold.gnn.planning._plan import Plan, Policy
+from fivefold.gnn.planning._prediction import PackingCost, Prediction, SegmentCost
+from fivefold.gnn.planning._schedule import CacheSchedule
+from fivefold.gnn.planning._sources import BatchList, DiskCost, SampleSource
+
+__all__ = [
+    "PAGE_BYTES",
+    "BatchList",
+    "Budgets",
+    "CacheSchedule",
+    "DiskCost",
+    "FeatureInfo",
+    "Layout",
+    "PackingCost",
+    "Plan",
+    "Policy",
+    "Prediction",
+    "SampleSource",
+    "SegmentCost",
+    "SegmentLayout",
+    "extent_pages",
+    "make_plan",
+    "packing_ways",
+    "read_costs",
+    "runs_of",
+    "segment_layout",
+]

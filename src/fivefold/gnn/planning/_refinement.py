@@ -1,0 +1,186 @@
+"""Order of a segment's rows by refinement: every batch splits each group of equal rows in two.
+
+Rows that the same batches need form a group. Batch after batch, each group is split into the rows
+that the batch needs and the rows that it does not, side by side. Groups of equal membership stay
+together whatever the number of batches, so no mask of a fixed width is needed, and the runs of a
+batch are never cut by a later one. On which side the needed part goes decides how many runs the
+batch has:
+
+* ``gray``: by the Gray-code rank of the membership mask whose most significant bit is the first
+  batch. Appending a bit ``b`` to a mask of rank ``r`` gives rank ``2 r + ((r & 1) ^ b)``: the
+  needed part comes second in a group of even rank and first in one of odd rank, so that a group
+  has to remember one bit.
+* ``folded``: beside the needed rows of the group before, if that one ends in needed rows, else at
+  the group's end, where the next group can join. No other choice for this batch has fewer runs.
+  It is the Gray code over the masks that occur; where all masks occur the two are the same.
+
+U: rows of the segment (its distinct ids, ascending). It knows nothing of pages or bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from fivefold.gnn.planning._compiler import njit
+from fivefold.gnn.planning._sources import Array, Ids
+
+__all__ = ["Refinement", "locate", "union_of"]
+
+
+class Refinement:
+    """Groups of rows, split by one batch after another.
+
+    Args:
+        num_rows: Distinct rows of the segment.
+        folded: Whether sides are chosen by the group before; else by Gray-code rank.
+    """
+
+    def __init__(self, num_rows: int, *, folded: bool = False) -> None:
+        self._folded = folded
+        self._labels = np.zeros(num_rows, np.int32)  # group of each row, numbered in order
+        self._sizes = np.full(1 if num_rows else 0, num_rows, np.int64)
+        self._odd = np.zeros(len(self._sizes), np.bool_)
+        self._needed = np.zeros(num_rows, np.bool_)
+        self._unseen = num_rows  # rows that no batch has needed yet: the first group
+
+    @property
+    def num_groups(self) -> int:
+        """Groups so far, that of the rows which no batch has needed yet included."""
+        return len(self._sizes)
+
+    @property
+    def num_seen(self) -> int:
+        """Rows that some batch has needed."""
+        return len(self._labels) - self._unseen
+
+    def split(self, members: Array) -> tuple[Ids, Ids]:
+        """Split all groups by a batch.
+
+        Args:
+            members: Numbers of the rows that the batch needs.
+
+        Returns:
+            Starts and counts of the batch's runs among the rows seen so far. A row that is first
+            needed later goes before all of them, so later batches shift all runs alike.
+        """
+        inside = np.zeros(len(self._sizes), np.int64)
+        _count(members, self._labels, self._needed, inside)
+        if self._unseen:
+            self._unseen -= int(inside[0])
+        sizes, odd, hit, with_label, without_label = _split(
+            self._sizes, self._odd, inside, self._folded
+        )
+        _relabel(self._labels, self._needed, with_label, without_label)
+        self._sizes, self._odd = sizes, odd
+        starts, counts = _runs(sizes, hit, self._unseen)
+        return starts, counts
+
+    def positions(self) -> Array:
+        """Place of every row in the order, int32 [U]; rows of one group stay ascending."""
+        places = np.empty(len(self._labels), np.int32)
+        _place(self._labels, self._sizes, places)
+        return places
+
+
+def union_of(cold_ids: Sequence[Ids]) -> Ids:
+    """The distinct ids of several ascending lists, ascending."""
+    if not cold_ids:
+        return np.empty(0, np.int64)
+    together = np.concatenate(cold_ids)
+    together.sort()
+    return together[: _unique(together)].copy()
+
+
+def locate(ids: Ids, union: Ids) -> Array:
+    """Place of each of the ascending ``ids`` in the ascending ``union`` that holds them, int32."""
+    places = np.empty(len(ids), np.int32)
+    _locate(ids, union, places)
+    return places
+
+
+@njit
+def _count(members: Any, labels: Any, needed: Any, inside: Any) -> Any:
+    for member in members:
+        needed[member] = True
+        inside[labels[member]] += 1
+
+
+@njit
+def _split(sizes: Any, odd: Any, inside: Any, folded: Any) -> Any:
+    """New groups in order: sizes, parity of rank, hit or not; and the new label of both parts."""
+    number = sizes.shape[0]
+    new_sizes, new_odd = np.empty(2 * number, np.int64), np.empty(2 * number, np.bool_)
+    hit = np.empty(2 * number, np.bool_)
+    with_label, without_label = np.zeros(number, np.int32), np.zeros(number, np.int32)
+    count, joins = 0, False  # joins: the rows before are needed ones
+    for group in range(number):
+        needed_first = joins if folded else odd[group]
+        for second in range(2):
+            needed = needed_first != (second == 1)
+            size = inside[group] if needed else sizes[group] - inside[group]
+            if not size:
+                continue
+            if needed:
+                with_label[group] = count
+            else:
+                without_label[group] = count
+            new_sizes[count], new_odd[count], hit[count] = size, second == 1, needed
+            joins = needed
+            count += 1
+    return new_sizes[:count].copy(), new_odd[:count].copy(), hit[:count], with_label, without_label
+
+
+@njit
+def _relabel(labels: Any, needed: Any, with_label: Any, without_label: Any) -> Any:
+    for row in range(labels.shape[0]):
+        label = labels[row]
+        labels[row] = with_label[label] if needed[row] else without_label[label]
+        needed[row] = False
+
+
+@njit
+def _runs(sizes: Any, hit: Any, unseen: Any) -> Any:
+    starts, counts = np.empty(sizes.shape[0], np.int64), np.empty(sizes.shape[0], np.int64)
+    number, place, joins = 0, -unseen, False
+    for group in range(sizes.shape[0]):
+        if hit[group]:
+            if joins:
+                counts[number - 1] += sizes[group]
+            else:
+                starts[number], counts[number] = place, sizes[group]
+                number += 1
+        joins = hit[group]
+        place += sizes[group]
+    return starts[:number].copy(), counts[:number].copy()
+
+
+@njit
+def _place(labels: Any, sizes: Any, places: Any) -> Any:
+    following = np.zeros(sizes.shape[0] + 1, np.int64)
+    for group in range(sizes.shape[0]):
+        following[group + 1] = following[group] + sizes[group]
+    for row in range(labels.shape[0]):
+        places[row] = following[labels[row]]
+        following[labels[row]] += 1
+
+
+@njit
+def _unique(ascending: Any) -> Any:
+    number = 0
+    for place in range(ascending.shape[0]):
+        if not number or ascending[place] != ascending[number - 1]:
+            ascending[number] = ascending[place]
+            number += 1
+    return number
+
+
+@njit
+def _locate(ids: Any, union: Any, places: Any) -> Any:
+    place = 0
+    for i in range(ids.shape[0]):
+        while union[place] < ids[i]:
+            place += 1
+        places[i] = place
