@@ -7,7 +7,19 @@ under another name and put in place whole. Engines read runs of rows into their 
 from fivefold.gnn.storage._buffers import aligned_empty
 from fivefold.gnn.storage._container import Container
 from fivefold.gnn.storage._format import Section
+from fivefold.gnn.storage._gather import gather_rows
+from fivefold.gnn.storage._reader import RowReader
+from fivefold.gnn.storage._statistics import ReadStatistics
 from fivefold.gnn.storage._writer import ContainerWriter
 from fivefold.gnn.storage._xxhash import xxh64
 
-__all__ = ["Container", "ContainerWriter", "Section", "aligned_empty", "xxh64"]
+__all__ = [
+    "Container",
+    "ContainerWriter",
+    "ReadStatistics",
+    "RowReader",
+    "Section",
+    "aligned_empty",
+    "gather_rows",
+    "xxh64",
+]

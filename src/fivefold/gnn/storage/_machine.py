@@ -4,7 +4,6 @@ Kernels take plain addresses (``int64``), so that one compilation serves every d
 arrays and memory maps alike. The caller keeps the arrays alive and has checked the bounds.
 Memory order is stated at every shared word, so the kernels are right on x86 and on arm64.
 
-This is the one module of the room through which numba is imported.
 """
 
 # ruff: noqa: ARG001 - numba reads the parameters' names and types from the signature
@@ -12,15 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fivefold.errors import UnsupportedError
-
-try:
-    from numba import carray, njit, types
-    from numba.core import cgutils
-    from numba.extending import intrinsic
-except ImportError as _missing:  # pragma: no cover - the extra is installed in development
-    _message = "fivefold.gnn needs numba, which is not installed"
-    raise UnsupportedError(_message, hint="run: pip install 'fivefold[gnn]'") from _missing
+from fivefold.gnn._compiler import njit, numba
 
 __all__ = [
     "atomic_add",
@@ -39,7 +30,11 @@ __all__ = [
     "zero_bytes",
 ]
 
-compiled: Any = njit(nogil=True, cache=True, error_model="numpy")
+compiled: Any = njit
+types: Any = numba.types
+carray: Any = numba.carray
+cgutils: Any = numba.core.cgutils  # numba's own helpers for writing LLVM instructions
+intrinsic: Any = numba.extending.intrinsic
 
 #: ``ssize_t pread(int, void *, size_t, off_t)``; the address is passed as a number.
 pread: Any = types.ExternalFunction(

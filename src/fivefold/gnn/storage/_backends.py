@@ -1,0 +1,235 @@
+"""The ways to get pages from a file, behind one interface.
+
+* ``threads``: compiled ``pread`` loops that do not hold the interpreter's lock; works everywhere.
+* ``io_uring``: one ring per worker with many requests in flight, where the kernel permits it.
+* ``python``: ``os.preadv``, to compare with.
+* ``mmap``: through the page cache, for tests and for files that fit in memory.
+
+All check pages and copy rows with the same compiled code and take requests from one counter.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.errors import StorageError, UnsupportedError
+from fivefold.gnn.storage._buffers import aligned_empty
+from fivefold.gnn.storage._errors import storage_error
+from fivefold.gnn.storage._files import read_into
+from fivefold.gnn.storage._kernels import (
+    DAMAGED,
+    DONE,
+    STOPPED,
+    read_share,
+    serve_share,
+)
+from fivefold.gnn.storage._plan_runs import Requests, deliver
+from fivefold.gnn.storage._xxhash import PAGE_BYTES
+
+__all__ = ["Backend", "Files", "Job", "MapBackend", "PythonBackend", "ThreadsBackend", "open_files"]
+
+
+class Job(NamedTuple):
+    """What the workers of one call share.
+
+    Attributes:
+        requests: What to read.
+        out: Address of the output.
+        checksums: Of the file's pages; empty where nothing is to be checked.
+        file_id: Their seed.
+        shared: Two int64: the next request, and a word that is not 0 when all shall stop.
+        status: Per worker: code, error number, offset or page.
+    """
+
+    requests: Requests
+    out: int
+    checksums: NDArray[np.uint32]
+    file_id: np.uint64
+    shared: NDArray[np.int64]
+    status: NDArray[np.int64]
+
+
+class Files(NamedTuple):
+    """The descriptors of one reader.
+
+    Attributes:
+        path: For messages.
+        direct: Reads past the page cache where the file system can; else equal to ``plain``.
+        plain: Reads through the page cache.
+        is_direct: Whether the two differ.
+        why: How that came about.
+    """
+
+    path: Path
+    direct: int
+    plain: int
+    is_direct: bool
+    why: str
+
+    def close(self) -> None:
+        """Close both."""
+        os.close(self.plain)
+        if self.is_direct:
+            os.close(self.direct)
+
+
+def open_files(path: Path, descriptor: int, *, direct: bool | None) -> Files:
+    """Open an open file again, for reading past the page cache if that works.
+
+    Args:
+        path: For messages.
+        descriptor: The open file. Its path may name another file by now.
+        direct: True insists, False forbids, None takes what there is.
+
+    Returns:
+        The descriptors.
+
+    Raises:
+        StorageError: The file cannot be opened again.
+        UnsupportedError: ``direct`` is True and the file system cannot.
+    """
+    same = f"/proc/self/fd/{descriptor}"
+    try:
+        plain = os.open(same, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise storage_error(error.errno or 0, path, "opening") from error
+    if direct is False:
+        return Files(path, plain, plain, is_direct=False, why="direct I/O was not wanted")
+    flag = getattr(os, "O_DIRECT", 0)
+    other = -1
+    try:
+        other = os.open(same, os.O_RDONLY | os.O_CLOEXEC | flag)
+        page = aligned_empty(PAGE_BYTES)
+        os.preadv(other, [page.data], 0)
+    except OSError as error:
+        if other >= 0:
+            os.close(other)
+        if direct:
+            os.close(plain)
+            raise UnsupportedError(
+                f"the file system of {path} has no direct I/O ({error.strerror})",
+                hint="use direct=None to read through the page cache",
+            ) from error
+        why = f"the file system has no direct I/O ({error.strerror})"
+        return Files(path, plain, plain, is_direct=False, why=why)
+    return Files(path, other, plain, is_direct=True, why="the file system has direct I/O")
+
+
+class Backend(Protocol):
+    """One way to get pages."""
+
+    name: str
+
+    def share(self, worker: int, job: Job) -> None:
+        """Do requests of a job until none is left; called by several workers at once."""
+
+    def close(self) -> None:
+        """Release what it holds, the descriptors excepted."""
+
+
+class ThreadsBackend:
+    """Compiled ``pread`` into a small buffer per worker."""
+
+    name = "threads"
+
+    def __init__(self, files: Files, *, workers: int, block_bytes: int) -> None:
+        self._files = files
+        self._buffers = [aligned_empty(block_bytes) for _ in range(workers)]
+
+    def share(self, worker: int, job: Job) -> None:
+        """Do requests of a job until none is left."""
+        read_share(
+            self._files.direct,
+            self._files.plain,
+            self._buffers[worker].ctypes.data,
+            job.requests,
+            job.out,
+            job.checksums,
+            job.file_id,
+            job.shared.ctypes.data,
+            job.status[worker],
+        )
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+class PythonBackend:
+    """``os.preadv`` into a small buffer per worker."""
+
+    name = "python"
+
+    def __init__(self, files: Files, *, workers: int, block_bytes: int) -> None:
+        self._files = files
+        self._buffers = [aligned_empty(block_bytes) for _ in range(workers)]
+
+    def share(self, worker: int, job: Job) -> None:
+        """Do requests of a job until none is left."""
+        status, buffer = job.status[worker], self._buffers[worker]
+        status[0] = DONE
+        for request in range(worker, len(job.requests.first_pages), len(job.status)):
+            if job.shared[1]:
+                status[0] = STOPPED
+                return
+            pages = buffer[: job.requests.num_pages[request] * PAGE_BYTES]
+            try:
+                self._read(pages, int(job.requests.first_pages[request]) * PAGE_BYTES)
+            except StorageError:
+                job.shared[1] = 1
+                raise
+            page = deliver(
+                buffer.ctypes.data, request, job.requests, job.out, job.checksums, job.file_id
+            )
+            if page >= 0:
+                status[0], status[2] = DAMAGED, page
+                job.shared[1] = 1
+                return
+
+    def _read(self, pages: NDArray[np.uint8], offset: int) -> None:
+        done = 0
+        if self._files.is_direct:
+            try:
+                done = os.preadv(self._files.direct, [pages.data], offset)
+            except OSError as error:
+                number, action = error.errno or 0, f"reading {len(pages)} bytes"
+                raise storage_error(number, self._files.path, action, offset=offset) from error
+        # The rest of a short read may begin anywhere, which direct reads do not like.
+        read_into(self._files.plain, pages[done:], offset + done, self._files.path)
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+class MapBackend:
+    """The mapped file: no requests are made, the system pages in what is touched."""
+
+    name = "mmap"
+
+    def __init__(self, files: Files, *, file_bytes: int) -> None:
+        self._map = mmap.mmap(files.plain, file_bytes, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED)
+        # Without this each fault would read megabytes around it.
+        self._map.madvise(mmap.MADV_RANDOM)
+        self._bytes = np.frombuffer(self._map, np.uint8)
+
+    def share(self, worker: int, job: Job) -> None:
+        """Do requests of a job until none is left."""
+        serve_share(
+            self._bytes.ctypes.data,
+            job.requests,
+            job.out,
+            job.checksums,
+            job.file_id,
+            job.shared.ctypes.data,
+            job.status[worker],
+        )
+
+    def close(self) -> None:
+        """Unmap the file."""
+        del self._bytes
+        self._map.close()

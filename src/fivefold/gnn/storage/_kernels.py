@@ -1,0 +1,132 @@
+"""The compiled inner loops of the readers: whole reads by ``pread``, and reads from a map.
+
+Several workers run one of these at a time over one list of requests. They take the next request
+by an atomic counter, so that none waits for a slow one, and look at a stop word in between.
+A worker ends with a status: a code, the error number and the place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fivefold.gnn.storage._machine import atomic_add, compiled, pread, read_errno
+from fivefold.gnn.storage._plan_runs import deliver
+from fivefold.gnn.storage._xxhash import PAGE_BYTES
+
+__all__ = [
+    "DAMAGED",
+    "DONE",
+    "ENDED",
+    "FAILED",
+    "STOPPED",
+    "deliver_checked",
+    "halt",
+    "read_share",
+    "read_whole",
+    "serve_share",
+    "stopped",
+]
+
+#: Codes: all well; a system call failed; the file ended; a page is damaged; told to stop.
+DONE, FAILED, ENDED, DAMAGED, STOPPED = 0, 1, 2, 3, 4
+_EINTR, _EAGAIN = 4, 11
+
+
+@compiled
+def read_whole(direct: Any, plain: Any, address: Any, count: Any, offset: Any, status: Any) -> Any:
+    """Read ``count`` bytes, however many calls it takes; False with the status set on failure.
+
+    Direct reads need aligned places. Where a short one ended elsewhere, the rest is read through
+    the other descriptor, which goes through the page cache.
+    """
+    done = np.int64(0)
+    while done < count:
+        descriptor = direct if done % PAGE_BYTES == 0 else plain
+        got = pread(descriptor, address + done, np.uint64(count - done), offset + done)
+        if got > 0:
+            done += got
+            continue
+        number = read_errno() if got < 0 else 0
+        if got < 0 and (number in (_EINTR, _EAGAIN)):
+            continue
+        status[0] = FAILED if got < 0 else ENDED
+        status[1], status[2] = number, offset + done
+        return False
+    return True
+
+
+@compiled
+def stopped(shared: Any) -> Any:
+    """Whether another worker has failed, or the reader is being closed."""
+    return atomic_add(shared + 8, np.int64(0)) != 0
+
+
+@compiled
+def halt(shared: Any) -> None:
+    """Tell all workers to stop."""
+    atomic_add(shared + 8, np.int64(1))
+
+
+@compiled
+def deliver_checked(
+    buffer: Any, request: Any, requests: Any, out: Any, checksums: Any, file_id: Any, status: Any
+) -> Any:
+    """Check and copy one request; False with the status set if a page is damaged."""
+    page = deliver(buffer, request, requests, out, checksums, file_id)
+    if page < 0:
+        return True
+    status[0], status[2] = DAMAGED, page
+    return False
+
+
+@compiled
+def read_share(  # noqa: PLR0913, PLR0917 - numba takes no keyword-only parameters
+    direct: Any,
+    plain: Any,
+    buffer: Any,
+    requests: Any,
+    out: Any,
+    checksums: Any,
+    file_id: Any,
+    shared: Any,
+    status: Any,
+) -> None:
+    """One worker of the threads back end: read, check, copy, until nothing is left."""
+    status[0] = DONE
+    total = len(requests.first_pages)
+    while True:
+        request = atomic_add(shared, np.int64(1))
+        if request >= total:
+            return
+        if stopped(shared):
+            status[0] = STOPPED
+            return
+        count = requests.num_pages[request] * PAGE_BYTES
+        offset = requests.first_pages[request] * PAGE_BYTES
+        if not read_whole(direct, plain, buffer, count, offset, status) or not deliver_checked(
+            buffer, request, requests, out, checksums, file_id, status
+        ):
+            halt(shared)
+            return
+
+
+@compiled
+def serve_share(
+    base: Any, requests: Any, out: Any, checksums: Any, file_id: Any, shared: Any, status: Any
+) -> None:
+    """One worker of the map back end: check and copy straight from the mapped file."""
+    status[0] = DONE
+    total = len(requests.first_pages)
+    while True:
+        request = atomic_add(shared, np.int64(1))
+        if request >= total:
+            return
+        if stopped(shared):
+            status[0] = STOPPED
+            return
+        buffer = base + requests.first_pages[request] * PAGE_BYTES
+        if not deliver_checked(buffer, request, requests, out, checksums, file_id, status):
+            halt(shared)
+            return

@@ -1,0 +1,99 @@
+"""A few threads that stay: one call runs one function on several of them and on the caller's.
+
+The caller takes part as worker 0. Threads are started when first needed, and again in the child
+of a fork, where they are gone. They hold no reference to who uses them, so a forgotten reader
+ends its threads when it is collected.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from queue import SimpleQueue
+
+__all__ = ["Workers"]
+
+_Task = tuple[Callable[[int], None], int, "_Round"]
+
+
+class _Round:
+    """One call: counts the workers that have finished and keeps the first exception."""
+
+    def __init__(self, count: int) -> None:
+        self._left = count
+        self._lock = threading.Lock()
+        self._finished = threading.Event()
+        self.error: BaseException | None = None
+        if count == 0:
+            self._finished.set()
+
+    def finish(self, error: BaseException | None) -> None:
+        with self._lock:
+            self.error = self.error or error
+            self._left -= 1
+            if self._left == 0:
+                self._finished.set()
+
+    def wait(self) -> None:
+        self._finished.wait()
+
+
+def _serve(tasks: SimpleQueue[_Task | None]) -> None:
+    while (task := tasks.get()) is not None:
+        function, number, round_ = task
+        error: BaseException | None = None
+        try:
+            function(number)
+        except BaseException as caught:  # noqa: BLE001 - it goes to the caller
+            error = caught
+        del task, function
+        round_.finish(error)
+
+
+def _end(tasks: SimpleQueue[_Task | None], count: list[int]) -> None:
+    for _ in range(count[0]):
+        tasks.put(None)
+
+
+class Workers:
+    """Threads that run one function at a time, each with its own number."""
+
+    def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
+        self._process = os.getpid()
+        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self._started = [0]
+        self._finalizer = weakref.finalize(self, _end, self._tasks, self._started)
+
+    def run(self, function: Callable[[int], None], count: int) -> None:
+        """Call ``function(i)`` for i below ``count`` at the same time; wait for all.
+
+        An exception of any of them is raised here, after all have ended.
+        """
+        if self._process != os.getpid():
+            self._finalizer.detach()
+            self._reset()
+        while self._started[0] < count - 1:
+            thread = threading.Thread(
+                target=_serve, args=(self._tasks,), name="fivefold-reader", daemon=True
+            )
+            thread.start()
+            self._started[0] += 1
+        round_ = _Round(count - 1)
+        for number in range(1, count):
+            self._tasks.put((function, number, round_))
+        try:
+            function(0)
+        finally:
+            round_.wait()
+        if round_.error is not None:
+            raise round_.error
+
+    def close(self) -> None:
+        """End the threads."""
+        self._finalizer()
+        self._started = [0]
