@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         config_to_toml,
         load_config,
     )
+    from fivefold.gnn.training._inference import InferenceResult, LayerReport, infer_layers
     from fivefold.gnn.training._models import GAT, GCN, GraphSAGE, LayeredModel, make_model
 
 __all__ = [
@@ -32,6 +33,8 @@ __all__ = [
     "DataConfig",
     "GnnConfig",
     "GraphSAGE",
+    "InferenceResult",
+    "LayerReport",
     "LayeredModel",
     "LoaderConfig",
     "ModelConfig",
@@ -41,11 +44,13 @@ __all__ = [
     "SamplingConfig",
     "ValidationConfig",
     "config_to_toml",
+    "infer_layers",
     "load_config",
     "make_model",
 ]
 
 _HOMES = {
+    "_inference": ("InferenceResult", "LayerReport", "infer_layers"),
     "_models": ("GAT", "GCN", "GraphSAGE", "LayeredModel", "make_model"),
     "_config": (
         "BudgetsConfig",

@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from fivefold.errors import ConfigurationError
 from fivefold.gnn.training._section import (
+    Backend,
     Bytes,
     Count,
     Fanouts,
@@ -160,7 +161,7 @@ class LoaderConfig(Section):
         'blocks'
     """
 
-    backend: Literal["auto", "threads", "io_uring", "python", "mmap"] = "auto"
+    backend: Backend = "auto"
     """how the disk is read"""
     threads: Count = 0
     """reading threads; 0 for the loader's own choice"""

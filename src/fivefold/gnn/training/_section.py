@@ -6,7 +6,7 @@ This module knows nothing of what the keys mean.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -14,6 +14,7 @@ from fivefold.errors import ConfigurationError
 from fivefold.units import parse_bytes, parse_duration_s
 
 __all__ = [
+    "Backend",
     "Bytes",
     "Count",
     "Fanouts",
@@ -56,6 +57,7 @@ def _fanouts(value: Any) -> Any:
     return value
 
 
+Backend = Literal["auto", "threads", "io_uring", "python", "mmap"]
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]

@@ -1,0 +1,110 @@
+"""A run's text files: whole or not at all, and metrics as lines that are only appended."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from fivefold.errors import CheckpointError
+
+__all__ = ["MetricsWriter", "write_json", "write_text"]
+
+
+class MetricsWriter:
+    """Appends events to ``metrics.jsonl``.
+
+    A resumed run first drops the lines of steps that it will do again.
+
+    Args:
+        path: The file.
+        resumed_step: Step that the run begins from; None empties the file.
+
+    Raises:
+        CheckpointError: The folder cannot be written.
+    """
+
+    def __init__(self, path: Path, *, resumed_step: int | None) -> None:
+        kept = [] if resumed_step is None else _lines_until(path, resumed_step)
+        write_text(path, "".join(kept))
+        self._path = path
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, event: str, *, step: int, **values: Any) -> None:
+        """Append one event and hand it to the operating system.
+
+        Raises:
+            CheckpointError: The disk is full.
+        """
+        record = {"event": event, "step": step, **values}
+        try:
+            self._file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise _cannot_write(self._path, error) from error
+
+    def close(self) -> None:
+        """Close the file; what a full disk refused is dropped."""
+        try:
+            self._file.close()
+        except OSError as error:
+            raise _cannot_write(self._path, error) from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all.
+
+    Raises:
+        CheckpointError: The folder cannot be written.
+    """
+    partial = path.with_name(path.name + ".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(path)
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+
+
+def write_json(path: Path, record: dict[str, Any]) -> None:
+    """Write a JSON file whole or not at all; numbers that are not finite become null.
+
+    Raises:
+        CheckpointError: The folder cannot be written.
+    """
+    write_text(path, json.dumps(_finite(record), indent=1, allow_nan=False) + "\n")
+
+
+def _cannot_write(path: Path, error: OSError) -> CheckpointError:
+    message = f"cannot write {path}: {error.strerror or error}"
+    hint = "free space or choose another run.output, then run the same command again"
+    return CheckpointError(message, hint=hint)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _lines_until(path: Path, step: int) -> list[str]:
+    if not path.exists():
+        return []
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            record = json.loads(line)
+        except ValueError:  # the line during which the run was killed
+            continue
+        if record["step"] <= step:
+            kept.append(line)
+    return kept

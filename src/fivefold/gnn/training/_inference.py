@@ -1,0 +1,398 @@
+"""Full-graph inference, layer by layer, with features and layer outputs on disk.
+
+Every node's output is computed from all of its in-neighbours, as in one forward pass over the
+whole graph, but never with more than a budget of rows in memory. A layer goes over ranges of
+targets; each range keeps running sums while the rows of its in-neighbours stream by once, sorted
+and each read once per range. Outputs of a layer are a container that the next layer reads.
+A range that is done is marked on disk: a killed run goes on from there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fivefold.errors import ConfigurationError, DataError
+from fivefold.gnn.data import Dataset
+from fivefold.gnn.sampling import Topology
+from fivefold.gnn.storage import Container, ContainerWriter, ReadStatistics
+from fivefold.gnn.training._inference_kernels import fill_keys
+from fivefold.gnn.training._inference_layers import Aggregate, LayerParts, take_apart
+from fivefold.gnn.training._inference_plan import (
+    PAGE_BYTES,
+    Piece,
+    Reading,
+    Shares,
+    choose_reading,
+    ranges,
+    share_memory,
+)
+from fivefold.gnn.training._inference_rows import RowStream
+from fivefold.gnn.training._models import LayeredModel
+from fivefold.gnn.training._section import Backend
+from fivefold.units import format_bytes, format_duration_s
+
+if TYPE_CHECKING:
+    from fivefold.gnn.storage import DiskProfile
+
+__all__ = ["InferenceResult", "LayerReport", "infer_layers"]
+
+_LOG = logging.getLogger(__name__)
+_KIND = "embeddings"
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerReport:
+    """What one layer took.
+
+    Args:
+        layer: Number of the layer, from 1.
+        ranges: Ranges of targets in this run; 0 where the layer was done before.
+        gathered: Pieces whose rows were gathered page by page.
+        swept: Pieces whose rows were read in one sequential pass.
+        bytes_read: Bytes read from the layer's input.
+        bytes_used: Bytes of rows that were needed.
+        requests: Requests to the disk.
+        seconds: Time of the layer.
+
+    Example:
+        >>> zeros = dict.fromkeys(("gathered", "bytes_read", "bytes_used", "requests"), 0)
+        >>> LayerReport(layer=1, ranges=3, swept=3, seconds=1.0, **zeros).line()
+        'layer 1: 3 ranges of targets, by sequential passes; read 0 B in 1 s'
+    """
+
+    layer: int
+    ranges: int
+    gathered: int
+    swept: int
+    bytes_read: int
+    bytes_used: int
+    requests: int
+    seconds: float
+
+    def line(self) -> str:
+        """One line for people."""
+        if not self.ranges:
+            return f"layer {self.layer}: was done before"
+        ways = {"by sequential passes": self.swept, "by gathering": self.gathered}
+        used = [f"{count} {way}" for way, count in ways.items() if count]
+        way = used[0].partition(" ")[2] if len(used) == 1 else ", ".join(used)
+        return (
+            f"layer {self.layer}: {self.ranges} ranges of targets, {way or 'no edges'}; read "
+            f"{format_bytes(self.bytes_read)} in {format_duration_s(self.seconds)}"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InferenceResult:
+    """Where the outputs are, and what they took.
+
+    Args:
+        path: Container of kind "embeddings" with section "x", float32 [nodes, classes].
+        layers: What each layer took.
+
+    Example:
+        >>> InferenceResult(path=Path("out/output.fvf"), layers=()).explain()
+        ''
+    """
+
+    path: Path
+    layers: tuple[LayerReport, ...]
+
+    def explain(self) -> str:
+        """A line per layer."""
+        return "\n".join(layer.line() for layer in self.layers)
+
+
+def infer_layers(  # noqa: PLR0913 - independent options, each with a default
+    model: LayeredModel,
+    dataset: Dataset,
+    folder: str | Path,
+    *,
+    memory_bytes: int = 1_000_000_000,
+    mapped: bool = False,
+    keep_layers: bool = False,
+    profile: DiskProfile | None = None,
+    backend: Backend = "auto",
+    progress: Callable[[int, int], None] | None = None,
+) -> InferenceResult:
+    """Outputs of all nodes from all of their in-neighbours, out of core.
+
+    The result equals ``model(x, edge_index)`` over the whole graph in evaluation mode, to the
+    rounding of float32 sums in another order.
+
+    Args:
+        model: GraphSAGE, GCN or GAT; used as if in evaluation mode, on the CPU.
+        dataset: Graph and features.
+        folder: Where the layers' outputs go; the same call resumes what is unfinished there.
+        memory_bytes: Budget of rows, sums, edges and buffers; topology and model are not in it.
+        mapped: Leave the topology on disk and map it.
+        keep_layers: Keep the hidden layers' outputs; otherwise each goes when the next is done.
+        profile: The disk; None probes it.
+        backend: Reading engine.
+        progress: Called with targets done and targets in all, over all layers.
+
+    Returns:
+        Path and reports.
+
+    Raises:
+        ConfigurationError: The model does not fit the features.
+        DataError: The folder holds the layers of another model or graph, or a file is damaged.
+        InfeasibleError: The budget holds not even one row.
+        StorageError: The disk is full or refuses; the same call goes on afterwards.
+        UnsupportedError: The model is of another kind.
+
+    Example:
+        >>> import tempfile
+        >>> from fivefold.gnn.data import generate_graph
+        >>> from fivefold.gnn.training import GraphSAGE
+        >>> folder = tempfile.mkdtemp()
+        >>> with generate_graph(f"{folder}/graph", nodes=50, dim=4, seed=0) as dataset:
+        ...     result = infer_layers(GraphSAGE(4, 8, 3), dataset, f"{folder}/out")
+        >>> with Container.open(result.path) as outputs:
+        ...     outputs.sections["x"].shape
+        (50, 3)
+    """
+    if model.in_dim != dataset.dim:
+        message = f"the model takes rows of {model.in_dim}, the features have {dataset.dim}"
+        raise ConfigurationError(message, hint="use the model that was trained on this data set")
+    folder = Path(folder)
+    topology = dataset.topology(mapped=mapped)
+    if profile is None:
+        from fivefold.gnn.storage import probe_disk
+
+        profile = probe_disk(folder)
+    run = _Run(
+        topology=topology,
+        profile=profile,
+        memory_bytes=memory_bytes,
+        backend=backend,
+        progress=progress or _no_progress,
+        num_layers=model.num_layers,
+    )
+    files = _LayerFiles(folder, num_layers=model.num_layers, model=_identity(model, dataset))
+    done, source = files.newest(dataset.features)
+    reports = [_done_before(number) for number in range(1, done + 1)]
+    for number, parts in list(enumerate(take_apart(model), start=1))[done:]:
+        report, made = run.layer(number, parts, source, files=files)
+        reports.append(report)
+        _LOG.info("%s", report.line())
+        if source is not dataset.features:
+            source.close()
+            if not keep_layers:
+                source.path.unlink()
+        source = made
+    source.close()
+    return InferenceResult(path=source.path, layers=tuple(reports))
+
+
+@dataclasses.dataclass(frozen=True)
+class _LayerFiles:
+    """Where the outputs of the layers are, and what they are of."""
+
+    folder: Path
+    num_layers: int
+    model: str
+
+    def path(self, number: int) -> Path:
+        last = number == self.num_layers
+        return self.folder / ("output.fvf" if last else f"layer-{number:02d}.fvf")
+
+    def attributes(self, number: int) -> dict[str, Any]:
+        return {"model": self.model, "layer": number}
+
+    def newest(self, features: Container) -> tuple[int, Container]:
+        """The last layer that is complete, and its outputs; (0, the features) where none is."""
+        for number in range(self.num_layers, 0, -1):
+            path = self.path(number)
+            if not path.exists():
+                continue
+            container = Container.open(path, kind=_KIND)
+            if container.attributes != self.attributes(number):
+                container.close()
+                message = f"{path} was made by another model or from another graph"
+                raise DataError(message, hint="choose another folder, or delete that one")
+            return number, container
+        return 0, features
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Run:
+    """What the layers share."""
+
+    topology: Topology
+    profile: DiskProfile
+    memory_bytes: int
+    backend: Backend
+    progress: Callable[[int, int], None]
+    num_layers: int
+
+    def layer(
+        self, number: int, parts: LayerParts, source: Container, *, files: _LayerFiles
+    ) -> tuple[LayerReport, Container]:
+        """Compute a layer, or what is missing of it."""
+        section = source.section("x")
+        shares = share_memory(
+            self.memory_bytes,
+            parts,
+            row_bytes=section.row_bytes,
+            num_nodes=self.topology.num_nodes,
+            num_edges=self.topology.num_edges,
+        )
+        shape = (self.topology.num_nodes, parts.out_dim)
+        gap_bytes = _profitable_gap_bytes(self.profile)
+        with ContainerWriter(
+            files.path(number),
+            kind=_KIND,
+            sections={"x": (np.float32, shape)},
+            attributes=files.attributes(number),
+            resume=True,
+        ) as writer:
+            stream = RowStream(source, shares, backend=self.backend, gap_bytes=gap_bytes)
+            try:
+                work = _LayerWork(self, parts, stream, writer, shares=shares, number=number)
+                report = work.run(section.row_bytes, gap_bytes)
+            finally:
+                stream.close()
+            return report, writer.commit()
+
+
+class _LayerWork:
+    """One layer: ranges of targets, their sums, their outputs."""
+
+    def __init__(
+        self,
+        run: _Run,
+        parts: LayerParts,
+        stream: RowStream,
+        writer: ContainerWriter,
+        *,
+        shares: Shares,
+        number: int,
+    ) -> None:
+        self.run_, self.parts, self.stream, self.writer = run, parts, stream, writer
+        self.number, self.shares = number, shares
+        self.aggregate = Aggregate.empty(shares.targets, parts)
+        self.keys = np.empty(shares.edges, np.int64)
+        self.shift = max(1, (shares.targets - 1).bit_length())
+        self.readings: list[Reading] = []
+
+    def run(self, row_bytes: int, gap_bytes: int) -> LayerReport:
+        started_s = time.perf_counter()
+        first = (self.writer.progress or {"next": 0})["next"]
+        count, nodes = 0, self.run_.topology.num_nodes
+        for piece in ranges(self.run_.topology.indptr, self.shares, first=first):
+            self._range(piece, row_bytes, gap_bytes)
+            self.writer.mark({"next": piece.stop})
+            count += 1
+            done = (self.number - 1) * nodes + piece.stop
+            self.run_.progress(done, self.run_.num_layers * nodes)
+        statistics: ReadStatistics = self.stream.statistics
+        return LayerReport(
+            layer=self.number,
+            ranges=count,
+            gathered=sum(reading.way == "gather" for reading in self.readings),
+            swept=sum(reading.way == "sweep" for reading in self.readings),
+            bytes_read=statistics.bytes_read,
+            bytes_used=statistics.bytes_used,
+            requests=statistics.requests,
+            seconds=time.perf_counter() - started_s,
+        )
+
+    def _range(self, piece: Piece, row_bytes: int, gap_bytes: int) -> None:
+        parts, aggregate = self.parts, self.aggregate.first(piece.stop - piece.first)
+        if parts.needs_own_at_start:
+            for place, own in self.stream.sequence(piece.first, piece.stop):
+                parts.begin(aggregate, place - piece.first, own)
+        for low in range(piece.low, piece.high, len(self.keys)):
+            keys = self._sorted_keys(piece.first, low, min(low + len(self.keys), piece.high))
+            if not len(keys):
+                continue
+            reading = choose_reading(
+                keys,
+                self.shift,
+                row_bytes=row_bytes,
+                profile=self.run_.profile,
+                gap_bytes=gap_bytes,
+            )
+            self.readings.append(reading)
+            for part, rows in self.stream.sources(keys, self.shift, reading):
+                parts.add(aggregate, part, self.shift, parts.messages(rows))
+        self._finish(piece, aggregate)
+
+    def _sorted_keys(self, first: int, low: int, high: int) -> Int64:
+        topology = self.run_.topology
+        # The kernel looks for the first edge's target from here on.
+        start = int(np.searchsorted(topology.indptr, low, side="right")) - 1
+        count = fill_keys(
+            topology.indptr,
+            topology.indices[low:high],
+            (first, start),
+            (low, high),
+            shift=self.shift,
+            drops_loops=self.parts.drops_loops,
+            keys=self.keys,
+        )
+        keys = self.keys[:count]
+        keys.sort()
+        return keys
+
+    def _finish(self, piece: Piece, aggregate: Aggregate) -> None:
+        if self.parts.needs_own_at_finish:
+            for place, own in self.stream.sequence(piece.first, piece.stop):
+                self._write(piece, aggregate, place, own)
+            return
+        for place in range(piece.first, piece.stop, self.shares.rows):
+            self._write(piece, aggregate, place, None)
+
+    def _write(self, piece: Piece, aggregate: Aggregate, place: int, own: Tensor | None) -> None:
+        stop = min(place + self.shares.rows, piece.stop)
+        places = slice(place - piece.first, stop - piece.first)
+        out = self.parts.finish(aggregate, places, own)
+        if self.number < self.run_.num_layers:
+            out = out.relu_()
+        self.writer.write("x", place, out.numpy())
+
+
+def _identity(model: LayeredModel, dataset: Dataset) -> str:
+    """Digest of whatever decides the outputs."""
+    digest = hashlib.sha256(f"{model.name} {dataset.fingerprint}".encode())
+    for name, value in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tuple(value.shape)}".encode())
+        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _done_before(number: int) -> LayerReport:
+    return LayerReport(
+        layer=number,
+        ranges=0,
+        gathered=0,
+        swept=0,
+        bytes_read=0,
+        bytes_used=0,
+        requests=0,
+        seconds=0.0,
+    )
+
+
+def _profitable_gap_bytes(profile: DiskProfile) -> int:
+    """The longest gap that costs less to read through than another request does."""
+    request_s = profile.seconds(2, 2 * PAGE_BYTES) - profile.seconds(1, 2 * PAGE_BYTES)
+    page_s = (profile.seconds(2, 66 * PAGE_BYTES) - profile.seconds(2, 2 * PAGE_BYTES)) / 64
+    return int(request_s / page_s) * PAGE_BYTES if page_s > 0 else 0
+
+
+def _no_progress(_done: int, _total: int) -> None:
+    """Show nothing."""
