@@ -1,0 +1,203 @@
+"""How packing moves the rows: windows, chunks and which of three ways is cheapest.
+
+Packing is one large permutation with repetition: row ``order[i]`` of the features becomes row i
+of the output. Three ways move the bytes; F are the features' bytes, R those of the output:
+
+- ``resident``: the features fit the memory; each is read once, the output is gathered in order.
+- ``passes``: a window of the output is held in memory and filled by one pass over the features;
+  as many passes as there are windows. Reads ``windows * F``, writes R, needs no scratch.
+- ``spill``: one pass over the features in ranges; the rows of a range go to the spill of the
+  bucket (a window of the output) that wants them, then each bucket is read and put in order.
+  Reads F + R, writes 2 R, needs R of scratch.
+
+The output is the packed rows followed by the two caches' rows; a window never crosses from one of
+these sections into the next. This module decides and does no I/O.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fivefold.errors import InfeasibleError
+from fivefold.units import format_bytes
+
+__all__ = ["Geometry", "Window", "choose_geometry", "cut_windows", "pages_of"]
+
+STRATEGIES = ("resident", "passes", "spill")
+PAGE_BYTES = 4096
+INDEX_BYTES_PER_ROW = 40  # numbers that routing keeps for each row of a window or a chunk
+_SMALLEST_MEMORY_BYTES = 1 << 20
+_LARGEST_CHUNK_BYTES = 32 << 20
+_RESIDENT_WINDOW_BYTES = 256 << 20  # how much is redone after a kill
+_LARGEST_RANGES = 65_535  # range numbers are sorted as 16-bit keys, which is a radix sort
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """Rows ``start`` to ``stop`` of one output section; ``first`` counts over all sections."""
+
+    section: str
+    start: int
+    stop: int
+    first: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, kw_only=True)
+class Geometry:
+    """The way chosen and its sizes, in rows; kept in the job file, so that a resumed run agrees.
+
+    Args:
+        strategy: "resident", "passes" or "spill".
+        source_rows: Rows of the features that are read at a time.
+        window_rows: Rows of the output that are put in order at a time.
+        chunk_rows: Rows that are written at a time.
+        seconds: Predicted time.
+        read_bytes: Bytes that will be read.
+        written_bytes: Bytes that will be written.
+        scratch_bytes: Largest space that the spill takes.
+    """
+
+    strategy: str
+    source_rows: int
+    window_rows: int
+    chunk_rows: int
+    seconds: float
+    read_bytes: int
+    written_bytes: int
+    scratch_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """A mapping of plain numbers and names."""
+        return asdict(self)
+
+
+def choose_geometry(  # noqa: PLR0913 - facts of the disk and of the rows, all by name
+    *,
+    num_nodes: int,
+    row_bytes: int,
+    sections: Mapping[str, int],
+    memory_bytes: int,
+    read_bytes_per_s: float,
+    write_bytes_per_s: float,
+    free_bytes: float = float("inf"),
+    strategy: str | None = None,
+) -> Geometry:
+    """The cheapest way that fits the memory and the free disk space.
+
+    Args:
+        num_nodes: Rows of the features.
+        row_bytes: Bytes of a row.
+        sections: Rows of each output section.
+        memory_bytes: What buffers and indices may take together.
+        read_bytes_per_s: Sequential read speed of the disk.
+        write_bytes_per_s: Sequential write speed.
+        free_bytes: Free space, of which the output and the spill must leave something.
+        strategy: Take this one; None lets the cost decide.
+
+    Raises:
+        InfeasibleError: No way fits.
+    """
+    smallest = max(_SMALLEST_MEMORY_BYTES, 16 * (row_bytes + INDEX_BYTES_PER_ROW))
+    if memory_bytes < smallest:
+        message = f"packing rows of {row_bytes} bytes in {format_bytes(memory_bytes)} of memory"
+        raise InfeasibleError(message, hint=f"give it {format_bytes(smallest)} or more")
+    ways = [
+        way
+        for name in STRATEGIES
+        if strategy in (None, name)
+        for way in [_size(name, num_nodes, row_bytes, sections, memory_bytes)]
+        if way is not None
+    ]
+    priced = [
+        Geometry(
+            **way,
+            seconds=way["read_bytes"] / read_bytes_per_s + way["written_bytes"] / write_bytes_per_s,
+        )
+        for way in ways
+    ]
+    output_bytes = row_bytes * sum(sections.values())
+    fitting = [way for way in priced if output_bytes + way.scratch_bytes <= free_bytes]
+    if not priced:
+        raise InfeasibleError(
+            f"strategy {strategy!r} does not fit {format_bytes(memory_bytes)} of memory",
+            hint="leave the strategy open, or give more memory",
+        )
+    if not fitting:
+        short = output_bytes + min(way.scratch_bytes for way in priced) - free_bytes
+        raise InfeasibleError(
+            f"the packed rows take {format_bytes(output_bytes)}, {format_bytes(short)} more than "
+            "is free on the disk",
+            hint="free some space, or plan with a smaller disk budget",
+        )
+    return min(fitting, key=lambda way: (way.seconds, STRATEGIES.index(way.strategy)))
+
+
+def cut_windows(sections: Mapping[str, int], window_rows: int) -> list[Window]:
+    """Windows of at most ``window_rows`` rows over the sections, in their order."""
+    windows, first = [], 0
+    for section, num_rows in sections.items():
+        for start in range(0, num_rows, window_rows):
+            stop = min(start + window_rows, num_rows)
+            windows.append(Window(section=section, start=start, stop=stop, first=first + start))
+        first += num_rows
+    return windows
+
+
+def pages_of(size_bytes: Any) -> Any:
+    """The whole pages that so many bytes take, in bytes; also of an array of sizes."""
+    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _size(
+    name: str, num_nodes: int, row_bytes: int, sections: Mapping[str, int], memory_bytes: int
+) -> dict[str, Any] | None:
+    """Sizes and bytes of one way, or None where it cannot be."""
+    cost = row_bytes + INDEX_BYTES_PER_ROW
+    features, output = num_nodes * row_bytes, sum(sections.values()) * row_bytes
+    chunk_rows = _whole_pages(min(memory_bytes // 8, _LARGEST_CHUNK_BYTES) // cost, row_bytes)
+    rest = memory_bytes - 2 * chunk_rows * cost
+    way: dict[str, Any] = {"strategy": name, "chunk_rows": chunk_rows, "scratch_bytes": 0}
+    if name == "resident":
+        if features > rest:
+            return None
+        return way | {
+            "source_rows": max(num_nodes, 1),
+            "window_rows": _whole_pages(_RESIDENT_WINDOW_BYTES // row_bytes, row_bytes),
+            "read_bytes": features,
+            "written_bytes": output,
+        }
+    if name == "passes":
+        rows = _whole_pages(rest // cost, row_bytes)
+        windows = len(cut_windows(sections, rows))
+        return way | {
+            "source_rows": chunk_rows,
+            "window_rows": rows,
+            "read_bytes": windows * features,
+            "written_bytes": output,
+        }
+    rows = _whole_pages(rest // 2 // cost, row_bytes)
+    source_rows = max(rows, -(-num_nodes // _LARGEST_RANGES))
+    if source_rows > rows:
+        return None
+    cells = len(cut_windows(sections, rows)) * -(-max(num_nodes, 1) // source_rows)
+    spill = output + cells * PAGE_BYTES
+    return way | {
+        "source_rows": source_rows,
+        "window_rows": rows,
+        "read_bytes": features + spill,
+        "written_bytes": output + spill,
+        "scratch_bytes": spill,
+    }
+
+
+def _whole_pages(rows: int, row_bytes: int) -> int:
+    """The largest number of rows up to ``rows`` that ends on a page, where there is one."""
+    step = PAGE_BYTES // math.gcd(PAGE_BYTES, row_bytes)
+    return rows // step * step if rows >= step else max(rows, 1)

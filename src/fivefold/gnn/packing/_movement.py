@@ -1,0 +1,341 @@
+"""The three ways in which rows are moved, each a generator of finished steps.
+
+A step is a window of the output or a range of the features. When it has been yielded its bytes
+were handed to the writer, so that the caller may mark it as done; after a kill the caller starts
+again with the first step that was not marked. See ``_geometry`` for what the ways cost.
+
+Legend: w windows of the output, g ranges of the features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.gnn.packing._geometry import PAGE_BYTES, Geometry, Window, pages_of
+from fivefold.gnn.packing._overlap import WriteBehind, read_ahead
+from fivefold.gnn.storage import Container, ContainerWriter, RowReader, aligned_empty, gather_rows
+
+__all__ = [
+    "Cells",
+    "Mover",
+    "Order",
+    "gather_resident",
+    "order_windows",
+    "pass_over",
+    "spill_ranges",
+]
+
+
+class Order:
+    """Node id of each output row, over all sections: packed rows, device cache, host cache.
+
+    Args:
+        records: The container of the records, whose section ``order`` has the packed rows' ids.
+        caches: Ids of the caches' rows, device first.
+    """
+
+    def __init__(self, records: Container, caches: NDArray[np.int64]) -> None:
+        self._records = records
+        self._num_packed = records.sections["order"].shape[0]
+        self._caches = caches
+
+    def read(self, first: int, num_rows: int) -> NDArray[np.int64]:
+        """int64[num_rows], ids of the output rows from ``first`` on."""
+        stop = first + num_rows
+        parts = []
+        if first < self._num_packed:
+            packed = self._records.read("order", first, min(stop, self._num_packed))
+            parts.append(packed.astype(np.int64))
+        if stop > self._num_packed:
+            begin = max(first - self._num_packed, 0)
+            parts.append(self._caches[begin : stop - self._num_packed])
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+
+_UNSETTLED = Geometry(
+    strategy="resident", source_rows=1, window_rows=1, chunk_rows=1,
+    seconds=0.0, read_bytes=0, written_bytes=0, scratch_bytes=0,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mover:
+    """What every way needs: where rows come from and where they go.
+
+    Args:
+        reader: Of the features' rows.
+        num_nodes: Rows of the features.
+        dtype: Of a feature.
+        dim: Features per row.
+        order: Node id of each output row.
+        geometry: The sizes.
+        windows: Windows of the output that are to be written.
+    """
+
+    reader: RowReader
+    num_nodes: int
+    dtype: np.dtype[Any]
+    dim: int
+    order: Order
+    geometry: Geometry = _UNSETTLED
+    windows: Sequence[Window] = ()
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return self.dtype.itemsize * self.dim
+
+    def as_rows(self, buffer: NDArray[np.uint8], num_rows: int) -> NDArray[Any]:
+        """The first rows of a buffer of bytes, in the features' type."""
+        size = num_rows * self.row_bytes
+        return buffer[:size].view(self.dtype).reshape(num_rows, self.dim)
+
+    def read_range(self, start: int, stop: int, out: NDArray[np.uint8]) -> None:
+        """Read feature rows ``start`` to ``stop`` to the beginning of ``out``."""
+        one = np.array([start, stop - start, 0], np.int64)
+        self.reader.read_runs(one[0:1], one[1:2], one[2:3], self.as_rows(out, stop - start))
+
+    def buffers(self, num_rows: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+        """Two aligned buffers of ``num_rows`` rows."""
+        size = max(num_rows * self.row_bytes, 1)
+        return aligned_empty((size,), np.uint8), aligned_empty((size,), np.uint8)
+
+
+def gather_resident(mover: Mover, writer: ContainerWriter, done: int) -> Iterator[int]:
+    """Read all features once, then write the output in order, window by window."""
+    features = aligned_empty((mover.num_nodes, mover.dim), mover.dtype)
+    step = mover.geometry.chunk_rows
+    for start in range(0, mover.num_nodes, step):
+        stop = min(start + step, mover.num_nodes)
+        mover.read_range(start, stop, features[start:stop].view(np.uint8).reshape(-1))
+    with WriteBehind(mover.buffers(step)) as behind:
+        for number in range(done, len(mover.windows)):
+            window = mover.windows[number]
+            for start, count in _chunks(window.num_rows, step):
+                ids = mover.order.read(window.first + start, count)
+                out = mover.as_rows(behind.take(), count)
+                gather_rows(features, ids, out)
+                behind.put(_write_of(writer, window, start, out))
+            behind.drain()
+            yield number + 1
+
+
+def pass_over(mover: Mover, writer: ContainerWriter, done: int) -> Iterator[int]:
+    """Fill one window of the output after the other, each by a pass over the features."""
+    geometry = mover.geometry
+    rows = min(geometry.window_rows, max((w.num_rows for w in mover.windows), default=0))
+    out = aligned_empty((max(rows, 1), mover.dim), mover.dtype)
+    buffers = mover.buffers(min(geometry.source_rows, mover.num_nodes))
+    for number in range(done, len(mover.windows)):
+        window = mover.windows[number]
+        ids = mover.order.read(window.first, window.num_rows)
+        sources, offsets = _by_range(ids, geometry.source_rows)
+        ids = ids[sources]
+        needed = [
+            (int(ids[start : offsets[g + 1]].min()), int(ids[start : offsets[g + 1]].max()) + 1, g)
+            for g, start in enumerate(offsets[:-1].tolist())
+            if offsets[g + 1] > start
+        ]
+        read = _range_reader(mover)
+        for (low, high, g), buffer in read_ahead(needed, read, buffers):
+            cell = slice(offsets[g], offsets[g + 1])
+            gather_rows(mover.as_rows(buffer, high - low), ids[cell] - low, out, sources[cell])
+        for start, count in _chunks(window.num_rows, geometry.chunk_rows):
+            writer.write(window.section, window.start + start, out[start : start + count])
+        yield number + 1
+
+
+class Cells:
+    """Where the rows of each range wait for their window in the spill, and which rows they are.
+
+    A cell holds the rows that one window takes from one range, in the window's order. Cells of a
+    window stand next to one another, each from a page boundary on: a range is written as large
+    pieces, one per window, and a window is read as one extent.
+
+    Args:
+        counts: int64[w, g], rows in each cell.
+        row_bytes: Bytes of a row.
+    """
+
+    def __init__(self, counts: NDArray[np.int64], row_bytes: int, chunk_rows: int) -> None:
+        self.counts = counts
+        self.row_bytes = row_bytes
+        self.chunk_rows = chunk_rows
+        whole, rest = np.divmod(counts, chunk_rows)
+        padded = whole * pages_of(chunk_rows * row_bytes) + pages_of(rest * row_bytes)
+        flat = np.concatenate([[0], np.cumsum(padded.ravel())])
+        self.places = flat[:-1].reshape(counts.shape)  # bytes, in the spill
+        self.total_bytes = int(flat[-1])
+        rows = np.concatenate([[0], np.cumsum(counts.ravel())])
+        self.rows = rows[:-1].reshape(counts.shape)  # in the list of routes
+
+    @classmethod
+    def count(cls, mover: Mover) -> tuple[Cells, Iterator[NDArray[np.int64]]]:
+        """The cells of an order, and for each window the row ids sorted by range."""
+        size = mover.geometry.source_rows
+        num_ranges = -(-mover.num_nodes // size)
+        counts = np.zeros((len(mover.windows), num_ranges), np.int64)
+        for number, window in enumerate(mover.windows):
+            ids = mover.order.read(window.first, window.num_rows)
+            counts[number] = np.bincount(ids // size, minlength=num_ranges)
+
+        def routes() -> Iterator[NDArray[np.int64]]:
+            for window in mover.windows:
+                ids = mover.order.read(window.first, window.num_rows)
+                yield ids[_by_range(ids, size)[0]]
+
+        return cls(counts, mover.row_bytes, mover.geometry.chunk_rows), routes()
+
+    def extents(self, window: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Places and lengths in bytes of the pieces of a window's cells, in order of the ranges."""
+        counts = self.counts[window]
+        pieces = -(-counts // self.chunk_rows)
+        number = np.arange(int(pieces.sum())) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        before = number * pages_of(self.chunk_rows * self.row_bytes)
+        left = np.repeat(counts, pieces) - number * self.chunk_rows
+        lengths = np.minimum(left, self.chunk_rows) * self.row_bytes
+        return np.repeat(self.places[window], pieces) + before, lengths
+
+
+def spill_ranges(
+    mover: Mover, cells: Cells, routes: Container, spill: ContainerWriter, done: int
+) -> Iterator[int]:
+    """Read the features range by range and write each row to the cell that wants it."""
+    size = mover.geometry.source_rows
+    num_ranges = cells.counts.shape[1]
+    ranges = [
+        (g * size, min((g + 1) * size, mover.num_nodes), g)
+        for g in range(done, num_ranges)
+        if cells.counts[:, g].any()
+    ]
+    chunk_bytes = mover.geometry.chunk_rows * mover.row_bytes + PAGE_BYTES
+    staging = (aligned_empty((chunk_bytes,), np.uint8), aligned_empty((chunk_bytes,), np.uint8))
+    buffers = mover.buffers(min(size, mover.num_nodes))
+    with WriteBehind(staging) as behind:
+        for (low, high, g), buffer in read_ahead(ranges, _range_reader(mover), buffers):
+            rows = mover.as_rows(buffer, high - low)
+            for pieces in _batches_of_cells(cells, g, mover.geometry.chunk_rows, chunk_bytes):
+                _spill_pieces(rows, low, pieces, routes, behind, spill)
+            behind.drain()
+            yield g + 1
+
+
+def order_windows(
+    mover: Mover, cells: Cells, spill_reader: RowReader, writer: ContainerWriter, done: int
+) -> Iterator[int]:
+    """Read each window's cells, put its rows in order and write them."""
+    step = mover.geometry.chunk_rows
+    largest = max((window.num_rows for window in mover.windows), default=0)
+
+    def read(number: int, out: NDArray[np.uint8]) -> None:
+        places, lengths = cells.extents(number)
+        size = int(lengths.sum())
+        arrivals = np.cumsum(lengths) - lengths
+        spill_reader.read_runs(places, lengths, arrivals, out[:size].reshape(size, 1))
+
+    with WriteBehind(mover.buffers(step)) as behind:
+        numbers = list(range(done, len(mover.windows)))
+        for number, buffer in read_ahead(numbers, read, mover.buffers(largest)):
+            window = mover.windows[number]
+            ids = mover.order.read(window.first, window.num_rows)
+            arrival = np.empty(window.num_rows, np.int64)
+            arrival[_by_range(ids, mover.geometry.source_rows)[0]] = np.arange(window.num_rows)
+            del ids
+            rows = mover.as_rows(buffer, window.num_rows)
+            for start, count in _chunks(window.num_rows, step):
+                out = mover.as_rows(behind.take(), count)
+                gather_rows(rows, arrival[start : start + count], out)
+                behind.put(_write_of(writer, window, start, out))
+            behind.drain()
+            yield number + 1
+
+
+def _by_range(ids: NDArray[np.int64], size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Positions sorted by range of ``size`` ids, stable, and where each range begins."""
+    keys = (ids // size).astype(np.uint16)
+    offsets = np.zeros(int(keys.max(initial=0)) + 2, np.int64)
+    np.cumsum(np.bincount(keys, minlength=len(offsets) - 1), out=offsets[1:])
+    return np.argsort(keys, kind="stable"), offsets
+
+
+def _chunks(num_rows: int, step: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, num_rows, step):
+        yield start, min(step, num_rows - start)
+
+
+def _range_reader(mover: Mover) -> Any:
+    def read(request: tuple[int, int, int], out: NDArray[np.uint8]) -> None:
+        mover.read_range(request[0], request[1], out)
+
+    return read
+
+
+def _write_of(writer: ContainerWriter, window: Window, start: int, out: NDArray[Any]) -> Any:
+    def write(_buffer: NDArray[np.uint8]) -> None:
+        writer.write(window.section, window.start + start, out)
+
+    return write
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Some rows of a cell: where they stand in the routes, the spill and the staging buffer."""
+
+    route: int
+    num_rows: int
+    place: int
+    offset: int
+
+
+def _batches_of_cells(
+    cells: Cells, g: int, chunk_rows: int, chunk_bytes: int
+) -> Iterator[list[_Piece]]:
+    """The cells of a range, cut and grouped so that each group fills a staging buffer."""
+    row_bytes, group, used = cells.row_bytes, list[_Piece](), 0
+    for number in np.flatnonzero(cells.counts[:, g]).tolist():
+        left, route = int(cells.counts[number, g]), int(cells.rows[number, g])
+        place = int(cells.places[number, g])
+        while left:
+            count = min(left, chunk_rows)
+            size = pages_of(count * row_bytes)
+            if used + size > chunk_bytes:
+                yield group
+                group, used = [], 0
+            group.append(_Piece(route, count, place, used))
+            used, left, route, place = used + size, left - count, route + count, place + size
+    if group:
+        yield group
+
+
+def _spill_pieces(
+    rows: NDArray[Any],
+    low: int,
+    pieces: list[_Piece],
+    routes: Container,
+    behind: WriteBehind,
+    spill: ContainerWriter,
+) -> None:
+    staging = behind.take()
+    row_bytes = rows.dtype.itemsize * rows.shape[1]
+    for piece in pieces:
+        ids = routes.read("nodes", piece.route, piece.route + piece.num_rows).astype(np.int64)
+        out = staging[piece.offset : piece.offset + piece.num_rows * row_bytes]
+        gather_rows(rows, ids - low, out.view(rows.dtype).reshape(piece.num_rows, -1))
+        end = piece.offset + piece.num_rows * row_bytes
+        staging[end : pages_of(end)] = 0
+    behind.put(partial(_write_pieces, spill, pieces, row_bytes))
+
+
+def _write_pieces(
+    spill: ContainerWriter, pieces: list[_Piece], row_bytes: int, staging: NDArray[np.uint8]
+) -> None:
+    for piece in pieces:
+        size = pages_of(piece.num_rows * row_bytes)
+        block = staging[piece.offset : piece.offset + size]
+        spill.write("cells", piece.place, block.reshape(size, 1))

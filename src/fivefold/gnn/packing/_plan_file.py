@@ -1,0 +1,48 @@
+"""A plan as a file: its text as an attribute, its arrays as sections of one container."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from fivefold.errors import DataError
+from fivefold.gnn.planning import Plan
+from fivefold.gnn.storage import Container, ContainerWriter
+
+__all__ = ["read_plan", "write_plan"]
+
+_KIND = "plan"
+
+
+def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Write a plan, whole or not at all.
+
+    Args:
+        plan: What ``make_plan`` decided.
+        path: File to write; one that is there is replaced.
+
+    Raises:
+        StorageError: The disk refused.
+    """
+    arrays = plan.arrays()
+    sections = {name: (array.dtype, array.shape) for name, array in arrays.items()}
+    with ContainerWriter(
+        path, kind=_KIND, sections=sections, attributes={"plan": plan.to_json()}
+    ) as writer:
+        for name, array in arrays.items():
+            writer.write(name, 0, array)
+        writer.commit().close()
+
+
+def read_plan(path: str | os.PathLike[str]) -> Plan:
+    """Read what :func:`write_plan` wrote.
+
+    Raises:
+        DataError: The file is missing, damaged or no plan.
+    """
+    with Container.open(path, kind=_KIND) as container:
+        text = container.attributes.get("plan")
+        if not isinstance(text, str):
+            raise DataError(f"{Path(path)} holds no plan", hint="make it again with make_plan")
+        arrays = {name: container.read(name) for name in container.sections}
+    return Plan.from_json(text, arrays)

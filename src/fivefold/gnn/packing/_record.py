@@ -1,0 +1,320 @@
+"""Batch records: all that training needs to know of one mini-batch, besides the feature rows.
+
+A record keeps the sampled batch with its nodes renumbered: seeds first (in their order), then
+the rows that lie in the device cache and in the host cache (by slot), then the cold rows in the
+order in which they lie on disk. So rows arrive where they belong: what is read from disk lands in
+its place without a scatter, and edges are permuted once, here, instead of features in each epoch.
+
+Legend: n nodes, b seeds, m expanded nodes, e edges, H hops, k runs of cold rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.errors import DataError
+from fivefold.gnn.packing._coding import decode_arrays, encode_arrays
+from fivefold.gnn.sampling import SampledBatch
+
+__all__ = ["BatchRecord", "build_record", "decode_record", "encode_record"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BatchRecord:
+    """One mini-batch in its final local order; ``x[i]`` is the row of ``node_ids[i]``.
+
+    Args:
+        number: Number of the batch in the sample file.
+        batch_size: Number of seeds, which are the first nodes.
+        num_private: Cold rows that no other batch of its segment reads.
+        node_ids: int64[n], distinct.
+        nodes_per_hop: int64[H + 1], how many nodes were first found at each hop.
+        edges_per_hop: int64[H].
+        expanded: int32[m], local number of each node whose neighbours were drawn, hop by hop.
+        degrees: int32[m], number of neighbours drawn for it.
+        sources: int32[e], local numbers, those of one expanded node next to one another.
+        edge_ids: int64[e], or None where the samples carry none.
+        device_slots: int64, slots of the device cache, the seeds' first, then ascending.
+        device_destinations: int64, the local row that each of them fills.
+        host_slots: int64, the same for the host cache.
+        host_destinations: int64.
+        run_starts: int64[k], first row of each run of cold rows in the section of packed rows.
+        run_counts: int64[k], rows in the run.
+        run_destinations: int64[k], local row of the run's first row; the others follow it.
+        admitted_rows: int64, local rows that enter the host cache after this batch (Belady).
+        admitted_slots: int64, the slots that they take.
+
+    Example:
+        >>> from fivefold.gnn.packing import BatchRecord
+        >>> empty = np.empty(0, np.int64)
+        >>> record = BatchRecord(
+        ...     number=0, batch_size=1, num_private=2, node_ids=np.array([7, 4, 9]),
+        ...     nodes_per_hop=np.array([1, 2]), edges_per_hop=np.array([2]),
+        ...     expanded=np.array([0]), degrees=np.array([2]), sources=np.array([2, 1]),
+        ...     edge_ids=None, device_slots=empty, device_destinations=empty,
+        ...     host_slots=np.array([5]), host_destinations=np.array([1]),
+        ...     run_starts=np.array([40, 41]), run_counts=np.array([1, 1]),
+        ...     run_destinations=np.array([0, 2]), admitted_rows=empty, admitted_slots=empty,
+        ... )
+        >>> record.edge_index().tolist(), record.hops.tolist(), record.cold_rows.tolist()
+        ([[2, 1], [0, 0]], [0, 1, 1], [40, 41])
+    """
+
+    number: int
+    batch_size: int
+    num_private: int
+    node_ids: NDArray[np.int64]
+    nodes_per_hop: NDArray[np.int64]
+    edges_per_hop: NDArray[np.int64]
+    expanded: NDArray[np.int32]
+    degrees: NDArray[np.int32]
+    sources: NDArray[np.int32]
+    edge_ids: NDArray[np.int64] | None
+    device_slots: NDArray[np.int64]
+    device_destinations: NDArray[np.int64]
+    host_slots: NDArray[np.int64]
+    host_destinations: NDArray[np.int64]
+    run_starts: NDArray[np.int64]
+    run_counts: NDArray[np.int64]
+    run_destinations: NDArray[np.int64]
+    admitted_rows: NDArray[np.int64]
+    admitted_slots: NDArray[np.int64]
+
+    @property
+    def num_cold(self) -> int:
+        """Rows that come from disk."""
+        return int(self.run_counts.sum())
+
+    @cached_property
+    def cold_rows(self) -> NDArray[np.int64]:
+        """int64[num_cold], ascending rows of the section of packed rows."""
+        return _expand(self.run_starts, self.run_counts)
+
+    @cached_property
+    def cold_destinations(self) -> NDArray[np.int64]:
+        """int64[num_cold], the local row that each cold row fills."""
+        return _expand(self.run_destinations, self.run_counts)
+
+    @cached_property
+    def hops(self) -> NDArray[np.uint8]:
+        """uint8[n], the hop at which each node was found; seeds are hop 0."""
+        last = len(self.nodes_per_hop) - 1
+        hops = np.full(len(self.node_ids), last, np.uint8)
+        found = np.repeat(np.arange(last, dtype=np.uint8), self.nodes_per_hop[:-1])
+        hops[self.expanded] = found
+        return hops
+
+    def edge_index(self) -> NDArray[np.int64]:
+        """int64[2, e]: local source and local target of each edge, messages flow down."""
+        edges = np.empty((2, len(self.sources)), np.int64)
+        edges[0] = self.sources
+        edges[1] = np.repeat(self.expanded, self.degrees)
+        return edges
+
+
+def build_record(
+    sampled: SampledBatch,
+    *,
+    slots: NDArray[np.int64],
+    num_device: int,
+    storage_rows: NDArray[np.int64],
+    num_private: int = 0,
+    admitted: tuple[NDArray[np.int64], NDArray[np.integer]] | None = None,
+) -> BatchRecord:
+    """Renumber one sampled batch.
+
+    Args:
+        sampled: The batch as it was sampled.
+        slots: int64[n], the slot of each sampled node: device slots below ``num_device``, host
+            slot s as ``num_device + s``, negative for a cold node.
+        num_device: Slots of the device cache.
+        storage_rows: int64[n], row in the section of packed rows; read for cold nodes only.
+        num_private: Cold rows that no other batch of the segment reads.
+        admitted: Node ids that enter the host cache after this batch, and their slots.
+    """
+    seeds, node_ids = sampled.batch_size, np.asarray(sampled.node_ids, np.int64)
+    cold = slots < 0
+    key = np.where(cold, storage_rows + (int(slots.max(initial=0)) + 1), slots)
+    old_of_new = np.concatenate([np.arange(seeds), seeds + np.argsort(key[seeds:], kind="stable")])
+    new_of_old = np.empty(len(node_ids), np.int32)
+    new_of_old[old_of_new] = np.arange(len(node_ids), dtype=np.int32)
+    ids = node_ids[old_of_new]
+    slots, storage_rows = slots[old_of_new], storage_rows[old_of_new]
+    on_device = np.flatnonzero((slots >= 0) & (slots < num_device))
+    on_host = np.flatnonzero(slots >= num_device)
+    runs = _runs(storage_rows, np.flatnonzero(slots < 0))
+    admitted_rows, admitted_slots = _admitted_rows(ids, admitted)
+    edge_ids = getattr(sampled, "edge_ids", None)
+    return BatchRecord(
+        number=sampled.number,
+        batch_size=seeds,
+        num_private=num_private,
+        node_ids=ids,
+        nodes_per_hop=np.asarray(sampled.nodes_per_hop, np.int64),
+        edges_per_hop=np.asarray(sampled.edges_per_hop, np.int64),
+        expanded=new_of_old[: len(sampled.degrees)],
+        degrees=np.asarray(sampled.degrees, np.int32),
+        sources=new_of_old[sampled.sources],
+        edge_ids=None if edge_ids is None else np.asarray(edge_ids, np.int64),
+        device_slots=slots[on_device],
+        device_destinations=on_device,
+        host_slots=slots[on_host] - num_device,
+        host_destinations=on_host,
+        run_starts=runs[0],
+        run_counts=runs[1],
+        run_destinations=runs[2],
+        admitted_rows=admitted_rows,
+        admitted_slots=admitted_slots,
+    )
+
+
+def encode_record(record: BatchRecord) -> NDArray[np.uint8]:
+    """The record's bytes; what follows from the order of the nodes is left out."""
+    has_edge_ids = record.edge_ids is not None
+    facts = [record.number, record.batch_size, has_edge_ids, record.num_private]
+    cold, destinations = record.cold_rows, record.cold_destinations
+    starts, counts = _runs_of(cold)
+    seeds_at = np.flatnonzero(destinations < record.batch_size)
+    fields = [
+        np.array(facts),
+        record.nodes_per_hop,
+        record.edges_per_hop,
+        record.node_ids,
+        record.expanded,
+        record.degrees,
+        record.sources,
+        record.edge_ids if record.edge_ids is not None else _NONE,
+        *_split_seeds(record.device_slots, record.device_destinations, record.batch_size),
+        *_split_seeds(record.host_slots, record.host_destinations, record.batch_size),
+        starts,
+        counts,
+        seeds_at,
+        destinations[seeds_at],
+        record.admitted_rows,
+        record.admitted_slots,
+    ]
+    return encode_arrays(fields)
+
+
+def decode_record(block: NDArray[np.uint8], *, number: int) -> BatchRecord:
+    """Read a record and put back what was left out.
+
+    Raises:
+        DataError: The bytes are no record, or that of another batch.
+    """
+    fields = decode_arrays(block)
+    if len(fields) != _NUM_FIELDS or int(fields[0][0]) != number:
+        found = int(fields[0][0]) if len(fields) == _NUM_FIELDS else "no batch"
+        hint = "the file was damaged or mixed with another; pack the store again"
+        raise DataError(f"the record of batch {number} holds {found}", hint=hint)
+    seeds, has_edge_ids = int(fields[0][1]), bool(fields[0][2])
+    wide = [field.astype(np.int64) for field in fields[8:]]
+    device = _join_seeds(wide[0], wide[1], wide[2], base=seeds)
+    host_base = seeds + len(wide[2])
+    host = _join_seeds(wide[3], wide[4], wide[5], base=host_base)
+    runs = _place_runs(wide[6], wide[7], wide[8], wide[9], base=host_base + len(wide[5]))
+    return BatchRecord(
+        number=number,
+        batch_size=seeds,
+        num_private=int(fields[0][3]),
+        node_ids=fields[3].astype(np.int64),
+        nodes_per_hop=fields[1].astype(np.int64),
+        edges_per_hop=fields[2].astype(np.int64),
+        expanded=fields[4].astype(np.int32),
+        degrees=fields[5].astype(np.int32),
+        sources=fields[6].astype(np.int32),
+        edge_ids=fields[7].astype(np.int64) if has_edge_ids else None,
+        device_slots=device[0],
+        device_destinations=device[1],
+        host_slots=host[0],
+        host_destinations=host[1],
+        run_starts=runs[0],
+        run_counts=runs[1],
+        run_destinations=runs[2],
+        admitted_rows=wide[10],
+        admitted_slots=wide[11],
+    )
+
+
+_NONE = np.empty(0, np.int64)
+_NUM_FIELDS = 20
+
+
+def _expand(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """All numbers of the runs, one run after the other."""
+    offsets = np.cumsum(counts) - counts
+    numbers = np.arange(int(counts.sum()), dtype=np.int64)
+    numbers += np.repeat(starts - offsets, counts)
+    return numbers
+
+
+def _runs_of(rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Starts and counts of the runs of consecutive numbers in an ascending array."""
+    first = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
+    return rows[first], np.diff(first, append=len(rows))
+
+
+def _runs(
+    storage_rows: NDArray[np.int64], cold: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Runs in storage order of the local rows ``cold``; each is contiguous at both ends."""
+    cold = cold[np.argsort(storage_rows[cold], kind="stable")]
+    rows = storage_rows[cold]
+    breaks = (np.diff(rows, prepend=-2) != 1) | (np.diff(cold, prepend=-2) != 1)
+    first = np.flatnonzero(breaks)
+    return rows[first], np.diff(first, append=len(rows)), cold[first]
+
+
+def _admitted_rows(
+    ids: NDArray[np.int64], admitted: tuple[NDArray[np.int64], NDArray[np.integer]] | None
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    if admitted is None or len(admitted[0]) == 0:
+        return _NONE, _NONE
+    by_id = np.argsort(ids, kind="stable")
+    rows = by_id[np.searchsorted(ids, admitted[0], sorter=by_id)]
+    assert np.array_equal(ids[rows], admitted[0]), "only nodes of the batch can be admitted"
+    return rows, np.asarray(admitted[1], np.int64)
+
+
+def _split_seeds(
+    slots: NDArray[np.int64], destinations: NDArray[np.int64], seeds: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Slots and places of the seeds, and the slots of the others, whose places are known."""
+    among = int(np.count_nonzero(destinations < seeds))
+    return slots[:among], destinations[:among], slots[among:]
+
+
+def _join_seeds(
+    seed_slots: NDArray[np.int64],
+    seed_places: NDArray[np.int64],
+    slots: NDArray[np.int64],
+    *,
+    base: int,
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    places = np.arange(base, base + len(slots), dtype=np.int64)
+    return np.concatenate([seed_slots, slots]), np.concatenate([seed_places, places])
+
+
+def _place_runs(
+    starts: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    seeds_at: NDArray[np.int64],
+    seed_places: NDArray[np.int64],
+    *,
+    base: int,
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Cut the runs at the seeds among them and say where each piece goes."""
+    total = int(counts.sum())
+    offsets = np.cumsum(counts) - counts
+    cuts = np.unique(np.concatenate([offsets, seeds_at, seeds_at + 1]))
+    cuts = cuts[cuts < total]
+    run = np.searchsorted(offsets, cuts, side="right") - 1
+    before = np.searchsorted(seeds_at, cuts)
+    places = base + cuts - before
+    is_seed = np.isin(cuts, seeds_at)
+    places[is_seed] = seed_places[before[is_seed]]
+    return starts[run] + cuts - offsets[run], np.diff(cuts, append=total), places

@@ -1,0 +1,237 @@
+"""The packed store on disk: a folder that training opens, and which refuses what is stale.
+
+``store.json`` is written last: it names the fingerprints of what the store was made from and of
+its own files, so that a store is either whole or not there, and a file of another store is seen.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from fivefold.errors import ConfigurationError, DataError
+from fivefold.gnn.packing._plan_file import read_plan
+from fivefold.gnn.packing._record import BatchRecord, decode_record
+from fivefold.gnn.packing._records import KIND_RECORDS
+from fivefold.gnn.planning import Plan
+from fivefold.gnn.sampling import SampleFile
+from fivefold.gnn.storage import Container
+
+__all__ = ["KIND_ROWS", "PackedStore", "StoreFiles"]
+
+KIND_ROWS = "packed-rows"
+_VERSION = 1
+_REPACK = "pack again: `fivefold gnn pack`, or pack() with resume=False"
+
+
+class StoreFiles:
+    """Names within a store's folder."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder).absolute()
+        self.store = self.folder / "store.json"
+        self.plan = self.folder / "plan.fvf"
+        self.rows = self.folder / "rows.fvf"
+        self.records = self.folder / "records.fvf"
+        self.scratch = self.folder / "packing"
+
+
+class PackedStore:
+    """Packed rows, cached rows and batch records, ready for training.
+
+    Attributes:
+        folder: Where it lies.
+        plan: The plan that it was packed by.
+        rows: Container with section ``rows`` [R, D], the packed rows.
+        hot: Container with sections ``device`` and ``host``: the caches' rows in slot order, so
+            that one sequential read fills each. It is the same file as ``rows``.
+        records: Container of the batch records; :meth:`record` reads them.
+        manifest: What ``store.json`` holds: fingerprints, sizes and how it was packed.
+    """
+
+    def __init__(self, folder: Path, *, manifest: dict[str, Any], plan: Plan) -> None:
+        files = StoreFiles(folder)
+        self.folder = files.folder
+        self.manifest = manifest
+        self.plan = plan
+        self.rows: Container = Container.open(files.rows, kind=KIND_ROWS)
+        try:
+            self.records: Container = Container.open(files.records, kind=KIND_RECORDS)
+        except BaseException:
+            self.rows.close()
+            raise
+        self.hot = self.rows
+        self._index = np.empty((0, 4), np.int64)
+
+    @classmethod
+    def open(
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        features: Container | None = None,
+        samples: SampleFile | None = None,
+    ) -> PackedStore:
+        """Open a store and check that it is whole and belongs to what is given.
+
+        Args:
+            folder: Where it was packed.
+            features: Refuse a store that was packed from other features than these.
+            samples: Refuse a store that was packed from other samples than these.
+
+        Raises:
+            DataError: There is no whole store, its files do not belong together, or it was made
+                from other features or samples.
+        """
+        files = StoreFiles(folder)
+        manifest = read_manifest(files)
+        for name, given in (("features", features), ("samples", samples)):
+            if given is not None and given.fingerprint != manifest["inputs"][name]:
+                raise DataError(
+                    f"the store {files.folder} was packed from other {name}: "
+                    f"{manifest['inputs'][name]}, not {given.fingerprint}",
+                    hint=_REPACK,
+                )
+        plan = read_plan(files.plan)
+        store = cls(files.folder, manifest=manifest, plan=plan)
+        try:
+            store._check()
+        except BaseException:
+            store.close()
+            raise
+        return store
+
+    def _check(self) -> None:
+        found = {
+            "plan": self.plan.fingerprint,
+            "rows": self.rows.fingerprint,
+            "records": self.records.fingerprint,
+        }
+        expected = {"plan": self.manifest["inputs"]["plan"], **self.manifest["files"]}
+        for name, fingerprint in found.items():
+            if fingerprint != expected[name]:
+                raise DataError(
+                    f"{name} in {self.folder} do not belong to this store: fingerprint "
+                    f"{fingerprint}, store.json says {expected[name]}",
+                    hint=f"a file was swapped or replaced; {_REPACK}",
+                )
+        self._index = self.records.read("index")
+
+    @property
+    def num_batches(self) -> int:
+        """Batches of all packed epochs."""
+        return len(self._index)
+
+    @property
+    def num_epochs(self) -> int:
+        """Epochs that were sampled; each has its own batches."""
+        return int(self.manifest["num_epochs"])
+
+    def epoch_batches(self, epoch: int) -> range:
+        """Numbers of the batches of a sampled epoch; epochs beyond the last begin again."""
+        per_epoch = self.num_batches // self.num_epochs
+        first = epoch % self.num_epochs * per_epoch
+        return range(first, first + per_epoch)
+
+    @property
+    def dim(self) -> int:
+        """Features per row."""
+        return self.rows.sections["rows"].shape[1]
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of a feature."""
+        return self.rows.sections["rows"].dtype
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return self.dim * self.dtype.itemsize
+
+    @property
+    def max_nodes(self) -> int:
+        """Nodes of the largest batch."""
+        return int(self._index[:, 2].max(initial=0))
+
+    @property
+    def max_edges(self) -> int:
+        """Edges of the batch that has most of them."""
+        return int(self._index[:, 3].max(initial=0))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on disk."""
+        return sum(file.path.stat().st_size for file in (self.rows, self.records))
+
+    def record(self, number: int) -> BatchRecord:
+        """Read the record of one batch, in one request.
+
+        Raises:
+            ConfigurationError: There is no such batch.
+            DataError: The record is damaged.
+        """
+        if not 0 <= number < self.num_batches:
+            hint = f"there are {self.num_batches} batches, from 0 on"
+            raise ConfigurationError(f"there is no batch {number}", hint=hint)
+        start, size = self._index[number, :2].tolist()
+        return decode_record(self.records.read("data", start, start + size), number=number)
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self.rows.close()
+        self.records.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def read_manifest(files: StoreFiles) -> dict[str, Any]:
+    """What ``store.json`` says.
+
+    Raises:
+        DataError: It is not there, or not of this form.
+    """
+    try:
+        manifest = json.loads(files.store.read_text())
+    except FileNotFoundError:
+        state = "unfinished packed" if files.scratch.exists() else "packed"
+        hint = "run packing again; it goes on where it stopped" if state[0] == "u" else "pack first"
+        raise DataError(f"{files.folder} holds no {state} store", hint=hint) from None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{files.store} cannot be read: {error}", hint=_REPACK) from None
+    if not isinstance(manifest, dict) or manifest.get("version") != _VERSION:
+        found = manifest.get("version") if isinstance(manifest, dict) else manifest
+        raise DataError(f"{files.store} has version {found!r}, not {_VERSION}", hint=_REPACK)
+    return manifest
+
+
+def write_manifest(files: StoreFiles, manifest: dict[str, Any]) -> None:
+    """Put ``store.json`` in place, whole or not at all."""
+    write_json(files.store, {"version": _VERSION, **manifest})
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write a small file under a temporary name, wait for the disk, rename."""
+    temporary = path.with_name(path.name + ".new")
+    with temporary.open("w") as file:
+        json.dump(value, file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
