@@ -8,7 +8,7 @@ from numpy.typing import ArrayLike, NDArray
 from fivefold.errors import ConfigurationError
 from fivefold.gnn.sampling._random import GOLDEN, mix_array, stream_key
 
-__all__ = ["as_ids", "epoch_batches"]
+__all__ = ["as_ids", "check_distinct", "epoch_batches"]
 
 _ORDER = 0x6F72646572  # keeps the key of the order apart from those of the hops
 
@@ -25,6 +25,26 @@ def as_ids(values: ArrayLike, name: str) -> NDArray[np.int64]:
             f"{name} has shape {array.shape} and dtype {array.dtype}", hint="a list of node ids"
         )
     return np.ascontiguousarray(array, dtype=np.int64)
+
+
+def check_distinct(ids: NDArray[np.int64], num_nodes: int | None = None) -> None:
+    """Check training nodes; None for ``num_nodes`` allows all ids.
+
+    Raises:
+        ConfigurationError: One stands twice or is out of range.
+    """
+    in_order = np.sort(ids)
+    twice = in_order[1:][in_order[1:] == in_order[:-1]]
+    if twice.size:
+        raise ConfigurationError(
+            f"train_ids holds node {twice[0]} more than once", hint="give every node once"
+        )
+    if num_nodes is not None and ids.size and not 0 <= in_order[0] <= in_order[-1] < num_nodes:
+        outside = in_order[0] if in_order[0] < 0 else in_order[-1]
+        raise ConfigurationError(
+            f"train_ids holds node {outside}, which is out of range",
+            hint=f"nodes are 0 to {num_nodes - 1}",
+        )
 
 
 def epoch_batches(
@@ -52,12 +72,7 @@ def epoch_batches(
     if batch_size < 1:
         raise ConfigurationError(f"batch_size is {batch_size}", hint="use a positive integer")
     ids = as_ids(train_ids, "train_ids")
-    in_order = np.sort(ids)
-    twice = in_order[1:][in_order[1:] == in_order[:-1]]
-    if twice.size:
-        raise ConfigurationError(
-            f"train_ids holds node {twice[0]} more than once", hint="give every node once"
-        )
+    check_distinct(ids)
     key = stream_key(seed, epoch, _ORDER)
     places = np.arange(1, ids.size + 1, dtype=np.uint64)
     order = np.argsort(mix_array(np.uint64(key) + places * np.uint64(GOLDEN)), kind="stable")
