@@ -1,8 +1,25 @@
-"""Mini-batches from a packed store: four levels, pipeline, loader."""
+"""Mini-batches for training: from a packed store, or sampled as they are asked for.
+
+Pure parts: ``_order`` (which batch when), ``_assemble`` and ``_edges`` (what a batch is). The data
+path: ``_feature_store`` (four levels), ``_ring`` (buffers), ``_pipeline`` (threads), ``_stages``
+(what they do), ``_transfer`` (to an accelerator). Public objects: ``DiskLoader``,
+``OnlineLoader``, ``MiniBatch``, ``FeatureStore``, ``FeatureStoreAdapter``.
+"""
 
 from __future__ import annotations
 
 from fivefold.gnn.loading._batch import Block, MiniBatch
+from fivefold.gnn.loading._failure import StallError
+from fivefold.gnn.loading._online import OnlineLoader
 from fivefold.gnn.loading._order import batch_order, rank_share
+from fivefold.gnn.loading._statistics import LoaderStatistics
 
-__all__ = ["Block", "MiniBatch", "batch_order", "rank_share"]
+__all__ = [
+    "Block",
+    "LoaderStatistics",
+    "MiniBatch",
+    "OnlineLoader",
+    "StallError",
+    "batch_order",
+    "rank_share",
+]

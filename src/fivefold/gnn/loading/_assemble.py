@@ -9,7 +9,7 @@ T: expanded nodes.
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,10 @@ from torch import Tensor
 from fivefold.errors import ConfigurationError
 from fivefold.gnn.loading._batch import Block, MiniBatch
 from fivefold.gnn.loading._edges import expand_edges
+
+if TYPE_CHECKING:  # either kind of loader works without the room of the other
+    from fivefold.gnn.packing import BatchRecord
+    from fivefold.gnn.sampling import SampledBatch
 
 __all__ = ["Form", "SeedTable", "Structure", "assemble", "checked_form"]
 
@@ -53,6 +57,7 @@ class Structure:
         edges_per_hop: Edges of each hop [H].
         expanded: int32 [T], the row of ``x`` of each expanded node; None where ``x`` stands in
             hop order, so that they are the first T rows.
+        edge_ids: int64 [E], places of the edges in the topology, or None.
     """
 
     number: int
@@ -63,6 +68,36 @@ class Structure:
     nodes_per_hop: tuple[int, ...]
     edges_per_hop: tuple[int, ...]
     expanded: npt.NDArray[np.int32] | None = None
+    edge_ids: Ids | None = None
+
+    @classmethod
+    def of_sample(cls, sample: SampledBatch) -> Structure:
+        """The structure of a sampled batch, whose rows stand in hop order."""
+        return cls(
+            number=sample.number,
+            node_ids=sample.node_ids,
+            batch_size=sample.batch_size,
+            sources=sample.sources,
+            degrees=sample.degrees,
+            nodes_per_hop=tuple(int(n) for n in sample.nodes_per_hop),
+            edges_per_hop=tuple(int(n) for n in sample.edges_per_hop),
+            edge_ids=sample.edge_ids,
+        )
+
+    @classmethod
+    def of_record(cls, record: BatchRecord) -> Structure:
+        """The structure of a packed batch, whose rows stand in storage order."""
+        return cls(
+            number=record.number,
+            node_ids=record.node_ids,
+            batch_size=record.batch_size,
+            sources=record.sources,
+            degrees=record.degrees,
+            nodes_per_hop=tuple(int(n) for n in record.nodes_per_hop),
+            edges_per_hop=tuple(int(n) for n in record.edges_per_hop),
+            expanded=record.expanded,
+            edge_ids=record.edge_ids,
+        )
 
 
 class SeedTable:
@@ -107,6 +142,7 @@ def assemble(structure: Structure, x: Tensor, seeds: SeedTable, *, form: Form) -
         num_sampled_edges=structure.edges_per_hop,
         nodes_by_hop=structure.expanded is None,
         blocks=blocks,
+        e_id=None if structure.edge_ids is None else torch.from_numpy(structure.edge_ids),
     )
 
 

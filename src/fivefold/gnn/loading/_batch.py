@@ -84,6 +84,7 @@ class MiniBatch:
         num_sampled_edges: Edges of each hop.
         nodes_by_hop: Whether the rows stand hop after hop, which PyG's ``trim_to_layer`` needs.
         blocks: One ``Block`` per hop, outermost first, in the form "blocks"; else None.
+        e_id: int64 [edges], places of the edges in the topology, where the sample has them.
 
     Example:
         >>> batch = MiniBatch(x=torch.ones(2, 3), edge_index=torch.tensor([[1], [0]]),
@@ -104,6 +105,7 @@ class MiniBatch:
     num_sampled_edges: tuple[int, ...] | None = None
     nodes_by_hop: bool = False
     blocks: tuple[Block, ...] | None = None
+    e_id: Tensor | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -125,6 +127,7 @@ class MiniBatch:
     def tensors(self) -> list[Tensor]:
         """All tensors of this batch."""
         found: list[Tensor | None] = [self.x, self.edge_index, self.n_id, self.y, self.input_id]
+        found.append(self.e_id)
         for block in self.blocks or ():
             found += [block.edge_index, block.target_rows]
         return [tensor for tensor in found if tensor is not None]
@@ -161,5 +164,6 @@ class MiniBatch:
             n_id=change(self.n_id),
             y=None if self.y is None else change(self.y),
             input_id=change(self.input_id),
+            e_id=None if self.e_id is None else change(self.e_id),
             blocks=None if blocks is None else tuple(block._map(change) for block in blocks),  # noqa: SLF001 - same module
         )

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
+
+from fivefold.gnn._compiler import njit
 
 __all__ = ["expand_edges", "expand_edges_reference"]
 
@@ -20,7 +21,7 @@ Int32 = npt.NDArray[np.int32]
 Ints = npt.NDArray[np.integer[Any]]
 
 
-@njit(nogil=True, cache=True)
+@njit
 def _expand(sources: Int32, degrees: Int32, targets: Ints, edges: Int64) -> None:
     edge = 0
     for row in range(degrees.shape[0]):

@@ -18,7 +18,7 @@ from fivefold.errors import ConfigurationError
 from fivefold.gnn.data import Dataset
 from fivefold.gnn.loading._assemble import SeedTable, Structure, assemble, checked_form
 from fivefold.gnn.loading._batch import MiniBatch
-from fivefold.gnn.loading._rows import open_rows
+from fivefold.gnn.loading._rows import Backend, open_rows
 from fivefold.gnn.sampling import NeighborSampler, SampledBatch, Topology, epoch_batches
 
 __all__ = ["OnlineLoader"]
@@ -74,7 +74,7 @@ class OnlineLoader:
         seed: int = 0,
         form: Literal["edge_index", "blocks"] = "edge_index",
         device: torch.device | str = "cpu",
-        backend: str = "auto",
+        backend: Backend = "auto",
         verify: bool = True,
     ) -> None:
         if batch_size < 1:
@@ -88,7 +88,7 @@ class OnlineLoader:
             dataset.topology() if topology is None else topology, fanouts, seed=seed
         )
         self._rows = open_rows(dataset.features, features, backend=backend, verify=verify)
-        self._seeds = SeedTable(self._ids, np.asarray(dataset.labels))
+        self._seeds = SeedTable(self._ids, dataset.labels if dataset.has_labels else None)
         self._epoch = 0
 
     def __len__(self) -> int:
@@ -127,18 +127,7 @@ class OnlineLoader:
     def _load(self, sample: SampledBatch) -> MiniBatch:
         out = np.empty((len(sample.node_ids), *self._rows.row_shape), self._rows.dtype)
         self._rows.read(sample.node_ids, out)
-        batch = assemble(structure_of(sample), torch.from_numpy(out), self._seeds, form=self._form)
+        batch = assemble(
+            Structure.of_sample(sample), torch.from_numpy(out), self._seeds, form=self._form
+        )
         return batch.to(self._device)
-
-
-def structure_of(sample: SampledBatch) -> Structure:
-    """The structure of a batch whose rows stand in the order of the sample."""
-    return Structure(
-        number=sample.number,
-        node_ids=sample.node_ids,
-        batch_size=sample.batch_size,
-        sources=sample.sources,
-        degrees=sample.degrees,
-        nodes_per_hop=tuple(int(n) for n in sample.nodes_per_hop),
-        edges_per_hop=tuple(int(n) for n in sample.edges_per_hop),
-    )

@@ -6,16 +6,17 @@ rows are read in ascending order and put where the batch wants them, and an arra
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from fivefold.gnn.storage import Container, ReadStatistics, RowReader, gather_rows
 
-__all__ = ["DiskRows", "MemoryRows", "RowSource", "open_rows"]
+__all__ = ["Backend", "DiskRows", "MemoryRows", "RowSource", "open_rows"]
 
 Ids = npt.NDArray[np.int64]
+Backend = Literal["auto", "threads", "io_uring", "python", "mmap"]
 
 
 class RowSource(Protocol):
@@ -59,7 +60,7 @@ class MemoryRows:
     def read(self, node_ids: Ids, out: npt.NDArray[Any]) -> ReadStatistics:
         """Put the rows of ``node_ids`` into ``out``, in their order."""
         gather_rows(self._features, node_ids, out)
-        return ReadStatistics(requests=0, bytes_read=0, bytes_used=0, seconds=0.0)
+        return ReadStatistics()
 
     def close(self) -> None:
         """Nothing to let go of."""
@@ -74,7 +75,9 @@ class DiskRows:
         verify: Check the pages' checksums.
     """
 
-    def __init__(self, container: Container, *, backend: str = "auto", verify: bool = True) -> None:
+    def __init__(
+        self, container: Container, *, backend: Backend = "auto", verify: bool = True
+    ) -> None:
         self._section = container.sections["x"]
         self._reader = RowReader(container, "x", backend=backend, verify=verify)
 
@@ -99,7 +102,7 @@ class DiskRows:
 
 
 def open_rows(
-    container: Container, features: str | npt.NDArray[Any], *, backend: str, verify: bool
+    container: Container, features: str | npt.NDArray[Any], *, backend: Backend, verify: bool
 ) -> RowSource:
     """The row source named by ``features``: "disk", "memory" (read once) or an array."""
     if isinstance(features, str) and features == "disk":

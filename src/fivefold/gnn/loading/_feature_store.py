@@ -1,0 +1,263 @@
+"""The four-level feature store: every row of a batch from the level that holds it, exactly once.
+
+Levels, fastest first: a cache on the device, a cache in host memory, rows on disk that several
+batches of a segment share, rows on disk of one batch alone. The packer has written, batch by
+batch, which row comes from which level and where it belongs, so nothing is looked up here: each
+level moves rows from its slots or runs to their places in one buffer. The caches are filled by
+one sequential read of the packed store. With a Belady plan the host cache changes after each
+batch; then batches must be served in the planned order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fivefold.errors import DataError
+from fivefold.gnn.loading._rows import Backend
+from fivefold.gnn.loading._statistics import LEVELS
+from fivefold.gnn.packing import BatchRecord, PackedStore
+from fivefold.gnn.storage import Container, ReadStatistics, RowReader, aligned_empty, gather_rows
+
+__all__ = ["CacheLevel", "DiskLevel", "FeatureStore"]
+
+Ids = npt.NDArray[np.int64]
+Rows = npt.NDArray[Any]
+
+DEFAULT_THREADS = 2  # enough for a disk's bandwidth with requests of a megabyte
+
+
+class CacheLevel:
+    """Rows in memory, by slot.
+
+    Args:
+        container: Packed rows.
+        section: Its section with the rows of this cache at the start, in the order of the slots.
+        slots: Slots of the cache; at least the rows of the section.
+        backend: Reading engine that fills the cache.
+        verify: Check the checksums of what is read.
+    """
+
+    def __init__(
+        self, container: Container, section: str, *, slots: int, backend: Backend, verify: bool
+    ) -> None:
+        self._container, self._name = container, section
+        self._backend, self._verify = backend, verify
+        self._section = container.section(section)
+        shape = (max(slots, self._section.num_rows), *self._section.shape[1:])
+        self.rows: Rows = aligned_empty(shape, self._section.dtype)
+
+    def fill(self) -> ReadStatistics:
+        """Read all slots in one sequential pass."""
+        count = self._section.num_rows
+        if count == 0:
+            return ReadStatistics()
+        zero = np.zeros(1, np.int64)
+        with RowReader(
+            self._container, self._name, backend=self._backend, verify=self._verify
+        ) as reader:
+            return reader.read_runs(zero, zero + count, zero, self.rows)
+
+    def serve(self, slots: Ids, destinations: Ids, out: Rows) -> None:
+        """Copy the rows in ``slots`` to their places in ``out``."""
+        if len(slots):
+            gather_rows(self.rows, slots, out, destinations=destinations)
+
+    def admit(self, local_rows: Ids, slots: Ids, out: Rows) -> None:
+        """Take rows of ``out`` into ``slots``."""
+        if len(slots):
+            gather_rows(out, local_rows, self.rows, destinations=slots)
+
+
+class DiskLevel:
+    """Packed rows on disk: shared and private rows lie in one section and are read in one sweep.
+
+    Args:
+        container: Packed rows, section ``rows``.
+        backend: Reading engine.
+        threads: Reading threads of the engine; None for its default.
+        verify: Check the checksums of what is read.
+        max_gap_bytes: Bytes between two runs that are read along to save a request.
+    """
+
+    def __init__(
+        self,
+        container: Container,
+        *,
+        backend: Backend,
+        threads: int | None,
+        verify: bool,
+        max_gap_bytes: int,
+    ) -> None:
+        self._reader = RowReader(
+            container,
+            "rows",
+            backend=backend,
+            verify=verify,
+            max_gap_bytes=max_gap_bytes,
+            threads=DEFAULT_THREADS if threads is None else threads,
+        )
+
+    def serve(self, record: BatchRecord, out: Rows) -> ReadStatistics:
+        """Read the cold rows of a batch to their places in ``out``."""
+        return self._reader.read_runs(
+            record.run_starts, record.run_counts, record.run_destinations, out
+        )
+
+    def read(self, rows: Ids, out: Rows, *, destinations: Ids) -> ReadStatistics:
+        """Read single rows, ascending and distinct."""
+        return self._reader.read_rows(rows, out, destinations=destinations)
+
+    def close(self) -> None:
+        """Close the engine."""
+        self._reader.close()
+
+
+class FeatureStore:
+    """Serve the rows of batch records from all levels.
+
+    Args:
+        store: Packed store.
+        device: Where the device cache lives; "cpu" keeps it in host memory.
+        backend: Reading engine.
+        threads: Reading threads; None for the engine's default.
+        verify: Check the checksums of what is read.
+
+    Example:
+        >>> from fivefold.gnn.loading import FeatureStore
+        >>> FeatureStore.__name__
+        'FeatureStore'
+    """
+
+    def __init__(
+        self,
+        store: PackedStore,
+        *,
+        device: torch.device | str = "cpu",
+        backend: Backend = "auto",
+        threads: int | None = None,
+        verify: bool = True,
+    ) -> None:
+        section = store.rows.section("rows")
+        self.row_shape: tuple[int, ...] = tuple(section.shape[1:])
+        self.dtype: np.dtype[Any] = np.dtype(section.dtype)
+        self.row_bytes = int(section.row_bytes)
+        self._store = store
+        self._device = torch.device(device)
+        plan = store.plan
+        self._on_device = CacheLevel(
+            store.hot, "device", slots=len(plan.device_rows), backend=backend, verify=verify
+        )
+        self._on_host = CacheLevel(
+            store.hot, "host", slots=plan.num_host_slots, backend=backend, verify=verify
+        )
+        self._disk = DiskLevel(
+            store.rows,
+            backend=backend,
+            threads=threads,
+            verify=verify,
+            max_gap_bytes=plan.max_gap_bytes,
+        )
+        self._device_rows: Tensor | None = None
+        self._changes = plan.policy == "belady"
+        self._filled = False
+        self.rows = dict.fromkeys(LEVELS, 0)
+        self.reading = ReadStatistics()
+        self.filling = ReadStatistics()
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of both caches."""
+        return int(self._on_device.rows.nbytes + self._on_host.rows.nbytes)
+
+    def start(self, earlier: Iterable[BatchRecord] = ()) -> None:
+        """Bring the caches into the state in which the next batch finds them.
+
+        Static caches are filled once. A cache with a schedule is filled at the start of every
+        epoch; ``earlier`` are the records of the epoch's batches that are skipped in a resumed
+        run, whose admissions are then read from the packed rows.
+
+        Raises:
+            DataError: A record admits a row that its batch does not read.
+        """
+        if not self._filled:
+            self.filling += self._on_device.fill()
+            if self._device.type != "cpu":
+                self._device_rows = torch.from_numpy(self._on_device.rows).to(self._device)
+                self._on_device.rows = self._on_device.rows[:0]
+        if self._changes or not self._filled:
+            self.filling += self._on_host.fill()
+        self._filled = True
+        if self._changes:
+            self._replay(earlier)
+
+    def serve(self, record: BatchRecord, out: Rows) -> ReadStatistics:
+        """Fill ``out`` with the rows of a batch, from all levels, in one call."""
+        reading = self.read_cold(record, out)
+        self.gather_cached(record, out)
+        return reading
+
+    def read_cold(self, record: BatchRecord, out: Rows) -> ReadStatistics:
+        """Read the rows of the two disk levels into their places in ``out``."""
+        served = record.num_cold + len(record.host_slots) + len(record.device_slots)
+        if served != len(record.node_ids):
+            raise DataError(
+                f"the record of batch {record.number} places {served} rows for "
+                f"{len(record.node_ids)} nodes",
+                hint="pack the store again",
+            )
+        reading = self._disk.serve(record, out)
+        self.reading += reading
+        private = int(record.num_private)
+        self.rows["private"] += private
+        self.rows["shared"] += record.num_cold - private
+        return reading
+
+    def gather_cached(self, record: BatchRecord, out: Rows) -> None:
+        """Copy the rows of the caches in host memory; then let the batch's admissions in.
+
+        Call it batch by batch, after ``read_cold`` of the same batch, in the planned order where
+        the plan is a schedule.
+        """
+        self._on_host.serve(record.host_slots, record.host_destinations, out)
+        if self._device_rows is None:
+            self._on_device.serve(record.device_slots, record.device_destinations, out)
+        self.rows["host"] += len(record.host_slots)
+        self.rows["device"] += len(record.device_slots)
+        if self._changes:
+            self._on_host.admit(record.admitted_rows, record.admitted_slots, out)
+
+    def fill_device(self, record: BatchRecord, x: Tensor) -> None:
+        """Copy the rows of the cache on the device into ``x`` on the device, on its stream."""
+        if self._device_rows is None or not len(record.device_slots):
+            return
+        slots = torch.from_numpy(record.device_slots).to(self._device, non_blocking=True)
+        places = torch.from_numpy(record.device_destinations).to(self._device, non_blocking=True)
+        x.index_copy_(0, places, self._device_rows.index_select(0, slots))
+
+    def close(self) -> None:
+        """Close the reading engine; a second call does nothing."""
+        self._disk.close()
+
+    def _replay(self, earlier: Iterable[BatchRecord]) -> None:
+        """Read the rows that the earlier batches left in the cache, each once."""
+        owner = np.full(len(self._on_host.rows), -1, np.int64)
+        for record in earlier:
+            storage = np.full(len(record.node_ids), -1, np.int64)
+            storage[record.cold_destinations] = record.cold_rows
+            admitted = storage[record.admitted_rows]
+            if np.any(admitted < 0):
+                raise DataError(
+                    f"batch {record.number} admits a row that it does not read from disk",
+                    hint="pack the store again",
+                )
+            owner[record.admitted_slots] = admitted
+        slots = np.flatnonzero(owner >= 0)
+        slots = slots[np.argsort(owner[slots], kind="stable")]
+        if len(slots):
+            self.filling += self._disk.read(owner[slots], self._on_host.rows, destinations=slots)

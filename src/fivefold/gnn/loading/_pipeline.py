@@ -1,0 +1,213 @@
+"""``Pipeline``: items pass through stages on a few threads and come out in order.
+
+Each thread runs one or more stages; a bounded channel stands between neighbours, so the slowest
+stage sets the pace and nothing piles up. The rules that keep it from hanging: every wait ends
+when the pipeline is closed; the first failure of a stage is kept and raised at the consumer's
+next call; the consumer itself waits a limited time and then names the stage that does not move.
+Threads are daemons and hold no reference to what the user holds, so that dropping the iterator,
+leaving the loop or leaving the interpreter ends them. It knows nothing of features or disks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from fivefold.errors import UnsupportedError
+from fivefold.gnn.loading._channel import Channel, ClosedChannelError
+from fivefold.gnn.loading._failure import StallError, with_place
+
+__all__ = ["Pipeline", "Stage", "Ticket"]
+
+_LOG = logging.getLogger(__name__)
+_END = object()
+_FAILED = object()
+_GRACE_S = 5.0
+
+
+@dataclasses.dataclass(slots=True)
+class Ticket:
+    """One batch on its way: its number and whatever the last stage made of it."""
+
+    batch: int
+    value: Any = None
+
+    def release(self) -> Any:
+        """Hand the value on and forget it: a thread that waits must hold no batch alive."""
+        value, self.value = self.value, None
+        return value
+
+
+@dataclasses.dataclass(slots=True)
+class Stage:
+    """A named step.
+
+    Args:
+        name: What it does, as it stands in errors and statistics.
+        run: From the ticket to its new value.
+        seconds: Time spent in ``run`` so far.
+        began_s: When the present run began, None while it is idle.
+        batch: The batch of the present or last run.
+    """
+
+    name: str
+    run: Callable[[Ticket], Any]
+    seconds: float = 0.0
+    began_s: float | None = None
+    batch: int = -1
+
+
+class Pipeline:
+    """Run tickets through groups of stages, one daemon thread per group.
+
+    Args:
+        tickets: Numbers of the batches, in order; read by the first thread.
+        groups: Stages of each thread, in order.
+        capacity: Finished items that may wait between two threads.
+        timeout_s: Longest wait of the consumer before ``StallError``.
+    """
+
+    def __init__(
+        self,
+        tickets: Iterator[int],
+        groups: Sequence[Sequence[Stage]],
+        *,
+        capacity: int = 1,
+        timeout_s: float = 120.0,
+    ) -> None:
+        self.stages = [stage for group in groups for stage in group]
+        self._channels = [Channel(capacity) for _ in groups]
+        self._timeout_s = timeout_s
+        self._failure: BaseException | None = None
+        self._done = False
+        self.finished = False  # all tickets came out
+        self._process = os.getpid()
+        self.wait_s = 0.0
+        sources: list[Any] = [tickets, *self._channels[:-1]]
+        self._threads = [
+            threading.Thread(
+                target=self._work, args=(source, group, channel), daemon=True, name=group[0].name
+            )
+            for source, group, channel in zip(sources, groups, self._channels, strict=True)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def take(self) -> Any:
+        """The next finished value.
+
+        Raises:
+            StopIteration: All tickets are through, or the pipeline was closed.
+            StallError: Nothing came in time.
+            UnsupportedError: Called in a forked child, where the threads do not exist.
+        """
+        if os.getpid() != self._process:
+            message = f"this loader was started in process {self._process} and does not exist here"
+            raise UnsupportedError(message, hint="make the loader after the fork, in the child")
+        began_s = time.perf_counter()
+        try:
+            return self._take()
+        except KeyboardInterrupt:
+            self.close()  # an item may be lost between two instructions: do not go on without it
+            raise
+        finally:
+            self.wait_s += time.perf_counter() - began_s
+
+    def _take(self) -> Any:
+        if self._failure is None and not self._done:
+            try:
+                item = self._channels[-1].take(self._timeout_s)
+            except queue.Empty:
+                self._failure = self._stall()
+            except ClosedChannelError:
+                self._done = True
+            else:
+                if item is not _FAILED and item is not _END and self._failure is None:
+                    return item
+                self.finished = item is _END and self._failure is None
+                self._done = True
+        failure = self._failure
+        self.close()
+        if failure is not None:
+            raise failure
+        raise StopIteration
+
+    def close(self) -> bool:
+        """End all threads; whether all of them have ended. A second call does nothing."""
+        self._done = True
+        if os.getpid() != self._process:
+            return True  # the threads stayed in the parent, and their locks may be held here
+        for channel in self._channels:
+            channel.close()
+        grace_s = 0.0 if isinstance(self._failure, StallError) else _GRACE_S
+        until_s = time.monotonic() + grace_s
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, until_s - time.monotonic()))
+        alive = [thread.name for thread in self._threads if thread.is_alive()]
+        if alive and threading.current_thread() not in self._threads:
+            _LOG.warning("stages did not end in %.0f s and are left behind: %s", grace_s, alive)
+        return not alive
+
+    def _work(self, source: Any, group: Sequence[Stage], channel: Channel) -> None:
+        """The life of one thread."""
+        try:
+            for ticket in self._incoming(source):
+                for stage in group:
+                    self._run(stage, ticket)
+                channel.put(ticket if channel is not self._channels[-1] else ticket.release())
+                del ticket
+            channel.put(_END)
+        except ClosedChannelError:
+            pass
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the consumer must see it
+            self._fail(error)
+
+    def _incoming(self, source: Any) -> Iterator[Ticket]:
+        if not isinstance(source, Channel):
+            yield from (Ticket(batch) for batch in source)
+            return
+        while (item := source.take()) is not _END:
+            yield item
+
+    def _run(self, stage: Stage, ticket: Ticket) -> None:
+        began_s = time.perf_counter()
+        stage.batch, stage.began_s = ticket.batch, began_s
+        try:
+            ticket.value = stage.run(ticket)
+        except ClosedChannelError:
+            raise
+        except BaseException as error:
+            located = with_place(error, stage=stage.name, batch=ticket.batch)
+            if located is error:
+                raise
+            raise located from error
+        finally:
+            stage.seconds += time.perf_counter() - began_s
+            stage.began_s = None
+
+    def _fail(self, error: BaseException) -> None:
+        if self._failure is None:
+            self._failure = error
+        self._channels[-1].wake(_FAILED)
+
+    def _stall(self) -> StallError:
+        now_s = time.perf_counter()
+        busy = [(stage.began_s, stage) for stage in self.stages if stage.began_s is not None]
+        if not busy:
+            return StallError(
+                f"no batch for {self._timeout_s:.1f} s, and no stage is at work",
+                hint="this is a defect of the loader: please report it",
+            )
+        began_s, stage = min(busy, key=lambda pair: pair[0])
+        return StallError(
+            f"stage {stage.name!r} of batch {stage.batch} has not ended for "
+            f"{now_s - began_s:.1f} s, and the training loop waits",
+            hint="see whether the disk hangs; raise timeout_s where it is only slow",
+        )

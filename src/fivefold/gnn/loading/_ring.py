@@ -1,0 +1,115 @@
+"""``BufferRing``: a bounded set of page-aligned buffers that return when nobody looks at them.
+
+A buffer is lent as an array; a tensor made of that array, and every view of it, keep the array
+alive. When the last of them is gone, a weakref callback puts the buffer back. So a buffer is
+never written while the training loop, a saved activation or a view still refers to it, and no
+copy is needed.
+
+The ring counts on a loop that lets go of one batch before it asks for the next but one. A loop
+that holds more gets more buffers, so that it cannot wait for itself; what it holds is then its
+own memory, above the loader's budget, and a warning says so once.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fivefold.gnn.loading._channel import Mailbox
+from fivefold.gnn.storage import aligned_empty
+
+__all__ = ["BufferRing"]
+
+_LOG = logging.getLogger(__name__)
+Buffer = npt.NDArray[np.uint8]
+
+
+class BufferRing:
+    """Lend ``count`` buffers of ``size_bytes`` bytes, each to one batch at a time.
+
+    Args:
+        count: Number of buffers, at least 1.
+        size_bytes: Bytes of each.
+        pinned: Page-locked memory, for copies to a GPU.
+    """
+
+    def __init__(self, count: int, *, size_bytes: int, pinned: bool = False) -> None:
+        self._size_bytes, self._pinned = size_bytes, pinned
+        self._count = count
+        self._made = 0
+        self._free = Mailbox()
+        self._with_consumer: set[int] = set()
+        self._warned = False
+        for _ in range(count):
+            self._add()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers that exist."""
+        return self._made * self._size_bytes
+
+    @property
+    def count(self) -> int:
+        """Buffers that exist."""
+        return self._made
+
+    def lend(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+        """Wait for a free buffer and lend its first bytes as an array.
+
+        The lender must pass the array itself on, or a tensor made of it: NumPy's views of it
+        point past it to the buffer and do not keep the loan alive.
+
+        Raises:
+            ClosedChannelError: The ring was closed.
+        """
+        buffer = self._free.take()
+        size_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        assert size_bytes <= self._size_bytes, "a batch is larger than the plan's largest"
+        array: npt.NDArray[Any] = buffer[:size_bytes].view(dtype).reshape(shape)
+        number = id(array)
+        weakref.finalize(array, _give_back, weakref.ref(self), buffer, number).atexit = False
+        return array
+
+    def delivered(self, number: int) -> None:
+        """Note that the loan with this ``id`` of its array is now in the consumer's hands."""
+        self._with_consumer.add(number)
+
+    def make_room(self) -> None:
+        """Add a buffer for each batch but one that the consumer still holds."""
+        held = len(self._with_consumer)
+        while self._made < self._count + held - 1:
+            self._add()
+            if not self._warned:
+                self._warned = True
+                _LOG.warning(
+                    "the training loop holds %d batches at a time; each takes %d bytes beyond the "
+                    "loader's budget (batch.clone() keeps a batch in memory of its own)",
+                    held,
+                    self._size_bytes,
+                )
+
+    def close(self) -> None:
+        """Wake whoever waits for a buffer."""
+        self._free.close()
+
+    def _add(self) -> None:
+        self._made += 1
+        self._free.put(aligned_empty((self._size_bytes,), np.uint8, pin=self._pinned))
+
+    def _return(self, buffer: Buffer, number: int) -> None:
+        """Runs inside a destructor, in any thread: it must not wait for anything."""
+        self._with_consumer.discard(number)
+        if self._made > self._count + max(0, len(self._with_consumer) - 1):
+            self._made -= 1
+        else:
+            self._free.put(buffer)
+
+
+def _give_back(ring: weakref.ref[BufferRing], buffer: Buffer, number: int) -> None:
+    alive = ring()
+    if alive is not None:
+        alive._return(buffer, number)  # noqa: SLF001 - same module

@@ -1,0 +1,85 @@
+"""Settings of the loaders, checked where they are made; and how many buffers a budget allows."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import torch
+
+from fivefold.errors import ConfigurationError, InfeasibleError
+from fivefold.gnn.loading._assemble import checked_form
+from fivefold.gnn.loading._order import Remainder
+from fivefold.units import format_bytes
+
+__all__ = ["LoaderSettings", "buffer_count"]
+
+DEFAULT_PREFETCH = 3
+FEWEST_BUFFERS = 2  # one is with the training loop while the next is prepared
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoaderSettings:
+    """How a ``DiskLoader`` works; its arguments, under the same names.
+
+    Raises:
+        ConfigurationError: A value is out of range.
+    """
+
+    device: torch.device
+    shuffle: bool | Literal["segments"]
+    seed: int
+    prefetch: int | None
+    rank: int
+    world_size: int
+    memory_bytes: int | None
+    form: str
+    remainder: Remainder
+    timeout_s: float
+
+    def __post_init__(self) -> None:
+        checked_form(self.form)
+        if self.prefetch is not None and self.prefetch < 1:
+            raise ConfigurationError(f"prefetch must be at least 1; got {self.prefetch}")
+        if not 0 <= self.rank < self.world_size:
+            raise ConfigurationError(
+                f"rank must be in 0..world_size-1; got rank={self.rank}, "
+                f"world_size={self.world_size}"
+            )
+        if not self.timeout_s > 0:
+            raise ConfigurationError(f"timeout_s must be positive; got {self.timeout_s}")
+        if self.seed < 0:
+            raise ConfigurationError(f"seed must not be negative; got {self.seed}")
+        if self.shuffle not in (True, False, "segments"):
+            raise ConfigurationError(
+                f"shuffle is {self.shuffle!r}", hint='use True, False, None or "segments"'
+            )
+        if self.remainder not in ("drop", "repeat"):
+            raise ConfigurationError(f'remainder is {self.remainder!r}; use "drop" or "repeat"')
+
+
+def buffer_count(*, batch_bytes: int, memory_bytes: int | None, prefetch: int | None) -> int:
+    """Buffers of a ring: one with the training loop, the others being filled or ready.
+
+    Args:
+        batch_bytes: Bytes of the largest batch.
+        memory_bytes: What all buffers may take; None for no limit.
+        prefetch: Batches that are prepared ahead; None for as many as are useful and fit.
+
+    Raises:
+        InfeasibleError: The budget does not hold the buffers that were asked for.
+
+    Example:
+        >>> buffer_count(batch_bytes=100, memory_bytes=350, prefetch=None)
+        3
+    """
+    wanted = 1 + (DEFAULT_PREFETCH if prefetch is None else prefetch)
+    fitting = wanted if memory_bytes is None else memory_bytes // max(batch_bytes, 1)
+    least = FEWEST_BUFFERS if prefetch is None else wanted
+    if fitting < least:
+        raise InfeasibleError(
+            f"{least} buffers of the largest batch take {format_bytes(least * batch_bytes)}, more "
+            f"than memory_bytes={memory_bytes}",
+            hint="raise memory_bytes, lower prefetch, or sample smaller batches",
+        )
+    return min(wanted, fitting)

@@ -1,0 +1,109 @@
+"""What each stage of the pipeline does to a batch.
+
+The stages hold the feature store, the ring of buffers and the labels, and not the loader, so that
+a loader can be collected while its threads still run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy.typing as npt
+import torch
+
+from fivefold.gnn.loading._assemble import Form, SeedTable, Structure, assemble
+from fivefold.gnn.loading._batch import MiniBatch
+from fivefold.gnn.loading._feature_store import FeatureStore
+from fivefold.gnn.loading._pipeline import Stage, Ticket
+from fivefold.gnn.loading._ring import BufferRing
+from fivefold.gnn.loading._transfer import DeviceTransfer
+from fivefold.gnn.packing import BatchRecord, PackedStore
+
+__all__ = ["BatchStages", "Prepared"]
+
+
+@dataclasses.dataclass(slots=True)
+class Prepared:
+    """A batch on its way, and the number of its buffer's loan."""
+
+    record: BatchRecord
+    rows: npt.NDArray[Any] | None = None
+    batch: MiniBatch | None = None
+    loan: int = 0
+
+
+class BatchStages:
+    """From the number of a batch to its tensors.
+
+    Args:
+        store: Packed store with the records.
+        features: Feature store with the rows.
+        ring: Buffers for the rows.
+        seeds: Places and labels of the seeds.
+        form: Form of the batches.
+        transfer: Last stage of a machine with an accelerator; None on the CPU.
+    """
+
+    def __init__(
+        self,
+        store: PackedStore,
+        features: FeatureStore,
+        ring: BufferRing,
+        *,
+        seeds: SeedTable,
+        form: Form,
+        transfer: DeviceTransfer | None,
+    ) -> None:
+        self._store, self._features, self._ring = store, features, ring
+        self._seeds, self._form, self._transfer = seeds, form, transfer
+
+    def groups(self) -> list[list[Stage]]:
+        """The stages of each thread."""
+        groups = [
+            [Stage("read record", self._read_record)],
+            [Stage("wait for a buffer", self._lend), Stage("read cold rows", self._read_cold)],
+            [Stage("gather cached rows", self._gather), Stage("build tensors", self._build)],
+        ]
+        if self._transfer is not None:
+            groups.append([Stage("copy to the device", self._copy)])
+        return groups
+
+    def _read_record(self, ticket: Ticket) -> Prepared:
+        return Prepared(self._store.record(ticket.batch))
+
+    def _lend(self, ticket: Ticket) -> Prepared:
+        work: Prepared = ticket.value
+        shape = (len(work.record.node_ids), *self._features.row_shape)
+        work.rows = self._ring.lend(shape, self._features.dtype)
+        work.loan = id(work.rows)
+        return work
+
+    def _read_cold(self, ticket: Ticket) -> Prepared:
+        work: Prepared = ticket.value
+        self._features.read_cold(work.record, _rows_of(work))
+        return work
+
+    def _gather(self, ticket: Ticket) -> Prepared:
+        work: Prepared = ticket.value
+        self._features.gather_cached(work.record, _rows_of(work))
+        return work
+
+    def _build(self, ticket: Ticket) -> Prepared:
+        work: Prepared = ticket.value
+        x = torch.from_numpy(_rows_of(work))
+        work.batch = assemble(Structure.of_record(work.record), x, self._seeds, form=self._form)
+        work.rows = None  # from here on the tensor alone holds the loan
+        return work
+
+    def _copy(self, ticket: Ticket) -> Prepared:
+        work: Prepared = ticket.value
+        assert self._transfer is not None, "the stage exists only with a transfer"
+        assert work.batch is not None, "the stage before builds the batch"
+        work.batch = self._transfer.copy(work.record, work.batch)
+        return work
+
+
+def _rows_of(work: Prepared) -> npt.NDArray[Any]:
+    assert work.rows is not None, "a stage before lends the buffer"
+    return work.rows

@@ -1,0 +1,125 @@
+"""OnlineLoader and the forms of a batch, against slow references."""
+
+import numpy as np
+import pytest
+import torch
+
+from fivefold.errors import ConfigurationError
+from fivefold.gnn.data import generate_graph
+from fivefold.gnn.loading import OnlineLoader
+from fivefold.gnn.loading._edges import expand_edges, expand_edges_reference
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    with generate_graph(tmp_path_factory.mktemp("g") / "d", nodes=600, dim=5, seed=3) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def features(dataset):
+    return dataset.features.read("x")
+
+
+def in_neighbours(dataset):
+    topology = dataset.topology()
+    return topology.indptr, topology.indices
+
+
+@pytest.mark.parametrize("source", ["disk", "memory", "array"])
+def test_rows_are_those_of_an_in_memory_gather(dataset, features, source):
+    given = features if source == "array" else source
+    with OnlineLoader(
+        dataset, dataset.train, fanouts=[4, 3, 2], batch_size=7, features=given
+    ) as loader:
+        for _ in range(2):
+            seen = []
+            for batch in loader:
+                ids = batch.n_id.numpy()
+                assert len(set(ids.tolist())) == len(ids)
+                assert np.array_equal(batch.x.numpy(), features[ids])
+                assert np.array_equal(batch.y.numpy(), dataset.labels[ids[: batch.batch_size]])
+                assert np.array_equal(
+                    dataset.train[batch.input_id.numpy()], ids[: batch.batch_size]
+                )
+                seen += ids[: batch.batch_size].tolist()
+            assert seen == dataset.train.tolist()
+            assert len(loader) == -(-len(dataset.train) // 7)
+
+
+def test_edges_are_edges_of_the_graph(dataset):
+    indptr, indices = in_neighbours(dataset)
+    with OnlineLoader(dataset, dataset.train[:20], fanouts=[-1, 2], batch_size=6) as loader:
+        for batch in loader:
+            ids, (sources, targets) = batch.n_id.numpy(), batch.edge_index.numpy()
+            for source, target in zip(ids[sources], ids[targets], strict=True):
+                assert source in indices[indptr[target] : indptr[target + 1]]
+            for seed in range(batch.batch_size):
+                degree = indptr[ids[seed] + 1] - indptr[ids[seed]]
+                assert (targets == seed).sum() == degree
+
+
+def test_blocks_compute_what_the_whole_subgraph_computes(dataset):
+    """Sums over neighbours, layer by layer, give the seeds the same values in both forms."""
+    options = {"fanouts": [3, 3, 2], "batch_size": 9}
+    with (
+        OnlineLoader(dataset, dataset.train[:30], **options) as whole,
+        OnlineLoader(dataset, dataset.train[:30], form="blocks", **options) as layered,
+    ):
+        for full, batch in zip(whole, layered, strict=True):
+            assert batch.edge_index is None
+            assert len(batch.blocks) == 3
+            assert batch.num_edges == full.num_edges
+            h = full.x.double()
+            for _ in range(3):
+                h = h + torch.zeros_like(h).index_add_(0, full.edge_index[1], h[full.edge_index[0]])
+            g = batch.x.double()
+            for block in batch.blocks:
+                assert block.size == (len(g), block.num_targets)
+                assert torch.equal(block.targets(g), g[block.target_rows])
+                out = block.targets(g).clone()
+                g = out.index_add_(0, block.edge_index[1], g[block.edge_index[0]])
+            assert torch.equal(g, h[: full.batch_size])
+
+
+def test_epochs_differ_and_are_reproduced(dataset):
+    with OnlineLoader(
+        dataset, dataset.train, fanouts=[3], batch_size=8, shuffle=True, seed=5
+    ) as loader:
+        first = [batch.n_id.tolist() for batch in loader]
+        second = [batch.n_id.tolist() for batch in loader]
+        loader.set_epoch(0)
+        again = [batch.n_id.tolist() for batch in loader]
+    assert first == again
+    assert first != second
+
+
+def test_labels_are_optional(tmp_path):
+    with generate_graph(tmp_path / "d", nodes=50, dim=2, seed=0) as dataset:
+        (tmp_path / "d" / "labels.fvf").rename(tmp_path / "away")
+    from fivefold.gnn.data import Dataset
+
+    with (
+        Dataset.open(tmp_path / "d") as dataset,
+        OnlineLoader(dataset, np.arange(5), fanouts=[2], batch_size=2) as loader,
+    ):
+        assert [batch.y for batch in loader] == [None] * 3
+
+
+def test_wrong_arguments_are_named(dataset):
+    with pytest.raises(ConfigurationError, match="batch_size"):
+        OnlineLoader(dataset, dataset.train, fanouts=[2], batch_size=0)
+    with pytest.raises(ConfigurationError, match="form"):
+        OnlineLoader(dataset, dataset.train, fanouts=[2], batch_size=1, form="csr")
+
+
+def test_expand_edges_agrees_with_its_reference():
+    random = np.random.default_rng(0)
+    degrees = random.integers(0, 5, 40).astype(np.int32)
+    sources = random.integers(0, 90, degrees.sum()).astype(np.int32)
+    targets = random.permutation(90)[:40].astype(np.int32)
+    for given in (None, targets):
+        ours = expand_edges(sources, degrees, targets=given)
+        assert np.array_equal(ours, expand_edges_reference(sources, degrees, targets=given))
+    none = np.empty(0, np.int32)
+    assert expand_edges(none, none).shape == (2, 0)
