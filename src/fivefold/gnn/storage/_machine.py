@@ -23,6 +23,7 @@ __all__ = [
     "load_u64",
     "pread",
     "prefetch",
+    "pwrite",
     "read_errno",
     "store_release_u32",
     "store_u64",
@@ -39,6 +40,10 @@ intrinsic: Any = numba.extending.intrinsic
 #: ``ssize_t pread(int, void *, size_t, off_t)``; the address is passed as a number.
 pread: Any = types.ExternalFunction(
     "pread", types.int64(types.int32, types.int64, types.uint64, types.int64)
+)
+#: ``ssize_t pwrite(int, const void *, size_t, off_t)``.
+pwrite: Any = types.ExternalFunction(
+    "pwrite", types.int64(types.int32, types.int64, types.uint64, types.int64)
 )
 #: ``long syscall(long, ...)`` with six arguments, which is how libc passes them on.
 syscall: Any = types.ExternalFunction(

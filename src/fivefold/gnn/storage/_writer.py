@@ -11,7 +11,6 @@ commit, so declare the largest first.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Mapping
@@ -22,10 +21,10 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from fivefold.errors import ConfigurationError, DataError, StorageError
+from fivefold.errors import ConfigurationError, DataError
 from fivefold.gnn.storage._container import Container
-from fivefold.gnn.storage._errors import closed_error, free_bytes, storage_error
-from fivefold.gnn.storage._files import read_into, sync_folder, write_all, write_atomically
+from fivefold.gnn.storage._errors import closed_error, storage_error
+from fivefold.gnn.storage._files import sync_folder, write_atomically
 from fivefold.gnn.storage._format import (
     Header,
     Section,
@@ -36,8 +35,8 @@ from fivefold.gnn.storage._format import (
     make_section,
 )
 from fivefold.gnn.storage._ledger import DIRTY, NEVER, PageLedger
+from fivefold.gnn.storage._partial import PartialFile
 from fivefold.gnn.storage._xxhash import PAGE_BYTES, hash_pages, xxh64
-from fivefold.units import format_bytes
 
 __all__ = ["ContainerWriter"]
 
@@ -102,13 +101,21 @@ class ContainerWriter:
             name: [self._sections[name].dtype.str, *shape] for name, (_, shape) in sections.items()
         }
         self.file_id = make_file_id(kind, schema, attributes)
-        self._partial = self.path.with_name(self.path.name + ".partial")
-        self._journal = self.path.with_name(self.path.name + ".partial.journal")
-        self._sums = self.path.with_name(self.path.name + ".partial.sums")
+        self._journal = self._beside(".partial.journal")
+        self._sums = self._beside(".partial.sums")
         self._progress: Any = None
-        self._descriptors: dict[str, int] = {}
         self._ledger = PageLedger(self.file_id, self._end // PAGE_BYTES)
-        self._start(resume=resume)
+        self._closed = False
+        self._file = PartialFile(self._beside(".partial"))
+        self._files = {"": self._file}
+        try:
+            self._start(resume=resume)
+        except BaseException:
+            self.close()
+            raise
+
+    def _beside(self, suffix: str) -> Path:
+        return self.path.with_name(self.path.name + suffix)
 
     # --- layout -----------------------------------------------------------------------------
 
@@ -132,40 +139,20 @@ class ContainerWriter:
         self._grown = grown
         self._rows = dict.fromkeys(grown, 0)
 
-    def _file_of(self, name: str) -> Path:
-        """Where a growing section's bytes go."""
-        index = self._grown.index(name)
-        suffix = ".partial" if index == 0 else f".partial.{index}"
-        return self.path.with_name(self.path.name + suffix)
-
     # --- opening ----------------------------------------------------------------------------
 
     def _start(self, *, resume: bool) -> None:
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = self._open(self._partial)
-        except OSError as error:
-            raise storage_error(error.errno or 0, self._partial, "opening") from error
-        try:
-            self._lock()
-            if not (resume and self._take_over()):
-                self._begin()
-            self._open_side_files()
-        except BaseException:
-            self._close_files()
-            raise
-
-    def _open(self, path: Path) -> int:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise StorageError(
-                f"{self._partial} is being written by another process",
-                hint="wait for it to end, or choose another path",
-            ) from None
+        if not (resume and self._take_over()):
+            self._remove_side_files()
+            self._file.begin(self._end)
+        self._file.try_direct()
+        for index, name in enumerate(self._grown):
+            if index == 0:
+                self._files[name] = self._file
+                continue
+            file = PartialFile(self._beside(f".partial.{index}"))
+            self._files[name] = file
+            file.cut(self._rows[name] * self._sections[name].row_bytes)
 
     def _take_over(self) -> bool:
         """Continue an unfinished file; False where there is none."""
@@ -177,52 +164,31 @@ class ContainerWriter:
             raise self._refused(_DAMAGED) from error
         if journal.get("version") != _JOURNAL_VERSION or journal.get("id") != self.file_id:
             raise self._refused(_DIFFERENT)
-        if os.fstat(self._descriptor).st_size < self._end:
+        self._rows = {name: int(journal["rows"][name]) for name in self._grown}
+        if self._file.size < self._end + sum(self._grown_bytes(name) for name in self._grown[:1]):
             raise self._refused(_SHORT)
         self._ledger.load(self._sums)
-        self._rows = {name: int(journal["rows"][name]) for name in self._grown}
         self._progress = journal["token"]
         if self._grown:
-            self._cut(self._grown[0])
+            self._cut(self._end + self._grown_bytes(self._grown[0]))
         return True
 
     def _refused(self, reason: str) -> DataError:
         return DataError(
-            f"{self._partial} cannot be resumed: {reason}",
-            hint=f"delete {self._partial}* or write with resume=False to begin anew",
+            f"{self._file.path} cannot be resumed: {reason}",
+            hint=f"delete {self._file.path}* or write with resume=False to begin anew",
         )
 
-    def _cut(self, name: str) -> None:
+    def _grown_bytes(self, name: str) -> int:
+        return self._rows[name] * self._sections[name].row_bytes
+
+    def _cut(self, stop: int) -> None:
         """Drop what was appended after the last mark."""
-        section = self._sections[name]
-        stop = self._end + self._rows[name] * section.row_bytes
-        os.ftruncate(self._descriptor, stop)
+        self._file.cut(stop)
         self._ledger.grow(-(-stop // PAGE_BYTES))
         self._ledger.forget(-(-stop // PAGE_BYTES))
         if stop % PAGE_BYTES:
             self._ledger.states[stop // PAGE_BYTES] = DIRTY
-
-    def _begin(self) -> None:
-        self._remove_side_files()
-        os.ftruncate(self._descriptor, 0)
-        free = free_bytes(self.path.parent)
-        if free < self._end:
-            raise StorageError(
-                f"{self.path} needs {format_bytes(self._end)}, {format_bytes(free)} are free",
-                hint="free some space or choose another disk",
-            )
-        try:
-            # Space that is set aside now cannot run out in the middle of the work.
-            os.posix_fallocate(self._descriptor, 0, self._end)
-        except OSError as error:
-            action = f"setting aside {self._end} bytes"
-            raise storage_error(error.errno or 0, self._partial, action) from error
-
-    def _open_side_files(self) -> None:
-        for name in self._grown[1:]:
-            descriptor = self._open(self._file_of(name))
-            self._descriptors[name] = descriptor
-            os.ftruncate(descriptor, self._rows[name] * self._sections[name].row_bytes)
 
     # --- writing ----------------------------------------------------------------------------
 
@@ -246,7 +212,7 @@ class ContainerWriter:
                 f"rows {start_row} to {start_row + len(rows)} do not lie in section {name!r}",
                 hint=f"it has {section.num_rows} rows",
             )
-        self._put_rows(self._descriptor, section.offset + start_row * section.row_bytes, rows)
+        self._put_rows(self._file, section.offset + start_row * section.row_bytes, rows)
 
     def append(self, name: str, array: NDArray[Any]) -> None:
         """Put rows at the end of a growing section.
@@ -259,28 +225,28 @@ class ContainerWriter:
             ConfigurationError: No such section, its length is fixed, or dtype or shape differ.
             StorageError: The disk refused; what was written stays for resuming.
         """
-        section, rows = self._checked(name, array)
+        _, rows = self._checked(name, array)
         if name not in self._rows:
             raise ConfigurationError(f"section {name!r} has a fixed length", hint="use write")
-        place = self._rows[name] * section.row_bytes
-        if name == self._grown[0]:
-            self._put_rows(self._descriptor, self._end + place, rows)
-        else:
-            self._put_rows(self._descriptors[name], place, rows, noted=False)
+        place = self._grown_base(name) + self._grown_bytes(name)
+        self._put_rows(self._files[name], place, rows)
         self._rows[name] += len(rows)
 
     def rows(self, name: str) -> int:
         """Rows of a section so far: its length, or what has been appended to a growing one."""
         return self._rows.get(name, self._sections[name].num_rows)
 
-    def _checked(self, name: str, array: NDArray[Any]) -> tuple[Section, NDArray[Any]]:
-        if self._descriptor < 0:
-            raise closed_error(self._partial)
+    def _section(self, name: str) -> Section:
         section = self._sections.get(name)
         if section is None:
             raise ConfigurationError(
                 f"there is no section {name!r}", hint=f"there are {', '.join(self._sections)}"
             )
+        return section
+
+    def _checked(self, name: str, array: NDArray[Any]) -> tuple[Section, NDArray[Any]]:
+        self._check_open()
+        section = self._section(name)
         rows = np.asarray(array)
         same = rows.dtype.newbyteorder("<") == section.dtype
         if not same or rows.ndim == 0 or rows.shape[1:] != section.shape[1:]:
@@ -290,21 +256,53 @@ class ContainerWriter:
             )
         return section, rows
 
-    def _put_rows(
-        self, descriptor: int, offset: int, rows: NDArray[Any], *, noted: bool = True
-    ) -> None:
+    def _put_rows(self, file: PartialFile, offset: int, rows: NDArray[Any]) -> None:
         if rows.size == 0:
             return
         row_bytes = rows[:1].nbytes
         step = max(1, _CHUNK_BYTES // row_bytes)
         little = rows.dtype.newbyteorder("<")
+        ledger = self._ledger if file is self._file else None
         for first in range(0, len(rows), step):
             block = np.ascontiguousarray(rows[first : first + step], little)
-            data = block.reshape(-1).view(np.uint8)
-            place = offset + first * row_bytes
-            write_all(descriptor, data, place, self._partial)
-            if noted:
-                self._ledger.note(place, data)
+            file.put(block.reshape(-1).view(np.uint8), offset + first * row_bytes, ledger)
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[Any]:
+        """Rows that have been written, before the file is committed; nothing is verified.
+
+        Args:
+            name: Section.
+            start: First row.
+            stop: Row after the last; None reads what there is.
+
+        Returns:
+            A new array. Rows of a section of known length that were not written are zeros.
+
+        Raises:
+            ConfigurationError: No such section, or the range does not lie in it.
+            StorageError: The disk refused, or the writer is closed.
+        """
+        self._check_open()
+        section = self._section(name)
+        last = self.rows(name) if stop is None else stop
+        if not 0 <= start <= last <= self.rows(name):
+            raise ConfigurationError(
+                f"rows {start} to {last} of section {name!r} were asked for",
+                hint=f"it has {self.rows(name)} rows",
+            )
+        rows = np.empty((last - start, *section.shape[1:]), section.dtype)
+        file = self._files.get(name, self._file)
+        base = section.offset if name not in self._rows else self._grown_base(name)
+        if rows.size:
+            file.get(rows.reshape(-1).view(np.uint8), base + start * section.row_bytes)
+        return rows
+
+    def _grown_base(self, name: str) -> int:
+        return self._end if self._files[name] is self._file else 0
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise closed_error(self._file.path)
 
     # --- progress ---------------------------------------------------------------------------
 
@@ -326,8 +324,7 @@ class ContainerWriter:
             ConfigurationError: The token is not JSON.
             StorageError: The disk refused.
         """
-        if self._descriptor < 0:
-            raise closed_error(self._partial)
+        self._check_open()
         journal = {
             "version": _JOURNAL_VERSION,
             "id": self.file_id,
@@ -335,12 +332,12 @@ class ContainerWriter:
             "rows": self._rows,
         }
         data = encode_json(journal)
+        for file in {id(file): file for file in self._files.values()}.values():
+            file.sync()
         try:
-            for descriptor in (self._descriptor, *self._descriptors.values()):
-                os.fdatasync(descriptor)
             self._ledger.save(self._sums)
         except OSError as error:
-            raise storage_error(error.errno or 0, self._partial, "syncing") from error
+            raise storage_error(error.errno or 0, self._sums, "writing checksums") from error
         write_atomically(self._journal, data)
         self._progress = json.loads(data)["token"]
 
@@ -359,22 +356,19 @@ class ContainerWriter:
             ConfigurationError: Rows of a section were never written.
             StorageError: The disk refused; what was written stays for resuming.
         """
-        if self._descriptor < 0:
-            raise closed_error(self._partial)
+        self._check_open()
         self.attributes.update(attributes or {})
         encode_json(self.attributes)
         self._place_grown()
         self._check_written()
         self._read_back()
+        self._write_ends()
         try:
-            self._write_ends()
-            os.replace(self._partial, self.path)  # noqa: PTH105 - both are absolute
+            self._file.path.replace(self.path)
             sync_folder(self.path.parent)
         except OSError as error:
-            if isinstance(error, StorageError):
-                raise
-            raise storage_error(error.errno or 0, self.path, "committing") from error
-        self._close_files()
+            raise storage_error(error.errno or 0, self.path, "renaming") from error
+        self.close()
         self._remove_side_files()
         return Container.open(self.path)
 
@@ -389,15 +383,14 @@ class ContainerWriter:
             if index:
                 self._copy(section)
             end += aligned(section.nbytes)
-        os.ftruncate(self._descriptor, end)
+        self._file.cut(end)
         self._data_end = end
 
     def _copy(self, section: Section) -> None:
         for first in range(0, section.nbytes, _CHUNK_BYTES):
             buffer = np.empty(min(_CHUNK_BYTES, section.nbytes - first), np.uint8)
-            read_into(self._descriptors[section.name], buffer, first, self._file_of(section.name))
-            write_all(self._descriptor, buffer, section.offset + first, self._partial)
-            self._ledger.note(section.offset + first, buffer)
+            self._files[section.name].get(buffer, first)
+            self._file.put(buffer, section.offset + first, self._ledger)
 
     def _check_written(self) -> None:
         self._ledger.grow(self._data_end // PAGE_BYTES)
@@ -417,7 +410,7 @@ class ContainerWriter:
         """Hash the pages that came in pieces, from the file."""
         buffer = np.empty(PAGE_BYTES, np.uint8)
         for page in self._ledger.pages_in(DIRTY, 1, self._data_end // PAGE_BYTES).tolist():
-            read_into(self._descriptor, buffer, page * PAGE_BYTES, self._partial)
+            self._file.get(buffer, page * PAGE_BYTES)
             self._ledger.set_checksums(page, hash_pages(buffer, self.file_id, page))
 
     def _write_ends(self) -> None:
@@ -436,13 +429,13 @@ class ContainerWriter:
             manifest_bytes=len(manifest),
             manifest_hash=xxh64(manifest),
         )
-        os.ftruncate(self._descriptor, header.file_bytes)
-        write_all(self._descriptor, table_bytes, header.table_offset, self._partial)
-        write_all(self._descriptor, manifest, header.manifest_offset, self._partial)
-        os.fsync(self._descriptor)
+        self._file.cut(header.file_bytes)
+        self._file.put(table_bytes, header.table_offset, None)
+        self._file.put(manifest, header.manifest_offset, None)
+        self._file.sync()
         # Last, so that a file without its header is an unfinished one.
-        write_all(self._descriptor, np.frombuffer(header.encode(), np.uint8), 0, self._partial)
-        os.fsync(self._descriptor)
+        self._file.put(np.frombuffer(header.encode(), np.uint8), 0, None)
+        self._file.sync()
 
     def _manifest(self) -> bytes:
         sections = [section.to_json() for section in self._sections.values()]
@@ -450,26 +443,21 @@ class ContainerWriter:
 
     def abort(self) -> None:
         """Throw the unfinished file away."""
-        self._close_files()
-        self._partial.unlink(missing_ok=True)
+        self.close()
+        self._file.path.unlink(missing_ok=True)
         self._remove_side_files()
-
-    def _close_files(self) -> None:
-        for descriptor in (self._descriptor, *self._descriptors.values()):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self._descriptor = -1
-        self._descriptors = {}
 
     def _remove_side_files(self) -> None:
         self._journal.unlink(missing_ok=True)
         self._sums.unlink(missing_ok=True)
-        for name in self._grown[1:]:
-            self._file_of(name).unlink(missing_ok=True)
+        for index in range(1, len(self._grown)):
+            self._beside(f".partial.{index}").unlink(missing_ok=True)
 
     def close(self) -> None:
         """Let go of the file without committing: the unfinished one stays for resuming."""
-        self._close_files()
+        self._closed = True
+        for file in self._files.values():
+            file.close()
 
     def __enter__(self) -> Self:
         return self
