@@ -1,0 +1,304 @@
+"""``fivefold gnn sample``, ``probe``, ``plan`` and ``pack``: from a data set to a packed store."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fivefold.cli._progress import stage_progress
+from fivefold.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from fivefold.gnn.data import Dataset
+    from fivefold.gnn.planning import Plan
+    from fivefold.gnn.sampling import SampleFile
+    from fivefold.gnn.storage import DiskProfile
+
+__all__ = ["pack_command", "plan_command", "probe_command", "sample_command"]
+
+DatasetArgument = Annotated[
+    Path, typer.Argument(help="Folder of the data set.", exists=True, file_okay=False)
+]
+SamplesArgument = Annotated[
+    Path, typer.Argument(help="File of sampled batches.", exists=True, dir_okay=False)
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Write the result as JSON.")]
+FreshOption = Annotated[
+    bool, typer.Option("--fresh", help="Begin anew instead of going on with unfinished work.")
+]
+HostOption = Annotated[
+    str, typer.Option(help='Host memory for feature caches and buffers, such as "4 GB".')
+]
+DeviceOption = Annotated[str, typer.Option(help="Device memory for feature caches and buffers.")]
+DiskOption = Annotated[
+    str, typer.Option(help="Disk space for the packed store and the scratch files of packing.")
+]
+PolicyOption = Annotated[
+    str, typer.Option(help="Cache contents: static, or belady for a fixed order of batches.")
+]
+LayoutOption = Annotated[
+    str, typer.Option(help="Order of rows: gray, folded, minhash, popularity or packed.")
+]
+SegmentOption = Annotated[
+    int | None, typer.Option(min=1, help="Batches per segment; left out, the cheapest.")
+]
+
+
+def sample_command(  # noqa: PLR0913 - the command's options
+    dataset: DatasetArgument,
+    samples: Annotated[Path, typer.Argument(help="File to write.")],
+    *,
+    fanouts: Annotated[
+        str, typer.Option(help="Neighbours per hop, such as 10,10,10; -1 takes all.")
+    ] = "10,10,10",
+    batch_size: Annotated[int, typer.Option(min=1, help="Seeds per batch.")] = 1024,
+    epochs: Annotated[int, typer.Option(min=1, help="How many epochs to sample.")] = 1,
+    seed: Annotated[int, typer.Option(help="Of the order and of the random numbers.")] = 0,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Sampling threads; left out, one per core.")
+    ] = None,
+    mapped: Annotated[
+        bool, typer.Option("--mapped", help="Leave the topology on disk (memory-mapped).")
+    ] = False,
+    fresh: FreshOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Sample the mini-batches of whole epochs and keep them in a file.
+
+    The result depends on the data set and on these options, not on the number of threads. A run
+    that was stopped goes on where it was.
+
+    Raises:
+        FivefoldError: Whatever sampling met; the entry point prints it.
+    """
+    from fivefold.gnn.data import Dataset  # noqa: PLC0415 - loads numba
+    from fivefold.gnn.sampling import NeighborSampler, sample_epochs  # noqa: PLC0415
+
+    with Dataset.open(dataset) as data, stage_progress() as show:
+        topology = data.topology(mapped=mapped)
+        sampler = NeighborSampler(topology, _numbers(fanouts), seed=seed, threads=threads)
+        sampled = sample_epochs(
+            sampler,
+            data.train,
+            samples,
+            batch_size=batch_size,
+            epochs=epochs,
+            seed=seed,
+            progress=lambda done, total: show("batches", done, total),
+            resume=not fresh,
+        )
+    with sampled:
+        _write_result(_facts_of_samples(sampled), as_json=as_json)
+
+
+def probe_command(
+    folder: Annotated[
+        Path, typer.Argument(help="A folder on the disk in question.", exists=True, file_okay=False)
+    ],
+    *,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Time per measurement.")] = 2.0,
+    size: Annotated[
+        str | None, typer.Option(help='Size of the test file, such as "1 GB"; it is removed.')
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure how fast a disk reads and writes, by the size of the request.
+
+    Raises:
+        FivefoldError: Whatever the disk met; the entry point prints it.
+    """
+    from fivefold.gnn.storage import probe_disk  # noqa: PLC0415 - loads numba
+    from fivefold.units import parse_bytes  # noqa: PLC0415 - keeps --help fast
+
+    size_bytes = None if size is None else parse_bytes(size)
+    profile = probe_disk(folder, seconds=seconds, size_bytes=size_bytes)
+    _write_result(_as_mapping(profile.to_json()), as_json=as_json)
+
+
+def plan_command(  # noqa: PLR0913 - the command's options
+    dataset: DatasetArgument,
+    samples: SamplesArgument,
+    *,
+    host_memory: HostOption = "1 GB",
+    device_memory: DeviceOption = "0 B",
+    disk: DiskOption,
+    policy: PolicyOption = "static",
+    layout: LayoutOption = "gray",
+    segment_batches: SegmentOption = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Write the plan to this file, for pack.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what a packed store would hold, take and cost, before anything of it is written.
+
+    Raises:
+        FivefoldError: Whatever planning met; the entry point prints it.
+    """
+    from fivefold.gnn.data import Dataset  # noqa: PLC0415 - loads numba
+    from fivefold.gnn.packing import write_plan  # noqa: PLC0415
+    from fivefold.gnn.sampling import SampleFile  # noqa: PLC0415
+
+    with Dataset.open(dataset) as data, SampleFile.open(samples) as sampled:
+        plan = _make_plan(
+            data,
+            sampled,
+            _probe(samples.parent),
+            budgets=(host_memory, device_memory, disk),
+            policy=policy,
+            layout=layout,
+            segment_batches=segment_batches,
+        )
+    if output is not None:
+        write_plan(plan, output)
+    if as_json:
+        _write_result(_facts_of_plan(plan), as_json=True)
+    else:
+        typer.echo(plan.explain())
+
+
+def pack_command(  # noqa: PLR0913 - the command's options
+    dataset: DatasetArgument,
+    samples: SamplesArgument,
+    plan: Annotated[
+        Path, typer.Argument(help="File written by plan --output.", exists=True, dir_okay=False)
+    ],
+    store: Annotated[Path, typer.Argument(help="Folder to write.")],
+    *,
+    memory: Annotated[
+        str | None, typer.Option(help="Memory for packing; left out, the plan's host memory.")
+    ] = None,
+    strategy: Annotated[
+        str | None,
+        typer.Option(help="How rows are moved: resident, passes or spill; left out, the cheapest."),
+    ] = None,
+    fresh: FreshOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write the feature rows of every batch next to one another, as a plan says.
+
+    Killed at any moment and started again, it goes on where it was.
+
+    Raises:
+        FivefoldError: Whatever packing met; the entry point prints it.
+    """
+    from fivefold.gnn.data import Dataset  # noqa: PLC0415 - loads numba
+    from fivefold.gnn.packing import pack, read_plan  # noqa: PLC0415
+    from fivefold.gnn.sampling import SampleFile  # noqa: PLC0415
+    from fivefold.units import parse_bytes  # noqa: PLC0415
+
+    made = read_plan(plan)
+    memory_bytes = made.budgets.host_bytes if memory is None else parse_bytes(memory)
+    with (
+        Dataset.open(dataset) as data,
+        SampleFile.open(samples) as sampled,
+        stage_progress() as show,
+        pack(
+            data.features,
+            sampled,
+            made,
+            store,
+            memory_bytes=memory_bytes,
+            progress=show,
+            resume=not fresh,
+            profile=_probe(samples.parent),
+            strategy=strategy,
+        ) as packed,
+    ):
+        facts = {
+            "folder": str(packed.folder),
+            "batches": packed.num_batches,
+            "bytes": packed.nbytes,
+            **packed.manifest["packing"],
+        }
+    _write_result(facts, as_json=as_json)
+
+
+def _make_plan(
+    data: Dataset,
+    sampled: SampleFile,
+    profile: DiskProfile,
+    *,
+    budgets: tuple[str, str, str],
+    policy: str,
+    layout: str,
+    segment_batches: int | None,
+) -> Plan:
+    from fivefold.gnn.planning import Budgets, FeatureInfo, make_plan  # noqa: PLC0415
+    from fivefold.units import parse_bytes  # noqa: PLC0415
+
+    host_bytes, device_bytes, disk_bytes = map(parse_bytes, budgets)
+    return make_plan(
+        sampled,
+        FeatureInfo(
+            num_nodes=data.num_nodes,
+            row_bytes=data.row_bytes,
+            fingerprint=data.features.fingerprint,
+        ),
+        Budgets(host_bytes=host_bytes, device_bytes=device_bytes, disk_bytes=disk_bytes),
+        profile,
+        policy=_one_of("policy", policy, ("static", "belady")),
+        layout=_one_of("layout", layout, ("gray", "folded", "minhash", "popularity", "packed")),
+        segment_batches=segment_batches,
+    )
+
+
+def _probe(folder: Path) -> DiskProfile:
+    from fivefold.gnn.storage import probe_disk  # noqa: PLC0415
+
+    return probe_disk(folder.absolute())
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> Any:
+    if value not in allowed:
+        raise ConfigurationError(f"{name} is {value!r}", hint=f"use one of {', '.join(allowed)}")
+    return value
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigurationError(
+            f"fanouts is {text!r}", hint="write whole numbers with commas, such as 10,10,10"
+        ) from None
+
+
+def _as_mapping(value: str | dict[str, Any]) -> dict[str, Any]:
+    return json.loads(value) if isinstance(value, str) else value
+
+
+def _facts_of_samples(sampled: SampleFile) -> dict[str, Any]:
+    return {
+        "path": str(sampled.path),
+        "batches": sampled.num_batches,
+        "epochs": sampled.num_epochs,
+        "batch_size": sampled.batch_size,
+        "fanouts": list(sampled.fanouts),
+        "bytes": sampled.nbytes,
+        "fingerprint": sampled.fingerprint,
+    }
+
+
+def _facts_of_plan(plan: Plan) -> dict[str, Any]:
+    return {
+        "policy": plan.policy,
+        "layout": plan.layout,
+        "segment_batches": plan.segment_batches,
+        "device_rows": len(plan.device_rows),
+        "host_rows": plan.num_host_slots,
+        "predicted": plan.predicted.to_json(),
+        "fingerprint": plan.fingerprint,
+    }
+
+
+def _write_result(facts: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        sys.stdout.write(json.dumps(facts) + "\n")
+        return
+    for name, value in facts.items():
+        typer.echo(f"{name}: {value}")
