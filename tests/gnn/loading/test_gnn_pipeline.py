@@ -1,0 +1,321 @@
+"""The pipeline hangs in no case, loses no item, and names what went wrong."""
+
+import gc
+import logging
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from fivefold.errors import DataError, StorageError, UnsupportedError
+from fivefold.gnn.loading import StallError
+from fivefold.gnn.loading._channel import Channel, ClosedChannelError, Mailbox
+from fivefold.gnn.loading._iterator import BatchIterator
+from fivefold.gnn.loading._pipeline import Pipeline, Stage
+from fivefold.gnn.loading._ring import BufferRing
+
+
+def no_threads_left(before):
+    until = time.monotonic() + 5
+    while threading.active_count() > before and time.monotonic() < until:
+        time.sleep(0.01)
+    return threading.active_count() == before
+
+
+def drain(pipeline):
+    out = []
+    while True:
+        try:
+            out.append(pipeline.take())
+        except StopIteration:
+            return out
+
+
+def stages(*runs):
+    return [[Stage(f"stage {i}", run)] for i, run in enumerate(runs)]
+
+
+@pytest.mark.parametrize("capacity", [1, 3])
+@pytest.mark.parametrize("count", [0, 1, 50])
+def test_items_come_out_once_and_in_order(count, capacity):
+    before = threading.active_count()
+    random = np.random.default_rng(0)
+    naps = random.random(100) * 0.002
+
+    def first(ticket):
+        time.sleep(naps[ticket.batch])
+        return ticket.batch * 10
+
+    def second(ticket):
+        time.sleep(naps[-ticket.batch])
+        return ticket.value + 1
+
+    pipeline = Pipeline(iter(range(count)), stages(first, second), capacity=capacity)
+    assert drain(pipeline) == [10 * i + 1 for i in range(count)]
+    assert pipeline.finished
+    assert drain(pipeline) == []
+    assert no_threads_left(before)
+
+
+def test_no_more_items_are_made_than_fit():
+    made = []
+    pipeline = Pipeline(iter(range(100)), stages(lambda t: made.append(t.batch)), capacity=2)
+    time.sleep(0.1)
+    assert len(made) <= 3
+    pipeline.close()
+
+
+@pytest.mark.parametrize("where", [0, 1, 2])
+def test_a_failure_reaches_the_next_call_with_its_place(where):
+    before = threading.active_count()
+
+    def run(number):
+        def stage(ticket):
+            if number == where and ticket.batch == 3:
+                raise DataError("page 7 is damaged", hint="pack again")
+            return ticket.batch
+
+        return stage
+
+    pipeline = Pipeline(iter(range(10)), stages(*(run(i) for i in range(3))), capacity=1)
+    with pytest.raises(DataError, match=rf"stage 'stage {where}' of batch 3: page 7") as caught:
+        drain(pipeline)
+    assert caught.value.hint == "pack again"
+    with pytest.raises(DataError):  # and again, not silence
+        pipeline.take()
+    assert no_threads_left(before)
+
+
+def test_a_failure_overtakes_batches_that_are_ready():
+    failed = threading.Event()
+
+    def run(ticket):
+        if ticket.batch == 2:
+            failed.set()
+            raise StorageError("the disk is gone")
+        return ticket.batch
+
+    pipeline = Pipeline(iter(range(10)), stages(run), capacity=5)
+    assert failed.wait(5)
+    time.sleep(0.05)
+    with pytest.raises(StorageError, match="disk is gone"):
+        pipeline.take()
+
+
+def test_other_errors_keep_their_class_and_say_where():
+    def run(_):
+        raise ZeroDivisionError("boom")
+
+    pipeline = Pipeline(iter([4]), stages(run))
+    with pytest.raises(ZeroDivisionError, match="boom") as caught:
+        pipeline.take()
+    assert "'stage 0' of batch 4" in caught.value.__notes__[0]
+
+
+def test_an_error_of_the_order_itself_is_seen():
+    def numbers():
+        yield 0
+        raise ValueError("no order")
+
+    pipeline = Pipeline(numbers(), stages(lambda t: t.batch))
+    with pytest.raises(ValueError, match="no order"):
+        drain(pipeline)
+
+
+def test_a_stage_that_hangs_is_named(caplog):
+    release = threading.Event()
+
+    def run(ticket):
+        if ticket.batch == 1:
+            release.wait(20)
+        return ticket.batch
+
+    pipeline = Pipeline(iter(range(5)), stages(lambda t: t.batch, run), timeout_s=0.2)
+    began = time.monotonic()
+    with caplog.at_level(logging.WARNING), pytest.raises(StallError, match="'stage 1' of batch 1"):
+        drain(pipeline)
+    assert time.monotonic() - began < 5
+    assert "left behind" in caplog.text
+    assert isinstance(pipeline._failure, TimeoutError)
+    release.set()
+
+
+@pytest.mark.parametrize("taken", [0, 1, 4])
+def test_close_in_the_middle_ends_all_threads(taken):
+    before = threading.active_count()
+    pipeline = Pipeline(iter(range(1000)), stages(*[lambda t: t.batch] * 3), capacity=2)
+    for i in range(taken):
+        assert pipeline.take() == i
+    assert pipeline.close()
+    assert pipeline.close()
+    assert no_threads_left(before)
+    assert drain(pipeline) == []
+    assert not pipeline.finished
+
+
+def test_close_from_another_thread_wakes_the_consumer():
+    stop = threading.Event()
+    pipeline = Pipeline(iter(range(3)), stages(lambda _: stop.wait(20)), timeout_s=20)
+    timer = threading.Timer(0.1, lambda: (pipeline._channels[-1].close(), stop.set()))
+    timer.start()
+    began = time.monotonic()
+    drain(pipeline)
+    assert time.monotonic() - began < 5
+    timer.join()
+
+
+def test_dropping_the_iterator_ends_the_threads():
+    before = threading.active_count()
+    for leave in (True, False):
+        pipeline = Pipeline(iter(range(1000)), stages(lambda t: t.batch), capacity=1)
+        iterator = BatchIterator(
+            pipeline, on_batch=lambda v: v, on_next=lambda: None, on_end=lambda: None
+        )
+        del pipeline
+        if leave:
+            for _ in iterator:
+                break
+        del iterator
+        gc.collect()
+        assert no_threads_left(before)
+
+
+def test_an_interrupt_while_waiting_closes_and_is_raised():
+    code = """
+import _thread, threading, time
+from fivefold.gnn.loading._pipeline import Pipeline, Stage
+stop = threading.Event()
+pipeline = Pipeline(iter(range(3)), [[Stage("s", lambda t: stop.wait(2))]])
+threading.Timer(0.2, _thread.interrupt_main).start()
+try:
+    pipeline.take()
+except KeyboardInterrupt:
+    print("interrupted", pipeline._done)
+"""
+    assert run(code) == "interrupted True"
+
+
+@pytest.mark.parametrize("end", ["", "raise SystemExit(0)", "import os; os._exit(0)"])
+def test_leaving_the_interpreter_in_the_middle_of_an_epoch(end):
+    code = f"""
+import sys, time
+from fivefold.gnn.loading._iterator import BatchIterator
+from fivefold.gnn.loading._pipeline import Pipeline, Stage
+pipeline = Pipeline(iter(range(10**9)), [[Stage("s", lambda t: time.sleep(0.001) or t.batch)]] * 2)
+nothing = lambda *_: None
+iterator = BatchIterator(pipeline, on_batch=lambda v: v, on_next=nothing, on_end=nothing)
+next(iterator)
+print("left", flush=True)
+{end}
+"""
+    assert run(code) == "left"
+
+
+def test_a_forked_child_gets_a_clear_error_and_ends():
+    code = """
+import os, warnings
+warnings.simplefilter("ignore")
+from fivefold.errors import UnsupportedError
+from fivefold.gnn.loading._pipeline import Pipeline, Stage
+pipeline = Pipeline(iter(range(10**9)), [[Stage("s", lambda t: t.batch)]])
+pipeline.take()
+child = os.fork()
+if child == 0:
+    try:
+        pipeline.take()
+    except UnsupportedError as error:
+        os.write(1, str(error).split(";")[-1].encode())
+    pipeline.close()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+pipeline.close()
+"""
+    assert run(code) == "make the loader after the fork, in the child"
+
+
+def run(code):
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    return result.stdout.strip()
+
+
+def test_a_forked_child_is_an_unsupported_error():
+    assert issubclass(UnsupportedError, RuntimeError)
+
+
+def test_channel_bounds_and_ends():
+    channel = Channel(1)
+    channel.put(1)
+    waiting = threading.Thread(target=lambda: channel.put(2))
+    waiting.start()
+    time.sleep(0.05)
+    assert waiting.is_alive()
+    assert channel.take() == 1
+    waiting.join(5)
+    assert channel.take() == 2
+    channel.close()
+    for _ in range(2):
+        with pytest.raises(ClosedChannelError):
+            channel.take()
+    box = Mailbox()
+    box.close()
+    with pytest.raises(ClosedChannelError):
+        box.take()
+
+
+def test_a_buffer_returns_when_its_last_view_is_gone():
+    import torch
+
+    ring = BufferRing(2, size_bytes=4096)
+    array = ring.lend((4, 2), np.dtype(np.float32))
+    tensor = torch.from_numpy(array)
+    view = tensor[1:, :1].numpy()
+    del array, tensor
+    other = ring.lend((1, 1), np.dtype(np.uint8))
+    assert ring._free._items.qsize() == 0
+    del view
+    assert ring._free._items.qsize() == 1
+    del other
+    assert ring._free._items.qsize() == 2
+    assert (ring.count, ring.nbytes) == (2, 8192)
+
+
+def test_a_consumer_that_keeps_batches_gets_buffers_of_its_own(caplog):
+    ring, kept = BufferRing(2, size_bytes=64), []
+    with caplog.at_level(logging.WARNING):
+        for i in range(10):
+            ring.make_room()
+            array = ring.lend((16,), np.dtype(np.int32))
+            array[:] = i
+            ring.delivered(id(array))
+            kept.append(array)
+    assert [int(array[0]) for array in kept] == list(range(10))
+    assert len(caplog.records) == 1
+    assert ring.count >= 10
+    del array
+    kept.clear()
+    assert ring.count == 2  # what was extra is gone
+
+
+def test_a_closed_ring_wakes_who_waits():
+    ring, seen = BufferRing(1, size_bytes=64), []
+    held = ring.lend((1,), np.dtype(np.uint8))
+
+    def wait():
+        try:
+            ring.lend((1,), np.dtype(np.uint8))
+        except ClosedChannelError:
+            seen.append(True)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    ring.close()
+    thread.join(5)
+    assert seen == [True]
+    del held
