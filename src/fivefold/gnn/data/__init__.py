@@ -1,6 +1,32 @@
 """Data sets on disk: ingestion, real graphs and a generator."""
 
+from fivefold.gnn.data._array_source import ArraySource, array_source
 from fivefold.gnn.data._dataset import Dataset
 from fivefold.gnn.data._generate import GraphRecipe, generate_graph
+from fivefold.gnn.data._ingest import ingest
+from fivefold.gnn.data._ogb import mag240m_source, ogb_adds_reverse, ogb_source
+from fivefold.gnn.data._parts import EdgeBlock, EdgePart, FeaturePart, LabelPart, Progress, Source
+from fivefold.gnn.data._table_source import TableColumns, TableSource, table_source
+from fivefold.gnn.data._write_graph import EdgeRules
 
-__all__ = ["Dataset", "GraphRecipe", "generate_graph"]
+__all__ = [
+    "ArraySource",
+    "Dataset",
+    "EdgeBlock",
+    "EdgePart",
+    "EdgeRules",
+    "FeaturePart",
+    "GraphRecipe",
+    "LabelPart",
+    "Progress",
+    "Source",
+    "TableColumns",
+    "TableSource",
+    "array_source",
+    "generate_graph",
+    "ingest",
+    "mag240m_source",
+    "ogb_adds_reverse",
+    "ogb_source",
+    "table_source",
+]

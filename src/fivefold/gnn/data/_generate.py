@@ -28,6 +28,7 @@ from fivefold.gnn.data._parts import EdgeBlock, LabelPart, Progress, index_dtype
 from fivefold.gnn.data._random import LAYERS_X, LAYERS_Y, key_of
 from fivefold.gnn.data._ranges import default_threads, in_order, ranges
 from fivefold.gnn.data._write import write_dataset
+from fivefold.gnn.data._write_graph import both_ways
 
 __all__ = ["GraphRecipe", "generate_graph"]
 
@@ -241,7 +242,8 @@ class _GeneratedEdges:
             parts,
             threads=generator.threads,
         )
-        self.num_edges: int | None = sum(sums) * (2 if options.neighbors == "both" else 1)
+        self.expected_edges = sum(sums) * (2 if options.neighbors == "both" else 1)
+        self.num_edges: int | None = self.expected_edges
 
     def blocks(self, position: int, max_edges: int) -> Iterator[EdgeBlock]:
         """Blocks of whole nodes; ``position`` is a node."""
@@ -257,8 +259,7 @@ class _GeneratedEdges:
             return EdgeBlock(sources=drawn, targets=drawers, position=stop)
         if neighbors == "drawing":
             return EdgeBlock(sources=drawers, targets=drawn, position=stop)
-        sources = np.concatenate([drawers, drawn])
-        return EdgeBlock(sources, np.concatenate([drawn, drawers]), position=stop)
+        return EdgeBlock(both_ways(drawers, drawn), both_ways(drawn, drawers), position=stop)
 
 
 class _GeneratedFeatures:

@@ -51,13 +51,30 @@ class EdgePart(Protocol):
 
     Attributes:
         num_edges: Edges in all; None where only reading tells.
+        expected_edges: A guess, from above rather than from below.
         weighted: Whether blocks carry weights.
         sorted_by_target: Targets never fall from one edge to the next: then nothing is sorted.
     """
 
-    num_edges: int | None
-    weighted: bool
-    sorted_by_target: bool
+    @property
+    def num_edges(self) -> int | None:
+        """Edges in all, or None."""
+        ...
+
+    @property
+    def expected_edges(self) -> int:
+        """A guess at it."""
+        ...
+
+    @property
+    def weighted(self) -> bool:
+        """Whether blocks carry weights."""
+        ...
+
+    @property
+    def sorted_by_target(self) -> bool:
+        """Whether targets never fall."""
+        ...
 
     def blocks(self, position: int, max_edges: int) -> Iterator[EdgeBlock]:
         """All edges from ``position`` on (0 at the start), at most ``max_edges`` at a time."""

@@ -8,7 +8,9 @@ file: a file of another recipe is never reused.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from numpy.typing import NDArray
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.gnn.data._dataset import FEATURES_FILE, GRAPH_FILE, LABELS_FILE, Dataset
 from fivefold.gnn.data._parts import EdgePart, FeaturePart, LabelPart, Progress, Source
-from fivefold.gnn.data._write_graph import write_graph
+from fivefold.gnn.data._write_graph import EdgeRules, work_folder, write_graph
 from fivefold.gnn.storage import Container, ContainerWriter
 
 __all__ = ["MIN_MEMORY_BYTES", "write_dataset", "write_parts"]
@@ -35,6 +37,7 @@ def write_dataset(
     source: Source,
     folder: str | Path,
     *,
+    rules: EdgeRules | None = None,
     memory_bytes: int = 1 << 30,
     progress: Progress | None = None,
 ) -> Dataset:
@@ -44,6 +47,7 @@ def write_dataset(
         source: Where the graph comes from.
         folder: Where to write; made if missing. Files that are complete and of the same recipe
             are kept.
+        rules: What is done to edges; None: nothing.
         memory_bytes: What buffers may take.
         progress: Told of each stage.
 
@@ -56,11 +60,13 @@ def write_dataset(
     """
     folder = Path(folder)
     attributes = {"name": source.name, "num_nodes": source.num_nodes}
+    rules = rules or EdgeRules()
     write_parts(
         folder,
         attributes,
-        json.loads(json.dumps(dict(source.recipe))),
+        {**dict(source.recipe), **asdict(rules)},
         parts=(source.labels, source.edges, source.features),
+        rules=rules,
         memory_bytes=memory_bytes,
         progress=progress or _ignore,
     )
@@ -73,6 +79,7 @@ def write_parts(
     recipe: Mapping[str, Any],
     *,
     parts: tuple[Any, Any, Any],
+    rules: EdgeRules,
     memory_bytes: int,
     progress: Progress,
 ) -> None:
@@ -81,8 +88,9 @@ def write_parts(
     Args:
         folder: Where to write.
         attributes: ``name`` and ``num_nodes``, and what else the files should say.
-        recipe: Of the source, as plain JSON.
+        recipe: Of the source; what JSON can hold.
         parts: Functions that return the label, edge and feature parts, or None.
+        rules: What is done to edges.
         memory_bytes: What buffers may take.
         progress: Told of each stage.
 
@@ -95,6 +103,7 @@ def write_parts(
             f"memory_bytes is {memory_bytes}", hint=f"allow at least {MIN_MEMORY_BYTES} bytes"
         )
     folder.mkdir(parents=True, exist_ok=True)
+    recipe = json.loads(json.dumps(recipe))  # tuples become lists, as they will when read
     attributes = {**attributes, "recipe": recipe}
     names = (LABELS_FILE, GRAPH_FILE, FEATURES_FILE)
     finished = [_is_finished(folder / name, recipe) for name in names]  # all, before any work
@@ -107,9 +116,11 @@ def write_parts(
             folder / GRAPH_FILE,
             edge_part,
             attributes,
+            rules=rules,
             memory_bytes=memory_bytes,
             progress=progress,
         )
+    shutil.rmtree(work_folder(folder / GRAPH_FILE), ignore_errors=True)
     if not finished[2] and (feature_part := features()) is not None:
         _write_features(folder / FEATURES_FILE, feature_part, attributes, memory_bytes, progress)
 
@@ -139,8 +150,15 @@ def _write_labels(
     for name, ids in part.splits.items():
         _check_split(name, ids, num_nodes)
         sections[name] = (np.int64, (ids.size,))
-    largest = _largest_label(part, num_nodes)
-    attributes = {**attributes, "num_classes": largest + 1}
+    num_classes = _largest_label(part, num_nodes) + 1
+    if part.num_classes is not None:
+        if num_classes > part.num_classes:
+            raise DataError(
+                f"a label is {num_classes - 1}, but there are {part.num_classes} classes",
+                hint="classes count from 0",
+            )
+        num_classes = part.num_classes
+    attributes = {**attributes, "num_classes": num_classes}
     with ContainerWriter(path, kind="labels", sections=sections, attributes=attributes) as writer:
         row = 0
         for block in part.blocks(0):

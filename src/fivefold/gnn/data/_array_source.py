@@ -1,0 +1,338 @@
+"""A graph given as arrays: features, edge index, labels and splits, in memory or in files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from fivefold.errors import DataError
+from fivefold.gnn.data._parts import EdgeBlock, LabelPart
+from fivefold.gnn.data._rows import ArrayRows, FileRows, Rows, npy_rows
+
+__all__ = ["ArraySource", "array_source", "as_labels", "as_rows", "as_split"]
+
+Array = ArrayLike | str | os.PathLike[str]
+_SPLITS = ("train", "valid", "test")
+
+
+def as_rows(value: Any) -> Rows:
+    """Rows of an array, a tensor, or the .npy file at a path."""
+    if isinstance(value, str | os.PathLike):
+        return npy_rows(Path(value))
+    if isinstance(value, FileRows | ArrayRows):
+        return value
+    if hasattr(value, "detach"):  # a tensor, without importing torch
+        value = value.detach().cpu().numpy()
+    return ArrayRows(np.atleast_1d(np.asarray(value)))
+
+
+def array_source(
+    edge_index: Array,
+    *,
+    features: Array | None = None,
+    labels: Array | None = None,
+    weights: Array | None = None,
+    splits: Mapping[str, Array] | None = None,
+    num_nodes: int | None = None,
+    name: str = "graph",
+) -> ArraySource:
+    """A graph given as arrays; each is an array, a tensor or the path of a .npy file.
+
+    Files are read in blocks, never as a whole.
+
+    Args:
+        edge_index: ``[2, E]`` (sources, then targets) or ``[E, 2]``; integers.
+        features: ``[N, D]`` of any dtype.
+        labels: ``[N]`` or ``[N, 1]``; classes from 0, unknown -1 or NaN.
+        weights: ``[E]``, finite and not negative.
+        splits: ``train``, ``valid`` and ``test``, each node ids or a mask of N booleans.
+        num_nodes: Number of nodes; None: rows of the features or labels, else the largest id + 1.
+        name: For people.
+
+    Returns:
+        The source, for ``ingest``.
+
+    Raises:
+        DataError: A file is missing, or shapes or dtypes do not fit.
+
+    Example:
+        >>> import numpy as np
+        >>> source = array_source([[0, 1], [1, 2]], features=np.zeros((3, 4), np.float16))
+        >>> source.num_nodes, source.features().dim
+        (3, 4)
+    """
+    unknown = sorted(set(splits or {}) - set(_SPLITS))
+    if unknown:
+        raise DataError(f"there is no split {unknown[0]!r}", hint="use train, valid and test")
+    return ArraySource(
+        name=name,
+        edge_rows=as_rows(edge_index),
+        feature_rows=None if features is None else as_rows(features),
+        label_rows=None if labels is None else as_rows(labels),
+        weight_rows=None if weights is None else as_rows(weights),
+        split_rows={key: as_rows(value) for key, value in (splits or {}).items()},
+        given_nodes=num_nodes,
+    )
+
+
+@dataclass(kw_only=True)
+class ArraySource:
+    """A source over arrays that are read in blocks; made by ``array_source`` and others.
+
+    Attributes:
+        name: For people.
+        edge_rows: ``[2, E]`` or ``[E, 2]``.
+        feature_rows: ``[N, D]`` or None.
+        label_rows: ``[N]``, ``[N, 1]`` or None.
+        weight_rows: ``[E]`` or None.
+        split_rows: Ids or masks by name of the split.
+        given_nodes: Number of nodes, or None.
+        num_classes: Number of classes, where the source says so.
+        kind: Of the source, for its recipe.
+
+    Example:
+        >>> array_source([[0], [1]]).num_nodes
+        2
+    """
+
+    name: str
+    edge_rows: Rows
+    feature_rows: Rows | None = None
+    label_rows: Rows | None = None
+    weight_rows: Rows | None = None
+    split_rows: Mapping[str, Rows] = field(default_factory=dict)
+    given_nodes: int | None = None
+    num_classes: int | None = None
+    kind: str = "arrays"
+
+    def __post_init__(self) -> None:
+        self._edges = _ArrayEdges(self.edge_rows, self.weight_rows)
+        self._features = None if self.feature_rows is None else _ArrayFeatures(self.feature_rows)
+        self.num_nodes = self._count_nodes()
+        rows = {
+            "edges": self.edge_rows,
+            "features": self.feature_rows,
+            "labels": self.label_rows,
+            "weights": self.weight_rows,
+            **self.split_rows,
+        }
+        stamps = {key: row.stamp for key, row in rows.items() if row is not None}
+        self.recipe: Mapping[str, Any] = {
+            "source": self.kind,
+            "num_nodes": self.num_nodes,
+            "num_classes": self.num_classes,
+            **stamps,
+        }
+
+    def _count_nodes(self) -> int:
+        if self.given_nodes is not None:
+            return self.given_nodes
+        if self._features is not None:
+            return self._features.num_rows
+        if self.label_rows is not None:
+            return self.label_rows.shape[0]
+        return self._edges.largest_id() + 1
+
+    def edges(self) -> _ArrayEdges:
+        """The edges."""
+        return self._edges
+
+    def features(self) -> _ArrayFeatures | None:
+        """The feature rows."""
+        return self._features
+
+    def labels(self) -> LabelPart | None:
+        """Labels and splits."""
+        if self.label_rows is None:
+            if self.split_rows:
+                message = "there are splits but no labels"
+                raise DataError(message, hint="give labels as well; unknown ones are -1")
+            return None
+        rows = self.label_rows
+        splits = {
+            name: as_split(self.split_rows.get(name), self.num_nodes, name) for name in _SPLITS
+        }
+        return LabelPart(lambda first: _label_blocks(rows, first), splits, self.num_classes)
+
+
+def _label_blocks(rows: Rows, first_row: int) -> Iterator[NDArray[np.int64]]:
+    for block in rows.blocks(first_row, 1 << 18):
+        yield as_labels(block)
+
+
+def as_labels(block: NDArray[Any]) -> NDArray[np.int64]:
+    """Labels as int64, -1 where they are not a number.
+
+    Args:
+        block: ``[R]`` or ``[R, 1]``.
+
+    Returns:
+        ``[R]``.
+
+    Raises:
+        DataError: A label is no class.
+    """
+    if block.ndim > 1:
+        if any(size != 1 for size in block.shape[1:]):
+            raise DataError(
+                f"labels have shape {list(block.shape)}", hint="give one class per node, [N]"
+            )
+        block = block.reshape(block.shape[0])
+    if block.dtype.kind in "iub":
+        return block.astype(np.int64)
+    if block.dtype.kind != "f":
+        raise DataError(f"labels have dtype {block.dtype}", hint="give integers")
+    classes = np.where(np.isnan(block), -1, block)
+    labels = classes.astype(np.int64)
+    if not np.array_equal(labels, classes):
+        wrong = float(classes[labels != classes][0])
+        raise DataError(f"a label is {wrong}", hint="labels are classes: whole numbers from 0")
+    return labels
+
+
+def as_split(rows: Rows | None, num_nodes: int, name: str) -> NDArray[np.int64]:
+    """Ids of a split.
+
+    Args:
+        rows: Ids, a mask over all nodes, or None.
+        num_nodes: Nodes in all.
+        name: Of the split.
+
+    Returns:
+        Ids in the order given; of a mask, ascending.
+
+    Raises:
+        DataError: It is neither ids nor a mask.
+    """
+    if rows is None:
+        return np.empty(0, np.int64)
+    blocks = [np.asarray(block) for block in rows.blocks(0, 1 << 22)]
+    values = np.concatenate(blocks) if blocks else np.empty(0, rows.dtype)
+    values = values.reshape(-1)
+    if values.dtype == bool:
+        if values.size != num_nodes:
+            raise DataError(
+                f"the {name} mask has {values.size} entries for {num_nodes} nodes",
+                hint="give one boolean per node, or ids",
+            )
+        return np.flatnonzero(values)
+    if values.dtype.kind not in "iu":
+        if values.size:
+            raise DataError(f"the {name} split has dtype {values.dtype}", hint="give integer ids")
+        return np.empty(0, np.int64)
+    return values.astype(np.int64)
+
+
+class _ArrayFeatures:
+    def __init__(self, rows: Rows) -> None:
+        shape, self.transposed = rows.shape, getattr(rows, "transposed", False)
+        if self.transposed:
+            shape = shape[::-1]
+        if len(shape) not in {1, 2}:
+            raise DataError(f"features have shape {list(shape)}", hint="give [N, D]")
+        if rows.dtype.kind not in "iufb":
+            raise DataError(f"features have dtype {rows.dtype}", hint="give numbers")
+        self.rows = rows
+        self.num_rows = shape[0]
+        self.dim = shape[1] if len(shape) == 2 else 1
+        if self.dim == 0:
+            raise DataError(f"features have shape {list(shape)}", hint="leave them out")
+        self.dtype = rows.dtype.newbyteorder("<")
+
+    def blocks(self, first_row: int, max_rows: int) -> Iterator[NDArray[Any]]:
+        if self.transposed:
+            yield from self._column_blocks(first_row, max_rows)
+            return
+        for block in self.rows.blocks(first_row, max_rows):
+            yield np.asarray(block, self.dtype).reshape(-1, self.dim)
+
+    def _column_blocks(self, first_row: int, max_rows: int) -> Iterator[NDArray[Any]]:
+        """Fortran order: every block needs a piece of every column."""
+        if self.rows.member is not None:  # type: ignore[attr-defined]
+            raise DataError(
+                f"{self.rows.place} is in Fortran order inside an archive",  # type: ignore[attr-defined]
+                hint="save it with np.ascontiguousarray",
+            )
+        array = np.load(self.rows.path, mmap_mode="r")  # type: ignore[attr-defined]
+        for first in range(first_row, self.num_rows, max_rows):
+            yield np.ascontiguousarray(array[first : first + max_rows], self.dtype)
+
+
+class _ArrayEdges:
+    sorted_by_target = False
+
+    def __init__(self, rows: Rows, weights: Rows | None) -> None:
+        if len(rows.shape) != 2 or 2 not in rows.shape:
+            raise DataError(f"edges have shape {list(rows.shape)}", hint="give [2, E] or [E, 2]")
+        if rows.dtype.kind not in "iu":
+            raise DataError(f"edges have dtype {rows.dtype}", hint="give integer ids")
+        # Two of two: PyG's order, sources first. A transposed file has its shape turned round.
+        self.split = rows.shape[0] == 2
+        if rows.shape == (2, 2) and getattr(rows, "transposed", False):
+            self.split = False
+        self.rows = rows
+        self.num_edges = rows.shape[1] if self.split else rows.shape[0]
+        self.expected_edges = self.num_edges
+        self.weights = weights
+        self.weighted = weights is not None
+        if weights is not None and weights.shape not in {(self.num_edges,), (self.num_edges, 1)}:
+            raise DataError(
+                f"weights have shape {list(weights.shape)} for {self.num_edges} edges",
+                hint="give one weight per edge",
+            )
+
+    def blocks(self, position: int, max_edges: int) -> Iterator[EdgeBlock]:
+        pairs = self._pairs(position, max_edges)
+        if self.weights is None:
+            for sources, targets in pairs:
+                position += sources.size
+                yield EdgeBlock(sources, targets, position)
+            return
+        weights = self.weights.blocks(position, max_edges)
+        for (sources, targets), block in zip(pairs, weights, strict=True):
+            position += sources.size
+            yield EdgeBlock(sources, targets, position, block.reshape(-1).astype(np.float32))
+
+    def _pairs(self, position: int, max_edges: int) -> Iterator[tuple[Any, Any]]:
+        if not self.split:
+            for block in self.rows.blocks(position, max_edges):
+                yield _as_ids(block[:, 0]), _as_ids(block[:, 1])
+            return
+        if isinstance(self.rows, FileRows):
+            flat = _Flat(self.rows)
+            end = self.num_edges
+            sources = flat.blocks(position, max_edges, stop=end)
+            targets = flat.blocks(position + end, max_edges, stop=2 * end)
+            for source, target in zip(sources, targets, strict=True):
+                yield _as_ids(source), _as_ids(target)
+            return
+        array = self.rows.array  # type: ignore[attr-defined]
+        for first in range(position, self.num_edges, max_edges):
+            part = array[:, first : first + max_edges]
+            yield _as_ids(part[0]), _as_ids(part[1])
+
+    def largest_id(self) -> int:
+        largest = -1
+        for block in self.blocks(0, 1 << 20):
+            largest = max(largest, int(block.sources.max()), int(block.targets.max()))
+        return largest
+
+
+def _as_ids(values: NDArray[Any]) -> NDArray[Any]:
+    """Contiguous ids in the machine's byte order; uint64 that are too large become negative."""
+    kind = np.int64 if values.dtype.itemsize == 8 else values.dtype.newbyteorder("=")
+    return np.ascontiguousarray(values, kind)
+
+
+class _Flat(FileRows):
+    """The same file as one long row of numbers."""
+
+    def __init__(self, rows: FileRows) -> None:
+        self.__dict__.update(rows.__dict__)
+        self.shape = (rows.shape[0] * rows.shape[1],)

@@ -1,0 +1,236 @@
+"""Folders of the Open Graph Benchmark as they lie on disk after its download.
+
+Node property prediction (arXiv 2005.00687): ``raw/data.npz`` and ``raw/node-label.npz``
+(papers100M), or ``raw/*.csv.gz`` (products, arxiv), with ``split/KIND/{train,valid,test}.csv.gz``.
+Large-scale challenge (arXiv 2103.09430): the paper nodes of MAG240M under ``processed/``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.errors import DataError
+from fivefold.gnn.data._array_source import ArraySource, as_split
+from fivefold.gnn.data._parts import EdgeBlock, LabelPart, Source
+from fivefold.gnn.data._rows import ArrayRows, Rows, file_stamp, npy_rows, npz_members, npz_rows
+from fivefold.gnn.data._tables import CsvReader
+from fivefold.gnn.data._torch_files import load_plain
+
+__all__ = ["mag240m_source", "ogb_adds_reverse", "ogb_source"]
+
+_SPLITS = ("train", "valid", "test")
+_UNDIRECTED = ("products", "proteins")  # those whose raw files hold one direction of each edge
+
+
+def ogb_adds_reverse(folder: str | Path) -> bool:
+    """Whether the benchmark stores both directions of the edges in this folder."""
+    name = Path(folder).resolve().name.lower()
+    return any(part in name for part in _UNDIRECTED)
+
+
+def ogb_source(folder: str | Path) -> Source:
+    """A node property prediction data set of the Open Graph Benchmark.
+
+    Args:
+        folder: The one with ``raw`` and ``split``, as ``ogbn_products`` or ``papers100M-bin``.
+
+    Returns:
+        The source, for ``ingest``. Products and proteins need ``add_reverse`` (the benchmark
+        adds it when it loads them), papers100M and arxiv do not: ``ogb_adds_reverse`` tells.
+
+    Raises:
+        DataError: A file is missing or not what the benchmark writes.
+
+    Example:
+        >>> try:
+        ...     ogb_source("nowhere")
+        ... except DataError as error:
+        ...     print(error.message)
+        nowhere holds neither raw/data.npz nor raw/edge.csv.gz
+    """
+    folder = Path(folder)
+    if (folder / "raw" / "data.npz").is_file():
+        return _binary_source(folder)
+    if (folder / "raw" / "edge.csv.gz").is_file():
+        return _CsvSource(folder)
+    raise DataError(
+        f"{folder} holds neither raw/data.npz nor raw/edge.csv.gz",
+        hint="give the folder into which the benchmark's archive was unpacked",
+    )
+
+
+def _binary_source(folder: Path) -> ArraySource:
+    data, label_file = folder / "raw" / "data.npz", folder / "raw" / "node-label.npz"
+    members = npz_members(data)
+    for name in ("edge_index", "num_nodes_list"):
+        if name not in members:
+            raise DataError(f"{data} has no array {name}", hint="get the file again")
+    counts = [int(n) for block in npz_rows(data, "num_nodes_list").blocks(0, 2) for n in block]
+    if len(counts) != 1:
+        raise DataError(f"{data} holds {len(counts)} graphs", hint="one graph is needed")
+    return ArraySource(
+        name=folder.resolve().name,
+        edge_rows=npz_rows(data, "edge_index"),
+        feature_rows=npz_rows(data, "node_feat") if "node_feat" in members else None,
+        label_rows=npz_rows(label_file, "node_label") if label_file.is_file() else None,
+        split_rows=_read_splits(folder),
+        given_nodes=counts[0],
+        kind="ogb",
+    )
+
+
+def _read_splits(folder: Path) -> dict[str, Rows]:
+    """The ids of the only kind of split there is."""
+    kinds = sorted(path for path in (folder / "split").glob("*") if path.is_dir())
+    if not kinds:
+        return {}
+    if len(kinds) > 1:
+        raise DataError(
+            f"{folder / 'split'} holds {len(kinds)} kinds of splits", hint="leave one of them"
+        )
+    if (file := kinds[0] / "split_dict.pt").is_file():
+        return {name: ArrayRows(np.asarray(load_plain(file)[name])) for name in _SPLITS}
+    return {name: ArrayRows(_read_ids(kinds[0] / f"{name}.csv.gz")) for name in _SPLITS}
+
+
+def _read_ids(path: Path) -> NDArray[np.int64]:
+    blocks = [block[:, 0] for block in CsvReader(path, header=False).arrays(np.int64)]
+    return np.concatenate(blocks) if blocks else np.empty(0, np.int64)
+
+
+class _CsvSource:
+    """Raw tables without headers: an edge, a feature row or a label per line."""
+
+    def __init__(self, folder: Path) -> None:
+        raw = folder / "raw"
+        self.folder = folder
+        self.name = folder.resolve().name
+        counts = _read_ids(_existing(raw / "num-node-list.csv.gz"))
+        if counts.size != 1:
+            raise DataError(f"{folder} holds {counts.size} graphs", hint="one graph is needed")
+        self.num_nodes = int(counts[0])
+        files = sorted([*raw.glob("*.csv.gz"), *folder.glob("split/*/*.csv.gz")])
+        self.recipe: Mapping[str, Any] = {
+            "source": "ogb",
+            "files": [file_stamp(path) for path in files],
+        }
+
+    def edges(self) -> _CsvEdges:
+        return _CsvEdges(self.folder / "raw")
+
+    def features(self) -> _CsvFeatures | None:
+        path = self.folder / "raw" / "node-feat.csv.gz"
+        return _CsvFeatures(path) if path.is_file() else None
+
+    def labels(self) -> LabelPart | None:
+        path = self.folder / "raw" / "node-label.csv.gz"
+        if not path.is_file():
+            return None
+        rows = _read_splits(self.folder)
+        splits = {name: as_split(rows.get(name), self.num_nodes, name) for name in _SPLITS}
+        return LabelPart(lambda _first: _csv_labels(path), splits)
+
+
+def _csv_labels(path: Path) -> Iterator[NDArray[np.int64]]:
+    for block in CsvReader(path, header=False).arrays(np.float64):
+        if block.shape[1] != 1:
+            raise DataError(
+                f"{path} has {block.shape[1]} labels per node", hint="one class per node is needed"
+            )
+        unknown = np.isnan(block[:, 0])
+        yield np.where(unknown, -1, block[:, 0]).astype(np.int64)
+
+
+def _existing(path: Path) -> Path:
+    if not path.is_file():
+        raise DataError(f"there is no file {path}", hint="unpack the benchmark's archive again")
+    return path
+
+
+class _CsvEdges:
+    weighted = False
+    sorted_by_target = False
+
+    def __init__(self, raw: Path) -> None:
+        self.path = raw / "edge.csv.gz"
+        counts = _read_ids(_existing(raw / "num-edge-list.csv.gz"))
+        self.num_edges: int | None = int(counts.sum())
+        self.expected_edges = int(counts.sum())
+
+    def blocks(self, position: int, max_edges: int) -> Iterator[EdgeBlock]:
+        """A packed table cannot be entered in the middle: what is known is read past."""
+        row = 0
+        for block in CsvReader(self.path, header=False).arrays(np.int64, max_rows=max_edges):
+            row += block.shape[0]
+            if row > position:
+                new = block[max(0, block.shape[0] - (row - position)) :]
+                yield EdgeBlock(new[:, 0].copy(), new[:, 1].copy(), row)
+
+
+class _CsvFeatures:
+    dtype = np.dtype(np.float32)
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.dim = CsvReader(path, header=False).num_columns
+
+    def blocks(self, first_row: int, max_rows: int) -> Iterator[NDArray[Any]]:
+        row = 0
+        for block in CsvReader(self.path, header=False).arrays(self.dtype, max_rows=max_rows):
+            row += block.shape[0]
+            if row > first_row:
+                yield block[max(0, block.shape[0] - (row - first_row)) :]
+
+
+def mag240m_source(folder: str | Path) -> Source:
+    """The papers of MAG240M and their citations.
+
+    Args:
+        folder: ``mag240m_kddcup2021``, or the folder that holds it.
+
+    Returns:
+        The source, for ``ingest``: rows of 768 float16, edges from citing to cited paper.
+
+    Raises:
+        DataError: A file is missing.
+
+    Example:
+        >>> try:
+        ...     mag240m_source("nowhere")
+        ... except DataError as error:
+        ...     print(error.hint)
+        give the folder mag240m_kddcup2021 of the large-scale challenge
+    """
+    folder = Path(folder)
+    if (folder / "mag240m_kddcup2021").is_dir():
+        folder /= "mag240m_kddcup2021"
+    processed = folder / "processed"
+    edges = processed / "paper___cites___paper" / "edge_index.npy"
+    features = processed / "paper" / "node_feat.npy"
+    for path in (edges, features):
+        if not path.is_file():
+            raise DataError(
+                f"there is no file {path}",
+                hint="give the folder mag240m_kddcup2021 of the large-scale challenge",
+            )
+    labels = processed / "paper" / "node_label.npy"
+    split_file, meta_file = folder / "split_dict.pt", folder / "meta.pt"
+    splits = load_plain(split_file) if split_file.is_file() else {}
+    meta = load_plain(meta_file) if meta_file.is_file() else {}
+    splits.setdefault("test", splits.get("test-whole", splits.get("test-dev", [])))
+    return ArraySource(
+        name="MAG240M papers",
+        edge_rows=npy_rows(edges),
+        feature_rows=npy_rows(features),
+        label_rows=npy_rows(labels) if labels.is_file() else None,
+        split_rows={name: ArrayRows(np.asarray(splits.get(name, []), np.int64)) for name in _SPLITS}
+        if labels.is_file()
+        else {},
+        num_classes=meta.get("num_classes"),
+        kind="mag240m",
+    )

@@ -1,0 +1,219 @@
+"""Tables in CSV (also packed) and Parquet, read in blocks through Arrow."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from fivefold.errors import DataError, UnsupportedError
+
+try:
+    import pyarrow as pa
+    from pyarrow import csv, parquet
+except ImportError as _error:  # pragma: no cover - the development environment has it
+    _message = "pyarrow is not installed, and tables are read with it"
+    raise UnsupportedError(_message, hint="pip install 'fivefold[gnn]'") from _error
+
+__all__ = ["CsvReader", "ParquetReader", "TableReader", "open_table"]
+
+_BLOCK_BYTES = 4 << 20
+_PEEK_BYTES = 1 << 16
+_COMMENTS = ("#", "%")
+_DELIMITERS = ("\t", ",", ";", "|", " ")
+
+
+class TableReader(Protocol):
+    """A table that is read in blocks.
+
+    Attributes:
+        path: Of the file.
+        names: Of the columns.
+    """
+
+    path: Path
+    names: list[str]
+
+    @property
+    def types(self) -> list[Any]:
+        """Of the columns, as Arrow types."""
+        ...
+
+    def batches(self, columns: Sequence[str], types: Sequence[Any] | None = None) -> Iterator[Any]:
+        """Arrow record batches of these columns, converted to these types where given."""
+        ...
+
+
+def open_table(path: str | Path, *, header: bool | None = None) -> TableReader:
+    """Open a table by its name: ``.parquet``, or else CSV, also ``.gz``, ``.bz2``, ``.zst``.
+
+    Args:
+        path: The file.
+        header: Whether a CSV file's first line names the columns; None: if it holds no number.
+
+    Returns:
+        The reader.
+
+    Raises:
+        DataError: The file is missing or no table.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise DataError(f"there is no file {path}", hint="check the path")
+    if path.suffix in {".parquet", ".pq"}:
+        return ParquetReader(path)
+    return CsvReader(path, header=header)
+
+
+class CsvReader:
+    """A CSV file.
+
+    The delimiter is found from the first line; lines of ``#`` or ``%`` at the head are skipped.
+
+    Args:
+        path: The file.
+        header: Whether the first line names the columns; None: if no field of it is a number.
+
+    Raises:
+        DataError: The file is missing or empty.
+    """
+
+    def __init__(self, path: Path, *, header: bool | None) -> None:
+        self.path = path
+        lines = self._first_lines()
+        self._skip = 0
+        while self._skip < len(lines) and lines[self._skip].startswith(_COMMENTS):
+            self._skip += 1
+        first = lines[self._skip] if self._skip < len(lines) else ""
+        self._delimiter = next((d for d in _DELIMITERS if d in first), ",")
+        fields = first.split(self._delimiter) if first else []
+        self._header = not any(map(_is_number, fields)) if header is None else header
+        self.num_columns = len(fields)
+        generated = [str(index) for index in range(len(fields))]
+        self.names = [name.strip().strip('"') for name in fields] if self._header else generated
+        self._types: list[Any] | None = None
+
+    def _first_lines(self) -> list[str]:
+        try:
+            with pa.input_stream(str(self.path)) as stream:
+                head: bytes = stream.read(_PEEK_BYTES)
+        except (OSError, gzip.BadGzipFile) as error:
+            raise DataError(f"cannot read {self.path}: {error}", hint="check the file") from error
+        return head.decode("utf-8", "replace").splitlines()
+
+    @property
+    def types(self) -> list[Any]:
+        """Types as Arrow guesses them from the first block."""
+        if self._types is None:
+            self._types = [pa.int64()] * self.num_columns
+            for batch in self.batches(self.names):
+                self._types = list(batch.schema.types)
+                break
+        return self._types
+
+    def batches(self, columns: Sequence[str], types: Sequence[Any] | None = None) -> Iterator[Any]:
+        """Record batches.
+
+        Raises:
+            DataError: A line is damaged, or a value is not of its column's type.
+        """
+        if self.num_columns == 0:
+            return
+        kinds = None if types is None else dict(zip(columns, types, strict=True))
+        try:
+            reader = csv.open_csv(
+                str(self.path),
+                read_options=csv.ReadOptions(
+                    block_size=_BLOCK_BYTES,
+                    use_threads=False,
+                    skip_rows=self._skip + int(self._header),
+                    column_names=self.names,
+                ),
+                parse_options=csv.ParseOptions(delimiter=self._delimiter),
+                convert_options=csv.ConvertOptions(
+                    include_columns=list(columns), column_types=kinds
+                ),
+            )
+            yield from reader
+        except (pa.ArrowInvalid, pa.ArrowKeyError, OSError) as error:
+            if "Empty CSV" in str(error):
+                return
+            reason = str(error).replace("\n", " ")[:300]
+            raise DataError(
+                f"{self.path} cannot be read as a table: {reason}", hint="mend the line it names"
+            ) from error
+
+    def arrays(self, dtype: DTypeLike, *, max_rows: int | None = None) -> Iterator[NDArray[Any]]:
+        """All columns as one block ``[rows, columns]`` after another.
+
+        Args:
+            dtype: Of all columns.
+            max_rows: At most this many rows in a block; None: as Arrow reads them.
+
+        Yields:
+            The blocks.
+        """
+        kind = pa.from_numpy_dtype(np.dtype(dtype))
+        for batch in self.batches(self.names, [kind] * len(self.names)):
+            block = np.empty((batch.num_rows, batch.num_columns), dtype)
+            for index, column in enumerate(batch.columns):
+                block[:, index] = column.to_numpy(zero_copy_only=False)
+            step = max_rows or max(1, batch.num_rows)
+            for first in range(0, batch.num_rows, step):
+                yield block[first : first + step]
+
+
+def _is_number(field: str) -> bool:
+    try:
+        float(field.strip().strip('"'))
+    except ValueError:
+        return False
+    return True
+
+
+class ParquetReader:
+    """A Parquet file.
+
+    Args:
+        path: The file.
+
+    Raises:
+        DataError: It is no Parquet file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file = parquet.ParquetFile(path)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise DataError(f"cannot read {path}: {error}", hint="check the file") from error
+        schema = self._file.schema_arrow
+        self.names: list[str] = list(schema.names)
+        self._types: list[Any] = list(schema.types)
+
+    @property
+    def types(self) -> list[Any]:
+        """Types of the columns."""
+        return self._types
+
+    def batches(self, columns: Sequence[str], types: Sequence[Any] | None = None) -> Iterator[Any]:
+        """Record batches.
+
+        Raises:
+            DataError: The file is damaged, or a value is not of its column's type.
+        """
+        schema = None
+        if types is not None:
+            schema = pa.schema(list(zip(columns, types, strict=True)))
+        try:
+            for batch in self._file.iter_batches(batch_size=1 << 16, columns=list(columns)):
+                chosen = batch.select(list(columns))
+                yield chosen if schema is None else chosen.cast(schema)
+        except (pa.ArrowInvalid, pa.ArrowKeyError, pa.ArrowNotImplementedError, OSError) as error:
+            raise DataError(
+                f"{self.path} cannot be read: {str(error)[:300]}", hint="check the file"
+            ) from error

@@ -1,0 +1,113 @@
+"""Files of ``torch.save`` without running what is inside them.
+
+Such files are pickles, and a pickle can call anything. Here only tensors, NumPy arrays, plain
+containers and, where asked for, the classes of PyTorch Geometric are let in.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fivefold.errors import DataError, UnsupportedError
+
+__all__ = ["load_plain", "load_pyg"]
+
+
+def _numpy_names() -> list[Any]:
+    """What a pickled NumPy array refers to, under the names of NumPy 1 and 2."""
+    import _codecs  # noqa: PLC0415 - only for its name
+
+    rebuild = np.zeros(1).__reduce__()[0]
+    scalar = np.int64(0).__reduce__()[0]
+    kinds = [type(np.dtype(code)) for code in "?bhilqBHILQefd"]
+    old = "numpy.core.multiarray"
+    return [
+        rebuild,
+        (rebuild, f"{old}._reconstruct"),
+        scalar,
+        (scalar, f"{old}.scalar"),
+        np.ndarray,
+        np.dtype,
+        *kinds,
+        _codecs.encode,
+    ]
+
+
+def load_plain(path: Path) -> dict[str, Any]:
+    """A dictionary of tensors, arrays and numbers.
+
+    Args:
+        path: The .pt file.
+
+    Returns:
+        Its contents; tensors are made arrays.
+
+    Raises:
+        DataError: It cannot be read, or holds something else.
+    """
+    value = _load(path, _numpy_names())
+    if not isinstance(value, dict):
+        raise DataError(f"{path} holds a {type(value).__name__}", hint="a dictionary is needed")
+    return {
+        key: entry.numpy() if hasattr(entry, "detach") else entry for key, entry in value.items()
+    }
+
+
+def load_pyg(path: Path) -> Any:
+    """A ``Data`` or ``HeteroData`` of PyTorch Geometric.
+
+    Args:
+        path: The .pt file.
+
+    Returns:
+        The object; tensors are memory maps of the file where its format allows.
+
+    Raises:
+        DataError: It cannot be read, or holds something else.
+        UnsupportedError: PyTorch Geometric is not installed.
+    """
+    try:
+        from torch_geometric.data import (  # noqa: PLC0415 - optional
+            Data,
+            HeteroData,
+            storage,
+        )
+        from torch_geometric.data import data as classes  # noqa: PLC0415
+    except ImportError as error:
+        message = "PyTorch Geometric is not installed"
+        raise UnsupportedError(message, hint="pip install 'fivefold[gnn]'") from error
+    names = [Data, HeteroData, classes.DataEdgeAttr, classes.DataTensorAttr]
+    names += [storage.BaseStorage, storage.NodeStorage, storage.EdgeStorage, storage.GlobalStorage]
+    value = _load(path, [*names, *_numpy_names()])
+    if isinstance(value, tuple | list) and value and hasattr(value[0], "stores"):
+        value = value[0]  # data sets of PyG save (data, slices, ...)
+    if not isinstance(value, Data | HeteroData):
+        raise DataError(
+            f"{path} holds a {type(value).__name__}", hint="a Data or HeteroData is needed"
+        )
+    return value
+
+
+def _load(path: Path, names: list[Any]) -> Any:
+    import torch  # noqa: PLC0415 - heavy, and needed for these files alone
+
+    if not path.is_file():
+        raise DataError(f"there is no file {path}", hint="check the path")
+    with torch.serialization.safe_globals(names):
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
+        except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+            reason = str(error).partition("\n")[0][:200]
+            raise DataError(
+                f"{path} cannot be read safely: {reason}",
+                hint="save a dictionary of tensors, or a Data object, with torch.save",
+            ) from error
+
+
+def _is_zip(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(2) == b"PK"
