@@ -47,6 +47,7 @@ _LOCAL_MASK = (1 << LOCAL_BITS) - 1
 _HALF_SQRT = 0.7071067811865476
 _LN_2 = 0.6931471805599453
 _UNIT = 1.0 / (1 << 53)
+_BLOCK = 256  # edges whose cache misses are under way together
 _SMALL = 48  # up to here a scan of the chosen positions is cheaper than a bitmap
 
 
@@ -270,31 +271,34 @@ def draw_weighted(
     return written
 
 
+@njit(inline="always")
+def _find(table: NDArray[np.int64], node: int) -> int:
+    """Return the slot of a node, or the free one where it belongs."""
+    mask = table.shape[0] - 1
+    slot = np.int64(_mix(np.uint64(node)) & np.uint64(mask))
+    while table[slot] != 0 and table[slot] >> LOCAL_BITS != node + 1:
+        slot = (slot + 1) & mask
+    return slot
+
+
 @njit
 def refill_table(table: NDArray[np.int64], nodes: NDArray[np.int64], count: int) -> None:
     """Empty the table and enter nodes 0 to ``count``."""
     table[:] = 0
-    mask = table.shape[0] - 1
     for local in range(count):
-        slot = np.int64(_mix(np.uint64(nodes[local])) & np.uint64(mask))
-        while table[slot] != 0:
-            slot = (slot + 1) & mask
-        table[slot] = (nodes[local] + 1) << LOCAL_BITS | local
+        table[_find(table, nodes[local])] = (nodes[local] + 1) << LOCAL_BITS | local
 
 
 @njit
 def insert_seeds(table: NDArray[np.int64], nodes: NDArray[np.int64], num_nodes: int) -> int:
     """Enter the seeds in an empty table; return the place of one at fault, or -1."""
-    mask = table.shape[0] - 1
     for local in range(nodes.shape[0]):
         node = nodes[local]
         if node < 0 or node >= num_nodes:
             return local
-        slot = np.int64(_mix(np.uint64(node)) & np.uint64(mask))
-        while table[slot] != 0:
-            if table[slot] >> LOCAL_BITS == node + 1:
-                return local
-            slot = (slot + 1) & mask
+        slot = _find(table, node)
+        if table[slot] != 0:
+            return local
         table[slot] = (node + 1) << LOCAL_BITS | local
     return -1
 
@@ -318,18 +322,29 @@ def number_sources(  # noqa: PLR0913, PLR0917 - a kernel takes its arrays one by
     """
     mask = table.shape[0] - 1
     room = min(nodes.shape[0], table.shape[0] // 2)
-    for edge in range(begin, end):
-        node = np.int64(indices[positions[edge]])
-        if node < 0 or node >= num_sources:
-            return edge, -1
-        slot = np.int64(_mix(np.uint64(node)) & np.uint64(mask))
-        while table[slot] != 0 and table[slot] >> LOCAL_BITS != node + 1:
-            slot = (slot + 1) & mask
-        if table[slot] == 0:
-            if count >= room:
-                return edge, count
-            nodes[count] = node
-            table[slot] = (node + 1) << LOCAL_BITS | count
-            count += 1
-        sources[edge] = table[slot] & _LOCAL_MASK
+    block = np.empty(_BLOCK, np.int64)
+    seen = np.empty(_BLOCK, np.int64)
+    for start in range(begin, end, _BLOCK):
+        size = min(_BLOCK, end - start)
+        # Two loops without branches first: their cache misses overlap.
+        for offset in range(size):
+            block[offset] = indices[positions[start + offset]]
+        for offset in range(size):
+            seen[offset] = table[np.int64(_mix(np.uint64(block[offset])) & np.uint64(mask))]
+        for offset in range(size):
+            node = block[offset]
+            if node < 0 or node >= num_sources:
+                return start + offset, -1
+            entry = seen[offset]
+            if entry >> LOCAL_BITS != node + 1:
+                slot = _find(table, node)
+                entry = table[slot]
+                if entry == 0:
+                    if count >= room:
+                        return start + offset, count
+                    nodes[count] = node
+                    entry = (node + 1) << LOCAL_BITS | count
+                    table[slot] = entry
+                    count += 1
+            sources[start + offset] = entry & _LOCAL_MASK
     return end, count
