@@ -1,7 +1,17 @@
-"""The peers in one harness: memory map, online cache, Ginex, MariusGNN, DiskGNN."""
+"""The peers in one harness: memory map, online cache, Ginex, MariusGNN, DiskGNN, and ours.
 
+Pure cores: ``_online_cache``, ``_change_sets``, ``_partitions``, ``_segments``. Each system is one
+module on top of them, all behind the protocol of ``_system``: prepared once, then epochs of batches
+whose rows equal those of an in-memory gather.
+"""
+
+from fivefold.gnn.systems._buckets import EdgeBuckets
 from fivefold.gnn.systems._change_sets import ChangeSet, ChangeSets, belady_change_sets
+from fivefold.gnn.systems._ginex import GinexSystem, neighbor_cache_ids
+from fivefold.gnn.systems._marius import MariusSystem
+from fivefold.gnn.systems._online import OnlineSystem
 from fivefold.gnn.systems._online_cache import OnlineCache
+from fivefold.gnn.systems._page_reads import PageReader
 from fivefold.gnn.systems._partitions import (
     assign_buckets,
     assign_training_nodes,
@@ -12,18 +22,45 @@ from fivefold.gnn.systems._partitions import (
     sequential_states,
     training_first_order,
 )
+from fivefold.gnn.systems._segments import first_feasible_segment
+from fivefold.gnn.systems._simple import InMemorySystem, MappedSystem, source_counts, top_rows
+from fivefold.gnn.systems._system import (
+    Preparation,
+    System,
+    SystemBatch,
+    SystemStatistics,
+    Workload,
+    prefetched,
+)
 
 __all__ = [
     "ChangeSet",
     "ChangeSets",
+    "EdgeBuckets",
+    "GinexSystem",
+    "InMemorySystem",
+    "MappedSystem",
+    "MariusSystem",
     "OnlineCache",
+    "OnlineSystem",
+    "PageReader",
+    "Preparation",
+    "System",
+    "SystemBatch",
+    "SystemStatistics",
+    "Workload",
     "assign_buckets",
     "assign_training_nodes",
     "belady_change_sets",
     "beta_states",
     "comet_states",
     "dispersed_states",
+    "first_feasible_segment",
+    "neighbor_cache_ids",
     "partition_rows",
+    "prefetched",
     "sequential_states",
+    "source_counts",
+    "top_rows",
     "training_first_order",
 ]

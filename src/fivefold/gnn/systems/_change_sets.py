@@ -11,16 +11,16 @@ A pure function of the ids; it must not know what a row is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.errors import ConfigurationError
-from fivefold.gnn.systems._compiled import njit
+from fivefold.gnn._compiler import njit
 
-__all__ = ["ChangeSet", "ChangeSets", "belady_change_sets"]
+__all__ = ["ChangeSet", "ChangeSets", "belady_change_sets", "stream_change_sets"]
 
 _LAST = np.uint16(0x8000)  # the top bit of the last use of an id
 MAX_BATCHES = 0x7FFF
@@ -80,6 +80,28 @@ def belady_change_sets(batches: Sequence[Ids], *, num_ids: int, num_slots: int) 
         >>> sets.initial.tolist(), sets.num_misses.tolist()
         ([0, 1], [0, 1, 1, 1])
     """
+    initial, course = stream_change_sets(batches, num_ids=num_ids, num_slots=num_slots)
+    steps = list(course)
+    misses = np.array([step[0] for step in steps], np.int64)
+    return ChangeSets(initial, tuple(step[1] for step in steps), misses)
+
+
+def stream_change_sets(
+    batches: Collection[Ids], *, num_ids: int, num_slots: int
+) -> tuple[Ids, Iterator[tuple[int, ChangeSet]]]:
+    """As ``belady_change_sets``, one batch in memory at a time; the batches are read three times.
+
+    Args:
+        batches: The ids of each batch; iterating gives them in order, as often as asked for.
+        num_ids: Ids are 0 to ``num_ids - 1``.
+        num_slots: Rows that the cache holds.
+
+    Returns:
+        The initial ids, and for each batch its misses and its change set.
+
+    Raises:
+        ConfigurationError: There are more batches than 15 bits count, or a number is negative.
+    """
     if len(batches) > MAX_BATCHES or num_slots < 0 or num_ids < 0:
         raise ConfigurationError(
             f"a super-batch has up to {MAX_BATCHES} batches and counts are not negative; got "
@@ -89,14 +111,11 @@ def belady_change_sets(batches: Sequence[Ids], *, num_ids: int, num_slots: int) 
     counts, initial = _count_uses(batches, num_ids, num_slots)
     pointers, uses = _lay_out_uses(batches, counts)
     cache = _Cache(initial, pointers, uses, num_slots=num_slots, num_batches=len(batches))
-    misses, after = np.zeros(len(batches), np.int64), []
-    for number, ids in enumerate(batches):
-        misses[number] = cache.misses(ids)
-        after.append(cache.step(ids, number))
-    return ChangeSets(initial, tuple(after), misses)
+    course = ((cache.misses(ids), cache.step(ids, i)) for i, ids in enumerate(batches))
+    return initial, course
 
 
-def _count_uses(batches: Sequence[Ids], num_ids: int, num_slots: int) -> tuple[Uses, Ids]:
+def _count_uses(batches: Collection[Ids], num_ids: int, num_slots: int) -> tuple[Uses, Ids]:
     counts = np.zeros(num_ids, np.uint16)
     initial = np.empty(min(num_slots, num_ids), np.int64)
     filled = 0
@@ -105,7 +124,7 @@ def _count_uses(batches: Sequence[Ids], num_ids: int, num_slots: int) -> tuple[U
     return counts, initial[:filled]
 
 
-def _lay_out_uses(batches: Sequence[Ids], counts: Uses) -> tuple[Ids, Uses]:
+def _lay_out_uses(batches: Collection[Ids], counts: Uses) -> tuple[Ids, Uses]:
     """Pointer of each id to its first use, and all uses; each id's last one has its top bit set."""
     pointers = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=pointers[1:])
@@ -160,7 +179,7 @@ class _Cache:
         return ChangeSet(admitted, positions, evicted)
 
 
-@njit(nogil=True, cache=True)
+@njit
 def _count(ids: Ids, counts: Uses, initial: Ids, filled: int) -> int:
     for i in range(len(ids)):
         v = ids[i]
@@ -171,14 +190,14 @@ def _count(ids: Ids, counts: Uses, initial: Ids, filled: int) -> int:
     return filled
 
 
-@njit(nogil=True, cache=True)
+@njit
 def _place(ids: Ids, number: int, pointers: Ids, uses: Uses) -> None:
     for i in range(len(ids)):
         uses[pointers[ids[i]]] = number
         pointers[ids[i]] += 1
 
 
-@njit(nogil=True, cache=True)
+@njit
 def _rewind(pointers: Ids, counts: Uses, uses: Uses) -> None:
     for v in range(len(counts)):
         if counts[v]:
@@ -186,7 +205,7 @@ def _rewind(pointers: Ids, counts: Uses, uses: Uses) -> None:
             pointers[v] -= counts[v]
 
 
-@njit(nogil=True, cache=True)
+@njit
 def _advance(ids: Ids, pointers: Ids, uses: Uses) -> None:
     """Past the use that is happening; an id that is never used again points to -1."""
     for i in range(len(ids)):
@@ -194,18 +213,20 @@ def _advance(ids: Ids, pointers: Ids, uses: Uses) -> None:
         pointers[v] = -1 if uses[pointers[v]] & _LAST else pointers[v] + 1
 
 
-@njit(nogil=True, cache=True)
+@njit
 def _next_use(v: int, never: int, pointers: Ids, uses: Uses) -> int:
-    return never if pointers[v] < 0 else np.int64(uses[pointers[v]] & ~_LAST)
+    if pointers[v] < 0:
+        return never
+    return int(uses[pointers[v]] & ~_LAST)
 
 
-@njit(nogil=True, cache=True)
+@njit
 def _next_uses(ids: Ids, never: int, pointers: Ids, uses: Uses, out: Ids) -> None:
     for i in range(len(ids)):
         out[i] = _next_use(ids[i], never, pointers, uses)
 
 
-@njit(nogil=True, cache=True)
+@njit
 def _find_threshold(histogram: Ids, threshold: int, num_slots: int) -> tuple[int, int]:
     """All that are used before the threshold fit; how many of those at it fit as well."""
     below = histogram[:threshold].sum()
@@ -218,14 +239,14 @@ def _find_threshold(histogram: Ids, threshold: int, num_slots: int) -> tuple[int
     return threshold, num_slots - below
 
 
-@njit(nogil=True, cache=True)
+@njit
 def _histogram(ids: Ids, next_uses: Ids, counted: Mask, histogram: Ids) -> None:
     for i in range(len(ids)):
         if not counted[ids[i]]:
             histogram[next_uses[i]] += 1
 
 
-@njit(nogil=True, cache=True)
+@njit
 def _drop(cached: Ids, next_uses: Ids, threshold: int, ties: int, evicted: Ids) -> tuple[int, int]:
     """Keep what is soon enough at the front of ``cached``; how many were kept, ties left."""
     kept = out = 0
@@ -240,7 +261,7 @@ def _drop(cached: Ids, next_uses: Ids, threshold: int, ties: int, evicted: Ids) 
     return kept, ties
 
 
-@njit(nogil=True, cache=True)
+@njit
 def _choose(
     ids: Ids, next_uses: Ids, inside: Mask, threshold: int, ties: int, positions: Ids
 ) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.errors import ConfigurationError
-from fivefold.gnn.systems._compiled import njit
+from fivefold.gnn._compiler import njit
 
 __all__ = ["OnlineCache"]
 
@@ -100,11 +100,16 @@ class OnlineCache:
             slots[:] = self._slot_of[ids]
         return slots
 
+    def held(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the ids that are there and their slots."""
+        slots = np.flatnonzero(self._id_in >= 0)
+        return self._id_in[slots], slots
+
     def _lists(self) -> tuple[Any, ...]:
         return self._slot_of, self._older, self._newer, self._visited, self._state
 
 
-@njit(nogil=True, cache=True)
+@njit
 def _unlink(slot: int, older: Slots, newer: Slots, state: Ids) -> None:
     before, after = newer[slot], older[slot]
     if before >= 0:
@@ -117,7 +122,7 @@ def _unlink(slot: int, older: Slots, newer: Slots, state: Ids) -> None:
         state[_TAIL] = before
 
 
-@njit(nogil=True, cache=True)
+@njit
 def _push(slot: int, older: Slots, newer: Slots, state: Ids) -> None:
     head = state[_HEAD]
     older[slot] = head
@@ -129,7 +134,7 @@ def _push(slot: int, older: Slots, newer: Slots, state: Ids) -> None:
     state[_HEAD] = slot
 
 
-@njit(nogil=True, cache=True)
+@njit
 def _lookup(  # noqa: PLR0913, PLR0917 - a kernel takes its arrays one by one
     ids: Ids, found: Slots, lru: bool, slot_of: Slots,  # noqa: FBT001
     older: Slots, newer: Slots, visited: Mask, state: Ids,
@@ -146,8 +151,8 @@ def _lookup(  # noqa: PLR0913, PLR0917 - a kernel takes its arrays one by one
             visited[slot] = True
 
 
-@njit(nogil=True, cache=True)
-def _sieve_victim(newer: Slots, visited: Mask, state: Ids) -> int:
+@njit
+def _sieve_victim(newer: Slots, visited: Mask, state: Ids) -> Any:
     """The hand walks from old to new, spares the visited once, and stays where it evicted."""
     hand = state[_HAND]
     if hand < 0:
@@ -159,7 +164,7 @@ def _sieve_victim(newer: Slots, visited: Mask, state: Ids) -> int:
     return hand
 
 
-@njit(nogil=True, cache=True)
+@njit
 def _admit(  # noqa: PLR0913, PLR0917 - a kernel takes its arrays one by one
     ids: Ids, id_in: Ids, lru: bool, slot_of: Slots,  # noqa: FBT001
     older: Slots, newer: Slots, visited: Mask, state: Ids,

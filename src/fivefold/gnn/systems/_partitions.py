@@ -119,12 +119,15 @@ def sequential_states(
     return [np.concatenate([np.arange(train_partitions), chosen]).astype(np.int64)]
 
 
-def dispersed_states(num_partitions: int, buffer_partitions: int, *, seed: int) -> States:
+def dispersed_states(
+    num_partitions: int, buffer_partitions: int, *, pinned: int = 0, seed: int
+) -> States:
     """A random resident partition is replaced per step, until all have been in memory.
 
     Args:
         num_partitions: Partitions on disk.
         buffer_partitions: Partitions that fit the buffer.
+        pinned: The first so many slots are never replaced.
         seed: Of this epoch.
 
     Returns:
@@ -138,12 +141,16 @@ def dispersed_states(num_partitions: int, buffer_partitions: int, *, seed: int) 
         4
     """
     _check(num_partitions, buffer_partitions)
+    if not 0 <= pinned < buffer_partitions and buffer_partitions < num_partitions:
+        raise ConfigurationError(
+            f"pinned must be 0 to {buffer_partitions - 1}, one less than the buffer; got {pinned}"
+        )
     draw = np.random.default_rng([seed, 2])
     order = draw.permutation(num_partitions).astype(np.int64)
     buffer = order[:buffer_partitions].copy()
     states = [buffer.copy()]
     for entering in order[buffer_partitions:]:
-        buffer[draw.integers(len(buffer))] = entering
+        buffer[draw.integers(pinned, len(buffer))] = entering
         states.append(buffer.copy())
     return states
 
