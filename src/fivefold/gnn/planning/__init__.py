@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from fivefold.gnn.planning._belady import BeladyCache, belady, lru_misses
 from fivefold.gnn.planning._budgets import Budgets, FeatureInfo
+from fivefold.gnn.planning._caches import Policy
 from fivefold.gnn.planning._layout import Layout, SegmentLayout, segment_layout
 from fivefold.gnn.planning._make import make_plan
 from fivefold.gnn.planning._packing_cost import packing_ways
 from fivefold.gnn.planning._pages import PAGE_BYTES, extent_pages, read_costs, runs_of
-from fivefold.gnn.planning._plan import Plan, Policy
+from fivefold.gnn.planning._plan import Plan
 from fivefold.gnn.planning._prediction import PackingCost, Prediction, SegmentCost
 from fivefold.gnn.planning._schedule import CacheSchedule
 from fivefold.gnn.planning._sources import BatchList, DiskCost, SampleSource
@@ -15,6 +17,7 @@ from fivefold.gnn.planning._sources import BatchList, DiskCost, SampleSource
 __all__ = [
     "PAGE_BYTES",
     "BatchList",
+    "BeladyCache",
     "Budgets",
     "CacheSchedule",
     "DiskCost",
@@ -27,7 +30,9 @@ __all__ = [
     "SampleSource",
     "SegmentCost",
     "SegmentLayout",
+    "belady",
     "extent_pages",
+    "lru_misses",
     "make_plan",
     "packing_ways",
     "read_costs",

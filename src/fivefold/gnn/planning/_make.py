@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import numpy as np
+from dataclasses import dataclass
+from functools import cached_property
 
 from fivefold.errors import ConfigurationError, DataError, InfeasibleError
 from fivefold.gnn.planning._budgets import Budgets, FeatureInfo
-from fivefold.gnn.planning._cold import ColdIds
+from fivefold.gnn.planning._caches import Caches, Policy, Tally
+from fivefold.gnn.planning._kept import KeptArrays
 from fivefold.gnn.planning._layout import Layout, check_layout
 from fivefold.gnn.planning._packing_cost import packing_ways
-from fivefold.gnn.planning._pages import read_costs
-from fivefold.gnn.planning._plan import Plan, Policy
+from fivefold.gnn.planning._plan import Plan
 from fivefold.gnn.planning._prediction import PackingCost, Prediction
 from fivefold.gnn.planning._search import Found, Space, search_segments
 from fivefold.gnn.planning._segments import GAPS_BYTES, SegmentQuestion, segments_of
 from fivefold.gnn.planning._sources import (
     DiskCost,
-    Ids,
     SampleSource,
+    record_bytes,
     sample_bytes,
+    sampled_epochs,
+    sizes_of,
 )
-from fivefold.gnn.planning._static import StaticCache
 from fivefold.units import format_bytes
 
 __all__ = ["make_plan"]
@@ -40,7 +40,7 @@ def make_plan(  # noqa: PLR0913 - one keyword per decision that the caller may t
     minhash_functions: int = 2,
     max_gap_bytes: int | None = None,
     buffer_batches: int = 3,
-    num_epochs: int = 50,
+    training_epochs: int = 50,
 ) -> Plan:
     """Decide what goes where, and predict what that costs. Nothing is written.
 
@@ -51,14 +51,15 @@ def make_plan(  # noqa: PLR0913 - one keyword per decision that the caller may t
         profile: The disk's prices.
         policy: ``"static"``: the most used rows are cached and batches may come in any order;
             ``"belady"``: batches come in the order of the samples, and the host cache holds what
-            will be needed soonest.
+            will be needed soonest. ``BatchList`` puts batches into another order.
         layout: Order of the packed rows within a segment.
         segment_batches: Batches per segment; None: the size of least cost within the budget.
         minhash_functions: Number of hash functions of the ``minhash`` layout.
         max_gap_bytes: Gaps up to this size are read through; None: what the disk makes cheapest.
         buffer_batches: Batches in flight whose rows are kept in host memory, and in device
             memory where there is some; the caches get the rest of the budgets.
-        num_epochs: Epochs over which the time for packing is spread in the choice of the size.
+        training_epochs: Epochs over which the time for packing is spread in the choice of the
+            segment size.
 
     Returns:
         The plan.
@@ -69,6 +70,7 @@ def make_plan(  # noqa: PLR0913 - one keyword per decision that the caller may t
         InfeasibleError: A budget is short; says which, and the smallest that would do.
 
     Example:
+        >>> import numpy as np
         >>> from fivefold.gnn.planning import BatchList
         >>> samples = BatchList([np.array([0, 1, 2]), np.array([2, 3])], num_nodes=4)
         >>> features = FeatureInfo(num_nodes=4, row_bytes=4096, fingerprint="x")
@@ -81,192 +83,177 @@ def make_plan(  # noqa: PLR0913 - one keyword per decision that the caller may t
         >>> plan.host_rows.tolist(), plan.predicted.read_bytes_per_epoch
         ([0, 1, 2], 4096)
     """
-    _check(samples, features, segment_batches=segment_batches, max_gap_bytes=max_gap_bytes)
-    check_layout(layout, minhash_functions)
-    buffer_bytes = _reserve(samples, features, budgets, buffer_batches)
-    cache = StaticCache.by_count(
-        samples.counts,
-        device_slots=max(0, budgets.device_bytes - buffer_bytes) // features.row_bytes,
-        host_slots=(budgets.host_bytes - buffer_bytes) // features.row_bytes,
-    )
-    tally = _Tally(samples, features, cache, profile)
-    cold = ColdIds(tally.cold_ids(), num_nodes=samples.num_nodes)
-    question = SegmentQuestion(
-        cold=cold,
-        layout=layout,
-        minhash_functions=minhash_functions,
-        row_bytes=features.row_bytes,
-        disk=profile,
-        gaps_bytes=GAPS_BYTES if max_gap_bytes is None else (max_gap_bytes,),
-    )
-    found = search_segments(
-        question,
-        _space(samples, features, budgets, cache, profile),
-        segment_batches=segment_batches,
-        num_epochs=num_epochs,
-    )
-    cold.close()
-    return Plan(
-        policy=policy,
-        layout=layout,
-        minhash_functions=minhash_functions,
-        max_gap_bytes=found.reads.max_gap_bytes,
-        row_bytes=features.row_bytes,
-        num_nodes=features.num_nodes,
-        num_batches=samples.num_batches,
-        features_fingerprint=features.fingerprint,
-        samples_fingerprint=samples.fingerprint,
-        budgets=budgets,
-        device_rows=cache.device_rows,
-        host_rows=cache.host_rows,
-        num_host_slots=len(cache.host_rows),
-        segments=segments_of(samples.num_batches, found.segment_batches),
-        segment_rows=found.reads.segment_rows,
-        batch_bytes=found.reads.read_bytes,
-        batch_requests=found.reads.requests,
-        predicted=_predict(samples, features, tally, found, buffer_bytes),
-        choices=found.choices,
-    )
-
-
-class _Tally:
-    """Walks through the batches once, hands out their cold ids and counts along the way."""
-
-    def __init__(
-        self, samples: SampleSource, features: FeatureInfo, cache: StaticCache, disk: DiskCost
-    ) -> None:
-        self._samples, self._features, self._cache, self._disk = samples, features, cache, disk
-        self.accesses = self.device_hits = self.host_hits = self.cold_rows = 0
-        self.online_seconds = self.fill_seconds = 0.0
-        self.cached_rows = len(cache.device_rows) + len(cache.host_rows)
-        if self.cached_rows:
-            size_bytes = self.cached_rows * features.row_bytes
-            self.fill_seconds = size_bytes / disk.sequential_read_bytes_per_s
-
-    def cold_ids(self) -> Iterator[Ids]:
-        """Cold ids of each batch, ascending."""
-        for batch in range(self._samples.num_batches):
-            ids = np.asarray(self._samples.node_ids(batch), np.int64)
-            slots = self._cache.slots(ids)
-            cold = np.sort(ids[slots < 0])
-            on_device = int(np.count_nonzero((slots >= 0) & (slots < len(self._cache.device_rows))))
-            self.accesses += len(ids)
-            self.device_hits += on_device
-            self.host_hits += len(ids) - len(cold) - on_device
-            self.cold_rows += len(cold)
-            self.online_seconds += self._online(cold)
-            yield cold
-
-    def _online(self, cold: Ids) -> float:
-        """Seconds to gather these rows from the features, every page once."""
-        if not len(cold):
-            return 0.0
-        ((requests, size_bytes),) = read_costs(
-            cold,
-            np.ones(len(cold), np.int64),
-            row_bytes=self._features.row_bytes,
-            gaps_bytes=np.zeros(1, np.int64),
-        )
-        return self._disk.seconds(int(requests), int(size_bytes))
-
-
-def _check(
-    samples: SampleSource,
-    features: FeatureInfo,
-    *,
-    segment_batches: int | None,
-    max_gap_bytes: int | None,
-) -> None:
+    if policy not in {"static", "belady"}:
+        raise ConfigurationError(f"policy is {policy!r}", hint="use 'static' or 'belady'")
     if samples.num_nodes != features.num_nodes:
         raise DataError(
             f"the samples are of a graph of {samples.num_nodes} nodes, the features of "
             f"{features.num_nodes}",
             hint="sample the graph that these features belong to",
         )
-    if segment_batches is not None and segment_batches < 1:
+    _at_least("segment_batches", segment_batches, 1)
+    _at_least("max_gap_bytes", max_gap_bytes, 0)
+    _at_least("buffer_batches", buffer_batches, 0)
+    _at_least("training_epochs", training_epochs, 0)
+    check_layout(layout, minhash_functions)
+    return _Making(
+        samples=samples,
+        features=features,
+        budgets=budgets,
+        disk=profile,
+        policy=policy,
+        layout=layout,
+        segment_batches=segment_batches,
+        minhash_functions=minhash_functions,
+        max_gap_bytes=max_gap_bytes,
+        buffer_batches=buffer_batches,
+        training_epochs=training_epochs,
+    ).plan()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Making:
+    """The arguments of ``make_plan``, checked, and the steps from them to the plan."""
+
+    samples: SampleSource
+    features: FeatureInfo
+    budgets: Budgets
+    disk: DiskCost
+    policy: Policy
+    layout: Layout
+    segment_batches: int | None
+    minhash_functions: int
+    max_gap_bytes: int | None
+    buffer_batches: int
+    training_epochs: int
+
+    def plan(self) -> Plan:
+        caches = self.fill_caches()
+        tally = Tally(self.samples, self.features, caches, self.disk)
+        cold = KeptArrays(tally.cold_ids(), limit=self.samples.num_nodes)
+        found = self.search(cold, caches)
+        cold.close()
+        return Plan(
+            policy=self.policy,
+            layout=self.layout,
+            minhash_functions=self.minhash_functions,
+            max_gap_bytes=found.reads.max_gap_bytes,
+            row_bytes=self.features.row_bytes,
+            num_nodes=self.features.num_nodes,
+            num_batches=self.samples.num_batches,
+            features_fingerprint=self.features.fingerprint,
+            samples_fingerprint=self.samples.fingerprint,
+            budgets=self.budgets,
+            training_epochs=self.training_epochs,
+            device_rows=caches.device_rows,
+            host_rows=caches.host_rows,
+            num_host_slots=caches.num_host_slots,
+            segments=segments_of(self.samples.num_batches, found.segment_batches),
+            segment_rows=found.reads.segment_rows,
+            batch_bytes=found.reads.read_bytes,
+            batch_requests=found.reads.requests,
+            predicted=self.predict(caches, tally, found),
+            choices=found.choices,
+            cache_schedule=caches.schedule,
+        )
+
+    @cached_property
+    def buffer_bytes(self) -> int:
+        """Bytes for the rows of the batches in flight."""
+        largest = max(sizes_of(self.samples), default=0) if self.buffer_batches else 0
+        return self.buffer_batches * largest * self.features.row_bytes
+
+    def fill_caches(self) -> Caches:
+        """Give the caches what the buffers leave."""
+        spare_bytes = self.budgets.host_bytes - self.buffer_bytes
+        if spare_bytes < 0:
+            raise InfeasibleError(
+                f"host memory of {format_bytes(self.budgets.host_bytes)} does not hold the rows of "
+                f"{self.buffer_batches} batches in flight",
+                hint=f"give at least host_bytes={self.buffer_bytes} "
+                f"({format_bytes(self.buffer_bytes)}), lower buffer_batches, or sample smaller "
+                "batches",
+            )
+        row_bytes = self.features.row_bytes
+        return Caches.fill(
+            self.samples,
+            self.policy,
+            device_slots=max(0, self.budgets.device_bytes - self.buffer_bytes) // row_bytes,
+            host_slots=spare_bytes // row_bytes,
+        )
+
+    def search(self, cold: KeptArrays, caches: Caches) -> Found:
+        """Choose the segment size."""
+        gap_bytes = self.max_gap_bytes
+        question = SegmentQuestion(
+            cold=cold,
+            layout=self.layout,
+            minhash_functions=self.minhash_functions,
+            row_bytes=self.features.row_bytes,
+            disk=self.disk,
+            gaps_bytes=GAPS_BYTES if gap_bytes is None else (gap_bytes,),
+        )
+        return search_segments(
+            question,
+            self.space(caches),
+            segment_batches=self.segment_batches,
+            num_passes=self.training_epochs / sampled_epochs(self.samples),
+        )
+
+    def space(self, caches: Caches) -> Space:
+        """What the disk budget leaves for packed rows."""
+        filled = caches.filled_rows
+
+        def ways(packed_rows: int) -> list[PackingCost]:
+            return packing_ways(
+                self.features,
+                output_rows=packed_rows + filled,
+                memory_bytes=self.budgets.host_bytes,
+                disk=self.disk,
+            )
+
+        return Space(
+            disk_bytes=self.budgets.disk_bytes,
+            fixed_bytes=filled * self.features.row_bytes + record_bytes(self.samples),
+            row_bytes=self.features.row_bytes,
+            ways=ways,
+        )
+
+    def predict(self, caches: Caches, tally: Tally, found: Found) -> Prediction:
+        """What the choices lead to; sums over all batches become means per epoch."""
+        reads, packing, row_bytes = found.reads, found.packing, self.features.row_bytes
+        packed_rows = int(reads.segment_rows[-1])
+        read_bytes = int(reads.read_bytes.sum())
+        epochs = sampled_epochs(self.samples)
+        cold_bytes = tally.cold_rows * row_bytes
+        cache_bytes = caches.filled_rows * row_bytes
+        return Prediction(
+            sampled_epochs=epochs,
+            read_bytes_per_epoch=round(read_bytes / epochs),
+            requests_per_epoch=round(int(reads.requests.sum()) / epochs),
+            read_seconds=reads.seconds / epochs,
+            cold_rows=tally.cold_rows,
+            accesses=tally.accesses,
+            packed_rows=packed_rows,
+            packed_bytes=packed_rows * row_bytes,
+            cache_bytes=cache_bytes,
+            fill_seconds=cache_bytes / self.disk.sequential_read_bytes_per_s,
+            record_bytes=record_bytes(self.samples),
+            sample_bytes=sample_bytes(self.samples),
+            scratch_bytes=packing.scratch_bytes,
+            buffer_bytes=self.buffer_bytes,
+            blow_up=packed_rows / max(1, self.features.num_nodes),
+            amplification=read_bytes / cold_bytes if cold_bytes else 1.0,
+            hit_rates=tally.hit_rates,
+            packing=packing,
+            packing_seconds=packing.seconds,
+            online_seconds=tally.online_seconds / epochs,
+        )
+
+
+def _at_least(name: str, value: int | None, least: int) -> None:
+    if value is not None and value < least:
         raise ConfigurationError(
-            f"segment_batches must be at least 1; got {segment_batches}",
-            hint="1 packs each batch for itself; None searches",
+            f"{name} must be at least {least}; got {value}",
+            hint="leave it out for the default",
         )
-    if max_gap_bytes is not None and max_gap_bytes < 0:
-        raise ConfigurationError(
-            f"max_gap_bytes must not be negative; got {max_gap_bytes}",
-            hint="0 never reads through a gap; None chooses by the disk's prices",
-        )
-
-
-def _reserve(
-    samples: SampleSource, features: FeatureInfo, budgets: Budgets, buffer_batches: int
-) -> int:
-    """Bytes for the rows of the batches in flight, checked against the budget."""
-    sizes = (len(samples.node_ids(batch)) for batch in range(samples.num_batches))
-    largest = max(sizes, default=0) if buffer_batches else 0
-    needed = buffer_batches * largest * features.row_bytes
-    if needed > budgets.host_bytes:
-        raise InfeasibleError(
-            f"host memory of {format_bytes(budgets.host_bytes)} does not hold the rows of "
-            f"{buffer_batches} batches of up to {largest} nodes",
-            hint=f"give at least host_bytes={needed} ({format_bytes(needed)}), fewer "
-            "buffer_batches, or sample smaller batches",
-        )
-    return needed
-
-
-def _space(
-    samples: SampleSource,
-    features: FeatureInfo,
-    budgets: Budgets,
-    cache: StaticCache,
-    disk: DiskCost,
-) -> Space:
-    cached_rows = len(cache.device_rows) + len(cache.host_rows)
-
-    def ways(packed_rows: int) -> list[PackingCost]:
-        return packing_ways(
-            features,
-            output_rows=packed_rows + cached_rows,
-            memory_bytes=budgets.host_bytes,
-            disk=disk,
-        )
-
-    return Space(
-        disk_bytes=budgets.disk_bytes,
-        fixed_bytes=cached_rows * features.row_bytes + sample_bytes(samples),
-        row_bytes=features.row_bytes,
-        ways=ways,
-    )
-
-
-def _predict(
-    samples: SampleSource, features: FeatureInfo, tally: _Tally, found: Found, buffer_bytes: int
-) -> Prediction:
-    packed_rows = int(found.reads.segment_rows[-1])
-    read_bytes = int(found.reads.read_bytes.sum())
-    accesses = max(1, tally.accesses)
-    return Prediction(
-        read_bytes_per_epoch=read_bytes,
-        requests_per_epoch=int(found.reads.requests.sum()),
-        read_seconds=found.reads.seconds,
-        cold_rows=tally.cold_rows,
-        accesses=tally.accesses,
-        packed_rows=packed_rows,
-        packed_bytes=packed_rows * features.row_bytes,
-        cache_bytes=tally.cached_rows * features.row_bytes,
-        fill_seconds=tally.fill_seconds,
-        record_bytes=sample_bytes(samples),
-        sample_bytes=sample_bytes(samples),
-        scratch_bytes=found.packing.scratch_bytes,
-        buffer_bytes=buffer_bytes,
-        blow_up=packed_rows / max(1, features.num_nodes),
-        amplification=read_bytes / (tally.cold_rows * features.row_bytes)
-        if tally.cold_rows
-        else 1.0,
-        hit_rates={
-            "device": tally.device_hits / accesses,
-            "host": tally.host_hits / accesses,
-            "disk": tally.cold_rows / accesses,
-        },
-        packing=found.packing,
-        packing_seconds=found.packing.seconds,
-        online_seconds=tally.online_seconds,
-    )

@@ -10,22 +10,21 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from fivefold.errors import DataError
 from fivefold.gnn.planning._budgets import Budgets
+from fivefold.gnn.planning._caches import Caches, Policy
 from fivefold.gnn.planning._explain import explain
 from fivefold.gnn.planning._layout import Layout, SegmentLayout, segment_layout
 from fivefold.gnn.planning._prediction import Prediction, SegmentCost
 from fivefold.gnn.planning._schedule import CacheSchedule
 from fivefold.gnn.planning._sources import Array, Ids, SampleSource
-from fivefold.gnn.planning._static import StaticCache
 
-__all__ = ["Plan", "Policy"]
+__all__ = ["Plan"]
 
-Policy = Literal["static", "belady"]
 _VERSION = 1
 
 
@@ -44,6 +43,7 @@ class Plan:
         features_fingerprint: Of the features that were planned for.
         samples_fingerprint: Of the samples that were planned for.
         budgets: The budgets that were given.
+        training_epochs: Epochs over which packing was spread in the choice of the segment size.
         device_rows: Node id in each slot of the device cache, ascending; it never changes.
         host_rows: Node id in each slot of the host cache at the start, ascending.
         num_host_slots: Slots of the host cache.
@@ -80,6 +80,7 @@ class Plan:
     features_fingerprint: str
     samples_fingerprint: str
     budgets: Budgets
+    training_epochs: int
     device_rows: Ids
     host_rows: Ids
     num_host_slots: int
@@ -115,10 +116,16 @@ class Plan:
             node_ids: Its node ids as the samples have them.
         """
         ids = np.asarray(node_ids, np.int64)
-        if self.cache_schedule is None:
-            slots = StaticCache(self.device_rows, self.host_rows).slots(ids)
-            return np.sort(ids[slots < 0])
-        return np.sort(ids[self.cache_schedule.misses(batch, len(ids))])
+        return np.sort(ids[self._caches.cold_mask(batch, ids)])
+
+    @property
+    def _caches(self) -> Caches:
+        return Caches(
+            device_rows=self.device_rows,
+            host_rows=self.host_rows,
+            num_host_slots=self.num_host_slots,
+            schedule=self.cache_schedule,
+        )
 
     def segment_of(self, batch: int) -> int:
         """Number of the segment that a batch belongs to."""

@@ -15,7 +15,7 @@ class SegmentCost:
 
     Args:
         segment_batches: Batches per segment; the last segment may have fewer.
-        read_seconds: Seconds to read the cold rows of one epoch.
+        read_seconds: Seconds to read the cold rows of all batches.
         read_bytes: Bytes of those reads, gaps that are read through included.
         requests: Read requests.
         packed_rows: Rows on disk, over all segments.
@@ -27,7 +27,7 @@ class SegmentCost:
         >>> cost = SegmentCost(segment_batches=16, read_seconds=4.0, read_bytes=10**9,
         ...                    requests=900, packed_rows=10**6, max_gap_bytes=0,
         ...                    packing_seconds=20.0, exact=True)
-        >>> cost.total_seconds(num_epochs=50)
+        >>> cost.total_seconds(num_passes=50)
         220.0
     """
 
@@ -40,9 +40,9 @@ class SegmentCost:
     packing_seconds: float
     exact: bool
 
-    def total_seconds(self, num_epochs: int) -> float:
-        """Packing once and reading ``num_epochs`` times."""
-        return self.packing_seconds + num_epochs * self.read_seconds
+    def total_seconds(self, num_passes: float) -> float:
+        """Packing once and reading all batches ``num_passes`` times."""
+        return self.packing_seconds + num_passes * self.read_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +82,12 @@ class Prediction:
     """What a plan will read, write and take.
 
     Args:
+        sampled_epochs: Epochs that the samples make up; values per epoch are means over them.
         read_bytes_per_epoch: Bytes of cold rows read in an epoch: exactly what the reader counts.
         requests_per_epoch: Read requests of an epoch, of at most 1 MiB each.
         read_seconds: Seconds of disk time for them.
-        cold_rows: Rows per epoch that come from disk.
-        accesses: Rows per epoch that all batches ask for.
+        cold_rows: Rows of all batches that come from disk.
+        accesses: Rows that all batches ask for.
         packed_rows: Rows of the packed file.
         packed_bytes: Bytes of the packed file's rows.
         cache_bytes: Bytes of the cached rows on disk, which fill the caches at the start.
@@ -108,6 +109,7 @@ class Prediction:
         True
     """
 
+    sampled_epochs: int
     read_bytes_per_epoch: int
     requests_per_epoch: int
     read_seconds: float

@@ -2,20 +2,29 @@
 
 Larger segments share more rows, which saves disk space and packing time, and scatter the rows of a
 batch over more extents, which costs reading time. The cost is seconds: packing once, and reading
-in each of ``num_epochs`` epochs.
+all batches as often as training will.
+
+For membership layouts one pass over the batches estimates every size up to a window (``_window``),
+and the window grows until a size fits the disk. Then sizes are counted exactly, all segments of
+them, from the best estimate on downhill until both neighbours cost more. Other layouts have no
+such pass: a few sizes are counted, then downhill as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from fivefold.errors import InfeasibleError
 from fivefold.gnn.planning._prediction import PackingCost, SegmentCost
 from fivefold.gnn.planning._segments import Reads, SegmentQuestion, count_reads
+from fivefold.gnn.planning._window import WindowCosts
 from fivefold.units import format_bytes
 
 __all__ = ["Found", "Space", "search_segments"]
+
+_WINDOW = 64
+_MOST_COUNTED = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,52 +69,139 @@ def search_segments(
     space: Space,
     *,
     segment_batches: int | None,
-    num_epochs: int,
+    num_passes: float,
 ) -> Found:
     """Find the size of least cost, or check the one that was given.
+
+    Args:
+        question: What is read, how, and at which prices.
+        space: The disk budget.
+        segment_batches: Take this size; None: search.
+        num_passes: How often all batches will be read.
 
     Raises:
         InfeasibleError: No size, or not the given one, fits the disk budget.
     """
-    num_batches = max(1, len(question.cold))
-    sizes = [segment_batches] if segment_batches else _candidates(num_batches)
-    if question.layout == "packed":
-        sizes = [1]
-    counted = {size: count_reads(question, min(size, num_batches)) for size in sizes}
-    costs = {size: _cost(space, size, reads) for size, reads in counted.items()}
-    fitting = [cost for size, cost in costs.items() if space.way(cost.packed_rows) is not None]
-    if not fitting:
-        least = min(space.least_bytes(cost.packed_rows) for cost in costs.values())
-        raise _too_small(space, least)
-    best = min(fitting, key=lambda cost: (cost.total_seconds(num_epochs), cost.segment_batches))
-    way = space.way(best.packed_rows)
-    assert way is not None, "the best of those that fit fits"
-    return Found(
-        segment_batches=best.segment_batches,
-        reads=counted[best.segment_batches],
-        packing=way,
-        choices=tuple(costs.values()),
-    )
+    search = _Search(question, space, num_passes)
+    if segment_batches is not None:
+        search.count(segment_batches)
+    elif question.layout == "packed":
+        search.count(1)
+    else:
+        start = search.sizes_by_estimate()
+        search.downhill(start)
+    return search.result()
 
 
-def _candidates(num_batches: int) -> list[int]:
-    sizes = [size for size in (1, 2, 4, 8, 12, 16, 20, 24, 32, 64) if size < num_batches]
-    return [*sizes, num_batches]
+class _Search:
+    """Costs by size, counted and estimated."""
+
+    def __init__(self, question: SegmentQuestion, space: Space, num_passes: float) -> None:
+        self._question, self._space, self._num_passes = question, space, num_passes
+        self._most = max(1, len(question.cold))
+        self._reads: dict[int, Reads] = {}
+        self._costs: dict[int, SegmentCost] = {}
+
+    def sizes_by_estimate(self) -> int:
+        """Look at many sizes; return the one to begin at."""
+        if self._question.layout not in {"gray", "folded"}:
+            for size in _doubling(self._most):
+                self.count(size)
+            return self._best(self._costs.values())
+        window = min(_WINDOW, self._most)
+        while True:
+            self._estimate(window)
+            if window == self._most or any(map(self._fits, self._costs.values())):
+                return self._best(self._costs.values())
+            window = min(2 * window, self._most)
+
+    def downhill(self, size: int) -> None:
+        """Count the size and its neighbours until none of them is better."""
+        for _ in range(_MOST_COUNTED):
+            near = [size, *(near for near in (size - 1, size + 1) if 1 <= near <= self._most)]
+            for candidate in near:
+                self.count(candidate)
+            best = self._best(self._costs[candidate] for candidate in near)
+            if best == size:
+                if self._fits(self._costs[size]) or size == self._most:
+                    return
+                best = min(
+                    size + 1 + size // 8, self._most
+                )  # an estimate was too low: towards less disk space
+            size = best
+
+    def count(self, size: int) -> None:
+        """Count one size exactly."""
+        if size in self._reads:
+            return
+        reads = count_reads(self._question, min(size, self._most))
+        self._reads[size] = reads
+        self._costs[size] = self._cost(
+            size,
+            (
+                int(reads.segment_rows[-1]),
+                reads.seconds,
+                int(reads.read_bytes.sum()),
+                int(reads.requests.sum()),
+                reads.max_gap_bytes,
+            ),
+            exact=True,
+        )
+
+    def result(self) -> Found:
+        """The best of the sizes that were counted and fit."""
+        counted = [self._costs[size] for size in self._reads]
+        best = self._costs[self._best(counted)]
+        way = self._space.way(best.packed_rows)
+        if way is None:
+            raise _too_small(self._space, min(self._least(cost) for cost in counted))
+        return Found(
+            segment_batches=best.segment_batches,
+            reads=self._reads[best.segment_batches],
+            packing=way,
+            choices=tuple(self._costs[size] for size in sorted(self._costs)),
+        )
+
+    def _estimate(self, window: int) -> None:
+        costs = WindowCosts(self._question, window)
+        for size in range(1, window + 1):
+            self._costs[size] = self._cost(size, costs.estimate(size), exact=False)
+
+    def _cost(
+        self, size: int, numbers: tuple[int, float, int, int, int], *, exact: bool
+    ) -> SegmentCost:
+        rows, seconds, read_bytes, requests, gap_bytes = numbers
+        way = self._space.way(rows) or self._space.ways(rows)[0]
+        return SegmentCost(
+            segment_batches=size,
+            read_seconds=seconds,
+            read_bytes=read_bytes,
+            requests=requests,
+            packed_rows=rows,
+            max_gap_bytes=gap_bytes,
+            packing_seconds=way.seconds,
+            exact=exact,
+        )
+
+    def _fits(self, cost: SegmentCost) -> bool:
+        return self._space.way(cost.packed_rows) is not None
+
+    def _least(self, cost: SegmentCost) -> int:
+        return self._space.least_bytes(cost.packed_rows)
+
+    def _best(self, costs: Iterable[SegmentCost]) -> int:
+        """Of those that fit the cheapest; where none fits, the one that lacks least."""
+
+        def rank(cost: SegmentCost) -> tuple[int, float, int]:
+            if self._fits(cost):
+                return 0, cost.total_seconds(self._num_passes), cost.segment_batches
+            return 1, self._least(cost), cost.segment_batches
+
+        return min(costs, key=rank).segment_batches
 
 
-def _cost(space: Space, size: int, reads: Reads) -> SegmentCost:
-    rows = int(reads.segment_rows[-1])
-    way = space.way(rows) or space.ways(rows)[0]
-    return SegmentCost(
-        segment_batches=size,
-        read_seconds=reads.seconds,
-        read_bytes=int(reads.read_bytes.sum()),
-        requests=int(reads.requests.sum()),
-        packed_rows=rows,
-        max_gap_bytes=reads.max_gap_bytes,
-        packing_seconds=way.seconds,
-        exact=True,
-    )
+def _doubling(most: int) -> list[int]:
+    return [*(2**power for power in range(most.bit_length()) if 2**power < most), most]
 
 
 def _too_small(space: Space, least: int) -> InfeasibleError:

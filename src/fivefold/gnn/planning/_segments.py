@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from fivefold.gnn.planning._cold import ColdIds
+from fivefold.gnn.planning._kept import KeptArrays
 from fivefold.gnn.planning._layout import Layout, segment_layout
 from fivefold.gnn.planning._pages import PAGE_BYTES, read_costs
 from fivefold.gnn.planning._refinement import Refinement, locate, union_of
@@ -36,7 +36,7 @@ class SegmentQuestion:
         gaps_bytes: Gaps to choose from.
     """
 
-    cold: ColdIds
+    cold: KeptArrays
     layout: Layout
     minhash_functions: int
     row_bytes: int

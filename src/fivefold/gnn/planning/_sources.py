@@ -7,7 +7,7 @@ tests alike. Nothing here knows how batches are stored or how a disk is measured
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,7 +15,17 @@ from numpy.typing import NDArray
 
 from fivefold.errors import DataError
 
-__all__ = ["Array", "BatchList", "DiskCost", "Ids", "SampleSource", "sample_bytes"]
+__all__ = [
+    "Array",
+    "BatchList",
+    "DiskCost",
+    "Ids",
+    "SampleSource",
+    "record_bytes",
+    "sample_bytes",
+    "sampled_epochs",
+    "sizes_of",
+]
 
 Ids = NDArray[np.int64]
 Array = NDArray[Any]
@@ -134,3 +144,19 @@ def _fingerprint(batches: Sequence[Ids], num_nodes: int) -> str:
 def sample_bytes(samples: SampleSource) -> int:
     """Bytes of the samples on disk; 0 where the source does not say."""
     return int(getattr(samples, "nbytes", 0))
+
+
+def record_bytes(samples: SampleSource) -> int:
+    """Bytes of the batch records that packing will write: about those of the samples."""
+    return sample_bytes(samples)
+
+
+def sampled_epochs(samples: SampleSource) -> int:
+    """Epochs that the batches make up; 1 where the source does not say."""
+    return max(1, int(getattr(samples, "num_epochs", 1)))
+
+
+def sizes_of(samples: SampleSource) -> Iterator[int]:
+    """Number of nodes of each batch, without reading them where the source can do that."""
+    num_nodes_of = getattr(samples, "num_nodes_of", lambda batch: len(samples.node_ids(batch)))
+    return (int(num_nodes_of(batch)) for batch in range(samples.num_batches))

@@ -6,7 +6,6 @@ device's slots, the next the host's. Rows that no batch uses are never cached.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,33 +13,7 @@ import numpy as np
 from fivefold.gnn.planning._compiler import njit
 from fivefold.gnn.planning._sources import Array, Ids
 
-__all__ = ["StaticCache", "find_slots", "hottest_rows"]
-
-
-@dataclass(frozen=True)
-class StaticCache:
-    """Rows of the device's and the host's cache, each ascending by node id.
-
-    Args:
-        device_rows: Node id in each slot of the device.
-        host_rows: Node id in each slot of the host.
-    """
-
-    device_rows: Ids
-    host_rows: Ids
-
-    @classmethod
-    def by_count(cls, counts: Array, *, device_slots: int, host_slots: int) -> StaticCache:
-        """Fill the slots by access count."""
-        device = hottest_rows(counts, device_slots)
-        both = hottest_rows(counts, device_slots + host_slots)
-        return cls(device, np.setdiff1d(both, device, assume_unique=True))
-
-    def slots(self, node_ids: Ids) -> Array:
-        """Slot of each id, the device's slots first; -1 where it is not cached (int32)."""
-        device = find_slots(self.device_rows, node_ids)
-        host = find_slots(self.host_rows, node_ids)
-        return np.where(host >= 0, host + np.int32(len(self.device_rows)), device)
+__all__ = ["find_slots", "hottest_rows"]
 
 
 def hottest_rows(counts: Array, num_rows: int) -> Ids:

@@ -1,43 +1,44 @@
-"""The cold ids of all batches, kept for several passes: in memory while few, else in a file.
+"""One array per batch, kept for several passes: in memory while small, else in a file.
 
-A search for the segment size walks through them again and again. They are ascending node ids per
-batch, 32 bits where ids allow. Beyond ``memory_bytes`` they go to a temporary file without a name,
-which the system removes with the process.
+A search for the segment size walks through the cold ids of all batches again and again, and
+Belady's rule needs the next uses in the opposite order to that in which they are found. Beyond
+``memory_bytes`` they go to a temporary file without a name, which the system removes with the
+process.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import IO
 
 import numpy as np
 
 from fivefold.gnn.planning._sources import Array, Ids
 
-__all__ = ["ColdIds"]
+__all__ = ["KeptArrays"]
 
 _MEMORY_BYTES = 128 << 20
 
 
-class ColdIds:
-    """Ascending ids per batch.
+class KeptArrays:
+    """Whole numbers per batch.
 
     Args:
-        batches: Ids of each batch, ascending; taken one by one.
-        num_nodes: Ids are below it.
+        arrays: One array per batch; taken one by one.
+        limit: All numbers are below it; 32 bits are kept where that is enough.
         memory_bytes: From this size on they are kept in a file.
     """
 
     def __init__(
-        self, batches: Iterable[Ids], *, num_nodes: int, memory_bytes: int = _MEMORY_BYTES
+        self, arrays: Iterable[Array], *, limit: int, memory_bytes: int = _MEMORY_BYTES
     ) -> None:
-        self._dtype = np.dtype(np.int32 if num_nodes <= np.iinfo(np.int32).max else np.int64)
+        self._dtype = np.dtype(np.int32 if limit <= np.iinfo(np.int32).max else np.int64)
         self._kept: list[Array] = []
         self._file: IO[bytes] | None = None
         sizes, kept_bytes = [], 0
-        for ids in batches:
-            narrow = ids.astype(self._dtype)
+        for array in arrays:
+            narrow = array.astype(self._dtype)
             kept_bytes += narrow.nbytes
             sizes.append(len(narrow))
             self._kept.append(narrow)
@@ -57,15 +58,13 @@ class ColdIds:
         narrow = np.frombuffer(self._file.read(size * self._dtype.itemsize), self._dtype)
         return narrow.astype(np.int64)
 
-    def __iter__(self) -> Iterator[Ids]:
-        return (self[batch] for batch in range(len(self)))
-
     def segment(self, first: int, stop: int) -> list[Ids]:
-        """The ids of batches ``first`` to ``stop - 1``."""
-        return [self[batch] for batch in range(first, min(stop, len(self)))]
+        """The arrays of batches ``first`` to ``stop - 1``."""
+        return [self[batch] for batch in range(first, stop)]
 
     def close(self) -> None:
-        """Give the file back."""
+        """Give memory and file back."""
+        self._kept.clear()
         if self._file is not None:
             self._file.close()
 

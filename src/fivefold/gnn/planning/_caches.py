@@ -1,0 +1,120 @@
+"""What the caches hold under each policy, and what that leaves for the disk.
+
+Device slots are filled first, by access count, and never change. Host slots hold the next rows by
+count (``static``) or follow the known order of the batches (``belady``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from fivefold.gnn.planning._belady import belady
+from fivefold.gnn.planning._budgets import FeatureInfo
+from fivefold.gnn.planning._pages import read_costs
+from fivefold.gnn.planning._schedule import CacheSchedule
+from fivefold.gnn.planning._sources import Array, DiskCost, Ids, SampleSource
+from fivefold.gnn.planning._static import find_slots, hottest_rows
+
+__all__ = ["Caches", "Policy", "Tally"]
+
+Policy = Literal["static", "belady"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Caches:
+    """Contents of both caches.
+
+    Args:
+        device_rows: Node id in each slot of the device, ascending.
+        host_rows: Node id in the first slots of the host before the first batch, ascending.
+        num_host_slots: Slots of the host that are ever used.
+        schedule: How the host's cache changes; None where it does not.
+    """
+
+    device_rows: Ids
+    host_rows: Ids
+    num_host_slots: int
+    schedule: CacheSchedule | None = None
+
+    @classmethod
+    def fill(
+        cls, samples: SampleSource, policy: Policy, *, device_slots: int, host_slots: int
+    ) -> Caches:
+        """Choose the contents for a policy."""
+        device = hottest_rows(samples.counts, device_slots)
+        if policy == "static":
+            both = hottest_rows(samples.counts, device_slots + host_slots)
+            host = np.setdiff1d(both, device, assume_unique=True)
+            return cls(device_rows=device, host_rows=host, num_host_slots=len(host))
+        course = belady(samples, num_rows=host_slots, pinned=device)
+        return cls(
+            device_rows=device,
+            host_rows=course.initial_rows,
+            num_host_slots=course.num_slots,
+            schedule=course.schedule,
+        )
+
+    @property
+    def filled_rows(self) -> int:
+        """Rows that are read into the caches before the first batch."""
+        return len(self.device_rows) + len(self.host_rows)
+
+    def cold_mask(self, batch: int, node_ids: Ids) -> Array:
+        """Which ids of a batch, in the order of the samples, come from disk."""
+        if self.schedule is not None:
+            return self.schedule.misses(batch, len(node_ids))
+        device, host = (find_slots(rows, node_ids) for rows in (self.device_rows, self.host_rows))
+        cold: Array = (device < 0) & (host < 0)
+        return cold
+
+
+class Tally:
+    """Walks through the batches once, hands out their cold ids and counts along the way.
+
+    Args:
+        samples: The batches.
+        features: Size of a row.
+        caches: What is not cold.
+        disk: Prices, for the cost of reading the same rows without packing.
+    """
+
+    def __init__(
+        self, samples: SampleSource, features: FeatureInfo, caches: Caches, disk: DiskCost
+    ) -> None:
+        self._samples, self._features, self._caches, self._disk = samples, features, caches, disk
+        self.accesses = self.device_hits = self.cold_rows = 0
+        self.online_seconds = 0.0
+
+    @property
+    def hit_rates(self) -> dict[str, float]:
+        """Share of the accesses by level."""
+        host = self.accesses - self.device_hits - self.cold_rows
+        counts = {"device": self.device_hits, "host": host, "disk": self.cold_rows}
+        return {level: count / max(1, self.accesses) for level, count in counts.items()}
+
+    def cold_ids(self) -> Iterator[Ids]:
+        """Cold ids of each batch, ascending."""
+        for batch in range(self._samples.num_batches):
+            ids = np.asarray(self._samples.node_ids(batch), np.int64)
+            cold = np.sort(ids[self._caches.cold_mask(batch, ids)])
+            self.accesses += len(ids)
+            self.device_hits += int(np.sum(find_slots(self._caches.device_rows, ids) >= 0))
+            self.cold_rows += len(cold)
+            self.online_seconds += self._online(cold)
+            yield cold
+
+    def _online(self, cold: Ids) -> float:
+        """Seconds to gather these rows from the features, every page once."""
+        if not len(cold):
+            return 0.0
+        ((requests, size_bytes),) = read_costs(
+            cold,
+            np.ones(len(cold), np.int64),
+            row_bytes=self._features.row_bytes,
+            gaps_bytes=np.zeros(1, np.int64),
+        )
+        return self._disk.seconds(int(requests), int(size_bytes))
