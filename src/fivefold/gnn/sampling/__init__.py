@@ -12,6 +12,7 @@ from fivefold.gnn.sampling._batch import SampledBatch
 from fivefold.gnn.sampling._epoch import epoch_batches
 from fivefold.gnn.sampling._hetero import HeteroSampledBatch, HeteroTopology
 from fivefold.gnn.sampling._hetero_sampler import HeteroNeighborSampler
+from fivefold.gnn.sampling._refresh import SampleRefresher
 from fivefold.gnn.sampling._sample_epochs import sample_epochs
 from fivefold.gnn.sampling._sample_file import SampleFile
 from fivefold.gnn.sampling._sampler import NeighborSampler
@@ -23,6 +24,7 @@ __all__ = [
     "HeteroTopology",
     "NeighborSampler",
     "SampleFile",
+    "SampleRefresher",
     "SampledBatch",
     "Topology",
     "epoch_batches",

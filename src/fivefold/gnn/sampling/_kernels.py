@@ -278,7 +278,7 @@ def _find(table: NDArray[np.int64], node: int) -> int:
     slot = np.int64(_mix(np.uint64(node)) & np.uint64(mask))
     while table[slot] != 0 and table[slot] >> LOCAL_BITS != node + 1:
         slot = (slot + 1) & mask
-    return slot
+    return int(slot)
 
 
 @njit

@@ -138,6 +138,10 @@ class NeighborSampler:
             DataError: As :meth:`sample`.
         """
         numbered = zip(itertools.count(first), batches, strict=False)
+        if self.threads == 1:
+            for number, seeds in numbered:
+                yield self.sample(seeds, epoch=epoch, batch=number)
+            return
         with ThreadPoolExecutor(self.threads, "fivefold-sampler") as pool:
             waiting: deque[Future[SampledBatch]] = deque()
             try:
