@@ -23,36 +23,17 @@ from fivefold.gnn.storage._buffers import aligned_empty
 from fivefold.gnn.storage._errors import storage_error
 from fivefold.gnn.storage._files import read_into
 from fivefold.gnn.storage._kernels import (
-    DAMAGED,
     DONE,
-    STOPPED,
+    deliver_checked,
+    halt,
     read_share,
     serve_share,
+    take,
 )
-from fivefold.gnn.storage._plan_runs import Requests, deliver
+from fivefold.gnn.storage._plan_runs import Work
 from fivefold.gnn.storage._xxhash import PAGE_BYTES
 
-__all__ = ["Backend", "Files", "Job", "MapBackend", "PythonBackend", "ThreadsBackend", "open_files"]
-
-
-class Job(NamedTuple):
-    """What the workers of one call share.
-
-    Attributes:
-        requests: What to read.
-        out: Address of the output.
-        checksums: Of the file's pages; empty where nothing is to be checked.
-        file_id: Their seed.
-        shared: Two int64: the next request, and a word that is not 0 when all shall stop.
-        status: Per worker: code, error number, offset or page.
-    """
-
-    requests: Requests
-    out: int
-    checksums: NDArray[np.uint32]
-    file_id: np.uint64
-    shared: NDArray[np.int64]
-    status: NDArray[np.int64]
+__all__ = ["Backend", "Files", "MapBackend", "PythonBackend", "ThreadsBackend", "open_files"]
 
 
 class Files(NamedTuple):
@@ -122,11 +103,17 @@ def open_files(path: Path, descriptor: int, *, direct: bool | None) -> Files:
 
 
 class Backend(Protocol):
-    """One way to get pages."""
+    """One way to get pages.
+
+    Attributes:
+        name: As it is chosen.
+        buffer_bytes: Memory that it may use beside the output.
+    """
 
     name: str
+    buffer_bytes: int
 
-    def share(self, worker: int, job: Job) -> None:
+    def share(self, worker: int, work: Work, status: NDArray[np.int64]) -> None:
         """Do requests of a job until none is left; called by several workers at once."""
 
     def close(self) -> None:
@@ -141,19 +128,16 @@ class ThreadsBackend:
     def __init__(self, files: Files, *, workers: int, block_bytes: int) -> None:
         self._files = files
         self._buffers = [aligned_empty(block_bytes) for _ in range(workers)]
+        self.buffer_bytes = workers * block_bytes
 
-    def share(self, worker: int, job: Job) -> None:
+    def share(self, worker: int, work: Work, status: NDArray[np.int64]) -> None:
         """Do requests of a job until none is left."""
         read_share(
             self._files.direct,
             self._files.plain,
             self._buffers[worker].ctypes.data,
-            job.requests,
-            job.out,
-            job.checksums,
-            job.file_id,
-            job.shared.ctypes.data,
-            job.status[worker],
+            work,
+            status[worker],
         )
 
     def close(self) -> None:
@@ -168,27 +152,21 @@ class PythonBackend:
     def __init__(self, files: Files, *, workers: int, block_bytes: int) -> None:
         self._files = files
         self._buffers = [aligned_empty(block_bytes) for _ in range(workers)]
+        self.buffer_bytes = workers * block_bytes
 
-    def share(self, worker: int, job: Job) -> None:
+    def share(self, worker: int, work: Work, status: NDArray[np.int64]) -> None:
         """Do requests of a job until none is left."""
-        status, buffer = job.status[worker], self._buffers[worker]
-        status[0] = DONE
-        for request in range(worker, len(job.requests.first_pages), len(job.status)):
-            if job.shared[1]:
-                status[0] = STOPPED
-                return
-            pages = buffer[: job.requests.num_pages[request] * PAGE_BYTES]
+        own, buffer = status[worker], self._buffers[worker]
+        own[0] = DONE
+        while (request := take(work, own)) >= 0:
+            pages = buffer[: work.requests.num_pages[request] * PAGE_BYTES]
             try:
-                self._read(pages, int(job.requests.first_pages[request]) * PAGE_BYTES)
+                self._read(pages, int(work.requests.first_pages[request]) * PAGE_BYTES)
             except StorageError:
-                job.shared[1] = 1
+                halt(work.shared)
                 raise
-            page = deliver(
-                buffer.ctypes.data, request, job.requests, job.out, job.checksums, job.file_id
-            )
-            if page >= 0:
-                status[0], status[2] = DAMAGED, page
-                job.shared[1] = 1
+            if not deliver_checked(buffer.ctypes.data, request, work, own):
+                halt(work.shared)
                 return
 
     def _read(self, pages: NDArray[np.uint8], offset: int) -> None:
@@ -210,6 +188,7 @@ class MapBackend:
     """The mapped file: no requests are made, the system pages in what is touched."""
 
     name = "mmap"
+    buffer_bytes = 0
 
     def __init__(self, files: Files, *, file_bytes: int) -> None:
         self._map = mmap.mmap(files.plain, file_bytes, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED)
@@ -217,16 +196,12 @@ class MapBackend:
         self._map.madvise(mmap.MADV_RANDOM)
         self._bytes = np.frombuffer(self._map, np.uint8)
 
-    def share(self, worker: int, job: Job) -> None:
+    def share(self, worker: int, work: Work, status: NDArray[np.int64]) -> None:
         """Do requests of a job until none is left."""
         serve_share(
             self._bytes.ctypes.data,
-            job.requests,
-            job.out,
-            job.checksums,
-            job.file_id,
-            job.shared.ctypes.data,
-            job.status[worker],
+            work,
+            status[worker],
         )
 
     def close(self) -> None:

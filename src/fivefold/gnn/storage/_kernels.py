@@ -26,7 +26,7 @@ __all__ = [
     "read_share",
     "read_whole",
     "serve_share",
-    "stopped",
+    "take",
 ]
 
 #: Codes: all well; a system call failed; the file ended; a page is damaged; told to stop.
@@ -70,11 +70,9 @@ def halt(shared: Any) -> None:
 
 
 @compiled
-def deliver_checked(
-    buffer: Any, request: Any, requests: Any, out: Any, checksums: Any, file_id: Any, status: Any
-) -> Any:
+def deliver_checked(buffer: Any, request: Any, work: Any, status: Any) -> Any:
     """Check and copy one request; False with the status set if a page is damaged."""
-    page = deliver(buffer, request, requests, out, checksums, file_id)
+    page = deliver(buffer, request, work)
     if page < 0:
         return True
     status[0], status[2] = DAMAGED, page
@@ -82,51 +80,42 @@ def deliver_checked(
 
 
 @compiled
-def read_share(  # noqa: PLR0913, PLR0917 - numba takes no keyword-only parameters
-    direct: Any,
-    plain: Any,
-    buffer: Any,
-    requests: Any,
-    out: Any,
-    checksums: Any,
-    file_id: Any,
-    shared: Any,
-    status: Any,
-) -> None:
-    """One worker of the threads back end: read, check, copy, until nothing is left."""
-    status[0] = DONE
-    total = len(requests.first_pages)
-    while True:
-        request = atomic_add(shared, np.int64(1))
-        if request >= total:
-            return
-        if stopped(shared):
+def take(work: Any, status: Any) -> Any:
+    """Number of the next request, or -1: none is left, or all shall stop (see the status)."""
+    request = atomic_add(work.shared, np.int64(1))
+    if request >= len(work.requests.first_pages):
+        return -1
+    if stopped(work.shared):
+        if status[0] == DONE:
             status[0] = STOPPED
-            return
-        count = requests.num_pages[request] * PAGE_BYTES
-        offset = requests.first_pages[request] * PAGE_BYTES
-        if not read_whole(direct, plain, buffer, count, offset, status) or not deliver_checked(
-            buffer, request, requests, out, checksums, file_id, status
-        ):
-            halt(shared)
-            return
+        return -1
+    return request
 
 
 @compiled
-def serve_share(
-    base: Any, requests: Any, out: Any, checksums: Any, file_id: Any, shared: Any, status: Any
-) -> None:
+def read_share(direct: Any, plain: Any, buffer: Any, work: Any, status: Any) -> None:
+    """One worker of the threads back end: read, check, copy, until nothing is left."""
+    status[0] = DONE
+    request = take(work, status)
+    while request >= 0:
+        count = work.requests.num_pages[request] * PAGE_BYTES
+        offset = work.requests.first_pages[request] * PAGE_BYTES
+        if not read_whole(direct, plain, buffer, count, offset, status) or not deliver_checked(
+            buffer, request, work, status
+        ):
+            halt(work.shared)
+            return
+        request = take(work, status)
+
+
+@compiled
+def serve_share(base: Any, work: Any, status: Any) -> None:
     """One worker of the map back end: check and copy straight from the mapped file."""
     status[0] = DONE
-    total = len(requests.first_pages)
-    while True:
-        request = atomic_add(shared, np.int64(1))
-        if request >= total:
+    request = take(work, status)
+    while request >= 0:
+        buffer = base + work.requests.first_pages[request] * PAGE_BYTES
+        if not deliver_checked(buffer, request, work, status):
+            halt(work.shared)
             return
-        if stopped(shared):
-            status[0] = STOPPED
-            return
-        buffer = base + requests.first_pages[request] * PAGE_BYTES
-        if not deliver_checked(buffer, request, requests, out, checksums, file_id, status):
-            halt(shared)
-            return
+        request = take(work, status)

@@ -26,6 +26,7 @@ __all__ = [
     "pwrite",
     "read_errno",
     "store_release_u32",
+    "store_u32",
     "store_u64",
     "syscall",
     "zero_bytes",
@@ -99,6 +100,16 @@ def load_u8(_typing: Any, address: Any) -> Any:
         return builder.load(_pointer(builder, arguments[0], 8), align=1)
 
     return types.uint8(types.int64), generate
+
+
+@intrinsic
+def store_u32(_typing: Any, address: Any, value: Any) -> Any:
+    """Write four bytes at any address."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        builder.store(arguments[1], _pointer(builder, arguments[0], 32), align=1)
+
+    return types.void(types.int64, types.uint32), generate
 
 
 @intrinsic

@@ -17,7 +17,7 @@ from fivefold.errors import ConfigurationError
 from fivefold.gnn.storage._machine import compiled, copy_bytes
 from fivefold.gnn.storage._xxhash import PAGE_BYTES, hash_page
 
-__all__ = ["Requests", "deliver", "join_rows", "plan_requests"]
+__all__ = ["Requests", "Work", "deliver", "join_rows", "plan_requests"]
 
 
 class Requests(NamedTuple):
@@ -42,6 +42,25 @@ class Requests(NamedTuple):
     run_bytes: NDArray[np.int64]
     run_places: NDArray[np.int64]
     bytes_used: int
+
+
+class Work(NamedTuple):
+    """What the workers of one call share.
+
+    Attributes:
+        requests: What to read.
+        out: Address of the output.
+        checksums: Of the file's pages; empty where nothing is to be checked.
+        file_id: Their seed.
+        shared: Address of two int64: the next request, and a word that is not 0 when all shall
+            stop.
+    """
+
+    requests: Requests
+    out: int
+    checksums: NDArray[np.uint32]
+    file_id: np.uint64
+    shared: int
 
 
 @compiled
@@ -169,20 +188,19 @@ def plan_requests(
 
 
 @compiled
-def deliver(
-    buffer: Any, request: Any, requests: Any, out: Any, checksums: Any, file_id: Any
-) -> Any:
+def deliver(buffer: Any, request: Any, work: Any) -> Any:
     """Check the pages of a request that was read and copy its rows to their places.
 
     Returns the number of the first damaged page, or -1. Without checksums (length 0) nothing is
     checked. No row of a request is copied before all of its pages were found right.
     """
+    requests = work.requests
     first = requests.first_pages[request]
     stop = first + requests.num_pages[request]
-    if len(checksums):
+    if len(work.checksums):
         for page in range(first, stop):
-            seed = file_id + np.uint64(page)
-            if hash_page(buffer + (page - first) * PAGE_BYTES, seed) != checksums[page]:
+            seed = work.file_id + np.uint64(page)
+            if hash_page(buffer + (page - first) * PAGE_BYTES, seed) != work.checksums[page]:
                 return page
     begin, end = first * PAGE_BYTES, stop * PAGE_BYTES
     for run in range(requests.first_runs[request], requests.stop_runs[request]):
@@ -190,5 +208,5 @@ def deliver(
         high = min(requests.run_begins[run] + requests.run_bytes[run], end)
         if low < high:
             place = requests.run_places[run] + low - requests.run_begins[run]
-            copy_bytes(out + place, buffer + (low - begin), high - low)
+            copy_bytes(work.out + place, buffer + (low - begin), high - low)
     return -1

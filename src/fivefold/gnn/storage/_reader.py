@@ -12,10 +12,14 @@ from typing import Any, Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.errors import ConfigurationError, FivefoldError, StorageError
+from fivefold.errors import (
+    ConfigurationError,
+    FivefoldError,
+    StorageError,
+    UnsupportedError,
+)
 from fivefold.gnn.storage._backends import (
     Backend,
-    Job,
     MapBackend,
     PythonBackend,
     ThreadsBackend,
@@ -24,8 +28,9 @@ from fivefold.gnn.storage._backends import (
 from fivefold.gnn.storage._container import Container
 from fivefold.gnn.storage._errors import closed_error, storage_error
 from fivefold.gnn.storage._kernels import DAMAGED, ENDED, FAILED, STOPPED
-from fivefold.gnn.storage._plan_runs import Requests, join_rows, plan_requests
+from fivefold.gnn.storage._plan_runs import Requests, Work, join_rows, plan_requests
 from fivefold.gnn.storage._statistics import ReadStatistics
+from fivefold.gnn.storage._uring import RingBackend
 from fivefold.gnn.storage._workers import Workers
 from fivefold.gnn.storage._xxhash import PAGE_BYTES
 
@@ -33,7 +38,7 @@ __all__ = ["RowReader"]
 
 _logger = logging.getLogger(__name__)
 _BACKENDS = ("auto", "threads", "io_uring", "python", "mmap")
-_SMALL_REQUEST_BYTES = 32 << 10
+_IN_FLIGHT_BYTES = 1 << 20
 _MOST_THREADS = 16
 
 
@@ -60,6 +65,8 @@ class RowReader:
         backend: The back end in use.
         direct: Whether reads go past the page cache.
         direct_reason: Why.
+        backend_reason: Why this back end.
+        buffer_bytes: Memory of its own at most, beside the output.
 
     Raises:
         ConfigurationError: An argument is out of range.
@@ -117,6 +124,7 @@ class RowReader:
         self._workers = Workers()
         self._files = open_files(container.path, container.descriptor, direct=direct)
         try:
+            self.backend_reason = "it was asked for" if backend != "auto" else "it works here"
             self._backend = self._make_backend(backend)
         except BaseException:
             self._files.close()
@@ -125,10 +133,12 @@ class RowReader:
         self.backend = self._backend.name
         self.direct = self._files.is_direct and self.backend != "mmap"
         self.direct_reason = self._files.why
+        self.buffer_bytes = self._backend.buffer_bytes
         _logger.debug(
-            "%s: %s, direct %s (%s)",
+            "%s: %s (%s), direct %s (%s)",
             container.path,
             self.backend,
+            self.backend_reason,
             self.direct,
             self.direct_reason,
         )
@@ -138,6 +148,18 @@ class RowReader:
             return MapBackend(self._files, file_bytes=self._container.nbytes)
         if name == "python":
             return PythonBackend(self._files, workers=self.threads, block_bytes=self.block_bytes)
+        if name in {"io_uring", "auto"}:
+            try:
+                return RingBackend(
+                    self._files,
+                    workers=self.threads,
+                    block_bytes=self.block_bytes,
+                    queue_depth=self.queue_depth,
+                )
+            except UnsupportedError as error:
+                if name == "io_uring":
+                    raise
+                self.backend_reason = error.message
         return ThreadsBackend(self._files, workers=self._most_workers, block_bytes=self.block_bytes)
 
     @property
@@ -231,24 +253,38 @@ class RowReader:
 
     def _perform(self, requests: Requests, out: NDArray[Any], num_bytes: int) -> None:
         workers = self._active_workers(len(requests.first_pages), num_bytes)
+        self._renew_after_fork()
         with self._lock:
             self._check_open()
             self._shared[0] = 0
-            job = Job(
+            work = Work(
                 requests=requests,
                 out=out.ctypes.data,
                 checksums=self._checksums,
                 file_id=np.uint64(self._container.file_id),
-                shared=self._shared,
-                status=np.zeros((workers, 4), np.int64),
+                shared=self._shared.ctypes.data,
             )
-            self._workers.run(lambda worker: self._backend.share(worker, job), workers)
-        self._raise_failures(job.status)
+            status = np.zeros((workers, 4), np.int64)
+            self._workers.run(lambda worker: self._backend.share(worker, work, status), workers)
+        self._raise_failures(status)
+
+    def _renew_after_fork(self) -> None:
+        """A child has neither the threads of its parent nor a right to use its rings."""
+        if self._process != os.getpid():
+            self._process = os.getpid()
+            self._lock = threading.Lock()  # another thread may have held it at the fork
+            self._workers = Workers()
+            self._shared = np.zeros(2, np.int64)
+            self._shared[1] = int(self._closing)
+            if not self._closed:
+                self._backend = self._make_backend(self.backend)
 
     def _active_workers(self, requests: int, num_bytes: int) -> int:
-        small = num_bytes < _SMALL_REQUEST_BYTES * requests
-        many = self._most_workers if small and self.backend == "threads" else self.threads
-        return min(many, requests)
+        if self.backend != "threads":
+            return min(self.threads, requests)
+        # Short requests wait longer than they transfer: more of them at a time.
+        wanted = -(-_IN_FLIGHT_BYTES * requests // num_bytes)
+        return min(max(self.threads, min(wanted, self._most_workers)), requests)
 
     def _check_open(self) -> None:
         if self._closing:
