@@ -10,12 +10,16 @@ from __future__ import annotations
 
 from fivefold.gnn.loading._batch import Block, MiniBatch
 from fivefold.gnn.loading._failure import StallError
+from fivefold.gnn.loading._feature_store import FeatureStore
+from fivefold.gnn.loading._loader import DiskLoader
 from fivefold.gnn.loading._online import OnlineLoader
 from fivefold.gnn.loading._order import batch_order, rank_share
 from fivefold.gnn.loading._statistics import LoaderStatistics
 
 __all__ = [
     "Block",
+    "DiskLoader",
+    "FeatureStore",
     "LoaderStatistics",
     "MiniBatch",
     "OnlineLoader",

@@ -10,7 +10,6 @@ batch; then batches must be served in the planned order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fivefold.errors import DataError
+from fivefold.errors import ConfigurationError, DataError
 from fivefold.gnn.loading._rows import Backend
 from fivefold.gnn.loading._statistics import LEVELS
 from fivefold.gnn.packing import BatchRecord, PackedStore
@@ -165,7 +164,7 @@ class FeatureStore:
         )
         self._device_rows: Tensor | None = None
         self._changes = plan.policy == "belady"
-        self._filled = False
+        self._filled, self._next = False, 0
         self.rows = dict.fromkeys(LEVELS, 0)
         self.reading = ReadStatistics()
         self.filling = ReadStatistics()
@@ -175,12 +174,12 @@ class FeatureStore:
         """Bytes of both caches."""
         return int(self._on_device.rows.nbytes + self._on_host.rows.nbytes)
 
-    def start(self, earlier: Iterable[BatchRecord] = ()) -> None:
-        """Bring the caches into the state in which the next batch finds them.
+    def start(self, batch: int) -> None:
+        """Bring the caches into the state in which ``batch`` finds them.
 
-        Static caches are filled once. A cache with a schedule is filled at the start of every
-        epoch; ``earlier`` are the records of the epoch's batches that are skipped in a resumed
-        run, whose admissions are then read from the packed rows.
+        Static caches are filled once. A cache with a schedule is as the batches before this one
+        leave it: it is filled as at the start, and what they admitted is read from the packed
+        rows, unless the batches served last end where this one begins.
 
         Raises:
             DataError: A record admits a row that its batch does not read.
@@ -190,11 +189,13 @@ class FeatureStore:
             if self._device.type != "cpu":
                 self._device_rows = torch.from_numpy(self._on_device.rows).to(self._device)
                 self._on_device.rows = self._on_device.rows[:0]
-        if self._changes or not self._filled:
+        if not self._filled or (self._changes and batch < self._next):
             self.filling += self._on_host.fill()
+            self._next = 0
         self._filled = True
-        if self._changes:
-            self._replay(earlier)
+        if self._changes and batch > self._next:
+            self._replay(range(self._next, batch))
+        self._next = batch
 
     def serve(self, record: BatchRecord, out: Rows) -> ReadStatistics:
         """Fill ``out`` with the rows of a batch, from all levels, in one call."""
@@ -223,7 +224,15 @@ class FeatureStore:
 
         Call it batch by batch, after ``read_cold`` of the same batch, in the planned order where
         the plan is a schedule.
+
+        Raises:
+            ConfigurationError: The cache follows a schedule, and another batch comes next.
         """
+        if self._changes and record.number != self._next:
+            raise ConfigurationError(
+                f"the cache is ready for batch {self._next}, got batch {record.number}",
+                hint="a Belady plan holds for the planned order: call start() to go elsewhere",
+            )
         self._on_host.serve(record.host_slots, record.host_destinations, out)
         if self._device_rows is None:
             self._on_device.serve(record.device_slots, record.device_destinations, out)
@@ -231,6 +240,7 @@ class FeatureStore:
         self.rows["device"] += len(record.device_slots)
         if self._changes:
             self._on_host.admit(record.admitted_rows, record.admitted_slots, out)
+            self._next = record.number + 1
 
     def fill_device(self, record: BatchRecord, x: Tensor) -> None:
         """Copy the rows of the cache on the device into ``x`` on the device, on its stream."""
@@ -244,10 +254,10 @@ class FeatureStore:
         """Close the reading engine; a second call does nothing."""
         self._disk.close()
 
-    def _replay(self, earlier: Iterable[BatchRecord]) -> None:
-        """Read the rows that the earlier batches left in the cache, each once."""
+    def _replay(self, batches: range) -> None:
+        """Read the rows that these batches leave in the host cache, each once."""
         owner = np.full(len(self._on_host.rows), -1, np.int64)
-        for record in earlier:
+        for record in map(self._store.record, batches):
             storage = np.full(len(record.node_ids), -1, np.int64)
             storage[record.cold_destinations] = record.cold_rows
             admitted = storage[record.admitted_rows]

@@ -131,7 +131,9 @@ class DiskLoader:
         self._transfer: DeviceTransfer | None = None
         if self._settings.device.type != "cpu":
             self._transfer = DeviceTransfer(self._features, self._settings.device)
-        self._seeds = SeedTable(store.train_ids, _as_array(labels))
+        self._seeds = SeedTable(
+            getattr(store, "train_ids", np.empty(0, np.int64)), _as_array(labels)
+        )
         self._epoch, self._position, self._resumed = 0, 0, False
         self._iterator: weakref.ref[BatchIterator] | None = None
         self._pipelines: list[Pipeline] = []
@@ -165,7 +167,8 @@ class DiskLoader:
         numbers = self._numbers(self._epoch)
         first = self._position if self._resumed else 0
         self._position, self._resumed = first, False
-        self._features.start(self._store.record(int(n)) for n in numbers[:first])
+        if first < len(numbers):
+            self._features.start(int(numbers[first]))
         stages = BatchStages(
             self._store,
             self._features,
@@ -302,7 +305,7 @@ class DiskLoader:
         """What must be equal for a position to mean the same."""
         settings = self._settings
         return {
-            "store": self._store.fingerprint,
+            "store": f"{self._store.rows.fingerprint}-{self._store.records.fingerprint}",
             "seed": settings.seed,
             "shuffle": settings.shuffle,
             "world_size": settings.world_size,
