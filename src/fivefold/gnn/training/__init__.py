@@ -23,8 +23,12 @@ if TYPE_CHECKING:
         config_to_toml,
         load_config,
     )
+    from fivefold.gnn.training._infer_run import RunInference, infer_run, load_model
     from fivefold.gnn.training._inference import InferenceResult, LayerReport, infer_layers
+    from fivefold.gnn.training._loop import train_graph
     from fivefold.gnn.training._models import GAT, GCN, GraphSAGE, LayeredModel, make_model
+    from fivefold.gnn.training._progress import show_progress
+    from fivefold.gnn.training._result import GnnResult
 
 __all__ = [
     "GAT",
@@ -32,6 +36,7 @@ __all__ = [
     "BudgetsConfig",
     "DataConfig",
     "GnnConfig",
+    "GnnResult",
     "GraphSAGE",
     "InferenceResult",
     "LayerReport",
@@ -41,17 +46,20 @@ __all__ = [
     "OptimConfig",
     "PlanConfig",
     "RunConfig",
+    "RunInference",
     "SamplingConfig",
     "ValidationConfig",
     "config_to_toml",
     "infer_layers",
+    "infer_run",
     "load_config",
+    "load_model",
     "make_model",
+    "show_progress",
+    "train_graph",
 ]
 
 _HOMES = {
-    "_inference": ("InferenceResult", "LayerReport", "infer_layers"),
-    "_models": ("GAT", "GCN", "GraphSAGE", "LayeredModel", "make_model"),
     "_config": (
         "BudgetsConfig",
         "DataConfig",
@@ -66,6 +74,12 @@ _HOMES = {
         "config_to_toml",
         "load_config",
     ),
+    "_infer_run": ("RunInference", "infer_run", "load_model"),
+    "_inference": ("InferenceResult", "LayerReport", "infer_layers"),
+    "_loop": ("train_graph",),
+    "_models": ("GAT", "GCN", "GraphSAGE", "LayeredModel", "make_model"),
+    "_progress": ("show_progress",),
+    "_result": ("GnnResult",),
 }
 _MODULES = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -162,11 +162,11 @@ class LoaderConfig(Section):
     """
 
     backend: Backend = "auto"
-    """how the disk is read"""
+    """engine that reads the disk"""
     threads: Count = 0
-    """reading threads; 0 for the loader's own choice"""
-    prefetch: Count = 0
-    """batches read ahead; 0 for as many as the budget holds"""
+    """threads that read; 0 for the engine's own choice"""
+    prefetch: Positive = 2
+    """batches prepared ahead of training; the budget holds them and the one in use"""
     form: Literal["edge_index", "blocks"] = "blocks"
     """one graph for all layers, or one block per layer, which computes less"""
     shuffle: bool = True
@@ -237,8 +237,6 @@ class ValidationConfig(Section):
     """nodes per batch"""
     nodes: Positive = 100_000
     """most nodes per validation and per test"""
-    memory: Bytes = 256_000_000
-    """host memory for feature rows while judging"""
 
 
 class GnnConfig(Section):

@@ -1,0 +1,97 @@
+"""``fivefold gnn train`` and ``fivefold gnn infer``."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["infer_command", "train_command"]
+
+
+def train_command(
+    config: Annotated[Path, typer.Argument(help="TOML file; only data.path has no default.")],
+    *,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Override a key, such as run.epochs=5 or budgets.host='2 GB'; repeatable.",
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print what was reached as JSON on standard output.")
+    ] = False,
+) -> None:
+    r"""Train a graph neural network as CONFIG says, or resume where a run stopped.
+
+    With mode "disk" whatever is missing is made first, in the data set's folder or data.store:
+    the mini-batches are sampled, a plan is made for the budgets and shown, and the rows are
+    packed. Each of these goes on where a killed run stopped.
+
+    Several processes: [bold]torchrun --nproc-per-node 2 -m fivefold gnn train config.toml[/bold].
+    They share one packed store; budgets are per process.
+
+    The same command resumes a run from its newest whole checkpoint, in the middle of an epoch.
+    SIGTERM or Ctrl-C writes a checkpoint on all ranks and ends with exit code 0; a second Ctrl-C
+    aborts.
+
+    Raises:
+        FivefoldError: Whatever training met; the entry point prints it.
+    """
+    from fivefold.gnn.training import load_config, train_graph  # noqa: PLC0415 - loads torch
+
+    result = train_graph(load_config(config, overrides or []))
+    if as_json and os.environ.get("RANK", "0") == "0":
+        typer.echo(json.dumps({"output": str(result.output), **result.record()}, indent=1))
+
+
+def infer_command(
+    run: Annotated[Path, typer.Argument(help="Folder of a run of fivefold gnn train.")],
+    *,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the outputs; default: inference/step-N in the run's folder."),
+    ] = None,
+    memory: Annotated[
+        str, typer.Option(help="Budget of rows, sums and buffers, such as '2 GB'.")
+    ] = "1 GB",
+    keep_layers: Annotated[
+        bool, typer.Option("--keep-layers", help="Keep the outputs of the hidden layers.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print accuracy and costs as JSON on standard output.")
+    ] = False,
+) -> None:
+    """Compute the class scores of every node from all of its neighbours, out of core.
+
+    Layer by layer: each layer's outputs are a file that the next one reads, so that memory stays
+    within --memory whatever the size of the graph. The same command goes on where a killed one
+    stopped. The outputs are output.fvf, one row of scores per node.
+
+    Raises:
+        FivefoldError: Whatever inference met; the entry point prints it.
+    """
+    from fivefold.gnn.training import infer_run, show_progress  # noqa: PLC0415 - loads torch
+    from fivefold.units import parse_bytes  # noqa: PLC0415 - keeps --help fast
+
+    memory_bytes = parse_bytes(memory)
+    with show_progress("inference") as progress:
+        result = infer_run(
+            run,
+            output,
+            memory_bytes=memory_bytes,
+            keep_layers=keep_layers,
+            progress=progress,
+        )
+    if as_json:
+        typer.echo(json.dumps(result.record(), indent=1))
+        return
+    typer.echo(result.outputs.explain())
+    for split, accuracy in result.accuracy.items():
+        typer.echo(f"{split} accuracy {accuracy:.4f}")
+    typer.echo(str(result.outputs.path))

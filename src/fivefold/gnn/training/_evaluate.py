@@ -1,0 +1,122 @@
+"""Loss and accuracy on nodes that were held out, from sampled neighbours.
+
+The nodes, their order and their neighbours are the same in every validation, so that two
+validations differ by the parameters alone. Each rank judges its share; the sums are exact.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn import functional
+
+from fivefold.gnn.data import Dataset
+from fivefold.gnn.loading import OnlineLoader
+from fivefold.gnn.sampling import Topology
+from fivefold.gnn.training._config import GnnConfig
+from fivefold.gnn.training._models import LayeredModel
+from fivefold.gnn.training._ranks import Ranks
+
+__all__ = ["Evaluator", "Score"]
+
+_SEED = 20_250  # of the sampled neighbours; apart from training's
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Score:
+    """How well a model does on some nodes.
+
+    Args:
+        accuracy: Share of labelled nodes whose class was found; nan without any.
+        loss: Mean cross entropy, in nats; nan without any.
+        nodes: Labelled nodes that were judged.
+    """
+
+    accuracy: float
+    loss: float
+    nodes: int
+
+
+class Evaluator:
+    """Judges a model on a fixed part of the validation and test nodes.
+
+    Args:
+        config: The configuration.
+        dataset: Graph, features and labels.
+        topology: Its edges.
+        ranks: The ranks that share the work.
+        features: All rows in memory; None reads them from disk, batch by batch.
+    """
+
+    def __init__(
+        self,
+        config: GnnConfig,
+        dataset: Dataset,
+        *,
+        topology: Topology,
+        ranks: Ranks,
+        features: npt.NDArray[Any] | None,
+    ) -> None:
+        self._ranks = ranks
+        rows: Literal["disk"] | npt.NDArray[Any] = "disk" if features is None else features
+        self._loaders = {
+            name: OnlineLoader(
+                dataset,
+                _share(dataset, ids, limit=config.validation.nodes, ranks=ranks),
+                fanouts=config.validation.fanouts or config.sampling.fanouts,
+                batch_size=config.validation.batch_size,
+                topology=topology,
+                features=rows,
+                resample=False,
+                seed=_SEED,
+                form="blocks",
+                device=ranks.device,
+                backend=config.loader.backend,
+                verify=config.loader.verify,
+            )
+            for name, ids in (("valid", dataset.valid), ("test", dataset.test))
+        }
+
+    def score(self, model: LayeredModel, name: Literal["valid", "test"]) -> Score:
+        """Judge a model; a collective call.
+
+        Raises:
+            CommunicationError: A peer died or did not answer in time.
+        """
+        loss, right, nodes = 0.0, 0, 0
+        loader = self._loaders[name]
+        model.eval()
+        try:
+            with torch.no_grad():
+                for batch in loader:
+                    assert batch.blocks is not None, "the loader was asked for blocks"
+                    assert batch.y is not None, "the loader has labels"
+                    scores = model(batch.x, batch.blocks)
+                    loss += float(functional.cross_entropy(scores, batch.y, reduction="sum"))
+                    right += int((scores.argmax(dim=1) == batch.y).sum())
+                    nodes += batch.batch_size
+        finally:
+            model.train()
+        loss, right_sum, count = self._ranks.sum([loss, right, nodes], what=f"the {name} score")
+        if not count:
+            return Score(accuracy=float("nan"), loss=float("nan"), nodes=0)
+        return Score(accuracy=right_sum / count, loss=loss / count, nodes=int(count))
+
+    def close(self) -> None:
+        """Let go of files and threads."""
+        for loader in self._loaders.values():
+            loader.close()
+
+
+def _share(
+    dataset: Dataset, ids: npt.NDArray[np.int64], *, limit: int, ranks: Ranks
+) -> npt.NDArray[np.int64]:
+    """A rank's share of at most limit labelled nodes, spread evenly over all of them."""
+    known = ids[dataset.labels[ids] >= 0]
+    if len(known) > limit:
+        known = known[np.linspace(0, len(known) - 1, limit).astype(np.int64)]
+    return np.ascontiguousarray(known[ranks.rank :: ranks.world_size])

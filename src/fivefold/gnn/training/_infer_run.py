@@ -1,0 +1,162 @@
+"""Inference with a trained run: its newest checkpoint, its data set, every node."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fivefold.errors import CheckpointError, DataError
+from fivefold.gnn.data import Dataset
+from fivefold.gnn.storage import Container
+from fivefold.gnn.training._checkpoint import newest_checkpoint
+from fivefold.gnn.training._config import GnnConfig, load_config
+from fivefold.gnn.training._files import write_json
+from fivefold.gnn.training._inference import InferenceResult, infer_layers
+from fivefold.gnn.training._models import LayeredModel, make_model
+from fivefold.gnn.training._section import Backend
+
+__all__ = ["RunInference", "infer_run", "load_model"]
+
+_CHUNK_ROWS = 1 << 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunInference:
+    """What inference over a whole graph gave.
+
+    Args:
+        outputs: Where the class scores of all nodes are, and what each layer took.
+        accuracy: Accuracy per split, from all neighbours; splits without labels are left out.
+        step: Optimizer step of the checkpoint.
+
+    Example:
+        >>> RunInference.__dataclass_params__.frozen
+        True
+    """
+
+    outputs: InferenceResult
+    accuracy: dict[str, float]
+    step: int
+
+    def record(self) -> dict[str, Any]:
+        """Content of inference.json."""
+        layers = [dataclasses.asdict(layer) for layer in self.outputs.layers]
+        path = str(self.outputs.path)
+        return {
+            "schema": 1,
+            "path": path,
+            "step": self.step,
+            "accuracy": self.accuracy,
+            "layers": layers,
+        }
+
+
+def infer_run(
+    run: str | Path,
+    folder: str | Path | None = None,
+    *,
+    memory_bytes: int = 1_000_000_000,
+    keep_layers: bool = False,
+    backend: Backend = "auto",
+    progress: Callable[[int, int], None] | None = None,
+) -> RunInference:
+    """Class scores of all nodes of a run's graph by its newest checkpoint, out of core.
+
+    Args:
+        run: The run's folder.
+        folder: Where the outputs go; None for ``inference/step-N`` in the run's folder. The same
+            call resumes what is unfinished there.
+        memory_bytes: Budget of rows, sums and buffers.
+        keep_layers: Keep the hidden layers' outputs.
+        backend: Reading engine.
+        progress: Called with targets done and targets in all.
+
+    Returns:
+        Outputs and accuracy; also written to ``inference.json`` beside the outputs.
+
+    Raises:
+        CheckpointError: There is no checkpoint, or none is whole.
+        DataError: The run or its data set is missing, or the data set is another one.
+        InfeasibleError: The budget is too small.
+        StorageError: The disk is full or refuses; the same call goes on afterwards.
+
+    Example:
+        >>> infer_run("no such run")
+        Traceback (most recent call last):
+            ...
+        fivefold.errors.DataError: no such run holds no run of fivefold gnn train; ...
+    """
+    run = Path(run)
+    if not (run / "config.toml").exists():
+        message = f"{run} holds no run of fivefold gnn train"
+        raise DataError(message, hint="give the folder of a run, the run.output of its config")
+    config = load_config(run / "config.toml")
+    with Dataset.open(config.data.path) as dataset:
+        model, step = load_model(config, dataset)
+        place = run / "inference" / f"step-{step:08d}" if folder is None else Path(folder)
+        outputs = infer_layers(
+            model,
+            dataset,
+            place,
+            memory_bytes=memory_bytes,
+            mapped=config.data.mapped,
+            keep_layers=keep_layers,
+            backend=backend,
+            progress=progress,
+        )
+        accuracy = _accuracy(outputs.path, dataset)
+    result = RunInference(outputs=outputs, accuracy=accuracy, step=step)
+    write_json(place / "inference.json", result.record())
+    return result
+
+
+def load_model(config: GnnConfig, dataset: Dataset) -> tuple[LayeredModel, int]:
+    """The model of a run's newest checkpoint, in evaluation mode, and its optimizer step.
+
+    Args:
+        config: The run's configuration.
+        dataset: Its data set.
+
+    Raises:
+        CheckpointError: There is no checkpoint, or none is whole.
+        DataError: The checkpoint was trained on another data set.
+
+    Example:
+        >>> load_model.__name__
+        'load_model'
+    """
+    found = newest_checkpoint(config.run.output / "checkpoints")
+    if found is None:
+        message = f"{config.run.output} has no checkpoint"
+        raise CheckpointError(message, hint="train first, or give another run")
+    path, state, description = found
+    if description["data"]["fingerprint"] != dataset.fingerprint:
+        message = f"{path} was trained on other data than {dataset.folder}"
+        raise DataError(message, hint="set data.path in the run's config.toml to its data set")
+    model = make_model(
+        config.model.name,
+        dataset.dim,
+        config.model.hidden_dim,
+        dataset.num_classes,
+        num_layers=len(config.sampling.fanouts),
+        heads=config.model.heads,
+    )
+    model.load_state_dict(state["model"])
+    return model.eval(), int(state["step"])
+
+
+def _accuracy(path: Path, dataset: Dataset) -> dict[str, float]:
+    if not dataset.has_labels:
+        return {}
+    right = np.zeros(dataset.num_nodes, np.bool_)
+    with Container.open(path) as outputs:
+        for low in range(0, dataset.num_nodes, _CHUNK_ROWS):
+            rows = outputs.read("x", low, min(low + _CHUNK_ROWS, dataset.num_nodes))
+            right[low : low + len(rows)] = rows.argmax(1) == dataset.labels[low : low + len(rows)]
+    splits = {"train": dataset.train, "valid": dataset.valid, "test": dataset.test}
+    known = {name: ids[dataset.labels[ids] >= 0] for name, ids in splits.items()}
+    return {name: float(right[ids].mean()) for name, ids in known.items() if len(ids)}

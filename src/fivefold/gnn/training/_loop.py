@@ -1,0 +1,373 @@
+"""The trainer: one call trains a model on a graph as a configuration says, or resumes it.
+
+Whatever decides the parameters is a pure function of the step or is in the checkpoint: model,
+optimizer, the generators of every rank, the place in the epoch. That is why a run that was killed
+and resumed reaches the parameters of the run that was not, bit for bit. What is particular to a
+mode is behind ``BatchSource``. Knows nothing of command lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from fivefold.errors import DataError
+from fivefold.gnn.data import Dataset
+from fivefold.gnn.loading import MiniBatch
+from fivefold.gnn.training._checkpoint import write_checkpoint
+from fivefold.gnn.training._clock import Clock
+from fivefold.gnn.training._config import GnnConfig, config_to_toml
+from fivefold.gnn.training._evaluate import Evaluator
+from fivefold.gnn.training._files import MetricsWriter, write_json, write_text
+from fivefold.gnn.training._models import make_model
+from fivefold.gnn.training._prepare import Prepared, prepare
+from fivefold.gnn.training._progress import RunProgress
+from fivefold.gnn.training._ranks import Ranks, close_ranks, open_ranks, read_place
+from fivefold.gnn.training._result import GnnResult, parameters_sha256, run_label, run_manifest
+from fivefold.gnn.training._resume import choose_checkpoint, describe_run
+from fivefold.gnn.training._source import BatchSource, add_counts, counts_of, make_source
+from fivefold.gnn.training._stop import StopRequest
+from fivefold.gnn.training._tally import EpochTally
+
+__all__ = ["train_graph"]
+
+_LOG = logging.getLogger(__name__)
+
+
+def train_graph(config: GnnConfig) -> GnnResult:
+    r"""Train as configured: on this process alone, or as one rank of several.
+
+    In mode "disk" everything that is missing is made first: samples, plan, packed rows; each goes
+    on where a killed run stopped. SIGTERM or Ctrl-C makes all ranks write a checkpoint and return
+    at the same step.
+
+    Args:
+        config: The whole configuration.
+
+    Returns:
+        What was reached, and where the time went.
+
+    Raises:
+        ConfigurationError: A setting does not fit this data set or machine.
+        DataError: The data set is missing, damaged or has no labels.
+        CheckpointError: A checkpoint could not be written, or none can be resumed from.
+        CommunicationError: A peer died or did not answer in time.
+        InfeasibleError: A budget is too small.
+        StorageError: The disk is full or refuses; the same call goes on afterwards.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from fivefold.gnn.data import generate_graph
+        >>> from fivefold.gnn.training import DataConfig, GnnConfig, RunConfig, SamplingConfig
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> generate_graph(folder / "graph", nodes=300, dim=8, seed=0).close()
+        >>> config = GnnConfig(
+        ...     run=RunConfig(output=folder / "run", epochs=1, mode="memory", device="cpu"),
+        ...     data=DataConfig(path=folder / "graph"),
+        ...     sampling=SamplingConfig(fanouts=(3, 3), batch_size=64),
+        ... )
+        >>> train_graph(config).epochs
+        1
+    """
+    stop = StopRequest()
+    with stop.handling_signals(), contextlib.ExitStack() as opened:
+        torch.set_num_threads(config.run.threads)
+        dataset = opened.enter_context(Dataset.open(config.data.path))
+        _require_labels(dataset)
+        topology = dataset.topology(mapped=config.data.mapped)
+        is_main = read_place()[0] == 0
+        progress = RunProgress(line_every_s=config.run.line_every_s, shown=is_main)
+        opened.enter_context(progress)
+        prepared: Prepared | None = None
+        if config.run.mode == "disk":
+            # Before the group forms: packing may take longer than a peer may be waited for.
+            prepared = prepare(config, dataset, topology=topology, progress=progress)
+        ranks = open_ranks(device=config.run.device, timeout_s=config.run.timeout_s)
+        rows = dataset.features.read("x") if config.run.mode == "memory" else None
+        source = make_source(
+            config,
+            dataset,
+            topology=topology,
+            ranks=ranks,
+            features=rows,
+            store=None if prepared is None else prepared.store,
+        )
+        opened.callback(source.close)
+        judge = Evaluator(config, dataset, topology=topology, ranks=ranks, features=rows)
+        opened.callback(judge.close)
+        run = _Run(config, dataset, ranks, source=source, judge=judge, prepared=prepared)
+        opened.callback(run.close)
+        result = run.execute(stop, progress)
+        close_ranks(ranks)
+    return result
+
+
+def _require_labels(dataset: Dataset) -> None:
+    if not dataset.has_labels or not len(dataset.train) or dataset.num_classes < 1:
+        message = f"{dataset.folder} has no labelled training nodes"
+        raise DataError(message, hint="ingest labels and a split, or use fivefold gnn generate")
+
+
+class _Run:
+    """One rank's part of a run: its parts, its counters, and the order in which they act."""
+
+    def __init__(
+        self,
+        config: GnnConfig,
+        dataset: Dataset,
+        ranks: Ranks,
+        *,
+        source: BatchSource,
+        judge: Evaluator,
+        prepared: Prepared | None,
+    ) -> None:
+        self.config, self.dataset, self.ranks = config, dataset, ranks
+        self.source, self.judge, self.prepared = source, judge, prepared
+        self.num_batches = len(source)
+        self.folder: Path = config.run.output
+        torch.manual_seed(config.run.seed)
+        self.model = make_model(
+            config.model.name,
+            dataset.dim,
+            config.model.hidden_dim,
+            dataset.num_classes,
+            num_layers=len(config.sampling.fanouts),
+            dropout=config.model.dropout,
+            heads=config.model.heads,
+        ).to(ranks.device)
+        optim = config.optim
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=optim.lr, weight_decay=optim.weight_decay
+        )
+        self.step = self.epoch = self.position = 0
+        self.best: dict[str, Any] = {}
+        self.tally = EpochTally()
+        self.data: dict[str, Any] | None = None
+        self.saved_step: int | None = None
+        self.clock = Clock()
+        self.metrics: MetricsWriter | None = None
+        self._counted = source.statistics()
+        self._begin()
+
+    # -- beginning and end ----------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        plan = None if self.prepared is None else self.prepared.store.plan.fingerprint
+        self.description = describe_run(
+            self.config, data=self.dataset.fingerprint, plan=plan, ranks=self.ranks
+        )
+        chosen = choose_checkpoint(
+            self.folder, self.config.run.resume, description=self.description, ranks=self.ranks
+        )
+        # After everything that draws numbers; every rank drops other values.
+        torch.manual_seed(self.config.run.seed * self.ranks.world_size + self.ranks.rank)
+        if chosen is not None:
+            self._restore(chosen[1])
+        self.trained: torch.nn.Module = self.model
+        if self.ranks.world_size > 1:
+            with self.ranks.guard("handing out the parameters"):
+                self.trained = DistributedDataParallel(self.model)
+        if self.ranks.is_main:
+            self._open_files(None if chosen is None else chosen[0])
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step = self.saved_step = state["step"]
+        self.epoch, self.position = state["epoch"], state["position"]
+        self.best, self.data = state["best"], state["data"]
+        own = state["ranks"][self.ranks.rank]
+        self.tally = EpochTally(**own["tally"])
+        self.source.load_state_dict(own["loader"])
+        self.clock = Clock(state["seconds"])
+        torch.set_rng_state(own["rng"])
+        if own["cuda_rng"] is not None and self.ranks.device.type == "cuda":
+            torch.cuda.set_rng_state(own["cuda_rng"])
+
+    def _open_files(self, resumed_from: Path | None) -> None:
+        manifest = run_manifest(
+            self.config, self.dataset, self.model, world_size=self.ranks.world_size
+        )
+        write_text(self.folder / "config.toml", config_to_toml(self.config))
+        write_json(self.folder / "manifest.json", manifest)
+        step = None if resumed_from is None else self.step
+        self.metrics = MetricsWriter(self.folder / "metrics.jsonl", resumed_step=step)
+        if self.prepared is not None:
+            plan = self.prepared.store.plan
+            write_text(self.folder / "plan.txt", plan.explain() + "\n")
+            self._write("prepare", seconds=self.prepared.seconds, plan=plan.predicted.to_json())
+        if resumed_from is not None:
+            self._write("resume", checkpoint=resumed_from.name)
+
+    def execute(self, stop: StopRequest, progress: RunProgress) -> GnnResult:
+        """Train to the last epoch, or to the step at which all ranks agree to stop."""
+        stopped = False
+        self.model.train()
+        while self.epoch < self.config.run.epochs and not stopped:
+            for batch in self._batches():
+                self._train_on(batch)
+                self._log(progress)
+                if self.position < self.num_batches:
+                    stopped = self._pause(stop)
+                    if stopped:
+                        break
+            else:
+                self._end_epoch()
+                stopped = self._pause(stop, at_end=True)
+        finished = self.epoch >= self.config.run.epochs
+        if self.saved_step != self.step:
+            self._checkpoint()
+        return self._conclude("finished" if finished else "stopped")
+
+    def _conclude(self, reason: str) -> GnnResult:
+        result = GnnResult(
+            output=self.folder,
+            label=run_label(self.config),
+            reason=reason,
+            steps=self.step,
+            epochs=self.epoch,
+            wall_s=self.clock.wall_s(),
+            seconds=self.clock.record(),
+            prepare_s={} if self.prepared is None else self.prepared.seconds,
+            valid_accuracy=self.best.get("accuracy"),
+            test_accuracy=self.best.get("test_accuracy"),
+            best_epoch=self.best.get("epoch"),
+            data=self.data or {},
+            parameters_sha256=parameters_sha256(self.model),
+        )
+        if self.ranks.is_main:
+            self._write("end", epoch=self.epoch, reason=reason)
+            if reason == "finished":
+                write_json(self.folder / "result.json", result.record())
+            _LOG.info("%s", result.summary())
+        return result
+
+    def close(self) -> None:
+        """Close the metrics; also after an error."""
+        if self.metrics is not None:
+            self.metrics.close()
+
+    # -- one step -------------------------------------------------------------------------------
+
+    def _batches(self) -> Iterator[MiniBatch]:
+        """The rest of the epoch; waiting for a batch counts as "data"."""
+        if self.position == 0:
+            self.source.loader.set_epoch(self.epoch)
+        batches = iter(self.source)
+        while True:
+            with self.clock.measure("data"):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
+
+    def _train_on(self, batch: MiniBatch) -> None:
+        self.ranks.where = f"step {self.step + 1}"
+        with self.clock.measure("compute"):
+            graph = batch.edge_index if batch.blocks is None else batch.blocks
+            assert batch.y is not None, "the loader was given labels"
+            scores = self.trained(batch.x, graph)[: batch.batch_size]
+            known = max(1, int((batch.y >= 0).sum()))
+            losses = functional.cross_entropy(scores, batch.y, ignore_index=-1, reduction="sum")
+            with self.ranks.guard("averaging gradients"):
+                (losses / known).backward()  # type: ignore[no-untyped-call]  # untyped in torch
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optim.grad_clip)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            right = int((scores.detach().argmax(dim=1) == batch.y).sum())
+            self.tally.add(loss=float(losses.detach()), right=right, nodes=known)
+        self.step += 1
+        self.position += 1
+
+    def _log(self, progress: RunProgress) -> None:
+        run, last = self.config.run, self.position == self.num_batches
+        text = f"loss {self.tally.loss:.4f}  accuracy {self.tally.accuracy:.4f}"
+        total = run.epochs * self.num_batches
+        progress(run_label(self.config), self.step, total, f"epoch {self.epoch + 1}  {text}")
+        if self.metrics is not None and (self.step % run.log_every_steps == 0 or last):
+            recent = self.tally.take_recent()
+            self._write("train", epoch=self.epoch, **recent)
+
+    # -- between steps --------------------------------------------------------------------------
+
+    def _end_epoch(self) -> None:
+        self._count()
+        values = {"loss": self.tally.loss, "accuracy": self.tally.accuracy}
+        self.epoch, self.position = self.epoch + 1, 0
+        self._write("epoch", epoch=self.epoch, **values, data=self.data)
+        self.tally = EpochTally()
+        every, last = self.config.run.validate_every_epochs, self.config.run.epochs
+        if self.epoch == last or (every and self.epoch % every == 0):
+            self._validate()
+
+    def _count(self) -> None:
+        """Add what the data path did since the last time."""
+        now = self.source.statistics()
+        self.data = add_counts(self.data, counts_of(now - self._counted))
+        self._counted = now
+
+    def _validate(self) -> None:
+        with self.clock.measure("validation"):
+            found = self.judge.score(self.model, "valid")
+            values = {"accuracy": found.accuracy, "loss": found.loss, "nodes": found.nodes}
+            if found.nodes and found.accuracy > self.best.get("accuracy", -1.0):
+                test = self.judge.score(self.model, "test")
+                values["test_accuracy"] = test.accuracy
+                self.best = {"epoch": self.epoch, "accuracy": found.accuracy}
+                self.best["test_accuracy"] = test.accuracy if test.nodes else None
+        self._write("validation", epoch=self.epoch, **values)
+
+    def _pause(self, stop: StopRequest, *, at_end: bool = False) -> bool:
+        """Write a checkpoint where one is due; whether all ranks stop here."""
+        every = self.config.run.checkpoint_every_steps
+        wished = bool(self.ranks.sum([float(stop.requested)], what="wishes to stop")[0])
+        if wished or (self.step % every == 0 if every else at_end):
+            self._checkpoint()
+        return wished
+
+    def _checkpoint(self) -> None:
+        with self.clock.measure("checkpoint"):
+            self._count()
+            cuda = self.ranks.device.type == "cuda"
+            own = {
+                "loader": self.source.state_dict(),
+                "rng": torch.get_rng_state(),
+                "cuda_rng": torch.cuda.get_rng_state() if cuda else None,
+                "tally": self.tally.record(),
+            }
+            parts = self.ranks.gather(own, what="the ranks' states")
+            if self.ranks.is_main:
+                write_checkpoint(
+                    self.folder / "checkpoints",
+                    self._state(parts),
+                    step=self.step,
+                    description=self.description,
+                    keep=self.config.run.keep_checkpoints,
+                )
+        self.saved_step = self.step
+        self._write("checkpoint")
+
+    def _state(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "epoch": self.epoch,
+            "position": self.position,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "best": self.best,
+            "data": self.data,
+            "seconds": self.clock.record(),
+            "ranks": parts,
+        }
+
+    def _write(self, event: str, **values: Any) -> None:
+        if self.metrics is not None:
+            wall_s, seconds = self.clock.wall_s(), self.clock.record()
+            self.metrics.write(event, step=self.step, wall_s=wall_s, stages=seconds, **values)

@@ -1,0 +1,214 @@
+"""Everything between a data set and training: samples, plan, packed rows, made where missing.
+
+Each part has a name that holds a hash of what it depends on, so that another configuration makes
+other files and never meets stale ones; and each part goes on where a killed run stopped. The
+plan is written before packing begins: a new probe of the disk would give another one. One
+process at a time works in a folder, the others wait and then find everything done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import logging
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from fivefold.errors import DataError, StorageError
+from fivefold.gnn.data import Dataset
+from fivefold.gnn.packing import PackedStore, pack, read_plan, write_plan
+from fivefold.gnn.planning import Budgets, FeatureInfo, Plan, make_plan
+from fivefold.gnn.sampling import NeighborSampler, SampleFile, Topology, sample_epochs
+from fivefold.gnn.storage import probe_disk
+from fivefold.gnn.training._config import GnnConfig
+from fivefold.units import format_bytes, format_duration_s
+
+__all__ = ["Prepared", "prepare"]
+
+_LOG = logging.getLogger(__name__)
+_SHARE_OF_FREE_DISK = 0.8
+Progress = Callable[[str, int, int], None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What training in mode "disk" reads.
+
+    Args:
+        store: The packed store, open.
+        seconds: Seconds that sampling, planning and packing took in this run, by name.
+    """
+
+    store: PackedStore
+    seconds: dict[str, float]
+
+
+def prepare(
+    config: GnnConfig, dataset: Dataset, *, topology: Topology, progress: Progress | None = None
+) -> Prepared:
+    """Sample, plan and pack what is missing.
+
+    Args:
+        config: The configuration.
+        dataset: Graph and features.
+        topology: Its edges.
+        progress: Called with the name of the step, what is done and what there is in all.
+
+    Returns:
+        The packed store.
+
+    Raises:
+        DataError: A file is damaged.
+        InfeasibleError: A budget is too small; nothing was packed.
+        StorageError: The disk is full or refuses; the same call goes on afterwards.
+    """
+    folder = prepared_folder(config)
+    show = progress or _no_progress
+    with _alone_in(folder):
+        return _Preparation(config, dataset, folder, show).run(topology)
+
+
+def prepared_folder(config: GnnConfig) -> Path:
+    """Folder of samples, plans and packed rows."""
+    return config.data.path / "prepared" if config.data.store == "auto" else Path(config.data.store)
+
+
+class _Preparation:
+    """The three steps, with their times."""
+
+    def __init__(
+        self, config: GnnConfig, dataset: Dataset, folder: Path, progress: Progress
+    ) -> None:
+        self._config, self._dataset, self._folder = config, dataset, folder
+        self._progress = progress
+        self._seconds: dict[str, float] = {}
+        graph = {"data": dataset.fingerprint, "sampling": _without(config.sampling, "threads")}
+        self._samples_key = _key(graph)
+        self._store_key = _key(
+            graph
+            | {"budgets": config.budgets.model_dump(), "plan": config.plan.model_dump()}
+            | {"prefetch": config.loader.prefetch}
+        )
+
+    def run(self, topology: Topology) -> Prepared:
+        with self._sampled(topology) as samples:
+            path = self._folder / f"store-{self._store_key}"
+            if not (path / "store.json").exists():
+                self._pack(path, samples)
+            store = PackedStore.open(path, features=self._dataset.features, samples=samples)
+        return Prepared(store=store, seconds=self._seconds)
+
+    def _sampled(self, topology: Topology) -> SampleFile:
+        config = self._config.sampling
+        with self._timed("sample"):
+            sampler = NeighborSampler(
+                topology, config.fanouts, seed=config.seed, threads=config.threads or None
+            )
+            return sample_epochs(
+                sampler,
+                self._dataset.train,
+                self._folder / f"samples-{self._samples_key}.fvf",
+                batch_size=config.batch_size,
+                epochs=config.epochs,
+                progress=lambda done, total: self._progress("sample", done, total),
+                resume=True,
+            )
+
+    def _pack(self, path: Path, samples: SampleFile) -> None:
+        plan = self._planned(samples)
+        _LOG.info("%s", plan.explain())
+        with self._timed("pack"):
+            pack(
+                self._dataset.features,
+                samples,
+                plan,
+                path,
+                memory_bytes=self._config.budgets.host,
+                progress=lambda stage, done, total: self._progress(f"pack {stage}", done, total),
+                resume=True,
+                profile=probe_disk(self._folder),
+            ).close()
+        plan_file = self._plan_file()
+        plan_file.unlink(missing_ok=True)  # the store has its own copy
+        size = format_bytes(sum(file.stat().st_size for file in path.rglob("*")))
+        _LOG.info("packed %s in %s", size, format_duration_s(self._seconds["pack"]))
+
+    def _plan_file(self) -> Path:
+        return self._folder / f"plan-{self._store_key}.fvf"
+
+    def _planned(self, samples: SampleFile) -> Plan:
+        path = self._plan_file()
+        if path.exists():
+            with contextlib.suppress(DataError):  # it costs seconds to make it again
+                return read_plan(path)
+        features, config = self._dataset.features, self._config
+        with self._timed("plan"):
+            plan = make_plan(
+                samples,
+                FeatureInfo(
+                    num_nodes=self._dataset.num_nodes,
+                    row_bytes=self._dataset.row_bytes,
+                    fingerprint=features.fingerprint,
+                ),
+                self._budgets(),
+                probe_disk(self._folder),
+                policy=config.plan.policy,
+                layout=config.plan.layout,
+                segment_batches=config.plan.segment_batches or None,
+                minhash_functions=config.plan.minhash_functions,
+                buffer_batches=config.loader.prefetch + 1,
+                training_epochs=config.run.epochs,
+            )
+            write_plan(plan, path)
+        return plan
+
+    def _budgets(self) -> Budgets:
+        given = self._config.budgets
+        free = shutil.disk_usage(self._folder).free
+        disk_bytes = int(free * _SHARE_OF_FREE_DISK) if given.disk is None else given.disk
+        return Budgets(device_bytes=given.device, host_bytes=given.host, disk_bytes=disk_bytes)
+
+    @contextlib.contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        started_s = time.perf_counter()
+        yield
+        self._seconds[name] = time.perf_counter() - started_s
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Keep other processes out; a lock of a process that died is free."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / "lock").open("w", encoding="utf-8")
+    except OSError as error:
+        message = f"cannot write in {folder}: {error.strerror or error}"
+        raise StorageError(message, hint="set data.store to a folder that you may write") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _LOG.info("another process prepares %s; waiting for it", folder)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _key(parts: dict[str, Any]) -> str:
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+
+def _without(section: Any, key: str) -> dict[str, Any]:
+    values: dict[str, Any] = section.model_dump()
+    del values[key]
+    return values
+
+
+def _no_progress(_name: str, _done: int, _total: int) -> None:
+    """Show nothing."""

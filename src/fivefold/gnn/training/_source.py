@@ -1,0 +1,139 @@
+"""Where the batches of an epoch come from, the same to the loop in all three modes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import numpy.typing as npt
+
+from fivefold.gnn.data import Dataset
+from fivefold.gnn.loading import DiskLoader, LoaderStatistics, MiniBatch, OnlineLoader
+from fivefold.gnn.packing import PackedStore
+from fivefold.gnn.sampling import Topology
+from fivefold.gnn.training._config import GnnConfig
+from fivefold.gnn.training._ranks import Ranks
+
+__all__ = ["BatchSource", "add_counts", "counts_of", "make_source"]
+
+
+@dataclasses.dataclass(kw_only=True)
+class BatchSource:
+    """A loader, and the store that it reads.
+
+    Args:
+        loader: Yields this rank's batches of one epoch.
+        store: The packed store in mode "disk".
+    """
+
+    loader: DiskLoader | OnlineLoader
+    store: PackedStore | None = None
+
+    def __len__(self) -> int:
+        """Batches per epoch of this rank."""
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[MiniBatch]:
+        return iter(self.loader)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Place in the epoch: after the batches that were handed out."""
+        return dict(self.loader.state_dict())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on behind the batches that a state counts."""
+        self.loader.load_state_dict(state)
+
+    def statistics(self) -> LoaderStatistics:
+        """What the data path did so far."""
+        return self.loader.statistics()
+
+    def close(self) -> None:
+        """Let go of threads and files."""
+        self.loader.close()
+        if self.store is not None:
+            self.store.close()
+
+
+def make_source(
+    config: GnnConfig,
+    dataset: Dataset,
+    *,
+    topology: Topology,
+    ranks: Ranks,
+    features: npt.NDArray[Any] | None,
+    store: PackedStore | None,
+) -> BatchSource:
+    """The loader of a mode.
+
+    Args:
+        config: The configuration.
+        dataset: Graph, features and labels.
+        topology: Its edges.
+        ranks: The ranks, among which the batches of an epoch are shared.
+        features: All rows in memory; None where they stay on disk.
+        store: The packed store in mode "disk".
+    """
+    loader = config.loader
+    place: dict[str, Any] = {
+        "form": loader.form,
+        "device": ranks.device,
+        "backend": loader.backend,
+        "verify": loader.verify,
+        "rank": ranks.rank,
+        "world_size": ranks.world_size,
+        "shuffle": loader.shuffle,
+        "seed": config.run.seed,
+    }
+    if store is not None:
+        disk = DiskLoader(
+            store,
+            labels=dataset.labels,
+            prefetch=loader.prefetch,
+            threads=loader.threads or None,
+            **place,
+        )
+        return BatchSource(loader=disk, store=store)
+    rows: Literal["disk"] | npt.NDArray[Any] = "disk" if features is None else features
+    online = OnlineLoader(
+        dataset,
+        dataset.train,
+        fanouts=config.sampling.fanouts,
+        batch_size=config.sampling.batch_size,
+        topology=topology,
+        features=rows,
+        **place,
+    )
+    return BatchSource(loader=online)
+
+
+def counts_of(statistics: LoaderStatistics) -> dict[str, Any]:
+    """The counts of a loader that add up over parts of a run."""
+    return {
+        "rows": {level: int(rows) for level, rows in statistics.rows.items()},
+        "row_bytes": int(statistics.row_bytes),
+        "requests": int(statistics.requests),
+        "bytes_read": int(statistics.bytes_read),
+        "cold_bytes": int(statistics.cold_bytes),
+        "record_bytes": int(statistics.record_bytes),
+        "fill_bytes": int(statistics.fill_bytes),
+        "stage_s": {name: float(seconds) for name, seconds in statistics.stage_s.items()},
+        "wait_s": float(statistics.wait_s),
+    }
+
+
+def add_counts(first: dict[str, Any] | None, second: dict[str, Any]) -> dict[str, Any]:
+    """The sum of two records of counts."""
+    if first is None:
+        return second
+    total: dict[str, Any] = {}
+    for key, value in second.items():
+        before = first.get(key, 0)
+        if isinstance(value, dict):
+            before = before or {}
+            names = [*before, *(name for name in value if name not in before)]
+            total[key] = {name: before.get(name, 0) + value.get(name, 0) for name in names}
+        else:
+            total[key] = value if key == "row_bytes" else before + value
+    return total
