@@ -3,9 +3,11 @@
 from fivefold.gnn.data._array_source import ArraySource, array_source
 from fivefold.gnn.data._dataset import Dataset
 from fivefold.gnn.data._generate import GraphRecipe, generate_graph
+from fivefold.gnn.data._hetero import HeteroDataset, HeteroSource
 from fivefold.gnn.data._ingest import ingest
 from fivefold.gnn.data._ogb import mag240m_source, ogb_adds_reverse, ogb_source
 from fivefold.gnn.data._parts import EdgeBlock, EdgePart, FeaturePart, LabelPart, Progress, Source
+from fivefold.gnn.data._pyg import pyg_source
 from fivefold.gnn.data._table_source import TableColumns, TableSource, table_source
 from fivefold.gnn.data._write_graph import EdgeRules
 
@@ -17,6 +19,8 @@ __all__ = [
     "EdgeRules",
     "FeaturePart",
     "GraphRecipe",
+    "HeteroDataset",
+    "HeteroSource",
     "LabelPart",
     "Progress",
     "Source",
@@ -28,5 +32,6 @@ __all__ = [
     "mag240m_source",
     "ogb_adds_reverse",
     "ogb_source",
+    "pyg_source",
     "table_source",
 ]

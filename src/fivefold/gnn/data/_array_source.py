@@ -12,13 +12,18 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fivefold.errors import DataError
-from fivefold.gnn.data._parts import EdgeBlock, LabelPart
+from fivefold.gnn.data._parts import EdgeBlock, EdgePart, LabelPart
 from fivefold.gnn.data._rows import ArrayRows, FileRows, Rows, npy_rows
 
-__all__ = ["ArraySource", "array_source", "as_labels", "as_rows", "as_split"]
+__all__ = ["ArraySource", "array_part", "array_source", "as_labels", "as_rows", "as_split"]
 
 Array = ArrayLike | str | os.PathLike[str]
 _SPLITS = ("train", "valid", "test")
+
+
+def array_part(rows: Rows, weights: Rows | None) -> EdgePart:
+    """Edges given as arrays, without a source around them."""
+    return _ArrayEdges(rows, weights)
 
 
 def as_rows(value: Any) -> Rows:
@@ -87,7 +92,7 @@ class ArraySource:
 
     Attributes:
         name: For people.
-        edge_rows: ``[2, E]`` or ``[E, 2]``.
+        edge_rows: ``[2, E]`` or ``[E, 2]``; None where only nodes are wanted.
         feature_rows: ``[N, D]`` or None.
         label_rows: ``[N]``, ``[N, 1]`` or None.
         weight_rows: ``[E]`` or None.
@@ -102,7 +107,7 @@ class ArraySource:
     """
 
     name: str
-    edge_rows: Rows
+    edge_rows: Rows | None
     feature_rows: Rows | None = None
     label_rows: Rows | None = None
     weight_rows: Rows | None = None
@@ -112,7 +117,8 @@ class ArraySource:
     kind: str = "arrays"
 
     def __post_init__(self) -> None:
-        self._edges = _ArrayEdges(self.edge_rows, self.weight_rows)
+        edges = self.edge_rows
+        self._edges = None if edges is None else _ArrayEdges(edges, self.weight_rows)
         self._features = None if self.feature_rows is None else _ArrayFeatures(self.feature_rows)
         self.num_nodes = self._count_nodes()
         rows = {
@@ -137,9 +143,9 @@ class ArraySource:
             return self._features.num_rows
         if self.label_rows is not None:
             return self.label_rows.shape[0]
-        return self._edges.largest_id() + 1
+        return 0 if self._edges is None else self._edges.largest_id() + 1
 
-    def edges(self) -> _ArrayEdges:
+    def edges(self) -> Any:
         """The edges."""
         return self._edges
 
@@ -280,6 +286,7 @@ class _ArrayEdges:
         self.num_edges = rows.shape[1] if self.split else rows.shape[0]
         self.expected_edges = self.num_edges
         self.weights = weights
+        self.stamp = [rows.stamp, None if weights is None else weights.stamp]
         self.weighted = weights is not None
         if weights is not None and weights.shape not in {(self.num_edges,), (self.num_edges, 1)}:
             raise DataError(

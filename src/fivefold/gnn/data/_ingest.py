@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import overload
 
 from fivefold.gnn.data._dataset import Dataset
+from fivefold.gnn.data._hetero import HeteroDataset, HeteroSource, ingest_hetero
 from fivefold.gnn.data._parts import Progress, Source
 from fivefold.gnn.data._write import write_dataset
 from fivefold.gnn.data._write_graph import EdgeRules
@@ -12,14 +14,36 @@ from fivefold.gnn.data._write_graph import EdgeRules
 __all__ = ["ingest"]
 
 
+@overload
 def ingest(
     source: Source,
+    folder: str | Path,
+    *,
+    rules: EdgeRules | None = ...,
+    memory_bytes: int = ...,
+    progress: Progress | None = ...,
+) -> Dataset: ...
+
+
+@overload
+def ingest(
+    source: HeteroSource,
+    folder: str | Path,
+    *,
+    rules: EdgeRules | None = ...,
+    memory_bytes: int = ...,
+    progress: Progress | None = ...,
+) -> HeteroDataset: ...
+
+
+def ingest(
+    source: Source | HeteroSource,
     folder: str | Path,
     *,
     rules: EdgeRules | None = None,
     memory_bytes: int = 1 << 30,
     progress: Progress | None = None,
-) -> Dataset:
+) -> Dataset | HeteroDataset:
     """Write a graph from anywhere into a folder and open it.
 
     The source is read in blocks: it may be much larger than memory. Killed at any time and called
@@ -34,7 +58,7 @@ def ingest(
         progress: Told of (stage, done, total); total is 0 where it is not known.
 
     Returns:
-        The data set.
+        A ``Dataset``; of a ``HeteroSource`` a ``HeteroDataset``.
 
     Raises:
         ConfigurationError: The memory bound is too small.
@@ -52,6 +76,10 @@ def ingest(
         ...         dataset.topology().neighbors(1).tolist(), dataset.features.read("x", 2).tolist()
         ([0, 2], [[0.0, 0.0, 1.0]])
     """
+    if isinstance(source, HeteroSource):
+        return ingest_hetero(
+            source, folder, rules=rules, memory_bytes=memory_bytes, progress=progress
+        )
     prepare = getattr(source, "prepare", None)
     if prepare is not None:
         prepare(Path(folder), memory_bytes=memory_bytes, progress=progress)

@@ -41,13 +41,18 @@ class Rows(Protocol):
 
 
 class ArrayRows:
-    """An array in memory, or a memory map."""
+    """An array in memory, or a memory map.
 
-    def __init__(self, array: NDArray[Any]) -> None:
+    Args:
+        array: The array.
+        stamp: Says which array this is; None: its contents do.
+    """
+
+    def __init__(self, array: NDArray[Any], stamp: Any = None) -> None:
         self.array = array
         self.shape = array.shape
         self.dtype = array.dtype
-        self.stamp = [list(array.shape), array.dtype.str, self._hash()]
+        self.stamp = stamp or [list(array.shape), array.dtype.str, self._hash()]
 
     def _hash(self) -> str:
         total = 0

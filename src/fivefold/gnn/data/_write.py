@@ -19,18 +19,18 @@ from numpy.typing import NDArray
 
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.gnn.data._dataset import FEATURES_FILE, GRAPH_FILE, LABELS_FILE, Dataset
-from fivefold.gnn.data._parts import EdgePart, FeaturePart, LabelPart, Progress, Source
+from fivefold.gnn.data._parts import FeaturePart, LabelPart, Progress, Source
 from fivefold.gnn.data._write_graph import EdgeRules, work_folder, write_graph
 from fivefold.gnn.storage import Container, ContainerWriter
 
-__all__ = ["MIN_MEMORY_BYTES", "write_dataset", "write_parts"]
+__all__ = ["MIN_MEMORY_BYTES", "no_progress", "write_dataset", "write_parts"]
 
 MIN_MEMORY_BYTES = 16 << 20
 _MARK_EVERY_BYTES = 256 << 20  # a mark syncs the file: seldom enough to cost nothing
 
 
-def _ignore(_stage: str, _done: int, _total: int) -> None:
-    pass
+def no_progress(_stage: str, _done: int, _total: int) -> None:
+    """Tell nobody."""
 
 
 def write_dataset(
@@ -68,7 +68,7 @@ def write_dataset(
         parts=(source.labels, source.edges, source.features),
         rules=rules,
         memory_bytes=memory_bytes,
-        progress=progress or _ignore,
+        progress=progress or no_progress,
     )
     return Dataset.open(folder)
 
@@ -89,7 +89,7 @@ def write_parts(
         folder: Where to write.
         attributes: ``name`` and ``num_nodes``, and what else the files should say.
         recipe: Of the source; what JSON can hold.
-        parts: Functions that return the label, edge and feature parts, or None.
+        parts: Functions that return the label, edge and feature parts; each may be None.
         rules: What is done to edges.
         memory_bytes: What buffers may take.
         progress: Told of each stage.
@@ -110,8 +110,7 @@ def write_parts(
     labels, edges, features = parts
     if not finished[0] and (label_part := labels()) is not None:
         _write_labels(folder / LABELS_FILE, label_part, attributes, progress)
-    if not finished[1]:
-        edge_part: EdgePart = edges()
+    if not finished[1] and (edge_part := edges()) is not None:
         write_graph(
             folder / GRAPH_FILE,
             edge_part,

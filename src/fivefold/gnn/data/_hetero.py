@@ -1,0 +1,304 @@
+"""Data sets of several node and edge types: a folder per type and a list of them.
+
+dataset.json             name, node types and edge types with their folders
+nodes/0_paper/           features.fvf and labels.fvf, as for one type
+edges/0_cites/           graph.fvf: rows are targets, indices are nodes of the source type
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.errors import DataError
+from fivefold.gnn.data._dataset import FEATURES_FILE, GRAPH_FILE, HETERO_FILE, LABELS_FILE
+from fivefold.gnn.data._parts import EdgePart, Progress, Source
+from fivefold.gnn.data._write import no_progress, write_parts
+from fivefold.gnn.data._write_graph import EdgeRules
+from fivefold.gnn.sampling import HeteroTopology, Topology
+from fivefold.gnn.storage import Container
+
+__all__ = ["HeteroDataset", "HeteroSource", "ingest_hetero"]
+
+EdgeType = tuple[str, str, str]
+_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeteroSource:
+    """A graph of several types somewhere else.
+
+    Attributes:
+        name: For people.
+        nodes: Features and labels of each node type; their edges are not asked for.
+        edges: Edges of each type (source type, relation, target type).
+
+    Example:
+        >>> HeteroSource(name="empty", nodes={}, edges={}).name
+        'empty'
+    """
+
+    name: str
+    nodes: Mapping[str, Source]
+    edges: Mapping[EdgeType, EdgePart]
+
+
+def ingest_hetero(
+    source: HeteroSource,
+    folder: str | Path,
+    *,
+    rules: EdgeRules | None = None,
+    memory_bytes: int = 1 << 30,
+    progress: Progress | None = None,
+) -> HeteroDataset:
+    """Write a graph of several types into a folder and open it; as ``ingest``.
+
+    Args:
+        source: The graph.
+        folder: Where to write; made if missing.
+        rules: What is done to edges of every type; ``add_reverse`` only joins a type to itself.
+        memory_bytes: What buffers may take.
+        progress: Told of (stage, done, total).
+
+    Returns:
+        The data set.
+
+    Raises:
+        ConfigurationError: The memory bound is too small.
+        DataError: An edge type names an unknown node type, or the folder holds another data set.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     ingest_hetero(HeteroSource(name="none", nodes={}, edges={}), folder).node_types
+        []
+    """
+    folder = Path(folder)
+    run: dict[str, Any] = {"memory_bytes": memory_bytes, "progress": progress or no_progress}
+    listing = _listing(source)
+    for name, entry in listing["nodes"].items():
+        part = source.nodes[name]
+        attributes = {"name": name, "num_nodes": part.num_nodes, "node_type": name}
+        write_parts(
+            folder / entry["folder"],
+            attributes,
+            part.recipe,
+            parts=(part.labels, lambda: None, part.features),
+            rules=EdgeRules(),
+            **run,
+        )
+    rules = rules or EdgeRules()
+    for entry in listing["edges"]:
+        _write_edges(folder, source, entry, rules, run)
+    _write_listing(folder, listing)
+    return HeteroDataset.open(folder)
+
+
+def _listing(source: HeteroSource) -> dict[str, Any]:
+    nodes = {
+        name: {"num_nodes": part.num_nodes, "folder": f"nodes/{index}_{_slug(name)}"}
+        for index, (name, part) in enumerate(source.nodes.items())
+    }
+    edges = []
+    for index, kind in enumerate(source.edges):
+        for end in (kind[0], kind[2]):
+            if end not in nodes:
+                raise DataError(
+                    f"edge type {kind} names node type {end!r}",
+                    hint=f"node types are {', '.join(nodes) or 'none'}",
+                )
+        edges.append({"type": list(kind), "folder": f"edges/{index}_{_slug(kind[1])}"})
+    return {"version": _VERSION, "name": source.name, "nodes": nodes, "edges": edges}
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_-]+", "_", name)[:40]
+
+
+def _write_edges(
+    folder: Path,
+    source: HeteroSource,
+    entry: dict[str, Any],
+    rules: EdgeRules,
+    run: dict[str, Any],
+) -> None:
+    kind: EdgeType = tuple(entry["type"])
+    part = source.edges[kind]
+    if rules.add_reverse and kind[0] != kind[2]:
+        raise DataError(
+            f"edges of type {kind} cannot be reversed into themselves",
+            hint="give the reverse as an edge type of its own",
+        )
+    sizes = {"num_nodes": source.nodes[kind[2]].num_nodes}
+    if kind[0] != kind[2]:
+        sizes["num_sources"] = source.nodes[kind[0]].num_nodes
+    recipe = {"edges": part.num_edges, "stamp": getattr(part, "stamp", None), **vars(rules)}
+    write_parts(
+        folder / entry["folder"],
+        {"name": source.name, "edge_type": list(kind), **sizes},
+        recipe,
+        parts=(lambda: None, lambda: part, lambda: None),
+        rules=rules,
+        **run,
+    )
+
+
+def _write_listing(folder: Path, listing: dict[str, Any]) -> None:
+    """Last, so that a folder with this file is complete."""
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / f"{HETERO_FILE}.partial"
+    with temporary.open("w") as file:
+        json.dump(listing, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(folder / HETERO_FILE)
+
+
+class HeteroDataset:
+    """A graph of several node and edge types in a folder; made by ``HeteroDataset.open``.
+
+    Args:
+        folder: Where the files lie.
+        listing: What dataset.json says.
+
+    Attributes:
+        folder: Where the files lie.
+        name: For people.
+        num_nodes: Nodes of each type.
+
+    Example:
+        >>> try:
+        ...     HeteroDataset.open("nowhere")
+        ... except DataError as error:
+        ...     print(error.message)
+        nowhere holds no graph of several types: dataset.json is missing
+    """
+
+    def __init__(self, folder: Path, listing: Mapping[str, Any]) -> None:
+        self.folder = folder
+        self.name = str(listing["name"])
+        self.num_nodes = {name: int(e["num_nodes"]) for name, e in listing["nodes"].items()}
+        self._nodes: dict[str, Path] = {
+            name: folder / e["folder"] for name, e in listing["nodes"].items()
+        }
+        self._edges: dict[EdgeType, Path] = {
+            tuple(e["type"]): folder / e["folder"] for e in listing["edges"]
+        }
+        self._opened: dict[Path, Container] = {}
+
+    @classmethod
+    def open(cls, folder: str | Path) -> HeteroDataset:
+        """Open a folder.
+
+        Args:
+            folder: The one with dataset.json.
+
+        Returns:
+            The data set; its files are opened when first used.
+
+        Raises:
+            DataError: The folder holds no such data set.
+        """
+        folder = Path(folder)
+        path = folder / HETERO_FILE
+        if not path.is_file():
+            raise DataError(
+                f"{folder} holds no graph of several types: {HETERO_FILE} is missing",
+                hint="open a graph of one type with Dataset.open; an unfinished one goes on when "
+                "it is ingested again",
+            )
+        try:
+            listing = json.loads(path.read_bytes())
+            if listing["version"] != _VERSION:
+                raise DataError(
+                    f"{path} is of version {listing['version']}", hint="ingest it again"
+                )
+            return cls(folder, listing)
+        except (KeyError, TypeError, ValueError) as error:
+            if isinstance(error, DataError):
+                raise
+            raise DataError(f"{path} is damaged: {error!r}", hint="ingest it again") from error
+
+    @property
+    def node_types(self) -> list[str]:
+        """Names of the node types."""
+        return list(self.num_nodes)
+
+    @property
+    def edge_types(self) -> list[EdgeType]:
+        """The edge types (source type, relation, target type)."""
+        return list(self._edges)
+
+    def topology(self, *, mapped: bool = False) -> HeteroTopology:
+        """The edges of all types, in memory or as memory maps."""
+        edges = {
+            kind: Topology.open(self._container(path / GRAPH_FILE, "graph"), mapped=mapped)
+            for kind, path in self._edges.items()
+        }
+        return HeteroTopology(self.num_nodes, edges)
+
+    def features(self, node_type: str) -> Container:
+        """The container with the section ``x`` of a node type."""
+        return self._container(self._node_folder(node_type) / FEATURES_FILE, "features")
+
+    def labels(self, node_type: str) -> NDArray[np.int64]:
+        """Class of every node of a type, -1 where unknown."""
+        return self._label_section(node_type, "y")
+
+    def split(self, node_type: str, name: str) -> NDArray[np.int64]:
+        """Ids of a node type's split: ``train``, ``valid`` or ``test``."""
+        return self._label_section(node_type, name)
+
+    def _label_section(self, node_type: str, name: str) -> NDArray[np.int64]:
+        file = self._container(self._node_folder(node_type) / LABELS_FILE, "labels")
+        values: NDArray[np.int64] = file.read(name)
+        return values
+
+    @property
+    def containers(self) -> dict[str, Container]:
+        """All files, by their place in the folder."""
+        paths = [path for folder in self._nodes.values() for path in sorted(folder.glob("*.fvf"))]
+        paths += [path / GRAPH_FILE for path in self._edges.values()]
+        return {str(path.relative_to(self.folder)): self._container(path, None) for path in paths}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of all files' fingerprints: other contents, other fingerprint."""
+        text = " ".join(f"{name} {file.fingerprint}" for name, file in self.containers.items())
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def _node_folder(self, node_type: str) -> Path:
+        if node_type not in self._nodes:
+            raise DataError(
+                f"there is no node type {node_type!r}",
+                hint=f"there are {', '.join(self._nodes) or 'none'}",
+            )
+        return self._nodes[node_type]
+
+    def _container(self, path: Path, kind: str | None) -> Container:
+        if path not in self._opened:
+            if not path.is_file():
+                raise DataError(f"there is no {path}", hint="this type was ingested without it")
+            self._opened[path] = Container.open(path, kind=kind)
+        return self._opened[path]
+
+    def close(self) -> None:
+        """Close all files; arrays that were read stay."""
+        while self._opened:
+            self._opened.popitem()[1].close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
