@@ -6,7 +6,7 @@ import pytest
 from fivefold.gnn.data import Dataset
 from fivefold.gnn.packing import pack
 from fivefold.gnn.planning import Budgets, FeatureInfo, make_plan
-from fivefold.gnn.sampling import NeighborSampler, Topology, sample_epochs
+from fivefold.gnn.sampling import NeighborSampler, sample_epochs
 from fivefold.gnn.storage import ContainerWriter
 
 
@@ -93,7 +93,7 @@ def make_store(folder, dataset, *, policy="static", layout="gray", epochs=1, **o
 
 @pytest.fixture(scope="session")
 def stores(tmp_path_factory):
-    """Make stores and keep them: ``stores(dim=3, policy="belady")`` -> (dataset, features, store)."""
+    """``stores(dim=3, policy="belady")`` -> (dataset, features, store); each is made once."""
     made, data = {}, {}
 
     def get(*, dim=4, dtype=np.float32, **options):

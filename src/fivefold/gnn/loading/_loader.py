@@ -182,6 +182,7 @@ class DiskLoader:
             stages.groups(),
             capacity=max(1, self._buffers - 1),
             timeout_s=self._settings.timeout_s,
+            on_close=stages.stop_waiting,
         )
         self._pipelines.append(pipeline)
         iterator = BatchIterator(

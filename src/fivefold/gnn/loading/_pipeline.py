@@ -71,6 +71,7 @@ class Pipeline:
         groups: Stages of each thread, in order.
         capacity: Finished items that may wait between two threads.
         timeout_s: Longest wait of the consumer before ``StallError``.
+        on_close: Wakes stages that wait for something else than their neighbours; called once.
     """
 
     def __init__(
@@ -80,10 +81,12 @@ class Pipeline:
         *,
         capacity: int = 1,
         timeout_s: float = 120.0,
+        on_close: Callable[[], None] | None = None,
     ) -> None:
         self.stages = [stage for group in groups for stage in group]
         self._channels = [Channel(capacity) for _ in groups]
         self._timeout_s = timeout_s
+        self._on_close = on_close
         self._failure: BaseException | None = None
         self._done = False
         self.finished = False  # all tickets came out
@@ -145,6 +148,9 @@ class Pipeline:
             return True  # the threads stayed in the parent, and their locks may be held here
         for channel in self._channels:
             channel.close()
+        on_close, self._on_close = self._on_close, None
+        if on_close is not None:
+            on_close()
         grace_s = 0.0 if isinstance(self._failure, StallError) else _GRACE_S
         until_s = time.monotonic() + grace_s
         for thread in self._threads:

@@ -12,6 +12,7 @@ own memory, above the loader's budget, and a warning says so once.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import weakref
 from typing import Any
@@ -19,13 +20,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fivefold.gnn.loading._channel import Mailbox
+from fivefold.gnn.loading._channel import ClosedChannelError, Mailbox
 from fivefold.gnn.storage import aligned_empty
 
 __all__ = ["BufferRing"]
 
 _LOG = logging.getLogger(__name__)
 Buffer = npt.NDArray[np.uint8]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _StopWaiting:
+    """A message among the free buffers; borrowers for whom it is not throw it away."""
+
+    borrower: object
 
 
 class BufferRing:
@@ -57,16 +65,20 @@ class BufferRing:
         """Buffers that exist."""
         return self._made
 
-    def lend(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    def lend(
+        self, shape: tuple[int, ...], dtype: np.dtype[Any], *, borrower: object = None
+    ) -> npt.NDArray[Any]:
         """Wait for a free buffer and lend its first bytes as an array.
 
         The lender must pass the array itself on, or a tensor made of it: NumPy's views of it
         point past it to the buffer and do not keep the loan alive.
 
         Raises:
-            ClosedChannelError: The ring was closed.
+            ClosedChannelError: ``borrower`` was told to stop waiting.
         """
-        buffer = self._free.take()
+        while isinstance(buffer := self._free.take(), _StopWaiting):
+            if buffer.borrower is borrower:
+                raise ClosedChannelError
         size_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         assert size_bytes <= self._size_bytes, "a batch is larger than the plan's largest"
         array: npt.NDArray[Any] = buffer[:size_bytes].view(dtype).reshape(shape)
@@ -92,9 +104,9 @@ class BufferRing:
                     self._size_bytes,
                 )
 
-    def close(self) -> None:
-        """Wake whoever waits for a buffer."""
-        self._free.close()
+    def stop_waiting(self, borrower: object) -> None:
+        """Wake ``borrower`` if it waits for a buffer, or else when it next does."""
+        self._free.put(_StopWaiting(borrower))
 
     def _add(self) -> None:
         self._made += 1

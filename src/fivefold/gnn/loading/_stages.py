@@ -69,13 +69,17 @@ class BatchStages:
             groups.append([Stage("copy to the device", self._copy)])
         return groups
 
+    def stop_waiting(self) -> None:
+        """Wake the stage that waits for a buffer."""
+        self._ring.stop_waiting(self)
+
     def _read_record(self, ticket: Ticket) -> Prepared:
         return Prepared(self._store.record(ticket.batch))
 
     def _lend(self, ticket: Ticket) -> Prepared:
         work: Prepared = ticket.value
         shape = (len(work.record.node_ids), *self._features.row_shape)
-        work.rows = self._ring.lend(shape, self._features.dtype)
+        work.rows = self._ring.lend(shape, self._features.dtype, borrower=self)
         work.loan = id(work.rows)
         return work
 
