@@ -5,6 +5,11 @@ from __future__ import annotations
 from fivefold.gnn.planning._belady import BeladyCache, belady, lru_misses
 from fivefold.gnn.planning._budgets import Budgets, FeatureInfo
 from fivefold.gnn.planning._caches import Policy
+from fivefold.gnn.planning._diskgnn import (
+    DiskGNNChoice,
+    diskgnn_brute_force,
+    diskgnn_segment_batches,
+)
 from fivefold.gnn.planning._layout import Layout, SegmentLayout, segment_layout
 from fivefold.gnn.planning._make import make_plan
 from fivefold.gnn.planning._packing_cost import packing_ways
@@ -21,6 +26,7 @@ __all__ = [
     "Budgets",
     "CacheSchedule",
     "DiskCost",
+    "DiskGNNChoice",
     "FeatureInfo",
     "Layout",
     "PackingCost",
@@ -31,6 +37,8 @@ __all__ = [
     "SegmentCost",
     "SegmentLayout",
     "belady",
+    "diskgnn_brute_force",
+    "diskgnn_segment_batches",
     "extent_pages",
     "lru_misses",
     "make_plan",

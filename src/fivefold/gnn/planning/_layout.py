@@ -26,7 +26,7 @@ from fivefold.gnn.planning._pages import runs_of
 from fivefold.gnn.planning._refinement import Refinement, locate, union_of
 from fivefold.gnn.planning._sources import Array, Ids
 
-__all__ = ["Layout", "SegmentLayout", "check_layout", "segment_layout"]
+__all__ = ["Layout", "SegmentLayout", "check_layout", "segment_layout", "shared_and_private"]
 
 Layout = Literal["gray", "folded", "minhash", "popularity", "packed"]
 
@@ -103,7 +103,7 @@ def segment_layout(
     if layout in {"gray", "folded"}:
         return _by_membership(batches, folded=layout == "folded")
     if layout == "popularity":
-        return _shared_and_private(batches, _by_popularity)
+        return _with_chunks(batches, _by_popularity)
     total = first_batch + len(batches) if num_batches is None else num_batches
     if total < first_batch + len(batches) or first_batch < 0:
         raise ConfigurationError(
@@ -112,7 +112,7 @@ def segment_layout(
             hint="first_batch counts from 0; leave num_batches out for a segment alone",
         )
     hashes = _permutations(minhash_functions, total, seed)[:, first_batch:]
-    return _shared_and_private(batches, _by_minhash(hashes, total))
+    return _with_chunks(batches, _by_minhash(hashes, total))
 
 
 def check_layout(layout: str, minhash_functions: int) -> None:
@@ -134,10 +134,10 @@ def check_layout(layout: str, minhash_functions: int) -> None:
 
 def _packed(batches: Sequence[Ids]) -> SegmentLayout:
     order = np.concatenate([np.empty(0, np.int64), *batches])
-    return SegmentLayout(order, _consecutive(batches, first=0))
+    return SegmentLayout(order, _consecutive(batches, 0))
 
 
-def _consecutive(batches: Sequence[Ids], *, first: int) -> list[Ids]:
+def _consecutive(batches: Sequence[Array], first: int) -> list[Ids]:
     stops = first + np.cumsum([len(ids) for ids in batches], dtype=np.int64)
     return [
         np.arange(stop - len(ids), stop, dtype=np.int64)
@@ -160,23 +160,42 @@ def _by_membership(batches: Sequence[Ids], *, folded: bool) -> SegmentLayout:
 _Key = Callable[[Sequence[Array], int], Array]
 
 
-def _shared_and_private(batches: Sequence[Ids], key_of: _Key) -> SegmentLayout:
-    """Rows of several batches first, by key and id; then the others, a chunk per batch."""
+def shared_and_private(
+    batches: Sequence[Ids], shared: Array, *, minhash_functions: int, num_batches: int
+) -> SegmentLayout:
+    """The first segment with these of its distinct rows shared, and copies of all others.
+
+    Args:
+        batches: Ascending ids of each batch.
+        shared: Which of the distinct ids, ascending, are stored once.
+        minhash_functions: Hash functions of the order of the shared rows.
+        num_batches: Number of all batches.
+    """
+    hashes = _permutations(minhash_functions, num_batches, 0)
+    return _with_chunks(batches, _by_minhash(hashes, num_batches), shared)
+
+
+def _with_chunks(
+    batches: Sequence[Ids], key_of: _Key, shared: Array | None = None
+) -> SegmentLayout:
+    """Shared rows first, by key and id; then a chunk per batch; None: share what two need."""
     union = union_of(batches)
     members = [locate(ids, union) for ids in batches]
-    uses = np.zeros(len(union), np.int32)
-    for member in members:
-        uses[member] += 1
-    shared = np.flatnonzero(uses > 1)
-    by_key = shared[np.argsort(key_of(members, len(union))[shared], kind="stable")]
+    if shared is None:
+        uses = np.zeros(len(union), np.int32)
+        for member in members:
+            uses[member] += 1
+        shared = uses > 1
+    common = np.flatnonzero(shared)
+    by_key = common[np.argsort(key_of(members, len(union))[common], kind="stable")]
     places = np.empty(len(union), np.int32)
     places[by_key] = np.arange(len(by_key), dtype=np.int32)
-    private = [member[uses[member] == 1] for member in members]
-    for chunk, rows in zip(private, _consecutive(private, first=len(by_key)), strict=True):
-        places[chunk] = rows
-    order = np.empty_like(union)
-    order[places] = union
-    return SegmentLayout(order, [_ascending_places(member, places) for member in members])
+    chunks = [member[~shared[member]] for member in members]
+    rows = [
+        np.concatenate([_ascending_places(member[shared[member]], places), chunk_rows])
+        for member, chunk_rows in zip(members, _consecutive(chunks, len(by_key)), strict=True)
+    ]
+    return SegmentLayout(union[np.concatenate([by_key, *chunks])], rows)
 
 
 def _by_popularity(members: Sequence[Array], num_rows: int) -> Array:

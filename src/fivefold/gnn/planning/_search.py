@@ -5,9 +5,10 @@ batch over more extents, which costs reading time. The cost is seconds: packing 
 all batches as often as training will.
 
 For membership layouts one pass over the batches estimates every size up to a window (``_window``),
-and the window grows until a size fits the disk. Then sizes are counted exactly, all segments of
-them, from the best estimate on downhill until both neighbours cost more. Other layouts have no
-such pass: a few sizes are counted, then downhill as well.
+and the window grows until a size fits the disk. Other layouts have no such pass: powers of two are
+counted. Then the best size and its neighbours are counted exactly, all segments of them, until the
+best one is among those. Sizes whose cost is within 2 percent of the least are held to be as good,
+for the prices are not more exact than that; of them the one of least disk space is the best.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from fivefold.units import format_bytes
 __all__ = ["Found", "Space", "search_segments"]
 
 _WINDOW = 64
-_MOST_COUNTED = 12
+_MOST_COUNTED = 16
+_AS_GOOD = 1.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +90,8 @@ def search_segments(
     elif question.layout == "packed":
         search.count(1)
     else:
-        start = search.sizes_by_estimate()
-        search.downhill(start)
+        search.look_around()
+        search.settle()
     return search.result()
 
 
@@ -102,33 +104,28 @@ class _Search:
         self._reads: dict[int, Reads] = {}
         self._costs: dict[int, SegmentCost] = {}
 
-    def sizes_by_estimate(self) -> int:
-        """Look at many sizes; return the one to begin at."""
+    def look_around(self) -> None:
+        """Estimate or count many sizes, until one fits or there are no more."""
         if self._question.layout not in {"gray", "folded"}:
-            for size in _doubling(self._most):
-                self.count(size)
-            return self._best(self._costs.values())
+            for power in range(self._most.bit_length()):
+                self.count(2**power)
+            self.count(self._most)
+            return
         window = min(_WINDOW, self._most)
-        while True:
-            self._estimate(window)
-            if window == self._most or any(map(self._fits, self._costs.values())):
-                return self._best(self._costs.values())
+        self._estimate(window)
+        while window < self._most and not any(map(self._fits, self._costs.values())):
             window = min(2 * window, self._most)
+            self._estimate(window)
 
-    def downhill(self, size: int) -> None:
-        """Count the size and its neighbours until none of them is better."""
-        for _ in range(_MOST_COUNTED):
-            near = [size, *(near for near in (size - 1, size + 1) if 1 <= near <= self._most)]
-            for candidate in near:
-                self.count(candidate)
-            best = self._best(self._costs[candidate] for candidate in near)
-            if best == size:
-                if self._fits(self._costs[size]) or size == self._most:
-                    return
-                best = min(
-                    size + 1 + size // 8, self._most
-                )  # an estimate was too low: towards less disk space
-            size = best
+    def settle(self) -> None:
+        """Count the best size and its neighbours, until the best is one of those counted."""
+        while len(self._reads) < _MOST_COUNTED:
+            best = self._best(self._costs.values())
+            near = [size for size in (best, best - 1, best + 1) if 1 <= size <= self._most]
+            for size in near:
+                self.count(size)
+            if self._best(self._costs.values()) == best:
+                return
 
     def count(self, size: int) -> None:
         """Count one size exactly."""
@@ -190,18 +187,16 @@ class _Search:
         return self._space.least_bytes(cost.packed_rows)
 
     def _best(self, costs: Iterable[SegmentCost]) -> int:
-        """Of those that fit the cheapest; where none fits, the one that lacks least."""
-
-        def rank(cost: SegmentCost) -> tuple[int, float, int]:
-            if self._fits(cost):
-                return 0, cost.total_seconds(self._num_passes), cost.segment_batches
-            return 1, self._least(cost), cost.segment_batches
-
-        return min(costs, key=rank).segment_batches
-
-
-def _doubling(most: int) -> list[int]:
-    return [*(2**power for power in range(most.bit_length()) if 2**power < most), most]
+        """Of those that fit the best; where none fits, the one that lacks least."""
+        costs = list(costs)
+        fitting = [cost for cost in costs if self._fits(cost)]
+        if not fitting:
+            return min(
+                costs, key=lambda cost: (self._least(cost), cost.segment_batches)
+            ).segment_batches
+        least = min(cost.total_seconds(self._num_passes) for cost in fitting)
+        good = [c for c in fitting if c.total_seconds(self._num_passes) <= _AS_GOOD * least]
+        return min(good, key=lambda cost: (cost.packed_rows, cost.segment_batches)).segment_batches
 
 
 def _too_small(space: Space, least: int) -> InfeasibleError:

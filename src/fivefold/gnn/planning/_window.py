@@ -19,7 +19,9 @@ __all__ = ["WindowCosts"]
 
 
 class WindowCosts:
-    """Rows and reads of the first t batches of a segment, in the mean over the windows.
+    """Rows and reads of the first t batches of a segment, per cold row that they need.
+
+    Ratios, for batches differ: those that find an empty cache need more rows than all others.
 
     Args:
         question: Of a membership layout.
@@ -28,43 +30,45 @@ class WindowCosts:
 
     def __init__(self, question: SegmentQuestion, window: int) -> None:
         self._question = question
-        self._num_batches = len(question.cold)
-        rows = np.zeros(window + 1)
+        num_batches = len(question.cold)
+        needed, rows = np.zeros(window + 1), np.zeros(window + 1)
         reads = np.zeros((window + 1, len(question.gaps_bytes), 2))
-        times = np.zeros(window + 1)
-        for first in range(0, self._num_batches, window):
-            stop = min(first + window, self._num_batches)
-            self._walk(first, stop, rows, reads, times)
-        self._rows = rows / np.maximum(times, 1)
-        self._reads = reads / np.maximum(times, 1)[:, None, None]
+        for first in range(0, num_batches, window):
+            self._walk(first, min(first + window, num_batches), needed, rows, reads)
+        scale = question.cold.sizes.sum() / np.maximum(needed, 1)
+        self._rows = rows * scale
+        self._reads = reads * scale[:, None, None]
 
     def estimate(self, segment_batches: int) -> tuple[int, float, int, int, int]:
         """Packed rows, seconds, bytes, requests and the best gap of one size, over all batches."""
-        full, rest = divmod(self._num_batches, segment_batches)
-        rows = full * self._rows[segment_batches] + self._rows[rest]
-        reads = full * self._reads[segment_batches] + self._reads[rest]
-        disk, batches = self._question.disk, max(1, self._num_batches)
+        disk, batches = self._question.disk, max(1, len(self._question.cold))
+        reads = self._reads[segment_batches]
         seconds = [
             batches * disk.seconds(requests / batches, size_bytes / batches) if requests else 0.0
             for requests, size_bytes in reads
         ]
         gap = int(np.argmin(seconds))
-        requests, size_bytes = reads[gap]
-        gap_bytes = self._question.gaps_bytes[gap]
-        return round(rows), float(seconds[gap]), round(size_bytes), round(requests), gap_bytes
+        return (
+            round(self._rows[segment_batches]),
+            float(seconds[gap]),
+            round(reads[gap, 1]),
+            round(reads[gap, 0]),
+            self._question.gaps_bytes[gap],
+        )
 
-    def _walk(self, first: int, stop: int, rows: Array, reads: Array, times: Array) -> None:
+    def _walk(self, first: int, stop: int, needed: Array, rows: Array, reads: Array) -> None:
         """Add one window: entry t of each array is about its first t batches."""
         batches = self._question.cold.segment(first, stop)
         union = union_of(batches)
         refinement = Refinement(len(union), folded=self._question.layout == "folded")
         gaps_bytes = np.array(self._question.gaps_bytes)
-        total = np.zeros(reads.shape[1:])
+        total, total_needed = np.zeros(reads.shape[1:]), 0
         for length, ids in enumerate(batches, start=1):
             starts, counts = refinement.split(locate(ids, union))
             total += read_costs(
                 starts, counts, row_bytes=self._question.row_bytes, gaps_bytes=gaps_bytes
             )
+            total_needed += len(ids)
+            needed[length] += total_needed
             rows[length] += refinement.num_seen
             reads[length] += total
-            times[length] += 1
