@@ -10,6 +10,8 @@ import pytest
 
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.gnn.sampling import (
+    HeteroNeighborSampler,
+    HeteroTopology,
     NeighborSampler,
     SampleFile,
     Topology,
@@ -76,10 +78,10 @@ def test_what_was_sampled_comes_back(tmp_path, fanouts, edge_ids):
 
 def test_the_order_may_have_its_own_seed_and_epochs_their_numbers(tmp_path):
     sampler = NeighborSampler(random_topology(), [3], seed=1)
-    settings = {"batch_size": 16, "epochs": 2}
+    settings = {"batch_size": np.int64(16), "epochs": np.uint8(2)}
     whole = sample_epochs(sampler, range(50), tmp_path / "a", **settings)
     later = sample_epochs(sampler, range(50), tmp_path / "b", **settings, first_epoch=1)
-    other = sample_epochs(sampler, range(50), tmp_path / "c", **settings, seed=9)
+    other = sample_epochs(sampler, range(50), tmp_path / "c", **settings, seed=np.int32(9))
     with whole, later, other:
         np.testing.assert_array_equal(later.node_ids(1), whole.node_ids(5))
         assert later.first_epoch == 1
@@ -307,3 +309,13 @@ def test_memory_does_not_grow_with_the_number_of_batches(tmp_path):
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[2] < 1.3 * peaks[1]
+
+
+def test_heterogeneous_samplers_are_told_what_to_do(tmp_path):
+    kind = ("a", "to", "a")
+    graph = HeteroTopology({"a": 2}, {kind: Topology([0, 1, 2], [1, 0])})
+    with pytest.raises(ConfigurationError, match=r"HeteroNeighborSampler.*merged"):
+        sample_epochs(HeteroNeighborSampler(graph, [1]), [0], tmp_path / "s", batch_size=1)
+    merged = NeighborSampler(graph.merged().topology, [1], edge_ids=True)
+    with sample_epochs(merged, [0], tmp_path / "s", batch_size=1) as samples:
+        assert samples.node_ids(0).tolist() == [0, 1]

@@ -1,5 +1,7 @@
 """The compiled sampler equals the reference for any graph, fan-outs, threads and storage."""
 
+import pickle
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -177,7 +179,7 @@ def test_wrong_seeds_are_refused(seeds, message):
     assert sampler.sample([0], epoch=0, batch=0).node_ids.tolist() == [0, 2]
 
 
-@pytest.mark.parametrize("fanouts", [[], [-2], [3, -5]])
+@pytest.mark.parametrize("fanouts", [[], [-2], [3, -5], [2.5], [None]])
 def test_wrong_fanouts_are_refused(fanouts):
     with pytest.raises(ConfigurationError, match="fanouts"):
         NeighborSampler(Topology([0], []), fanouts)
@@ -194,3 +196,20 @@ def test_damaged_indices_are_found_when_sampled():
     topology = Topology([0, 2, 2], [1, 77], check=False)
     with pytest.raises(DataError, match="edge 1 comes from node 77"):
         NeighborSampler(topology, [-1]).sample([0], epoch=0, batch=0)
+
+
+def test_integers_of_numpy_are_integers():
+    topology = random_topology(100, 5, seed=1)
+    plain = NeighborSampler(topology, [2], seed=3).sample([5], epoch=1, batch=2)
+    numpy = NeighborSampler(topology, np.array([2], np.int8), seed=np.int64(3)).sample(
+        np.array([5], np.uint16), epoch=np.int32(1), batch=np.uint64(2)
+    )
+    np.testing.assert_array_equal(plain.node_ids, numpy.node_ids)
+
+
+def test_samplers_can_be_sent_to_other_processes():
+    sampler = NeighborSampler(random_topology(100, 5, seed=1), [3, 2], seed=3, edge_ids=True)
+    expected = sampler.sample(range(9), epoch=0, batch=0)
+    copy = pickle.loads(pickle.dumps(sampler))  # noqa: S301 - our own bytes
+    assert_same(copy.sample(range(9), epoch=0, batch=0), expected)
+    assert not copy.topology.indices.flags.writeable

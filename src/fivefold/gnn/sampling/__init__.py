@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from fivefold.gnn.sampling._batch import SampledBatch
 from fivefold.gnn.sampling._epoch import epoch_batches
-from fivefold.gnn.sampling._hetero import HeteroSampledBatch, HeteroTopology
+from fivefold.gnn.sampling._hetero import HeteroSampledBatch, HeteroTopology, MergedTopology
 from fivefold.gnn.sampling._hetero_sampler import HeteroNeighborSampler
 from fivefold.gnn.sampling._refresh import SampleRefresher
 from fivefold.gnn.sampling._sample_epochs import sample_epochs
@@ -22,6 +22,7 @@ __all__ = [
     "HeteroNeighborSampler",
     "HeteroSampledBatch",
     "HeteroTopology",
+    "MergedTopology",
     "NeighborSampler",
     "SampleFile",
     "SampleRefresher",

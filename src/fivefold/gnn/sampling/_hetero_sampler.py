@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Mapping, Sequence
 
@@ -76,7 +77,7 @@ class HeteroNeighborSampler:
     ) -> None:
         self.topology = topology
         self.fanouts = fanouts_by_type(topology.edge_types, fanouts)
-        self.seed = seed
+        self.seed = operator.index(seed)
         self.edge_ids = edge_ids
         self._local = threading.local()
 

@@ -13,6 +13,7 @@ References:
 from __future__ import annotations
 
 import math
+import operator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,7 +45,7 @@ def stream_key(*parts: int) -> int:
     """Return the key of ``parts``; their order and number matter."""
     key = 0
     for part in parts:
-        key = mix(key ^ mix(part + GOLDEN))
+        key = mix(key ^ mix(operator.index(part) + GOLDEN))  # NumPy's integers would overflow
     return key
 
 

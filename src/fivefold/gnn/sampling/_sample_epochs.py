@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -81,8 +82,10 @@ def sample_epochs(  # noqa: PLR0913 - settings of one run, nearly all keyword-on
         6 1
     """
     ids = as_ids(train_ids, "train_ids")
-    order_seed = sampler.seed if seed is None else seed
-    work = _Work(sampler, ids, batch_size, range(first_epoch, first_epoch + epochs), order_seed)
+    order_seed = operator.index(sampler.seed if seed is None else seed)
+    first = operator.index(first_epoch)
+    numbers = range(first, first + operator.index(epochs))
+    work = _Work(sampler, ids, operator.index(batch_size), numbers, order_seed)
     finished = _finished(Path(path), work.attributes) if resume else None
     if finished is not None:
         return finished
@@ -119,6 +122,11 @@ class _Work:
         epochs: range,
         seed: int,
     ) -> None:
+        if not isinstance(sampler, NeighborSampler):
+            raise ConfigurationError(
+                f"the sampler is a {type(sampler).__name__}",
+                hint="use a NeighborSampler; HeteroTopology.merged() gives it one topology",
+            )
         check_distinct(train_ids, sampler.topology.num_nodes)
         if train_ids.size == 0 or len(epochs) < 1:
             raise ConfigurationError(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import os
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -28,7 +30,10 @@ def check_fanouts(fanouts: Sequence[int]) -> tuple[int, ...]:
     Raises:
         ConfigurationError: There are none, or one is below -1.
     """
-    checked = tuple(int(fanout) for fanout in fanouts)
+    try:
+        checked = tuple(operator.index(fanout) for fanout in fanouts)
+    except TypeError:
+        checked = ()
     if not checked or min(checked) < -1:
         raise ConfigurationError(
             f"fanouts is {list(fanouts)}",
@@ -45,6 +50,9 @@ class NeighborSampler:
     topology is in memory or mapped. Uniform neighbours are chosen by Floyd's algorithm. Where the
     topology has weights, the neighbours with the least exponential keys ``-log(u) / weight`` are
     taken, which is drawing them one after another in proportion to the weights.
+
+    Threads share out batches, not the nodes of one: giving nodes their local numbers is one chain
+    of steps and most of a batch's time, so threads within a batch would gain little.
 
     Memory beside the result: 8 bytes for each edge of the widest hop and 16 to 32 for each node of
     the batch, for each thread; nothing grows with the graph.
@@ -86,7 +94,7 @@ class NeighborSampler:
             raise ConfigurationError(message, hint="use HeteroNeighborSampler")
         self.topology = topology
         self.fanouts = check_fanouts(fanouts)
-        self.seed = seed
+        self.seed = operator.index(seed)
         self.threads = len(os.sched_getaffinity(0)) if threads is None else threads
         self.edge_ids = edge_ids
         if self.threads < 1:
@@ -154,6 +162,13 @@ class NeighborSampler:
             finally:
                 for future in waiting:
                     future.cancel()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_local"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._local = threading.local()
 
     def _buffers(self) -> tuple[NodeTable, Scratch]:
         local = self._local

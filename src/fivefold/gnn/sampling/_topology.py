@@ -154,6 +154,12 @@ class Topology:
                 hint="weights are finite and not negative; 0 means never sampled",
             )
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        for array in (self.indptr, self.indices, self.weights):
+            if array is not None:
+                array.flags.writeable = False  # which pickling forgets
+
     def _check_rows(self) -> int:
         if max(self.num_nodes, self.num_sources) > _MOST_NODES:
             raise DataError(f"{self.num_nodes} nodes", hint=f"at most {_MOST_NODES}")
