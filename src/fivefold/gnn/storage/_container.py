@@ -339,19 +339,20 @@ def _read_header(descriptor: int, path: Path) -> Header:
 
 
 def _read_ends(descriptor: int, header: Header, path: Path) -> tuple[NDArray[np.uint32], bytes]:
-    table = np.empty(header.table_bytes, np.uint8)
-    read_into(descriptor, table, header.table_offset, path)
-    manifest = np.empty(header.manifest_bytes, np.uint8)
-    read_into(descriptor, manifest, header.manifest_offset, path)
-    for name, data, expected in (
-        ("table of page checksums", table, header.table_hash),
-        ("manifest", manifest, header.manifest_hash),
+    found = []
+    for name, offset, count, expected in (
+        ("table of page checksums", header.table_offset, header.table_bytes, header.table_hash),
+        ("manifest", header.manifest_offset, header.manifest_bytes, header.manifest_hash),
     ):
-        if xxh64(data) != expected:
+        pages = np.empty(aligned(count), np.uint8)
+        read_into(descriptor, pages, offset, path)
+        if xxh64(pages) != expected:
             raise DataError(
                 f"the {name} of {path} is damaged: its checksum is wrong",
                 hint="make the file again, or copy it again from its source",
             )
+        found.append(pages[:count])
+    table, manifest = found
     checksums = table.view("<u4")
     checksums.flags.writeable = False
     return checksums, manifest.tobytes()

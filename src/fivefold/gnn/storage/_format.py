@@ -10,7 +10,8 @@ A file is a header page, the sections, the table of page checksums and a manifes
 All numbers are little-endian. The checksum of a page is the low half of XXH64 of its 4096 bytes,
 seeded with the file's id plus the page's number; the id is a hash of kind, schema and attributes,
 so that the same contents give the same file, byte for byte. The header holds the XXH64 of the
-table and of the manifest, and its own in its last eight bytes. Readers refuse other versions.
+table and of the manifest, padding included, and its own in its last eight bytes: every byte of the
+file is under some checksum. Readers refuse other versions.
 
 This module knows nothing of system calls.
 """
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.gnn.storage._xxhash import PAGE_BYTES, xxh64
@@ -38,6 +40,7 @@ __all__ = [
     "encode_json",
     "make_file_id",
     "make_section",
+    "padded",
 ]
 
 MAGIC = b"\x89FVF\r\n\x1a\n"  # as PNG's: a transfer in text mode, or cut to 7 bits, is seen
@@ -50,6 +53,13 @@ _KIND_BYTES = 32
 def aligned(count: int) -> int:
     """The smallest multiple of the page size that holds this many bytes."""
     return -(-count // PAGE_BYTES) * PAGE_BYTES
+
+
+def padded(data: bytes | NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Bytes followed by zeros up to a page boundary."""
+    pages = np.zeros(aligned(len(data)), np.uint8)
+    pages[: len(data)] = np.frombuffer(data, np.uint8) if isinstance(data, bytes) else data
+    return pages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,10 +148,10 @@ class Header:
         file_bytes: Its whole length.
         table_offset: Of the table of page checksums.
         table_bytes: Of the table, without padding.
-        table_hash: XXH64 of the table.
+        table_hash: XXH64 of the table and its padding.
         manifest_offset: Of the manifest.
         manifest_bytes: Of the manifest, without padding.
-        manifest_hash: XXH64 of the manifest.
+        manifest_hash: XXH64 of the manifest and its padding.
     """
 
     kind: str

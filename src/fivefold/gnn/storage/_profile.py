@@ -12,10 +12,11 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any, Self
 
 from fivefold.errors import ConfigurationError, DataError
-from fivefold.units import format_bytes, format_bytes_per_s, format_duration_s
+from fivefold.units import format_bytes, format_duration_s
 
 __all__ = ["DiskProfile"]
 
@@ -110,7 +111,7 @@ class DiskProfile:
         points = self._points()
         if request_bytes <= points[0][0]:
             return points[0][1]
-        for (low, before), (high, after) in zip(points, points[1:], strict=False):
+        for (low, before), (high, after) in pairwise(points):
             if request_bytes <= high:
                 return before + (after - before) * (request_bytes - low) / (high - low)
         size, seconds = points[-1]
@@ -135,14 +136,16 @@ class DiskProfile:
 
     def explain(self) -> str:
         """The profile in a few lines for people."""
+        alone = format_duration_s(self.request_latency_s)
         lines = [
-            f"sequential read   {format_bytes_per_s(self.sequential_read_bytes_per_s)}",
-            f"sequential write  {format_bytes_per_s(self.sequential_write_bytes_per_s)}",
-            f"random 4 KiB      {self.random_read_iops:,.0f} reads/s, "
-            f"{format_duration_s(self.request_latency_s)} for one alone",
+            f"sequential read   {format_bytes(self.sequential_read_bytes_per_s)}/s",
+            f"sequential write  {format_bytes(self.sequential_write_bytes_per_s)}/s",
+            f"random 4 KiB      {self.random_read_iops:,.0f} reads/s, {alone} for one alone",
         ]
-        for size, speed in sorted(self._measured().items()):
-            lines.append(f"random {format_bytes(size):>10} {format_bytes_per_s(speed)}")
+        lines.extend(
+            f"random {size / 1024:>6,.0f} KiB {format_bytes(speed)}/s"
+            for size, speed in sorted(self._measured().items())
+        )
         way = "past the page cache" if self.direct else "through the page cache"
         return "\n".join([*lines, f"back end          {self.backend}, {way}"])
 

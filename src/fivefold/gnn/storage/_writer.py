@@ -33,6 +33,7 @@ from fivefold.gnn.storage._format import (
     encode_kind,
     make_file_id,
     make_section,
+    padded,
 )
 from fivefold.gnn.storage._ledger import DIRTY, NEVER, PageLedger
 from fivefold.gnn.storage._partial import PartialFile
@@ -415,23 +416,23 @@ class ContainerWriter:
 
     def _write_ends(self) -> None:
         table = self._ledger.checksums[: self._data_end // PAGE_BYTES].astype("<u4")
-        table_bytes = table.view(np.uint8)
-        manifest = np.frombuffer(self._manifest(), np.uint8)
-        manifest_offset = self._data_end + aligned(len(table_bytes))
+        manifest = self._manifest()
+        table_pages, manifest_pages = padded(table.view(np.uint8)), padded(manifest)
+        manifest_offset = self._data_end + len(table_pages)
         header = Header(
             kind=self.kind,
             file_id=self.file_id,
-            file_bytes=manifest_offset + aligned(len(manifest)),
+            file_bytes=manifest_offset + len(manifest_pages),
             table_offset=self._data_end,
-            table_bytes=len(table_bytes),
-            table_hash=xxh64(table_bytes),
+            table_bytes=table.nbytes,
+            table_hash=xxh64(table_pages),
             manifest_offset=manifest_offset,
             manifest_bytes=len(manifest),
-            manifest_hash=xxh64(manifest),
+            manifest_hash=xxh64(manifest_pages),
         )
         self._file.cut(header.file_bytes)
-        self._file.put(table_bytes, header.table_offset, None)
-        self._file.put(manifest, header.manifest_offset, None)
+        self._file.put(table_pages, header.table_offset, None)
+        self._file.put(manifest_pages, header.manifest_offset, None)
         self._file.sync()
         # Last, so that a file without its header is an unfinished one.
         self._file.put(np.frombuffer(header.encode(), np.uint8), 0, None)
