@@ -1,15 +1,15 @@
-"""The three ways in which rows are moved, each a generator of finished steps.
+"""The three ways in which rows are moved, in steps of which each is marked as done.
 
-A step is a window of the output or a range of the features. When it has been yielded its bytes
-were handed to the writer, so that the caller may mark it as done; after a kill the caller starts
-again with the first step that was not marked. See ``_geometry`` for what the ways cost.
+A step is a window of the output or a range of the features. ``finished`` is called in the thread
+that writes, after all bytes of the step; after a kill the caller begins with the first step that
+was not marked. See ``_geometry`` for what the ways cost.
 
 Legend: w windows of the output, g ranges of the features.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -58,6 +58,7 @@ class Order:
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
 
+Finished = Callable[[int], None]
 _UNSETTLED = Geometry(
     strategy="resident", source_rows=1, window_rows=1, chunk_rows=1,
     seconds=0.0, read_bytes=0, written_bytes=0, scratch_bytes=0,
@@ -107,7 +108,7 @@ class Mover:
         return aligned_empty((size,), np.uint8), aligned_empty((size,), np.uint8)
 
 
-def gather_resident(mover: Mover, writer: ContainerWriter, done: int) -> Iterator[int]:
+def gather_resident(mover: Mover, writer: ContainerWriter, finished: Finished) -> None:
     """Read all features once, then write the output in order, window by window."""
     features = aligned_empty((mover.num_nodes, mover.dim), mover.dtype)
     step = mover.geometry.chunk_rows
@@ -115,25 +116,22 @@ def gather_resident(mover: Mover, writer: ContainerWriter, done: int) -> Iterato
         stop = min(start + step, mover.num_nodes)
         mover.read_range(start, stop, features[start:stop].view(np.uint8).reshape(-1))
     with WriteBehind(mover.buffers(step)) as behind:
-        for number in range(done, len(mover.windows)):
-            window = mover.windows[number]
+        for number, window in enumerate(mover.windows):
             for start, count in _chunks(window.num_rows, step):
                 ids = mover.order.read(window.first + start, count)
                 out = mover.as_rows(behind.take(), count)
                 gather_rows(features, ids, out)
                 behind.put(_write_of(writer, window, start, out))
-            behind.drain()
-            yield number + 1
+            behind.then(partial(finished, number))
 
 
-def pass_over(mover: Mover, writer: ContainerWriter, done: int) -> Iterator[int]:
+def pass_over(mover: Mover, writer: ContainerWriter, finished: Finished) -> None:
     """Fill one window of the output after the other, each by a pass over the features."""
     geometry = mover.geometry
     rows = min(geometry.window_rows, max((w.num_rows for w in mover.windows), default=0))
     out = aligned_empty((max(rows, 1), mover.dim), mover.dtype)
     buffers = mover.buffers(min(geometry.source_rows, mover.num_nodes))
-    for number in range(done, len(mover.windows)):
-        window = mover.windows[number]
+    for number, window in enumerate(mover.windows):
         ids = mover.order.read(window.first, window.num_rows)
         sources, offsets = _by_range(ids, geometry.source_rows)
         ids = ids[sources]
@@ -148,7 +146,7 @@ def pass_over(mover: Mover, writer: ContainerWriter, done: int) -> Iterator[int]
             gather_rows(mover.as_rows(buffer, high - low), ids[cell] - low, out, sources[cell])
         for start, count in _chunks(window.num_rows, geometry.chunk_rows):
             writer.write(window.section, window.start + start, out[start : start + count])
-        yield number + 1
+        finished(number)
 
 
 class Cells:
@@ -204,9 +202,15 @@ class Cells:
 
 
 def spill_ranges(
-    mover: Mover, cells: Cells, routes: Container, spill: ContainerWriter, done: int
-) -> Iterator[int]:
-    """Read the features range by range and write each row to the cell that wants it."""
+    mover: Mover,
+    cells: Cells,
+    routes: Container,
+    spill: ContainerWriter,
+    *,
+    done: int,
+    finished: Finished,
+) -> None:
+    """Read the features range by range and write each row to the cells that want it."""
     size = mover.geometry.source_rows
     num_ranges = cells.counts.shape[1]
     ranges = [
@@ -222,38 +226,44 @@ def spill_ranges(
             rows = mover.as_rows(buffer, high - low)
             for pieces in _batches_of_cells(cells, g, mover.geometry.chunk_rows, chunk_bytes):
                 _spill_pieces(rows, low, pieces, routes, behind, spill)
-            behind.drain()
-            yield g + 1
+            behind.then(partial(finished, g))
 
 
 def order_windows(
-    mover: Mover, cells: Cells, spill_reader: RowReader, writer: ContainerWriter, done: int
-) -> Iterator[int]:
+    mover: Mover,
+    cells: Cells,
+    spill_reader: RowReader,
+    writer: ContainerWriter,
+    *,
+    done: int,
+    finished: Finished,
+) -> None:
     """Read each window's cells, put its rows in order and write them."""
     step = mover.geometry.chunk_rows
     largest = max((window.num_rows for window in mover.windows), default=0)
 
-    def read(number: int, out: NDArray[np.uint8]) -> None:
+    def read(number: int, out: NDArray[np.uint8]) -> tuple[int, NDArray[np.int64]]:
+        """Fill ``out`` with the rows in order of arrival; where each row of the window arrived."""
         places, lengths = cells.extents(number)
         size = int(lengths.sum())
-        arrivals = np.cumsum(lengths) - lengths
-        spill_reader.read_runs(places, lengths, arrivals, out[:size].reshape(size, 1))
+        begins = np.cumsum(lengths) - lengths
+        spill_reader.read_runs(places, lengths, begins, out[:size].reshape(size, 1))
+        window = mover.windows[number]
+        ids = mover.order.read(window.first, window.num_rows)
+        arrival = np.empty(window.num_rows, np.int64)
+        arrival[_by_range(ids, mover.geometry.source_rows)[0]] = np.arange(window.num_rows)
+        return number, arrival
 
     with WriteBehind(mover.buffers(step)) as behind:
         numbers = list(range(done, len(mover.windows)))
-        for number, buffer in read_ahead(numbers, read, mover.buffers(largest)):
+        for (number, arrival), buffer in read_ahead(numbers, read, mover.buffers(largest)):
             window = mover.windows[number]
-            ids = mover.order.read(window.first, window.num_rows)
-            arrival = np.empty(window.num_rows, np.int64)
-            arrival[_by_range(ids, mover.geometry.source_rows)[0]] = np.arange(window.num_rows)
-            del ids
             rows = mover.as_rows(buffer, window.num_rows)
             for start, count in _chunks(window.num_rows, step):
                 out = mover.as_rows(behind.take(), count)
                 gather_rows(rows, arrival[start : start + count], out)
                 behind.put(_write_of(writer, window, start, out))
-            behind.drain()
-            yield number + 1
+            behind.then(partial(finished, number))
 
 
 def _by_range(ids: NDArray[np.int64], size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -270,8 +280,9 @@ def _chunks(num_rows: int, step: int) -> Iterator[tuple[int, int]]:
 
 
 def _range_reader(mover: Mover) -> Any:
-    def read(request: tuple[int, int, int], out: NDArray[np.uint8]) -> None:
+    def read(request: tuple[int, int, int], out: NDArray[np.uint8]) -> tuple[int, int, int]:
         mover.read_range(request[0], request[1], out)
+        return request
 
     return read
 

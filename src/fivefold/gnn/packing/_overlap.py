@@ -18,34 +18,41 @@ from numpy.typing import NDArray
 
 __all__ = ["WriteBehind", "read_ahead"]
 
+Buffer = NDArray[np.uint8]
+
 
 def read_ahead(
-    requests: Sequence[Any],
-    read: Callable[[Any, NDArray[np.uint8]], None],
-    buffers: tuple[NDArray[np.uint8], NDArray[np.uint8]],
-) -> Iterator[tuple[Any, NDArray[np.uint8]]]:
-    """Yield each request with its filled buffer while the next one is being read.
+    requests: Sequence[Any], read: Callable[[Any, Buffer], Any], buffers: tuple[Buffer, Buffer]
+) -> Iterator[tuple[Any, Buffer]]:
+    """Yield what ``read`` returns for each request, with the buffer that it has filled.
 
-    A buffer is overwritten when the one after the next is asked for.
+    The next request is being read meanwhile. A buffer is overwritten when the one after the next
+    is asked for.
 
     Example:
+        >>> def read(number, out):
+        ...     out.fill(number)
+        ...     return number
         >>> buffers = (np.zeros(1, np.uint8), np.zeros(1, np.uint8))
-        >>> [int(data[0]) for _, data in read_ahead([3, 5], lambda n, out: out.fill(n), buffers)]
-        [3, 5]
+        >>> [(number, int(data[0])) for number, data in read_ahead([3, 5], read, buffers)]
+        [(3, 3), (5, 5)]
     """
     with ThreadPoolExecutor(1, thread_name_prefix="fivefold-pack-read") as pool:
-        ahead: Future[None] | None = None
+        ahead: Future[Any] | None = None
         for number, request in enumerate(requests):
             current = ahead or pool.submit(read, request, buffers[number % 2])
-            current.result()
+            result = current.result()
             ahead = None
             if number + 1 < len(requests):
                 ahead = pool.submit(read, requests[number + 1], buffers[(number + 1) % 2])
-            yield request, buffers[number % 2]
+            yield result, buffers[number % 2]
 
 
 class WriteBehind:
     """Two buffers that take turns: one is filled while the other is written.
+
+    Calls are carried out in their order, and none after one that failed: a mark that follows a
+    write says that it is done.
 
     Args:
         buffers: Of one size.
@@ -55,31 +62,45 @@ class WriteBehind:
         >>> with WriteBehind((np.zeros(4, np.uint8), np.zeros(4, np.uint8))) as behind:
         ...     behind.take()[:] = 7
         ...     behind.put(lambda buffer: written.append(buffer.tolist()))
+        ...     behind.then(lambda: written.append("done"))
         >>> written
-        [[7, 7, 7, 7]]
+        [[7, 7, 7, 7], 'done']
     """
 
-    def __init__(self, buffers: tuple[NDArray[np.uint8], NDArray[np.uint8]]) -> None:
+    def __init__(self, buffers: tuple[Buffer, Buffer]) -> None:
         self._buffers = buffers
-        self._pending: deque[Future[None]] = deque()
+        self._writes: deque[Future[None]] = deque()
+        self._calls: deque[Future[None]] = deque()
         self._turn = 0
+        self._failed = False
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="fivefold-pack-write")
 
-    def take(self) -> NDArray[np.uint8]:
+    def take(self) -> Buffer:
         """The free buffer, as soon as what was put from it is written."""
-        while len(self._pending) >= len(self._buffers):
-            self._pending.popleft().result()
+        while len(self._writes) >= len(self._buffers):
+            self._writes.popleft().result()
+        while self._calls and self._calls[0].done():
+            self._calls.popleft().result()
         return self._buffers[self._turn]
 
-    def put(self, write: Callable[[NDArray[np.uint8]], None]) -> None:
+    def put(self, write: Callable[[Buffer], None]) -> None:
         """Have ``write`` called with the buffer that was taken last."""
-        self._pending.append(self._pool.submit(write, self._buffers[self._turn]))
+        buffer = self._buffers[self._turn]
+        self._writes.append(self._pool.submit(self._carry_out, lambda: write(buffer)))
         self._turn = (self._turn + 1) % len(self._buffers)
 
-    def drain(self) -> None:
-        """Wait until all that was put is written."""
-        while self._pending:
-            self._pending.popleft().result()
+    def then(self, call: Callable[[], None]) -> None:
+        """Have ``call`` called after all that was put, without waiting for it."""
+        self._calls.append(self._pool.submit(self._carry_out, call))
+
+    def _carry_out(self, call: Callable[[], None]) -> None:
+        if self._failed:
+            return
+        try:
+            call()
+        except BaseException:
+            self._failed = True
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -90,8 +111,8 @@ class WriteBehind:
         value: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        try:
-            if kind is None:
-                self.drain()
-        finally:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+        # After an error of the caller, what was not begun is dropped: it would be redone anyway.
+        self._pool.shutdown(wait=True, cancel_futures=kind is not None)
+        if kind is None:
+            for future in (*self._writes, *self._calls):
+                future.result()

@@ -7,7 +7,7 @@ run with another memory budget can go on where the last one stopped.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -66,10 +66,14 @@ def write_rows(
         if mover.geometry.strategy == "spill" and total > done:
             # The spill is cut by all windows, also by those that are done.
             mover = dataclasses.replace(mover, windows=windows)
-        for window in _steps(mover, writer, done, scratch, backend, progress):
-            done = window.first + window.num_rows
-            writer.mark({"rows": done})
-            progress("rows", done, total)
+
+        def finished(number: int) -> None:
+            window = mover.windows[number]
+            writer.mark({"rows": window.first + window.num_rows})
+            progress("rows", window.first + window.num_rows, total)
+
+        _move(mover, writer, finished, done=done, scratch=scratch, backend=backend,
+              progress=progress)  # fmt: skip
         return writer.commit()
 
 
@@ -84,30 +88,27 @@ def _remaining(windows: list[Window], done: int) -> list[Window]:
     return left
 
 
-def _steps(
+def _move(
     mover: Mover,
     writer: ContainerWriter,
+    finished: Callable[[int], None],
+    *,
     done: int,
     scratch: Path,
     backend: Backend,
     progress: Progress,
-) -> Iterator[Window]:
-    """The windows, each when it has been written."""
-    if mover.geometry.strategy != "spill" or not mover.windows:
-        move = gather_resident if mover.geometry.strategy == "resident" else pass_over
-        yield from (mover.windows[number - 1] for number in move(mover, writer, 0))
-        return
+) -> None:
+    """Write all windows, those that are done excepted."""
     first = sum(window.first + window.num_rows <= done for window in mover.windows)
     if first == len(mover.windows):
         return
+    if mover.geometry.strategy != "spill":
+        move = gather_resident if mover.geometry.strategy == "resident" else pass_over
+        move(mover, writer, finished)
+        return
     cells, spill = _spill(mover, scratch, progress)
-    with spill:
-        reader = RowReader(spill, "cells", backend=backend)
-        try:
-            for number in order_windows(mover, cells, reader, writer, first):
-                yield mover.windows[number - 1]
-        finally:
-            reader.close()
+    with spill, RowReader(spill, "cells", backend=backend) as reader:
+        order_windows(mover, cells, reader, writer, done=first, finished=finished)
 
 
 def _spill(mover: Mover, scratch: Path, progress: Progress) -> tuple[Cells, Container]:
@@ -143,10 +144,13 @@ def _spill(mover: Mover, scratch: Path, progress: Progress) -> tuple[Cells, Cont
         ) as writer,
     ):
         done = int((writer.progress or {"ranges": 0})["ranges"])
-        for ranges in spill_ranges(mover, cells, route_file, writer, done):
-            writer.mark({"ranges": ranges})
-            progress("spill", min(ranges * mover.geometry.source_rows, mover.num_nodes),
-                     mover.num_nodes)  # fmt: skip
+
+        def finished(number: int) -> None:
+            writer.mark({"ranges": number + 1})
+            rows = min((number + 1) * mover.geometry.source_rows, mover.num_nodes)
+            progress("spill", rows, mover.num_nodes)
+
+        spill_ranges(mover, cells, route_file, writer, done=done, finished=finished)
         spill = writer.commit()
     routes_path.unlink()
     return cells, spill
