@@ -2,6 +2,7 @@
 
 from fivefold.gnn.data._array_source import ArraySource, array_source
 from fivefold.gnn.data._dataset import Dataset
+from fivefold.gnn.data._debian import debian_packages, debian_source
 from fivefold.gnn.data._generate import GraphRecipe, generate_graph
 from fivefold.gnn.data._hetero import HeteroDataset, HeteroSource
 from fivefold.gnn.data._ingest import ingest
@@ -9,6 +10,7 @@ from fivefold.gnn.data._ogb import mag240m_source, ogb_adds_reverse, ogb_source
 from fivefold.gnn.data._parts import EdgeBlock, EdgePart, FeaturePart, LabelPart, Progress, Source
 from fivefold.gnn.data._pyg import pyg_source
 from fivefold.gnn.data._table_source import TableColumns, TableSource, table_source
+from fivefold.gnn.data._wordnet import wordnet, wordnet_source
 from fivefold.gnn.data._write_graph import EdgeRules
 
 __all__ = [
@@ -27,6 +29,8 @@ __all__ = [
     "TableColumns",
     "TableSource",
     "array_source",
+    "debian_packages",
+    "debian_source",
     "generate_graph",
     "ingest",
     "mag240m_source",
@@ -34,4 +38,6 @@ __all__ = [
     "ogb_source",
     "pyg_source",
     "table_source",
+    "wordnet",
+    "wordnet_source",
 ]

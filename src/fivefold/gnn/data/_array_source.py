@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -99,6 +100,7 @@ class ArraySource:
         split_rows: Ids or masks by name of the split.
         given_nodes: Number of nodes, or None.
         num_classes: Number of classes, where the source says so.
+        class_names: Of the classes, where there are names.
         kind: Of the source, for its recipe.
 
     Example:
@@ -114,6 +116,7 @@ class ArraySource:
     split_rows: Mapping[str, Rows] = field(default_factory=dict)
     given_nodes: int | None = None
     num_classes: int | None = None
+    class_names: list[str] | None = None
     kind: str = "arrays"
 
     def __post_init__(self) -> None:
@@ -164,7 +167,9 @@ class ArraySource:
         splits = {
             name: as_split(self.split_rows.get(name), self.num_nodes, name) for name in _SPLITS
         }
-        return LabelPart(lambda first: _label_blocks(rows, first), splits, self.num_classes)
+        return LabelPart(
+            lambda first: _label_blocks(rows, first), splits, self.num_classes, self.class_names
+        )
 
 
 def _label_blocks(rows: Rows, first_row: int) -> Iterator[NDArray[np.int64]]:

@@ -188,6 +188,11 @@ class Dataset:
         """One more than the largest label; 0 without labels."""
         return 0 if self._labels is None else int(self._labels.attributes["num_classes"])
 
+    @property
+    def class_names(self) -> list[str] | None:
+        """Names of the classes, where the source had names."""
+        return None if self._labels is None else self._labels.attributes.get("class_names")
+
     @cached_property
     def fingerprint(self) -> str:
         """A hash of all files' fingerprints: other contents, other fingerprint."""

@@ -104,6 +104,7 @@ class LabelPart:
         default_factory=lambda: {name: np.empty(0, np.int64) for name in _SPLITS}
     )
     num_classes: int | None = None
+    class_names: list[str] | None = None
 
 
 class Source(Protocol):

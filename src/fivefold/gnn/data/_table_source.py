@@ -322,7 +322,9 @@ class _NodeTable:
         if self.label is None:
             return None
         names = self._label_names(self.label)
-        return LabelPart(lambda _first: self._label_blocks(names), self._splits())
+        return LabelPart(
+            lambda _first: self._label_blocks(names), self._splits(), class_names=names
+        )
 
     def _label_names(self, label: str) -> list[str] | None:
         """Classes of a text column in alphabetical order; None for numbers."""

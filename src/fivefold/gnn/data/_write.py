@@ -157,7 +157,7 @@ def _write_labels(
                 hint="classes count from 0",
             )
         num_classes = part.num_classes
-    attributes = {**attributes, "num_classes": num_classes}
+    attributes = {**attributes, "num_classes": num_classes, "class_names": part.class_names}
     with ContainerWriter(path, kind="labels", sections=sections, attributes=attributes) as writer:
         row = 0
         for block in part.blocks(0):
