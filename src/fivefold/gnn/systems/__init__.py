@@ -11,6 +11,7 @@ from fivefold.gnn.systems._ginex import GinexSystem, neighbor_cache_ids
 from fivefold.gnn.systems._marius import MariusSystem
 from fivefold.gnn.systems._online import OnlineSystem
 from fivefold.gnn.systems._online_cache import OnlineCache
+from fivefold.gnn.systems._packed import DiskGnnSystem, PackedLoaderSystem
 from fivefold.gnn.systems._page_reads import PageReader
 from fivefold.gnn.systems._partitions import (
     assign_buckets,
@@ -36,6 +37,7 @@ from fivefold.gnn.systems._system import (
 __all__ = [
     "ChangeSet",
     "ChangeSets",
+    "DiskGnnSystem",
     "EdgeBuckets",
     "GinexSystem",
     "InMemorySystem",
@@ -43,6 +45,7 @@ __all__ = [
     "MariusSystem",
     "OnlineCache",
     "OnlineSystem",
+    "PackedLoaderSystem",
     "PageReader",
     "Preparation",
     "System",

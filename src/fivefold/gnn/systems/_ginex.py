@@ -225,6 +225,8 @@ class GinexSystem:
                 if end < stop and (self._every_epoch or after not in self._inspected):
                     following = inspector.submit(self._inspect, after)
                 yield from self._execute(found, max(start, first), min(stop, end))
+                # A stretch that ends inside a super-batch leaves the cache ready for the next one.
+                self._ready_for = stop if stop < end else None
 
     def _execute(self, found: _Inspected, start: int, stop: int) -> Iterator[SystemBatch]:
         """Batches with their ids, adjacencies and change sets loaded two ahead."""
@@ -304,7 +306,7 @@ class _SpilledIds(Collection[Ids]):
 def _write_changes(
     path: Path, course: Iterator[tuple[int, ChangeSet]], count: int
 ) -> tuple[Ids, Ids]:
-    """Write ids and positions as int64; misses of each batch, and where each of its parts begins."""
+    """Write ids and positions as int64; misses of each batch, and where its parts begin."""
     misses, offsets = np.zeros(count, np.int64), np.zeros((count, 4), np.int64)
     at = 0
     with path.open("wb") as file:

@@ -299,7 +299,7 @@ class PackedLoaderSystem(_Packed):
             layout="gray",
             segment_batches=segment,
             buffer_batches=0,
-            num_epochs=_NUM_EPOCHS,
+            training_epochs=_NUM_EPOCHS,
         )
 
     def prepare(self) -> Preparation:

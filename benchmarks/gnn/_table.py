@@ -1,0 +1,104 @@
+"""The systems by name, as the worker makes them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fivefold.gnn.data import Dataset
+from fivefold.gnn.sampling import SampleFile
+from fivefold.gnn.storage import DiskProfile
+from fivefold.gnn.systems import (
+    DiskGnnSystem,
+    GinexSystem,
+    InMemorySystem,
+    MappedSystem,
+    MariusSystem,
+    OnlineSystem,
+    PackedLoaderSystem,
+    System,
+    Workload,
+    source_counts,
+)
+
+__all__ = ["NAMES", "PACKED", "UNLIMITED", "Order", "make_system"]
+
+NAMES = (
+    "in memory", "mmap", "mmap plain", "mmap + degree cache", "online LRU", "online SIEVE",
+    "Ginex", "MariusGNN sequential", "MariusGNN dispersed", "DiskGNN", "ours static",
+    "ours belady",
+)  # fmt: skip
+PACKED = ("DiskGNN", "ours static", "ours belady")
+UNLIMITED = ("in memory",)  # they cannot run under the limit, by what they are
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What a worker is to serve."""
+
+    name: str
+    dataset: str
+    samples: str
+    folder: str
+    cache_bytes: int
+    packing_bytes: int
+    profile: str = ""
+    disk_rows: int | None = None
+    partitions: int = 64
+    threads: int = 16
+    hidden: int = 128
+
+    def to_json(self) -> str:
+        """As one line."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Order:
+        """From that line."""
+        return Order(**json.loads(text))
+
+
+def make_system(order: Order, dataset: Dataset, samples: SampleFile) -> System:
+    """Make the system of an order."""
+    work = Workload(
+        features=dataset.features,
+        samples=samples,
+        cache_bytes=order.cache_bytes,
+        folder=Path(order.folder),
+        threads=order.threads,
+    )
+    name = order.name
+    if name == "in memory":
+        return InMemorySystem(work)
+    if name.startswith("mmap"):
+        return _mapped(name, work, dataset)
+    if name.startswith("online"):
+        return OnlineSystem(work, policy="sieve" if "SIEVE" in name else "lru")
+    if name == "Ginex":
+        return GinexSystem(work)
+    if name.startswith("MariusGNN"):
+        policy: Any = name.split()[1]
+        # Generated ids are random: keeping their order is the published numbering in law.
+        return MariusSystem(
+            work, dataset.topology(), policy=policy, num_partitions=order.partitions, shuffle=False
+        )
+    return _packed(order, work)
+
+
+def _mapped(name: str, work: Workload, dataset: Dataset) -> System:
+    scores = source_counts(dataset.topology(mapped=True)) if "cache" in name else None
+    return MappedSystem(work, advice="normal" if "plain" in name else "random", scores=scores)
+
+
+def _packed(order: Order, work: Workload) -> System:
+    profile = DiskProfile.from_json(order.profile)
+    if order.name == "DiskGNN":
+        return DiskGnnSystem(
+            work, profile, disk_rows=order.disk_rows, packing_bytes=order.packing_bytes
+        )
+    policy: Any = order.name.split()[1]
+    return PackedLoaderSystem(
+        work, profile, policy=policy, disk_rows=order.disk_rows, packing_bytes=order.packing_bytes
+    )

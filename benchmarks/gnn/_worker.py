@@ -1,0 +1,312 @@
+"""A process that serves one system under a memory limit, and the handle by which it is driven.
+
+The worker is started inside its group, so that everything it ever allocates is counted. Commands
+and answers are lines of JSON. It stays between runs, with its cache full, as in training.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from _memory_limit import MemoryLimit
+from _table import Order, make_system
+
+from fivefold.gnn.data import Dataset
+from fivefold.gnn.sampling import NeighborSampler, SampleFile, sample_epochs
+from fivefold.gnn.storage import RowReader
+from fivefold.gnn.systems import System, SystemBatch, prefetched
+
+__all__ = ["Worker", "WorkerError"]
+
+CHECKED_EVERY = 8
+CHECKED_ROWS = 64
+TRAP_SECONDS = 20.0
+Answer = dict[str, Any]
+
+
+class WorkerError(RuntimeError):
+    """A worker failed, was killed or did not answer in time."""
+
+
+class Worker:
+    """Drives one worker.
+
+    Args:
+        order: What it serves.
+        limit_bytes: Of its group; None for no limit.
+        start_timeout_s: Until it says that it is ready.
+    """
+
+    def __init__(
+        self, order: Order, *, limit_bytes: int | None, start_timeout_s: float = 180.0
+    ) -> None:
+        self.order, self.name = order, order.name
+        self.limit = MemoryLimit(limit_bytes, name="fivefold-gnn")
+        self._start_timeout_s = start_timeout_s
+        self._ready = False
+        environment = os.environ | {"OMP_NUM_THREADS": str(min(2, os.cpu_count() or 1))}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, order.to_json()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+            env=environment,
+            preexec_fn=self.limit.enter,  # noqa: PLW1509 - no threads run yet; it only writes a file
+        )
+
+    def ask(self, do: str, *, timeout_s: float = 900.0, **what: Any) -> Answer:
+        """Send a command and wait for its answer."""
+        if not self._ready:
+            self._answer("start", self._start_timeout_s)
+            self._ready = True
+        assert self._process.stdin is not None, "it has a pipe"
+        try:
+            self._process.stdin.write(json.dumps({"do": do, **what}) + "\n")
+            self._process.stdin.flush()
+        except OSError as error:
+            raise WorkerError(self._obituary(do)) from error
+        return self._answer(do, timeout_s)
+
+    def _answer(self, do: str, timeout_s: float) -> Answer:
+        assert self._process.stdout is not None, "it has a pipe"
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            if not selector.select(timeout_s):
+                self._process.kill()
+                raise WorkerError(f"{self.name}: no answer to {do!r} within {timeout_s:.0f} s")
+        line = self._process.stdout.readline()
+        if not line:
+            raise WorkerError(self._obituary(do))
+        answer: Answer = json.loads(line)
+        if "error" in answer:
+            raise WorkerError(f"{self.name}: {do}: {answer['error']}")
+        answer["peak_bytes"] = self.limit.peak_bytes()
+        answer["anonymous_bytes"] = self.limit.anonymous_bytes()
+        return answer
+
+    def _obituary(self, do: str) -> str:
+        code = self._process.wait(timeout=30)
+        killed = " (killed for memory)" if self.limit.killed() or code == -9 else ""
+        return f"{self.name}: ended with code {code}{killed} at {do!r}"
+
+    def close(self) -> None:
+        """End the process and remove its group."""
+        if self._process.poll() is None:
+            assert self._process.stdin is not None, "it has a pipe"
+            try:
+                self._process.stdin.close()
+                self._process.wait(timeout=30)
+            except (OSError, subprocess.TimeoutExpired):
+                self._process.kill()
+                self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        self.limit.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+# -- within the process ---------------------------------------------------------------------------
+
+
+class _Served:
+    """One system and what is done with it."""
+
+    def __init__(self, order: Order) -> None:
+        self.order = order
+        self.dataset = Dataset.open(order.dataset)
+        self.samples: SampleFile | None = None
+        self.system: System | None = None
+        self.model: Any = None
+        self.at: int | None = None
+
+    def answer(self, do: str, what: dict[str, Any]) -> Answer:
+        if do == "sample":
+            return self.sample(**what)
+        if do == "prepare":
+            return self.prepare(**what)
+        if do == "epoch":
+            return self.epoch(**what)
+        if do == "trap":
+            return self.trap(**what)
+        if do == "work":
+            assert self.system is not None, "prepared before"
+            return {"work": self.system.work(what["start"], what["stop"])}
+        raise ValueError(do)
+
+    def sample(self, *, batch_size: int, fanouts: list[int], train: int, seed: int) -> Answer:
+        """Sample an epoch offline; the topology is in memory."""
+        started_s = time.perf_counter()
+        ids = self.dataset.train[:train]
+        sampler = NeighborSampler(self.dataset.topology(), fanouts, seed=seed)
+        with sample_epochs(
+            sampler, np.sort(ids), self.order.samples, batch_size=batch_size, seed=seed
+        ) as found:
+            return {
+                "seconds": time.perf_counter() - started_s,
+                "batches": found.num_batches,
+                "bytes": found.nbytes,
+                "accesses": int(found.counts.sum(dtype=np.int64)),
+                "distinct": int(np.count_nonzero(found.counts)),
+            }
+
+    def prepare(self, *, disk_rows: int | None = None) -> Answer:
+        """Make and prepare the system."""
+        if disk_rows is not None:
+            self.order = Order(**(vars(self.order) | {"disk_rows": disk_rows}))
+        self.samples = SampleFile.open(self.order.samples)
+        self.system = make_system(self.order, self.dataset, self.samples)
+        done = self.system.prepare()
+        return {
+            "seconds": done.seconds,
+            "bytes_written": done.bytes_written,
+            "details": {key: float(value) for key, value in done.details.items()},
+            "batches": self.samples.num_batches,
+        }
+
+    def epoch(
+        self, *, number: int, start: int, stop: int | None, train: bool, seek: bool
+    ) -> Answer:
+        """Run an epoch or a stretch of one, with or without the model, by the clock."""
+        assert self.system is not None, "prepared before"
+        if seek and self.at != start:
+            self.system.seek(start)
+        learn = self._learner() if train else None
+        before, io_before = self.system.statistics().copy(), _bytes_read()
+        kept: list[tuple[Any, Any]] = []
+        started_s = time.perf_counter()
+        batches = self._batches(number, start, stop)
+        first = next(batches, None)
+        first_s = time.perf_counter() - started_s
+        count = self._consume(chain([] if first is None else [first], batches), learn, kept)
+        seconds = time.perf_counter() - started_s
+        done, self.at = self.system.statistics() - before, stop
+        return {
+            "seconds": seconds,
+            "first_s": first_s,
+            "batches": count,
+            "rows_requested": done.rows_requested,
+            "rows_cached": done.rows_cached,
+            "bytes_read": done.bytes_read,
+            "requests": done.requests,
+            "process_bytes_read": _bytes_read() - io_before,
+            "wrong_rows": self._wrong_rows(kept),
+        }
+
+    def trap(self, *, rows: int) -> Answer:
+        """Gather a few random rows through a plain memory map, for a bounded time."""
+        mapped = self.dataset.features.memory_map("x", advice="normal")
+        ids = np.random.default_rng(0).integers(0, len(mapped), rows)
+        before, started_s, done = _bytes_read(), time.perf_counter(), 0
+        for first in range(0, rows, 16):
+            done += len(np.array(mapped[ids[first : first + 16]]))
+            if time.perf_counter() - started_s > TRAP_SECONDS:
+                break
+        seconds, row_bytes = time.perf_counter() - started_s, self.dataset.row_bytes
+        return {
+            "rows": done,
+            "rows_per_s": done / seconds,
+            "amplification": (_bytes_read() - before) / (done * row_bytes),
+        }
+
+    def _batches(self, number: int, start: int, stop: int | None) -> Iterator[SystemBatch]:
+        assert self.system is not None, "prepared before"
+        batches = self.system.epoch(number, start=start, stop=stop)
+        # Ours has threads of its own; the others gather the next batch while this one is used.
+        return batches if self.order.name.startswith("ours") else prefetched(batches, depth=1)
+
+    @staticmethod
+    def _consume(batches: Iterator[SystemBatch], learn: Any, kept: list[tuple[Any, Any]]) -> int:
+        count = 0
+        for batch in batches:
+            edges = batch.edge_index()
+            if learn is not None:
+                learn(batch, edges)
+            if count % CHECKED_EVERY == 0:
+                at = np.linspace(0, len(batch.x) - 1, CHECKED_ROWS).astype(np.int64)
+                kept.append((batch.node_ids[at].copy(), batch.x[at].copy()))
+            count += 1
+        return count
+
+    def _wrong_rows(self, kept: list[tuple[Any, Any]]) -> int:
+        """Compare what was handed out with the features, bit for bit, after the clock."""
+        wrong = 0
+        with RowReader(self.dataset.features, "x") as reader:
+            for ids, x in kept:
+                order = np.unique(ids, return_index=True)[1]
+                rows = np.empty((len(order), x.shape[1]), x.dtype)
+                reader.read_rows(ids[order], rows)
+                same = rows.view(np.uint8) == np.ascontiguousarray(x[order]).view(np.uint8)
+                wrong += int(np.count_nonzero(~same.all(axis=1)))
+        return wrong
+
+    def _learner(self) -> Any:
+        """A training step of GraphSAGE on a batch."""
+        import torch  # noqa: PLC0415 - only a full epoch needs it
+
+        from fivefold.gnn.training import GraphSAGE  # noqa: PLC0415 - as above
+
+        assert self.samples is not None, "prepared before"
+        if self.model is None:
+            torch.manual_seed(0)
+            self.model = GraphSAGE(
+                self.dataset.dim,
+                self.order.hidden,
+                self.dataset.num_classes,
+                num_layers=len(self.samples.fanouts),
+            )
+        labels = torch.from_numpy(self.dataset.labels)
+        optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-3)
+
+        def learn(batch: SystemBatch, edges: Any) -> None:
+            seeds = torch.from_numpy(batch.node_ids[: batch.batch_size])
+            out = self.model(torch.from_numpy(batch.x).float(), torch.from_numpy(edges))
+            loss = torch.nn.functional.cross_entropy(out[: batch.batch_size], labels[seeds])
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+
+        return learn
+
+
+def _bytes_read() -> int:
+    """What this process has read from disks, page faults included."""
+    lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
+    return int(dict(line.split(": ") for line in lines)["read_bytes"])
+
+
+def serve(order: Order) -> None:
+    """Answer commands until the pipe ends."""
+    answers, sys.stdout = sys.stdout, sys.stderr
+    served = _Served(order)
+    print(json.dumps({"ready": True}), file=answers, flush=True)
+    for line in sys.stdin:
+        what = json.loads(line)
+        try:
+            answer = served.answer(what.pop("do"), what)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the driver must know
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=answers, flush=True)
+    if served.system is not None:
+        served.system.close()
+
+
+if __name__ == "__main__":
+    serve(Order.from_json(sys.argv[1]))
