@@ -26,6 +26,7 @@ from fivefold.report._format import (
     format_seconds,
     format_time_to_ddp,
 )
+from fivefold.report._gnn_html import graph_view
 from fivefold.report._lanes import timeline_panels
 from fivefold.report._report import configuration_differences
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from fivefold.report._gnn_records import GraphRun
     from fivefold.report._records import Run
     from fivefold.report._report import Report
     from fivefold.report._summary import RunSummary
@@ -113,15 +115,23 @@ def render_html(report: Report) -> str:
     has_curves = any(run.metrics.train or run.metrics.validation for run in report.runs)
     loss_figures = curves.loss_figures(report.runs) if has_curves else {}
     round_figures = rounds.round_figures(report.runs)
+    graph_curves = importlib.import_module("fivefold.report._gnn_curves")
+    graph_figures = graph_curves.graph_figures(report.graph_runs)
+    figures = loss_figures | round_figures | graph_figures
+    labels = [run.label for run in report.summaries]
+    labels += [run.label for run in report.graph_summaries]
     text: str = environment.get_template(_TEMPLATE).render(
         report=report,
-        title=" and ".join(run.label for run in report.summaries[:3]) or "nothing",
+        title=" and ".join(labels[:3]) or "nothing",
         tiles=_tiles(report.summaries),
         table=_comparison_table(report.summaries),
         has_curves=has_curves,
-        figures=loss_figures | round_figures,
+        figures=figures,
+        graph=graph_view(report.graph_runs, report.graph_summaries) if report.graph_runs else None,
+        graph_figures=graph_figures,
+        graph_commands=[(run.label, _command(run)) for run in report.graph_runs],
         round_plots=[(name, *rounds.ROUND_CAPTIONS[name]) for name in round_figures],
-        plotly_js=offline.get_plotlyjs() if loss_figures or round_figures else "",
+        plotly_js=offline.get_plotlyjs() if figures else "",
         bars_total=_time_bars(report.summaries, per_step=False),
         bars_step=_time_bars(report.summaries, per_step=True),
         overlap_bars=_overlap_bars(report.summaries),
@@ -297,7 +307,7 @@ def _link_bars(summaries: Sequence[RunSummary]) -> list[_Bar]:
     ]
 
 
-def _command(run: Run) -> str:
+def _command(run: Run | GraphRun) -> str:
     """The command as one would type it: a module's file is no command."""
     command = list(run.manifest.command)
     if command and command[0].endswith("fivefold/__main__.py"):

@@ -6,14 +6,18 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fivefold.report._gnn_runs import is_graph_run, read_graph_runs
+from fivefold.report._gnn_summary import graph_headline, summarise_graph_runs
 from fivefold.report._headline import caveats, headline
-from fivefold.report._runs import read_runs
+from fivefold.report._runs import find_runs, read_runs
 from fivefold.report._summary import summarise
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
+    from fivefold.report._gnn_records import GraphRun
+    from fivefold.report._gnn_summary import GraphSummary
     from fivefold.report._records import Run
     from fivefold.report._summary import RunSummary
 
@@ -29,6 +33,8 @@ class Report:
         summaries: Their figures, in the same order.
         headline: The finding, in a sentence or two.
         caveats: What a reader must know before believing it.
+        graph_runs: The runs of graph neural networks, which have files and figures of their own.
+        graph_summaries: Their figures, in the same order.
 
     Example:
         >>> json.loads(Report(runs=(), summaries=(), headline="Nothing.", caveats=()).to_json())
@@ -39,6 +45,8 @@ class Report:
     summaries: tuple[RunSummary, ...]
     headline: str
     caveats: tuple[str, ...]
+    graph_runs: tuple[GraphRun, ...] = ()
+    graph_summaries: tuple[GraphSummary, ...] = ()
 
     def to_json(self) -> str:
         """The figures as JSON, for programs."""
@@ -48,6 +56,8 @@ class Report:
             # pydantic writes what JSON has no word for (nan) as null
             "runs": [json.loads(summary.model_dump_json()) for summary in self.summaries],
         }
+        if self.graph_runs:
+            values["graph_runs"] = [summary.record() for summary in self.graph_summaries]
         return json.dumps(values, indent=2)
 
 
@@ -69,13 +79,22 @@ def build_report(paths: Iterable[Path | str]) -> Report:
         ...
         fivefold.errors.DataError: /nonexistent does not exist; give the folder of a run, or ...
     """
-    runs = read_runs(paths)
+    folders = find_runs(paths)
+    graphs = [folder for folder in folders if is_graph_run(folder)]
+    texts = [folder for folder in folders if folder not in graphs]
+    runs = read_runs(texts) if texts else []
     summaries = summarise(runs)
+    graph_runs = read_graph_runs(graphs)
+    graph_summaries = summarise_graph_runs(graph_runs)
+    findings = [headline(summaries)] if runs or not graphs else []
+    findings += [graph_headline(graph_summaries)] if graphs else []
     return Report(
         runs=tuple(runs),
         summaries=tuple(summaries),
-        headline=headline(summaries),
+        headline=" ".join(findings),
         caveats=tuple(caveats(runs, summaries)),
+        graph_runs=tuple(graph_runs),
+        graph_summaries=tuple(graph_summaries),
     )
 
 

@@ -7,20 +7,17 @@ a report over silently dropped lines would be wrong. This module computes nothin
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import tomllib
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from fivefold.errors import DataError
 from fivefold.report._records import (
-    SCHEMA_VERSION,
     CheckpointPoint,
     EndPoint,
     LinkBytes,
@@ -35,6 +32,14 @@ from fivefold.report._records import (
     TauPoint,
     TrainPoint,
     ValidationPoint,
+)
+from fivefold.report._run_files import (
+    damaged,
+    parse_toml,
+    read_lines,
+    read_text,
+    read_versioned,
+    validated,
 )
 
 if TYPE_CHECKING:
@@ -64,7 +69,6 @@ _POINTS: dict[str, type[BaseModel]] = {  # by their event in metrics.jsonl
     "sync": SyncPoint,
     "tau": TauPoint,
 }
-_RecordT = TypeVar("_RecordT", bound=BaseModel)
 
 
 def find_runs(paths: Iterable[Path | str]) -> list[Path]:
@@ -128,7 +132,7 @@ def read_runs(paths: Iterable[Path | str]) -> list[Run]:
     folders = find_runs(paths)
     runs = [
         read_run(folder, name=name)
-        for folder, name in zip(folders, _unique_names(folders), strict=True)
+        for folder, name in zip(folders, unique_names(folders), strict=True)
     ]
     labels = Counter(run.label for run in runs)
     distinct = [
@@ -163,15 +167,15 @@ def read_run(path: Path | str, *, name: str | None = None) -> Run:
     """
     path = Path(path)
     notes: list[str] = []
-    manifest = _read_versioned(path / _MANIFEST, Manifest)
+    manifest = read_versioned(path / _MANIFEST, Manifest)
     if manifest is None:
         raise DataError(f"{path} holds no {_MANIFEST}", hint="give the folder of a run")
-    config_text = _read_text(path / "config.toml")
+    config_text = read_text(path / "config.toml")
     if config_text is None:
         notes.append("config.toml is missing: configuration differences are not shown for this run")
     metrics = _read_metrics(path / "metrics.jsonl", notes)
     ranks = _read_ranks(path / "ranks", world_size=manifest.world_size, notes=notes)
-    result = _read_versioned(path / "result.json", RunResult)
+    result = read_versioned(path / "result.json", RunResult)
     if result is not None and result.steps < _last_step(metrics):
         notes.append(f"result.json is of step {result.steps}; the run went on and it is not used")
         result = None
@@ -181,7 +185,7 @@ def read_run(path: Path | str, *, name: str | None = None) -> Run:
         name=name or path.resolve().name,
         label=manifest.label,
         manifest=manifest,
-        config=_parse_toml(config_text or "", where=path / "config.toml"),
+        config=parse_toml(config_text or "", where=path / "config.toml"),
         config_text=config_text or "",
         metrics=metrics,
         ranks=ranks,
@@ -215,7 +219,7 @@ def _runs_below(path: Path) -> list[Path]:
     return sorted(runs)
 
 
-def _unique_names(folders: Sequence[Path]) -> list[str]:
+def unique_names(folders: Sequence[Path]) -> list[str]:
     parts = [folder.resolve().parts[1:] or ("run",) for folder in folders]
     for depth in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-depth:]) for part in parts]
@@ -230,91 +234,15 @@ def _run_order(run: Run) -> tuple[int, str]:
     return (_METHOD_ORDER.index(method) if known else len(_METHOD_ORDER), run.name)
 
 
-def _read_versioned(path: Path, model: type[_RecordT]) -> _RecordT | None:
-    text = _read_text(path)
-    if text is None:
-        return None
-    try:
-        values = json.loads(text)
-    except ValueError as error:
-        raise _damaged(path, f"is not JSON: {error}") from error
-    version = values.get("schema") if isinstance(values, dict) else None
-    if isinstance(version, int) and version != SCHEMA_VERSION:
-        raise DataError(
-            f"{path} has schema {version}; this fivefold reads schema {SCHEMA_VERSION}",
-            hint="use the fivefold that wrote the run, or a newer one",
-        )
-    return _validated(values, model, where=str(path))
-
-
-def _parse_toml(text: str, *, where: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise _damaged(where, f"is not TOML: {error}") from error
-
-
-def _read_text(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
-    except UnicodeDecodeError as error:
-        raise _damaged(path, f"is not UTF-8 text: {error}") from error
-    except OSError as error:
-        raise DataError(
-            f"{path} cannot be read: {error.strerror}", hint="check its permissions"
-        ) from error
-
-
-def _damaged(path: Path | str, problem: str) -> DataError:
-    return DataError(
-        f"{path} {problem}", hint="the file is damaged: copy the run again, or leave it out"
-    )
-
-
-def _validated(values: object, model: type[_RecordT], *, where: str) -> _RecordT:
-    try:
-        return model.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"])) or "the whole"
-        raise _damaged(where, f"does not fit: {key}: {first['msg']}") from error
-
-
-def _read_lines(path: Path, notes: list[str]) -> list[tuple[str, dict[str, Any]]]:
-    """Read a JSON-lines file as (place, object) pairs; a torn last line becomes a note."""
-    try:
-        raw = path.read_bytes()
-    except FileNotFoundError:
-        return []
-    lines = raw.split(b"\n")
-    records: list[tuple[str, dict[str, Any]]] = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            if number == len(lines):  # no newline after it: the writer was killed in the middle
-                notes.append(f"{path.name}: the last line is torn and was left out")
-                break
-            raise _damaged(path, f"line {number} is not JSON") from error
-        if not isinstance(record, dict) or not isinstance(record.get("event"), str):
-            raise _damaged(path, f"line {number} is not an event")
-        records.append((f"{path} line {number}", record))
-    return records
-
-
 def _read_metrics(path: Path, notes: list[str]) -> Metrics:
     found: dict[str, list[Any]] = {event: [] for event in _POINTS}
     end: EndPoint | None = None
-    for where, record in _read_lines(path, notes):
+    for where, record in read_lines(path, notes):
         event = record["event"]
         if event == "end":
-            end = _validated(record, EndPoint, where=where)
+            end = validated(record, EndPoint, where=where)
         elif event in _POINTS:  # a newer trainer may log more
-            found[event].append(_validated(record, _POINTS[event], where=where))
+            found[event].append(validated(record, _POINTS[event], where=where))
         if event == "resume":
             end = None  # whatever ended before, the run went on
     metrics = Metrics(
@@ -349,7 +277,7 @@ def _read_rank(rank: int, path: Path, notes: list[str]) -> RankTrace:
     spans: list[Span] = []
     left_out = dropped = 0
     link_bytes: LinkBytes | None = None
-    for where, record in _read_lines(path, notes):
+    for where, record in read_lines(path, notes):
         try:
             match record["event"]:
                 case "clock":
@@ -365,7 +293,7 @@ def _read_rank(rank: int, path: Path, notes: list[str]) -> RankTrace:
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, DataError):
                 raise
-            raise _damaged(where, f"does not fit: {error!r}") from error
+            raise damaged(where, f"does not fit: {error!r}") from error
     if left_out:
         notes.append(
             f"rank {rank}: {left_out} spans left out (before a clock line, or of negative length)"
@@ -380,7 +308,7 @@ def _read_rank(rank: int, path: Path, notes: list[str]) -> RankTrace:
 def _rank_end(record: dict[str, Any], where: str) -> tuple[LinkBytes | None, int]:
     """The link's counters, and how many spans the rank had no room for."""
     counters = record.get("link_bytes")
-    link = _validated(counters, LinkBytes, where=where) if counters else None
+    link = validated(counters, LinkBytes, where=where) if counters else None
     return link, int(record.get("spans_dropped", 0))
 
 

@@ -24,6 +24,7 @@ from fivefold.report._format import (
     format_seconds,
     format_time_to_ddp,
 )
+from fivefold.report._gnn_text import print_graph_runs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -76,6 +77,8 @@ def print_report(report: Report, *, file: TextIO | None = None) -> None:
     console.print(Text(report.headline, style="bold"))
     for caveat in report.caveats:
         console.print(Text(f"! {caveat}", style="yellow"))
+    if report.graph_runs:
+        print_graph_runs(console, report.graph_runs, report.graph_summaries)
     if not report.summaries:
         return
     console.print()
