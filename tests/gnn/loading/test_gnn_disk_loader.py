@@ -19,7 +19,7 @@ def check(batch, features, dataset):
         batch.x.numpy().reshape(len(ids), -1).view(np.uint8), features[ids].view(np.uint8)
     )
     assert np.array_equal(batch.y.numpy(), dataset.labels[ids[: batch.batch_size]])
-    #T assert np.array_equal(dataset.train[batch.input_id.numpy()], ids[: batch.batch_size])
+    # T assert np.array_equal(dataset.train[batch.input_id.numpy()], ids[: batch.batch_size])
 
 
 def epoch_of(loader, features, dataset):

@@ -7,6 +7,7 @@ a token back for each item taken, an end by a mark that every waiter sees.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 from typing import Any
 
@@ -90,6 +91,12 @@ class Channel:
     def wake(self, item: Any) -> None:
         """Add an item without waiting, whether or not there is room."""
         self._full.put(item)
+
+    def drain(self) -> None:
+        """Throw away what is inside a closed channel."""
+        with contextlib.suppress(ClosedChannelError):
+            while True:
+                self._full.take()
 
     def close(self) -> None:
         """Wake all waiters on both sides."""

@@ -8,19 +8,17 @@ there is one.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from fivefold.errors import CheckpointError, ConfigurationError
+from fivefold.errors import ConfigurationError
 from fivefold.gnn.loading._assemble import SeedTable, checked_form
+from fivefold.gnn.loading._base import BatchLoader
 from fivefold.gnn.loading._batch import MiniBatch
 from fivefold.gnn.loading._feature_store import FeatureStore
-from fivefold.gnn.loading._iterator import BatchIterator
 from fivefold.gnn.loading._order import Remainder, batch_order, rank_share
 from fivefold.gnn.loading._pipeline import Pipeline
 from fivefold.gnn.loading._ring import BufferRing
@@ -33,12 +31,11 @@ from fivefold.gnn.packing import PackedStore
 
 __all__ = ["DiskLoader"]
 
-_STATE_VERSION = 1
 _BYTES_PER_EDGE = 16  # edge_index, int64
 _BYTES_PER_NODE = 8  # n_id, int64
 
 
-class DiskLoader:
+class DiskLoader(BatchLoader):
     """Iterate over the mini-batches of a packed store, in the shape of PyG's loaders.
 
     Every iteration is one epoch; the epochs that were sampled are used in turn. After a whole
@@ -122,7 +119,7 @@ class DiskLoader:
         self._features = FeatureStore(
             store, device=device, backend=backend, threads=threads, verify=verify
         )
-        self._finalizer = weakref.finalize(self, self._features.close)
+        super().__init__(self._features.close)
         self._ring = BufferRing(
             self._buffers,
             size_bytes=store.max_nodes * store.row_bytes,
@@ -134,41 +131,14 @@ class DiskLoader:
         self._seeds = SeedTable(
             getattr(store, "train_ids", np.empty(0, np.int64)), _as_array(labels)
         )
-        self._epoch, self._position, self._resumed = 0, 0, False
-        self._iterator: weakref.ref[BatchIterator] | None = None
-        self._pipelines: list[Pipeline] = []
-        self._delivered = 0
 
-    def __len__(self) -> int:
-        """Batches that this rank gets in the current epoch."""
-        return len(self._numbers(self._epoch))
+    def _length(self, epoch: int) -> int:
+        return len(self._numbers(epoch))
 
-    @property
-    def epoch(self) -> int:
-        """The epoch that runs or comes next."""
-        return self._epoch
-
-    def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the next one to be iterated, from its beginning.
-
-        Raises:
-            ConfigurationError: The number is negative.
-        """
-        if epoch < 0:
-            raise ConfigurationError(f"epoch must not be negative; got {epoch}")
-        if not (self._resumed and epoch == self._epoch):  # a loaded position stays
-            self._epoch, self._position, self._resumed = epoch, 0, False
-
-    def __iter__(self) -> BatchIterator:
-        if not self._finalizer.alive:
-            message = "this loader is closed"
-            raise ConfigurationError(message, hint="make another one")
-        self._end_iterator("a newer one was started")
-        numbers = self._numbers(self._epoch)
-        first = self._position if self._resumed else 0
-        self._position, self._resumed = first, False
-        if first < len(numbers):
-            self._features.start(int(numbers[first]))
+    def _start(self, epoch: int, first: int) -> Pipeline:
+        numbers = self._numbers(epoch)[first:].tolist()
+        if numbers:
+            self._features.start(numbers[0])
         stages = BatchStages(
             self._store,
             self._features,
@@ -177,60 +147,17 @@ class DiskLoader:
             form=checked_form(self._settings.form),
             transfer=self._transfer,
         )
-        pipeline = Pipeline(
-            (int(n) for n in numbers[first:]),
+        return Pipeline(
+            iter(numbers),
             stages.groups(),
             capacity=max(1, self._buffers - 1),
             timeout_s=self._settings.timeout_s,
             on_close=stages.stop_waiting,
         )
-        self._pipelines.append(pipeline)
-        iterator = BatchIterator(
-            pipeline, on_batch=self._hand_over, on_next=self._ring.make_room, on_end=self._end_epoch
-        )
-        self._iterator = weakref.ref(iterator)
-        return iterator
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where this loader stands, exact to the batch; plain numbers and text.
-
-        Batches that were handed out count as used. All ranks of a data parallel run have the
-        same position.
-        """
-        return {
-            "version": _STATE_VERSION,
-            "epoch": self._epoch,
-            "position": self._position,
-            **self._identity(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make the next iteration go on where ``state`` was taken.
-
-        Raises:
-            CheckpointError: The state is of another version, store, order or number of ranks.
-        """
-        if state.get("version") != _STATE_VERSION:
-            raise CheckpointError(
-                f"the loader's state has version {state.get('version')!r}",
-                hint=f"this fivefold reads version {_STATE_VERSION}",
-            )
-        for name, expected in self._identity().items():
-            if state.get(name) != expected:
-                raise CheckpointError(
-                    f"the loader's state has {name}={state.get(name)!r}, this loader {expected!r}",
-                    hint="make the loader with the settings and the store of the saved run",
-                )
-        self._end_iterator("a state was loaded")
-        self._epoch, self._position = int(state["epoch"]), int(state["position"])
-        self._resumed = True
 
     def statistics(self) -> LoaderStatistics:
         """Counts since the loader was made."""
         features = self._features
-        stage_s: dict[str, float] = {}
-        for stage in (stage for pipeline in self._pipelines for stage in pipeline.stages):
-            stage_s[stage.name] = stage_s.get(stage.name, 0.0) + stage.seconds
         return LoaderStatistics(
             batches=self._delivered,
             rows=dict(features.rows),
@@ -240,41 +167,21 @@ class DiskLoader:
             cold_bytes=features.reading.bytes_used,
             fill_bytes=features.filling.bytes_read,
             fill_s=features.filling.seconds,
-            stage_s=stage_s,
-            wait_s=sum(pipeline.wait_s for pipeline in self._pipelines),
+            stage_s=self._stage_s(self._pipeline),
+            wait_s=self._wait_s(self._pipeline),
             buffer_bytes=self._ring.nbytes,
         )
 
-    def close(self) -> None:
-        """End the threads and let go of files; a second call does nothing."""
-        self._end_iterator("the loader was closed")
-        self._finalizer()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def _make_room(self) -> None:
+        self._ring.make_room()
 
     def _hand_over(self, prepared: Prepared) -> MiniBatch:
         batch = prepared.batch
         assert batch is not None, "the last stage builds the batch"
-        if self._transfer is None:
-            self._ring.delivered(prepared.loan)
-        else:
-            batch = self._transfer.handed_over(batch)
-        self._position += 1
-        self._delivered += 1
+        if self._transfer is not None:
+            return self._transfer.handed_over(batch)
+        self._ring.delivered(prepared.loan)
         return batch
-
-    def _end_epoch(self) -> None:
-        self._epoch, self._position = self._epoch + 1, 0
-
-    def _end_iterator(self, reason: str) -> None:
-        running = None if self._iterator is None else self._iterator()
-        if running is not None:
-            running.end(reason)
-        self._iterator = None
 
     def _numbers(self, epoch: int) -> npt.NDArray[np.int64]:
         """Batches of this rank in an epoch, in order."""
@@ -303,7 +210,6 @@ class DiskLoader:
         return [(a - batches.start, b - batches.start) for a, b in inside if a < b]
 
     def _identity(self) -> dict[str, Any]:
-        """What must be equal for a position to mean the same."""
         settings = self._settings
         return {
             "store": f"{self._store.rows.fingerprint}-{self._store.records.fingerprint}",

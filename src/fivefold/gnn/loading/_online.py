@@ -7,8 +7,8 @@ training: the same batches, without any packing.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal, Self
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,9 @@ import torch
 from fivefold.errors import ConfigurationError
 from fivefold.gnn.data import Dataset
 from fivefold.gnn.loading._assemble import SeedTable, Structure, assemble, checked_form
+from fivefold.gnn.loading._base import BatchLoader
 from fivefold.gnn.loading._batch import MiniBatch
+from fivefold.gnn.loading._pipeline import Pipeline, Stage, Ticket
 from fivefold.gnn.loading._rows import Backend, open_rows
 from fivefold.gnn.sampling import NeighborSampler, SampledBatch, Topology, epoch_batches
 
@@ -26,8 +28,8 @@ __all__ = ["OnlineLoader"]
 Ids = npt.NDArray[np.int64]
 
 
-class OnlineLoader:
-    """Sample and gather mini-batches on the fly.
+class OnlineLoader(BatchLoader):
+    """Sample and gather mini-batches on the fly, a few batches ahead of the training loop.
 
     Iterating yields the batches of the current epoch; after a whole epoch the next one begins,
     with other samples and, with ``shuffle``, another order of ids.
@@ -45,8 +47,13 @@ class OnlineLoader:
         seed: Seed of order and samples.
         form: "edge_index", or "blocks" for layered models.
         device: Where the tensors are put.
+        prefetch: Batches that are prepared ahead.
         backend: Reading engine for features on disk.
         verify: Check the checksums of what is read.
+        timeout_s: Longest wait for one batch before an error names the stage that hangs.
+
+    Raises:
+        ConfigurationError: A setting is out of range.
 
     Example:
         >>> import tempfile
@@ -74,47 +81,74 @@ class OnlineLoader:
         seed: int = 0,
         form: Literal["edge_index", "blocks"] = "edge_index",
         device: torch.device | str = "cpu",
+        prefetch: int = 2,
         backend: Backend = "auto",
         verify: bool = True,
+        timeout_s: float = 120.0,
     ) -> None:
-        if batch_size < 1:
-            raise ConfigurationError(f"batch_size must be positive; got {batch_size}")
+        if batch_size < 1 or prefetch < 1 or not timeout_s > 0:
+            raise ConfigurationError(
+                "batch_size, prefetch and timeout_s must be positive; got "
+                f"batch_size={batch_size}, prefetch={prefetch}, timeout_s={timeout_s}"
+            )
         self._form = checked_form(form)
         self._ids = np.ascontiguousarray(ids, np.int64)
-        self._batch_size = batch_size
+        self._batch_size, self._prefetch, self._timeout_s = batch_size, prefetch, timeout_s
         self._shuffle, self._resample, self._seed = shuffle, resample, seed
         self._device = torch.device(device)
         self._sampler = NeighborSampler(
             dataset.topology() if topology is None else topology, fanouts, seed=seed
         )
-        self._rows = open_rows(dataset.features, features, backend=backend, verify=verify)
         self._seeds = SeedTable(self._ids, dataset.labels if dataset.has_labels else None)
-        self._epoch = 0
+        self._rows = open_rows(dataset.features, features, backend=backend, verify=verify)
+        super().__init__(self._rows.close)
 
-    def __len__(self) -> int:
-        """Batches per epoch."""
+    def _length(self, epoch: int) -> int:
+        del epoch  # all are of one length
         return math.ceil(len(self._ids) / self._batch_size)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the next one to be iterated."""
-        self._epoch = epoch
+    def _start(self, epoch: int, first: int) -> Pipeline:
+        seeds = self._epoch_seeds(epoch)
+        drawn = epoch if self._resample else 0
+        sampler, rows, device = self._sampler, self._rows, self._device
+        table, form = self._seeds, self._form
 
-    def __iter__(self) -> Iterator[MiniBatch]:
-        epoch = self._epoch
-        for number, seeds in enumerate(self._epoch_seeds(epoch)):
-            sample = self._sampler.sample(seeds, epoch=epoch if self._resample else 0, batch=number)
-            yield self._load(sample)
-        self._epoch = epoch + 1
+        def sample(ticket: Ticket) -> SampledBatch:
+            return sampler.sample(seeds[ticket.batch], epoch=drawn, batch=ticket.batch)
 
-    def close(self) -> None:
-        """Let go of files and threads; a second call does nothing."""
-        self._rows.close()
+        def read(ticket: Ticket) -> tuple[SampledBatch, npt.NDArray[Any]]:
+            sampled: SampledBatch = ticket.value
+            out = np.empty((len(sampled.node_ids), *rows.row_shape), rows.dtype)
+            rows.read(sampled.node_ids, out)
+            return sampled, out
 
-    def __enter__(self) -> Self:
-        return self
+        def build(ticket: Ticket) -> MiniBatch:
+            sampled, out = ticket.value
+            structure = Structure.of_sample(sampled)
+            return assemble(structure, torch.from_numpy(out), table, form=form).to(device)
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        stages = [Stage("sample", sample), Stage("read rows", read), Stage("build tensors", build)]
+        return Pipeline(
+            iter(range(first, len(seeds))),
+            [[stage] for stage in stages],
+            capacity=self._prefetch,
+            timeout_s=self._timeout_s,
+        )
+
+    def _hand_over(self, value: Any) -> MiniBatch:
+        batch: MiniBatch = value
+        return batch
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "topology": self._sampler.topology.fingerprint,
+            "fanouts": list(self._sampler.fanouts),
+            "ids": len(self._ids),
+            "batch_size": self._batch_size,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "resample": self._resample,
+        }
 
     def _epoch_seeds(self, epoch: int) -> Sequence[Ids]:
         if self._shuffle:
@@ -123,11 +157,3 @@ class OnlineLoader:
             )
         size = self._batch_size
         return [self._ids[i : i + size] for i in range(0, len(self._ids), size)]
-
-    def _load(self, sample: SampledBatch) -> MiniBatch:
-        out = np.empty((len(sample.node_ids), *self._rows.row_shape), self._rows.dtype)
-        self._rows.read(sample.node_ids, out)
-        batch = assemble(
-            Structure.of_sample(sample), torch.from_numpy(out), self._seeds, form=self._form
-        )
-        return batch.to(self._device)

@@ -156,6 +156,9 @@ class Pipeline:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, until_s - time.monotonic()))
+        if not any(thread.is_alive() for thread in self._threads):
+            for channel in self._channels:
+                channel.drain()  # batches that nobody will take give their buffers back
         alive = [thread.name for thread in self._threads if thread.is_alive()]
         if alive and threading.current_thread() not in self._threads:
             _LOG.warning("stages did not end in %.0f s and are left behind: %s", grace_s, alive)

@@ -30,7 +30,9 @@ class DeviceTransfer:
 
     def __init__(self, store: FeatureStore, device: torch.device) -> None:
         self._store, self._device = store, device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def copy(self, record: BatchRecord, batch: MiniBatch) -> MiniBatch:
         """The batch on the device, complete; returns when the copies are done."""
