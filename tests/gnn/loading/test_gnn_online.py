@@ -127,3 +127,21 @@ def test_expand_edges_agrees_with_its_reference():
         assert np.array_equal(ours, expand_edges_reference(sources, degrees, targets=given))
     none = np.empty(0, np.int32)
     assert expand_edges(none, none).shape == (2, 0)
+
+
+def test_ranks_share_the_batches_and_statistics_count(dataset):
+    options = {"fanouts": [3], "batch_size": 9, "world_size": 2, "remainder": "repeat"}
+    numbers = []
+    for rank in range(2):
+        with OnlineLoader(dataset, dataset.train, rank=rank, **options) as loader:
+            batches = list(loader)
+            assert len(batches) == len(loader)
+            numbers += [batch.number for batch in batches]
+            counts = loader.statistics()
+            assert counts.rows == {"file": sum(batch.num_nodes for batch in batches)}
+            assert counts.cold_bytes == counts.rows["file"] * dataset.row_bytes
+            assert set(counts.stage_s) == {"sample", "read rows", "build tensors"}
+    assert len(numbers) == 8
+    assert set(numbers) == set(range(7))
+    with pytest.raises(ConfigurationError, match="rank"):
+        OnlineLoader(dataset, dataset.train, rank=2, **options)

@@ -6,6 +6,8 @@ training: the same batches, without any packing.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -19,13 +21,24 @@ from fivefold.gnn.data import Dataset
 from fivefold.gnn.loading._assemble import SeedTable, Structure, assemble, checked_form
 from fivefold.gnn.loading._base import BatchLoader
 from fivefold.gnn.loading._batch import MiniBatch
+from fivefold.gnn.loading._order import Remainder, rank_share
 from fivefold.gnn.loading._pipeline import Pipeline, Stage, Ticket
 from fivefold.gnn.loading._rows import Backend, open_rows
+from fivefold.gnn.loading._statistics import LoaderStatistics
 from fivefold.gnn.sampling import NeighborSampler, SampledBatch, Topology, epoch_batches
+from fivefold.gnn.storage import ReadStatistics
 
 __all__ = ["OnlineLoader"]
 
 Ids = npt.NDArray[np.int64]
+
+
+@dataclasses.dataclass
+class _Reading:
+    """What was read so far; apart from the loader, so that its threads need not hold it."""
+
+    total: ReadStatistics = dataclasses.field(default_factory=ReadStatistics)
+    rows: int = 0
 
 
 class OnlineLoader(BatchLoader):
@@ -48,6 +61,10 @@ class OnlineLoader(BatchLoader):
         form: "edge_index", or "blocks" for layered models.
         device: Where the tensors are put.
         prefetch: Batches that are prepared ahead.
+        rank: Rank of this process.
+        world_size: Number of processes that share the batches of an epoch.
+        remainder: "drop" leaves out the last batches of an epoch that do not fill a step of all
+            ranks, "repeat" hands the first ones out again.
         backend: Reading engine for features on disk.
         verify: Check the checksums of what is read.
         timeout_s: Longest wait for one batch before an error names the stage that hangs.
@@ -82,6 +99,9 @@ class OnlineLoader(BatchLoader):
         form: Literal["edge_index", "blocks"] = "edge_index",
         device: torch.device | str = "cpu",
         prefetch: int = 2,
+        rank: int = 0,
+        world_size: int = 1,
+        remainder: Remainder = "drop",
         backend: Backend = "auto",
         verify: bool = True,
         timeout_s: float = 120.0,
@@ -96,19 +116,26 @@ class OnlineLoader(BatchLoader):
         self._batch_size, self._prefetch, self._timeout_s = batch_size, prefetch, timeout_s
         self._shuffle, self._resample, self._seed = shuffle, resample, seed
         self._device = torch.device(device)
+        self._share = functools.partial(
+            rank_share, rank=rank, world_size=world_size, remainder=remainder
+        )
+        self._world = {"world_size": world_size, "remainder": remainder}
         self._sampler = NeighborSampler(
             dataset.topology() if topology is None else topology, fanouts, seed=seed
         )
         self._seeds = SeedTable(self._ids, dataset.labels if dataset.has_labels else None)
         self._rows = open_rows(dataset.features, features, backend=backend, verify=verify)
         super().__init__(self._rows.close)
+        self._read = _Reading()
+        self._length(0)  # an impossible rank is refused here and not in the first epoch
 
     def _length(self, epoch: int) -> int:
         del epoch  # all are of one length
-        return math.ceil(len(self._ids) / self._batch_size)
+        return len(self._numbers())
 
     def _start(self, epoch: int, first: int) -> Pipeline:
         seeds = self._epoch_seeds(epoch)
+        reading = self._read
         drawn = epoch if self._resample else 0
         sampler, rows, device = self._sampler, self._rows, self._device
         table, form = self._seeds, self._form
@@ -119,7 +146,8 @@ class OnlineLoader(BatchLoader):
         def read(ticket: Ticket) -> tuple[SampledBatch, npt.NDArray[Any]]:
             sampled: SampledBatch = ticket.value
             out = np.empty((len(sampled.node_ids), *rows.row_shape), rows.dtype)
-            rows.read(sampled.node_ids, out)
+            reading.total += rows.read(sampled.node_ids, out)
+            reading.rows += len(out)
             return sampled, out
 
         def build(ticket: Ticket) -> MiniBatch:
@@ -129,7 +157,7 @@ class OnlineLoader(BatchLoader):
 
         stages = [Stage("sample", sample), Stage("read rows", read), Stage("build tensors", build)]
         return Pipeline(
-            iter(range(first, len(seeds))),
+            iter(self._numbers()[first:].tolist()),
             [[stage] for stage in stages],
             capacity=self._prefetch,
             timeout_s=self._timeout_s,
@@ -148,7 +176,25 @@ class OnlineLoader(BatchLoader):
             "seed": self._seed,
             "shuffle": self._shuffle,
             "resample": self._resample,
+            **self._world,
         }
+
+    def statistics(self) -> LoaderStatistics:
+        """Counts since the loader was made; rows come from the "file" or from "memory"."""
+        shape, total = self._rows.row_shape, self._read.total
+        return LoaderStatistics(
+            batches=self._delivered,
+            rows={self._rows.level: self._read.rows},
+            row_bytes=math.prod(shape) * self._rows.dtype.itemsize,
+            requests=total.requests,
+            bytes_read=total.bytes_read,
+            cold_bytes=total.bytes_used,
+            stage_s=self._stage_s(self._pipeline),
+            wait_s=self._wait_s(self._pipeline),
+        )
+
+    def _numbers(self) -> Ids:
+        return self._share(np.arange(math.ceil(len(self._ids) / self._batch_size)))
 
     def _epoch_seeds(self, epoch: int) -> Sequence[Ids]:
         if self._shuffle:

@@ -20,7 +20,9 @@ Backend = Literal["auto", "threads", "io_uring", "python", "mmap"]
 
 
 class RowSource(Protocol):
-    """Feature rows by node id."""
+    """Feature rows by node id; ``level`` is the name of their place in statistics."""
+
+    level: str
 
     @property
     def row_shape(self) -> tuple[int, ...]:
@@ -43,6 +45,8 @@ class MemoryRows:
     Args:
         features: Array [nodes, dim], contiguous.
     """
+
+    level = "memory"
 
     def __init__(self, features: npt.NDArray[Any]) -> None:
         self._features = features
@@ -74,6 +78,8 @@ class DiskRows:
         backend: Reading engine, as ``RowReader`` has them.
         verify: Check the pages' checksums.
     """
+
+    level = "file"
 
     def __init__(
         self, container: Container, *, backend: Backend = "auto", verify: bool = True

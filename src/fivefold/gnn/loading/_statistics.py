@@ -18,7 +18,8 @@ class LoaderStatistics:
     Args:
         batches: Batches handed to the training loop.
         rows: Rows of prepared batches by level: "device" and "host" caches, "shared" rows of the
-            disk (used by several batches of a segment), "private" ones (used by one).
+            disk (used by several batches of a segment), "private" ones (used by one). For
+            batches that were not packed: "file" or "memory".
         row_bytes: Bytes of one row.
         requests: Read requests for cold rows.
         bytes_read: Bytes that these requests moved from the disk.
