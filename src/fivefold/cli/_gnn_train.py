@@ -45,7 +45,8 @@ def train_command(
     """
     from fivefold.gnn.training import load_config, train_graph  # noqa: PLC0415 - loads torch
 
-    result = train_graph(load_config(config, overrides or []))
+    loaded = load_config(config, overrides or [])
+    result = train_graph(loaded, show=lambda text: typer.echo(text, err=True))
     if as_json and os.environ.get("RANK", "0") == "0":
         typer.echo(json.dumps({"output": str(result.output), **result.record()}, indent=1))
 

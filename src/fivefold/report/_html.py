@@ -103,8 +103,6 @@ def render_html(report: Report) -> str:
         True
     """
     jinja2, offline = _need("jinja2"), _need("plotly.offline")
-    curves = importlib.import_module("fivefold.report._curves")
-    rounds = importlib.import_module("fivefold.report._round_curves")
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("fivefold.report", package_path=""),
         autoescape=True,
@@ -112,12 +110,13 @@ def render_html(report: Report) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    curves = importlib.import_module("fivefold.report._curves")
+    rounds = importlib.import_module("fivefold.report._round_curves")
     has_curves = any(run.metrics.train or run.metrics.validation for run in report.runs)
     loss_figures = curves.loss_figures(report.runs) if has_curves else {}
     round_figures = rounds.round_figures(report.runs)
-    graph_curves = importlib.import_module("fivefold.report._gnn_curves")
-    graph_figures = graph_curves.graph_figures(report.graph_runs)
-    figures = loss_figures | round_figures | graph_figures
+    graph = _graph_parts(report)
+    figures = loss_figures | round_figures | graph["graph_figures"]
     labels = [run.label for run in report.summaries]
     labels += [run.label for run in report.graph_summaries]
     text: str = environment.get_template(_TEMPLATE).render(
@@ -127,9 +126,7 @@ def render_html(report: Report) -> str:
         table=_comparison_table(report.summaries),
         has_curves=has_curves,
         figures=figures,
-        graph=graph_view(report.graph_runs, report.graph_summaries) if report.graph_runs else None,
-        graph_figures=graph_figures,
-        graph_commands=[(run.label, _command(run)) for run in report.graph_runs],
+        **graph,
         round_plots=[(name, *rounds.ROUND_CAPTIONS[name]) for name in round_figures],
         plotly_js=offline.get_plotlyjs() if figures else "",
         bars_total=_time_bars(report.summaries, per_step=False),
@@ -145,6 +142,17 @@ def render_html(report: Report) -> str:
         report_command=shlex.join(["fivefold", "report", *(str(run.path) for run in report.runs)]),
     )
     return text
+
+
+def _graph_parts(report: Report) -> dict[str, Any]:
+    """What the template of graph runs needs; nothing is shown where there are none."""
+    curves = importlib.import_module("fivefold.report._gnn_curves")
+    view = graph_view(report.graph_runs, report.graph_summaries)
+    return {
+        "graph": view if report.graph_runs else None,
+        "graph_figures": curves.graph_figures(report.graph_runs),
+        "graph_commands": [(run.label, _command(run)) for run in report.graph_runs],
+    }
 
 
 def _need(module: str) -> Any:

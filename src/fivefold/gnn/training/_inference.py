@@ -15,7 +15,7 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ from torch import Tensor
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.gnn.data import Dataset
 from fivefold.gnn.sampling import Topology
-from fivefold.gnn.storage import Container, ContainerWriter, ReadStatistics
+from fivefold.gnn.storage import Container, ContainerWriter, DiskProfile, ReadStatistics, probe_disk
 from fivefold.gnn.training._inference_kernels import fill_keys
 from fivefold.gnn.training._inference_layers import Aggregate, LayerParts, take_apart
 from fivefold.gnn.training._inference_plan import (
@@ -41,9 +41,6 @@ from fivefold.gnn.training._inference_rows import RowStream
 from fivefold.gnn.training._models import LayeredModel
 from fivefold.gnn.training._section import Backend
 from fivefold.units import format_bytes, format_duration_s
-
-if TYPE_CHECKING:
-    from fivefold.gnn.storage import DiskProfile
 
 __all__ = ["InferenceResult", "LayerReport", "infer_layers"]
 
@@ -169,13 +166,9 @@ def infer_layers(  # noqa: PLR0913 - independent options, each with a default
         raise ConfigurationError(message, hint="use the model that was trained on this data set")
     folder = Path(folder)
     topology = dataset.topology(mapped=mapped)
-    if profile is None:
-        from fivefold.gnn.storage import probe_disk
-
-        profile = probe_disk(folder)
     run = _Run(
         topology=topology,
-        profile=profile,
+        profile=probe_disk(folder) if profile is None else profile,
         memory_bytes=memory_bytes,
         backend=backend,
         progress=progress or _no_progress,

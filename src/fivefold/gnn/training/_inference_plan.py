@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from fivefold.errors import InfeasibleError
+from fivefold.gnn.storage import DiskProfile
 from fivefold.gnn.training._inference_kernels import reading_cost
 from fivefold.gnn.training._inference_layers import Aggregate, LayerParts
 from fivefold.units import format_bytes
-
-if TYPE_CHECKING:
-    from fivefold.gnn.storage import DiskProfile
 
 __all__ = ["PAGE_BYTES", "Piece", "Reading", "Shares", "choose_reading", "ranges", "share_memory"]
 

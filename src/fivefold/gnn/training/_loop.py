@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ __all__ = ["train_graph"]
 _LOG = logging.getLogger(__name__)
 
 
-def train_graph(config: GnnConfig) -> GnnResult:
+def train_graph(config: GnnConfig, *, show: Callable[[str], None] | None = None) -> GnnResult:
     r"""Train as configured: on this process alone, or as one rank of several.
 
     In mode "disk" everything that is missing is made first: samples, plan, packed rows; each goes
@@ -50,6 +50,7 @@ def train_graph(config: GnnConfig) -> GnnResult:
 
     Args:
         config: The whole configuration.
+        show: Called with the plan's explanation before anything is packed; None logs it.
 
     Returns:
         What was reached, and where the time went.
@@ -88,7 +89,7 @@ def train_graph(config: GnnConfig) -> GnnResult:
         prepared: Prepared | None = None
         if config.run.mode == "disk":
             # Before the group forms: packing may take longer than a peer may be waited for.
-            prepared = prepare(config, dataset, topology=topology, progress=progress)
+            prepared = prepare(config, dataset, topology=topology, progress=progress, show=show)
         ranks = open_ranks(device=config.run.device, timeout_s=config.run.timeout_s)
         rows = dataset.features.read("x") if config.run.mode == "memory" else None
         source = make_source(

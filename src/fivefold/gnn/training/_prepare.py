@@ -50,7 +50,12 @@ class Prepared:
 
 
 def prepare(
-    config: GnnConfig, dataset: Dataset, *, topology: Topology, progress: Progress | None = None
+    config: GnnConfig,
+    dataset: Dataset,
+    *,
+    topology: Topology,
+    progress: Progress | None = None,
+    show: Callable[[str], None] | None = None,
 ) -> Prepared:
     """Sample, plan and pack what is missing.
 
@@ -59,6 +64,7 @@ def prepare(
         dataset: Graph and features.
         topology: Its edges.
         progress: Called with the name of the step, what is done and what there is in all.
+        show: Called with the plan's explanation before anything is packed; None logs it.
 
     Returns:
         The packed store.
@@ -69,9 +75,9 @@ def prepare(
         StorageError: The disk is full or refuses; the same call goes on afterwards.
     """
     folder = prepared_folder(config)
-    show = progress or _no_progress
+    work = _Preparation(config, dataset, folder, progress or _no_progress)
     with _alone_in(folder):
-        return _Preparation(config, dataset, folder, show).run(topology)
+        return work.run(topology, show or _LOG.info)
 
 
 def prepared_folder(config: GnnConfig) -> Path:
@@ -96,11 +102,11 @@ class _Preparation:
             | {"prefetch": config.loader.prefetch}
         )
 
-    def run(self, topology: Topology) -> Prepared:
+    def run(self, topology: Topology, show: Callable[[str], None]) -> Prepared:
         with self._sampled(topology) as samples:
             path = self._folder / f"store-{self._store_key}"
             if not (path / "store.json").exists():
-                self._pack(path, samples)
+                self._pack(path, samples, show)
             store = PackedStore.open(path, features=self._dataset.features, samples=samples)
         return Prepared(store=store, seconds=self._seconds)
 
@@ -120,9 +126,9 @@ class _Preparation:
                 resume=True,
             )
 
-    def _pack(self, path: Path, samples: SampleFile) -> None:
+    def _pack(self, path: Path, samples: SampleFile, show: Callable[[str], None]) -> None:
         plan = self._planned(samples)
-        _LOG.info("%s", plan.explain())
+        show(plan.explain())
         with self._timed("pack"):
             pack(
                 self._dataset.features,
