@@ -7,12 +7,15 @@ import time
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.gnn.sampling import (
     HeteroNeighborSampler,
     HeteroTopology,
     NeighborSampler,
+    SampledBatch,
     SampleFile,
     Topology,
     epoch_batches,
@@ -129,39 +132,68 @@ def test_an_interrupted_run_goes_on(tmp_path, monkeypatch, stop):
 
 
 SCRIPT = """
-import sys, time, numpy as np
+import time, numpy as np
 from fivefold.gnn.sampling import NeighborSampler, Topology, sample_epochs, _sample_epochs
+
+def run(path, pause_s=0.0, show=print):
+    rng = np.random.default_rng(0)
+    topology = Topology(np.arange(0, 20_001, 10), rng.integers(0, 2000, 20_000))
+    def slow(done, total):
+        show(done, flush=True)
+        time.sleep(pause_s)
+    sampler = NeighborSampler(topology, [5, 5], threads=2)
+    sample_epochs(sampler, range(1000), path, batch_size=10, progress=slow).close()
+
 _sample_epochs._MARK_BYTES = 20_000
-rng = np.random.default_rng(0)
-topology = Topology(np.arange(0, 20_001, 10), rng.integers(0, 2000, 20_000))
-def slow(done, total):
-    print(done, flush=True)
-    time.sleep(float(sys.argv[2]))
-sampler = NeighborSampler(topology, [5, 5], threads=2)
-sample_epochs(sampler, range(1000), sys.argv[1], batch_size=10, progress=slow).close()
 """
 
 
-def test_killed_and_run_again_gives_the_same_file(tmp_path):
-    def start(name, pause_s):
-        command = [sys.executable, "-c", SCRIPT, str(tmp_path / name), str(pause_s)]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+def run_here(path, monkeypatch):
+    """Do in this process what ``SCRIPT`` does; return the number of the first new batch."""
+    monkeypatch.setattr(module, "_MARK_BYTES", 20_000)
+    names, shown = {}, []
+    exec(SCRIPT, names)  # noqa: S102 - the code above
+    names["run"](path, show=lambda done, **_: shown.append(done))
+    return shown[0]
 
+
+def test_killed_and_run_again_gives_the_same_file(tmp_path, monkeypatch):
     for _ in range(2):
-        with start("killed", 0.02) as process:
+        code = f"{SCRIPT}\nrun({str(tmp_path / 'killed')!r}, 0.02)"
+        with subprocess.Popen(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+        ) as process:
             for line in process.stdout:
                 if int(line) % 40 == 0:
                     process.send_signal(signal.SIGKILL)
                     break
         assert process.returncode == -signal.SIGKILL
         assert not (tmp_path / "killed").exists()
-    with start("killed", 0) as process:
-        assert int(process.stdout.readline()) > 50
-        process.stdout.read()
-    with start("whole", 0) as process:
-        process.stdout.read()
+    assert run_here(tmp_path / "killed", monkeypatch) > 50
+    assert run_here(tmp_path / "whole", monkeypatch) == 1
     assert (tmp_path / "killed").read_bytes() == (tmp_path / "whole").read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["killed", "whole"]
+
+
+LIMITED = """
+import resource, sys
+from fivefold.errors import StorageError
+resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000))
+try:
+    run(sys.argv[1])
+except StorageError as error:
+    print(error)
+"""
+
+
+def test_a_disk_that_refuses_is_named_and_the_rest_is_done_later(tmp_path, monkeypatch):
+    command = [sys.executable, "-c", SCRIPT + LIMITED, str(tmp_path / "s")]
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=120)
+    assert str(tmp_path / "s.partial") in result.stdout.splitlines()[-1]
+    assert not (tmp_path / "s").exists()
+    assert run_here(tmp_path / "s", monkeypatch) > 1  # it went on
+    run_here(tmp_path / "whole", monkeypatch)
+    assert (tmp_path / "s").read_bytes() == (tmp_path / "whole").read_bytes()
 
 
 def test_a_finished_file_is_taken_as_it_is_or_replaced(tmp_path):
@@ -319,3 +351,47 @@ def test_heterogeneous_samplers_are_told_what_to_do(tmp_path):
     merged = NeighborSampler(graph.merged().topology, [1], edge_ids=True)
     with sample_epochs(merged, [0], tmp_path / "s", batch_size=1) as samples:
         assert samples.node_ids(0).tolist() == [0, 1]
+
+
+@st.composite
+def records(draw):
+    hops = draw(st.integers(1, 3))
+    nodes = draw(st.lists(st.integers(0, 900), min_size=hops + 1, max_size=hops + 1))
+    wide = draw(st.booleans())
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    degrees = rng.integers(0, 9, sum(nodes[:-1]), dtype=np.int32)
+    cuts = np.cumsum(nodes[:-1])
+    edges = np.diff(np.concatenate([[0], np.cumsum(degrees)])[[0, *cuts]])
+    top = 2**33 if wide else 2**31
+    batch = SampledBatch(
+        number=draw(st.integers(0, 5)),
+        node_ids=rng.integers(0, top, sum(nodes)),
+        batch_size=nodes[0],
+        nodes_per_hop=np.array(nodes, np.int64),
+        edges_per_hop=edges,
+        degrees=degrees,
+        sources=rng.integers(0, 2**31, degrees.sum(), dtype=np.int32),
+        edge_ids=rng.integers(0, 2**40, degrees.sum()) if draw(st.booleans()) else None,
+    )
+    form = record_form(
+        num_nodes=top,
+        num_edges=2**40,
+        max_degree=draw(st.sampled_from([9, 300, 70_000])),
+        fanouts=[-1] * hops,
+        edge_ids=batch.edge_ids is not None,
+    )
+    return form, batch
+
+
+@settings(max_examples=80, deadline=None)
+@given(records())
+def test_any_record_comes_back(case):
+    form, batch = case
+    row = form.index_row(batch, first_page=7, epoch=3)
+    assert row.size == form.index_width
+    assert row[:2].tolist() == [7, 3]
+    pages = form.encode(batch)
+    assert pages.shape == (form.num_pages(row), 4096)
+    assert_same(form.decode(pages, row, number=batch.number), batch)
+    front = pages[: form.num_node_pages(row)]
+    np.testing.assert_array_equal(form.decode_node_ids(front, row), batch.node_ids)

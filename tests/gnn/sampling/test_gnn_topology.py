@@ -5,7 +5,8 @@ import pytest
 
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.gnn.sampling import NeighborSampler, Topology
-from fivefold.gnn.storage import ContainerWriter
+from fivefold.gnn.sampling import _topology as module
+from fivefold.gnn.storage import Container, ContainerWriter
 
 
 def write_graph(path, topology, **attributes):
@@ -110,3 +111,42 @@ def test_the_callers_arrays_stay_writable():
     indices = np.array([1, 0])
     Topology([0, 1, 2], indices)
     assert indices.flags.writeable
+
+
+def test_a_mapped_indptr_is_checked_in_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_BLOCK_ROWS", 64)
+    made = random_topology(np.int32, weighted=False)
+    with write_graph(tmp_path / "g", made) as container:
+        assert Topology.open(container, mapped=True).max_degree == made.max_degree
+    for node, value in [(0, 1), (64, -1), (65, 0), (128, 10**6), (640, 3), (700, 5)]:
+        indptr = made.indptr.copy()
+        indptr[node] = value
+        arrays = {"indptr": indptr, "indices": made.indices}
+        with ContainerWriter(
+            tmp_path / "bad",
+            kind="graph",
+            sections={name: (array.dtype, array.shape) for name, array in arrays.items()},
+            attributes={},
+        ) as writer:
+            for name, array in arrays.items():
+                writer.write(name, 0, array)
+            container = writer.commit()
+        messages = set()
+        for mapped in (False, True):
+            with pytest.raises(DataError, match="indptr is wrong at node") as caught:
+                Topology.open(container, mapped=mapped)
+            messages.add(str(caught.value))
+        assert len(messages) == 1
+        container.close()
+
+
+def test_a_damaged_indptr_is_noticed_when_mapped(tmp_path):
+    with write_graph(tmp_path / "g", random_topology(np.int32, weighted=False)) as container:
+        offset = container.sections["indptr"].offset
+    with (tmp_path / "g").open("r+b") as file:
+        file.seek(offset + 808)
+        file.write(b"\x01")
+    with Container.open(tmp_path / "g") as container:
+        for mapped in (False, True):
+            with pytest.raises(DataError, match="damaged"):
+                Topology.open(container, mapped=mapped)

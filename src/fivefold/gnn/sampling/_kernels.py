@@ -85,18 +85,15 @@ def _exponential(random: Any) -> float:
 
 
 @njit
-def check_indptr(indptr: NDArray[np.int64], num_edges: int) -> tuple[int, int]:
-    """Return (first node at fault or -1, greatest in-degree)."""
-    last = indptr.shape[0] - 1
-    if indptr[0] != 0:
-        return 0, 0
+def check_indptr(indptr: NDArray[np.int64]) -> tuple[int, int]:
+    """Return (first node whose edges end before they begin, or -1; greatest in-degree)."""
     greatest = 0
-    for node in range(last):
+    for node in range(indptr.shape[0] - 1):
         degree = indptr[node + 1] - indptr[node]
         if degree < 0:
-            return node, 0
+            return node, greatest
         greatest = max(greatest, degree)
-    return (-1, greatest) if indptr[last] == num_edges else (last, 0)
+    return -1, greatest
 
 
 @njit

@@ -54,8 +54,8 @@ class NeighborSampler:
     Threads share out batches, not the nodes of one: giving nodes their local numbers is one chain
     of steps and most of a batch's time, so threads within a batch would gain little.
 
-    Memory beside the result: 8 bytes for each edge of the widest hop and 16 to 32 for each node of
-    the batch, for each thread; nothing grows with the graph.
+    Memory beside the result: 8 to 16 bytes for each edge of the widest hop and 24 to 48 for each
+    node of the batch (a list and a hash table), for each thread; nothing grows with the graph.
 
     Args:
         topology: The graph.
