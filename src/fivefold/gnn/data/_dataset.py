@@ -22,7 +22,7 @@ from fivefold.errors import DataError
 from fivefold.gnn.sampling import Topology
 from fivefold.gnn.storage import Container
 
-__all__ = ["FEATURES_FILE", "GRAPH_FILE", "LABELS_FILE", "Dataset"]
+__all__ = ["FEATURES_FILE", "GRAPH_FILE", "HETERO_FILE", "LABELS_FILE", "Dataset"]
 
 GRAPH_FILE = "graph.fvf"
 FEATURES_FILE = "features.fvf"

@@ -1,0 +1,346 @@
+"""``fivefold gnn ingest``, ``generate``, ``info`` and ``verify``: data sets on disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fivefold.cli._progress import StageProgress, stage_progress
+
+if TYPE_CHECKING:
+    from fivefold.gnn.data import Dataset, EdgeRules, HeteroDataset, SourceOptions, TableColumns
+
+__all__ = ["generate_command", "info_command", "ingest_command", "verify_command"]
+
+FolderArgument = Annotated[
+    Path, typer.Argument(help="Folder of the data set.", exists=True, file_okay=False)
+]
+OutputArgument = Annotated[Path, typer.Argument(help="Folder to write; made if missing.")]
+MemoryOption = Annotated[str, typer.Option(help='What buffers may take, such as "1 GB".')]
+JsonOption = Annotated[bool, typer.Option("--json", help="Write the result as JSON.")]
+SourceArgument = Annotated[
+    str, typer.Argument(help="File or folder to read, or one of: debian, wordnet.")
+]
+KindOption = Annotated[
+    str | None,
+    typer.Option(help="npy, ogb, mag240m, pyg or table; left out, found from the path."),
+]
+ArrayOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="ROLE=FILE",
+        help="A .npy file: features, labels, weights, train, valid or test. May be repeated.",
+    ),
+]
+ColumnOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="ROLE=NAME",
+        help="A column of a table: source, target, weight; node, label, split, or features "
+        "(names with commas between). May be repeated.",
+    ),
+]
+NodesOption = Annotated[
+    Path | None,
+    typer.Option(help="Table with a row per node, beside edge tables.", exists=True),
+]
+HeaderOption = Annotated[
+    bool | None,
+    typer.Option("--header/--no-header", help="Whether CSV files begin with names."),
+]
+IdsOption = Annotated[str, typer.Option(help="Ids in tables: auto, number or text.")]
+NumNodesOption = Annotated[
+    int | None, typer.Option(min=0, help="Number of nodes; left out, found.")
+]
+ReverseOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--undirected/--directed",
+        "--add-reverse/--no-add-reverse",
+        help="Store every edge in both directions; left out, as the source wants.",
+    ),
+]
+SelfLoopsOption = Annotated[
+    bool, typer.Option("--drop-self-loops", help="Leave out edges from a node to itself.")
+]
+DuplicatesOption = Annotated[
+    bool, typer.Option("--drop-duplicates", help="Keep one of equal edges.")
+]
+DimOption = Annotated[
+    int, typer.Option(min=1, help="Elements of a feature row, for debian and wordnet.")
+]
+ListsOption = Annotated[
+    Path | None,
+    typer.Option(help="Where apt's lists or WordNet's dict files lie, if not as usual."),
+]
+GraphOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=VALUE",
+        help="classes, p_in, signal, mean_degree, label_noise, train, valid, test (shares), "
+        "neighbors (drawn, drawing or both) or random_ids. May be repeated.",
+    ),
+]
+ThreadsOption = Annotated[int | None, typer.Option(min=1, help="Threads; left out, one per core.")]
+_GRAPH_OPTIONS: dict[str, Callable[[str], Any]] = {
+    "classes": int,
+    **dict.fromkeys(("p_in", "signal", "mean_degree", "label_noise"), float),
+    **dict.fromkeys(("train", "valid", "test"), float),
+    "neighbors": str,
+    "random_ids": lambda text: {"true": True, "false": False}[text.lower()],
+}
+_SPLITS = ("train", "valid", "test")
+
+
+def ingest_command(  # noqa: PLR0913 - the command's options
+    source: SourceArgument,
+    output: OutputArgument,
+    *,
+    kind: KindOption = None,
+    array: ArrayOption = None,
+    column: ColumnOption = None,
+    nodes: NodesOption = None,
+    header: HeaderOption = None,
+    ids: IdsOption = "auto",
+    num_nodes: NumNodesOption = None,
+    add_reverse: ReverseOption = None,
+    drop_self_loops: SelfLoopsOption = False,
+    drop_duplicates: DuplicatesOption = False,
+    dim: DimOption = 256,
+    folder: ListsOption = None,
+    memory: MemoryOption = "1 GB",
+    as_json: JsonOption = False,
+) -> None:
+    """Write a graph from a file, a folder or this machine's package lists as a data set.
+
+    The source is read in blocks: it may be much larger than memory. A run that was stopped goes
+    on where it was when it is started again with the same options. Edges keep their direction:
+    messages flow from source to target.
+
+    Raises:
+        FivefoldError: Whatever reading or writing met; the entry point prints it.
+    """
+    from fivefold.gnn.data import EdgeRules, SourceOptions  # noqa: PLC0415 - loads numba
+
+    if source in {"debian", "wordnet"} and not Path(source).exists():
+        _ingest_real(source, output, dim, folder, as_json=as_json)
+        return
+    arrays = _pairs(array, "array", ("features", "labels", "weights", *_SPLITS))
+    options = SourceOptions(
+        kind=kind,
+        arrays={name: Path(path) for name, path in arrays.items() if name not in _SPLITS},
+        splits={name: Path(path) for name, path in arrays.items() if name in _SPLITS},
+        nodes=nodes,
+        columns=_columns(column, header),
+        ids=ids,
+        num_nodes=num_nodes,
+    )
+    rules = EdgeRules(
+        add_reverse=bool(add_reverse),
+        drop_self_loops=drop_self_loops,
+        drop_duplicates=drop_duplicates,
+    )
+    as_wanted = add_reverse is None
+    _ingest_path(source, output, options, (rules, as_wanted, memory), as_json=as_json)
+
+
+def _pairs(values: list[str] | None, option: str, allowed: tuple[str, ...]) -> dict[str, str]:
+    from fivefold.errors import ConfigurationError  # noqa: PLC0415
+
+    pairs = {}
+    for text in values or []:
+        role, equals, value = text.partition("=")
+        if not equals or not value or role not in allowed:
+            raise ConfigurationError(
+                f"--{option} got {text!r}", hint=f"write ROLE=..., ROLE one of {', '.join(allowed)}"
+            )
+        pairs[role] = value
+    return pairs
+
+
+def _columns(values: list[str] | None, header: bool | None) -> TableColumns:  # noqa: FBT001
+    from fivefold.gnn.data import TableColumns  # noqa: PLC0415 - loads numba
+
+    roles = ("source", "target", "weight", "node", "label", "split", "features")
+    pairs: dict[str, Any] = dict(_pairs(values, "column", roles))
+    if "features" in pairs:
+        pairs["features"] = pairs["features"].split(",")
+    return TableColumns(names=header, **pairs)
+
+
+def _ingest_path(
+    source: str,
+    output: Path,
+    options: SourceOptions,
+    run: tuple[EdgeRules, bool, str],
+    *,
+    as_json: bool,
+) -> None:
+    from fivefold.gnn.data import find_source, ingest  # noqa: PLC0415 - loads numba
+    from fivefold.units import parse_bytes  # noqa: PLC0415 - keeps --help fast
+
+    rules, as_wanted, memory = run
+    found, wants_reverse = find_source(source, options)
+    if as_wanted:
+        rules = replace(rules, add_reverse=wants_reverse)
+    with stage_progress() as show:
+        written: Any = ingest(
+            found,
+            output,
+            rules=rules,
+            memory_bytes=parse_bytes(memory),
+            progress=_with_totals(show),
+        )
+    with written:
+        _write_facts(written, as_json=as_json)
+
+
+def _ingest_real(
+    source: str, output: Path, dim: int, folder: Path | None, *, as_json: bool
+) -> None:
+    from fivefold.gnn.data import debian_packages, wordnet  # noqa: PLC0415 - loads numba
+
+    with stage_progress() as show:
+        place: dict[str, Any] = {}
+        if source == "debian":
+            if folder is not None:
+                place["lists"] = folder
+            dataset = debian_packages(output, dim=dim, progress=show, **place)
+        else:
+            if folder is not None:
+                place["dictionary"] = folder
+            dataset = wordnet(output, dim=dim, progress=show, **place)
+    with dataset:
+        _write_facts(dataset, as_json=as_json)
+
+
+def generate_command(  # noqa: PLR0913 - the command's options
+    output: OutputArgument,
+    *,
+    nodes: Annotated[int, typer.Option(min=0, help="Number of nodes.")],
+    dim: Annotated[int, typer.Option(min=1, help="Elements of a feature row.")] = 128,
+    dtype: Annotated[str, typer.Option(help="float16, float32 or float64.")] = "float32",
+    seed: Annotated[int, typer.Option(min=0, help="Of all random numbers.")] = 0,
+    option: GraphOption = None,
+    threads: ThreadsOption = None,
+    memory: MemoryOption = "1 GB",
+    as_json: JsonOption = False,
+) -> None:
+    """Write a graph with classes, skewed degrees and noisy features, of any size.
+
+    The result depends on these options, not on threads or memory. A run that was stopped goes on
+    where it was.
+
+    Raises:
+        FivefoldError: Whatever writing met; the entry point prints it.
+    """
+    from fivefold.gnn.data import generate_graph  # noqa: PLC0415 - loads numba
+    from fivefold.units import parse_bytes  # noqa: PLC0415 - keeps --help fast
+
+    options = _graph_options(option)
+    with stage_progress() as show:
+        dataset = generate_graph(
+            output,
+            nodes=nodes,
+            dim=dim,
+            dtype=dtype,
+            seed=seed,
+            threads=threads,
+            memory_bytes=parse_bytes(memory),
+            progress=show,
+            **options,
+        )
+    with dataset:
+        _write_facts(dataset, as_json=as_json)
+
+
+def _graph_options(values: list[str] | None) -> dict[str, Any]:
+    from fivefold.errors import ConfigurationError  # noqa: PLC0415
+
+    options = {}
+    for name, text in _pairs(values, "option", tuple(_GRAPH_OPTIONS)).items():
+        try:
+            options[name] = _GRAPH_OPTIONS[name](text)
+        except (ValueError, KeyError) as error:
+            raise ConfigurationError(
+                f"--option {name} got {text!r}", hint="see fivefold gnn generate --help"
+            ) from error
+    return options
+
+
+def info_command(folder: FolderArgument, *, as_json: JsonOption = False) -> None:
+    """Show what is in a data set: nodes, edges, degrees, classes, sizes, fingerprints.
+
+    Raises:
+        FivefoldError: The folder holds no data set, or a damaged one.
+    """
+    with _open(folder) as dataset:
+        _write_facts(dataset, as_json=as_json)
+
+
+def verify_command(folder: FolderArgument, *, as_json: JsonOption = False) -> None:
+    """Read every byte of a data set and compare its checksums.
+
+    Raises:
+        FivefoldError: Something is damaged; the message names file and place.
+    """
+    from fivefold.gnn.data import verify  # noqa: PLC0415 - loads numba
+    from fivefold.units import format_bytes  # noqa: PLC0415 - keeps --help fast
+
+    with _open(folder) as dataset, stage_progress() as show:
+        read_bytes = verify(dataset, show)
+    if as_json:
+        typer.echo(json.dumps({"folder": str(folder), "whole": True, "bytes": read_bytes}))
+    else:
+        typer.echo(f"{folder} is whole: {format_bytes(read_bytes)} read")
+
+
+def _open(folder: Path) -> Dataset | HeteroDataset:
+    from fivefold.gnn.data import open_dataset  # noqa: PLC0415 - loads numba
+
+    return open_dataset(folder)
+
+
+def _with_totals(show: StageProgress) -> StageProgress:
+    """Where nobody knows how much there is, the rest counts as one."""
+
+    def tell(stage: str, done: int, total: int) -> None:
+        show(stage, done, total or done + 1)
+
+    return tell
+
+
+def _write_facts(dataset: Dataset | HeteroDataset, *, as_json: bool) -> None:
+    from fivefold.gnn.data import describe  # noqa: PLC0415 - loads numba
+
+    facts = describe(dataset)
+    if as_json:
+        typer.echo(json.dumps(facts))
+    else:
+        for line in _lines(facts, ""):
+            typer.echo(line)
+
+
+def _lines(facts: dict[str, Any], indent: str) -> list[str]:
+    """One fact a line, the nested ones below their name."""
+    from fivefold.units import format_bytes  # noqa: PLC0415 - keeps --help fast
+
+    lines = []
+    for key, value in facts.items():
+        label = f"{indent}{key.replace('_', ' ')}:"
+        if isinstance(value, dict):
+            lines += [label, *_lines(value, indent + "  ")]
+        elif key == "bytes":
+            lines.append(f"{label} {format_bytes(value)}")
+        elif isinstance(value, float):
+            lines.append(f"{label} {value:.4g}")
+        elif isinstance(value, int) and not isinstance(value, bool):
+            lines.append(f"{label} {value:,}")
+        else:
+            lines.append(f"{label} {value}")
+    return lines

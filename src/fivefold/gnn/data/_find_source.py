@@ -1,0 +1,168 @@
+"""Which source a path is, from what lies there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fivefold.errors import ConfigurationError, DataError
+from fivefold.gnn.data._array_source import array_source
+from fivefold.gnn.data._hetero import HeteroSource
+from fivefold.gnn.data._ogb import mag240m_source, ogb_adds_reverse, ogb_source
+from fivefold.gnn.data._parts import Source
+from fivefold.gnn.data._pyg import pyg_source
+from fivefold.gnn.data._table_source import TableColumns, table_source
+
+__all__ = ["SOURCE_KINDS", "SourceOptions", "find_source"]
+
+SOURCE_KINDS = ("npy", "ogb", "mag240m", "pyg", "table")
+_TABLE_ENDS = (".csv", ".tsv", ".txt", ".parquet", ".pq", ".gz", ".bz2", ".zst", ".edges")
+_NPY_NAMES = {
+    "edge_index": ("edge_index", "edges"),
+    "features": ("features", "node_feat", "feat", "x"),
+    "labels": ("labels", "node_label", "label", "y"),
+    "weights": ("weights", "edge_weight"),
+}
+_NPY_SPLITS = {
+    "train": ("train", "train_idx", "train_mask"),
+    "valid": ("valid", "valid_idx", "val", "val_idx", "val_mask"),
+    "test": ("test", "test_idx", "test_mask"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceOptions:
+    """What a path alone does not say.
+
+    Attributes:
+        kind: One of npy, ogb, mag240m, pyg and table; None: found from the path.
+        arrays: Paths of .npy files by role (features, labels, weights), for npy.
+        splits: Paths of .npy files by split, for npy.
+        nodes: Node table, for table.
+        columns: Columns of the tables.
+        ids: auto, number or text, for table.
+        num_nodes: Number of nodes; None: found.
+
+    Example:
+        >>> SourceOptions(kind="npy").ids
+        'auto'
+    """
+
+    kind: str | None = None
+    arrays: Mapping[str, Path] = field(default_factory=dict)
+    splits: Mapping[str, Path] = field(default_factory=dict)
+    nodes: Path | None = None
+    columns: TableColumns = field(default_factory=TableColumns)
+    ids: Any = "auto"
+    num_nodes: int | None = None
+
+
+def find_source(
+    path: str | Path, options: SourceOptions | None = None
+) -> tuple[Source | HeteroSource, bool]:
+    """The source at a path, and whether it wants both directions of its edges.
+
+    A folder with ``raw/`` is of the Open Graph Benchmark, one with ``processed/paper`` is MAG240M,
+    one with ``edge_index.npy`` holds arrays, any other holds parts of an edge table. A file is an
+    array (.npy), a PyTorch Geometric object (.pt) or an edge table.
+
+    Args:
+        path: The file or folder.
+        options: What the path does not say.
+
+    Returns:
+        The source for ``ingest``, and whether its edges stand for both directions.
+
+    Raises:
+        ConfigurationError: The kind is unknown.
+        DataError: There is nothing, or nothing known, at the path.
+
+    Example:
+        >>> try:
+        ...     find_source("nowhere")
+        ... except DataError as error:
+        ...     print(error.message)
+        there is no nowhere
+    """
+    path, options = Path(path), options or SourceOptions()
+    if not path.exists():
+        raise DataError(f"there is no {path}", hint="check the path")
+    kind = options.kind or _kind_of(path)
+    if kind == "ogb":
+        return ogb_source(path), ogb_adds_reverse(path)
+    if kind == "mag240m":
+        return mag240m_source(path), False
+    if kind == "pyg":
+        return pyg_source(path), False
+    if kind == "npy":
+        return _npy_source(path, options), False
+    if kind == "table":
+        return _tables_at(path, options), False
+    raise ConfigurationError(f"source kind {kind!r}", hint=f"use one of {', '.join(SOURCE_KINDS)}")
+
+
+def _kind_of(path: Path) -> str:
+    if path.is_file():
+        ends = {".npy": "npy", ".pt": "pyg", ".pth": "pyg"}
+        if path.suffix in ends:
+            return ends[path.suffix]
+        if path.suffix in _TABLE_ENDS:
+            return "table"
+        raise DataError(f"{path} is of no known kind", hint="name it with --kind")
+    if (path / "raw").is_dir():
+        return "ogb"
+    if (path / "mag240m_kddcup2021").is_dir() or (path / "processed" / "paper").is_dir():
+        return "mag240m"
+    if _first_npy(path, _NPY_NAMES["edge_index"]) is not None:
+        return "npy"
+    if _table_files(path):
+        return "table"
+    raise DataError(f"{path} holds nothing that is known", hint="name its kind with --kind")
+
+
+def _first_npy(folder: Path, names: tuple[str, ...]) -> Path | None:
+    paths = (folder / f"{name}.npy" for name in names)
+    return next((path for path in paths if path.is_file()), None)
+
+
+def _npy_source(path: Path, options: SourceOptions) -> Source:
+    arrays, splits = dict(options.arrays), dict(options.splits)
+    if path.is_dir():
+        for found, names in ((arrays, _NPY_NAMES), (splits, _NPY_SPLITS)):
+            for role, candidates in names.items():
+                file = _first_npy(path, candidates)
+                if file is not None:
+                    found.setdefault(role, file)
+    else:
+        arrays["edge_index"] = path
+    if "edge_index" not in arrays:
+        raise DataError(f"{path} holds no edge_index.npy", hint="name the file itself")
+    return array_source(
+        arrays["edge_index"],
+        features=arrays.get("features"),
+        labels=arrays.get("labels"),
+        weights=arrays.get("weights"),
+        splits=splits,
+        num_nodes=options.num_nodes,
+        name=path.stem,
+    )
+
+
+def _table_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.suffix in _TABLE_ENDS)
+
+
+def _tables_at(path: Path, options: SourceOptions) -> Source:
+    files = _table_files(path) if path.is_dir() else [path]
+    nodes = options.nodes
+    files = [file for file in files if nodes is None or file.resolve() != nodes.resolve()]
+    return table_source(
+        files,
+        nodes=nodes,
+        columns=options.columns,
+        ids=options.ids,
+        num_nodes=options.num_nodes,
+        name=path.name.partition(".")[0],
+    )

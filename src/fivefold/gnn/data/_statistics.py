@@ -1,0 +1,195 @@
+"""What is in a data set, and whether it is whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.errors import DataError
+from fivefold.gnn.data._bucket_kernels import count_keys
+from fivefold.gnn.data._dataset import HETERO_FILE, Dataset
+from fivefold.gnn.data._hetero import HeteroDataset
+from fivefold.gnn.data._parts import Progress
+from fivefold.gnn.data._write import no_progress
+from fivefold.gnn.storage import Container
+
+__all__ = ["describe", "open_dataset", "verify"]
+
+_BLOCK_ROWS = 1 << 20
+
+
+def open_dataset(folder: str | Path) -> Dataset | HeteroDataset:
+    """Open a folder, whether its graph is of one type or of several.
+
+    Args:
+        folder: The folder.
+
+    Returns:
+        The data set.
+
+    Raises:
+        DataError: It holds no finished data set.
+
+    Example:
+        >>> try:
+        ...     open_dataset("nowhere")
+        ... except DataError as error:
+        ...     print(error.hint)
+        the folder does not exist: check the path
+    """
+    if (Path(folder) / HETERO_FILE).is_file():
+        return HeteroDataset.open(folder)
+    return Dataset.open(folder)
+
+
+def describe(dataset: Dataset | HeteroDataset) -> dict[str, Any]:
+    """Sizes, degrees, classes and fingerprints of a data set, as JSON.
+
+    Degrees count edges into a node (whom it hears from) and out of it (who hears it). The graph's
+    file is read once, in blocks; counters take 16 bytes per node.
+
+    Args:
+        dataset: The data set.
+
+    Returns:
+        Nested dictionaries of numbers and text.
+
+    Example:
+        >>> import tempfile
+        >>> from fivefold.gnn.data import generate_graph
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with generate_graph(folder, nodes=1000, dim=4) as dataset:
+        ...         facts = describe(dataset)
+        >>> facts["nodes"], facts["features"]["row_bytes"], facts["isolated_nodes"]
+        (1000, 16, 0)
+    """
+    if isinstance(dataset, HeteroDataset):
+        return _describe_hetero(dataset)
+    into, out = _degrees(dataset.graph, dataset.num_nodes)
+    facts: dict[str, Any] = {
+        "name": dataset.name,
+        "nodes": dataset.num_nodes,
+        "edges": dataset.num_edges,
+        "weighted": dataset.weighted,
+        "isolated_nodes": int(np.count_nonzero((into == 0) & (out == 0))),
+        "in_degree": _spread(into),
+        "out_degree": _spread(out),
+    }
+    if dataset.has_features:
+        facts["features"] = {
+            "dim": dataset.dim,
+            "dtype": dataset.dtype.name,
+            "row_bytes": dataset.row_bytes,
+            "bytes": dataset.row_bytes * dataset.num_nodes,
+        }
+    if dataset.has_labels:
+        facts["labels"] = {
+            "classes": dataset.num_classes,
+            "labelled": int(np.count_nonzero(dataset.labels >= 0)),
+            **{name: int(getattr(dataset, name).size) for name in ("train", "valid", "test")},
+        }
+    return {**facts, **_files(dataset)}
+
+
+def _describe_hetero(dataset: HeteroDataset) -> dict[str, Any]:
+    edges = {
+        " ".join(kind): topology.num_edges
+        for kind, topology in dataset.topology(mapped=True).edges.items()
+    }
+    return {"name": dataset.name, "nodes": dataset.num_nodes, "edges": edges, **_files(dataset)}
+
+
+def _files(dataset: Dataset | HeteroDataset) -> dict[str, Any]:
+    files = {
+        name: {"bytes": file.path.stat().st_size, "fingerprint": file.fingerprint}
+        for name, file in dataset.containers.items()
+    }
+    return {"files": files, "fingerprint": dataset.fingerprint}
+
+
+def _degrees(graph: Container, num_nodes: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    into = np.empty(num_nodes, np.int64)
+    for first in range(0, num_nodes, _BLOCK_ROWS):
+        stop = min(first + _BLOCK_ROWS, num_nodes)
+        into[first:stop] = np.diff(graph.read("indptr", first, stop + 1))
+    out = np.zeros(num_nodes, np.int64)
+    num_edges = graph.sections["indices"].shape[0]
+    for first in range(0, num_edges, _BLOCK_ROWS):
+        sources = graph.read("indices", first, min(first + _BLOCK_ROWS, num_edges))
+        if sources.size and not 0 <= int(sources.min()) <= int(sources.max()) < num_nodes:
+            raise DataError(
+                f"{graph.path} names a node that is not there", hint="ingest the graph again"
+            )
+        count_keys(sources, 1, out)
+    return into, out
+
+
+def _spread(degrees: NDArray[np.int64]) -> dict[str, Any]:
+    """Mean, median, largest, and the share of the edges at the top 1 % of the nodes."""
+    if degrees.size == 0:
+        return {"mean": 0.0, "median": 0.0, "max": 0, "top_1_percent_share": 0.0}
+    top = max(1, degrees.size // 100)
+    highest = np.partition(degrees, degrees.size - top)[degrees.size - top :]
+    total = int(degrees.sum())
+    return {
+        "mean": total / degrees.size,
+        "median": float(np.median(degrees)),
+        "max": int(degrees.max()),
+        "top_1_percent_share": float(highest.sum() / max(1, total)),
+    }
+
+
+def verify(dataset: Dataset | HeteroDataset, progress: Progress | None = None) -> int:
+    """Read every byte of a data set, compare all checksums, and check the edges.
+
+    Args:
+        dataset: The data set.
+        progress: Told of (file, bytes done, bytes in all).
+
+    Returns:
+        Bytes read.
+
+    Raises:
+        DataError: A file is damaged, or its contents are no graph.
+        StorageError: The disk refused.
+
+    Example:
+        >>> import tempfile
+        >>> from fivefold.gnn.data import generate_graph
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with generate_graph(folder, nodes=100, dim=4) as dataset:
+        ...         verify(dataset) > 0
+        True
+    """
+    show = progress or no_progress
+    read_bytes = 0
+    for name, file in dataset.containers.items():
+        file.verify(lambda done, total, name=name: show(name, done, total))  # type: ignore[misc]
+        read_bytes += file.path.stat().st_size
+        if file.kind == "graph":
+            _check_graph(file)
+    return read_bytes
+
+
+def _check_graph(file: Container) -> None:
+    """Rows must follow each other, and sources be there."""
+    num_edges = file.sections["indices"].shape[0]
+    num_rows = file.sections["indptr"].shape[0]
+    num_sources = int(file.attributes.get("num_sources", file.attributes["num_nodes"]))
+    last = 0
+    for first in range(0, num_rows, _BLOCK_ROWS):
+        ends = file.read("indptr", first, min(first + _BLOCK_ROWS, num_rows))
+        if int(ends[0]) < last or np.any(np.diff(ends) < 0) or (first == 0 and ends[0] != 0):
+            raise DataError(f"{file.path} has rows that run backwards", hint="ingest it again")
+        last = int(ends[-1])
+    if last != num_edges:
+        raise DataError(
+            f"{file.path} has {num_edges} edges, its rows end at {last}", hint="ingest it again"
+        )
+    for first in range(0, num_edges, _BLOCK_ROWS):
+        sources = file.read("indices", first, min(first + _BLOCK_ROWS, num_edges))
+        if not 0 <= int(sources.min()) <= int(sources.max()) < num_sources:
+            raise DataError(f"{file.path} names a node that is not there", hint="ingest it again")
