@@ -163,7 +163,7 @@ def plan_requests(
     bad = _check_runs(starts, counts, places, num_rows, out_rows)
     if bad >= 0:
         raise ConfigurationError(
-            f"run {bad} (rows {starts[bad]} to {starts[bad] + counts[bad]}, into output row "
+            f"run {bad} ({counts[bad]} rows from {starts[bad]} on, into output row "
             f"{places[bad]}) is not allowed",
             hint=f"runs ascend without overlap within {num_rows} rows, and fit the output's "
             f"{out_rows} rows",

@@ -255,8 +255,9 @@ class RowReader:
         workers = self._active_workers(len(requests.first_pages), num_bytes)
         self._renew_after_fork()
         with self._lock:
+            # In this order: close() says that it is closing before it sets the stop word.
+            self._shared[:] = 0
             self._check_open()
-            self._shared[0] = 0
             work = Work(
                 requests=requests,
                 out=out.ctypes.data,
