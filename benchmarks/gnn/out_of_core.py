@@ -164,12 +164,13 @@ class Bench:
         length = {}
         for name in prepared:
             start = 0 if _from_the_front(name) else batches // 2
-            warm = self._ask(workers[name], start, min(start + 1, batches))
-            left = batches - start - 1
+            self._ask(workers[name], start, min(start + 1, batches))  # compiles and fills
+            warm = self._ask(workers[name], start + 1, min(start + 2, batches))
+            left = batches - start - 2
             fits = int(self.arguments.seconds / max(1e-3, warm["seconds"]))
             share = max(1, left // self.arguments.repetitions)
             length[name] = batches if name in WHOLE else max(1, min(fits, share))
-            at[name] = 0 if _from_the_front(name) else start + 1
+            at[name] = 0 if _from_the_front(name) else start + 2
         before = self._probe()
         for turn in range(self.arguments.repetitions):
             for name in [name for name in prepared if runs.get(name) is not None]:

@@ -88,7 +88,7 @@ SYSTEMS = {
     "Ginex, inspected in every epoch": lambda w, _t: GinexSystem(
         w, super_batch=3, inspect_every_epoch=True
     ),
-    "DiskGNN": lambda w, _t: DiskGnnSystem(w, PROFILE, disk_rows=int(0.6 * NODES)),
+    "DiskGNN": lambda w, _t: DiskGnnSystem(w, PROFILE, disk_rows=NODES // 3),
     "DiskGNN, packing alone": lambda w, _t: DiskGnnSystem(w, PROFILE),
     "ours static": lambda w, _t: PackedLoaderSystem(w, PROFILE),
     "ours belady": lambda w, _t: PackedLoaderSystem(w, PROFILE, policy="belady"),
@@ -284,7 +284,7 @@ def test_diskgnn_reads_single_pages_of_shared_rows_and_whole_chunks(samples, tmp
     values = random_rows(128, "float32")
     with write_features(tmp_path / "features.fvf", values) as features:
         workload = workload_of(features, samples, tmp_path, 0.1)
-        system = DiskGnnSystem(workload, PROFILE, disk_rows=int(0.6 * NODES))
+        system = DiskGnnSystem(workload, PROFILE, disk_rows=NODES // 3)
         prepared = system.prepare()
         assert prepared.details["segment batches"] > 1
         for _ in system.epoch(0):

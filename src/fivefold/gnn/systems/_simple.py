@@ -156,7 +156,7 @@ class MappedSystem:
         self.workload, self._scores = workload, scores
         kind = "mmap" if advice == "random" else "mmap plain"
         self.name = kind if scores is None else f"{kind} + degree cache"
-        self._map = workload.features.memory_map(workload.section, advice=advice)
+        self._advice: Literal["random", "normal"] = advice
         self._pool = ThreadPoolExecutor(workload.threads, thread_name_prefix="mapped")
         self._cached = workload.empty_rows(0)
         self._slot_of: NDArray[np.int32] | None = None
@@ -185,13 +185,15 @@ class MappedSystem:
     ) -> Iterator[SystemBatch]:
         """Hand out batches in the order of the sample file."""
         del number
+        # Mapped for the epoch only: pages that are mapped would survive a drop of the page cache.
+        rows = self.workload.features.memory_map(self.workload.section, advice=self._advice)
         for i in range(start, _stop(self.workload, stop)):
             sample = self.workload.samples.batch(i)
             x = self.workload.empty_rows(len(sample.node_ids))
-            self._gather(sample.node_ids, x)
+            self._gather(rows, sample.node_ids, x)
             yield SystemBatch(i, sample.node_ids, x, sample.batch_size, sample.edge_index)
 
-    def _gather(self, ids: NDArray[np.int64], x: NDArray[Any]) -> None:
+    def _gather(self, rows: NDArray[Any], ids: NDArray[np.int64], x: NDArray[Any]) -> None:
         missing = np.arange(len(ids))
         if self._slot_of is not None:
             slots = self._slot_of[ids]
@@ -200,7 +202,7 @@ class MappedSystem:
             gather_rows(self._cached, slots[hits].astype(np.int64), x, destinations=hits)
         parts = np.array_split(missing, self.workload.threads)
         calls = [
-            self._pool.submit(gather_rows, self._map, ids[part], x, destinations=part)
+            self._pool.submit(gather_rows, rows, ids[part], x, destinations=part)
             for part in parts
             if len(part)
         ]
@@ -227,7 +229,6 @@ class MappedSystem:
         """Free the cache and end the threads."""
         self._pool.shutdown(wait=True)
         self._cached, self._slot_of = self.workload.empty_rows(0), None
-        del self._map
 
 
 def read_sorted(workload: Workload, ids: NDArray[np.int64]) -> NDArray[Any]:
