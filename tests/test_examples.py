@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-ALONE = ["report_from_runs.py", "lab_two_hosts.py", "fsdp2_co2.py"]
+ALONE = ["report_from_runs.py", "lab_two_hosts.py", "fsdp2_co2.py", "moe_layer.py"]
 ELASTIC = "elastic_co2.py"
 ON_TWO_RANKS = ["co2_plain_loop.py", "hf_style_loop.py"]
 

@@ -31,6 +31,7 @@ MAY_IMPORT = {
     "optim": set(),
     "train": {"optim"},
     "gnn": set(),
+    "moe": set(),
     "lab": set(),
     "report": set(),
     "testing": {"optim"},

@@ -10,9 +10,9 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fivefold import errors, gnn, lab, optim, report, testing, train, units
+    from fivefold import errors, gnn, lab, moe, optim, report, testing, train, units
 
-__all__ = ["errors", "gnn", "lab", "optim", "report", "testing", "train", "units"]
+__all__ = ["errors", "gnn", "lab", "moe", "optim", "report", "testing", "train", "units"]
 
 __version__ = version("fivefold")
 

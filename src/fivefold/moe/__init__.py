@@ -1,0 +1,43 @@
+"""The mixture-of-experts operator: routing, experts and combination as one differentiable call.
+
+So far the reference that runs on any device and every routing in common use; the single-kernel
+backend for NVIDIA GPUs (FlashMoE, arXiv 2506.04667) and the exchange between ranks are to come.
+"""
+
+from fivefold.moe._activations import ACTIVATIONS, Activation, activation_named
+from fivefold.moe._backends import backends
+from fivefold.moe._capacity import capacity_for, drop_beyond_capacity
+from fivefold.moe._checkpoints import LAYOUTS, convert_checkpoint, export_checkpoint
+from fivefold.moe._module import MoE, MoEConfig
+from fivefold.moe._operator import fused_moe
+from fivefold.moe._reference import experts_one_by_one
+from fivefold.moe._routing import (
+    Router,
+    Routing,
+    load_balancing_loss,
+    route,
+    router_z_loss,
+    updated_selection_bias,
+)
+
+__all__ = [
+    "ACTIVATIONS",
+    "LAYOUTS",
+    "Activation",
+    "MoE",
+    "MoEConfig",
+    "Router",
+    "Routing",
+    "activation_named",
+    "backends",
+    "capacity_for",
+    "convert_checkpoint",
+    "drop_beyond_capacity",
+    "experts_one_by_one",
+    "export_checkpoint",
+    "fused_moe",
+    "load_balancing_loss",
+    "route",
+    "router_z_loss",
+    "updated_selection_bias",
+]

@@ -1,0 +1,157 @@
+"""Activations between the two matrix products of an expert, and their derivatives.
+
+A gated activation takes a gate half and an up half and returns ``f(gate) * up``; a plain one
+returns ``f(h)``. Derivatives are written out, because the operator's backward runs below autograd.
+
+References: Shazeer 2020, "GLU Variants Improve Transformer", arXiv 2002.05202; So et al. 2021
+(squared ReLU), arXiv 2109.08668.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own name for it
+
+from fivefold.errors import ConfigurationError
+
+__all__ = ["ACTIVATIONS", "Activation", "activation_named"]
+
+Pointwise = Callable[[torch.Tensor], torch.Tensor]
+
+_SQRT_HALF = math.sqrt(0.5)
+_SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
+_TANH_CUBIC = 0.044715
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activation:
+    """One activation.
+
+    Attributes:
+        name: As in ``ACTIVATIONS``.
+        gated: Whether the first product has a gate half and an up half, in this order.
+        function: f, elementwise.
+        derivative: f', elementwise.
+
+    Example:
+        >>> swiglu = ACTIVATIONS["swiglu"]
+        >>> swiglu(torch.tensor([[0.0, 1.0, 2.0, 3.0]])).shape  # two gates, two ups
+        torch.Size([1, 2])
+    """
+
+    name: str
+    gated: bool
+    function: Pointwise
+    derivative: Pointwise
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Apply it to the first product's output.
+
+        Args:
+            hidden: Shape [..., 2I] where gated, else [..., I].
+
+        Returns:
+            Shape [..., I].
+        """
+        if not self.gated:
+            return self.function(hidden)
+        gate, up = hidden.chunk(2, dim=-1)
+        return self.function(gate) * up
+
+    def backward(self, hidden: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of ``hidden`` from that of the output.
+
+        Args:
+            hidden: What ``__call__`` got.
+            gradient: Shape of what it returned.
+
+        Returns:
+            Shape of ``hidden``.
+        """
+        if not self.gated:
+            return gradient * self.derivative(hidden)
+        gate, up = hidden.chunk(2, dim=-1)
+        return torch.cat(
+            [gradient * up * self.derivative(gate), gradient * self.function(gate)], -1
+        )
+
+    def width(self, intermediate: int) -> int:
+        """Rows of the first weight for an intermediate size: 2I where gated, else I."""
+        return 2 * intermediate if self.gated else intermediate
+
+
+def _silu_derivative(x: torch.Tensor) -> torch.Tensor:
+    sigmoid = torch.sigmoid(x)
+    return sigmoid * (1.0 + x * (1.0 - sigmoid))
+
+
+def _gelu_derivative(x: torch.Tensor) -> torch.Tensor:
+    cumulative = 0.5 * (1.0 + torch.erf(x * _SQRT_HALF))
+    density = torch.exp(-0.5 * x * x) / math.sqrt(2.0 * math.pi)
+    return cumulative + x * density
+
+
+def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _gelu_tanh_derivative(x: torch.Tensor) -> torch.Tensor:
+    inner = torch.tanh(_SQRT_2_OVER_PI * (x + _TANH_CUBIC * x**3))
+    slope = _SQRT_2_OVER_PI * (1.0 + 3.0 * _TANH_CUBIC * x * x)
+    return 0.5 * (1.0 + inner) + 0.5 * x * (1.0 - inner * inner) * slope
+
+
+def _relu_derivative(x: torch.Tensor) -> torch.Tensor:
+    return (x > 0).to(x.dtype)
+
+
+def _relu_squared(x: torch.Tensor) -> torch.Tensor:
+    return torch.relu(x) ** 2
+
+
+def _relu_squared_derivative(x: torch.Tensor) -> torch.Tensor:
+    return 2.0 * torch.relu(x)
+
+
+_FUNCTIONS: dict[str, tuple[Pointwise, Pointwise]] = {
+    "silu": (F.silu, _silu_derivative),
+    "gelu": (F.gelu, _gelu_derivative),
+    "gelu_tanh": (_gelu_tanh, _gelu_tanh_derivative),
+    "relu": (torch.relu, _relu_derivative),
+    "relu2": (_relu_squared, _relu_squared_derivative),
+}
+_GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
+
+ACTIVATIONS: dict[str, Activation] = {
+    name: Activation(name=name, gated=gated, function=function, derivative=derivative)
+    for name, gated, (function, derivative) in [
+        *((name, False, pair) for name, pair in _FUNCTIONS.items()),
+        *((name, True, _FUNCTIONS[plain]) for name, plain in _GATED.items()),
+    ]
+}
+"""All activations by name: silu, gelu, gelu_tanh, relu, relu2 and the gated swiglu, geglu,
+geglu_tanh, reglu."""
+
+
+def activation_named(name: str) -> Activation:
+    """Look an activation up.
+
+    Args:
+        name: A key of ``ACTIVATIONS``.
+
+    Returns:
+        The activation.
+
+    Raises:
+        ConfigurationError: There is none of this name.
+    """
+    try:
+        return ACTIVATIONS[name]
+    except KeyError:
+        raise ConfigurationError(
+            f"there is no activation {name!r}", hint=f"use one of {', '.join(sorted(ACTIVATIONS))}"
+        ) from None

@@ -1,0 +1,215 @@
+"""State dictionaries of published models to this module's layout and back.
+
+Expert weights are kept per expert (``experts.3.gate_proj.weight``) or stacked; gate and up
+projections apart or as halves of one tensor. Here they are stacked, ``w13`` with the gate rows
+first. Nothing is cast or moved; stacked tensors are copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from fivefold.errors import ConfigurationError, DataError
+
+__all__ = ["LAYOUTS", "convert_checkpoint", "export_checkpoint"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Layout:
+    """Names of one family; ``{}`` stands for an expert's number where experts lie apart."""
+
+    router: str
+    gate: str
+    up: str | None  # None: gate and up are halves of one tensor
+    down: str
+    bias: str | None = None
+    shared: tuple[str, str, str] | None = None  # gate, up, down of the shared expert
+
+    @property
+    def stacked(self) -> bool:
+        return "{}" not in self.gate
+
+
+LAYOUTS: dict[str, _Layout] = {
+    "mixtral": _Layout(
+        router="gate.weight",
+        gate="experts.{}.w1.weight",
+        up="experts.{}.w3.weight",
+        down="experts.{}.w2.weight",
+    ),
+    "qwen3": _Layout(
+        router="gate.weight",
+        gate="experts.{}.gate_proj.weight",
+        up="experts.{}.up_proj.weight",
+        down="experts.{}.down_proj.weight",
+    ),
+    "deepseek": _Layout(
+        router="gate.weight",
+        gate="experts.{}.gate_proj.weight",
+        up="experts.{}.up_proj.weight",
+        down="experts.{}.down_proj.weight",
+        bias="gate.e_score_correction_bias",
+        shared=(
+            "shared_experts.gate_proj.weight",
+            "shared_experts.up_proj.weight",
+            "shared_experts.down_proj.weight",
+        ),
+    ),
+    "transformers": _Layout(
+        router="gate.weight",
+        gate="experts.gate_up_proj",
+        up=None,
+        down="experts.down_proj",
+        bias="gate.e_score_correction_bias",
+        shared=(
+            "shared_experts.gate_proj.weight",
+            "shared_experts.up_proj.weight",
+            "shared_experts.down_proj.weight",
+        ),
+    ),
+    "torchtitan": _Layout(
+        router="router.gate.weight",
+        gate="experts.w1",
+        up="experts.w3",
+        down="experts.w2",
+        bias="expert_bias",
+        shared=("shared_experts.w1.weight", "shared_experts.w3.weight", "shared_experts.w2.weight"),
+    ),
+}
+"""Known layouts: per expert as on disk for mixtral, qwen3 and deepseek; stacked for transformers
+(version 5, in memory) and torchtitan."""
+
+
+def convert_checkpoint(
+    state: Mapping[str, torch.Tensor], layout: str, *, prefix: str = ""
+) -> dict[str, torch.Tensor]:
+    """Make ``MoE``'s state dictionary from a published layout.
+
+    Args:
+        state: The model's state dictionary; other keys are left alone.
+        layout: A key of ``LAYOUTS``.
+        prefix: What stands before the layer's names, such as ``"model.layers.3.mlp."``.
+
+    Returns:
+        What ``MoE.load_state_dict`` takes.
+
+    Raises:
+        ConfigurationError: The layout is unknown.
+        DataError: A weight is missing or has another shape than the others.
+
+    Example:
+        >>> state = {"gate.weight": torch.zeros(1, 2)}
+        >>> for name in ("w1", "w3", "w2"):
+        ...     state[f"experts.0.{name}.weight"] = torch.ones(2, 2)
+        >>> {name: tuple(t.shape) for name, t in convert_checkpoint(state, "mixtral").items()}
+        {'gate.weight': (1, 2), 'experts.w13': (1, 4, 2), 'experts.w2': (1, 2, 2)}
+    """
+    known = _layout(layout)
+    router = _take(state, prefix + known.router)
+    gate = _stacked(state, prefix + known.gate, known, len(router))
+    halves = [gate]
+    if known.up is not None:
+        halves.append(_stacked(state, prefix + known.up, known, len(router)))
+    found = {
+        "gate.weight": router,
+        "experts.w13": _joined(halves),
+        "experts.w2": _stacked(state, prefix + known.down, known, len(router)),
+    }
+    if known.bias is not None and prefix + known.bias in state:
+        found["gate.selection_bias"] = state[prefix + known.bias]
+    if known.shared is not None and prefix + known.shared[0] in state:
+        parts = [_take(state, prefix + name).unsqueeze(0) for name in known.shared]
+        found["shared.w13"] = _joined(parts[:2])
+        found["shared.w2"] = parts[2]
+    return found
+
+
+def export_checkpoint(
+    state: Mapping[str, torch.Tensor], layout: str, *, prefix: str = ""
+) -> dict[str, torch.Tensor]:
+    """The inverse of ``convert_checkpoint``: tensors are views where they can be.
+
+    Args:
+        state: ``MoE.state_dict()`` of a layer with a gated activation and without expert biases.
+        layout: A key of ``LAYOUTS``.
+        prefix: To put before the names.
+
+    Returns:
+        The published layout.
+
+    Raises:
+        ConfigurationError: The layout is unknown or cannot hold what the layer has.
+        DataError: A weight is missing.
+    """
+    known = _layout(layout)
+    spare = {"gate.selection_bias": known.bias, "shared.w13": known.shared}
+    extra = [name for name in state if name.endswith(("b13", "b2"))]
+    extra += [name for name, place in spare.items() if name in state and place is None]
+    if extra:
+        raise ConfigurationError(
+            f"layout {layout!r} has no place for {', '.join(extra)}", hint="choose another layout"
+        )
+    w13, w2 = _take(state, "experts.w13"), _take(state, "experts.w2")
+    found = {prefix + known.router: _take(state, "gate.weight")}
+    gates = w13 if known.up is None else w13.chunk(2, dim=1)[0]
+    parts = [(known.gate, gates), (known.down, w2)]
+    if known.up is not None:
+        parts.append((known.up, w13.chunk(2, dim=1)[1]))
+    for name, tensor in parts:
+        if known.stacked:
+            found[prefix + name] = tensor
+        else:
+            found |= {prefix + name.format(e): expert for e, expert in enumerate(tensor)}
+    if known.bias is not None and "gate.selection_bias" in state:
+        found[prefix + known.bias] = state["gate.selection_bias"]
+    if known.shared is not None and "shared.w13" in state:
+        gate, up = state["shared.w13"][0].chunk(2, dim=0)
+        for name, tensor in zip(known.shared, (gate, up, state["shared.w2"][0]), strict=True):
+            found[prefix + name] = tensor
+    return found
+
+
+def _layout(name: str) -> _Layout:
+    try:
+        return LAYOUTS[name]
+    except KeyError:
+        raise ConfigurationError(
+            f"there is no layout {name!r}", hint=f"use one of {', '.join(LAYOUTS)}"
+        ) from None
+
+
+def _take(state: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    try:
+        return state[name]
+    except KeyError:
+        raise DataError(
+            f"the state dictionary has no {name!r}", hint="check the layout and the prefix"
+        ) from None
+
+
+def _stacked(
+    state: Mapping[str, torch.Tensor], name: str, layout: _Layout, experts: int
+) -> torch.Tensor:
+    if layout.stacked:
+        return _take(state, name)
+    parts = [_take(state, name.format(expert)) for expert in range(experts)]
+    odd = [e for e, part in enumerate(parts) if part.shape != parts[0].shape]
+    if odd:
+        raise DataError(
+            f"{name.format(odd[0])} has shape {tuple(parts[odd[0]].shape)}, expert 0 "
+            f"{tuple(parts[0].shape)}",
+            hint="the file is damaged or of another model",
+        )
+    return torch.stack(parts)
+
+
+def _joined(halves: list[torch.Tensor]) -> torch.Tensor:
+    if len(halves) == 2 and halves[0].shape != halves[1].shape:
+        raise DataError(
+            f"gate and up projections differ: {tuple(halves[0].shape)}, {tuple(halves[1].shape)}",
+            hint="the file is damaged or of another model",
+        )
+    return halves[0] if len(halves) == 1 else torch.cat(halves, dim=1)

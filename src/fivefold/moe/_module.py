@@ -1,0 +1,229 @@
+"""The mixture-of-experts layer as a module: router, experts, shared expert."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from fivefold.errors import ConfigurationError
+from fivefold.moe._activations import activation_named
+from fivefold.moe._capacity import DropPolicy, capacity_for
+from fivefold.moe._operator import fused_moe
+from fivefold.moe._routing import Router, Routing, load_balancing_loss, route, router_z_loss
+
+__all__ = ["MoE", "MoEConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """Sizes and options of a layer.
+
+    Attributes:
+        hidden: Width of a token, H.
+        intermediate: Inner width of an expert, I.
+        experts: How many, E.
+        router: How tokens choose.
+        activation: A key of ``ACTIVATIONS``.
+        bias: Whether experts have biases.
+        shared_intermediate: Inner width of an expert that every token goes through, unweighted;
+            0 for none.
+        selection_bias: Whether the router has a bias for choosing (no gradient; move it with
+            ``updated_selection_bias``).
+        capacity_factor: Capacity of an expert in units of the even load; None drops nothing.
+        drop_policy: Who is dropped beyond the capacity.
+        backend: As in ``fused_moe``.
+
+    Raises:
+        ConfigurationError: A size is not positive, or the options do not fit together.
+    """
+
+    hidden: int
+    intermediate: int
+    experts: int
+    router: Router = field(default_factory=lambda: Router(top_k=2))
+    activation: str = "swiglu"
+    bias: bool = False
+    shared_intermediate: int = 0
+    selection_bias: bool = False
+    capacity_factor: float | None = None
+    drop_policy: DropPolicy = "position"
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "intermediate", "experts"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"{name} must be positive; got {getattr(self, name)}")
+        if self.shared_intermediate < 0:
+            raise ConfigurationError(
+                f"shared_intermediate must not be negative; got {self.shared_intermediate}"
+            )
+        if self.capacity_factor is not None and self.capacity_factor <= 0:
+            raise ConfigurationError(
+                f"capacity_factor must be positive; got {self.capacity_factor}",
+                hint="use None to drop nothing",
+            )
+        activation_named(self.activation)
+        self.router.check_experts(self.experts)
+
+
+class _Gate(nn.Module):
+    """Router weights, [E, H], and the bias for choosing."""
+
+    selection_bias: torch.Tensor | None
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.experts, config.hidden))
+        bias = torch.zeros(config.experts) if config.selection_bias else None
+        self.register_buffer("selection_bias", bias)
+
+
+class _Experts(nn.Module):
+    """Weights of E experts, stacked."""
+
+    def __init__(self, experts: int, hidden: int, intermediate: int, config: MoEConfig) -> None:
+        super().__init__()
+        rows = activation_named(config.activation).width(intermediate)
+        self.w13 = nn.Parameter(torch.empty(experts, rows, hidden))
+        self.w2 = nn.Parameter(torch.empty(experts, hidden, intermediate))
+        self.b13 = nn.Parameter(torch.zeros(experts, rows)) if config.bias else None
+        self.b2 = nn.Parameter(torch.zeros(experts, hidden)) if config.bias else None
+
+
+class MoE(nn.Module):
+    """A feed-forward layer of which each token uses a few experts.
+
+    Weights: ``gate.weight`` [E, H], ``experts.w13`` [E, 2I, H] (gate rows, then up rows; [E, I, H]
+    for plain activations), ``experts.w2`` [E, H, I], biases ``experts.b13`` and ``experts.b2``, and
+    ``shared.*`` as one more expert. ``convert_checkpoint`` makes these from the layouts of Mixtral,
+    Qwen3-MoE, DeepSeek and torchtitan.
+
+    Args:
+        config: Sizes and options.
+
+    Attributes:
+        last_routing: What the last forward decided, for losses and statistics; with its graph
+            while gradients are on.
+        last_logits: The router logits of the last forward.
+
+    Example:
+        >>> layer = MoE(MoEConfig(hidden=8, intermediate=16, experts=4))
+        >>> layer(torch.randn(2, 3, 8)).shape
+        torch.Size([2, 3, 8])
+        >>> int(layer.last_routing.load_E.sum())  # 6 tokens, 2 experts each
+        12
+    """
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.gate = _Gate(config)
+        self.experts = _Experts(config.experts, config.hidden, config.intermediate, config)
+        shared = config.shared_intermediate
+        self.shared = _Experts(1, config.hidden, shared, config) if shared else None
+        self.last_routing: Routing | None = None
+        self.last_logits: torch.Tensor | None = None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw weights uniformly within 1 / sqrt(inputs), as ``nn.Linear``; biases are zero."""
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if name.endswith(("b13", "b2")):
+                    parameter.zero_()
+                else:
+                    bound = 1.0 / math.sqrt(parameter.shape[-1])
+                    parameter.uniform_(-bound, bound)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Send tokens through their experts.
+
+        Args:
+            x: Shape [..., H].
+
+        Returns:
+            The same shape and data type.
+
+        Raises:
+            ConfigurationError: The last dimension is not H.
+        """
+        config = self.config
+        if x.shape[-1] != config.hidden:
+            raise ConfigurationError(
+                f"tokens have width {x.shape[-1]}, the layer {config.hidden}",
+                hint="the last dimension is the hidden size",
+            )
+        tokens = x.reshape(-1, config.hidden)
+        logits = nn.functional.linear(tokens, self.gate.weight)
+        routing = route(logits, config.router, selection_bias=self.gate.selection_bias)
+        self.last_routing, self.last_logits = routing, logits
+        output = self._through(tokens, self.experts, routing.ids_TK, routing.weights_TK)
+        if self.shared is not None:
+            every = torch.zeros(len(tokens), 1, dtype=torch.int64, device=x.device)
+            one = torch.ones(len(tokens), 1, dtype=routing.weights_TK.dtype, device=x.device)
+            output = output + self._through(tokens, self.shared, every, one, shared=True)
+        return output.view(x.shape)
+
+    def _through(
+        self,
+        tokens: torch.Tensor,
+        experts: _Experts,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        *,
+        shared: bool = False,
+    ) -> torch.Tensor:
+        config = self.config
+        capacity = None
+        if config.capacity_factor is not None and not shared:
+            capacity = capacity_for(
+                len(tokens),
+                config.experts,
+                top_k=config.router.top_k,
+                factor=config.capacity_factor,
+            )
+        return fused_moe(
+            tokens,
+            experts.w13,
+            experts.w2,
+            ids,
+            weights,
+            activation=config.activation,
+            b13=experts.b13,
+            b2=experts.b2,
+            capacity=capacity,
+            drop_policy=config.drop_policy,
+            backend=config.backend,
+            check=False,  # the router's own ids are in range and distinct
+        )
+
+    def auxiliary_loss(self, *, balance: float = 0.01, z: float = 0.0) -> torch.Tensor:
+        """Losses of the last forward to add to the task's: balance * aux + z * z loss.
+
+        Args:
+            balance: Coefficient of ``load_balancing_loss``.
+            z: Coefficient of ``router_z_loss``.
+
+        Returns:
+            A scalar with gradients to the router.
+
+        Raises:
+            ConfigurationError: There was no forward yet.
+        """
+        if self.last_routing is None or self.last_logits is None:
+            message = "there is no routing yet"
+            raise ConfigurationError(message, hint="call the layer before its losses")
+        loss = balance * load_balancing_loss(self.last_routing)
+        return loss + z * router_z_loss(self.last_logits) if z else loss
+
+    def extra_repr(self) -> str:
+        """Sizes, for ``print``."""
+        config = self.config
+        return (
+            f"hidden={config.hidden}, intermediate={config.intermediate}, "
+            f"experts={config.experts}, top_k={config.router.top_k}, "
+            f"activation={config.activation!r}"
+        )

@@ -1,0 +1,118 @@
+"""Checks of an operator's operands: every mistake is named before anything is computed."""
+
+from __future__ import annotations
+
+import torch
+
+from fivefold.errors import ConfigurationError
+from fivefold.moe._activations import Activation
+
+__all__ = ["check_ids", "check_operands"]
+
+_ID_TYPES = (torch.int32, torch.int64)
+
+
+def check_operands(  # noqa: PLR0913 - the operator's own operands
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    activation: Activation,
+    b13: torch.Tensor | None,
+    b2: torch.Tensor | None,
+) -> None:
+    """Check shapes, data types and devices, without looking at values.
+
+    Args:
+        x: [T, H].
+        w13: [E, 2I, H] or [E, I, H].
+        w2: [E, H, I].
+        ids: [T, K].
+        weights: [T, K].
+        activation: Says whether ``w13`` has two halves.
+        b13: [E, 2I] or [E, I], or None.
+        b2: [E, H], or None.
+
+    Raises:
+        ConfigurationError: They do not fit together.
+    """
+    if x.ndim != 2 or w13.ndim != 3 or w2.ndim != 3:
+        raise ConfigurationError(
+            f"x, w13 and w2 have shapes {tuple(x.shape)}, {tuple(w13.shape)}, {tuple(w2.shape)}",
+            hint="they are [tokens, hidden], [experts, rows, hidden], [experts, hidden, inner]",
+        )
+    experts, hidden, inner = w2.shape
+    expected = {
+        "x": (x, (x.shape[0], hidden)),
+        "w13": (w13, (experts, activation.width(inner), hidden)),
+        "weights": (weights, tuple(ids.shape)),
+        "b13": (b13, (experts, activation.width(inner))),
+        "b2": (b2, (experts, hidden)),
+    }
+    for name, (tensor, shape) in expected.items():
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise ConfigurationError(
+                f"{name} has shape {tuple(tensor.shape)}, but w2 {tuple(w2.shape)} and activation "
+                f"{activation.name!r} make it {shape}",
+                hint="a gated activation has 2 * inner rows in w13, gate rows first",
+            )
+    if ids.ndim != 2 or ids.shape[0] != x.shape[0]:
+        raise ConfigurationError(
+            f"topk_ids has shape {tuple(ids.shape)}, x has {x.shape[0]} tokens",
+            hint="topk_ids is [tokens, top_k]",
+        )
+    if ids.dtype not in _ID_TYPES:
+        raise ConfigurationError(f"topk_ids has dtype {ids.dtype}", hint="use int32 or int64")
+    floats = {"x": x, "w13": w13, "w2": w2, "b13": b13, "b2": b2}
+    _check_alike(floats)
+    if not weights.is_floating_point():
+        raise ConfigurationError(f"topk_weights has dtype {weights.dtype}", hint="use float32")
+    for name, tensor in {"topk_ids": ids, "topk_weights": weights, **floats}.items():
+        if tensor is not None and tensor.device != x.device:
+            raise ConfigurationError(
+                f"{name} is on {tensor.device}, x on {x.device}", hint="move them to one device"
+            )
+
+
+def _check_alike(floats: dict[str, torch.Tensor | None]) -> None:
+    x = floats["x"]
+    assert x is not None, "x is always there"
+    if not x.is_floating_point():
+        raise ConfigurationError(f"x has dtype {x.dtype}", hint="use a floating-point type")
+    for name, tensor in floats.items():
+        if tensor is not None and tensor.dtype != x.dtype:
+            raise ConfigurationError(
+                f"{name} has dtype {tensor.dtype}, x has {x.dtype}",
+                hint="cast them to one type, or run under torch.autocast",
+            )
+
+
+def check_ids(ids: torch.Tensor, num_experts: int) -> None:
+    """Check that experts exist and that no token has one twice; waits for the device.
+
+    Args:
+        ids: [T, K]; -1 for none.
+        num_experts: E.
+
+    Raises:
+        ConfigurationError: One is out of range or stands twice.
+    """
+    if ids.numel() == 0:
+        return
+    smallest, largest = int(ids.min()), int(ids.max())
+    if smallest < -1 or largest >= num_experts:
+        raise ConfigurationError(
+            f"topk_ids holds {smallest if smallest < -1 else largest}, there are {num_experts} "
+            "experts",
+            hint="use 0 to experts - 1, and -1 for a dropped assignment",
+        )
+    ordered = torch.sort(ids, dim=-1).values
+    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    if bool(twice.any()):
+        token = int(twice.any(dim=-1).nonzero()[0, 0])
+        raise ConfigurationError(
+            f"token {token} is routed to an expert twice: {ids[token].tolist()}",
+            hint="the experts of a token are distinct",
+        )

@@ -1,0 +1,196 @@
+"""The operator as torch knows it: a custom op with a schema, shapes without values, and gradients.
+
+``fused_moe`` is what users call. Below it ``fivefold::fused_moe`` and its backward are registered
+with ``torch.library``, so that ``torch.compile`` sees one opaque call whatever the backend, and the
+number of tokens may change without compiling again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fivefold.errors import ConfigurationError
+from fivefold.moe._activations import activation_named
+from fivefold.moe._backends import backend_for
+from fivefold.moe._capacity import DropPolicy, drop_beyond_capacity
+from fivefold.moe._operands import check_ids, check_operands
+
+__all__ = ["fused_moe"]
+
+_Optional = torch.Tensor | None
+
+
+@torch.library.custom_op("fivefold::fused_moe", mutates_args=())
+def _forward(  # noqa: PLR0913, PLR0917 - a schema: every operand in its place
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    b13: torch.Tensor | None,
+    b2: torch.Tensor | None,
+    activation: str,
+    weight_on_input: bool,  # noqa: FBT001 - a schema has no keyword-only arguments here
+    backend: str,
+) -> torch.Tensor:
+    found = backend_for(backend, x)
+    return found.forward(
+        x,
+        w13,
+        w2,
+        ids,
+        weights,
+        activation=activation_named(activation),
+        b13=b13,
+        b2=b2,
+        weight_on_input=weight_on_input,
+    )
+
+
+@_forward.register_fake
+def _forward_shape(x: torch.Tensor, *_operands: Any) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("fivefold::fused_moe_backward", mutates_args=())
+def _backward(  # noqa: PLR0913, PLR0917 - as above
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    b13: torch.Tensor | None,
+    b2: torch.Tensor | None,
+    activation: str,
+    weight_on_input: bool,  # noqa: FBT001 - as above
+    backend: str,
+) -> list[torch.Tensor]:
+    found = backend_for(backend, x).backward(
+        gradient.contiguous(),
+        x,
+        w13,
+        w2,
+        ids,
+        weights,
+        activation=activation_named(activation),
+        b13=b13,
+        b2=b2,
+        weight_on_input=weight_on_input,
+    )
+    return [g for g in found if g is not None]
+
+
+@_backward.register_fake
+def _backward_shapes(  # noqa: PLR0913, PLR0917 - as above
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    b13: torch.Tensor | None,
+    b2: torch.Tensor | None,
+    *_options: Any,
+) -> list[torch.Tensor]:
+    del gradient, ids
+    like = [tensor for tensor in (x, w13, w2, weights, b13, b2) if tensor is not None]
+    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in like]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    del output
+    x, w13, w2, ids, weights, b13, b2, activation, weight_on_input, backend = inputs
+    ctx.save_for_backward(x, w13, w2, ids, weights, b13, b2)
+    ctx.options = (activation, weight_on_input, backend)
+
+
+def _gradients(ctx: Any, gradient: torch.Tensor) -> tuple[_Optional, ...]:
+    saved = ctx.saved_tensors
+    found = iter(_backward(gradient, *saved, *ctx.options))
+    d_x, d_w13, d_w2, d_weights = (next(found) for _ in range(4))
+    d_b13, d_b2 = (None if bias is None else next(found) for bias in saved[5:7])
+    return d_x, d_w13, d_w2, None, d_weights, d_b13, d_b2, None, None, None
+
+
+_forward.register_autograd(_gradients, setup_context=_keep)
+
+
+def fused_moe(  # noqa: PLR0913 - an operator's operands and options, all but five by name
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    *,
+    activation: str = "swiglu",
+    b13: torch.Tensor | None = None,
+    b2: torch.Tensor | None = None,
+    weight_on_input: bool = False,
+    capacity: int | None = None,
+    drop_policy: DropPolicy = "position",
+    backend: str = "auto",
+    check: bool | None = None,
+) -> torch.Tensor:
+    """Send every token through its experts and add up the weighted results.
+
+    y[t] = sum_k weight[t, k] * (W2[e] f(W13[e] x[t] + b13[e]) + b2[e]) with e = topk_ids[t, k], the
+    sum over k in order and in float32 at least. Differentiable in all but the ids; deterministic.
+
+    Args:
+        x: Tokens, [T, H]; T may be 0.
+        w13: First weights, [E, 2I, H] (gate rows, then up rows) for gated activations, else
+            [E, I, H].
+        w2: Second weights, [E, H, I].
+        topk_ids: Experts of each token, int32 or int64 [T, K]; -1 drops an assignment.
+        topk_weights: [T, K].
+        activation: A key of ``ACTIVATIONS``.
+        b13: [E, 2I] or [E, I]; None for none.
+        b2: [E, H]; None for none.
+        weight_on_input: Multiply tokens by their weight before the experts instead of after.
+        capacity: Most tokens per expert; None drops nothing.
+        drop_policy: Who is dropped beyond the capacity, see ``drop_beyond_capacity``.
+        backend: ``"auto"``, or a name of ``backends()``.
+        check: Look at the ids' values; None: on the CPU only, since it waits for the device.
+
+    Returns:
+        [T, H], in x's data type.
+
+    Raises:
+        ConfigurationError: Shapes, data types, devices, ids or options do not fit.
+        UnsupportedError: The backend is not available here; says why.
+
+    References:
+        FlashMoE, arXiv 2506.04667; the layouts are those of transformers' fused experts.
+
+    Example:
+        >>> x, w13, w2 = torch.ones(1, 2), torch.ones(3, 4, 2), torch.ones(3, 2, 2)
+        >>> ids, weights = torch.tensor([[0, 2]]), torch.tensor([[0.25, 0.75]])
+        >>> fused_moe(x, w13, w2, ids, weights, activation="reglu").tolist()  # 2 * (2 * 2)
+        [[8.0, 8.0]]
+    """
+    kind = activation_named(activation)
+    check_operands(x, w13, w2, topk_ids, topk_weights, activation=kind, b13=b13, b2=b2)
+    if check or (check is None and x.device.type == "cpu" and not torch.compiler.is_compiling()):
+        check_ids(topk_ids, len(w2))
+    if weight_on_input and topk_ids.shape[1] != 1:
+        raise ConfigurationError(
+            f"weight_on_input needs top_k 1; got {topk_ids.shape[1]}",
+            hint="with more experts per token the weights belong to the outputs",
+        )
+    if capacity is not None:
+        kept = drop_beyond_capacity(
+            topk_ids,
+            topk_weights,
+            num_experts=len(w2),
+            capacity=capacity,
+            policy=drop_policy,
+        )
+        topk_ids = topk_ids.masked_fill(~kept, -1)
+    chosen = backend_for(backend, x).name
+    result: torch.Tensor = _forward(
+        x, w13, w2, topk_ids, topk_weights, b13, b2, activation, weight_on_input, chosen
+    )
+    return result

@@ -1,0 +1,259 @@
+"""Which experts a token goes to and with what weight: every common router as one function.
+
+Shapes: T tokens, E experts, K experts per token. Ties go to the lower expert number, so that a
+routing is a function of the logits alone, on every device.
+
+References: Shazeer et al. 2017, arXiv 1701.06538 (top-k); Fedus et al. 2021, arXiv 2101.03961
+(auxiliary loss); Zoph et al. 2022, arXiv 2202.08906 (z loss); DeepSeek-V2, arXiv 2405.04434
+(group-limited) and DeepSeek-V3, arXiv 2412.19437 (sigmoid scores, selection bias).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from fivefold.errors import ConfigurationError, DataError
+
+__all__ = [
+    "Router",
+    "Routing",
+    "load_balancing_loss",
+    "route",
+    "router_z_loss",
+    "updated_selection_bias",
+]
+
+Score = Literal["softmax", "topk_softmax", "sigmoid"]
+GroupScore = Literal["max", "top2_sum"]
+_SMALL = 1e-20  # keeps a token whose scores all underflowed from dividing by zero
+
+
+@dataclass(frozen=True, kw_only=True)
+class Router:
+    """How logits become a routing.
+
+    Attributes:
+        top_k: Experts per token, K.
+        score: ``"softmax"``: probabilities over all experts, then the K largest.
+            ``"topk_softmax"``: the K largest logits, then a softmax over these. ``"sigmoid"``:
+            independent scores, then the K largest.
+        normalize: Divide the K weights by their sum; without effect for ``"topk_softmax"``.
+        groups: Equal groups of consecutive experts.
+        top_groups: How many of them a token may use.
+        group_score: What a group is chosen by: its largest score, or the sum of its two largest.
+        scale: Factor on all weights.
+
+    Raises:
+        ConfigurationError: A number is out of range.
+
+    Example:
+        >>> Router(top_k=2, score="sigmoid", groups=4, top_groups=2).top_k
+        2
+    """
+
+    top_k: int
+    score: Score = "softmax"
+    normalize: bool = True
+    groups: int = 1
+    top_groups: int = 1
+    group_score: GroupScore = "max"
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.top_k < 1:
+            raise ConfigurationError(f"top_k must be at least 1; got {self.top_k}")
+        if self.score not in {"softmax", "topk_softmax", "sigmoid"}:
+            raise ConfigurationError(
+                f"score is {self.score!r}", hint='use "softmax", "topk_softmax" or "sigmoid"'
+            )
+        if self.group_score not in {"max", "top2_sum"}:
+            raise ConfigurationError(
+                f"group_score is {self.group_score!r}", hint='use "max" or "top2_sum"'
+            )
+        if not 1 <= self.top_groups <= self.groups:
+            raise ConfigurationError(
+                f"top_groups must be between 1 and groups={self.groups}; got {self.top_groups}"
+            )
+
+    def check_experts(self, num_experts: int) -> None:
+        """Check it against a number of experts.
+
+        Args:
+            num_experts: E.
+
+        Raises:
+            ConfigurationError: They do not fit.
+        """
+        if num_experts % self.groups:
+            raise ConfigurationError(
+                f"{num_experts} experts cannot be cut into {self.groups} equal groups",
+                hint="choose a number of groups that divides the number of experts",
+            )
+        reachable = num_experts // self.groups * self.top_groups
+        if self.top_k > reachable:
+            raise ConfigurationError(
+                f"top_k is {self.top_k}, but a token can reach {reachable} experts only",
+                hint="lower top_k, or raise top_groups or the number of experts",
+            )
+        if self.group_score == "top2_sum" and num_experts // self.groups < 2:
+            message = 'group_score "top2_sum" needs two experts in each group'
+            raise ConfigurationError(message, hint='use "max"')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """What a router decided.
+
+    Attributes:
+        ids_TK: Experts of each token by descending score, int64; distinct within a token.
+        weights_TK: Their weights, in the logits' data type (at least float32).
+        scores_TE: Scores of all experts, for the losses: probabilities for the softmax routers,
+            sigmoids otherwise.
+    """
+
+    ids_TK: torch.Tensor  # noqa: N815 - shape suffix
+    weights_TK: torch.Tensor  # noqa: N815 - shape suffix
+    scores_TE: torch.Tensor  # noqa: N815 - shape suffix
+
+    @property
+    def load_E(self) -> torch.Tensor:  # noqa: N802 - shape suffix
+        """Tokens per expert, int64 [E]."""
+        return torch.bincount(self.ids_TK.reshape(-1), minlength=self.scores_TE.shape[1])
+
+
+def route(
+    logits: torch.Tensor, router: Router, *, selection_bias: torch.Tensor | None = None
+) -> Routing:
+    """Choose experts and weights from router logits; differentiable in the weights and scores.
+
+    Args:
+        logits: Shape [T, E]; computed with in float32 at least.
+        router: How.
+        selection_bias: Shape [E]; added to the scores for choosing only, not to the weights
+            (auxiliary-loss-free balancing).
+
+    Returns:
+        The routing.
+
+    Raises:
+        ConfigurationError: Shapes or the router do not fit.
+        DataError: A logit is not a number (looked at on the CPU only: elsewhere it would wait for
+            the device).
+
+    Example:
+        >>> logits = torch.tensor([[0.0, 2.0, 1.0]])
+        >>> routing = route(logits, Router(top_k=2))
+        >>> routing.ids_TK.tolist(), round(float(routing.weights_TK.sum()), 6)
+        ([[1, 2]], 1.0)
+    """
+    if logits.ndim != 2:
+        raise ConfigurationError(f"logits must be [tokens, experts]; got {tuple(logits.shape)}")
+    num_experts = logits.shape[1]
+    router.check_experts(num_experts)
+    if selection_bias is not None and selection_bias.shape != (num_experts,):
+        raise ConfigurationError(
+            f"selection_bias must be [{num_experts}]; got {tuple(selection_bias.shape)}"
+        )
+    if logits.device.type == "cpu" and bool(torch.isnan(logits).any()):
+        message = "router logits hold NaN"
+        raise DataError(message, hint="look for a diverged router or input before this layer")
+    values = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    scores = torch.sigmoid(values) if router.score == "sigmoid" else torch.softmax(values, dim=-1)
+    wanted = values if router.score == "topk_softmax" else scores
+    choice = wanted.detach()
+    if selection_bias is not None:
+        choice = choice + selection_bias.detach().to(choice)
+    if router.groups > 1:
+        choice = _limited_to_groups(choice, router)
+    ids = torch.sort(choice, dim=-1, descending=True, stable=True).indices[:, : router.top_k]
+    return Routing(ids_TK=ids, weights_TK=_weights(wanted.gather(1, ids), router), scores_TE=scores)
+
+
+def _weights(chosen: torch.Tensor, router: Router) -> torch.Tensor:
+    if router.score == "topk_softmax":
+        chosen = torch.softmax(chosen, dim=-1)
+    elif router.normalize:
+        chosen = chosen / (chosen.sum(dim=-1, keepdim=True) + _SMALL)
+    return chosen * router.scale
+
+
+def _limited_to_groups(choice: torch.Tensor, router: Router) -> torch.Tensor:
+    grouped = choice.view(len(choice), router.groups, -1)
+    if router.group_score == "max":
+        worth = grouped.amax(dim=-1)
+    else:
+        worth = grouped.topk(2, dim=-1).values.sum(dim=-1)
+    best = torch.sort(worth, dim=-1, descending=True, stable=True).indices[:, : router.top_groups]
+    closed = torch.ones_like(worth, dtype=torch.bool).scatter_(1, best, value=False)
+    return grouped.masked_fill(closed.unsqueeze(-1), float("-inf")).view_as(choice)
+
+
+def load_balancing_loss(routing: Routing) -> torch.Tensor:
+    """The auxiliary loss E * sum_e f_e P_e; 1 where the load is even, E where one expert has all.
+
+    f_e is the share of all assignments that go to expert e (a constant for the gradient), P_e the
+    mean score of e, with the scores of a token normalised to one. Multiply it by K to compare with
+    implementations that divide by the number of tokens instead of assignments.
+
+    Args:
+        routing: Of at least one token.
+
+    Returns:
+        A scalar.
+
+    Raises:
+        DataError: There are no tokens.
+    """
+    num_tokens, num_experts = routing.scores_TE.shape
+    if num_tokens == 0:
+        message = "a load balancing loss needs tokens"
+        raise DataError(message, hint="skip it for empty batches")
+    share = routing.load_E.to(routing.scores_TE.dtype) / routing.ids_TK.numel()
+    scores = routing.scores_TE
+    probabilities = scores / (scores.sum(dim=-1, keepdim=True) + _SMALL)
+    return num_experts * torch.dot(share, probabilities.mean(dim=0))
+
+
+def router_z_loss(logits: torch.Tensor) -> torch.Tensor:
+    """Mean over the tokens of logsumexp(logits) squared: keeps router logits small.
+
+    Args:
+        logits: Shape [T, E], T at least 1.
+
+    Returns:
+        A scalar.
+
+    Raises:
+        DataError: There are no tokens.
+    """
+    if len(logits) == 0:
+        message = "a z loss needs tokens"
+        raise DataError(message, hint="skip it for empty batches")
+    values = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return torch.logsumexp(values, dim=-1).square().mean()
+
+
+def updated_selection_bias(
+    bias: torch.Tensor, load: torch.Tensor, *, rate: float = 1e-3
+) -> torch.Tensor:
+    """One step of balancing without an auxiliary loss: raise what is underused, lower the rest.
+
+    bias + rate * sign(mean(load) - load), DeepSeek-V3, section 2.1.2.
+
+    Args:
+        bias: Shape [E].
+        load: Tokens per expert over the step, summed over all ranks, shape [E].
+        rate: Size of the step.
+
+    Returns:
+        The new bias.
+
+    Example:
+        >>> updated_selection_bias(torch.zeros(2), torch.tensor([3, 1]), rate=0.5).tolist()
+        [-0.5, 0.5]
+    """
+    load = load.to(bias)
+    return bias + rate * torch.sign(load.mean() - load)

@@ -1,0 +1,224 @@
+"""The operator against one token and one expert at a time, in float64; gradients; bad input."""
+
+import pytest
+import torch
+
+from fivefold.errors import ConfigurationError, UnsupportedError
+from fivefold.moe import ACTIVATIONS, backends, experts_one_by_one, fused_moe
+
+GRID = [  # T, H, I, E, K
+    (1, 4, 6, 3, 1),
+    (5, 8, 4, 4, 2),
+    (37, 16, 24, 5, 3),
+    (64, 8, 8, 8, 8),
+    (3, 1, 1, 1, 1),
+    (20, 6, 10, 16, 2),  # more experts than most tokens reach
+]
+TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 2e-6, torch.float64: 1e-13}
+
+
+def operands(shape, activation="swiglu", *, bias=False, dtype=torch.float64, seed=0):
+    tokens, hidden, inner, experts, top_k = shape
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*sizes):
+        return torch.randn(*sizes, generator=generator, dtype=torch.float64).to(dtype)
+
+    rows = ACTIVATIONS[activation].width(inner)
+    ids = torch.stack([torch.randperm(experts, generator=generator)[:top_k] for _ in range(tokens)])
+    biases = {"b13": draw(experts, rows), "b2": draw(experts, hidden)} if bias else {}
+    return {
+        "x": draw(tokens, hidden),
+        "w13": draw(experts, rows, hidden) / hidden**0.5,
+        "w2": draw(experts, hidden, inner) / inner**0.5,
+        "topk_ids": ids,
+        "topk_weights": torch.rand(tokens, top_k, generator=generator, dtype=torch.float64).to(
+            torch.promote_types(dtype, torch.float32)
+        ),
+    } | biases
+
+
+def expected(given, activation, **options):
+    wide = {
+        name: value.double() if value.is_floating_point() else value
+        for name, value in given.items()
+    }
+    return experts_one_by_one(
+        wide["x"],
+        wide["w13"],
+        wide["w2"],
+        wide["topk_ids"],
+        wide["topk_weights"],
+        activation=ACTIVATIONS[activation],
+        b13=wide.get("b13"),
+        b2=wide.get("b2"),
+        **options,
+    )
+
+
+def relative(found, wanted):
+    return float((found.double() - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("shape", GRID, ids=str)
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
+@pytest.mark.parametrize("bias", [False, True])
+def test_equals_one_by_one(shape, activation, bias):
+    given = operands(shape, activation, bias=bias)
+    found = fused_moe(**given, activation=activation)
+    assert relative(found, expected(given, activation)) < TOLERANCE[torch.float64]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_precision(dtype):
+    given = operands((96, 64, 48, 8, 4), dtype=dtype)
+    found = fused_moe(**given)
+    assert found.dtype == dtype
+    assert relative(found, expected(given, "swiglu")) < TOLERANCE[dtype]
+
+
+def test_empty_batches_dropped_assignments_and_one_expert_for_all():
+    assert fused_moe(**operands((7, 4, 4, 3, 2)) | empty()).shape == (0, 4)
+    given = operands((9, 4, 4, 3, 2))
+    given["topk_ids"][::2] = -1
+    given["topk_ids"][1, 0] = -1
+    found = fused_moe(**given)
+    assert torch.equal(found[::2], torch.zeros(5, 4, dtype=torch.float64))
+    assert relative(found, expected(given, "swiglu")) < 1e-13
+    given = operands((9, 4, 4, 3, 1))
+    given["topk_ids"].fill_(2)
+    assert relative(fused_moe(**given), expected(given, "swiglu")) < 1e-13
+
+
+def empty():
+    return {
+        "x": torch.zeros(0, 4, dtype=torch.float64),
+        "topk_ids": torch.zeros(0, 2, dtype=torch.int64),
+        "topk_weights": torch.zeros(0, 2, dtype=torch.float64),
+    }
+
+
+def test_weights_on_the_input():
+    given = operands((11, 6, 5, 4, 1), bias=True)
+    found = fused_moe(**given, weight_on_input=True)
+    assert relative(found, expected(given, "swiglu", weight_on_input=True)) < 1e-13
+
+
+def test_a_token_does_not_depend_on_its_neighbours():
+    # Alone, a row may take another path through the matrix library: its bits are not promised.
+    given = operands((40, 8, 8, 4, 2), dtype=torch.float32)
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(3))
+    moved = given | {name: given[name][order] for name in ("x", "topk_ids", "topk_weights")}
+    assert torch.allclose(fused_moe(**moved), fused_moe(**given)[order], atol=1e-6)
+
+
+def test_the_same_bits_every_time():
+    given = operands((64, 32, 16, 8, 4), dtype=torch.bfloat16)
+    first = fused_moe(**given)
+    assert all(torch.equal(fused_moe(**given), first) for _ in range(20))
+
+
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
+@pytest.mark.parametrize("bias", [False, True])
+def test_gradients_equal_those_of_one_by_one(activation, bias):
+    given = operands((13, 6, 5, 4, 2), activation, bias=bias, seed=2)
+    given["topk_ids"][3, 1] = -1
+    names = [name for name, value in given.items() if value.is_floating_point()]
+    for name in names:
+        given[name].requires_grad_()
+    weight = torch.randn(13, 6, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    found = torch.autograd.grad((fused_moe(**given, activation=activation) * weight).sum(),
+                                [given[name] for name in names])  # fmt: skip
+    wanted = torch.autograd.grad((expected(given, activation) * weight).sum(),
+                                 [given[name] for name in names])  # fmt: skip
+    for name, a, b in zip(names, found, wanted, strict=True):
+        assert torch.allclose(a, b, rtol=1e-11, atol=1e-12), name
+
+
+def test_gradients_with_weights_on_the_input_and_without_tokens():
+    given = operands((7, 4, 3, 3, 1), bias=True)
+    for name in ("x", "w13", "topk_weights"):
+        given[name].requires_grad_()
+    leaves = [given[name] for name in ("x", "w13", "topk_weights")]
+    found = torch.autograd.grad(fused_moe(**given, weight_on_input=True).sum(), leaves)
+    wanted = torch.autograd.grad(expected(given, "swiglu", weight_on_input=True).sum(), leaves)
+    assert all(torch.allclose(a, b, rtol=1e-11) for a, b in zip(found, wanted, strict=True))
+    given = operands((7, 4, 4, 3, 2)) | empty()
+    given["w2"].requires_grad_()
+    fused_moe(**given).sum().backward()
+    assert torch.equal(given["w2"].grad, torch.zeros_like(given["w2"]))
+
+
+def test_capacity_drops_by_the_stated_rule():
+    given = operands((10, 4, 4, 2, 1))
+    given["topk_ids"].zero_()
+    found = fused_moe(**given, capacity=3)
+    assert torch.equal(found[3:], torch.zeros(7, 4, dtype=torch.float64))
+    assert torch.equal(found[:3], fused_moe(**given)[:3])
+    by_weight = fused_moe(**given, capacity=3, drop_policy="weight")
+    heaviest = given["topk_weights"][:, 0].argsort(descending=True)[:3].sort().values
+    assert by_weight.abs().sum(-1).nonzero()[:, 0].tolist() == heaviest.tolist()
+
+
+def test_is_a_well_formed_custom_op():
+    given = operands((6, 4, 4, 3, 2), bias=True, dtype=torch.float32)
+    arguments = [given[n] for n in ("x", "w13", "w2", "topk_ids", "topk_weights", "b13", "b2")]
+    for place in (0, 1, 2, 4, 5, 6):
+        arguments[place].requires_grad_()
+    torch.library.opcheck(
+        torch.ops.fivefold.fused_moe.default, (*arguments, "swiglu", False, "reference")
+    )
+
+
+def test_compiles_whole_and_once_for_all_numbers_of_tokens():
+    compilations = []
+
+    def backend(graph, _inputs):
+        compilations.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(fused_moe, backend=backend, fullgraph=True, dynamic=True)
+    for tokens in (5, 9, 17, 33):
+        given = operands((tokens, 4, 4, 3, 2), dtype=torch.float32)
+        assert torch.equal(compiled(**given), fused_moe(**given))
+    assert len(compilations) == 1
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.zeros(5, 3, dtype=torch.float64)}, "x has shape"),
+        ({"x": torch.zeros(5, 8)}, "w13 has dtype torch.float64, x has torch.float32"),
+        ({"x": torch.zeros(2, 5, 8)}, "x, w13 and w2 have shapes"),
+        ({"w13": torch.zeros(4, 4, 8, dtype=torch.float64)}, "w13 has shape"),
+        ({"b2": torch.zeros(4, 1, dtype=torch.float64)}, "b2 has shape"),
+        ({"topk_ids": torch.zeros(4, 2, dtype=torch.int64)}, "weights has shape"),
+        ({"topk_ids": torch.zeros(5, 2)}, "topk_ids has dtype torch.float32"),
+        ({"topk_ids": torch.tensor([[0, 4]] * 5)}, "topk_ids holds 4, there are 4 experts"),
+        ({"topk_ids": torch.tensor([[0, -2]] * 5)}, "topk_ids holds -2"),
+        ({"topk_ids": torch.tensor([[1, 1]] * 5)}, "token 0 is routed to an expert twice"),
+        ({"topk_weights": torch.zeros(5, 2, dtype=torch.int64)}, "topk_weights has dtype"),
+        ({"topk_weights": torch.zeros(5, 2, device="meta")}, "topk_weights is on meta"),
+        ({"activation": "tanh"}, "there is no activation 'tanh'"),
+        ({"backend": "magic"}, "there is no backend 'magic'"),
+        ({"weight_on_input": True}, "weight_on_input needs top_k 1; got 2"),
+    ],
+)
+def test_bad_input_is_named(change, message):
+    with pytest.raises(ConfigurationError, match=message):
+        fused_moe(**operands((5, 8, 4, 4, 2)) | change)
+
+
+def test_backends_say_why_they_are_missing(monkeypatch):
+    from dataclasses import replace
+
+    from fivefold.moe import _backends
+
+    absent = replace(_backends._BACKENDS[0], name="absent", missing=lambda _: "no such thing here")
+    monkeypatch.setattr(_backends, "_BACKENDS", (absent, *_backends._BACKENDS))
+    assert backends() == {"absent": "no such thing here", "reference": None}
+    given = operands((5, 8, 4, 4, 2))
+    with pytest.raises(UnsupportedError, match="'absent' cannot work here: no such thing here"):
+        fused_moe(**given, backend="absent")
+    fused_moe(**given, backend="auto")

@@ -1,0 +1,151 @@
+"""The layer: forward against the parts, losses, training, checkpoints of other libraries."""
+
+import pytest
+import torch
+
+from fivefold.errors import ConfigurationError, DataError
+from fivefold.moe import (
+    ACTIVATIONS,
+    LAYOUTS,
+    MoE,
+    MoEConfig,
+    Router,
+    convert_checkpoint,
+    experts_one_by_one,
+    export_checkpoint,
+    route,
+)
+
+
+def layer_of(**options):
+    torch.manual_seed(0)
+    return MoE(MoEConfig(**({"hidden": 6, "intermediate": 5, "experts": 4} | options))).double()
+
+
+def test_forward_is_router_experts_and_shared_expert():
+    layer = layer_of(shared_intermediate=7, selection_bias=True, router=Router(
+        top_k=2, score="sigmoid", scale=2.5))  # fmt: skip
+    layer.gate.selection_bias.copy_(torch.tensor([0.0, 1.0, 0.0, -1.0]))
+    x = torch.randn(3, 5, 6, dtype=torch.float64)
+    tokens = x.view(-1, 6)
+    routing = route(tokens @ layer.gate.weight.T, layer.config.router,
+                    selection_bias=layer.gate.selection_bias)  # fmt: skip
+    swiglu = ACTIVATIONS["swiglu"]
+    wanted = experts_one_by_one(tokens, layer.experts.w13, layer.experts.w2, routing.ids_TK,
+                                routing.weights_TK, activation=swiglu)  # fmt: skip
+    wanted = wanted + swiglu(tokens @ layer.shared.w13[0].T) @ layer.shared.w2[0].T
+    assert torch.allclose(layer(x).view(-1, 6), wanted, rtol=1e-12, atol=1e-13)
+    assert torch.equal(layer.last_routing.ids_TK, routing.ids_TK)
+
+
+def test_losses_reach_the_router_and_training_learns():
+    layer = layer_of(router=Router(top_k=2), bias=True)
+    with pytest.raises(ConfigurationError, match="no routing yet"):
+        layer.auxiliary_loss()
+    x = torch.randn(64, 6, dtype=torch.float64)
+    target = torch.sin(2 * x)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(150):
+        loss = (layer(x) - target).square().mean()
+        losses.append(float(loss.detach()))
+        optimizer.zero_grad()
+        (loss + layer.auxiliary_loss(balance=0.01, z=1e-3)).backward()
+        optimizer.step()
+    assert losses[-1] < 0.5 * losses[0]
+    assert layer.gate.weight.grad.abs().sum() > 0
+
+
+def test_capacity_of_the_layer():
+    layer = layer_of(capacity_factor=0.5, router=Router(top_k=1))
+    with torch.no_grad():
+        layer.gate.weight.zero_()  # ties: every token to expert 0
+    x = torch.randn(8, 6, dtype=torch.float64)
+    assert layer(x).abs().sum(-1).nonzero()[:, 0].tolist() == [0]  # ceil(8 / 4 * 0.5) = 1
+
+
+def published_layer(layout):
+    """A state dictionary as others write it, and this layer's own."""
+    shared = 3 if LAYOUTS[layout].shared else 0
+    layer = layer_of(shared_intermediate=shared, selection_bias=LAYOUTS[layout].bias is not None)
+    if layer.gate.selection_bias is not None:
+        layer.gate.selection_bias.copy_(torch.randn(4))
+    return layer, export_checkpoint(layer.state_dict(), layout, prefix="model.layers.0.mlp.")
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+def test_layouts_come_back(layout):
+    layer, published = published_layer(layout)
+    found = convert_checkpoint(published, layout, prefix="model.layers.0.mlp.")
+    own = layer.state_dict()
+    assert found.keys() == own.keys()
+    assert all(torch.equal(found[name], own[name]) for name in own)
+    fresh = layer_of(
+        shared_intermediate=layer.config.shared_intermediate,
+        selection_bias=layer.config.selection_bias,
+    )
+    fresh.load_state_dict(found)
+    x = torch.randn(4, 6, dtype=torch.float64)
+    assert torch.equal(fresh(x), layer(x))
+
+
+def test_names_of_the_layouts():
+    names = {layout: set(published_layer(layout)[1]) for layout in LAYOUTS}
+    prefix = "model.layers.0.mlp."
+    assert f"{prefix}experts.3.w1.weight" in names["mixtral"]
+    assert f"{prefix}experts.0.down_proj.weight" in names["qwen3"]
+    assert f"{prefix}gate.e_score_correction_bias" in names["deepseek"]
+    assert f"{prefix}shared_experts.up_proj.weight" in names["deepseek"]
+    assert f"{prefix}experts.gate_up_proj" in names["transformers"]
+    assert {f"{prefix}experts.w1", f"{prefix}router.gate.weight"} <= names["torchtitan"]
+
+
+def test_published_maths_of_a_mixtral_layer():
+    """The layer's published formula on the published weights, written out."""
+    layer, published = published_layer("mixtral")
+    x = torch.randn(9, 6, dtype=torch.float64)
+    state = {name.removeprefix("model.layers.0.mlp."): value for name, value in published.items()}
+    probabilities = torch.softmax(x @ state["gate.weight"].T, -1)
+    weights, ids = probabilities.topk(2, dim=-1)
+    weights = weights / weights.sum(-1, keepdim=True)
+    wanted = torch.zeros_like(x)
+    for token in range(9):
+        for weight, expert in zip(weights[token], ids[token].tolist(), strict=True):
+            w1, w3, w2 = (state[f"experts.{expert}.{name}.weight"] for name in ("w1", "w3", "w2"))
+            hidden = torch.nn.functional.silu(w1 @ x[token]) * (w3 @ x[token])
+            wanted[token] += weight * (w2 @ hidden)
+    assert torch.allclose(layer(x), wanted, rtol=1e-12, atol=1e-13)
+
+
+def test_bad_checkpoints():
+    _, published = published_layer("qwen3")
+    with pytest.raises(ConfigurationError, match="there is no layout 'gpt'"):
+        convert_checkpoint(published, "gpt")
+    with pytest.raises(DataError, match=r"has no 'gate\.weight'"):
+        convert_checkpoint(published, "qwen3")
+    prefix = "model.layers.0.mlp."
+    damaged = published | {f"{prefix}experts.2.up_proj.weight": torch.zeros(1, 6)}
+    with pytest.raises(DataError, match=r"experts\.2\.up_proj\.weight has shape \(1, 6\)"):
+        convert_checkpoint(damaged, "qwen3", prefix=prefix)
+    with pytest.raises(ConfigurationError, match=r"no place for experts\.b13"):
+        export_checkpoint(layer_of(bias=True).state_dict(), "mixtral")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"experts": 0}, "experts must be positive"),
+        ({"shared_intermediate": -1}, "shared_intermediate must not be negative"),
+        ({"capacity_factor": 0.0}, "capacity_factor must be positive"),
+        ({"activation": "mish"}, "no activation 'mish'"),
+        ({"router": Router(top_k=5)}, "can reach 4 experts only"),
+    ],
+)
+def test_bad_configurations(options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        MoEConfig(**({"hidden": 6, "intermediate": 5, "experts": 4} | options))
+
+
+def test_wrong_width():
+    with pytest.raises(ConfigurationError, match="tokens have width 5, the layer 6"):
+        layer_of()(torch.zeros(2, 5, dtype=torch.float64))
