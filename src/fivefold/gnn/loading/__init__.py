@@ -8,6 +8,8 @@ path: ``_feature_store`` (four levels), ``_ring`` (buffers), ``_pipeline`` (thre
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from fivefold.gnn.loading._batch import Block, MiniBatch
 from fivefold.gnn.loading._failure import StallError
 from fivefold.gnn.loading._feature_store import FeatureStore
@@ -16,10 +18,14 @@ from fivefold.gnn.loading._online import OnlineLoader
 from fivefold.gnn.loading._order import batch_order, rank_share
 from fivefold.gnn.loading._statistics import LoaderStatistics
 
+if TYPE_CHECKING:
+    from fivefold.gnn.loading._geometric import FeatureStoreAdapter
+
 __all__ = [
     "Block",
     "DiskLoader",
     "FeatureStore",
+    "FeatureStoreAdapter",
     "LoaderStatistics",
     "MiniBatch",
     "OnlineLoader",
@@ -27,3 +33,13 @@ __all__ = [
     "batch_order",
     "rank_share",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # torch_geometric takes seconds to load, and only this class needs it.
+    if name == "FeatureStoreAdapter":
+        from fivefold.gnn.loading._geometric import FeatureStoreAdapter  # noqa: PLC0415
+
+        return FeatureStoreAdapter
+    message = f"module {__name__!r} has no attribute {name!r}"
+    raise AttributeError(message)

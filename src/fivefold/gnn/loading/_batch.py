@@ -148,8 +148,7 @@ class MiniBatch:
     def to_data(self) -> Any:
         """This batch as ``torch_geometric.data.Data`` with the same attribute names.
 
-        Raises:
-            UnsupportedError: torch_geometric is not installed.
+        It fails with ``UnsupportedError`` where torch_geometric is not installed.
         """
         from fivefold.gnn.loading._geometric import data_of  # noqa: PLC0415 - an optional extra
 

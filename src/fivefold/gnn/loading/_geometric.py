@@ -1,29 +1,182 @@
-"""The border to PyTorch Geometric: its ``Data``, and its ``FeatureStore`` over a feature file."""
+"""The border to PyTorch Geometric: its ``Data``, and its ``FeatureStore`` over feature files.
+
+This module needs torch_geometric; the rest of the room does not, and loads it when first used.
+"""
 
 from __future__ import annotations
 
+import threading
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from fivefold.errors import UnsupportedError
-from fivefold.gnn.loading._batch import MiniBatch
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
 
-__all__ = ["data_of"]
+from fivefold.errors import ConfigurationError, DataError, UnsupportedError
+from fivefold.gnn.loading._batch import MiniBatch
+from fivefold.gnn.loading._rows import Backend, DiskRows
+from fivefold.gnn.storage import Container, ReadStatistics
+
+try:
+    with warnings.catch_warnings():
+        # torch_geometric uses what newer torch deprecates, already on import.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from torch_geometric.data import Data, TensorAttr
+        from torch_geometric.data import FeatureStore as GeometricStore
+except ImportError as error:  # pragma: no cover - the development environment has it
+    missing = "torch_geometric is not installed"
+    raise UnsupportedError(missing, hint="pip install 'fivefold[gnn]'") from error
+
+__all__ = ["FeatureStoreAdapter", "data_of"]
+
+Ids = npt.NDArray[np.int64]
+
+
+class FeatureStoreAdapter(GeometricStore):
+    """Feature files as a ``torch_geometric.data.FeatureStore`` that is only read.
+
+    PyG's loaders and remote back ends ask it for rows by index; it reads them from disk, each
+    once, in ascending order, however the index is ordered. Rows of integer indices, masks and
+    slices are served; None means all rows.
+
+    Args:
+        features: Container with a section ``x``, or one per node type.
+        attr_name: Name of the attribute, "x" in PyG's models.
+        backend: Reading engine.
+        verify: Check the checksums of what is read.
+
+    Example:
+        >>> import tempfile
+        >>> from fivefold.gnn.data import generate_graph
+        >>> folder = tempfile.mkdtemp()
+        >>> dataset = generate_graph(folder, nodes=50, dim=4, seed=0)
+        >>> store = FeatureStoreAdapter(dataset.features)
+        >>> store.get_tensor(None, "x", index=torch.tensor([7, 3, 7])).shape
+        torch.Size([3, 4])
+        >>> store.get_tensor_size(None, "x")
+        (50, 4)
+        >>> store.close()
+    """
+
+    def __init__(
+        self,
+        features: Container | Mapping[str, Container],
+        *,
+        attr_name: str = "x",
+        backend: Backend = "auto",
+        verify: bool = True,
+    ) -> None:
+        super().__init__()
+        groups = features if isinstance(features, Mapping) else {None: features}
+        self.__dict__["_settings"] = (
+            {group: Path(container.path) for group, container in groups.items()},
+            attr_name,
+            backend,
+            verify,
+        )
+        self._open(dict(groups))
+
+    def _open(self, groups: dict[Any, Container]) -> None:
+        # PyG's stores forward attributes elsewhere, hence __dict__, as in PyG itself.
+        _, attr_name, backend, verify = self.__dict__["_settings"]
+        rows = {
+            group: DiskRows(container, backend=backend, verify=verify)
+            for group, container in groups.items()
+        }
+        sizes = {group: tuple(container.section("x").shape) for group, container in groups.items()}
+        self.__dict__.update(_rows=rows, _sizes=sizes, _attr_name=attr_name, _lock=threading.Lock())
+        self.__dict__["reading"] = ReadStatistics()
+
+    def close(self) -> None:
+        """Close the reading engines; a second call does nothing."""
+        for rows in self.__dict__["_rows"].values():
+            rows.close()
+
+    def get_all_tensor_attrs(self) -> list[TensorAttr]:
+        """The attributes there are, without an index."""
+        return [TensorAttr(group, self.__dict__["_attr_name"]) for group in self.__dict__["_rows"]]
+
+    def _get_tensor(self, attr: TensorAttr) -> Tensor | None:
+        if attr.attr_name != self.__dict__["_attr_name"]:
+            return None
+        rows = self.__dict__["_rows"].get(attr.group_name)
+        if rows is None:
+            return None
+        ids = _positions(attr.index, self.__dict__["_sizes"][attr.group_name][0])
+        distinct, inverse = np.unique(ids, return_inverse=True)
+        repeated = len(distinct) < len(ids)
+        wanted = distinct if repeated else ids
+        out = np.empty((len(wanted), *rows.row_shape), rows.dtype)
+        with self.__dict__["_lock"]:
+            self.__dict__["reading"] += rows.read(wanted, out)
+        return torch.from_numpy(out[inverse] if repeated else out)
+
+    def _get_tensor_size(self, attr: TensorAttr) -> tuple[int, ...] | None:
+        if attr.attr_name != self.__dict__["_attr_name"]:
+            return None
+        size: tuple[int, ...] | None = self.__dict__["_sizes"].get(attr.group_name)
+        return size
+
+    def _put_tensor(self, tensor: Any, attr: TensorAttr) -> bool:
+        """Files of features are not changed: never successful, as PyG's interface says it."""
+        del tensor, attr
+        return False
+
+    def _remove_tensor(self, attr: TensorAttr) -> bool:
+        """As ``_put_tensor``."""
+        del attr
+        return False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Paths and settings: a worker process opens the files itself."""
+        return {"_settings": self.__dict__["_settings"]}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__init__()
+        self.__dict__.update(state)
+        paths = state["_settings"][0]
+        self._open({group: Container.open(path) for group, path in paths.items()})
+
+
+def _positions(index: Any, count: int) -> Ids:
+    """Row numbers of an index as PyG allows them.
+
+    Raises:
+        ConfigurationError: The index is of no such kind, or a mask of another length.
+        DataError: A row that does not exist.
+    """
+    if index is None:
+        return np.arange(count)
+    if isinstance(index, slice):
+        return np.arange(count)[index]
+    array = index.cpu().numpy() if isinstance(index, Tensor) else np.atleast_1d(np.asarray(index))
+    if array.dtype == np.bool_:
+        if array.shape != (count,):
+            raise ConfigurationError(f"the mask has shape {array.shape}, the rows are {count}")
+        return np.flatnonzero(array)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise ConfigurationError(
+            f"the index has dtype {array.dtype} and shape {array.shape}",
+            hint="use integers or a mask in one dimension, a slice, or None",
+        )
+    ids = array.astype(np.int64)
+    ids = np.where(ids < 0, ids + count, ids)
+    if len(ids) and not 0 <= ids.min() <= ids.max() < count:
+        raise DataError(f"the index has a row outside of 0..{count - 1}")
+    return ids
 
 
 def data_of(batch: MiniBatch) -> Any:
-    """The batch as ``torch_geometric.data.Data`` with the same attribute names.
-
-    Raises:
-        UnsupportedError: torch_geometric is not installed.
-    """
-    try:
-        from torch_geometric.data import Data  # noqa: PLC0415 - an optional extra
-    except ImportError as error:
-        message = "torch_geometric is not installed"
-        raise UnsupportedError(message, hint="pip install 'fivefold[gnn]'") from error
+    """The batch as ``torch_geometric.data.Data`` with the same attribute names."""
     data = Data(x=batch.x, edge_index=batch.edge_index, y=batch.y, n_id=batch.n_id)
     data.batch_size = batch.batch_size
     data.input_id = batch.input_id
+    if batch.e_id is not None:
+        data.e_id = batch.e_id
     if batch.nodes_by_hop:
         data.num_sampled_nodes = list(batch.num_sampled_nodes or ())
         data.num_sampled_edges = list(batch.num_sampled_edges or ())
