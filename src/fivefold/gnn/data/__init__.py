@@ -7,11 +7,12 @@ from fivefold.gnn.data._find_source import SOURCE_KINDS, SourceOptions, find_sou
 from fivefold.gnn.data._generate import GraphRecipe, generate_graph
 from fivefold.gnn.data._hetero import HeteroDataset, HeteroSource
 from fivefold.gnn.data._ingest import ingest
+from fivefold.gnn.data._node_table import TableColumns
 from fivefold.gnn.data._ogb import mag240m_source, ogb_adds_reverse, ogb_source
 from fivefold.gnn.data._parts import EdgeBlock, EdgePart, FeaturePart, LabelPart, Progress, Source
 from fivefold.gnn.data._pyg import pyg_source
 from fivefold.gnn.data._statistics import describe, open_dataset, verify
-from fivefold.gnn.data._table_source import TableColumns, TableSource, table_source
+from fivefold.gnn.data._table_source import TableSource, table_source
 from fivefold.gnn.data._wordnet import wordnet, wordnet_source
 from fivefold.gnn.data._write_graph import EdgeRules
 

@@ -1,12 +1,14 @@
-"""The two loops of a counting sort, compiled."""
+"""The loops of a counting sort and of hashing texts, compiled."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from fivefold.gnn.data._compiler import njit
 
-__all__ = ["assign_places", "count_keys"]
+__all__ = ["assign_places", "count_keys", "hash_texts"]
 
 
 @njit
@@ -23,3 +25,17 @@ def assign_places(values: Any, width: int, starts: Any, places: Any) -> None:
         bucket = int(values[index]) // width
         places[index] = starts[bucket]
         starts[bucket] += 1
+
+
+_OFFSET, _PRIME = np.uint64(0xCBF29CE484222325), np.uint64(0x100000001B3)
+_SHIFT = np.uint64(32)
+
+
+@njit
+def hash_texts(offsets: Any, data: Any, out: Any) -> None:
+    """FNV-1a of the bytes ``data[offsets[i]:offsets[i + 1]]``, its halves folded together."""
+    for index in range(out.size):
+        value = _OFFSET
+        for place in range(offsets[index], offsets[index + 1]):
+            value = (value ^ np.uint64(data[place])) * _PRIME
+        out[index] = value ^ (value >> _SHIFT)

@@ -83,4 +83,10 @@ def ingest(
     prepare = getattr(source, "prepare", None)
     if prepare is not None:
         prepare(Path(folder), memory_bytes=memory_bytes, progress=progress)
-    return write_dataset(source, folder, rules=rules, memory_bytes=memory_bytes, progress=progress)
+    dataset = write_dataset(
+        source, folder, rules=rules, memory_bytes=memory_bytes, progress=progress
+    )
+    finish = getattr(source, "finish", None)
+    if finish is not None:
+        finish(Path(folder))
+    return dataset

@@ -1,0 +1,216 @@
+"""Numbers for names: edge tables whose ids are text, or integers with gaps, larger than memory.
+
+Three passes over files, none of which holds all names. First every name of the tables, with its
+place, goes to the bucket of its hash. Then each bucket alone finds its distinct names, exactly,
+and gives each a number: its row in the node table, or without one the next free number. Last the
+(place, number) pairs are brought into the order of places by the same counting sort that orders
+edges, and written as a plain array of edges.
+
+The number of buckets follows from the tables' sizes alone, so that the numbers do not depend on
+the memory.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from pyarrow import ipc, parquet
+
+from fivefold.errors import DataError
+from fivefold.gnn.data._bucket_kernels import hash_texts
+from fivefold.gnn.data._buckets import EdgeBuckets
+from fivefold.gnn.data._parts import EdgeBlock, Progress
+
+__all__ = ["NameBuckets", "number_names"]
+
+_BUCKET_BYTES = 16 << 20
+_MOST_BUCKETS = 256
+_SCHEMA = pa.schema([("name", pa.string()), ("place", pa.int64())])
+
+
+class NameBuckets:
+    """Names with their places, by hash, in files.
+
+    Args:
+        folder: For the files; made anew.
+        table_bytes: Size of the tables whose names come.
+    """
+
+    def __init__(self, folder: Path, table_bytes: int) -> None:
+        self.folder = folder
+        self.count = min(_MOST_BUCKETS, 1 + table_bytes // _BUCKET_BYTES)
+        self.places = 0
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        self._writers = [
+            ipc.new_stream(str(self._path(bucket)), _SCHEMA) for bucket in range(self.count)
+        ]
+
+    def _path(self, bucket: int) -> Path:
+        return self.folder / f"names_{bucket:04d}.arrow"
+
+    def add(self, names: Any, places: NDArray[np.int64]) -> None:
+        """Take an Arrow array of text, each with its place."""
+        if len(names) == 0:
+            return
+        hashes = np.empty(len(names), np.uint64)
+        _, offsets, data = names.buffers()
+        first = np.frombuffer(offsets, np.int32)[names.offset : names.offset + len(names) + 1]
+        text = np.frombuffer(data, np.uint8) if data is not None else np.empty(0, np.uint8)
+        hash_texts(first, text, hashes)
+        buckets = (hashes % np.uint64(self.count)).astype(np.int64)
+        order = np.argsort(buckets, kind="stable")
+        ends = np.searchsorted(buckets[order], np.arange(self.count + 1))
+        table = pa.record_batch(
+            [names.take(pa.array(order)), pa.array(places[order])], schema=_SCHEMA
+        )
+        for bucket in np.flatnonzero(np.diff(ends)).tolist():
+            part = table.slice(ends[bucket], ends[bucket + 1] - ends[bucket])
+            self._writers[bucket].write_batch(part)
+
+    def close(self) -> None:
+        """No more names come."""
+        for writer in self._writers:
+            writer.close()
+        self._writers = []
+
+    def distinct(self, bucket: int) -> tuple[Any, NDArray[np.int64], NDArray[np.int64]]:
+        """Distinct names of a bucket, the code of every entry, and every entry's place."""
+        with ipc.open_stream(str(self._path(bucket))) as reader:
+            table = reader.read_all()
+        encoded = table.column("name").combine_chunks().dictionary_encode()
+        if isinstance(encoded, pa.ChunkedArray):  # an empty bucket, in some versions of Arrow
+            encoded = encoded.combine_chunks()
+        codes = encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
+        return encoded.dictionary, codes, table.column("place").to_numpy()
+
+
+def number_names(
+    batches: Iterator[tuple[Any, NDArray[np.int64]]],
+    work: Path,
+    names_file: Path,
+    *,
+    num_rows: int | None,
+    sizes: tuple[int, int],
+    progress: Progress,
+) -> int:
+    """Write ``edges.npy`` in the work folder, with numbers for names.
+
+    Args:
+        batches: Names with their places: rows of the node table have their row; the ends of edge
+            e then have places ``num_rows + 2 e`` and ``num_rows + 2 e + 1``.
+        work: Folder for what is only needed in between.
+        names_file: Parquet file to write with the names in the order of their numbers; only
+            without a node table.
+        num_rows: Rows of the node table; None where there is none.
+        sizes: Bytes of the tables, and what buffers may take.
+        progress: Told of the stages.
+
+    Returns:
+        The number of nodes.
+
+    Raises:
+        DataError: The node table names a node twice, or an edge a node that is not in it.
+    """
+    table_bytes, memory_bytes = sizes
+    buckets = NameBuckets(work / "names", table_bytes)
+    places = 0
+    for names, at in batches:
+        buckets.add(names, at)
+        places += at.size
+        progress("names read", places, 0)
+    buckets.close()
+    ends = EdgeBuckets(
+        work / "ends",
+        num_nodes=max(1, places - (num_rows or 0)),
+        num_sources=max(1, places),
+        expected_edges=places,
+        weighted=False,
+        memory_bytes=memory_bytes,
+    )
+    ends.resume("")  # from the start: numbering is done as a whole or not at all
+    if num_rows is None:
+        count = _by_bucket(buckets, ends, names_file)
+    else:
+        _by_row(buckets, ends, num_rows)
+        count = num_rows
+    ends.finish_adding()
+    _write_edges(work / "edges.npy", ends, progress)
+    shutil.rmtree(work / "names")
+    ends.remove()
+    return count
+
+
+def _by_bucket(buckets: NameBuckets, ends: EdgeBuckets, names_file: Path) -> int:
+    """Free numbers, bucket after bucket; the names go to a file in that order."""
+    first = 0
+    with parquet.ParquetWriter(names_file, pa.schema([("name", pa.string())])) as writer:
+        for bucket in range(buckets.count):
+            names, codes, places = buckets.distinct(bucket)
+            writer.write_table(pa.table({"name": names.cast(pa.string())}))
+            ends.add(EdgeBlock(first + codes, places, bucket + 1))
+            first += len(names)
+    return first
+
+
+def _by_row(buckets: NameBuckets, ends: EdgeBuckets, num_rows: int) -> None:
+    """The number of a name is its row in the node table."""
+    for bucket in range(buckets.count):
+        names, codes, places = buckets.distinct(bucket)
+        in_table = places < num_rows
+        rows = np.full(len(names), -1, np.int64)
+        rows[codes[in_table]] = places[in_table]
+        if np.count_nonzero(in_table) != np.count_nonzero(rows >= 0):
+            twice = int(codes[in_table][_first_repeated(codes[in_table])])
+            raise DataError(
+                f"the node table has node {names[twice].as_py()!r} twice",
+                hint="leave one row per node",
+            )
+        if np.any(rows < 0):
+            unknown = int(np.flatnonzero(rows < 0)[0])
+            raise DataError(
+                f"an edge names node {names[unknown].as_py()!r}, which the node table has not",
+                hint="add it to the node table, or leave the edge out",
+            )
+        ends.add(EdgeBlock(rows[codes[~in_table]], places[~in_table] - num_rows, bucket + 1))
+
+
+def _first_repeated(codes: NDArray[np.int64]) -> int:
+    seen: set[int] = set()
+    for index, code in enumerate(codes.tolist()):
+        if code in seen:
+            return index
+        seen.add(code)
+    return 0
+
+
+def _write_edges(path: Path, ends: EdgeBuckets, progress: Progress) -> None:
+    """The numbers in the order of places are the edges, end after end."""
+    total = ends.num_edges
+    with path.open("wb") as file:
+        header = {
+            "descr": np.dtype(np.int64).str,
+            "fortran_order": False,
+            "shape": (total // 2, 2),
+        }
+        np.lib.format.write_array_header_1_0(file, header)
+        done = 0
+        for bucket in range(ends.num_buckets) if total else ():
+            for piece in ends.pieces(bucket):
+                piece.sources.astype(np.int64).tofile(file)
+                done += piece.sources.size
+                progress("names numbered", done, total)
+
+
+def write_state(path: Path, state: dict[str, Any]) -> None:
+    """Write a small JSON file so that it is there as a whole or not at all."""
+    temporary = path.with_name(path.name + ".new")
+    temporary.write_text(json.dumps(state))
+    temporary.replace(path)

@@ -1,0 +1,243 @@
+"""Tables of nodes: ids, features, labels and splits by row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from fivefold.errors import DataError
+from fivefold.gnn.data._parts import LabelPart
+from fivefold.gnn.data._tables import TableReader, open_table
+
+__all__ = ["NodeTable", "TableColumns", "check_column", "check_whole"]
+
+_SPLIT_NAMES = {
+    "train": "train",
+    "training": "train",
+    "valid": "valid",
+    "val": "valid",
+    "validation": "valid",
+    "test": "test",
+}
+_SPLITS = ("train", "valid", "test")
+_MOST_CLASSES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableColumns:
+    """Which column is what, by name; of a table without header the names are 0, 1, 2, ...
+
+    Attributes:
+        source: Of the edge tables; None: the first column.
+        target: Of the edge tables; None: the second column.
+        weight: Of the edge tables; None: edges have no weights.
+        node: Id column of the node table; None: ``id`` or ``node`` if there is one, else rows
+            are numbered.
+        label: Of the node table; None: ``label`` or ``y`` if there is one.
+        split: Of the node table, with train, valid or test; None: ``split`` if there is one.
+        features: Of the node table; None: all other numeric columns.
+        names: Whether CSV files begin with a line of names; None: if it holds no number.
+
+    Example:
+        >>> TableColumns(weight="amount").weight
+        'amount'
+    """
+
+    source: str | None = None
+    target: str | None = None
+    weight: str | None = None
+    node: str | None = None
+    label: str | None = None
+    split: str | None = None
+    features: Sequence[str] | None = None
+    names: bool | None = None
+
+
+def check_column(table: TableReader, name: str | None) -> None:
+    """Raise unless the table has the column; None is none.
+
+    Raises:
+        DataError: It has not.
+    """
+    if name is not None and name not in table.names:
+        raise DataError(
+            f"{table.path} has no column {name!r}", hint=f"it has {', '.join(table.names)}"
+        )
+
+
+def check_whole(batch: Any, path: Path) -> None:
+    """Raise where a field is empty.
+
+    Raises:
+        DataError: One is.
+    """
+    if any(column.null_count for column in batch.columns):
+        raise DataError(f"{path} has an empty field", hint="fill it or leave it out")
+
+
+class NodeTable:
+    """Features, labels and splits by row.
+
+    Args:
+        path: The table.
+        columns: Which column is what.
+
+    Raises:
+        DataError: It has not the columns, or features are no numbers.
+    """
+
+    def __init__(self, path: Path, columns: TableColumns) -> None:
+        self.table = table = open_table(path, header=columns.names)
+        self.types = dict(zip(table.names, table.types, strict=True))
+        self.id = columns.node or _first_of(table.names, ("id", "node"))
+        self.label = columns.label or _first_of(table.names, ("label", "y"))
+        self.split = columns.split or _first_of(table.names, ("split",))
+        for name in (self.id, self.label, self.split, *(columns.features or ())):
+            check_column(table, name)
+        taken = {self.id, self.label, self.split}
+        self.feature_names = (
+            [name for name in table.names if name not in taken and _width(self.types[name])]
+            if columns.features is None
+            else list(columns.features)
+        )
+        widths = [_width(self.types[name]) for name in self.feature_names]
+        for name, width in zip(self.feature_names, widths, strict=True):
+            if not width:
+                raise DataError(
+                    f"feature column {name!r} is of type {self.types[name]}",
+                    hint="use numbers or lists of one length",
+                )
+        self.dim = sum(widths)
+        self.dtype = self._feature_dtype()
+        first = [table.names[0]] if table.names else []
+        self.num_rows = sum(batch.num_rows for batch in table.batches(first))
+
+    def _feature_dtype(self) -> np.dtype[Any]:
+        kinds = [_element(self.types[name]).to_pandas_dtype() for name in self.feature_names]
+        if not kinds:
+            return np.dtype(np.float32)
+        kind = np.result_type(*kinds)
+        # Text has no single precision: numbers of a CSV file are stored as float32.
+        return np.dtype(np.float32) if self.table.path.suffix not in {".parquet", ".pq"} else kind
+
+    def names(self) -> Iterator[Any]:
+        """The ids as text, in the order of rows; without an id column the rows' numbers."""
+        row = 0
+        columns = [self.id or self.table.names[0]]
+        for batch in self.table.batches(columns, [pa.string()] if self.id else None):
+            if self.id is None:
+                numbers = pa.array(np.arange(row, row + batch.num_rows))
+                yield numbers.cast(pa.string())
+            else:
+                check_whole(batch, self.table.path)
+                yield batch.column(0)
+            row += batch.num_rows
+
+    def describe(self) -> list[Any]:
+        """What decides the result, beside the file."""
+        return [self.id, self.label, self.split, self.feature_names]
+
+    def ids_are_rows(self) -> bool:
+        """Whether the ids are 0, 1, 2, ... as without an id column."""
+        if self.id is None:
+            return True
+        if not pa.types.is_integer(self.types[self.id]):
+            return False
+        row = 0
+        for batch in self.table.batches([self.id]):
+            ids = batch.column(0).to_numpy(zero_copy_only=False)
+            if not np.array_equal(ids, np.arange(row, row + ids.size)):
+                return False
+            row += ids.size
+        return True
+
+    def blocks(self, first_row: int, max_rows: int) -> Iterator[NDArray[Any]]:
+        """Feature rows."""
+        row = 0
+        for batch in self.table.batches(self.feature_names):
+            for first in range(0, batch.num_rows, max_rows):
+                part = batch.slice(first, max_rows)
+                row += part.num_rows
+                if row > first_row:
+                    yield self._block(part.slice(max(0, part.num_rows - (row - first_row))))
+
+    def _block(self, batch: Any) -> NDArray[Any]:
+        block, place = np.empty((batch.num_rows, self.dim), self.dtype), 0
+        for name, column in zip(self.feature_names, batch.columns, strict=True):
+            width = _width(self.types[name])
+            values = column.flatten() if pa.types.is_nested(column.type) else column
+            if values.null_count or len(values) != width * batch.num_rows:
+                raise DataError(
+                    f"column {name!r} of {self.table.path} has empty fields",
+                    hint="every node needs a whole feature row",
+                )
+            array = values.to_numpy(zero_copy_only=False)
+            block[:, place : place + width] = array.reshape(batch.num_rows, width)
+            place += width
+        return block
+
+    def labels(self) -> LabelPart | None:
+        """The label and split columns."""
+        if self.label is None:
+            return None
+        names = self._label_names(self.label)
+        return LabelPart(
+            lambda _first: self._label_blocks(names), self._splits(), class_names=names
+        )
+
+    def _label_names(self, label: str) -> list[str] | None:
+        """Classes of a text column in alphabetical order; None for numbers."""
+        if not pa.types.is_string(self.types[label]):
+            return None
+        found: set[str] = set()
+        for batch in self.table.batches([label], [pa.string()]):
+            found.update(value for value in batch.column(0).unique().to_pylist() if value)
+            if len(found) > _MOST_CLASSES:
+                raise DataError(
+                    f"column {label!r} has more than {_MOST_CLASSES} classes",
+                    hint="name the label column",
+                )
+        return sorted(found)
+
+    def _label_blocks(self, names: list[str] | None) -> Iterator[NDArray[np.int64]]:
+        kind = [pa.float64() if names is None else pa.string()]
+        for batch in self.table.batches([str(self.label)], kind):
+            column = batch.column(0)
+            if names is not None:
+                column = pa.compute.index_in(column, value_set=pa.array(names, pa.string()))
+            yield column.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
+
+    def _splits(self) -> dict[str, NDArray[np.int64]]:
+        found: dict[str, list[NDArray[np.int64]]] = {name: [] for name in _SPLITS}
+        row = 0
+        for batch in self.table.batches([self.split], [pa.string()]) if self.split else ():
+            values = np.array(
+                [_SPLIT_NAMES.get((v or "").lower(), "") for v in batch.column(0).to_pylist()]
+            )
+            for name in _SPLITS:
+                found[name].append(np.flatnonzero(values == name) + row)
+            row += batch.num_rows
+        nothing = [np.empty(0, np.int64)]
+        return {name: np.concatenate(parts or nothing) for name, parts in found.items()}
+
+
+def _first_of(names: list[str], wanted: Sequence[str]) -> str | None:
+    return next((name for name in names if name.lower() in wanted), None)
+
+
+def _element(kind: Any) -> Any:
+    return kind.value_type if pa.types.is_nested(kind) else kind
+
+
+def _width(kind: Any) -> int:
+    """Elements of a feature column; 0 where it is none."""
+    if pa.types.is_fixed_size_list(kind):
+        return int(kind.list_size) if _width(kind.value_type) else 0
+    numeric = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+    return 1 if numeric else 0
