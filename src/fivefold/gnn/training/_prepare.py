@@ -33,6 +33,7 @@ __all__ = ["Prepared", "prepare"]
 
 _LOG = logging.getLogger(__name__)
 _SHARE_OF_FREE_DISK = 0.8
+_LEAST_PACKING_BYTES = 4 << 20  # less would be lost in what the interpreter takes
 Progress = Callable[[str, int, int], None]
 
 
@@ -135,7 +136,7 @@ class _Preparation:
                 samples,
                 plan,
                 path,
-                memory_bytes=self._config.budgets.host,
+                memory_bytes=max(self._config.budgets.host, _LEAST_PACKING_BYTES),
                 progress=lambda stage, done, total: self._progress(f"pack {stage}", done, total),
                 resume=True,
                 profile=probe_disk(self._folder),

@@ -1,0 +1,144 @@
+"""The trainer in all modes: what it makes, what it reaches, what it writes."""
+
+import json
+import tomllib
+
+import numpy as np
+import pytest
+import torch
+
+from fivefold.errors import CheckpointError, ConfigurationError, DataError, InfeasibleError
+from fivefold.gnn.data import Dataset
+from fivefold.gnn.training import config_to_toml, infer_run, load_config, load_model, train_graph
+
+
+def events(config, kind=None):
+    lines = (config.run.output / "metrics.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    return [event for event in found if kind in {None, event["event"]}]
+
+
+@pytest.mark.parametrize("mode", ["disk", "memory", "online"])
+@pytest.mark.parametrize("name", ["sage", "gat", "gcn"])
+def test_every_model_learns_in_every_mode(mode, name, make_config):
+    config = make_config(mode=mode, epochs=6, model={"name": name, "hidden_dim": 16})
+    result = train_graph(config)
+    assert (result.reason, result.epochs, result.steps) == ("finished", 6, 6 * 9)
+    # Four classes; the graph says nothing about them, so that a node's own row must.
+    assert result.test_accuracy > (0.45 if name == "gcn" else 0.7)
+    assert len(events(config, "epoch")) == len(events(config, "validation")) == 6
+    assert sum(result.seconds.values()) == pytest.approx(result.wall_s, rel=0.05, abs=0.05)
+
+
+def test_disk_mode_counts_its_bytes_as_the_plan_predicts(make_config):
+    config = make_config(epochs=2)
+    result = train_graph(config)
+    (prepared,) = events(config, "prepare")
+    assert set(prepared["seconds"]) == {"sample", "plan", "pack"}
+    assert result.data["bytes_read"] == 2 * prepared["plan"]["read_bytes_per_epoch"]
+    assert result.data["cold_bytes"] == 2 * prepared["plan"]["cold_rows"] * 28
+    assert sum(result.data["rows"].values()) == 2 * prepared["plan"]["accesses"]
+    assert "Batches per segment" in (config.run.output / "plan.txt").read_text()
+
+
+def test_a_second_run_finds_samples_and_rows_and_the_same_parameters(make_config):
+    first = train_graph(make_config(output="a"))
+    again = make_config(output="b")
+    second = train_graph(again)
+    assert second.parameters_sha256 == first.parameters_sha256
+    assert "pack" not in events(again, "prepare")[0]["seconds"]
+    other = train_graph(make_config(output="c", seed=1))
+    assert other.parameters_sha256 != first.parameters_sha256
+
+
+def test_memory_and_online_train_on_the_same_rows(make_config):
+    digests = {
+        train_graph(make_config(output=mode, mode=mode, epochs=2)).parameters_sha256
+        for mode in ("memory", "online")
+    }
+    assert len(digests) == 1
+
+
+def test_other_budgets_make_another_store_beside_the_first(make_config, tmp_path):
+    config = make_config()
+    train_graph(config)
+    smaller = config.model_copy(
+        update={
+            "budgets": config.budgets.model_copy(update={"host": 60_000}),
+            "run": config.run.model_copy(update={"output": tmp_path / "b"}),
+        }
+    )
+    train_graph(smaller)
+    names = sorted(path.name.partition("-")[0] for path in (tmp_path / "store").iterdir())
+    assert names == ["lock", "samples", "store", "store"]
+
+
+def test_the_files_of_a_run(make_config):
+    config = make_config(epochs=1)
+    result = train_graph(config)
+    folder = config.run.output
+    assert load_config(folder / "config.toml") == config
+    assert tomllib.loads((folder / "config.toml").read_text())["sampling"]["fanouts"] == [4, 3]
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert (manifest["kind"], manifest["dataset"]["nodes"]) == ("gnn", 600)
+    assert json.loads((folder / "result.json").read_text())["steps"] == result.steps == 9
+    assert [event["event"] for event in events(config)][-3:] == ["validation", "checkpoint", "end"]
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-00000009.fvf"]
+
+
+def test_the_form_of_the_batches_does_not_matter_without_dropout(make_config):
+    digests = {
+        form: train_graph(
+            make_config(output=form, loader={"form": form}, model={"dropout": 0.0}, epochs=1)
+        )
+        for form in ("edge_index", "blocks")
+    }
+    losses = {form: result.valid_accuracy for form, result in digests.items()}
+    assert losses["blocks"] == pytest.approx(losses["edge_index"], abs=0.02)
+
+
+def test_inference_of_a_run_judges_all_nodes(make_config):
+    config = make_config(epochs=4)
+    train_graph(config)
+    found = infer_run(config.run.output, memory_bytes=200_000)
+    with Dataset.open(config.data.path) as dataset:
+        model, step = load_model(config, dataset)
+        topology = dataset.topology()
+        targets = np.repeat(np.arange(dataset.num_nodes), np.diff(topology.indptr))
+        edges = torch.from_numpy(np.stack([topology.indices.astype(np.int64), targets]))
+        with torch.no_grad():
+            scores = model(torch.from_numpy(dataset.features.read("x")), edges)
+        right = scores.argmax(1).numpy() == dataset.labels
+        assert step == found.step == 36
+        for split in ("train", "valid", "test"):
+            assert found.accuracy[split] == pytest.approx(right[getattr(dataset, split)].mean())
+    written = json.loads((found.outputs.path.parent / "inference.json").read_text())
+    assert written["accuracy"] == found.accuracy
+
+
+def test_unusable_data_and_budgets_are_refused_before_anything_is_written(make_config, tmp_path):
+    config = make_config()
+    data = config.data.model_copy(update={"path": tmp_path / "nothing"})
+    with pytest.raises(DataError, match="nothing"):
+        train_graph(config.model_copy(update={"data": data}))
+    budgets = config.budgets.model_copy(update={"host": 10})
+    with pytest.raises(InfeasibleError, match="host"):
+        train_graph(config.model_copy(update={"budgets": budgets}))
+    assert not config.run.output.exists()
+
+
+def test_a_folder_with_a_run_is_not_written_over(make_config):
+    config = make_config(epochs=1, mode="memory")
+    train_graph(config)
+    with pytest.raises(ConfigurationError, match="already has a run"):
+        train_graph(make_config(epochs=1, mode="memory", resume="never"))
+    with pytest.raises(CheckpointError, match=r"model\.name = 'sage'; now it is 'gcn'"):
+        train_graph(make_config(epochs=1, mode="memory", model={"name": "gcn"}))
+
+
+def test_a_finished_run_can_be_made_longer(make_config):
+    whole = train_graph(make_config(output="whole", mode="memory", epochs=4))
+    train_graph(make_config(output="part", mode="memory", epochs=2))
+    longer = train_graph(make_config(output="part", mode="memory", epochs=4))
+    assert longer.parameters_sha256 == whole.parameters_sha256
+    assert config_to_toml(make_config(epochs=4)) != config_to_toml(make_config(epochs=2))
