@@ -51,8 +51,9 @@ LAYERS_X, LAYERS_Y = _layers()
 
 @njit
 def number(key: Any, counter: Any) -> Any:
-    """64 random bits for this counter under this key; both are uint64."""
-    bits = key + counter * _WEYL
+    """64 random bits for this counter under this key; both are below 2**64."""
+    # A Python number below 2**63 arrives as int64, and int64 + uint64 would be a float.
+    bits = np.uint64(key) + np.uint64(counter) * _WEYL
     bits = (bits ^ (bits >> _S30)) * _MULTIPLIER_1
     bits = (bits ^ (bits >> _S27)) * _MULTIPLIER_2
     return bits ^ (bits >> _S31)
@@ -154,9 +155,9 @@ def permute(place: Any, size: Any, key: Any, inverse: bool) -> Any:  # noqa: FBT
         for step in range(8):
             turn = 7 - step if inverse else step
             if turn % 2 == 0:
-                high ^= number(key + np.uint64(turn), low) & high_mask
+                high ^= number(np.uint64(key) + np.uint64(turn), low) & high_mask
             else:
-                low ^= number(key + np.uint64(turn), high) & low_mask
+                low ^= number(np.uint64(key) + np.uint64(turn), high) & low_mask
         value = (high << low_bits) | low
         if value < np.uint64(size):
             return np.int64(value)
