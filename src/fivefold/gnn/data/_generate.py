@@ -182,7 +182,7 @@ class _Generator:
 
     def labels(self) -> LabelPart:
         options, first, splits = self.options, 0, {}
-        key = key_of(self.law.key, _SPLIT_STREAM)
+        key = np.uint64(key_of(self.law.key, _SPLIT_STREAM))  # a plain number again
         for name in ("train", "valid", "test"):
             share = getattr(options, name)
             count = min(round(share * options.nodes), options.nodes - first)
