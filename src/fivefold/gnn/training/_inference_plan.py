@@ -163,6 +163,7 @@ def choose_reading(
     span = int((keys[-1] >> shift) - (keys[0] >> shift) + 1) * row_bytes
     swept_bytes = -(-span // PAGE_BYTES) * PAGE_BYTES
     swept = -(-swept_bytes // _SWEEP_BYTES)
+    requests = max(requests, -(-size // _SWEEP_BYTES))  # a long extent is several requests too
     gather_s, sweep_s = profile.seconds(requests, size), profile.seconds(swept, swept_bytes)
     if sweep_s <= gather_s:
         return Reading(
