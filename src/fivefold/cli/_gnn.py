@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from fivefold.cli import _gnn_data, _gnn_store, _gnn_train
 from fivefold.cli._help import help_text
 
 if TYPE_CHECKING:
-    from types import ModuleType
+    from collections.abc import Iterator
 
 __all__ = ["app"]
 
 _SUFFIX = "_command"
-_MODULES = ("fivefold.cli._gnn_data", "fivefold.cli._gnn_store", "fivefold.cli._gnn_train")
+_ORDER = (  # as one uses them
+    "ingest",
+    "generate",
+    "info",
+    "verify",
+    "probe",
+    "sample",
+    "plan",
+    "pack",
+    "train",
+    "infer",
+)
 
 app = typer.Typer(
     name="gnn",
@@ -31,15 +41,14 @@ def _group() -> None:
     """Keep the commands subcommands, however many there are."""
 
 
-def _register(module: ModuleType) -> None:
-    """Add every exported ``NAME_command`` of a module as the command NAME."""
-    for exported in module.__all__:
-        if exported.endswith(_SUFFIX):
-            command: Any = getattr(module, exported)
-            name = exported.removesuffix(_SUFFIX).replace("_", "-")
-            app.command(name, help=help_text(command))(command)
+def _commands() -> Iterator[tuple[str, Any]]:
+    """Every exported ``NAME_command`` of the modules, as the command NAME."""
+    for module in (_gnn_data, _gnn_store, _gnn_train):
+        for exported in module.__all__:
+            if exported.endswith(_SUFFIX):
+                name = exported.removesuffix(_SUFFIX).replace("_", "-")
+                yield name, getattr(module, exported)
 
 
-for _name in _MODULES:
-    if importlib.util.find_spec(_name) is not None:
-        _register(importlib.import_module(_name))
+for _name, _command in sorted(_commands(), key=lambda found: _ORDER.index(found[0])):
+    app.command(_name, help=help_text(_command))(_command)

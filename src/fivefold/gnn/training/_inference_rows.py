@@ -27,6 +27,7 @@ Int64 = npt.NDArray[np.int64]
 _NO_LIMIT = np.iinfo(np.int64).max
 _LEAST_BLOCK_BYTES = 16 * PAGE_BYTES
 _THREADS = 2
+_MOST_BUFFERS = 16  # the engine's own, each of a block
 
 
 class RowStream:
@@ -50,13 +51,13 @@ class RowStream:
         verify: bool = True,
     ) -> None:
         section = container.section("x")
-        block = shares.reader_bytes // (2 * _THREADS) // PAGE_BYTES * PAGE_BYTES
+        block = shares.reader_bytes // _MOST_BUFFERS // PAGE_BYTES * PAGE_BYTES
         self._reader = RowReader(
             container,
             "x",
             backend=backend,
             threads=_THREADS,
-            block_bytes=max(_LEAST_BLOCK_BYTES, min(1 << 20, block)),
+            block_bytes=max(_LEAST_BLOCK_BYTES, block),
             max_gap_bytes=gap_bytes,
             verify=verify,
         )
