@@ -20,7 +20,9 @@ class Disk:
 class World:
     """Graph, features, samples of one folder; plans and stores on request."""
 
-    def __init__(self, folder, *, nodes, dim, dtype, batch_size, seeds, fanouts, epochs, seed):
+    def __init__(  # noqa: PLR0913 - one keyword per setting
+        self, folder, *, nodes, dim, dtype, batch_size, seeds, fanouts, epochs, seed
+    ):
         rng = np.random.default_rng(seed)
         self.folder = folder
         degrees = rng.poisson(4, nodes)

@@ -7,7 +7,7 @@ more than the read. Words are little-endian. This module knows nothing of what t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,21 +24,24 @@ _FIELD_WORDS = 3  # count, code, first value
 _ALIGNMENT = 8
 
 
-def encode_arrays(arrays: Sequence[NDArray[np.integer]]) -> NDArray[np.uint8]:
+def encode_arrays(
+    arrays: Sequence[NDArray[np.integer]], *, ascending: Collection[int] = ()
+) -> NDArray[np.uint8]:
     """Write arrays of non-negative integers into one block of bytes, a multiple of 8 long.
 
     Args:
         arrays: One-dimensional, any integer type, values from 0 to 2^63 - 1.
+        ascending: Numbers of the arrays that are stored as differences.
 
     Example:
-        >>> block = encode_arrays([np.array([3, 5, 900]), np.array([7, 1])])
+        >>> block = encode_arrays([np.array([3, 5, 900]), np.array([7, 1])], ascending={0})
         >>> [array.tolist() for array in decode_arrays(block)]
         [[3, 5, 900], [7, 1]]
     """
     words = [_MAGIC, 0, len(arrays)]
     parts: list[NDArray[np.uint8]] = []
-    for array in arrays:
-        field, payload = _encode(array.astype(np.int64, copy=False))
+    for number, array in enumerate(arrays):
+        field, payload = _encode(array, differences=number in ascending and array.size > 1)
         words.extend(field)
         parts.append(payload)
     header_bytes = 8 * len(words)
@@ -89,19 +92,18 @@ def _check_header(block: NDArray[np.uint8]) -> tuple[int, int]:
     return total, count
 
 
-def _encode(values: NDArray[np.int64]) -> tuple[list[int], NDArray[np.uint8]]:
-    assert values.size == 0 or values.min() >= 0, "records hold no negative numbers"
-    steps = np.diff(values)
-    differences = values.size > 1 and steps.min() >= 0
-    differences = bool(differences and _width(steps) < _width(values))
-    stored = steps if differences else values
+def _encode(
+    values: NDArray[np.integer], *, differences: bool
+) -> tuple[list[int], NDArray[np.uint8]]:
+    stored = np.diff(values) if differences else values
+    assert stored.size == 0 or stored.min() >= 0, "records hold no negative numbers"
     width = _width(stored)
     first = int(values[0]) if values.size else 0
     payload = stored.astype(f"<u{width}").view(np.uint8)
     return [values.size, width | (_DIFFERENCES if differences else 0), first], payload
 
 
-def _width(values: NDArray[np.int64]) -> int:
+def _width(values: NDArray[np.integer]) -> int:
     largest = int(values.max()) if values.size else 0
     return next(width for width in _WIDTHS if largest < 1 << (8 * width))
 

@@ -1,7 +1,8 @@
-"""Which cache slot each node sits in while the batches go by.
+"""Tables that answer by node id: which cache slot a node sits in, and its number in a batch.
 
 Static caches never change; under Belady's policy the host cache changes after each batch. Slots
-are numbered over both caches: device slots first, host slot s is ``num_device + s``.
+are numbered over both caches: device slots first, host slot s is ``num_device + s``. Tables over
+all nodes are fast; where the graph is too large for them, sorted lists answer instead.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["SlotTracker"]
+__all__ = ["LocalNumbers", "SlotTracker"]
 
 _COLD = -1
 
@@ -76,3 +77,51 @@ class SlotTracker:
 
     def _place(self, node_ids: NDArray[np.int64]) -> NDArray[np.int64]:
         return node_ids if self._ids is None else np.searchsorted(self._ids, node_ids)
+
+
+class LocalNumbers:
+    """The place of each node within one batch.
+
+    Args:
+        num_nodes: Node ids are below it.
+        dense_bytes: As for :class:`SlotTracker`.
+    """
+
+    def __init__(self, num_nodes: int, *, dense_bytes: int) -> None:
+        self._dense = 4 * num_nodes <= dense_bytes
+        self._table = np.zeros(num_nodes if self._dense else 0, np.int32)
+        self._ids = np.empty(0, np.int64)
+        self._by_id = np.empty(0, np.int64)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the table takes."""
+        return self._table.nbytes
+
+    def begin(self, node_ids: NDArray[np.int64]) -> None:
+        """From now on the batch has these nodes, all distinct."""
+        self._ids = node_ids
+        if self._dense:
+            self._table[node_ids] = np.arange(len(node_ids), dtype=np.int32)
+        else:
+            self._by_id = np.argsort(node_ids, kind="stable")
+
+    def of(self, node_ids: NDArray[np.integer]) -> NDArray[np.int64]:
+        """int64, the place of each node; none of them may be missing from the batch.
+
+        Raises:
+            KeyError: A node is not in the batch.
+        """
+        if len(node_ids) == 0:
+            return np.empty(0, np.int64)
+        found: NDArray[np.int64]
+        if self._dense:
+            found = self._table[node_ids].astype(np.int64)
+        else:
+            places = np.searchsorted(self._ids, node_ids, sorter=self._by_id)
+            found = self._by_id[np.minimum(places, len(self._ids) - 1)]
+        np.minimum(found, len(self._ids) - 1, out=found)  # what earlier batches have left behind
+        if not len(self._ids) or not np.array_equal(self._ids[found], node_ids):
+            message = "a node is not in the batch"
+            raise KeyError(message)
+        return found

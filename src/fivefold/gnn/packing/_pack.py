@@ -89,7 +89,7 @@ def pack(  # noqa: PLR0913 - the contract names them
     if not resume:
         remove_store(files)
     elif files.store.exists():
-        return _finished(files, inputs)
+        return _finished(files, inputs, features, samples)
     try:
         files.scratch.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -99,10 +99,13 @@ def pack(  # noqa: PLR0913 - the contract names them
         job = _Job(files, inputs, memory_bytes=memory_bytes)
         with (
             _records(files, samples, plan, inputs, memory_bytes, tell) as records,
-            RowReader(features, _SECTION, backend=backend) as reader,
+            RowReader(features, _SECTION, backend=backend, queue_depth=4) as reader,
         ):
             mover, sections = _mover(features, reader, records, plan)
-            mover = job.with_geometry(mover, sections, profile=profile, strategy=strategy)
+            spare = plan.budgets.disk_bytes - records.nbytes
+            mover = job.with_geometry(
+                mover, sections, budget_bytes=spare, profile=profile, strategy=strategy
+            )
             with _rows(files, mover, sections, inputs, backend, tell) as rows:
                 _finish(files, plan, samples, inputs, mover.geometry, rows, records)
         shutil.rmtree(files.scratch)
@@ -141,7 +144,9 @@ def _inputs(features: Container, samples: SampleFile, plan: Plan) -> dict[str, s
             "plan": plan.fingerprint}  # fmt: skip
 
 
-def _finished(files: StoreFiles, inputs: dict[str, str]) -> PackedStore:
+def _finished(
+    files: StoreFiles, inputs: dict[str, str], features: Container, samples: SampleFile
+) -> PackedStore:
     found = read_manifest(files)["inputs"]
     other = [name for name in inputs if inputs[name] != found.get(name)]
     if other:
@@ -149,7 +154,8 @@ def _finished(files: StoreFiles, inputs: dict[str, str]) -> PackedStore:
             f"{files.folder} holds a store of other inputs ({', '.join(other)})",
             hint="give another folder, or resume=False to replace it",
         )
-    return PackedStore.open(files.folder)
+    shutil.rmtree(files.scratch, ignore_errors=True)  # a run was killed while it tidied up
+    return PackedStore.open(files.folder, features=features, samples=samples)
 
 
 @contextmanager
@@ -192,6 +198,7 @@ class _Job:
         mover: Mover,
         sections: dict[str, int],
         *,
+        budget_bytes: int,
         profile: DiskCost | None,
         strategy: str | None,
     ) -> Mover:
@@ -211,7 +218,7 @@ class _Job:
             memory_bytes=self._memory_bytes - ledger_bytes,
             read_bytes_per_s=getattr(profile, "sequential_read_bytes_per_s", _BYTES_PER_S),
             write_bytes_per_s=getattr(profile, "sequential_write_bytes_per_s", _BYTES_PER_S),
-            free_bytes=_free_bytes(self._files),
+            free_bytes=min(budget_bytes, _free_bytes(self._files)),
             strategy=strategy,
         )
         self._settled |= {"geometry": geometry.to_json(), "memory_bytes": self._memory_bytes}

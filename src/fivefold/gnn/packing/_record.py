@@ -119,9 +119,10 @@ class BatchRecord:
 def build_record(
     sampled: SampledBatch,
     *,
-    slots: NDArray[np.int64],
+    slots: NDArray[np.integer],
     num_device: int,
-    storage_rows: NDArray[np.int64],
+    cold: NDArray[np.int64],
+    cold_rows: NDArray[np.int64],
     num_private: int = 0,
     admitted: tuple[NDArray[np.int64], NDArray[np.integer]] | None = None,
 ) -> BatchRecord:
@@ -129,56 +130,59 @@ def build_record(
 
     Args:
         sampled: The batch as it was sampled.
-        slots: int64[n], the slot of each sampled node: device slots below ``num_device``, host
-            slot s as ``num_device + s``, negative for a cold node.
+        slots: [n], the slot of each sampled node: device slots below ``num_device``, host slot s
+            as ``num_device + s``, negative for a cold node.
         num_device: Slots of the device cache.
-        storage_rows: int64[n], row in the section of packed rows; read for cold nodes only.
+        cold: Sampled numbers of the cold nodes, in storage order.
+        cold_rows: Their rows in the section of packed rows, ascending.
         num_private: Cold rows that no other batch of the segment reads.
-        admitted: Node ids that enter the host cache after this batch, and their slots.
+        admitted: Sampled numbers of the nodes that enter the host cache after this batch, and
+            their slots.
     """
-    seeds, node_ids = sampled.batch_size, np.asarray(sampled.node_ids, np.int64)
-    cold = slots < 0
-    key = np.where(cold, storage_rows + (int(slots.max(initial=0)) + 1), slots)
-    old_of_new = np.concatenate([np.arange(seeds), seeds + np.argsort(key[seeds:], kind="stable")])
-    new_of_old = np.empty(len(node_ids), np.int32)
-    new_of_old[old_of_new] = np.arange(len(node_ids), dtype=np.int32)
-    ids = node_ids[old_of_new]
-    slots, storage_rows = slots[old_of_new], storage_rows[old_of_new]
-    on_device = np.flatnonzero((slots >= 0) & (slots < num_device))
-    on_host = np.flatnonzero(slots >= num_device)
-    runs = _runs(storage_rows, np.flatnonzero(slots < 0))
-    admitted_rows, admitted_slots = _admitted_rows(ids, admitted)
-    edge_ids = getattr(sampled, "edge_ids", None)
+    seeds, n = sampled.batch_size, len(sampled.node_ids)
+    cached = seeds + np.flatnonzero(slots[seeds:] >= 0)
+    cached = cached[np.argsort(slots[cached], kind="stable")]
+    old_of_new = np.concatenate([np.arange(seeds), cached, cold[cold >= seeds]])
+    new_of_old = np.empty(n, np.int32)
+    new_of_old[old_of_new] = np.arange(n, dtype=np.int32)
+    in_order = slots[old_of_new[: seeds + len(cached)]]
+    on_device = np.flatnonzero((in_order >= 0) & (in_order < num_device))
+    on_host = np.flatnonzero(in_order >= num_device)
+    runs = _runs(cold_rows, new_of_old[cold].astype(np.int64))
+    enters, enters_slots = (_NONE, _NONE) if admitted is None else admitted
+    edge_ids = sampled.edge_ids
     return BatchRecord(
         number=sampled.number,
         batch_size=seeds,
         num_private=num_private,
-        node_ids=ids,
+        node_ids=np.asarray(sampled.node_ids, np.int64)[old_of_new],
         nodes_per_hop=np.asarray(sampled.nodes_per_hop, np.int64),
         edges_per_hop=np.asarray(sampled.edges_per_hop, np.int64),
         expanded=new_of_old[: len(sampled.degrees)],
         degrees=np.asarray(sampled.degrees, np.int32),
         sources=new_of_old[sampled.sources],
         edge_ids=None if edge_ids is None else np.asarray(edge_ids, np.int64),
-        device_slots=slots[on_device],
+        device_slots=in_order[on_device].astype(np.int64),
         device_destinations=on_device,
-        host_slots=slots[on_host] - num_device,
+        host_slots=in_order[on_host].astype(np.int64) - num_device,
         host_destinations=on_host,
         run_starts=runs[0],
         run_counts=runs[1],
         run_destinations=runs[2],
-        admitted_rows=admitted_rows,
-        admitted_slots=admitted_slots,
+        admitted_rows=new_of_old[enters].astype(np.int64),
+        admitted_slots=np.asarray(enters_slots, np.int64),
     )
 
 
 def encode_record(record: BatchRecord) -> NDArray[np.uint8]:
     """The record's bytes; what follows from the order of the nodes is left out."""
-    has_edge_ids = record.edge_ids is not None
-    facts = [record.number, record.batch_size, has_edge_ids, record.num_private]
+    edge_ids = record.edge_ids
+    facts = [record.number, record.batch_size, edge_ids is not None, record.num_private]
     cold, destinations = record.cold_rows, record.cold_destinations
     starts, counts = _runs_of(cold)
     seeds_at = np.flatnonzero(destinations < record.batch_size)
+    device = _split_seeds(record.device_slots, record.device_destinations, record.batch_size)
+    host = _split_seeds(record.host_slots, record.host_destinations, record.batch_size)
     fields = [
         np.array(facts),
         record.nodes_per_hop,
@@ -187,9 +191,9 @@ def encode_record(record: BatchRecord) -> NDArray[np.uint8]:
         record.expanded,
         record.degrees,
         record.sources,
-        record.edge_ids if record.edge_ids is not None else _NONE,
-        *_split_seeds(record.device_slots, record.device_destinations, record.batch_size),
-        *_split_seeds(record.host_slots, record.host_destinations, record.batch_size),
+        _NONE if edge_ids is None else edge_ids,
+        *device,
+        *host,
         starts,
         counts,
         seeds_at,
@@ -197,7 +201,7 @@ def encode_record(record: BatchRecord) -> NDArray[np.uint8]:
         record.admitted_rows,
         record.admitted_slots,
     ]
-    return encode_arrays(fields)
+    return encode_arrays(fields, ascending=_ASCENDING)
 
 
 def decode_record(block: NDArray[np.uint8], *, number: int) -> BatchRecord:
@@ -242,6 +246,7 @@ def decode_record(block: NDArray[np.uint8], *, number: int) -> BatchRecord:
 
 _NONE = np.empty(0, np.int64)
 _NUM_FIELDS = 20
+_ASCENDING = frozenset({10, 13, 14, 16})  # slots of both caches, starts of runs, seeds among rows
 
 
 def _expand(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -259,25 +264,12 @@ def _runs_of(rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int
 
 
 def _runs(
-    storage_rows: NDArray[np.int64], cold: NDArray[np.int64]
+    rows: NDArray[np.int64], destinations: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Runs in storage order of the local rows ``cold``; each is contiguous at both ends."""
-    cold = cold[np.argsort(storage_rows[cold], kind="stable")]
-    rows = storage_rows[cold]
-    breaks = (np.diff(rows, prepend=-2) != 1) | (np.diff(cold, prepend=-2) != 1)
+    """Runs of ascending rows that are contiguous where they come from and where they go."""
+    breaks = (np.diff(rows, prepend=-2) != 1) | (np.diff(destinations, prepend=-2) != 1)
     first = np.flatnonzero(breaks)
-    return rows[first], np.diff(first, append=len(rows)), cold[first]
-
-
-def _admitted_rows(
-    ids: NDArray[np.int64], admitted: tuple[NDArray[np.int64], NDArray[np.integer]] | None
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    if admitted is None or len(admitted[0]) == 0:
-        return _NONE, _NONE
-    by_id = np.argsort(ids, kind="stable")
-    rows = by_id[np.searchsorted(ids, admitted[0], sorter=by_id)]
-    assert np.array_equal(ids[rows], admitted[0]), "only nodes of the batch can be admitted"
-    return rows, np.asarray(admitted[1], np.int64)
+    return rows[first], np.diff(first, append=len(rows)), destinations[first]
 
 
 def _split_seeds(

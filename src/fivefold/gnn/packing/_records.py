@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.errors import DataError, InfeasibleError
-from fivefold.gnn.packing._levels import SlotTracker
+from fivefold.gnn.packing._levels import LocalNumbers, SlotTracker
 from fivefold.gnn.packing._record import build_record, encode_record
 from fivefold.gnn.planning import Plan, SegmentLayout, segment_layout
 from fivefold.gnn.sampling import SampleFile
@@ -27,8 +27,9 @@ __all__ = ["KIND_RECORDS", "caches_of", "write_records"]
 
 KIND_RECORDS = "packed-records"
 _PAGE_BYTES = 4096
-_BYTES_PER_COLD_ENTRY = 64  # ids, ranks and what a layout keeps while it sorts, per batch and node
-_BYTES_PER_NODE = 120  # of the batch whose record is being built
+# Measured: ids, places and what a layout keeps while it sorts, for each batch and cold node.
+_BYTES_PER_COLD_ENTRY = {"gray": 28, "folded": 28, "packed": 38, "minhash": 42, "popularity": 42}
+_BYTES_PER_NODE = 96  # of the batch whose record is being built
 
 Progress = Callable[[str, int, int], None]
 
@@ -103,7 +104,8 @@ class _Recorder:
             later_rows=later,
             dense_bytes=memory_bytes // 4,
         )
-        self._memory_bytes = memory_bytes - self._tracker.nbytes
+        self._numbers = LocalNumbers(samples.num_nodes, dense_bytes=memory_bytes // 4)
+        self._memory_bytes = memory_bytes - self._tracker.nbytes - self._numbers.nbytes
         self._bytes, self._rows = done["bytes"], done["rows"]
         for segment in plan.segments[: done["segments"]]:
             for batch in range(*segment):
@@ -132,7 +134,7 @@ class _Recorder:
         for rows in layout.rows:
             uses[rows] += 1
         for place, batch in enumerate(range(first, stop)):
-            self._add_batch(batch, slots[place], layout, place, cold_ids[place], uses)
+            self._add_batch(batch, slots[place], layout, place, uses)
         order_type = np.uint32 if self._samples.num_nodes < 2**32 else np.int64
         self._writer.write("order", self._rows, layout.order.astype(order_type))
         self._rows += len(layout.order)
@@ -158,7 +160,7 @@ class _Recorder:
         first: int,
         stop: int,
     ) -> None:
-        needed = _BYTES_PER_COLD_ENTRY * sum(map(len, cold_ids))
+        needed = _BYTES_PER_COLD_ENTRY[self._plan.layout] * sum(map(len, cold_ids))
         needed += 4 * sum(map(len, slots)) + _BYTES_PER_NODE * max(map(len, slots))
         if needed > self._memory_bytes:
             total = format_bytes(needed * (stop - first) / len(slots) + self._tracker.nbytes)
@@ -172,32 +174,39 @@ class _Recorder:
         if self._schedule is not None:
             self._tracker.admit(*self._schedule.admissions(batch))
 
+    def _admitted(self, batch: int) -> tuple[NDArray[np.int64], NDArray[np.int32]] | None:
+        """Sampled numbers of the nodes that enter the host cache, and their slots."""
+        if self._schedule is None:
+            return None
+        node_ids, slots = self._schedule.admissions(batch)
+        return self._numbers.of(node_ids), slots
+
     def _add_batch(
         self,
         batch: int,
         slots: NDArray[np.int32],
         layout: SegmentLayout,
         place: int,
-        cold_ids: NDArray[np.int64],
         uses: NDArray[np.int32],
     ) -> None:
         sampled = self._samples.batch(batch)
         rows = layout.rows[place]
-        by_id = np.argsort(layout.order[rows], kind="stable")
-        if not np.array_equal(layout.order[rows[by_id]], cold_ids):
+        self._numbers.begin(sampled.node_ids)
+        try:
+            cold = self._numbers.of(layout.order[rows])
+        except KeyError:
+            cold = np.empty(0, np.int64)
+        if len(cold) != np.count_nonzero(slots < 0) or (slots[cold] >= 0).any():
             message = f"the plan's layout does not hold the cold nodes of batch {batch}"
             raise DataError(message, hint="make the plan again from these samples")
-        cold = np.flatnonzero(slots < 0)
-        storage_rows = np.zeros(len(slots), np.int64)
-        ranks = np.searchsorted(cold_ids, sampled.node_ids[cold])
-        storage_rows[cold] = self._rows + rows[by_id][ranks]
         record = build_record(
             sampled,
-            slots=slots.astype(np.int64),
+            slots=slots,
             num_device=self._tracker.num_device,
-            storage_rows=storage_rows,
+            cold=cold,
+            cold_rows=self._rows + rows,
             num_private=int(np.count_nonzero(uses[rows] == 1)),
-            admitted=None if self._schedule is None else self._schedule.admissions(batch),
+            admitted=self._admitted(batch),
         )
         block = encode_record(record)
         padded = np.zeros(-(-len(block) // _PAGE_BYTES) * _PAGE_BYTES, np.uint8)

@@ -107,7 +107,7 @@ def _move(
         move(mover, writer, finished)
         return
     cells, spill = _spill(mover, scratch, progress)
-    with spill, RowReader(spill, "cells", backend=backend) as reader:
+    with spill, RowReader(spill, "cells", backend=backend, queue_depth=4) as reader:
         order_windows(mover, cells, reader, writer, done=first, finished=finished)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -179,6 +180,21 @@ class PackedStore:
             raise ConfigurationError(f"there is no batch {number}", hint=hint)
         start, size = self._index[number, :2].tolist()
         return decode_record(self.records.read("data", start, start + size), number=number)
+
+    def verify(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Read every page of the store and compare it with its checksum.
+
+        Args:
+            progress: Called with the bytes done and the bytes in all.
+
+        Raises:
+            DataError: A page is damaged.
+            StorageError: The disk refused.
+        """
+        first, total = self.records.nbytes, self.records.nbytes + self.rows.nbytes
+        tell = progress or (lambda _done, _total: None)
+        self.records.verify(lambda done, _: tell(done, total))
+        self.rows.verify(lambda done, _: tell(first + done, total))
 
     def close(self) -> None:
         """Let go of the files."""
