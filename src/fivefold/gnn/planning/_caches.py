@@ -111,10 +111,10 @@ class Tally:
         """Seconds to gather these rows from the features, every page once."""
         if not len(cold):
             return 0.0
-        ((requests, size_bytes),) = read_costs(
+        (by_size,) = read_costs(
             cold,
             np.ones(len(cold), np.int64),
             row_bytes=self._features.row_bytes,
             gaps_bytes=np.zeros(1, np.int64),
         )
-        return self._disk.seconds(int(requests), int(size_bytes))
+        return sum(self._disk.seconds(int(r), int(b)) for r, b in by_size if r)

@@ -27,6 +27,8 @@ from fivefold.gnn.planning._sources import Array, Ids
 
 __all__ = ["DiskGNNChoice", "diskgnn_brute_force", "diskgnn_segment_batches"]
 
+_NO_GAP = np.zeros(1, np.int64)
+
 
 @dataclass(frozen=True, kw_only=True)
 class DiskGNNChoice:
@@ -162,7 +164,9 @@ def _try(
         batches, shared, minhash_functions=minhash_functions, num_batches=len(cold_ids)
     )
     read_bytes = sum(
-        int(read_costs(*laid_out.runs(batch), row_bytes=row_bytes, gaps_bytes=np.zeros(1))[0, 1])
+        int(
+            read_costs(*laid_out.runs(batch), row_bytes=row_bytes, gaps_bytes=_NO_GAP)[..., 1].sum()
+        )
         for batch in range(len(batches))
     )
     needed = int(uses.sum()) * row_bytes

@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from fivefold.errors import ConfigurationError, DataError
+from fivefold.gnn.planning._compiler import njit
 from fivefold.gnn.planning._pages import runs_of
 from fivefold.gnn.planning._refinement import Refinement, locate, union_of
 from fivefold.gnn.planning._sources import Array, Ids
@@ -29,6 +30,7 @@ from fivefold.gnn.planning._sources import Array, Ids
 __all__ = ["Layout", "SegmentLayout", "check_layout", "segment_layout", "shared_and_private"]
 
 Layout = Literal["gray", "folded", "minhash", "popularity", "packed"]
+_LARGEST_KEY = 2**62
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,15 +217,15 @@ def _by_minhash(hashes: Ids, num_batches: int) -> _Key:
     """DiskGNN's key: the minima as the digits of a number in base ``num_batches``."""
 
     def key_of(members: Sequence[Array], num_rows: int) -> Array:
-        ranks = np.zeros(num_rows, np.int64)
-        for function in hashes:
+        key = np.zeros(num_rows, np.int64)
+        for number, function in enumerate(hashes):
             least = np.full(num_rows, num_batches, np.int64)
             for member, value in zip(members, function, strict=False):
-                least[member] = np.minimum(least[member], value)
-            # Only the order matters: ranks keep k digits from overflowing 64 bits.
-            key = ranks * (num_batches + 1) + least
-            ranks = np.unique(key, return_inverse=True)[1].astype(np.int64)
-        return ranks
+                _lower(least, member, value)
+            if (num_batches + 1) ** (number + 1) >= _LARGEST_KEY:
+                key = np.unique(key, return_inverse=True)[1].astype(np.int64)  # only order matters
+            key = key * (num_batches + 1) + least
+        return key
 
     return key_of
 
@@ -232,3 +234,9 @@ def _ascending_places(member: Array, places: Array) -> Ids:
     taken = np.zeros(len(places), np.bool_)
     taken[places[member]] = True
     return np.flatnonzero(taken)
+
+
+@njit
+def _lower(least: Any, member: Any, value: Any) -> None:
+    for row in member:
+        least[row] = min(least[row], value)

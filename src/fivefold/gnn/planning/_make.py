@@ -214,7 +214,8 @@ class _Making:
 
         return Space(
             disk_bytes=self.budgets.disk_bytes,
-            fixed_bytes=filled * self.features.row_bytes + record_bytes(self.samples),
+            fixed_bytes=filled * self.features.row_bytes,
+            record_bytes=lambda packed_rows: record_bytes(self.samples, packed_rows),
             row_bytes=self.features.row_bytes,
             ways=ways,
         )
@@ -238,7 +239,7 @@ class _Making:
             packed_bytes=packed_rows * row_bytes,
             cache_bytes=cache_bytes,
             fill_seconds=cache_bytes / self.disk.sequential_read_bytes_per_s,
-            record_bytes=record_bytes(self.samples),
+            record_bytes=record_bytes(self.samples, packed_rows),
             sample_bytes=sample_bytes(self.samples),
             scratch_bytes=packing.scratch_bytes,
             buffer_bytes=self.buffer_bytes,

@@ -16,10 +16,12 @@ import numpy as np
 from fivefold.gnn.planning._compiler import njit
 from fivefold.gnn.planning._sources import Array, Ids
 
-__all__ = ["BLOCK_BYTES", "PAGE_BYTES", "extent_pages", "read_costs", "runs_of"]
+__all__ = ["BLOCK_BYTES", "PAGE_BYTES", "SIZE_CLASSES", "extent_pages", "read_costs", "runs_of"]
 
 PAGE_BYTES = 4096
 BLOCK_BYTES = 1 << 20
+_BLOCK_PAGES = BLOCK_BYTES // PAGE_BYTES
+SIZE_CLASSES = _BLOCK_PAGES.bit_length()
 
 
 def extent_pages(
@@ -47,21 +49,30 @@ def extent_pages(
     return first[:number].copy(), stop[:number].copy()
 
 
-def read_costs(starts: Ids, counts: Ids, *, row_bytes: int, gaps_bytes: Array) -> Ids:
-    """Requests and bytes of reading runs, for several gaps at once.
+def read_costs(starts: Array, counts: Array, *, row_bytes: int, gaps_bytes: Array) -> Ids:
+    """Requests and bytes of reading runs, for several gaps at once and by the requests' sizes.
+
+    Args:
+        starts: First row of each run, ascending.
+        counts: Rows of each run.
+        row_bytes: Bytes of a row.
+        gaps_bytes: Values of ``max_gap_bytes`` to count for.
 
     Returns:
-        int64 [gaps, 2], a row being (requests, bytes).
+        int64 [gaps, 9, 2]: (requests, bytes) of the requests of ``2**k`` to ``2**(k + 1) - 1``
+        pages, k from 0 to 8 (a block of 1 MiB).
 
     Example:
-        >>> read_costs(np.array([0, 24]), np.array([8, 8]), row_bytes=512,
-        ...            gaps_bytes=np.array([0, 8192])).tolist()
-        [[2, 8192], [1, 16384]]
+        >>> costs = read_costs(np.array([0, 24]), np.array([8, 8]), row_bytes=512,
+        ...                    gaps_bytes=np.array([0, 8192]))
+        >>> costs.sum(1).tolist(), costs[:, :3, 0].tolist()
+        ([[2, 8192], [1, 16384]], [[2, 0, 0], [0, 0, 1]])
     """
     gap_pages = np.asarray(gaps_bytes, np.int64) // PAGE_BYTES
-    costs = np.zeros((len(gap_pages), 2), np.int64)
-    _costs(starts, counts, row_bytes, gap_pages, BLOCK_BYTES // PAGE_BYTES, costs)
-    costs[:, 1] *= PAGE_BYTES
+    costs = np.zeros((len(gap_pages), SIZE_CLASSES, 2), np.int64)
+    starts, counts = np.asarray(starts, np.int64), np.asarray(counts, np.int64)
+    _costs(starts, counts, row_bytes, gap_pages, costs)
+    costs[..., 1] *= PAGE_BYTES
     return costs
 
 
@@ -96,9 +107,7 @@ def _merge(starts: Any, counts: Any, row_bytes: Any, gap_pages: Any, first: Any,
 
 
 @njit
-def _costs(
-    starts: Any, counts: Any, row_bytes: Any, gap_pages: Any, block_pages: Any, costs: Any
-) -> Any:
+def _costs(starts: Any, counts: Any, row_bytes: Any, gap_pages: Any, costs: Any) -> Any:
     # One walk over the runs for all gaps; open_first and open_stop are the extents being made.
     number = gap_pages.shape[0]
     open_first, open_stop = np.full(number, -1, np.int64), np.full(number, -1, np.int64)
@@ -111,11 +120,21 @@ def _costs(
             if open_stop[i] >= 0 and begin - open_stop[i] <= gap_pages[i]:
                 open_stop[i] = max(open_stop[i], end)
                 continue
-            pages = open_stop[i] - open_first[i]
-            costs[i, 0] += (pages + block_pages - 1) // block_pages
-            costs[i, 1] += pages
+            _add(costs[i], open_stop[i] - open_first[i])
             open_first[i], open_stop[i] = begin, end
     for i in range(number):
-        pages = open_stop[i] - open_first[i]
-        costs[i, 0] += (pages + block_pages - 1) // block_pages
-        costs[i, 1] += pages
+        _add(costs[i], open_stop[i] - open_first[i])
+
+
+@njit
+def _add(costs: Any, pages: Any) -> Any:
+    """Count the requests of an extent: whole blocks, then the rest by its size."""
+    blocks, rest = pages // _BLOCK_PAGES, pages % _BLOCK_PAGES
+    costs[SIZE_CLASSES - 1, 0] += blocks
+    costs[SIZE_CLASSES - 1, 1] += blocks * _BLOCK_PAGES
+    if rest:
+        size_class = 0
+        while rest >> (size_class + 1):
+            size_class += 1
+        costs[size_class, 0] += 1
+        costs[size_class, 1] += rest

@@ -35,25 +35,31 @@ class Space:
 
     Args:
         disk_bytes: The budget.
-        fixed_bytes: What is written besides packed rows and scratch.
+        fixed_bytes: Bytes of the cached rows.
+        record_bytes: Bytes of the records for so many packed rows.
         row_bytes: Bytes of a row.
         ways: Ways of packing so many rows, cheapest first.
     """
 
     disk_bytes: int
     fixed_bytes: int
+    record_bytes: Callable[[int], int]
     row_bytes: int
     ways: Callable[[int], list[PackingCost]]
 
     def way(self, packed_rows: int) -> PackingCost | None:
         """The cheapest way of packing that fits; None where none does."""
-        rest = self.disk_bytes - self.fixed_bytes - packed_rows * self.row_bytes
+        rest = self.disk_bytes - self._kept_bytes(packed_rows)
         return next((way for way in self.ways(packed_rows) if way.scratch_bytes <= rest), None)
 
     def least_bytes(self, packed_rows: int) -> int:
         """The smallest budget that fits so many packed rows."""
         scratch = min(way.scratch_bytes for way in self.ways(packed_rows))
-        return self.fixed_bytes + packed_rows * self.row_bytes + scratch
+        return self._kept_bytes(packed_rows) + scratch
+
+    def _kept_bytes(self, packed_rows: int) -> int:
+        rows_bytes = packed_rows * self.row_bytes
+        return rows_bytes + self.fixed_bytes + self.record_bytes(packed_rows)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,11 +14,11 @@ import numpy as np
 
 from fivefold.gnn.planning._kept import KeptArrays
 from fivefold.gnn.planning._layout import Layout, segment_layout
-from fivefold.gnn.planning._pages import PAGE_BYTES, read_costs
+from fivefold.gnn.planning._pages import PAGE_BYTES, SIZE_CLASSES, read_costs
 from fivefold.gnn.planning._refinement import Refinement, locate, union_of
-from fivefold.gnn.planning._sources import DiskCost, Ids
+from fivefold.gnn.planning._sources import Array, DiskCost, Ids
 
-__all__ = ["GAPS_BYTES", "Reads", "SegmentQuestion", "count_reads", "segments_of"]
+__all__ = ["GAPS_BYTES", "Reads", "SegmentQuestion", "choose_gap", "count_reads", "segments_of"]
 
 GAPS_BYTES = tuple(PAGE_BYTES * pages for pages in (0, 1, 2, 4, 8, 16, 32, 64))
 
@@ -72,7 +72,7 @@ def segments_of(num_batches: int, segment_batches: int) -> tuple[tuple[int, int]
 def count_reads(question: SegmentQuestion, segment_batches: int) -> Reads:
     """Count the reads of all batches, and choose the gap."""
     num_batches = len(question.cold)
-    costs = np.zeros((num_batches, len(question.gaps_bytes), 2), np.int64)
+    costs = np.zeros((num_batches, len(question.gaps_bytes), SIZE_CLASSES, 2), np.int64)
     rows = [0]
     for first, stop in segments_of(num_batches, segment_batches):
         batches = question.cold.segment(first, stop)
@@ -85,27 +85,31 @@ def count_reads(question: SegmentQuestion, segment_batches: int) -> Reads:
                 gaps_bytes=np.array(question.gaps_bytes),
             )
         rows.append(rows[-1] + num_rows)
-    return choose_gap(question, np.array(rows, np.int64), costs)
-
-
-def choose_gap(question: SegmentQuestion, segment_rows: Ids, costs: Ids) -> Reads:
-    """The cheapest gap, from requests and bytes [batches, gaps, 2]; of equal ones the smallest."""
-    seconds = [
-        sum(
-            question.disk.seconds(int(requests), int(size_bytes))
-            for requests, size_bytes in costs[:, gap]
-            if requests
-        )
-        for gap in range(len(question.gaps_bytes))
-    ]
-    best = int(np.argmin(seconds))
+    best, seconds = choose_gap(question, costs.sum(axis=0))
     return Reads(
-        segment_rows=segment_rows,
-        requests=costs[:, best, 0].copy(),
-        read_bytes=costs[:, best, 1].copy(),
-        seconds=float(seconds[best]),
+        segment_rows=np.array(rows, np.int64),
+        requests=costs[:, best, :, 0].sum(axis=1),
+        read_bytes=costs[:, best, :, 1].sum(axis=1),
+        seconds=seconds,
         max_gap_bytes=question.gaps_bytes[best],
     )
+
+
+def choose_gap(question: SegmentQuestion, costs: Array) -> tuple[int, float]:
+    """The cheapest gap and its seconds, from costs [gaps, classes, 2]; of equal ones the smallest.
+
+    Requests of a class are of about equal size, which is what a disk's price is for.
+    """
+    seconds = [
+        sum(
+            question.disk.seconds(float(requests), float(size_bytes))
+            for requests, size_bytes in of_gap
+            if requests
+        )
+        for of_gap in costs
+    ]
+    best = int(np.argmin(seconds))
+    return best, float(seconds[best])
 
 
 def _segment_runs(

@@ -146,9 +146,13 @@ def sample_bytes(samples: SampleSource) -> int:
     return int(getattr(samples, "nbytes", 0))
 
 
-def record_bytes(samples: SampleSource) -> int:
-    """Bytes of the batch records that packing will write: about those of the samples."""
-    return sample_bytes(samples)
+def record_bytes(samples: SampleSource, packed_rows: int) -> int:
+    """About the bytes that packing writes besides rows: records, order of rows, checksums.
+
+    Records are about as large as the samples; the order takes a node id per packed row.
+    """
+    id_bytes = 4 if samples.num_nodes <= 2**31 else 8
+    return sample_bytes(samples) + packed_rows * id_bytes
 
 
 def sampled_epochs(samples: SampleSource) -> int:

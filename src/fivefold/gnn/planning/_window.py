@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from fivefold.gnn.planning._pages import read_costs
+from fivefold.gnn.planning._pages import SIZE_CLASSES, read_costs
 from fivefold.gnn.planning._refinement import Refinement, locate, union_of
-from fivefold.gnn.planning._segments import SegmentQuestion
+from fivefold.gnn.planning._segments import SegmentQuestion, choose_gap
 from fivefold.gnn.planning._sources import Array
 
 __all__ = ["WindowCosts"]
@@ -32,27 +32,23 @@ class WindowCosts:
         self._question = question
         num_batches = len(question.cold)
         needed, rows = np.zeros(window + 1), np.zeros(window + 1)
-        reads = np.zeros((window + 1, len(question.gaps_bytes), 2))
+        reads = np.zeros((window + 1, len(question.gaps_bytes), SIZE_CLASSES, 2))
         for first in range(0, num_batches, window):
             self._walk(first, min(first + window, num_batches), needed, rows, reads)
         scale = question.cold.sizes.sum() / np.maximum(needed, 1)
         self._rows = rows * scale
-        self._reads = reads * scale[:, None, None]
+        self._reads = reads * scale[:, None, None, None]
 
     def estimate(self, segment_batches: int) -> tuple[int, float, int, int, int]:
         """Packed rows, seconds, bytes, requests and the best gap of one size, over all batches."""
-        disk, batches = self._question.disk, max(1, len(self._question.cold))
         reads = self._reads[segment_batches]
-        seconds = [
-            batches * disk.seconds(requests / batches, size_bytes / batches) if requests else 0.0
-            for requests, size_bytes in reads
-        ]
-        gap = int(np.argmin(seconds))
+        gap, seconds = choose_gap(self._question, reads)
+        requests, size_bytes = reads[gap].sum(axis=0)
         return (
             round(self._rows[segment_batches]),
-            float(seconds[gap]),
-            round(reads[gap, 1]),
-            round(reads[gap, 0]),
+            seconds,
+            round(size_bytes),
+            round(requests),
             self._question.gaps_bytes[gap],
         )
 
