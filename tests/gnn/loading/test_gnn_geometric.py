@@ -134,7 +134,7 @@ def test_the_adapter_serves_rows_through_pygs_own_interface(stores, dim, dtype):
         assert same(store.multi_get_tensor([attr, attr])[1], expected)
         assert same(store[TensorAttr(None, "x", index)], expected)
     assert same(store[None, "x", 7:9], x[7:9])
-    assert same(store.view(None)["x"][torch.tensor([1])], x[[1]])
+    assert same(store.view(TensorAttr(None))["x"][torch.tensor([1])], x[[1]])
     assert store.get_tensor_size(None, "x") == x.shape
     assert [attr.attr_name for attr in store.get_all_tensor_attrs()] == ["x"]
     assert store.get_tensor(None, "z", index=None) is None

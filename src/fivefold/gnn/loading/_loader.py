@@ -139,6 +139,7 @@ class DiskLoader(BatchLoader):
         numbers = self._numbers(epoch)[first:].tolist()
         if numbers:
             self._features.start(numbers[0])
+        self._ring.abandon()
         stages = BatchStages(
             self._store,
             self._features,

@@ -50,7 +50,8 @@ class BufferRing:
         self._count = count
         self._made = 0
         self._free = Mailbox()
-        self._with_consumer: set[int] = set()
+        self._inside: set[int] = set()  # loans in the running pipeline, by id of the array
+        self._outside: set[int] = set()  # loans that only somebody else can end
         self._warned = False
         for _ in range(count):
             self._add()
@@ -84,15 +85,22 @@ class BufferRing:
         array: npt.NDArray[Any] = buffer[:size_bytes].view(dtype).reshape(shape)
         number = id(array)
         weakref.finalize(array, _give_back, weakref.ref(self), buffer, number).atexit = False
+        self._inside.add(number)
         return array
 
     def delivered(self, number: int) -> None:
         """Note that the loan with this ``id`` of its array is now in the consumer's hands."""
-        self._with_consumer.add(number)
+        self._inside.discard(number)
+        self._outside.add(number)
+
+    def abandon(self) -> None:
+        """Note that the pipeline has ended: what it still holds hangs on an error or a thread."""
+        self._outside |= self._inside
+        self._inside = set()
 
     def make_room(self) -> None:
-        """Add a buffer for each batch but one that the consumer still holds."""
-        held = len(self._with_consumer)
+        """Add a buffer for each loan outside of the pipeline but one."""
+        held = len(self._outside)
         while self._made < self._count + held - 1:
             self._add()
             if not self._warned:
@@ -114,8 +122,9 @@ class BufferRing:
 
     def _return(self, buffer: Buffer, number: int) -> None:
         """Runs inside a destructor, in any thread: it must not wait for anything."""
-        self._with_consumer.discard(number)
-        if self._made > self._count + max(0, len(self._with_consumer) - 1):
+        self._inside.discard(number)
+        self._outside.discard(number)
+        if self._made > self._count + max(0, len(self._outside) - 1):
             self._made -= 1
         else:
             self._free.put(buffer)
