@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from fivefold.errors import StorageError, UnsupportedError
 from fivefold.gnn.storage._buffers import aligned_empty
-from fivefold.gnn.storage._errors import storage_error
+from fivefold.gnn.storage._errors import storage_error, truncated_error
 from fivefold.gnn.storage._files import read_into
 from fivefold.gnn.storage._kernels import (
     DONE,
@@ -195,9 +195,17 @@ class MapBackend:
         # Without this each fault would read megabytes around it.
         self._map.madvise(mmap.MADV_RANDOM)
         self._bytes = np.frombuffer(self._map, np.uint8)
+        self._files = files
 
     def share(self, worker: int, work: Work, status: NDArray[np.int64]) -> None:
-        """Do requests of a job until none is left."""
+        """Do requests of a job until none is left.
+
+        Raises:
+            StorageError: The file is shorter than its map, so touching it would end the process.
+        """
+        size = os.fstat(self._files.plain).st_size
+        if size < len(self._bytes):
+            raise truncated_error(self._files.path, size)
         serve_share(
             self._bytes.ctypes.data,
             work,

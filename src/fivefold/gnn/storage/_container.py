@@ -323,12 +323,10 @@ def _unfinished_hint(path: Path) -> str:
 
 
 def _read_header(descriptor: int, path: Path) -> Header:
-    try:
-        page = os.pread(descriptor, PAGE_BYTES, 0)
-    except OSError as error:
-        raise storage_error(error.errno or 0, path, "reading the header") from error
-    header = Header.decode(page, str(path))
     found = os.fstat(descriptor).st_size
+    page = np.empty(min(found, PAGE_BYTES), np.uint8)
+    read_into(descriptor, page, 0, path)
+    header = Header.decode(page.tobytes(), str(path))
     if found != header.file_bytes:
         state = "truncated" if found < header.file_bytes else "longer than it was written"
         raise DataError(

@@ -9,7 +9,7 @@ from pathlib import Path
 from fivefold.errors import StorageError
 from fivefold.units import format_bytes
 
-__all__ = ["closed_error", "free_bytes", "storage_error"]
+__all__ = ["closed_error", "free_bytes", "storage_error", "truncated_error"]
 
 _HINTS = {
     errno.EIO: "the disk or its driver failed: look into the kernel's log, copy the file "
@@ -56,3 +56,12 @@ def storage_error(
 def closed_error(path: str | Path) -> StorageError:
     """The error of a use after ``close``."""
     return StorageError(f"{path} has been closed", hint="open it again")
+
+
+def truncated_error(path: str | Path, place: int) -> StorageError:
+    """The error for a file that ends before what its header promised."""
+    return StorageError(
+        f"{path} ends at offset {place}, before the rows that were asked for: it has been "
+        "truncated since it was opened",
+        hint="make the file again",
+    )

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.errors import StorageError
-from fivefold.gnn.storage._errors import storage_error
+from fivefold.gnn.storage._errors import storage_error, truncated_error
 
 __all__ = ["read_into", "sync_folder", "write_all", "write_atomically"]
 
@@ -64,11 +64,7 @@ def read_into(descriptor: int, buffer: NDArray[np.uint8], offset: int, path: str
         except OSError as error:
             raise storage_error(error.errno or 0, path, action, offset=offset + done) from error
         if count == 0:
-            raise StorageError(
-                f"{path} ends at offset {offset + done}, {len(view) - done} bytes too early: "
-                "it has been truncated",
-                hint="make the file again",
-            )
+            raise truncated_error(path, offset + done)
         done += count
 
 

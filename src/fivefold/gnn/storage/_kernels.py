@@ -31,7 +31,7 @@ __all__ = [
 
 #: Codes: all well; a system call failed; the file ended; a page is damaged; told to stop.
 DONE, FAILED, ENDED, DAMAGED, STOPPED = 0, 1, 2, 3, 4
-_EINTR, _EAGAIN = 4, 11
+_EINTR = 4
 
 
 @compiled
@@ -49,7 +49,7 @@ def read_whole(direct: Any, plain: Any, address: Any, count: Any, offset: Any, s
             done += got
             continue
         number = read_errno() if got < 0 else 0
-        if got < 0 and (number in (_EINTR, _EAGAIN)):
+        if got < 0 and number == _EINTR:
             continue
         status[0] = FAILED if got < 0 else ENDED
         status[1], status[2] = number, offset + done

@@ -30,7 +30,7 @@ __all__ = ["PartialFile"]
 
 _BOUNCE_BYTES = 1 << 20
 _LEAST_DIRECT_BYTES = 1 << 20  # below this the page cache is faster and holds it easily
-_EINTR, _EAGAIN = 4, 11
+_EINTR = 4
 
 
 @compiled
@@ -44,7 +44,7 @@ def _write_whole(direct: Any, plain: Any, address: Any, count: Any, offset: Any)
             done += put
             continue
         number = read_errno() if put < 0 else 0
-        if put < 0 and (number in (_EINTR, _EAGAIN)):
+        if put < 0 and number == _EINTR:
             continue
         return done, number
     return done, 0

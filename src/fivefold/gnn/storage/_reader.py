@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from fivefold.errors import (
     ConfigurationError,
     FivefoldError,
-    StorageError,
     UnsupportedError,
 )
 from fivefold.gnn.storage._backends import (
@@ -26,7 +25,7 @@ from fivefold.gnn.storage._backends import (
     open_files,
 )
 from fivefold.gnn.storage._container import Container
-from fivefold.gnn.storage._errors import closed_error, storage_error
+from fivefold.gnn.storage._errors import closed_error, storage_error, truncated_error
 from fivefold.gnn.storage._kernels import DAMAGED, ENDED, FAILED, STOPPED
 from fivefold.gnn.storage._plan_runs import Requests, Work, join_rows, plan_requests
 from fivefold.gnn.storage._statistics import ReadStatistics
@@ -314,11 +313,7 @@ class RowReader:
         if code == DAMAGED:
             return self._container.damaged_page(place)
         if code == ENDED:
-            return StorageError(
-                f"{path} ends at offset {place}, before the rows that were asked for: it has been "
-                "truncated since it was opened",
-                hint="make the file again",
-            )
+            return truncated_error(path, place)
         assert code == FAILED, f"unknown status {code}"
         return storage_error(number, path, "reading", offset=place)
 

@@ -45,6 +45,7 @@ _CHUNK_BYTES = 8 << 20
 _JOURNAL_VERSION = 1
 _DAMAGED = "its journal is damaged"
 _DIFFERENT = "it has another kind, other sections or other attributes"
+_NO_SUMS = "its checksums are missing"
 _SHORT = "it is shorter than its sections"
 Shape = tuple[int | None, ...]
 
@@ -163,12 +164,17 @@ class ContainerWriter:
             return False
         except ValueError as error:
             raise self._refused(_DAMAGED) from error
+        if not isinstance(journal, dict):
+            raise self._refused(_DAMAGED)
         if journal.get("version") != _JOURNAL_VERSION or journal.get("id") != self.file_id:
             raise self._refused(_DIFFERENT)
         self._rows = {name: int(journal["rows"][name]) for name in self._grown}
         if self._file.size < self._end + sum(self._grown_bytes(name) for name in self._grown[:1]):
             raise self._refused(_SHORT)
-        self._ledger.load(self._sums)
+        try:
+            self._ledger.load(self._sums)
+        except FileNotFoundError as error:
+            raise self._refused(_NO_SUMS) from error
         self._progress = journal["token"]
         if self._grown:
             self._cut(self._end + self._grown_bytes(self._grown[0]))

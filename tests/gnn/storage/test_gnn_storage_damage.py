@@ -1,0 +1,165 @@
+"""Damaged, cut, swapped and foreign files: each is refused with what to do, and no row is wrong."""
+
+import struct
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fivefold.errors import DataError, StorageError
+from fivefold.gnn.storage import Container, ContainerWriter, RowReader
+
+PAGE = 4096
+BACKENDS = ["threads", "python", "auto"]
+
+
+def flip(path, place, bits=1):
+    with path.open("r+b") as file:
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ bits]))
+
+
+@pytest.fixture(scope="module")
+def sound_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("sound") / "a.fvf"
+    rows = np.random.default_rng(0).integers(0, 99, (3000, 3)).astype(np.int32)
+    schema = {"x": (rows.dtype, rows.shape), "y": (np.uint8, (5,))}
+    with ContainerWriter(path, kind="k", sections=schema, attributes={"a": 1}) as writer:
+        writer.write("x", 0, rows)
+        writer.write("y", 0, np.arange(5, dtype=np.uint8))
+        writer.commit().close()
+    return path.read_bytes()
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_any_flipped_bit_anywhere_is_seen(data, sound_file, tmp_path_factory):
+    path = tmp_path_factory.getbasetemp() / "flipped.fvf"
+    path.write_bytes(sound_file)
+    flip(path, data.draw(st.integers(0, len(sound_file) - 1)), 1 << data.draw(st.integers(0, 7)))
+    with pytest.raises(DataError, match="; "):
+        Container.open(path, verify="full")
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_truncation_is_seen_on_opening(data, sound_file, tmp_path_factory):
+    path = tmp_path_factory.getbasetemp() / "cut.fvf"
+    path.write_bytes(sound_file[: data.draw(st.integers(0, len(sound_file) - 1))])
+    with pytest.raises(DataError, match=r"truncated|empty|unfinished or foreign|version 0"):
+        Container.open(path)
+
+
+def test_a_longer_file_is_seen_on_opening(sound_file, tmp_path):
+    (tmp_path / "a").write_bytes(sound_file + b"x")
+    with pytest.raises(DataError, match="longer than it was written"):
+        Container.open(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [(70, "header of"), ("table", "table of page checksums"), ("manifest", "manifest of")],
+)
+def test_the_message_names_the_damaged_part(make_file, random_rows, place, message):
+    container = make_file(random_rows(3000, 3, "f4"))
+    data_end = len(container.page_checksums) * PAGE
+    places = {"table": data_end + 10, "manifest": data_end + PAGE + 10}
+    flip(container.path, places.get(place, place))
+    with pytest.raises(DataError, match=rf"{message} .* is damaged.*; make the file again"):
+        Container.open(container.path)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_swapped_pages_are_seen(make_file, random_rows, backend):
+    rows = random_rows(8000, 1, "f4")
+    container = make_file(rows)
+    first = container.sections["x"].offset
+    raw = bytearray(container.path.read_bytes())
+    one, two = slice(first, first + PAGE), slice(first + PAGE, first + 2 * PAGE)
+    raw[one], raw[two] = raw[two], raw[one]
+    container.path.write_bytes(raw)
+    with RowReader(container, "x", backend=backend) as reader, pytest.raises(DataError):
+        reader.read_rows(np.array([3]), np.empty((1, 1), np.float32))
+    with pytest.raises(DataError, match=r"damaged.*fivefold gnn verify"):
+        Container.open(container.path, verify="full")
+
+
+def test_a_page_of_another_file_is_seen_even_if_its_bytes_were_right_there(make_file, random_rows):
+    # Both files hold the same rows, but their ids differ: so do the checksums of equal pages.
+    one = make_file(random_rows(4000, 3, "f4"), name="a", attributes={"a": 1})
+    two = make_file(random_rows(4000, 3, "f4"), name="b", attributes={"a": 2})
+    assert one.file_id != two.file_id
+    assert (one.page_checksums[1:] != two.page_checksums[1:]).all()
+
+
+def test_swapped_files_are_seen_by_kind_and_by_fingerprint(make_file, random_rows):
+    one = make_file(random_rows(40, 3, "f4"), name="a", kind="features")
+    two = make_file(random_rows(40, 3, "f4"), name="b", kind="labels")
+    three = make_file(random_rows(40, 3, "f4", seed=1), name="c", kind="features")
+    for swapped in (two, three):
+        kept = one.path.with_name("kept")
+        one.path.rename(kept)
+        one.path.write_bytes(swapped.path.read_bytes())
+        if swapped is two:
+            with pytest.raises(DataError, match="is of kind 'labels', 'features' was expected"):
+                Container.open(one.path, kind="features")
+        else:
+            with Container.open(one.path, kind="features") as found:
+                assert found.fingerprint != one.fingerprint
+        kept.rename(one.path)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\x93NUMPY\x01\x00", b"PK\x03\x04" * 5000, bytes(PAGE * 3), b"\x89FVF"]
+)
+def test_foreign_and_unfinished_files_are_refused(tmp_path, data):
+    (tmp_path / "a").write_bytes(data)
+    with pytest.raises(DataError, match="is no fivefold container"):
+        Container.open(tmp_path / "a")
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"there is no file .*; check the path"):
+        Container.open(tmp_path / "a")
+
+
+def test_a_newer_version_is_refused_by_number(sound_file, tmp_path):
+    page = bytearray(sound_file)
+    page[8:12] = struct.pack("<I", 2)
+    page[4088:4096] = struct.pack("<Q", xxhash.xxh64_intdigest(bytes(page[:4088])))
+    (tmp_path / "a").write_bytes(page)
+    with pytest.raises(DataError, match="has format version 2, this fivefold reads 1"):
+        Container.open(tmp_path / "a")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("direct", [None, False])
+def test_a_file_cut_after_opening_is_seen(make_file, random_rows, backend, direct):
+    rows = random_rows(30_000, 3, "f4")
+    container = make_file(rows)
+    section = container.sections["x"]
+    with RowReader(container, "x", backend=backend, direct=direct) as reader:
+        with container.path.open("r+b") as file:
+            file.truncate(section.offset + 10 * PAGE + 100)
+        out = np.zeros_like(rows)
+        reader.read_rows(np.arange(3000), out)
+        assert out[:3000].tobytes() == rows[:3000].tobytes()
+        with pytest.raises((StorageError, DataError), match=r"truncated|damaged"):
+            reader.read_rows(np.arange(30_000), out)
+        with pytest.raises((StorageError, DataError), match=r"truncated|damaged"):
+            container.read("x")
+
+
+def test_the_map_back_end_sees_a_cut_file_before_it_touches_it(make_file, random_rows):
+    container = make_file(random_rows(30_000, 3, "f4"))
+    with RowReader(container, "x", backend="mmap") as reader:
+        with container.path.open("r+b") as file:
+            file.truncate(PAGE)
+        with pytest.raises(StorageError, match="truncated"):
+            reader.read_rows(np.arange(3), np.empty((3, 3), np.float32))
+    with pytest.raises(DataError, match="cannot be mapped"):
+        container.memory_map("x")

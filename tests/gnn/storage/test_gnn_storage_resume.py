@@ -1,0 +1,138 @@
+"""Writers that are killed at any time go on, and the file is the same byte for byte."""
+
+import json
+import signal
+
+import numpy as np
+import pytest
+
+from fivefold.errors import DataError
+from fivefold.gnn.storage import Container, ContainerWriter
+
+WRITE = """
+import os, signal, sys
+import numpy as np
+from fivefold.gnn.storage import ContainerWriter
+
+path, steps = sys.argv[1], int(sys.argv[2])
+
+def step():
+    global steps
+    steps -= 1
+    if steps == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+random = np.random.default_rng(0)
+rows = random.random((3000, 257)).astype(np.float32)
+schema = {
+    "x": (np.float32, rows.shape),
+    "big": (np.uint8, (None,)),
+    "small": (np.int64, (None, 3)),
+}
+writer = ContainerWriter(path, kind="k", sections=schema, attributes={"a": 1}, resume=True)
+done = writer.progress["done"] if writer.progress else 0
+print("from", done, flush=True)
+order = np.array_split(random.permutation(30), 6)  # pieces of 100 rows, in no order
+for number in range(done, 6):
+    for piece in order[number].tolist():
+        writer.write("x", 100 * piece, rows[100 * piece : 100 * piece + 100])
+        step()
+    writer.append("big", np.full(7000 + number, number, np.uint8))
+    step()
+    writer.append("small", np.full((11, 3), number))
+    step()
+    writer.mark({"done": number + 1})
+    step()
+writer.commit().close()
+print("whole", flush=True)
+"""
+
+
+def test_killed_again_and_again_the_file_is_the_same_in_the_end(tmp_path, run_script):
+    plain = run_script(WRITE, tmp_path / "plain.fvf", 0)
+    assert plain.stdout == "from 0\nwhole\n", plain.stderr
+    starts = []
+    for steps in (3, 9, 15, 22):
+        killed = run_script(WRITE, tmp_path / "a.fvf", steps)
+        assert killed.returncode == -signal.SIGKILL, killed.stderr
+        assert not (tmp_path / "a.fvf").exists()
+        starts.append(int(killed.stdout.split()[1]))
+    # 8 steps a round: after 3 none is done, after 9 one, then one more (15), then two more (22).
+    assert starts == [0, 0, 1, 2]
+    last = run_script(WRITE, tmp_path / "a.fvf", 0)
+    assert last.stdout == "from 4\nwhole\n", last.stderr
+    assert (tmp_path / "a.fvf").read_bytes() == (tmp_path / "plain.fvf").read_bytes()
+    left = sorted(path.name for path in tmp_path.iterdir() if "fvf" in path.name)
+    assert left == ["a.fvf", "plain.fvf"]
+    Container.open(tmp_path / "a.fvf", verify="full").close()
+
+
+SCHEMA = {"x": (np.int64, (4000,)), "y": (np.int64, (None,))}
+
+
+def start(path, **changes):
+    settings = {"kind": "k", "sections": SCHEMA, "attributes": {}, "resume": True, **changes}
+    return ContainerWriter(path, **settings)
+
+
+def test_without_a_journal_resuming_begins_anew(tmp_path):
+    with start(tmp_path / "a") as writer:
+        writer.write("x", 0, np.ones(4000, np.int64))
+        assert writer.progress is None
+    with start(tmp_path / "a") as writer:
+        assert writer.progress is None
+        assert not writer.read("x").any()
+
+
+def test_what_was_appended_after_the_mark_is_dropped(tmp_path):
+    with start(tmp_path / "a") as writer:
+        writer.append("y", np.arange(1000))
+        writer.mark([1, {"two": None}])
+        writer.append("y", np.arange(5000))
+    with start(tmp_path / "a") as writer:
+        assert writer.progress == [1, {"two": None}]
+        assert writer.rows("y") == 1000
+        assert np.array_equal(writer.read("y"), np.arange(1000))
+        writer.append("y", np.arange(7))
+        writer.write("x", 0, np.arange(4000))
+        with writer.commit() as container:
+            container.verify()
+            assert np.array_equal(container.read("y")[1000:], np.arange(7))
+
+
+def test_an_unfinished_file_of_another_making_is_refused_or_discarded(tmp_path):
+    with start(tmp_path / "a") as writer:
+        writer.mark(1)
+    for changes in ({"kind": "other"}, {"attributes": {"a": 1}}, {"sections": {"x": SCHEMA["x"]}}):
+        with pytest.raises(DataError, match=r"cannot be resumed: it has another.*; delete"):
+            start(tmp_path / "a", **changes)
+    with start(tmp_path / "a", kind="other", resume=False) as writer:
+        assert writer.progress is None
+        writer.abort()
+
+
+def test_a_damaged_journal_or_a_cut_file_is_refused(tmp_path):
+    with start(tmp_path / "a") as writer:
+        writer.mark(1)
+    journal = tmp_path / "a.partial.journal"
+    kept = journal.read_bytes()
+    journal.write_bytes(kept[:10])
+    with pytest.raises(DataError, match="its journal is damaged; delete"):
+        start(tmp_path / "a")
+    journal.write_bytes(json.dumps([1]).encode())
+    with pytest.raises(DataError, match="its journal is damaged; delete"):
+        start(tmp_path / "a")
+    journal.write_bytes(kept)
+    with (tmp_path / "a.partial").open("r+b") as file:
+        file.truncate(4096)
+    with pytest.raises(DataError, match="shorter than its sections"):
+        start(tmp_path / "a")
+
+
+def test_lost_checksums_are_refused(tmp_path):
+    with start(tmp_path / "a") as writer:
+        writer.write("x", 0, np.arange(4000))
+        writer.mark(1)
+    (tmp_path / "a.partial.sums").unlink()
+    with pytest.raises(DataError, match="its checksums are missing"):
+        start(tmp_path / "a")
