@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import selectors
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,7 +23,7 @@ import numpy as np
 from _memory_limit import MemoryLimit
 from _table import Order, make_system
 
-from fivefold.gnn.data import Dataset
+from fivefold.gnn.data import Dataset, generate_graph
 from fivefold.gnn.sampling import NeighborSampler, SampleFile, sample_epochs
 from fivefold.gnn.storage import RowReader
 from fivefold.gnn.systems import System, SystemBatch, prefetched
@@ -129,13 +131,19 @@ class _Served:
 
     def __init__(self, order: Order) -> None:
         self.order = order
-        self.dataset = Dataset.open(order.dataset)
         self.samples: SampleFile | None = None
         self.system: System | None = None
         self.model: Any = None
         self.at: int | None = None
 
+    @cached_property
+    def dataset(self) -> Dataset:
+        """Opened when first used: a worker may be there to make it."""
+        return Dataset.open(self.order.dataset)
+
     def answer(self, do: str, what: dict[str, Any]) -> Answer:
+        if do == "generate":
+            return self.generate(**what)
         if do == "sample":
             return self.sample(**what)
         if do == "prepare":
@@ -148,6 +156,14 @@ class _Served:
             assert self.system is not None, "prepared before"
             return {"work": self.system.work(what["start"], what["stop"])}
         raise ValueError(do)
+
+    def generate(self, *, nodes: int, dim: int, memory_bytes: int) -> Answer:
+        """Generate the graph."""
+        started_s = time.perf_counter()
+        with generate_graph(
+            self.order.dataset, nodes=nodes, dim=dim, seed=1, memory_bytes=memory_bytes
+        ) as made:
+            return {"seconds": time.perf_counter() - started_s, "edges": made.num_edges}
 
     def sample(self, *, batch_size: int, fanouts: list[int], train: int, seed: int) -> Answer:
         """Sample an epoch offline; the topology is in memory."""
@@ -188,7 +204,7 @@ class _Served:
         if seek and (self.at != start or self.order.name.startswith("mmap")):
             self.system.seek(start)
         learn = self._learner() if train else None
-        before, io_before = self.system.statistics().copy(), _bytes_read()
+        before, io_before = self.system.statistics().copy(), _disk_bytes()[0]
         kept: list[tuple[Any, Any]] = []
         started_s = time.perf_counter()
         moments = self._consume(self._batches(number, start, stop), learn, kept)
@@ -202,7 +218,7 @@ class _Served:
             "rows_cached": done.rows_cached,
             "bytes_read": done.bytes_read,
             "requests": done.requests,
-            "process_bytes_read": _bytes_read() - io_before,
+            "process_bytes_read": _disk_bytes()[0] - io_before,
             "wrong_rows": self._wrong_rows(kept),
         }
 
@@ -210,7 +226,7 @@ class _Served:
         """Gather a few random rows through a plain memory map, for a bounded time."""
         mapped = self.dataset.features.memory_map("x", advice="normal")
         ids = np.random.default_rng(0).integers(0, len(mapped), rows)
-        before, started_s, done = _bytes_read(), time.perf_counter(), 0
+        before, started_s, done = _disk_bytes()[0], time.perf_counter(), 0
         for first in range(0, rows, 16):
             done += len(np.array(mapped[ids[first : first + 16]]))
             if time.perf_counter() - started_s > TRAP_SECONDS:
@@ -219,7 +235,7 @@ class _Served:
         return {
             "rows": done,
             "rows_per_s": done / seconds,
-            "amplification": (_bytes_read() - before) / (done * row_bytes),
+            "amplification": (_disk_bytes()[0] - before) / (done * row_bytes),
         }
 
     def _batches(self, number: int, start: int, stop: int | None) -> Iterator[SystemBatch]:
@@ -285,10 +301,11 @@ class _Served:
         return learn
 
 
-def _bytes_read() -> int:
-    """What this process has read from disks, page faults included."""
+def _disk_bytes() -> tuple[int, int]:
+    """What this process has read from and written to disks, page faults included."""
     lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
-    return int(dict(line.split(": ") for line in lines)["read_bytes"])
+    found = dict(line.split(": ") for line in lines)
+    return int(found["read_bytes"]), int(found["write_bytes"])
 
 
 def serve(order: Order) -> None:
@@ -298,8 +315,16 @@ def serve(order: Order) -> None:
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         what = json.loads(line)
+        read, written = _disk_bytes()
         try:
             answer = served.answer(what.pop("do"), what)
+            now_read, now_written = _disk_bytes()
+            answer["disk_bytes_read"], answer["disk_bytes_written"] = (
+                now_read - read,
+                now_written - written,
+            )
+            most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            answer["max_resident_bytes"] = 1024 * most
         except Exception as error:  # noqa: BLE001 - whatever it is, the driver must know
             traceback.print_exc()
             answer = {"error": f"{type(error).__name__}: {error}"}

@@ -214,7 +214,7 @@ class MariusSystem:
         new = state[inside // self.rows] * self.rows + inside % self.rows
         self._statistics.rows_requested += len(x)
         self._statistics.rows_cached += len(x)
-        return SystemBatch(number, self.order[new], x, len(seeds), sample.edge_index)
+        return SystemBatch(number, self.order[new], x, len(seeds), sample.edge_index, sample)
 
     def work(self, start: int, stop: int) -> int:
         """Batches."""

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.errors import ConfigurationError
-from fivefold.gnn.sampling import SampleFile
+from fivefold.gnn.sampling import SampledBatch, SampleFile
 from fivefold.gnn.storage import Container
 
 __all__ = [
@@ -107,6 +107,7 @@ class SystemBatch(NamedTuple):
         x: Their rows, in the same order.
         batch_size: Number of seeds.
         edge_index: Gives ``[2, edges]`` of places in ``node_ids``, source above target.
+        sample: The batch as it was sampled, where ``node_ids`` stand in its order.
 
     Example:
         >>> batch = SystemBatch(0, np.array([4]), np.ones((1, 2)), 1, lambda: np.zeros((2, 0)))
@@ -119,6 +120,7 @@ class SystemBatch(NamedTuple):
     x: NDArray[Any]
     batch_size: int
     edge_index: Callable[[], NDArray[np.int64]]
+    sample: SampledBatch | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
