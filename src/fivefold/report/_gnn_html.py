@@ -68,12 +68,8 @@ GRAPH_COLUMNS: tuple[GraphColumn, ...] = (
     ),
     (
         "memory hits",
-        "Share of the rows that caches in memory served.",
-        lambda run: format_percent(
-            run.hit_rates.get("device", 0.0) + run.hit_rates.get("host", 0.0)
-            if run.hit_rates
-            else None
-        ),
+        "Share of the rows that memory served.",
+        lambda run: format_percent(_memory_hits(run)),
     ),
     (
         "read per epoch",
@@ -94,6 +90,11 @@ GRAPH_COLUMNS: tuple[GraphColumn, ...] = (
 )
 
 
+def _memory_hits(run: GraphSummary) -> float | None:
+    levels = ("device", "host", "memory")
+    return sum(run.hit_rates.get(level, 0.0) for level in levels) if run.hit_rates else None
+
+
 def graph_view(runs: Sequence[GraphRun], summaries: Sequence[GraphSummary]) -> dict[str, Any]:
     """Everything that the template of graph runs names."""
     return {
@@ -101,7 +102,7 @@ def graph_view(runs: Sequence[GraphRun], summaries: Sequence[GraphSummary]) -> d
         "columns": [(name, meaning) for name, meaning, _ in GRAPH_COLUMNS],
         "rows": [(run, [write(run) for _, _, write in GRAPH_COLUMNS]) for run in summaries],
         "stages": STAGE_NAMES,
-        "levels": LEVEL_NAMES,
+        "shown_levels": _shown_levels(summaries),
         "stage_bars": _stage_bars(summaries),
         "pipeline": _pipeline(summaries),
         "level_bars": _level_bars(summaries),
@@ -136,7 +137,8 @@ def _pipeline(summaries: Sequence[GraphSummary]) -> list[_Bar]:
     for run in summaries:
         longest = max([*run.pipeline.values(), run.wall_s], default=0.0)
         for index, (stage, seconds) in enumerate(run.pipeline.items()):
-            part = _Part("data", round(100 * seconds / longest, 3), _named(stage, seconds))
+            kind = "other" if stage.startswith("wait") else "work"
+            part = _Part(kind, round(100 * seconds / longest, 3), _named(stage, seconds))
             label = f"{run.label}: " if not index else ""
             bars.append(_Bar(f"{label}{stage}", format_seconds(seconds), (part,)))
     return bars
@@ -166,14 +168,20 @@ def _level_bars(summaries: Sequence[GraphSummary]) -> list[_Bar]:
     ]
 
 
+def _shown_levels(summaries: Sequence[GraphSummary]) -> dict[str, str]:
+    """The levels that served any run."""
+    used = {level for run in summaries for level, rows in run.data.rows.items() if rows}
+    return {level: name for level, name in LEVEL_NAMES.items() if level in used}
+
+
 def _disk_rows(summaries: Sequence[GraphSummary]) -> list[tuple[str, list[str]]]:
-    """Per run: hits by level, bytes read and predicted, requests, their mean size."""
+    """Per packed run: hits by level, bytes read and predicted, requests, their mean size."""
     rows = []
     for run in summaries:
         if not run.data.rows:
             continue
         mean = run.data.bytes_read / run.data.requests if run.data.requests else None
-        cells = [format_percent(run.hit_rates.get(level)) for level in LEVEL_NAMES]
+        cells = [format_percent(run.hit_rates.get(level)) for level in _shown_levels(summaries)]
         cells += [
             format_bytes_or_dash(run.bytes_per_epoch),
             format_bytes_or_dash(run.predicted_bytes_per_epoch),

@@ -33,6 +33,8 @@ _STYLES = {
     "host": "blue",
     "shared": "green",
     "private": "yellow",
+    "memory": "cyan",
+    "file": "red",
 }
 _LETTERS = {
     "compute": "C",
@@ -44,6 +46,8 @@ _LETTERS = {
     "host": "H",
     "shared": "s",
     "private": "p",
+    "memory": "M",
+    "file": "f",
 }
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from fivefold.errors import CheckpointError, DataError
 from fivefold.gnn.data import Dataset
@@ -95,6 +96,7 @@ def infer_run(
         message = f"{run} holds no run of fivefold gnn train"
         raise DataError(message, hint="give the folder of a run, the run.output of its config")
     config = load_config(run / "config.toml")
+    torch.set_num_threads(config.run.threads)
     with Dataset.open(config.data.path) as dataset:
         model, step = load_model(config, dataset)
         place = run / "inference" / f"step-{step:08d}" if folder is None else Path(folder)

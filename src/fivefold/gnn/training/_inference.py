@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fivefold.errors import ConfigurationError, DataError
+from fivefold.errors import ConfigurationError, DataError, StorageError
 from fivefold.gnn.data import Dataset
 from fivefold.gnn.sampling import Topology
 from fivefold.gnn.storage import Container, ContainerWriter, DiskProfile, ReadStatistics, probe_disk
@@ -165,6 +165,7 @@ def infer_layers(  # noqa: PLR0913 - independent options, each with a default
         message = f"the model takes rows of {model.in_dim}, the features have {dataset.dim}"
         raise ConfigurationError(message, hint="use the model that was trained on this data set")
     folder = Path(folder)
+    _make_folder(folder)
     topology = dataset.topology(mapped=mapped)
     run = _Run(
         topology=topology,
@@ -365,6 +366,14 @@ def _identity(model: LayeredModel, dataset: Dataset) -> str:
         digest.update(f"{name} {tuple(value.shape)}".encode())
         digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        message = f"cannot write in {folder}: {error.strerror or error}"
+        raise StorageError(message, hint="name a folder that you may write") from error
 
 
 def _done_before(number: int) -> LayerReport:
