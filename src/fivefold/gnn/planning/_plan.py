@@ -183,7 +183,7 @@ class Plan:
         try:
             values: dict[str, Any] = json.loads(text)
             version, hashes = values.pop("version"), values.pop("arrays")
-        except (ValueError, KeyError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(
                 f"this is not a plan: {text[:40]!r}", hint="make it again with make_plan"
             ) from error
@@ -198,7 +198,12 @@ class Plan:
                     f"array {name!r} is missing or not the one of this plan",
                     hint="give the arrays that were written together with the plan",
                 )
-        return _from_values(values, arrays)
+        try:
+            return _from_values(values, arrays)
+        except (KeyError, TypeError) as error:
+            raise DataError(
+                f"the plan is not whole: {error}", hint="make it again with make_plan"
+            ) from error
 
 
 _ARRAYS = ("device_rows", "host_rows", "segment_rows", "batch_bytes", "batch_requests")

@@ -1,0 +1,189 @@
+"""Layouts against slow references that say what they are."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fivefold.errors import ConfigurationError, DataError
+from fivefold.gnn.planning import runs_of, segment_layout
+from fivefold.gnn.planning._layout import _permutations
+from fivefold.gnn.planning._refinement import Refinement, locate, union_of
+
+LAYOUTS = ["gray", "folded", "minhash", "popularity", "packed"]
+
+
+def gray_rank(mask):
+    """Inverse of the reflected binary code, from its definition."""
+    rank = 0
+    while mask:
+        rank ^= mask
+        mask >>= 1
+    return rank
+
+
+def users(batches):
+    """For each id the batches that need it, ids ascending."""
+    ids = sorted({int(v) for batch in batches for v in batch})
+    sets = [set(batch.tolist()) for batch in batches]
+    return {v: [i for i, members in enumerate(sets) if v in members] for v in ids}
+
+
+def slow_gray(batches):
+    last = len(batches) - 1
+    masks = {v: sum(1 << (last - i) for i in of) for v, of in users(batches).items()}
+    return sorted(masks, key=lambda v: (gray_rank(masks[v]), v))
+
+
+def slow_shared(batches, key):
+    of = users(batches)
+    shared = sorted((v for v in of if len(of[v]) > 1), key=lambda v: (key(of[v]), v))
+    private = [v for i, _ in enumerate(batches) for v in of if of[v] == [i]]
+    return shared + private
+
+
+@st.composite
+def segments(draw, most_batches=9):
+    num_nodes = draw(st.integers(1, 40))
+    members = st.lists(st.integers(0, num_nodes - 1), unique=True).map(sorted)
+    lists = draw(st.lists(members, min_size=0, max_size=most_batches))
+    return [np.array(ids, np.int64) for ids in lists]
+
+
+@settings(max_examples=150, deadline=None)
+@given(segments(), st.sampled_from(LAYOUTS))
+def test_every_batch_finds_its_rows(batches, layout):
+    laid_out = segment_layout(batches, layout=layout)
+    assert len(laid_out.rows) == len(batches)
+    for number, ids in enumerate(batches):
+        rows = laid_out.rows[number]
+        assert (np.diff(rows) > 0).all()
+        assert np.array_equal(np.sort(laid_out.node_ids(number)), ids)
+    total = sum(map(len, batches))
+    expected = total if layout == "packed" else len(users(batches))
+    assert len(laid_out.order) == expected
+
+
+@settings(max_examples=100, deadline=None)
+@given(segments())
+def test_gray_orders_by_rank_of_the_mask_then_by_id(batches):
+    assert segment_layout(batches, layout="gray").order.tolist() == slow_gray(batches)
+
+
+def test_gray_takes_more_batches_than_a_word_has_bits(make_batches):
+    source = make_batches(0, num_nodes=300, num_batches=150, share=0.3)
+    batches = [np.sort(source.node_ids(i)) for i in range(150)]
+    assert segment_layout(batches, layout="gray").order.tolist() == slow_gray(batches)
+
+
+@settings(max_examples=100, deadline=None)
+@given(segments(), st.integers(1, 4), st.integers(0, 5))
+def test_minhash_is_the_published_key(batches, functions, first):
+    total = first + len(batches) + 2
+    hashes = _permutations(functions, total, 0)
+
+    def key(of):
+        return tuple(min(function[first + i] for i in of) for function in hashes)
+
+    laid_out = segment_layout(
+        batches,
+        layout="minhash",
+        minhash_functions=functions,
+        first_batch=first,
+        num_batches=total,
+    )
+    assert laid_out.order.tolist() == slow_shared(batches, key)
+
+
+def test_many_minhash_functions_do_not_overflow_the_key():
+    batches = [np.arange(i % 3, 60, 1 + i % 4) for i in range(40)]
+    hashes = _permutations(14, 40, 0)  # 41**14 is above 2**63
+    laid_out = segment_layout(batches, layout="minhash", minhash_functions=14)
+    expected = slow_shared(batches, lambda of: tuple(min(f[i] for i in of) for f in hashes))
+    assert laid_out.order.tolist() == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(segments())
+def test_popularity_puts_the_most_needed_rows_first(batches):
+    laid_out = segment_layout(batches, layout="popularity")
+    assert laid_out.order.tolist() == slow_shared(batches, lambda of: -len(of))
+
+
+def test_packed_gives_each_batch_its_own_rows_in_id_order():
+    batches = [np.array([1, 5, 9]), np.array([], np.int64), np.array([5, 6])]
+    laid_out = segment_layout(batches, layout="packed")
+    assert laid_out.order.tolist() == [1, 5, 9, 5, 6]
+    assert [rows.tolist() for rows in laid_out.rows] == [[0, 1, 2], [], [3, 4]]
+
+
+def test_where_every_mask_occurs_gray_and_folded_agree():
+    # Id v is in the batches whose bits v has, so that all masks of 6 bits occur once.
+    ids = np.arange(64)
+    batches = [ids[(ids >> bit) & 1 == 1] for bit in range(6)]
+    gray, folded = (segment_layout(batches, layout=name) for name in ("gray", "folded"))
+    assert gray.order.tolist() == folded.order.tolist()
+    # The reflected code changes one bit from row to row: 2**t - 1 changes need 2**(t - 1) runs.
+    assert [len(gray.runs(batch)[0]) for batch in range(6)] == [1, 1, 2, 4, 8, 16]
+
+
+@settings(max_examples=100, deadline=None)
+@given(segments(most_batches=6))
+def test_folded_never_has_more_runs_for_a_batch_than_any_other_sides(batches):
+    """Given the order of the groups so far, its choice of sides is the best: tried against all."""
+    union = union_of(batches)
+    refinement = Refinement(len(union), folded=True)
+    for ids in batches:
+        before = refinement._sizes.copy(), refinement._labels.copy(), refinement._unseen
+        members = locate(ids, union)
+        starts, _ = refinement.split(members)
+        assert len(starts) <= fewest_runs(before, members)
+
+
+def fewest_runs(state, members):
+    """Fewest runs over all sides of all groups; the group of unseen rows stays in front."""
+    sizes, labels, unseen = state
+    inside = np.bincount(labels[members], minlength=len(sizes))
+    best = {False: 0}  # whether the rows before are needed ones -> fewest runs so far
+    for group, size in enumerate(sizes):
+        parts = [
+            needed
+            for needed in (False, True)
+            if (inside[group] if needed else size - inside[group])
+        ]
+        orders = [parts] if unseen and group == 0 else [parts, parts[::-1]]
+        following = {}
+        for joins, count in best.items():
+            for order in orders:
+                last, runs = joins, count
+                for needed in order:
+                    runs += needed and not last
+                    last = needed
+                following[last] = min(following.get(last, runs), runs)
+        best = following
+    return min(best.values(), default=0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(segments(), st.sampled_from(["gray", "folded"]))
+def test_runs_of_a_batch_are_known_when_it_is_split_off(batches, layout):
+    union = union_of(batches)
+    refinement = Refinement(len(union), folded=layout == "folded")
+    laid_out = segment_layout(batches, layout=layout)
+    for number, ids in enumerate(batches):
+        starts, counts = refinement.split(locate(ids, union))
+        starts = starts + len(union) - refinement.num_seen
+        expected = runs_of(laid_out.rows[number])
+        assert (starts.tolist(), counts.tolist()) == tuple(part.tolist() for part in expected)
+
+
+def test_what_is_not_allowed_is_refused():
+    with pytest.raises(ConfigurationError, match="use one of gray"):
+        segment_layout([], layout="sorted")
+    with pytest.raises(ConfigurationError, match="at least 1"):
+        segment_layout([], layout="minhash", minhash_functions=0)
+    with pytest.raises(ConfigurationError, match="not within"):
+        segment_layout([np.array([1])], layout="minhash", first_batch=3, num_batches=2)
+    for ids in ([2, 1], [1, 1]):
+        with pytest.raises(DataError, match="batch 0"):
+            segment_layout([np.array(ids)], layout="gray")

@@ -1,0 +1,78 @@
+"""The published tables of hit rates and layouts, on a generated graph at a smaller scale.
+
+Reference values: 4 M nodes, 80 k seeds in 79 batches, fan-out 10,10,10, rows of 512 bytes. Here the
+graph has 80 k nodes with the same degree law, seeds per node and batches.
+"""
+
+import numpy as np
+import pytest
+
+from fivefold.gnn.data import generate_graph
+from fivefold.gnn.planning import BatchList, belady, lru_misses
+from fivefold.gnn.planning._kept import KeptArrays
+from fivefold.gnn.planning._segments import SegmentQuestion, count_reads
+from fivefold.gnn.planning._static import hottest_rows
+from fivefold.gnn.sampling import NeighborSampler, epoch_batches
+
+NODES, SEEDS, BATCHES = 80_000, 1_600, 79
+
+
+@pytest.fixture(scope="module")
+def batches(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("graph")
+    with generate_graph(folder, nodes=NODES, dim=1, dtype=np.float16, seed=1, threads=1) as data:
+        sampler = NeighborSampler(data.topology(), [10, 10, 10], seed=0, threads=1)
+        seeds = np.random.default_rng(0).permutation(NODES)[:SEEDS]
+        chosen = epoch_batches(seeds, batch_size=-(-SEEDS // BATCHES), seed=0, epoch=0)
+        found = [sampler.sample(s, epoch=0, batch=i).node_ids for i, s in enumerate(chosen)]
+    return BatchList(found, num_nodes=NODES)
+
+
+# Hit rates: static by count, Belady with the first rows at the start, least recently used.
+HIT_RATES = {0.05: (0.342, 0.439, 0.176), 0.1: (0.482, 0.591, 0.321), 0.2: (0.649, 0.746, 0.492)}
+
+
+@pytest.mark.parametrize("share", HIT_RATES)
+def test_hit_rates_are_those_of_the_table(batches, share):
+    slots, accesses = int(share * NODES), int(batches.counts.sum())
+    static = int(batches.counts[hottest_rows(batches.counts, slots)].sum()) / accesses
+    optimal = 1 - belady(batches, num_rows=slots, initial="first-use").misses.sum() / accesses
+    recent = 1 - lru_misses(batches, num_rows=slots).sum() / accesses
+    published = HIT_RATES[share]
+    assert recent < static < optimal
+    assert static == pytest.approx(published[0], abs=0.03)
+    assert optimal == pytest.approx(published[1], abs=0.03)
+    assert recent < published[2] + 0.03  # the table's order within a batch is not known
+
+
+# Batches per segment: blow-up, then amplification of MinHash k = 2, by popularity, of Gray.
+LAYOUTS = {
+    4: (2.88, 1.05, 1.18),
+    8: (2.53, 1.25, 1.88),
+    16: (2.02, 1.91, 3.23),
+    40: (1.23, 3.3, 5.06),
+}
+
+
+@pytest.mark.parametrize("size", LAYOUTS)
+def test_layouts_amplify_as_in_the_table(batches, disk, size):
+    hot = np.zeros(NODES, np.bool_)
+    hot[hottest_rows(batches.counts, NODES // 10)] = True
+    ids = (np.sort(batches.node_ids(i)) for i in range(batches.num_batches))
+    cold = KeptArrays((one[~hot[one]] for one in ids), limit=NODES)
+    amplification = {}
+    for layout in ("gray", "folded", "minhash", "popularity"):
+        asked = SegmentQuestion(
+            cold=cold, layout=layout, minhash_functions=2, row_bytes=512, disk=disk, gaps_bytes=(0,)
+        )
+        reads = count_reads(asked, size)
+        amplification[layout] = reads.read_bytes.sum() / (cold.sizes.sum() * 512)
+        rows = int(reads.segment_rows[-1])
+    blow_up, minhash, popularity = LAYOUTS[size]
+    assert rows / NODES == pytest.approx(blow_up, rel=0.08)
+    assert amplification["minhash"] == pytest.approx(minhash, rel=0.1)
+    assert amplification["popularity"] == pytest.approx(popularity, rel=0.05)
+    # With fifty times fewer rows the groups are smaller than pages sooner than in the table.
+    limit = {4: 1.02, 8: 1.05, 16: 1.3, 40: 2.5}[size]
+    assert amplification["folded"] <= amplification["gray"] <= limit
+    assert amplification["gray"] < amplification["minhash"] < amplification["popularity"]
