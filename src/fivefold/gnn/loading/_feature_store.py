@@ -128,9 +128,30 @@ class FeatureStore:
         verify: Check the checksums of what is read.
 
     Example:
-        >>> from fivefold.gnn.loading import FeatureStore
-        >>> FeatureStore.__name__
-        'FeatureStore'
+        >>> import tempfile
+        >>> from fivefold.gnn.data import generate_graph
+        >>> from fivefold.gnn.packing import pack
+        >>> from fivefold.gnn.planning import Budgets, FeatureInfo, make_plan
+        >>> from fivefold.gnn.sampling import NeighborSampler, sample_epochs
+        >>> from fivefold.gnn.storage import probe_disk
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> dataset = generate_graph(f"{folder.name}/data", nodes=300, dim=4, seed=0)
+        >>> samples = sample_epochs(NeighborSampler(dataset.topology(), [3, 3]), dataset.train,
+        ...     f"{folder.name}/samples.fvf", batch_size=16, seed=0)
+        >>> info = FeatureInfo(
+        ...     num_nodes=300, row_bytes=16, fingerprint=dataset.features.fingerprint)
+        >>> budgets = Budgets(host_bytes=20_000, disk_bytes=10**8)
+        >>> plan = make_plan(samples, info, budgets, probe_disk(folder.name, seconds=0.05))
+        >>> store = pack(dataset.features, samples, plan, f"{folder.name}/store",
+        ...     memory_bytes=1 << 25)
+        >>> levels = FeatureStore(store)
+        >>> levels.start(0)
+        >>> record = levels.record(0)
+        >>> out = np.empty((len(record.node_ids), 4), np.float32)
+        >>> _ = levels.serve(record, out)
+        >>> np.array_equal(out, dataset.features.read("x")[record.node_ids])
+        True
+        >>> levels.close(); store.close(); dataset.close(); folder.cleanup()
     """
 
     def __init__(
@@ -165,6 +186,8 @@ class FeatureStore:
         self._device_rows: Tensor | None = None
         self._changes = plan.policy == "belady"
         self._filled, self._next = False, 0
+        self._record_bytes = store.records.read("index")[:, 1]
+        self.record_bytes = 0
         self.rows = dict.fromkeys(LEVELS, 0)
         self.reading = ReadStatistics()
         self.filling = ReadStatistics()
@@ -196,6 +219,11 @@ class FeatureStore:
         if self._changes and batch > self._next:
             self._replay(range(self._next, batch))
         self._next = batch
+
+    def record(self, number: int) -> BatchRecord:
+        """Read the record of a batch."""
+        self.record_bytes += int(self._record_bytes[number])
+        return self._store.record(number)
 
     def serve(self, record: BatchRecord, out: Rows) -> ReadStatistics:
         """Fill ``out`` with the rows of a batch, from all levels, in one call."""
@@ -257,7 +285,7 @@ class FeatureStore:
     def _replay(self, batches: range) -> None:
         """Read the rows that these batches leave in the host cache, each once."""
         owner = np.full(len(self._on_host.rows), -1, np.int64)
-        for record in map(self._store.record, batches):
+        for record in map(self.record, batches):
             storage = np.full(len(record.node_ids), -1, np.int64)
             storage[record.cold_destinations] = record.cold_rows
             admitted = storage[record.admitted_rows]

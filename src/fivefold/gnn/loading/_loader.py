@@ -31,9 +31,6 @@ from fivefold.gnn.packing import PackedStore
 
 __all__ = ["DiskLoader"]
 
-_BYTES_PER_EDGE = 16  # edge_index, int64
-_BYTES_PER_NODE = 8  # n_id, int64
-
 
 class DiskLoader(BatchLoader):
     """Iterate over the mini-batches of a packed store, in the shape of PyG's loaders.
@@ -63,8 +60,8 @@ class DiskLoader(BatchLoader):
         verify: Check the checksum of every page that is read.
         rank: Rank of this process.
         world_size: Number of processes that share the epoch.
-        memory_bytes: What the buffers of this process may take; None leaves the number of
-            buffers to ``prefetch`` alone.
+        memory_bytes: What the buffers of this process may take for rows; None takes what the plan
+            keeps for batches in flight, or what ``prefetch`` needs where that is given.
         form: "edge_index", or "blocks" for layered models.
         remainder: What happens with batches that do not fill a step of all ranks: "drop" leaves
             out the last ones of the epoch's order, "repeat" hands the first ones out again.
@@ -75,9 +72,29 @@ class DiskLoader(BatchLoader):
         InfeasibleError: The buffers do not fit ``memory_bytes``.
 
     Example:
-        >>> from fivefold.gnn.loading import DiskLoader
-        >>> DiskLoader.__name__
-        'DiskLoader'
+        >>> import tempfile
+        >>> from fivefold.gnn.data import generate_graph
+        >>> from fivefold.gnn.packing import pack
+        >>> from fivefold.gnn.planning import Budgets, FeatureInfo, make_plan
+        >>> from fivefold.gnn.sampling import NeighborSampler, sample_epochs
+        >>> from fivefold.gnn.storage import probe_disk
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> dataset = generate_graph(f"{folder.name}/data", nodes=300, dim=4, seed=0)
+        >>> samples = sample_epochs(NeighborSampler(dataset.topology(), [3, 3]), dataset.train,
+        ...     f"{folder.name}/samples.fvf", batch_size=16, seed=0)
+        >>> info = FeatureInfo(
+        ...     num_nodes=300, row_bytes=16, fingerprint=dataset.features.fingerprint)
+        >>> budgets = Budgets(host_bytes=20_000, disk_bytes=10**8)
+        >>> plan = make_plan(samples, info, budgets, probe_disk(folder.name, seconds=0.05))
+        >>> store = pack(dataset.features, samples, plan, f"{folder.name}/store",
+        ...     memory_bytes=1 << 25)
+        >>> with DiskLoader(store, labels=dataset.labels) as loader:
+        ...     for batch in loader:
+        ...         _ = batch.x, batch.edge_index, batch.y  # the model's turn
+        ...     statistics = loader.statistics()
+        >>> statistics.batches == len(loader), round(sum(statistics.hit_rates.values()), 9)
+        (True, 1.0)
+        >>> store.close(); dataset.close(); folder.cleanup()
     """
 
     def __init__(  # noqa: PLR0913 - independent options, each with a default
@@ -113,8 +130,11 @@ class DiskLoader(BatchLoader):
             timeout_s=timeout_s,
         )
         _check_policy(store, self._settings)
+        batch_bytes = store.max_nodes * store.row_bytes
+        if memory_bytes is None and prefetch is None:
+            memory_bytes = store.plan.predicted.buffer_bytes or None
         self._buffers = buffer_count(
-            batch_bytes=_batch_bytes(store), memory_bytes=memory_bytes, prefetch=prefetch
+            batch_bytes=batch_bytes, memory_bytes=memory_bytes, prefetch=prefetch
         )
         self._features = FeatureStore(
             store, device=device, backend=backend, threads=threads, verify=verify
@@ -122,7 +142,7 @@ class DiskLoader(BatchLoader):
         super().__init__(self._features.close)
         self._ring = BufferRing(
             self._buffers,
-            size_bytes=store.max_nodes * store.row_bytes,
+            size_bytes=batch_bytes,
             pinned=self._settings.device.type == "cuda",
         )
         self._transfer: DeviceTransfer | None = None
@@ -141,7 +161,6 @@ class DiskLoader(BatchLoader):
             self._features.start(numbers[0])
         self._ring.abandon()
         stages = BatchStages(
-            self._store,
             self._features,
             self._ring,
             seeds=self._seeds,
@@ -166,6 +185,7 @@ class DiskLoader(BatchLoader):
             requests=features.reading.requests,
             bytes_read=features.reading.bytes_read,
             cold_bytes=features.reading.bytes_used,
+            record_bytes=features.record_bytes,
             fill_bytes=features.filling.bytes_read,
             fill_s=features.filling.seconds,
             stage_s=self._stage_s(self._pipeline),
@@ -236,12 +256,6 @@ def _check_policy(store: PackedStore, settings: LoaderSettings) -> None:
             f"shared by {settings.world_size} ranks",
             hint='plan with policy="static"',
         )
-
-
-def _batch_bytes(store: PackedStore) -> int:
-    """Host memory that the tensors of the largest batch take."""
-    per_node = store.row_bytes + _BYTES_PER_NODE
-    return int(store.max_nodes * per_node + store.max_edges * _BYTES_PER_EDGE)
 
 
 def _as_array(labels: npt.NDArray[Any] | torch.Tensor | None) -> npt.NDArray[Any] | None:

@@ -18,7 +18,7 @@ from fivefold.gnn.loading._feature_store import FeatureStore
 from fivefold.gnn.loading._pipeline import Stage, Ticket
 from fivefold.gnn.loading._ring import BufferRing
 from fivefold.gnn.loading._transfer import DeviceTransfer
-from fivefold.gnn.packing import BatchRecord, PackedStore
+from fivefold.gnn.packing import BatchRecord
 
 __all__ = ["BatchStages", "Prepared"]
 
@@ -37,8 +37,7 @@ class BatchStages:
     """From the number of a batch to its tensors.
 
     Args:
-        store: Packed store with the records.
-        features: Feature store with the rows.
+        features: Feature store with the records and the rows.
         ring: Buffers for the rows.
         seeds: Places and labels of the seeds.
         form: Form of the batches.
@@ -47,7 +46,6 @@ class BatchStages:
 
     def __init__(
         self,
-        store: PackedStore,
         features: FeatureStore,
         ring: BufferRing,
         *,
@@ -55,7 +53,7 @@ class BatchStages:
         form: Form,
         transfer: DeviceTransfer | None,
     ) -> None:
-        self._store, self._features, self._ring = store, features, ring
+        self._features, self._ring = features, ring
         self._seeds, self._form, self._transfer = seeds, form, transfer
 
     def groups(self) -> list[list[Stage]]:
@@ -74,7 +72,7 @@ class BatchStages:
         self._ring.stop_waiting(self)
 
     def _read_record(self, ticket: Ticket) -> Prepared:
-        return Prepared(self._store.record(ticket.batch))
+        return Prepared(self._features.record(ticket.batch))
 
     def _lend(self, ticket: Ticket) -> Prepared:
         work: Prepared = ticket.value
