@@ -68,7 +68,7 @@ def print_graph_runs(
 
 def _comparison(summaries: Sequence[GraphSummary], *, boxed: bool) -> Table:
     table = Table(box=box.SIMPLE_HEAD if boxed else None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("run", justify="left")
+    table.add_column("run", justify="left", no_wrap=True)
     for name, _, _ in GRAPH_COLUMNS:
         table.add_column(name, justify="right")
     for run in summaries:

@@ -85,8 +85,9 @@ class LayerReport:
         ways = {"by sequential passes": self.swept, "by gathering": self.gathered}
         used = [f"{count} {way}" for way, count in ways.items() if count]
         way = used[0].partition(" ")[2] if len(used) == 1 else ", ".join(used)
+        ranges_ = "1 range" if self.ranges == 1 else f"{self.ranges} ranges"
         return (
-            f"layer {self.layer}: {self.ranges} ranges of targets, {way or 'no edges'}; read "
+            f"layer {self.layer}: {ranges_} of targets, {way or 'no edges'}; read "
             f"{format_bytes(self.bytes_read)} in {format_duration_s(self.seconds)}"
         )
 

@@ -1,0 +1,138 @@
+"""Graph runs in the report: read from files alone, in all three forms."""
+
+import io
+import json
+import re
+
+import pytest
+
+from fivefold.errors import DataError
+from fivefold.report import build_report, print_report, render_html
+
+STAGES = {"compute": 6.0, "data": 2.0, "validation": 1.0, "checkpoint": 0.5, "other": 0.5}
+
+
+def manifest(mode="disk", label="GraphSAGE, packed on disk"):
+    dataset = {"name": "debian", "nodes": 1000, "edges": 9000, "dim": 128, "dtype": "float32"}
+    dataset |= {"row_bytes": 512, "classes": 4, "train": 600, "valid": 200, "test": 200}
+    return {
+        "schema": 1,
+        "kind": "gnn",
+        "fivefold": "0.1.0",
+        "mode": mode,
+        "model": "sage",
+        "label": label,
+        "world_size": 1,
+        "seed": 3,
+        "num_parameters": 1234,
+        "command": ["fivefold", "gnn", "train", "a b.toml"],
+        "dataset": dataset,
+    }
+
+
+def counts(epochs, rows):
+    return {
+        "rows": {level: epochs * number for level, number in rows.items()},
+        "row_bytes": 512,
+        "requests": epochs * 10,
+        "bytes_read": epochs * 102_400,
+        "cold_bytes": epochs * 51_200,
+        "stage_s": {"read cold rows": 3.0 * epochs, "wait for a buffer": 1.0},
+        "wait_s": 2.0,
+    }
+
+
+def write_run(folder, *, mode="disk", label="GraphSAGE, packed on disk", epochs=2, end=True):
+    folder.mkdir(parents=True)
+    rows = {"device": 0, "host": 60, "shared": 30, "private": 10}
+    rows = rows if mode == "disk" else {"memory": 100}
+    (folder / "manifest.json").write_text(json.dumps(manifest(mode, label)))
+    (folder / "config.toml").write_text("[model]\nname = 'sage'\n")
+    plan = {"read_bytes_per_epoch": 102_400}
+    lines = []
+    if mode == "disk":
+        (folder / "plan.txt").write_text("Plan <1>: 10 batches\n")
+        lines += [{"event": "prepare", "seconds": {"sample": 1.0, "pack": 2.0}, "plan": plan}]
+    for epoch in range(1, epochs + 1):
+        at = {"step": 5 * epoch, "wall_s": 5.0 * epoch, "epoch": epoch, "stages": STAGES}
+        score = {"accuracy": 0.5 + epoch / 10, "loss": 1.0, "nodes": 200}
+        lines += [
+            {"event": "train", **at, "loss": 2.0 / epoch, "accuracy": 0.5, "nodes": 60},
+            {"event": "epoch", **at, "loss": 1.0, "accuracy": 0.5, "data": counts(epoch, rows)},
+            {"event": "validation", **at, **score, "test_accuracy": 0.45 + epoch / 10},
+        ]
+    if end:
+        lines.append(lines[-1] | {"event": "end", "reason": "finished"})
+    text = "".join(json.dumps({"step": 0, "wall_s": 0.0} | line) + "\n" for line in lines)
+    (folder / "metrics.jsonl").write_text(text)
+    return folder
+
+
+def text_of(report):
+    file = io.StringIO()
+    print_report(report, file=file)
+    return file.getvalue()
+
+
+def test_the_figures_follow_from_the_files(tmp_path):
+    write_run(tmp_path / "a")
+    (summary,) = build_report([tmp_path]).graph_summaries
+    assert (summary.epochs, summary.wall_s, summary.epoch_s) == (2, 10.0, 4.0)
+    assert summary.waiting == 0.25
+    assert summary.hit_rates == {"device": 0, "host": 0.6, "shared": 0.3, "private": 0.1}
+    assert summary.amplification == 2.0
+    assert summary.bytes_per_epoch == summary.predicted_bytes_per_epoch == 102_400
+    assert (summary.valid_accuracy, summary.test_accuracy) == (0.7, 0.65)
+    assert summary.best_epoch == 2
+
+
+def test_the_text_compares_modes_and_names_the_bottleneck(tmp_path):
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "b", mode="memory", label="GraphSAGE, in memory", epochs=1, end=False)
+    text = " ".join(text_of(build_report([tmp_path])).split())
+    assert "test accuracy 0.6500 at the best validation (0.5500 for GraphSAGE, in memory)" in text
+    assert "Training waited for data 25 % of an epoch: the data path is the" in text
+    assert "GraphSAGE, in memory (unfinished)" in text
+    assert "60 % / 30 % / 10 %" in text
+    bar = re.search(r"packed on disk +(C+)(w+)(v+)(k+)(\.+) 10 s", text)
+    assert [len(part) for part in bar.groups()] == [36, 12, 6, 3, 3]
+
+
+def test_the_page_is_whole_and_escaped(tmp_path):
+    write_run(tmp_path / "a", label="Graph <b>SAGE</b>")
+    page = render_html(build_report([tmp_path]))
+    assert "Graph &lt;b&gt;SAGE&lt;/b&gt;" in page
+    assert "Plan &lt;1&gt;: 10 batches" in page
+    for part in ("Graph neural networks", "Where the rows came from", "plot-graph-accuracy-epoch"):
+        assert part in page
+    assert "host cache: 61.4 kB" in page
+    assert "fivefold gnn train &#39;a b.toml&#39;" in page
+    assert "There is nothing to report" not in page
+    assert not re.search(r"(src|href)=[\"']http", page.split("<script>")[0])
+
+
+def test_json_has_the_graph_runs_and_text_runs_stay_as_they_were(tmp_path):
+    write_run(tmp_path / "a")
+    values = json.loads(build_report([tmp_path]).to_json())
+    assert values["runs"] == []
+    assert values["graph_runs"][0]["data"]["requests"] == 20
+
+
+def test_a_killed_run_is_read_as_far_as_it_got(tmp_path):
+    run = write_run(tmp_path / "a", end=False)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"event": "train", "st')
+    report = build_report([run])
+    assert report.graph_runs[0].status == "unfinished"
+    assert "the last line is torn" in text_of(report)
+    assert report.graph_summaries[0].epochs == 2
+
+
+def test_damage_is_an_error(tmp_path):
+    run = write_run(tmp_path / "a")
+    (run / "manifest.json").write_text(json.dumps(manifest() | {"world_size": 0}))
+    with pytest.raises(DataError, match="world_size"):
+        build_report([run])
+    (run / "manifest.json").write_text(json.dumps(manifest() | {"schema": 9}))
+    with pytest.raises(DataError, match="schema 9"):
+        build_report([run])
