@@ -115,8 +115,7 @@ class Plan:
             batch: Number of the batch.
             node_ids: Its node ids as the samples have them.
         """
-        ids = np.asarray(node_ids, np.int64)
-        return np.sort(ids[self._caches.cold_mask(batch, ids)])
+        return self._caches.cold_ids(batch, node_ids)
 
     @property
     def _caches(self) -> Caches:

@@ -86,12 +86,12 @@ class Refinement:
 
 
 def union_of(cold_ids: Sequence[Ids]) -> Ids:
-    """The distinct ids of several ascending lists, ascending."""
-    if not cold_ids:
-        return np.empty(0, np.int64)
-    together = np.concatenate(cold_ids)
-    together.sort()
-    return together[: _unique(together)].copy()
+    """The distinct ids of several lists that ascend and hold no id twice, ascending."""
+    lists = list(cold_ids) or [np.empty(0, np.int64)]
+    while len(lists) > 1:
+        rest = [lists[-1]] if len(lists) % 2 else []
+        lists = [_merge(*pair) for pair in zip(lists[::2], lists[1::2], strict=False)] + rest
+    return lists[0]
 
 
 def locate(ids: Ids, union: Ids) -> Array:
@@ -168,13 +168,23 @@ def _place(labels: Any, sizes: Any, places: Any) -> Any:
 
 
 @njit
-def _unique(ascending: Any) -> Any:
-    number = 0
-    for place in range(ascending.shape[0]):
-        if not number or ascending[place] != ascending[number - 1]:
-            ascending[number] = ascending[place]
-            number += 1
-    return number
+def _merge(left: Any, right: Any) -> Any:
+    merged = np.empty(left.shape[0] + right.shape[0], np.int64)
+    i, j, number = 0, 0, 0
+    while i < left.shape[0] and j < right.shape[0]:
+        merged[number] = min(left[i], right[j])
+        # Both sums without a branch, for whether it is taken is a coin toss.
+        step_left, step_right = left[i] <= right[j], right[j] <= left[i]
+        i += step_left
+        j += step_right
+        number += 1
+    for rest in range(i, left.shape[0]):
+        merged[number] = left[rest]
+        number += 1
+    for rest in range(j, right.shape[0]):
+        merged[number] = right[rest]
+        number += 1
+    return merged[:number].copy()
 
 
 @njit
