@@ -104,6 +104,8 @@ class EdgeBuckets:
         if self.in_memory:
             return
         if not self._take_over():
+            self.sizes[:] = 0
+            self.position, self.complete, self._marked = 0, False, 0
             self.remove()
             self.folder.mkdir(parents=True)
 

@@ -142,13 +142,20 @@ def generate_graph(  # noqa: PLR0913 - the four that everyone gives, and how to 
         ...         dataset.train.size, int(dataset.labels.max()), dataset.features.read("x").shape
         (50, 3, (500, 16))
     """
-    kind = np.dtype(dtype).name
-    recipe = GraphRecipe(nodes=nodes, dim=dim, dtype=kind, seed=seed, **options)
+    recipe = GraphRecipe(nodes=nodes, dim=dim, dtype=_name_of(dtype), seed=seed, **options)
     threads = default_threads() if threads is None else threads
     if threads < 1:
         raise ConfigurationError(f"threads is {threads}", hint="use 1 or more, or None")
     source = _Generator(recipe, threads)
     return write_dataset(source, folder, memory_bytes=memory_bytes, progress=progress)
+
+
+def _name_of(dtype: DTypeLike) -> str:
+    try:
+        return np.dtype(dtype).name
+    except TypeError as error:
+        message = f"dtype is {dtype!r}"
+        raise ConfigurationError(message, hint=f"use one of {', '.join(_FLOATS)}") from error
 
 
 class _Generator:

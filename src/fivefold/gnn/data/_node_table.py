@@ -42,7 +42,7 @@ class TableColumns:
         label: Of the node table; None: ``label`` or ``y`` if there is one.
         split: Of the node table, with train, valid or test; None: ``split`` if there is one.
         features: Of the node table; None: all other numeric columns.
-        names: Whether CSV files begin with a line of names; None: if it holds no number.
+        names: Whether CSV files begin with a line of names; None: found, where that is safe.
 
     Example:
         >>> TableColumns(weight="amount").weight

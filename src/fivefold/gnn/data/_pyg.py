@@ -37,9 +37,10 @@ def pyg_source(data: Any, *, name: str | None = None) -> ArraySource | HeteroSou
 
     Example:
         >>> import torch
-        >>> from torch_geometric.data import Data
+        >>> from types import SimpleNamespace  # here for Data, which takes seconds to load
         >>> edges = torch.tensor([[0, 1], [1, 0]])
-        >>> pyg_source(Data(x=torch.zeros(2, 5), edge_index=edges)).features().dim
+        >>> data = SimpleNamespace(x=torch.zeros(2, 5), edge_index=edges, num_nodes=2)
+        >>> pyg_source(data).features().dim
         5
     """
     stamp = None

@@ -24,6 +24,8 @@ __all__ = ["CsvReader", "ParquetReader", "TableReader", "open_table"]
 _BLOCK_BYTES = 4 << 20
 _PEEK_BYTES = 1 << 16
 _COMMENTS = ("#", "%")
+_ROLES = {"source", "target", "src", "dst", "from", "to", "head", "tail", "u", "v", "weight"}
+_ROLES |= {"id", "node", "label", "y", "split", "name"}
 _DELIMITERS = ("\t", ",", ";", "|", " ")
 
 
@@ -53,7 +55,7 @@ def open_table(path: str | Path, *, header: bool | None = None) -> TableReader:
 
     Args:
         path: The file.
-        header: Whether a CSV file's first line names the columns; None: if it holds no number.
+        header: Whether a CSV file's first line names the columns; None: found.
 
     Returns:
         The reader.
@@ -76,10 +78,11 @@ class CsvReader:
 
     Args:
         path: The file.
-        header: Whether the first line names the columns; None: if no field of it is a number.
+        header: Whether the first line names the columns; None: it does if it holds no number, but
+            the second line does, or if it holds a usual name such as source or id.
 
     Raises:
-        DataError: The file is missing or empty.
+        DataError: The file is missing, or nothing tells whether it begins with names.
     """
 
     def __init__(self, path: Path, *, header: bool | None) -> None:
@@ -91,7 +94,9 @@ class CsvReader:
         first = lines[self._skip] if self._skip < len(lines) else ""
         self._delimiter = next((d for d in _DELIMITERS if d in first), ",")
         fields = first.split(self._delimiter) if first else []
-        self._header = not any(map(_is_number, fields)) if header is None else header
+        following = lines[self._skip + 1] if self._skip + 1 < len(lines) else ""
+        second = following.split(self._delimiter)
+        self._header = _is_header(fields, second, path) if header is None else header
         self.num_columns = len(fields)
         generated = [str(index) for index in range(len(fields))]
         self.names = [name.strip().strip('"') for name in fields] if self._header else generated
@@ -167,9 +172,25 @@ class CsvReader:
                 yield block[first : first + step]
 
 
+def _is_header(first: list[str], second: list[str], path: Path) -> bool:
+    """Whether a first line names the columns; a guess that could lose an edge is not made."""
+    if not first or any(map(_is_number, first)):
+        return False
+    if any(map(_is_number, second)) or {_bare(field) for field in first} & _ROLES:
+        return True
+    raise DataError(
+        f"cannot tell whether the first line of {path} names the columns: {','.join(first)[:80]}",
+        hint="say so: --header or --no-header (names=True or False in TableColumns)",
+    )
+
+
+def _bare(field: str) -> str:
+    return field.strip().strip('"').lower()
+
+
 def _is_number(field: str) -> bool:
     try:
-        float(field.strip().strip('"'))
+        float(_bare(field))
     except ValueError:
         return False
     return True

@@ -7,6 +7,7 @@ containers and, where asked for, the classes of PyTorch Geometric are let in.
 from __future__ import annotations
 
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -70,16 +71,14 @@ def load_pyg(path: Path) -> Any:
         DataError: It cannot be read, or holds something else.
         UnsupportedError: PyTorch Geometric is not installed.
     """
-    try:
-        from torch_geometric.data import (  # noqa: PLC0415 - optional
-            Data,
-            HeteroData,
-            storage,
-        )
-        from torch_geometric.data import data as classes  # noqa: PLC0415
-    except ImportError as error:
-        message = "PyTorch Geometric is not installed"
-        raise UnsupportedError(message, hint="pip install 'fivefold[gnn]'") from error
+    with warnings.catch_warnings():  # of deprecations inside PyTorch Geometric, on import
+        warnings.simplefilter("ignore")
+        try:
+            from torch_geometric.data import Data, HeteroData, storage  # noqa: PLC0415
+            from torch_geometric.data import data as classes  # noqa: PLC0415
+        except ImportError as error:
+            message = "PyTorch Geometric is not installed"
+            raise UnsupportedError(message, hint="pip install 'fivefold[gnn]'") from error
     names = [Data, HeteroData, classes.DataEdgeAttr, classes.DataTensorAttr]
     names += [storage.BaseStorage, storage.NodeStorage, storage.EdgeStorage, storage.GlobalStorage]
     value = _load(path, [*names, *_numpy_names()])

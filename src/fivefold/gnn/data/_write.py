@@ -110,6 +110,9 @@ def write_parts(
     labels, edges, features = parts
     if not finished[0] and (label_part := labels()) is not None:
         _write_labels(folder / LABELS_FILE, label_part, attributes, progress)
+    if not finished[2] and (feature_part := features()) is not None:
+        _write_features(folder / FEATURES_FILE, feature_part, attributes, memory_bytes, progress)
+    # The graph last: a folder with a graph is complete.
     if not finished[1] and (edge_part := edges()) is not None:
         write_graph(
             folder / GRAPH_FILE,
@@ -120,8 +123,6 @@ def write_parts(
             progress=progress,
         )
     shutil.rmtree(work_folder(folder / GRAPH_FILE), ignore_errors=True)
-    if not finished[2] and (feature_part := features()) is not None:
-        _write_features(folder / FEATURES_FILE, feature_part, attributes, memory_bytes, progress)
 
 
 def _is_finished(path: Path, recipe: Mapping[str, Any]) -> bool:

@@ -1,0 +1,183 @@
+"""Opening, describing and verifying data sets, and the commands."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from fivefold.cli import main
+from fivefold.errors import ConfigurationError, DataError
+from fivefold.gnn.data import (
+    Dataset,
+    array_source,
+    describe,
+    find_source,
+    generate_graph,
+    ingest,
+    verify,
+)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    generate_graph(tmp_path / "data", nodes=600, dim=5, seed=1, classes=3).close()
+    return tmp_path / "data"
+
+
+def run(capsys, monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["fivefold", "gnn", *map(str, arguments)])
+    with pytest.raises(SystemExit) as end:
+        main()
+    captured = capsys.readouterr()
+    return end.value.code or 0, captured.out, captured.err
+
+
+def test_open_reads_what_was_written(folder):
+    with Dataset.open(folder) as dataset:
+        assert (dataset.num_nodes, dataset.dim, dataset.row_bytes) == (600, 5, 20)
+        assert dataset.num_classes == 3
+        assert dataset.num_edges == dataset.topology().num_edges
+        mapped = dataset.topology(mapped=True)
+        np.testing.assert_array_equal(mapped.indices, dataset.topology().indices)
+        assert dataset.train.size == 60
+        first = dataset.fingerprint
+    with Dataset.open(folder) as dataset:
+        assert dataset.fingerprint == first
+
+
+def test_fingerprint_tells_data_sets_apart(folder, tmp_path):
+    with generate_graph(tmp_path / "other", nodes=600, dim=5, seed=2, classes=3) as other:
+        with Dataset.open(folder) as dataset:
+            assert other.fingerprint != dataset.fingerprint
+
+
+def test_open_says_what_is_missing(tmp_path, folder):
+    with pytest.raises(DataError, match="holds no data set") as caught:
+        Dataset.open(tmp_path / "nowhere")
+    assert "does not exist" in caught.value.hint
+    (folder / "graph.fvf").rename(folder / "graph.fvf.partial")
+    with pytest.raises(DataError) as caught:
+        Dataset.open(folder)
+    assert "goes on" in caught.value.hint
+    (folder / "graph.fvf.partial").unlink()
+    with pytest.raises(DataError) as caught:
+        Dataset.open(folder)
+    assert "fivefold gnn" in caught.value.hint
+
+
+def test_files_of_two_data_sets_are_refused(folder, tmp_path):
+    generate_graph(tmp_path / "other", nodes=700, dim=5).close()
+    (tmp_path / "other" / "features.fvf").rename(folder / "features.fvf")
+    with pytest.raises(DataError, match="700 rows"):
+        Dataset.open(folder)
+
+
+def test_describe_counts(tmp_path):
+    edges = [[0, 0, 0, 2], [1, 2, 3, 1]]
+    source = array_source(edges, features=np.zeros((5, 3), np.float16), labels=[0, 1, -1, 0, 0])
+    with ingest(source, tmp_path) as dataset:
+        facts = describe(dataset)
+    assert (facts["nodes"], facts["edges"], facts["isolated_nodes"]) == (5, 4, 1)
+    assert facts["in_degree"] == {
+        "mean": 0.8,
+        "median": 1.0,
+        "max": 2,
+        "top_1_percent_share": 0.5,
+    }
+    assert facts["out_degree"]["max"] == 3
+    assert facts["features"] == {"dim": 3, "dtype": "float16", "row_bytes": 6, "bytes": 30}
+    assert facts["labels"] == {"classes": 2, "labelled": 4, "train": 0, "valid": 0, "test": 0}
+
+
+@pytest.mark.parametrize("name", ["graph.fvf", "features.fvf", "labels.fvf"])
+def test_verify_finds_a_flipped_bit(folder, name):
+    path = folder / name
+    data = bytearray(path.read_bytes())
+    data[4096 + 10] ^= 1
+    path.write_bytes(data)
+    with Dataset.open(folder) as dataset, pytest.raises(DataError, match=name):
+        verify(dataset)
+
+
+def test_commands(tmp_path, capsys, monkeypatch):
+    folder = tmp_path / "made"
+    command = ["generate", folder, "--nodes", 400, "--dim", 4, "--option", "classes=7", "--json"]
+    code, out, err = run(capsys, monkeypatch, *command)
+    assert (code, json.loads(out)["labels"]["classes"]) == (0, 7)
+    assert "features" in err
+    code, out, _ = run(capsys, monkeypatch, "info", folder)
+    assert code == 0
+    assert "nodes: 400" in out
+    assert "row bytes: 16" in out
+    code, out, _ = run(capsys, monkeypatch, "info", folder, "--json")
+    assert json.loads(out)["nodes"] == 400
+    code, out, err = run(capsys, monkeypatch, "verify", folder)
+    assert (code, "is whole" in out) == (0, True)
+    assert "graph.fvf" in err
+    data = bytearray((folder / "graph.fvf").read_bytes())
+    data[5000] ^= 1
+    (folder / "graph.fvf").write_bytes(data)
+    code, out, err = run(capsys, monkeypatch, "verify", folder)
+    assert code == 1
+    assert "error:" in err
+    assert "hint:" in err
+
+
+def test_ingest_command(tmp_path, capsys, monkeypatch):
+    rng = np.random.default_rng(0)
+    arrays = tmp_path / "arrays"
+    arrays.mkdir()
+    np.save(arrays / "edge_index.npy", rng.integers(0, 50, (2, 200)))
+    np.save(arrays / "features.npy", rng.random((50, 3)))
+    np.save(arrays / "y.npy", rng.integers(0, 4, 50))
+    np.save(arrays / "train_mask.npy", np.arange(50) < 10)
+    code, out, _ = run(capsys, monkeypatch, "ingest", arrays, tmp_path / "a", "--json")
+    facts = json.loads(out)
+    assert (code, facts["edges"], facts["labels"]["train"]) == (0, 200, 10)
+    command = ["ingest", arrays / "edge_index.npy", tmp_path / "b", "--undirected", "--json"]
+    command += ["--array", f"features={arrays / 'features.npy'}", "--memory", "32 MB"]
+    code, out, _ = run(capsys, monkeypatch, *command)
+    assert json.loads(out)["edges"] == 400
+    table = tmp_path / "edges.csv"
+    table.write_text("weight,a,b\n0.5,x,y\n1.5,y,z\n")
+    command = ["ingest", table, tmp_path / "c", "--json", "--column", "weight=weight"]
+    command += ["--column", "source=a", "--column", "target=b"]
+    code, out, _ = run(capsys, monkeypatch, *command)
+    assert (json.loads(out)["nodes"], json.loads(out)["weighted"]) == (3, True)
+    (tmp_path / "lists").mkdir()
+    (tmp_path / "lists" / "Packages").write_text("Package: a\nDepends: b\n\nPackage: b\n")
+    command = ["ingest", "debian", tmp_path / "d", "--dim", 8, "--folder", tmp_path / "lists"]
+    code, out, _ = run(capsys, monkeypatch, *command, "--json")
+    assert (json.loads(out)["nodes"], json.loads(out)["edges"]) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["ingest", "{0}/none", "{0}/out"], "there is no"),
+        (["ingest", "{0}", "{0}/out"], "nothing that is known"),
+        (["ingest", "{0}", "{0}/out", "--kind", "dgl"], "source kind"),
+        (["ingest", "{0}", "{0}/out", "--array", "colour=x.npy"], "--array got"),
+        (["ingest", "{0}", "{0}/out", "--memory", "lots"], "holds nothing"),
+        (["ingest", "wordnet", "{0}/out", "--folder", "{0}"], "data.noun"),
+        (["generate", "{0}/out", "--nodes", "5", "--option", "p_in=many"], "--option p_in"),
+        (["generate", "{0}/out", "--nodes", "5", "--dtype", "int4"], "dtype is"),
+        (["info", "{0}"], "holds no data set"),
+    ],
+)
+def test_mistakes_are_explained(tmp_path, capsys, monkeypatch, arguments, message):
+    arguments = [argument.format(tmp_path) for argument in arguments]
+    code, out, err = run(capsys, monkeypatch, *arguments)
+    assert code == 1, err
+    assert message in " ".join(err.split())
+    assert "hint:" in err
+    assert out == ""
+
+
+def test_kinds_are_found(tmp_path):
+    (tmp_path / "thing.bin").write_bytes(b"")
+    with pytest.raises(DataError, match="of no known kind"):
+        find_source(tmp_path / "thing.bin")
+    with pytest.raises(ConfigurationError, match="memory_bytes"):
+        generate_graph(tmp_path / "x", nodes=2, dim=1, memory_bytes=5)

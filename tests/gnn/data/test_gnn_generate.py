@@ -1,0 +1,275 @@
+"""The generator: its random numbers, its statistics, its independence of how it is run."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from fivefold.errors import ConfigurationError, DataError
+from fivefold.gnn.data import Dataset, GraphRecipe, generate_graph
+from fivefold.gnn.data import _generate_kernels as kernels
+from fivefold.gnn.data import _random as random
+from fivefold.gnn.data._generate import _cap, _Generator
+
+KEY = np.uint64(2024)
+
+
+def many(function, count):
+    return np.array([function(np.uint64(i)) for i in range(count)])
+
+
+def test_uniform_numbers_are_uniform():
+    values = many(lambda i: random.uniform(np.uint64(random.number(KEY, i))), 20_000)
+    assert stats.kstest(values, "uniform").pvalue > 1e-3
+
+
+def test_normals_follow_the_normal_law_in_the_middle_and_in_the_tail():
+    rows = np.empty((4000, 500), np.float32)
+    law = _Generator(GraphRecipe(nodes=4000, dim=500, signal=0.0), 1).law
+    kernels.fill_features(rows, 0, law, random.LAYERS_X, random.LAYERS_Y)
+    values = rows.ravel()
+    assert stats.kstest(values[:200_000], "norm").pvalue > 1e-3
+    beyond = np.count_nonzero(np.abs(values) > 3.7)  # in the tail behind the lowest layer
+    expected = values.size * 2 * stats.norm.sf(3.7)
+    assert abs(beyond - expected) < 5 * math.sqrt(expected)
+    assert abs(values.mean()) < 5 / math.sqrt(values.size)
+
+
+@pytest.mark.parametrize("mean", [0.0, 0.3, 4.0, 11.9, 12.1, 80.0, 17_000.0])
+def test_poisson_numbers_follow_the_poisson_law(mean):
+    values = many(lambda i: random.poisson(mean, np.uint64(random.key_of(KEY, i))), 4000)
+    if mean == 0.0:
+        assert not values.any()
+        return
+    law = stats.poisson(mean)
+    edges = np.unique(law.ppf(np.linspace(0, 1, 12)[1:-1]))
+    seen = np.histogram(values, [-np.inf, *(edges + 0.5), np.inf])[0]
+    shares = np.diff(law.cdf([-1, *edges, np.inf]))
+    assert stats.chisquare(seen, shares * values.size).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 64, 1000, 1025])
+def test_permutation_is_one_and_has_its_inverse(size):
+    images = [random.permute(i, size, KEY, False) for i in range(size)]
+    assert sorted(images) == list(range(size))
+    assert [random.permute(i, size, KEY, True) for i in images] == list(range(size))
+
+
+def test_permutation_mixes():
+    images = np.array([random.permute(i, 10_000, KEY, False) for i in range(10_000)])
+    assert abs(np.corrcoef(np.arange(10_000), images)[0, 1]) < 0.05
+    assert np.count_nonzero(np.abs(np.diff(images)) < 10) < 60  # 20 expected
+
+
+def test_weight_prefix_sum_is_the_integral_and_has_its_inverse():
+    law = _Generator(GraphRecipe(nodes=4_000_000, dim=1), 1).law
+    shares = np.array([1e-7, 1e-6, 1e-5, 1e-3, 0.1, 1.0])
+    for share in shares:
+        # The integral of the clipped Pareto quantile function, in steps of equal ratio.
+        grid = np.concatenate([[0], np.geomspace(share * 1e-9, share, 200_001)])
+        middle = (grid[1:] + grid[:-1]) / 2
+        expected = np.sum(np.minimum(middle ** (-1 / 1.1), law.cap) * np.diff(grid))
+        total = kernels.weight_below(share, law)
+        assert total == pytest.approx(expected, rel=1e-4)
+        assert kernels.share_below(total, law) == pytest.approx(share, rel=1e-9)
+
+
+def test_statistics_of_four_million_nodes_match_the_published_ones():
+    """Closed form: no edge is drawn. 60.0 M edges, hubs of 35.8 k, 48 % at the top 1 %."""
+    nodes = 4_000_000
+    law = _Generator(GraphRecipe(nodes=nodes, dim=1), 1).law
+    total = kernels.weight_below(1.0, law)
+    assert kernels.weight_below(0.01, law) / total == pytest.approx(0.48, abs=0.01)
+    assert kernels.weight_below(0.10, law) / total == pytest.approx(0.72, abs=0.015)
+    hub = 15 * law.cap / total
+    assert hub + 3 * math.sqrt(hub) == pytest.approx(35_844, rel=0.02)
+
+
+def test_statistics_of_a_drawn_graph(tmp_path):
+    with generate_graph(tmp_path, nodes=200_000, dim=1, seed=5, train=0.02) as dataset:
+        edges = dataset.num_edges
+        assert edges == pytest.approx(15 * 200_000, rel=0.02)
+        topology = dataset.topology()
+        drawn = np.sort(np.bincount(topology.indices, minlength=200_000))[::-1]
+        law = _Generator(GraphRecipe(nodes=200_000, dim=1), 1).law
+        total = kernels.weight_below(1.0, law)
+        for share in (0.01, 0.1):
+            expected = kernels.weight_below(share, law) / total
+            assert drawn[: int(share * 200_000)].sum() / edges == pytest.approx(expected, abs=0.02)
+        assert np.diff(topology.indptr).min() >= 1  # every node draws at least one
+        labels = dataset.labels
+        targets = np.repeat(np.arange(200_000), np.diff(topology.indptr))
+        same = np.mean(labels[targets] == labels[topology.indices])
+        inside = 0.6 + 0.4 / 32  # of the true classes; each end is mislabelled with 5 %
+        expected = inside * 0.95**2 + (1 - inside) * 2 * 0.05 * 0.95 / 31
+        assert same == pytest.approx(expected, abs=0.01)
+        assert dataset.train.size == 4000
+        splits = np.concatenate([dataset.train, dataset.valid, dataset.test])
+        assert np.unique(splits).size == splits.size
+
+
+def test_features_are_centres_with_noise(tmp_path):
+    with generate_graph(
+        tmp_path, nodes=20_000, dim=16, seed=2, classes=4, label_noise=0.0
+    ) as dataset:
+        rows, labels = dataset.features.read("x"), dataset.labels
+        centres = np.stack([rows[labels == own].mean(axis=0) for own in range(4)])
+        assert np.std(rows - centres[labels]) == pytest.approx(1.0, abs=0.01)
+        assert 0.1 < np.std(centres) < 0.5
+        assert np.bincount(labels).tolist() == [5000] * 4
+
+
+def test_label_noise_is_the_share_of_wrong_labels(tmp_path):
+    clean = generate_graph(tmp_path / "a", nodes=20_000, dim=1, label_noise=0.0)
+    noisy = generate_graph(tmp_path / "b", nodes=20_000, dim=1)
+    assert np.mean(clean.labels != noisy.labels) == pytest.approx(0.05, abs=0.006)
+    clean.close()
+    noisy.close()
+
+
+def test_result_depends_neither_on_threads_nor_on_memory(tmp_path):
+    prints = set()
+    for index, (threads, memory) in enumerate([(1, 16 << 20), (3, 1 << 30), (2, 40 << 20)]):
+        with generate_graph(
+            tmp_path / str(index),
+            nodes=70_000,
+            dim=3,
+            seed=9,
+            neighbors="both",
+            threads=threads,
+            memory_bytes=memory,
+        ) as dataset:
+            prints.add(dataset.fingerprint)
+    assert len(prints) == 1
+
+
+def test_other_seed_other_graph(tmp_path):
+    first = generate_graph(tmp_path / "a", nodes=500, dim=2, seed=1)
+    second = generate_graph(tmp_path / "b", nodes=500, dim=2, seed=2)
+    assert not np.array_equal(first.features.read("x"), second.features.read("x"))
+    assert not np.array_equal(first.topology().indptr, second.topology().indptr)
+    first.close()
+    second.close()
+
+
+def test_drawing_is_the_transpose_of_drawn_and_both_is_their_sum(tmp_path, as_edges):
+    edges = {}
+    for neighbors in ("drawn", "drawing", "both"):
+        with generate_graph(tmp_path / neighbors, nodes=800, dim=1, neighbors=neighbors) as dataset:
+            sources, targets = as_edges(dataset.topology())
+            edges[neighbors] = sorted(zip(sources.tolist(), targets.tolist(), strict=True))
+    reverse = sorted((target, source) for source, target in edges["drawn"])
+    assert edges["drawing"] == reverse
+    assert edges["both"] == sorted(edges["drawn"] + reverse)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("dim", [1, 3, 1025])
+def test_dtypes_and_dims(tmp_path, dtype, dim):
+    with generate_graph(tmp_path, nodes=40, dim=dim, dtype=dtype) as dataset:
+        assert dataset.dtype == np.dtype(dtype)
+        assert dataset.row_bytes == dim * np.dtype(dtype).itemsize
+        rows = dataset.features.read("x")
+        assert rows.shape == (40, dim)
+        assert np.isfinite(rows).all()
+
+
+@pytest.mark.parametrize("nodes", [0, 1, 2, 31])
+def test_tiny_graphs(tmp_path, nodes):
+    with generate_graph(tmp_path, nodes=nodes, dim=2) as dataset:
+        assert dataset.num_nodes == nodes
+        assert dataset.topology().num_nodes == nodes
+        assert dataset.labels.shape == (nodes,)
+        assert dataset.num_edges >= nodes
+
+
+def test_sorted_ids_group_classes(tmp_path):
+    with generate_graph(tmp_path, nodes=320, dim=1, random_ids=False, label_noise=0.0) as dataset:
+        assert np.all(np.diff(dataset.labels) >= 0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"nodes": -1},
+        {"dim": 0},
+        {"dtype": "int8"},
+        {"p_in": 1.5},
+        {"classes": 0},
+        {"train": 0.9, "valid": 0.2},
+        {"neighbors": "none"},
+        {"threads": 0},
+        {"memory_bytes": 1000},
+    ],
+)
+def test_wrong_values_are_refused(tmp_path, wrong):
+    options = {"nodes": 10, "dim": 2} | wrong
+    with pytest.raises(ConfigurationError):
+        generate_graph(tmp_path, **options)
+
+
+def test_folder_of_another_recipe_is_refused(tmp_path):
+    generate_graph(tmp_path, nodes=10, dim=2).close()
+    with pytest.raises(DataError, match="differs in seed"):
+        generate_graph(tmp_path, nodes=10, dim=2, seed=3)
+    generate_graph(tmp_path, nodes=10, dim=2).close()  # the same is kept
+
+
+def test_cap_grows_with_the_graph():
+    beta = 1 - 1 / 1.1
+    assert _cap(1, beta) == 1.0
+    assert _cap(100, beta) < _cap(10_000, beta) < _cap(4_000_000, beta)
+    assert _cap(4_000_000, beta) == pytest.approx(2000 * (11 - 10 * 4e6**-beta))
+
+
+SCRIPT = """
+    import os, signal, sys
+    from fivefold.gnn.data import _write, _write_graph, generate_graph
+    _write._MARK_EVERY_BYTES = 1 << 20
+    _write_graph._MARK_EVERY_EDGES = 1 << 14
+    kill_at = int(sys.argv[2])
+    calls = 0
+
+    def progress(stage, done, total):
+        global calls
+        calls += 1
+        if calls == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    generate_graph(sys.argv[1], nodes=30_000, dim=100, seed=4, neighbors=sys.argv[3],
+                   memory_bytes=16 << 20, progress=progress, threads=1).close()
+"""
+
+
+@pytest.mark.parametrize("neighbors", ["drawn", "both"])
+def test_killed_at_any_time_it_goes_on(tmp_path, neighbors):
+    whole = tmp_path / "whole"
+    with generate_graph(
+        whole, nodes=30_000, dim=100, seed=4, neighbors=neighbors, memory_bytes=16 << 20
+    ) as dataset:
+        expected = dataset.fingerprint
+    folder = tmp_path / "killed"
+    for kill_at in (3, 8):
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(SCRIPT), str(folder), str(kill_at), neighbors],
+            check=False,
+            timeout=120,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert done.returncode == -signal.SIGKILL
+        with pytest.raises(DataError, match="holds no data set"):  # it is not complete
+            Dataset.open(folder)
+    with generate_graph(
+        folder, nodes=30_000, dim=100, seed=4, neighbors=neighbors, memory_bytes=16 << 20
+    ) as dataset:
+        assert dataset.fingerprint == expected
+        for container in dataset.containers.values():
+            container.verify()
+    left = [path.name for path in folder.iterdir() if not path.name.endswith(".fvf")]
+    assert left == []
