@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from fivefold.errors import ConfigurationError
 from fivefold.gnn.packing import PackedStore, pack
 from fivefold.gnn.storage import RowReader
 
@@ -55,3 +56,112 @@ def test_every_row_of_every_batch_arrives(make_world, tmp_path, strategy, layout
         check_store(world, store)
     with PackedStore.open(tmp_path / "store", features=world.features) as store:
         check_store(world, store)
+
+
+@pytest.mark.parametrize(
+    ("dim", "dtype"),
+    [(1, np.uint8), (3, np.float32), (100, np.float32), (768, np.float16), (1025, np.float32)],
+)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_rows_of_any_size_arrive(make_world, tmp_path, strategy, dim, dtype):
+    world = make_world(dim=dim, dtype=dtype, nodes=300)
+    plan = world.plan(segment_batches=4, device=7, host=30)
+    settings = {"memory_bytes": 3 << 20, "strategy": strategy}
+    with pack(world.features, world.samples, plan, tmp_path / "store", **settings) as store:
+        assert (store.dim, store.dtype) == (dim, dtype)
+        check_store(world, store)
+        store.verify()
+
+
+@pytest.mark.parametrize("strategy", ["spill", "passes"])
+def test_a_row_may_be_larger_than_a_page_and_a_block(make_world, tmp_path, strategy):
+    world = make_world(dim=25_001, dtype=np.uint16, nodes=90, seeds=30, fanouts=[2])
+    plan = world.plan(segment_batches=2, device=2, host=5)
+    settings = {"memory_bytes": 1_300_000, "strategy": strategy}
+    with pack(world.features, world.samples, plan, tmp_path / "store", **settings) as store:
+        check_store(world, store)
+
+
+@pytest.mark.parametrize("policy", ["static", "belady"])
+@pytest.mark.parametrize(("device", "host"), [(0, 0), (0, 400), (400, 0), (3, 1)])
+def test_no_cache_and_caches_of_everything(make_world, tmp_path, policy, device, host):
+    world = make_world(epochs=2)
+    plan = world.plan(policy=policy, device=device, host=host, segment_batches=5)
+    settings = {"memory_bytes": 1 << 20, "strategy": "passes"}
+    with pack(world.features, world.samples, plan, tmp_path / "store", **settings) as store:
+        check_store(world, store)
+        assert store.num_epochs == 2
+        assert [*store.epoch_batches(0), *store.epoch_batches(3)] == list(range(store.num_batches))
+        sizes = [len(store.record(number).node_ids) for number in range(store.num_batches)]
+        assert store.max_nodes == max(sizes)
+        edges = [len(store.record(number).sources) for number in range(store.num_batches)]
+        assert store.max_edges == max(edges)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"nodes": 1, "seeds": 1, "fanouts": [3]},
+        {"nodes": 40, "seeds": 40, "fanouts": [1], "batch_size": 7},
+        {"nodes": 50, "seeds": 9, "fanouts": [-1, -1], "batch_size": 100},
+        {"nodes": 30, "seeds": 30, "fanouts": [2], "batch_size": 1},
+    ],
+)
+def test_graphs_and_batches_of_odd_shapes(make_world, tmp_path, shape):
+    world = make_world(**shape)
+    plan = world.plan(device=1, host=2, layout="gray")
+    with pack(
+        world.features, world.samples, plan, tmp_path / "store", memory_bytes=2 << 20
+    ) as store:
+        check_store(world, store)
+        with pytest.raises(ConfigurationError, match="there is no batch"):
+            store.record(store.num_batches)
+
+
+@pytest.mark.parametrize("policy", ["static", "belady"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_read_is_what_the_plan_said(make_world, tmp_path, layout, policy):
+    world = make_world(nodes=2000, seeds=400, batch_size=64, dim=50)
+    plan = world.plan(policy=policy, layout=layout, segment_batches=4, max_gap_bytes=0)
+    with (
+        pack(
+            world.features, world.samples, plan, tmp_path / "store", memory_bytes=2 << 20
+        ) as store,
+        RowReader(store.rows, "rows", max_gap_bytes=plan.max_gap_bytes) as reader,
+    ):
+        private = 0
+        for number in range(store.num_batches):
+            record = store.record(number)
+            x = np.zeros((len(record.node_ids), store.dim), store.dtype)
+            runs = (record.run_starts, record.run_counts, record.run_destinations)
+            cost = reader.read_runs(*runs, x)
+            assert cost.bytes_read == plan.batch_bytes[number]
+            assert cost.requests == plan.batch_requests[number]
+            cold = plan.cold_ids(number, world.samples.node_ids(number))
+            assert np.array_equal(np.sort(record.node_ids[record.cold_destinations]), cold)
+            private += record.num_private
+        assert store.rows.sections["rows"].shape[0] == plan.predicted.packed_rows
+        if layout == "packed":
+            assert private == plan.predicted.packed_rows
+        else:
+            assert 0 < private < plan.predicted.packed_rows
+
+
+def test_shared_rows_and_private_chunks_as_published(make_world, tmp_path):
+    """DiskGNN's layout: rows of several batches of a segment first, then a chunk per batch."""
+    world = make_world(nodes=600, seeds=200)
+    plan = world.plan(layout="minhash", segment_batches=5)
+    with pack(
+        world.features, world.samples, plan, tmp_path / "store", memory_bytes=2 << 20
+    ) as store:
+        for first, stop in plan.segments:
+            records = [store.record(number) for number in range(first, stop)]
+            rows, uses = np.unique(
+                np.concatenate([record.cold_rows for record in records]), return_counts=True
+            )
+            shared = rows[uses > 1]
+            assert shared.max() < rows[uses == 1].min()
+            for record in records:
+                own = np.setdiff1d(record.cold_rows, shared)
+                assert len(own) == record.num_private
+                assert own.max() - own.min() + 1 == len(own)  # one extent

@@ -104,7 +104,7 @@ def stopping_after(monkeypatch, calls):
 @pytest.mark.parametrize("strategy", ["spill", "passes", "resident"])
 def test_at_most_one_step_is_done_twice(wide_world, tmp_path, monkeypatch, strategy):
     world, plan = wide_world
-    memory_bytes = 4 << 20 if strategy == "resident" else 1 << 20
+    memory_bytes = 5 << 20 if strategy == "resident" else 1 << 20
     arguments = (world.features, world.samples, plan)
 
     def run(name):
@@ -263,7 +263,7 @@ def test_memory_and_disk_that_do_not_suffice_are_refused_before_work(wide_world,
     short = world.plan(segment_batches=3, device=50, host=200)
     budgets = dataclasses.replace(short.budgets, disk_bytes=plan.predicted.packed_bytes // 2)
     short = dataclasses.replace(short, budgets=budgets)
-    with pytest.raises(InfeasibleError, match=r"more than.*free|more than.*budget"):
+    with pytest.raises(InfeasibleError, match="left of its budget"):
         pack(world.features, world.samples, short, tmp_path / "short", memory_bytes=1 << 20)
 
 
@@ -295,7 +295,7 @@ print(json.dumps(said))
 """
 
 
-@pytest.mark.parametrize("filler", [3_500_000, 4_950_000])
+@pytest.mark.parametrize("filler", [3_500_000, 5_080_000])
 def test_a_full_disk_keeps_what_was_written_and_says_what_is_missing(wide_world, tmp_path, filler):
     world, plan = wide_world
     write_plan(plan, world.folder / "plan")
@@ -309,4 +309,4 @@ def test_a_full_disk_keeps_what_was_written_and_says_what_is_missing(wide_world,
     assert result.returncode == 0, result.stderr
     refused, packed = json.loads(result.stdout)
     assert packed == "packed"
-    assert re.search(r"needs .* free|more than is free|no space", refused), refused
+    assert re.search(r"more than is free|No space left", refused), refused

@@ -24,7 +24,7 @@ from typing import Any
 from fivefold.errors import InfeasibleError
 from fivefold.units import format_bytes
 
-__all__ = ["Geometry", "Window", "choose_geometry", "cut_windows", "pages_of"]
+__all__ = ["Geometry", "Window", "choose_geometry", "cut_windows", "pages_of", "reader_block_bytes"]
 
 STRATEGIES = ("resident", "passes", "spill")
 PAGE_BYTES = 4096
@@ -104,10 +104,13 @@ def choose_geometry(  # noqa: PLR0913 - facts of the disk and of the rows, all b
     Raises:
         InfeasibleError: No way fits.
     """
+    memory_bytes -= memory_bytes // 8  # the engines' buffers: see reader_block_bytes
     smallest = max(_SMALLEST_MEMORY_BYTES, 16 * (row_bytes + INDEX_BYTES_PER_ROW))
     if memory_bytes < smallest:
-        message = f"packing rows of {row_bytes} bytes in {format_bytes(memory_bytes)} of memory"
-        raise InfeasibleError(message, hint=f"give it {format_bytes(smallest)} or more")
+        raise InfeasibleError(
+            f"memory for packing rows of {row_bytes} bytes is short",
+            hint=f"give {format_bytes(smallest * 5 // 4)} or more",
+        )
     ways = [
         way
         for name in STRATEGIES
@@ -133,8 +136,8 @@ def choose_geometry(  # noqa: PLR0913 - facts of the disk and of the rows, all b
         short = output_bytes + min(way.scratch_bytes for way in priced) - free_bytes
         raise InfeasibleError(
             f"the packed rows take {format_bytes(output_bytes)}, {format_bytes(short)} more than "
-            "is free on the disk",
-            hint="free some space, or plan with a smaller disk budget",
+            "is free on the disk or left of its budget",
+            hint="free some space, or plan again with a disk budget that fits",
         )
     return min(fitting, key=lambda way: (way.seconds, STRATEGIES.index(way.strategy)))
 
@@ -148,6 +151,11 @@ def cut_windows(sections: Mapping[str, int], window_rows: int) -> list[Window]:
             windows.append(Window(section=section, start=start, stop=stop, first=first + start))
         first += num_rows
     return windows
+
+
+def reader_block_bytes(memory_bytes: int) -> int:
+    """Request size at which the buffers of two engines, two each, take an eighth of the memory."""
+    return 1 << max(14, min(20, (memory_bytes // 32).bit_length() - 1))
 
 
 def pages_of(size_bytes: Any) -> Any:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,6 +101,16 @@ class Mover:
         """Read feature rows ``start`` to ``stop`` to the beginning of ``out``."""
         one = np.array([start, stop - start, 0], np.int64)
         self.reader.read_runs(one[0:1], one[1:2], one[2:3], self.as_rows(out, stop - start))
+
+    def another_reader(self, container: Container, section: str) -> RowReader:
+        """An engine like that of the features for another file."""
+        return RowReader(
+            container,
+            section,
+            backend=cast("Any", self.reader.backend),
+            block_bytes=self.reader.block_bytes,
+            queue_depth=self.reader.queue_depth,
+        )
 
     def buffers(self, num_rows: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
         """Two aligned buffers of ``num_rows`` rows."""

@@ -13,16 +13,16 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from fivefold.errors import DataError, StorageError
-from fivefold.gnn.packing._geometry import PAGE_BYTES, Geometry, choose_geometry
+from fivefold.gnn.packing._geometry import PAGE_BYTES, Geometry, choose_geometry, reader_block_bytes
 from fivefold.gnn.packing._movement import Mover, Order
 from fivefold.gnn.packing._plan_file import write_plan
 from fivefold.gnn.packing._records import KIND_RECORDS, caches_of, write_records
-from fivefold.gnn.packing._rows import KIND_ROWS, Backend, write_rows
+from fivefold.gnn.packing._rows import KIND_ROWS, write_rows
 from fivefold.gnn.packing._store import (
     PackedStore,
     StoreFiles,
@@ -53,7 +53,7 @@ def pack(  # noqa: PLR0913 - the contract names them
     memory_bytes: int,
     progress: Callable[[str, int, int], None] | None = None,
     resume: bool = True,
-    backend: Backend = "auto",
+    backend: Literal["auto", "threads", "io_uring", "python", "mmap"] = "auto",
     profile: DiskCost | None = None,
     strategy: str | None = None,
 ) -> PackedStore:
@@ -71,7 +71,7 @@ def pack(  # noqa: PLR0913 - the contract names them
         progress: Called with a stage ("records", "spill", "rows"), what is done, and the total.
         resume: Go on with an unfinished store of the same inputs, and take a finished one as it
             is. False: remove what is there and begin anew.
-        backend: Engine that reads the rows.
+        backend: Engine that reads; "auto" takes threads, for requests are few and large.
         profile: Speeds of the disk, for the choice of the strategy.
         strategy: "resident", "passes" or "spill" instead of the cheapest.
 
@@ -83,6 +83,35 @@ def pack(  # noqa: PLR0913 - the contract names them
             of other inputs.
         InfeasibleError: Memory or disk space are short.
         StorageError: The disk refused, or another process packs into this folder.
+
+    Example:
+        >>> import tempfile
+        >>> from fivefold.gnn.data import generate_graph
+        >>> from fivefold.gnn.planning import Budgets, FeatureInfo, make_plan
+        >>> from fivefold.gnn.sampling import NeighborSampler, sample_epochs
+        >>> class Disk:
+        ...     sequential_read_bytes_per_s = sequential_write_bytes_per_s = 1e9
+        ...     def seconds(self, requests, size_bytes):
+        ...         return requests * 1e-5 + size_bytes / 1e9
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> data = generate_graph(f"{folder.name}/data", nodes=300, dim=8, seed=1)
+        >>> sampler = NeighborSampler(data.topology(), [3, 3], seed=1)
+        >>> samples = sample_epochs(
+        ...     sampler, data.train, f"{folder.name}/samples.fvf", batch_size=16
+        ... )
+        >>> info = FeatureInfo(
+        ...     num_nodes=300, row_bytes=data.row_bytes, fingerprint=data.features.fingerprint
+        ... )
+        >>> budgets = Budgets(host_bytes=100_000, disk_bytes=10**8)
+        >>> plan = make_plan(samples, info, budgets, Disk(), buffer_batches=0)
+        >>> with pack(
+        ...     data.features, samples, plan, f"{folder.name}/store", memory_bytes=10**6
+        ... ) as store:
+        ...     record = store.record(0)
+        ...     seeds = record.node_ids[: record.batch_size]
+        ...     store.num_batches == samples.num_batches, bool((seeds == samples.batch(0).seeds).all())
+        (True, True)
+        >>> data.close(); samples.close(); folder.cleanup()
     """
     files = StoreFiles(folder)
     inputs = _inputs(features, samples, plan)
@@ -99,14 +128,20 @@ def pack(  # noqa: PLR0913 - the contract names them
         job = _Job(files, inputs, memory_bytes=memory_bytes)
         with (
             _records(files, samples, plan, inputs, memory_bytes, tell) as records,
-            RowReader(features, _SECTION, backend=backend, queue_depth=4) as reader,
+            RowReader(
+                features,
+                _SECTION,
+                backend="threads" if backend == "auto" else backend,
+                queue_depth=2,
+                block_bytes=reader_block_bytes(memory_bytes),
+            ) as reader,
         ):
             mover, sections = _mover(features, reader, records, plan)
             spare = plan.budgets.disk_bytes - records.nbytes
             mover = job.with_geometry(
                 mover, sections, budget_bytes=spare, profile=profile, strategy=strategy
             )
-            with _rows(files, mover, sections, inputs, backend, tell) as rows:
+            with _rows(files, mover, sections, inputs, tell) as rows:
                 _finish(files, plan, samples, inputs, mover.geometry, rows, records)
         shutil.rmtree(files.scratch)
     return PackedStore.open(files.folder, features=features, samples=samples)
@@ -282,7 +317,6 @@ def _rows(
     mover: Mover,
     sections: dict[str, int],
     inputs: dict[str, str],
-    backend: Backend,
     progress: Progress,
 ) -> Container:
     if files.rows.exists():
@@ -297,7 +331,6 @@ def _rows(
         sections=sections,
         attributes=inputs,
         scratch=files.scratch,
-        backend=backend,
         progress=progress,
     )
 

@@ -23,6 +23,23 @@ def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
 
     Raises:
         StorageError: The disk refused.
+
+    Example:
+        >>> import tempfile
+        >>> import numpy as np
+        >>> from fivefold.gnn.planning import BatchList, Budgets, FeatureInfo, make_plan
+        >>> class Disk:
+        ...     sequential_read_bytes_per_s = sequential_write_bytes_per_s = 1e9
+        ...     def seconds(self, requests, size_bytes):
+        ...         return requests * 1e-5 + size_bytes / 1e9
+        >>> samples = BatchList([np.array([0, 1, 2]), np.array([0, 3])], num_nodes=5)
+        >>> features = FeatureInfo(num_nodes=5, row_bytes=2048, fingerprint="x")
+        >>> budgets = Budgets(host_bytes=2048, disk_bytes=10**6)
+        >>> plan = make_plan(samples, features, budgets, Disk(), buffer_batches=0)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_plan(plan, f"{folder}/plan.fvf")
+        ...     read_plan(f"{folder}/plan.fvf").fingerprint == plan.fingerprint
+        True
     """
     arrays = plan.arrays()
     sections = {name: (array.dtype, array.shape) for name, array in arrays.items()}
@@ -39,6 +56,13 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
 
     Raises:
         DataError: The file is missing, damaged or no plan.
+
+    Example:
+        >>> try:
+        ...     read_plan("/nowhere/plan.fvf")
+        ... except DataError:
+        ...     print("no plan")
+        no plan
     """
     with Container.open(path, kind=_KIND) as container:
         text = container.attributes.get("plan")

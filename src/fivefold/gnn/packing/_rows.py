@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -22,15 +22,14 @@ from fivefold.gnn.packing._movement import (
     pass_over,
     spill_ranges,
 )
-from fivefold.gnn.storage import Container, ContainerWriter, RowReader
+from fivefold.gnn.storage import Container, ContainerWriter
 
-__all__ = ["KIND_ROWS", "Backend", "write_rows"]
+__all__ = ["KIND_ROWS", "write_rows"]
 
 KIND_ROWS = "packed-rows"
 _KIND_ROUTES = "packing-routes"
 _KIND_SPILL = "packing-spill"
 
-Backend = Literal["auto", "threads", "io_uring", "python", "mmap"]
 Progress = Callable[[str, int, int], None]
 
 
@@ -41,7 +40,6 @@ def write_rows(
     sections: dict[str, int],
     attributes: dict[str, Any],
     scratch: Path,
-    backend: Backend,
     progress: Progress,
 ) -> Container:
     """Write the packed rows and the caches' rows; what an earlier run has done is kept.
@@ -52,7 +50,6 @@ def write_rows(
         sections: Rows of each output section.
         attributes: Fingerprints of what the rows come from.
         scratch: Folder for the spill.
-        backend: Engine that reads.
         progress: Called with a stage, rows done and rows in all.
     """
     shapes = {name: (mover.dtype, (rows, mover.dim)) for name, rows in sections.items()}
@@ -72,8 +69,7 @@ def write_rows(
             writer.mark({"rows": window.first + window.num_rows})
             progress("rows", window.first + window.num_rows, total)
 
-        _move(mover, writer, finished, done=done, scratch=scratch, backend=backend,
-              progress=progress)  # fmt: skip
+        _move(mover, writer, finished, done=done, scratch=scratch, progress=progress)  # fmt: skip
         return writer.commit()
 
 
@@ -95,7 +91,6 @@ def _move(
     *,
     done: int,
     scratch: Path,
-    backend: Backend,
     progress: Progress,
 ) -> None:
     """Write all windows, those that are done excepted."""
@@ -107,7 +102,7 @@ def _move(
         move(mover, writer, finished)
         return
     cells, spill = _spill(mover, scratch, progress)
-    with spill, RowReader(spill, "cells", backend=backend, queue_depth=4) as reader:
+    with spill, mover.another_reader(spill, "cells") as reader:
         order_windows(mover, cells, reader, writer, done=first, finished=finished)
 
 

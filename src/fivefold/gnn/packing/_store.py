@@ -53,6 +53,13 @@ class PackedStore:
             that one sequential read fills each. It is the same file as ``rows``.
         records: Container of the batch records; :meth:`record` reads them.
         manifest: What ``store.json`` holds: fingerprints, sizes and how it was packed.
+
+    Example:
+        >>> try:
+        ...     PackedStore.open("/nowhere")
+        ... except DataError as error:
+        ...     print(error)
+        /nowhere holds no packed store; pack first
     """
 
     def __init__(self, folder: Path, *, manifest: dict[str, Any], plan: Plan) -> None:

@@ -1,0 +1,150 @@
+"""Windows, chunks and cells: they cover the rows, fit the memory, and the cheapest way is taken."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fivefold.errors import InfeasibleError
+from fivefold.gnn.packing import pack
+from fivefold.gnn.packing._geometry import (
+    INDEX_BYTES_PER_ROW,
+    PAGE_BYTES,
+    choose_geometry,
+    cut_windows,
+)
+from fivefold.gnn.packing._movement import Cells, _batches_of_cells
+from fivefold.gnn.planning import FeatureInfo, packing_ways
+
+SPEEDS = {"read_bytes_per_s": 1e9, "write_bytes_per_s": 1e9}
+MB = 10**6
+
+
+def choose(**kwargs):
+    return choose_geometry(**{**SPEEDS, **kwargs})
+
+
+@given(
+    st.integers(0, 5000),
+    st.integers(1, 9000),
+    st.lists(st.integers(0, 9000), min_size=3, max_size=3),
+    st.integers(600_000, 40 * MB),
+    st.sampled_from(["resident", "passes", "spill", None]),
+)
+def test_windows_cover_and_fit(num_nodes, row_bytes, rows, memory_bytes, strategy):
+    sections = dict(zip(("rows", "device", "host"), rows, strict=True))
+    arguments = {"num_nodes": num_nodes, "row_bytes": row_bytes, "sections": sections}
+    try:
+        geometry = choose(**arguments, memory_bytes=memory_bytes, strategy=strategy)
+    except InfeasibleError:
+        assert strategy == "resident" or memory_bytes < 20 * (row_bytes + 40)
+        return
+    windows = cut_windows(sections, geometry.window_rows)
+    covered = [(w.section, row) for w in windows for row in range(w.start, w.stop)]
+    assert covered == [(name, row) for name, count in sections.items() for row in range(count)]
+    assert [w.first for w in windows] == np.cumsum([0, *(w.num_rows for w in windows)])[
+        :-1
+    ].tolist()
+    cost = row_bytes + INDEX_BYTES_PER_ROW
+    chunks = 2 * geometry.chunk_rows * cost
+    held = {
+        "resident": num_nodes * row_bytes,
+        "passes": geometry.window_rows * cost,
+        "spill": 2 * geometry.window_rows * cost,
+    }
+    assert chunks + held[geometry.strategy] <= memory_bytes
+    if geometry.strategy == "spill":
+        assert geometry.source_rows == geometry.window_rows
+
+
+def test_the_cheapest_way_is_taken():
+    facts = {"num_nodes": 100_000, "row_bytes": 1000, "sections": {"rows": 200_000}}
+    assert choose(**facts, memory_bytes=170 * MB).strategy == "resident"
+    # Three windows: 3 F + R = 500 MB beside the spill's F + 3 R = 700 MB.
+    assert choose(**facts, memory_bytes=120 * MB).strategy == "passes"
+    assert choose(**facts, memory_bytes=10 * MB).strategy == "spill"
+    spill = choose(**facts, memory_bytes=10 * MB)
+    assert spill.read_bytes == pytest.approx(300 * MB, rel=0.05)
+    assert spill.written_bytes == pytest.approx(400 * MB, rel=0.05)
+    # Without room for the spill there are still the passes, and below that nothing.
+    little = choose(**facts, memory_bytes=10 * MB, free_bytes=300 * MB)
+    assert little.strategy == "passes"
+    assert little.read_bytes > 2000 * MB
+    with pytest.raises(InfeasibleError, match=r"the packed rows take 200 MB, 50 MB more"):
+        choose(**facts, memory_bytes=10 * MB, free_bytes=150 * MB)
+    slow_writes = facts | {"read_bytes_per_s": 1e9, "write_bytes_per_s": 1e8}
+    assert choose(**slow_writes, memory_bytes=30 * MB).strategy == "passes"
+
+
+@pytest.mark.parametrize("memory_mb", [10, 40, 120, 200])
+def test_planning_foresees_the_way(memory_mb):
+    features = FeatureInfo(num_nodes=100_000, row_bytes=1000, fingerprint="")
+
+    class Disk:
+        sequential_read_bytes_per_s = sequential_write_bytes_per_s = 1e9
+
+    memory = memory_mb * MB
+    foreseen = packing_ways(features, output_rows=200_000, memory_bytes=memory, disk=Disk())[0]
+    chosen = choose(
+        num_nodes=100_000, row_bytes=1000, sections={"rows": 200_000}, memory_bytes=memory
+    )
+    assert chosen.strategy == foreseen.strategy
+    assert chosen.seconds == pytest.approx(foreseen.seconds, rel=0.1)
+
+
+@settings(deadline=None)
+@given(
+    st.integers(0, 2**32),
+    st.integers(1, 5),
+    st.integers(1, 6),
+    st.sampled_from([1, 3, 100, 512, 1025, 4096, 5000]),
+    st.integers(1, 40),
+)
+def test_cells_hold_all_rows_and_never_overlap(seed, windows, ranges, row_bytes, chunk_rows):
+    counts = np.random.default_rng(seed).integers(0, 120, (windows, ranges))
+    cells = Cells(counts, row_bytes, chunk_rows)
+    taken = np.zeros(cells.total_bytes, np.int64)
+    chunk_bytes = chunk_rows * row_bytes + PAGE_BYTES
+    written = {}
+    for g in range(ranges):
+        for group in _batches_of_cells(cells, g, chunk_rows, chunk_bytes):
+            assert group
+            for piece in group:
+                size = -(-piece.num_rows * row_bytes // PAGE_BYTES) * PAGE_BYTES
+                assert piece.place % PAGE_BYTES == piece.offset % PAGE_BYTES == 0
+                assert piece.offset + size <= chunk_bytes
+                taken[piece.place : piece.place + size] += 1
+                written[piece.place] = piece.num_rows * row_bytes
+    assert (taken == 1).all()
+    read = {}
+    for window in range(windows):
+        places, lengths = cells.extents(window)
+        assert (np.diff(places) > 0).all()
+        assert lengths.sum() == counts[window].sum() * row_bytes
+        read |= dict(zip(places.tolist(), lengths.tolist(), strict=True))
+    assert read == written
+
+
+@pytest.mark.parametrize("strategy", ["spill", "passes", "resident"])
+def test_memory_stays_within_the_budget(make_world, tmp_path, strategy):
+    world = make_world(nodes=16_000, dim=256, seeds=600, batch_size=100, fanouts=[10, 10])
+    plan = world.plan(segment_batches=2, device=100, host=500)
+    memory_bytes = (24 if strategy == "resident" else 6) << 20
+    arguments = (world.features, world.samples, plan)
+    pack(*arguments, tmp_path / "warm", memory_bytes=memory_bytes, strategy=strategy).close()
+    tracemalloc.start(1)
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        with pack(
+            *arguments, tmp_path / "store", memory_bytes=memory_bytes, strategy=strategy
+        ) as store:
+            assert store.manifest["packing"]["strategy"] == strategy
+        peak = tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
+    # Each of the two writers copies through a buffer of 1 MiB.
+    assert peak <= memory_bytes + (3 << 20)
+    if strategy != "resident":
+        assert 16_000 * 1024 + plan.predicted.packed_bytes > 3 * memory_bytes
