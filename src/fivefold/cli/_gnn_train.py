@@ -43,10 +43,10 @@ def train_command(
     Raises:
         FivefoldError: Whatever training met; the entry point prints it.
     """
-    from fivefold.gnn.training import load_config, train_graph  # noqa: PLC0415 - loads torch
+    from fivefold.gnn.training import load_config, run_rank  # noqa: PLC0415 - loads torch
 
     loaded = load_config(config, overrides or [])
-    result = train_graph(loaded, show=lambda text: typer.echo(text, err=True))
+    result = run_rank(loaded, show=lambda text: typer.echo(text, err=True))
     if as_json and os.environ.get("RANK", "0") == "0":
         typer.echo(json.dumps({"output": str(result.output), **result.record()}, indent=1))
 

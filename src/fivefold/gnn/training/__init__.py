@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         config_to_toml,
         load_config,
     )
+    from fivefold.gnn.training._ending import run_rank
     from fivefold.gnn.training._infer_run import RunInference, infer_run, load_model
     from fivefold.gnn.training._inference import InferenceResult, LayerReport, infer_layers
     from fivefold.gnn.training._loop import train_graph
@@ -55,6 +56,7 @@ __all__ = [
     "load_config",
     "load_model",
     "make_model",
+    "run_rank",
     "show_progress",
     "train_graph",
 ]
@@ -74,6 +76,7 @@ _HOMES = {
         "config_to_toml",
         "load_config",
     ),
+    "_ending": ("run_rank",),
     "_infer_run": ("RunInference", "infer_run", "load_model"),
     "_inference": ("InferenceResult", "LayerReport", "infer_layers"),
     "_loop": ("train_graph",),
