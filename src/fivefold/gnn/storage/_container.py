@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,12 +18,22 @@ from fivefold.errors import ConfigurationError, DataError
 from fivefold.gnn.storage._buffers import aligned_empty
 from fivefold.gnn.storage._errors import closed_error, storage_error
 from fivefold.gnn.storage._files import read_into
-from fivefold.gnn.storage._format import Header, Section, aligned, decode_manifest
+from fivefold.gnn.storage._format import (
+    Header,
+    Section,
+    aligned,
+    decode_manifest,
+    make_section,
+)
 from fivefold.gnn.storage._xxhash import PAGE_BYTES, hash_pages, xxh64
+
+if TYPE_CHECKING:
+    from fivefold.gnn.storage._reader import RowReader
 
 __all__ = ["Container"]
 
-_CHUNK_BYTES = 4 << 20
+_CHUNK_PAGES = 4096  # 16 MiB at a time when all is verified
+_LARGE_BYTES = 4 << 20  # from here on the engine is faster, and leaves the page cache alone
 _ADVICE = {
     "random": mmap.MADV_RANDOM,
     "normal": mmap.MADV_NORMAL,
@@ -191,25 +201,35 @@ class Container:
                 f"rows {start} to {last} of section {name!r} were asked for",
                 hint=f"it has {section.num_rows} rows",
             )
-        begin = section.offset + start * section.row_bytes
         count = (last - start) * section.row_bytes
-        shape = (last - start, *section.shape[1:])
+        if count < _LARGE_BYTES:
+            return self._read_small(section, start, last)
+        rows = aligned_empty((last - start, *section.shape[1:]), section.dtype)
+        with self._reader(section) as reader:
+            reader.read_runs([start], [last - start], [0], rows)
+        return rows
+
+    def _read_small(self, section: Section, start: int, stop: int) -> NDArray[Any]:
+        """A few pages, through the page cache."""
+        begin = section.offset + start * section.row_bytes
+        count = (stop - start) * section.row_bytes
+        shape = (stop - start, *section.shape[1:])
         if count == 0:
+            self.descriptor  # noqa: B018 - raises if the file is closed
             return np.empty(shape, section.dtype)
         first = begin // PAGE_BYTES * PAGE_BYTES
-        pages = aligned_empty(aligned(begin + count) - first, np.uint8)
-        self._read_pages(pages, first // PAGE_BYTES)
-        return pages[begin - first :][:count].view(section.dtype).reshape(shape)
-
-    def _read_pages(self, pages: NDArray[np.uint8], first: int) -> None:
+        pages = aligned_empty(aligned(begin + count) - first)
         # The lock keeps close() from letting the number of the descriptor go to another file.
         with self._lock:
-            descriptor = self.descriptor
-            for begin in range(0, len(pages), _CHUNK_BYTES):
-                chunk = pages[begin : begin + _CHUNK_BYTES]
-                page = first + begin // PAGE_BYTES
-                read_into(descriptor, chunk, page * PAGE_BYTES, self.path)
-                self.check_pages(chunk, page)
+            read_into(self.descriptor, pages, first, self.path)
+        self.check_pages(pages, first // PAGE_BYTES)
+        return pages[begin - first :][:count].view(section.dtype).reshape(shape)
+
+    def _reader(self, section: Section) -> RowReader:
+        from fivefold.gnn.storage._reader import RowReader  # noqa: PLC0415 - it imports this module
+
+        with self._lock:
+            return RowReader(self, section)
 
     def check_pages(self, pages: NDArray[np.uint8], first_page: int) -> None:
         """Compare pages that were read with the table.
@@ -286,13 +306,16 @@ class Container:
             DataError: A page is damaged.
             StorageError: The disk refused, or the file has been truncated or closed.
         """
-        stop = len(self.page_checksums) * PAGE_BYTES
-        buffer: NDArray[np.uint8] = aligned_empty(_CHUNK_BYTES, np.uint8)
-        for begin in range(PAGE_BYTES, stop, _CHUNK_BYTES):
-            chunk = buffer[: min(_CHUNK_BYTES, stop - begin)]
-            self._read_pages(chunk, begin // PAGE_BYTES)
-            if progress is not None:
-                progress(begin + len(chunk), stop)
+        num_pages = len(self.page_checksums) - 1
+        total = num_pages * PAGE_BYTES
+        pages = make_section("pages", np.uint8, (num_pages, PAGE_BYTES), offset=PAGE_BYTES)
+        buffer = aligned_empty((min(_CHUNK_PAGES, num_pages), PAGE_BYTES))
+        with self._reader(pages) as reader:
+            for first in range(0, num_pages, _CHUNK_PAGES):
+                count = min(_CHUNK_PAGES, num_pages - first)
+                reader.read_runs([first], [count], [0], buffer)
+                if progress is not None:
+                    progress((first + count) * PAGE_BYTES, total)
 
     def close(self) -> None:
         """Let go of the file; arrays and maps that were handed out stay valid."""

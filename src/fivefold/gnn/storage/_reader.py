@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -26,6 +27,7 @@ from fivefold.gnn.storage._backends import (
 )
 from fivefold.gnn.storage._container import Container
 from fivefold.gnn.storage._errors import closed_error, storage_error, truncated_error
+from fivefold.gnn.storage._format import Section
 from fivefold.gnn.storage._kernels import DAMAGED, ENDED, FAILED, STOPPED
 from fivefold.gnn.storage._plan_runs import Requests, Work, join_rows, plan_requests
 from fivefold.gnn.storage._statistics import ReadStatistics
@@ -39,6 +41,7 @@ _logger = logging.getLogger(__name__)
 _BACKENDS = ("auto", "threads", "io_uring", "python", "mmap")
 _IN_FLIGHT_BYTES = 1 << 20
 _MOST_THREADS = 16
+Integers = NDArray[np.integer[Any]] | Sequence[int]
 
 
 class RowReader:
@@ -50,7 +53,7 @@ class RowReader:
 
     Args:
         container: The file; it may be closed before the reader is.
-        section: Name of the section.
+        section: Name of the section, or the section.
         backend: "threads", "io_uring", "python", "mmap"; "auto" takes the best that works here.
         threads: Workers of one call, the calling thread included.
         queue_depth: Requests in flight at most, over all workers. With "threads" these are
@@ -94,7 +97,7 @@ class RowReader:
     def __init__(  # noqa: PLR0913 - the contract of the engines; all but two by name
         self,
         container: Container,
-        section: str,
+        section: str | Section,
         *,
         backend: Literal["auto", "threads", "io_uring", "python", "mmap"] = "auto",
         threads: int = 2,
@@ -109,7 +112,7 @@ class RowReader:
         )
         if max_gap_bytes < 0:
             raise ConfigurationError(f"max_gap_bytes is {max_gap_bytes}", hint="use 0 or more")
-        self.section = container.section(section)
+        self.section = container.section(section) if isinstance(section, str) else section
         self.threads = threads
         self.queue_depth = queue_depth
         self.block_bytes = block_bytes
@@ -169,9 +172,9 @@ class RowReader:
 
     def read_runs(
         self,
-        starts: NDArray[np.integer[Any]],
-        counts: NDArray[np.integer[Any]],
-        destinations: NDArray[np.integer[Any]],
+        starts: Integers,
+        counts: Integers,
+        destinations: Integers,
         out: NDArray[Any],
     ) -> ReadStatistics:
         """Copy runs of consecutive rows into an array.
@@ -202,9 +205,9 @@ class RowReader:
 
     def read_rows(
         self,
-        rows: NDArray[np.integer[Any]],
+        rows: Integers,
         out: NDArray[Any],
-        destinations: NDArray[np.integer[Any]] | None = None,
+        destinations: Integers | None = None,
     ) -> ReadStatistics:
         """Copy single rows into an array.
 

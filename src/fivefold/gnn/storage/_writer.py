@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -26,18 +27,17 @@ from fivefold.gnn.storage._container import Container
 from fivefold.gnn.storage._errors import closed_error, storage_error
 from fivefold.gnn.storage._files import sync_folder, write_atomically
 from fivefold.gnn.storage._format import (
-    Header,
     Section,
     aligned,
     encode_json,
     encode_kind,
     make_file_id,
     make_section,
-    padded,
 )
-from fivefold.gnn.storage._ledger import DIRTY, NEVER, PageLedger
+from fivefold.gnn.storage._ledger import DIRTY, PageLedger
 from fivefold.gnn.storage._partial import PartialFile
-from fivefold.gnn.storage._xxhash import PAGE_BYTES, hash_pages, xxh64
+from fivefold.gnn.storage._seal import seal
+from fivefold.gnn.storage._xxhash import PAGE_BYTES
 
 __all__ = ["ContainerWriter"]
 
@@ -108,6 +108,7 @@ class ContainerWriter:
         self._progress: Any = None
         self._ledger = PageLedger(self.file_id, self._end // PAGE_BYTES)
         self._closed = False
+        self._lock = threading.RLock()  # several threads may write; marking takes a moment's state
         self._file = PartialFile(self._beside(".partial"))
         self._files = {"": self._file}
         try:
@@ -235,9 +236,10 @@ class ContainerWriter:
         _, rows = self._checked(name, array)
         if name not in self._rows:
             raise ConfigurationError(f"section {name!r} has a fixed length", hint="use write")
-        place = self._grown_base(name) + self._grown_bytes(name)
-        self._put_rows(self._files[name], place, rows)
-        self._rows[name] += len(rows)
+        with self._lock:
+            place = self._grown_base(name) + self._grown_bytes(name)
+            self._put_rows(self._files[name], place, rows)
+            self._rows[name] += len(rows)
 
     def rows(self, name: str) -> int:
         """Rows of a section so far: its length, or what has been appended to a growing one."""
@@ -272,7 +274,9 @@ class ContainerWriter:
         ledger = self._ledger if file is self._file else None
         for first in range(0, len(rows), step):
             block = np.ascontiguousarray(rows[first : first + step], little)
-            file.put(block.reshape(-1).view(np.uint8), offset + first * row_bytes, ledger)
+            with self._lock:
+                self._check_open()
+                file.put(block.reshape(-1).view(np.uint8), offset + first * row_bytes, ledger)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[Any]:
         """Rows that have been written, before the file is committed; nothing is verified.
@@ -332,20 +336,21 @@ class ContainerWriter:
             StorageError: The disk refused.
         """
         self._check_open()
-        journal = {
-            "version": _JOURNAL_VERSION,
-            "id": self.file_id,
-            "token": token,
-            "rows": self._rows,
-        }
-        data = encode_json(journal)
-        for file in {id(file): file for file in self._files.values()}.values():
-            file.sync()
-        try:
-            self._ledger.save(self._sums)
-        except OSError as error:
-            raise storage_error(error.errno or 0, self._sums, "writing checksums") from error
-        write_atomically(self._journal, data)
+        with self._lock:
+            journal = {
+                "version": _JOURNAL_VERSION,
+                "id": self.file_id,
+                "token": token,
+                "rows": self._rows,
+            }
+            data = encode_json(journal)
+            for file in {id(file): file for file in self._files.values()}.values():
+                file.sync()
+            try:
+                self._ledger.save(self._sums)
+            except OSError as error:
+                raise storage_error(error.errno or 0, self._sums, "writing checksums") from error
+            write_atomically(self._journal, data)
         self._progress = json.loads(data)["token"]
 
     # --- ending -----------------------------------------------------------------------------
@@ -367,9 +372,14 @@ class ContainerWriter:
         self.attributes.update(attributes or {})
         encode_json(self.attributes)
         self._place_grown()
-        self._check_written()
-        self._read_back()
-        self._write_ends()
+        seal(
+            self._file,
+            self._ledger,
+            kind=self.kind,
+            sections=self._sections,
+            attributes=self.attributes,
+            data_end=self._data_end,
+        )
         try:
             self._file.path.replace(self.path)
             sync_folder(self.path.parent)
@@ -399,55 +409,6 @@ class ContainerWriter:
             self._files[section.name].get(buffer, first)
             self._file.put(buffer, section.offset + first, self._ledger)
 
-    def _check_written(self) -> None:
-        self._ledger.grow(self._data_end // PAGE_BYTES)
-        for section in self._sections.values():
-            first = section.offset // PAGE_BYTES
-            last = first + aligned(section.nbytes) // PAGE_BYTES
-            missing = self._ledger.pages_in(NEVER, first, last)
-            if len(missing):
-                row = (int(missing[0]) * PAGE_BYTES - section.offset) // section.row_bytes
-                raise ConfigurationError(
-                    f"section {section.name!r} was not written: {len(missing)} pages are missing, "
-                    f"the first near row {row}",
-                    hint="write every row, zeros as well, before commit",
-                )
-
-    def _read_back(self) -> None:
-        """Hash the pages that came in pieces, from the file."""
-        buffer = np.empty(PAGE_BYTES, np.uint8)
-        for page in self._ledger.pages_in(DIRTY, 1, self._data_end // PAGE_BYTES).tolist():
-            self._file.get(buffer, page * PAGE_BYTES)
-            self._ledger.set_checksums(page, hash_pages(buffer, self.file_id, page))
-
-    def _write_ends(self) -> None:
-        table = self._ledger.checksums[: self._data_end // PAGE_BYTES].astype("<u4")
-        manifest = self._manifest()
-        table_pages, manifest_pages = padded(table.view(np.uint8)), padded(manifest)
-        manifest_offset = self._data_end + len(table_pages)
-        header = Header(
-            kind=self.kind,
-            file_id=self.file_id,
-            file_bytes=manifest_offset + len(manifest_pages),
-            table_offset=self._data_end,
-            table_bytes=table.nbytes,
-            table_hash=xxh64(table_pages),
-            manifest_offset=manifest_offset,
-            manifest_bytes=len(manifest),
-            manifest_hash=xxh64(manifest_pages),
-        )
-        self._file.cut(header.file_bytes)
-        self._file.put(table_pages, header.table_offset, None)
-        self._file.put(manifest_pages, header.manifest_offset, None)
-        self._file.sync()
-        # Last, so that a file without its header is an unfinished one.
-        self._file.put(np.frombuffer(header.encode(), np.uint8), 0, None)
-        self._file.sync()
-
-    def _manifest(self) -> bytes:
-        sections = [section.to_json() for section in self._sections.values()]
-        return encode_json({"sections": sections, "attributes": self.attributes})
-
     def abort(self) -> None:
         """Throw the unfinished file away."""
         self.close()
@@ -462,9 +423,10 @@ class ContainerWriter:
 
     def close(self) -> None:
         """Let go of the file without committing: the unfinished one stays for resuming."""
-        self._closed = True
-        for file in self._files.values():
-            file.close()
+        with self._lock:
+            self._closed = True
+            for file in self._files.values():
+                file.close()
 
     def __enter__(self) -> Self:
         return self
