@@ -45,9 +45,9 @@ class Caches:
         cls, samples: SampleSource, policy: Policy, *, device_slots: int, host_slots: int
     ) -> Caches:
         """Choose the contents for a policy."""
-        device = hottest_rows(samples.counts, device_slots)
+        device = _hottest(samples, device_slots)
         if policy == "static":
-            both = hottest_rows(samples.counts, device_slots + host_slots)
+            both = _hottest(samples, device_slots + host_slots)
             host = np.setdiff1d(both, device, assume_unique=True)
             return cls(device_rows=device, host_rows=host, num_host_slots=len(host))
         course = belady(samples, num_rows=host_slots, pinned=device)
@@ -72,6 +72,11 @@ class Caches:
         for rows in (self.device_rows, self.host_rows):
             ids = ids[find_slots(rows, ids) < 0]
         return ids
+
+
+def _hottest(samples: SampleSource, num_rows: int) -> Ids:
+    # Counts are as long as the graph: they are asked for only where something is cached.
+    return hottest_rows(samples.counts, num_rows) if num_rows else np.empty(0, np.int64)
 
 
 class Tally:

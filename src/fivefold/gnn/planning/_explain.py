@@ -148,6 +148,8 @@ _PACKING = {
 def _break_even(epochs: float) -> str:
     if epochs == float("inf"):
         return "Packing does not pay here: gathering online is as fast."
+    if epochs <= 1:
+        return "Packing has paid for itself within the first epoch."
     return f"Packing has paid for itself after {epochs:.1f} epochs."
 
 

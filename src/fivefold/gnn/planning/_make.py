@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -26,6 +27,8 @@ from fivefold.gnn.planning._sources import (
 from fivefold.units import format_bytes
 
 __all__ = ["make_plan"]
+
+_log = logging.getLogger(__name__)
 
 
 def make_plan(  # noqa: PLR0913 - one keyword per decision that the caller may take over
@@ -175,10 +178,19 @@ class _Making:
                 "batches",
             )
         row_bytes = self.features.row_bytes
+        device_slots = max(0, self.budgets.device_bytes - self.buffer_bytes) // row_bytes
+        if self.budgets.device_bytes and not device_slots:
+            _log.warning(
+                "no rows are cached on the device: %s do not exceed the %s of the %d batches in "
+                "flight there",
+                format_bytes(self.budgets.device_bytes),
+                format_bytes(self.buffer_bytes),
+                self.buffer_batches,
+            )
         return Caches.fill(
             self.samples,
             self.policy,
-            device_slots=max(0, self.budgets.device_bytes - self.buffer_bytes) // row_bytes,
+            device_slots=device_slots,
             host_slots=spare_bytes // row_bytes,
         )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -118,15 +119,21 @@ class BatchList:
         self._batches = [np.asarray(batch, np.int64) for batch in batches]
         self.num_batches = len(self._batches)
         self.num_nodes = num_nodes
-        self.counts = np.zeros(num_nodes, np.uint32)
         for number, ids in enumerate(self._batches):
             if len(ids) and not (ids.min() >= 0 and ids.max() < num_nodes):
                 raise DataError(
                     f"batch {number} has node ids outside 0 to {num_nodes - 1}",
                     hint="give num_nodes of the graph that the batches were sampled from",
                 )
-            self.counts[ids] += np.uint32(1)
         self.fingerprint = fingerprint or _fingerprint(self._batches, num_nodes)
+
+    @cached_property
+    def counts(self) -> Array:
+        """In how many batches each node is."""
+        counts = np.zeros(self.num_nodes, np.uint32)
+        for ids in self._batches:
+            counts[ids] += np.uint32(1)
+        return counts
 
     def node_ids(self, batch: int, /) -> Ids:
         """The node ids of one batch, as they were given."""
