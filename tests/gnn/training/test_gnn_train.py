@@ -9,7 +9,14 @@ import torch
 
 from fivefold.errors import CheckpointError, ConfigurationError, DataError, InfeasibleError
 from fivefold.gnn.data import Dataset
-from fivefold.gnn.training import config_to_toml, infer_run, load_config, load_model, train_graph
+from fivefold.gnn.training import (
+    _loop,
+    config_to_toml,
+    infer_run,
+    load_config,
+    load_model,
+    train_graph,
+)
 
 
 def events(config, kind=None):
@@ -24,8 +31,9 @@ def test_every_model_learns_in_every_mode(mode, name, make_config):
     config = make_config(mode=mode, epochs=6, model={"name": name, "hidden_dim": 16})
     result = train_graph(config)
     assert (result.reason, result.epochs, result.steps) == ("finished", 6, 6 * 9)
-    # Four classes; the graph says nothing about them, so that a node's own row must.
-    assert result.test_accuracy > (0.45 if name == "gcn" else 0.7)
+    # Four classes; the edges say nothing about them, so that a model that gives a node's own row
+    # no weight of its own learns less.
+    assert result.test_accuracy > {"sage": 0.8, "gat": 0.5, "gcn": 0.45}[name]
     assert len(events(config, "epoch")) == len(events(config, "validation")) == 6
     assert sum(result.seconds.values()) == pytest.approx(result.wall_s, rel=0.05, abs=0.05)
 
@@ -142,3 +150,41 @@ def test_a_finished_run_can_be_made_longer(make_config):
     longer = train_graph(make_config(output="part", mode="memory", epochs=4))
     assert longer.parameters_sha256 == whole.parameters_sha256
     assert config_to_toml(make_config(epochs=4)) != config_to_toml(make_config(epochs=2))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"plan": {"policy": "belady"}, "loader": {"shuffle": False}},
+        {"plan": {"layout": "minhash"}},
+        {"plan": {"layout": "packed"}, "data": {"mapped": True}},
+        {"plan": {"segment_batches": 3}, "sampling": {"epochs": 2}},
+        {"sampling": {"fanouts": (-1, 2)}, "validation": {"fanouts": (-1, -1)}},
+        {"loader": {"backend": "python", "prefetch": 1}},
+        {"loader": {"backend": "mmap", "verify": False}},
+    ],
+    ids=str,
+)
+def test_policies_layouts_and_engines_train_and_resume(changes, make_config, monkeypatch):
+    def changed(**options):
+        config = make_config(checkpoint_every_steps=5, **options)
+        tables = {
+            name: getattr(config, name).model_copy(update=values)
+            for name, values in changes.items()
+        }
+        return config.model_copy(update=tables)
+
+    whole = train_graph(changed(output="whole"))
+    assert whole.steps == 27
+    real = _loop.write_checkpoint
+
+    def dies(folder, state, *, step, **options):
+        real(folder, state, step=step, **options)
+        if step == 15:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(_loop, "write_checkpoint", dies)
+    with pytest.raises(KeyboardInterrupt):
+        train_graph(changed(output="part"))
+    monkeypatch.setattr(_loop, "write_checkpoint", real)
+    assert train_graph(changed(output="part")).parameters_sha256 == whole.parameters_sha256

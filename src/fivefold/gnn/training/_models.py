@@ -79,6 +79,10 @@ class LayeredModel(torch.nn.Module):
 
     Raises:
         ConfigurationError: A size is below 1, or blocks do not fit the layers.
+
+    Example:
+        >>> issubclass(GraphSAGE, LayeredModel) and issubclass(GAT, LayeredModel)
+        True
     """
 
     name = "layered"
