@@ -47,9 +47,9 @@ def test_open_reads_what_was_written(folder):
 
 
 def test_fingerprint_tells_data_sets_apart(folder, tmp_path):
-    with generate_graph(tmp_path / "other", nodes=600, dim=5, seed=2, classes=3) as other:
-        with Dataset.open(folder) as dataset:
-            assert other.fingerprint != dataset.fingerprint
+    other = generate_graph(tmp_path / "other", nodes=600, dim=5, seed=2, classes=3)
+    with other, Dataset.open(folder) as dataset:
+        assert other.fingerprint != dataset.fingerprint
 
 
 def test_open_says_what_is_missing(tmp_path, folder):

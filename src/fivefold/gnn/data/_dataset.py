@@ -46,6 +46,7 @@ class Dataset:
 
     Example:
         >>> import tempfile
+        >>> from fivefold.gnn.data import generate_graph
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     with generate_graph(folder, nodes=100, dim=8, seed=1) as dataset:
         ...         dataset.num_nodes, dataset.dim, dataset.row_bytes, dataset.num_classes

@@ -28,7 +28,9 @@ __all__ = ["debian_packages", "debian_source"]
 APT_LISTS = "/var/lib/apt/lists"
 _APT_HELPER = "/usr/lib/apt/apt-helper"
 _RELATIONS = ("Depends", "Pre-Depends", "Recommends", "Suggests", "Enhances")
-_NAME = re.compile(r"[a-z0-9][a-z0-9+.-]*")
+_WANTED = "|".join(("Package", "Section", "Description", "Provides", *_RELATIONS))
+_FIELD = re.compile(rf"^({_WANTED}):[ \t]*(.*(?:\n[ \t].*)*)", re.MULTILINE)
+_NAME = re.compile(r"(?:^|[,|])\s*([a-z0-9][a-z0-9+.-]*)")
 _TIMEOUT_S = 300
 
 
@@ -107,7 +109,7 @@ def debian_source(
         "debian packages",
         [fields.get("Description", "") for fields in packages.values()],
         edges,
-        [fields.get("Section", "") for fields in packages.values()],
+        [fields.get("Section", "").strip() for fields in packages.values()],
         dim=dim,
         seed=seed,
     )
@@ -127,7 +129,7 @@ def _read_packages(lists: Path) -> dict[str, dict[str, str]]:
     for path in files:
         for fields in _paragraphs(_text_of(path)):
             if "Package" in fields:
-                packages.setdefault(fields["Package"], fields)
+                packages.setdefault(fields["Package"].strip(), fields)
     if not packages:
         raise DataError(f"the package lists in {lists} are empty", hint="run 'apt-get update'")
     return packages
@@ -165,17 +167,9 @@ def _unpacked_by_apt(path: Path) -> bytes:
 
 
 def _paragraphs(text: str) -> Iterator[dict[str, str]]:
-    """Paragraphs of a control file: ``Field: value``, lines that begin with a blank go on."""
+    """The fields we need of each paragraph; lines that begin with a blank go on."""
     for paragraph in text.split("\n\n"):
-        fields: dict[str, str] = {}
-        key = ""
-        for line in paragraph.split("\n"):
-            if line[:1] in {" ", "\t"} and key:
-                fields[key] += f" {line.strip()}"
-            elif ":" in line:
-                key, _, value = line.partition(":")
-                fields[key] = value.strip()
-        yield fields
+        yield dict(_FIELD.findall(paragraph))
 
 
 def _edges(packages: dict[str, dict[str, str]]) -> list[tuple[int, int]]:
@@ -195,8 +189,6 @@ def _edges(packages: dict[str, dict[str, str]]) -> list[tuple[int, int]]:
     return list(pairs)
 
 
-def _names(relation: str) -> Iterator[str]:
+def _names(relation: str) -> list[str]:
     """Package names of ``a (>= 1) | b, c:any``."""
-    for part in re.split(r"[,|]", relation):
-        if match := _NAME.match(part.strip()):
-            yield match.group()
+    return _NAME.findall(relation) if relation else []

@@ -28,7 +28,12 @@ _UNDIRECTED = ("products", "proteins")  # those whose raw files hold one directi
 
 
 def ogb_adds_reverse(folder: str | Path) -> bool:
-    """Whether the benchmark stores both directions of the edges in this folder."""
+    """Whether the benchmark stores both directions of the edges in this folder.
+
+    Example:
+        >>> ogb_adds_reverse("data/ogbn_products"), ogb_adds_reverse("data/papers100M-bin")
+        (True, False)
+    """
     name = Path(folder).resolve().name.lower()
     return any(part in name for part in _UNDIRECTED)
 

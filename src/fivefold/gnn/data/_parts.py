@@ -38,7 +38,12 @@ def index_dtype(num_nodes: int) -> np.dtype[Any]:
 
 @dataclass(frozen=True, slots=True)
 class EdgeBlock:
-    """Edges ``sources[i] -> targets[i]``; ``position`` is where the source goes on after them."""
+    """Edges ``sources[i] -> targets[i]``; ``position`` is where the source goes on after them.
+
+    Example:
+        >>> EdgeBlock(np.array([0, 1]), np.array([2, 2]), position=2).targets.tolist()
+        [2, 2]
+    """
 
     sources: NDArray[Any]
     targets: NDArray[Any]
@@ -48,6 +53,19 @@ class EdgeBlock:
 
 class EdgePart(Protocol):
     """The edges of one edge type.
+
+    Example:
+        >>> import numpy as np
+        >>> class Ring:
+        ...     num_edges = expected_edges = 5
+        ...     weighted, sorted_by_target = False, True
+        ...
+        ...     def blocks(self, position, max_edges):
+        ...         ids = np.arange(position, 5)
+        ...         yield EdgeBlock((ids + 1) % 5, ids, position=5)
+        >>> part: EdgePart = Ring()
+        >>> next(part.blocks(3, 100)).sources.tolist()
+        [4, 0]
 
     Attributes:
         num_edges: Edges in all; None where only reading tells.
@@ -82,7 +100,18 @@ class EdgePart(Protocol):
 
 
 class FeaturePart(Protocol):
-    """The feature rows of one node type, in the order of node ids."""
+    """The feature rows of one node type, in the order of node ids.
+
+    Example:
+        >>> class Ones:
+        ...     dtype, dim = np.dtype(np.float16), 3
+        ...
+        ...     def blocks(self, first_row, max_rows):
+        ...         yield np.ones((10 - first_row, 3), np.float16)
+        >>> part: FeaturePart = Ones()
+        >>> next(part.blocks(8, 100)).shape
+        (2, 3)
+    """
 
     dtype: np.dtype[Any]
     dim: int
@@ -97,6 +126,11 @@ class LabelPart:
     """Labels in blocks (-1 where unknown) and the ids of the splits.
 
     ``num_classes`` is one more than the largest label where it is None.
+
+    Example:
+        >>> part = LabelPart(lambda first_row: iter([np.array([0, -1, 2])]))
+        >>> part.splits["train"].size
+        0
     """
 
     blocks: Callable[[int], Iterator[NDArray[np.int64]]]
@@ -109,6 +143,12 @@ class LabelPart:
 
 class Source(Protocol):
     """A homogeneous graph somewhere else.
+
+    Example:
+        >>> from fivefold.gnn.data import array_source
+        >>> source: Source = array_source([[0, 1], [1, 0]], name="pair")
+        >>> source.name, source.num_nodes, source.edges().num_edges
+        ('pair', 2, 2)
 
     Attributes:
         name: For people.

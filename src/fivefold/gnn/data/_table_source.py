@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from fivefold.errors import ConfigurationError, DataError
+from fivefold.errors import ConfigurationError, DataError, FivefoldError, StorageError
 from fivefold.gnn.data._array_source import array_part
 from fivefold.gnn.data._dataset import GRAPH_FILE
 from fivefold.gnn.data._names import number_names, write_state
@@ -77,12 +77,20 @@ def table_source(
 
 
 class TableSource:
-    """A source over tables; made by ``table_source``.
+    r"""A source over tables; made by ``table_source``.
 
     Attributes:
         name: For people.
         num_nodes: Nodes in all; with text ids known once ``prepare`` has numbered them.
         recipe: Files and columns.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder) / "edges.tsv"
+        ...     _ = path.write_text("0\t4\n1\t2\n")
+        ...     table_source([path]).text_ids
+        False
     """
 
     def __init__(  # table_source explains them
@@ -146,6 +154,7 @@ class TableSource:
 
         Raises:
             DataError: Node table and edges do not fit, or the folder holds another data set.
+            StorageError: The disk refuses or is full.
         """
         if not self.text_ids:
             return
@@ -156,8 +165,17 @@ class TableSource:
             raise DataError(f"{folder} holds names of another source", hint="choose another folder")
         needed = not (folder / GRAPH_FILE).is_file()
         if state is None or (needed and not (work / "edges.npy").is_file()):
-            state = {"recipe": recipe, "num_nodes": self._number(folder, memory_bytes, progress)}
-            write_state(state_file, state)
+            try:
+                count = self._number(folder, memory_bytes, progress)
+                state = {"recipe": recipe, "num_nodes": count}
+                write_state(state_file, state)
+            except OSError as error:
+                if isinstance(error, FivefoldError):
+                    raise
+                raise StorageError(
+                    f"writing names to {work} failed: {error.strerror or error}",
+                    hint="free some space and run the same command again",
+                ) from error
         self.num_nodes = state["num_nodes"]
         if needed:
             weights = npy_rows(work / "weights.npy") if self.weighted else None

@@ -30,6 +30,10 @@ class EdgeRules:
         add_reverse: Store every edge in both directions.
         drop_self_loops: Leave out edges from a node to itself.
         drop_duplicates: Keep the first of edges with the same source and target.
+
+    Example:
+        >>> EdgeRules(add_reverse=True).drop_self_loops
+        False
     """
 
     add_reverse: bool = False
