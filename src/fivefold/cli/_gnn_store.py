@@ -14,7 +14,7 @@ from fivefold.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from fivefold.gnn.data import Dataset
-    from fivefold.gnn.planning import Plan
+    from fivefold.gnn.planning import Budgets, Plan
     from fivefold.gnn.sampling import SampleFile
     from fivefold.gnn.storage import DiskProfile
 
@@ -115,8 +115,11 @@ def probe_command(
     from fivefold.units import parse_bytes  # noqa: PLC0415 - keeps --help fast
 
     size_bytes = None if size is None else parse_bytes(size)
-    profile = probe_disk(folder, seconds=seconds, size_bytes=size_bytes)
-    _write_result(_as_mapping(profile.to_json()), as_json=as_json)
+    profile = probe_disk(folder, seconds=seconds, size_bytes=size_bytes, fresh=True)
+    if as_json:
+        _write_result(_as_mapping(profile.to_json()), as_json=True)
+    else:
+        typer.echo(profile.explain())
 
 
 def plan_command(  # noqa: PLR0913 - the command's options
@@ -141,14 +144,18 @@ def plan_command(  # noqa: PLR0913 - the command's options
     """
     from fivefold.gnn.data import Dataset  # noqa: PLC0415 - loads numba
     from fivefold.gnn.packing import write_plan  # noqa: PLC0415
+    from fivefold.gnn.planning import Budgets  # noqa: PLC0415
     from fivefold.gnn.sampling import SampleFile  # noqa: PLC0415
+    from fivefold.units import parse_bytes  # noqa: PLC0415
 
+    host_bytes, device_bytes, disk_bytes = map(parse_bytes, (host_memory, device_memory, disk))
+    budgets = Budgets(host_bytes=host_bytes, device_bytes=device_bytes, disk_bytes=disk_bytes)
     with Dataset.open(dataset) as data, SampleFile.open(samples) as sampled:
         plan = _make_plan(
             data,
             sampled,
             _probe(samples.parent),
-            budgets=(host_memory, device_memory, disk),
+            budgets=budgets,
             policy=policy,
             layout=layout,
             segment_batches=segment_batches,
@@ -205,7 +212,7 @@ def pack_command(  # noqa: PLR0913 - the command's options
             memory_bytes=memory_bytes,
             progress=show,
             resume=not fresh,
-            profile=_probe(samples.parent),
+            profile=lambda: _probe(store),
             strategy=strategy,
         ) as packed,
     ):
@@ -223,15 +230,13 @@ def _make_plan(
     sampled: SampleFile,
     profile: DiskProfile,
     *,
-    budgets: tuple[str, str, str],
+    budgets: Budgets,
     policy: str,
     layout: str,
     segment_batches: int | None,
 ) -> Plan:
-    from fivefold.gnn.planning import Budgets, FeatureInfo, make_plan  # noqa: PLC0415
-    from fivefold.units import parse_bytes  # noqa: PLC0415
+    from fivefold.gnn.planning import FeatureInfo, make_plan  # noqa: PLC0415
 
-    host_bytes, device_bytes, disk_bytes = map(parse_bytes, budgets)
     return make_plan(
         sampled,
         FeatureInfo(
@@ -239,7 +244,7 @@ def _make_plan(
             row_bytes=data.row_bytes,
             fingerprint=data.features.fingerprint,
         ),
-        Budgets(host_bytes=host_bytes, device_bytes=device_bytes, disk_bytes=disk_bytes),
+        budgets,
         profile,
         policy=_one_of("policy", policy, ("static", "belady")),
         layout=_one_of("layout", layout, ("gray", "folded", "minhash", "popularity", "packed")),

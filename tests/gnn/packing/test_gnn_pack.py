@@ -91,6 +91,7 @@ def test_no_cache_and_caches_of_everything(make_world, tmp_path, policy, device,
     with pack(world.features, world.samples, plan, tmp_path / "store", **settings) as store:
         check_store(world, store)
         assert store.num_epochs == 2
+        assert np.array_equal(store.train_ids, world.samples.train_ids)
         assert [*store.epoch_batches(0), *store.epoch_batches(3)] == list(range(store.num_batches))
         sizes = [len(store.record(number).node_ids) for number in range(store.num_batches)]
         assert store.max_nodes == max(sizes)

@@ -63,10 +63,12 @@ def write_records(
         "data": (np.uint8, (None,)),
         "order": (ids, (int(plan.segment_rows[-1]),)),
         "index": (np.int64, (num_batches, 4)),  # place and bytes of the record, nodes, edges
+        "train_ids": (np.int64, (len(samples.train_ids),)),
     }
     with ContainerWriter(
         path, kind=KIND_RECORDS, sections=sections, attributes=attributes, resume=True
     ) as writer:
+        writer.write("train_ids", 0, samples.train_ids)
         done = writer.progress or {"segments": 0, "bytes": 0, "rows": 0}
         recorder = _Recorder(samples, plan, writer, memory_bytes=memory_bytes, done=done)
         for number in range(done["segments"], len(plan.segments)):

@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.gnn.packing._plan_file import read_plan
@@ -144,6 +146,11 @@ class PackedStore:
         per_epoch = self.num_batches // self.num_epochs
         first = epoch % self.num_epochs * per_epoch
         return range(first, first + per_epoch)
+
+    @cached_property
+    def train_ids(self) -> NDArray[np.int64]:
+        """The seeds of an epoch, in the order in which they were given to the sampler."""
+        return self.records.read("train_ids")
 
     @property
     def dim(self) -> int:
