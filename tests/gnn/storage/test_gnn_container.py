@@ -1,7 +1,10 @@
 """Containers: what is written is read, in any order and size; equal contents give equal files."""
 
+import gc
 import math
+import threading
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError, DataError, StorageError
-from fivefold.gnn.storage import Container, ContainerWriter
+from fivefold.gnn.storage import Container, ContainerWriter, RowReader
 from fivefold.gnn.storage._xxhash import hash_pages
 
 DTYPES = ["u1", "i8", "f2", "<f4", ">f4", "c16", "?", "S5", "M8[ns]"]
@@ -276,3 +279,43 @@ def test_verify_reports_its_progress(make_file, random_rows):
     container.verify(lambda done, total: seen.append((done, total)))
     assert [done for done, _ in seen] == sorted({done for done, _ in seen})
     assert seen[-1][0] == seen[-1][1] == (len(container.page_checksums) - 1) * 4096
+
+
+def test_several_threads_may_write_and_the_file_is_the_same(tmp_path):
+    array = np.random.default_rng(0).integers(0, 256, (6 << 20, 1), dtype=np.uint8)
+    schema = {"x": (array.dtype, array.shape)}
+    cuts = np.linspace(0, len(array), 25).astype(int).tolist()
+    writer = ContainerWriter(tmp_path / "a", kind="k", sections=schema, attributes={})
+
+    def work(first):
+        for low, high in list(pairwise(cuts))[first::4]:
+            writer.write("x", low, array[low:high])
+            writer.mark(low)
+
+    threads = [threading.Thread(target=work, args=(first,)) for first in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    with writer.commit() as container, write(tmp_path / "b", array) as plain:
+        assert container.fingerprint == plain.fingerprint
+
+
+def open_files():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the system does not list files")
+def test_forgotten_objects_close_their_files(tmp_path):
+    array = np.zeros((100, 3))
+    write(tmp_path / "warm", array).close()
+    gc.collect()
+    before = open_files()
+    schema = {"x": (np.float64, (None, 3)), "y": (np.float64, (None,))}
+    writer = ContainerWriter(tmp_path / "a", kind="k", sections=schema, attributes={})
+    container = write(tmp_path / "b", array)
+    readers = [RowReader(container, "x", backend=name) for name in ("auto", "threads", "mmap")]
+    assert open_files() >= before + 5
+    del writer, container, readers
+    gc.collect()
+    assert open_files() == before

@@ -6,6 +6,7 @@ import hashlib
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -72,7 +73,6 @@ class Container:
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
-        self._descriptor = descriptor
         self._lock = threading.Lock()
         header = _read_header(descriptor, path)
         table, manifest = _read_ends(descriptor, header, path)
@@ -87,6 +87,8 @@ class Container:
         digest = hashlib.blake2b(manifest, digest_size=16)
         digest.update(table.tobytes())
         self.fingerprint = digest.hexdigest()
+        self._descriptor = descriptor
+        self._finalizer = weakref.finalize(self, os.close, descriptor)
 
     @classmethod
     def open(
@@ -124,11 +126,15 @@ class Container:
             raise storage_error(error.errno or 0, place, "opening") from error
         try:
             container = cls(place, descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        try:
             container.check_kind(kind)
             if verify == "full":
                 container.verify()
         except BaseException:
-            os.close(descriptor)
+            container.close()
             raise
         return container
 
@@ -320,9 +326,8 @@ class Container:
     def close(self) -> None:
         """Let go of the file; arrays and maps that were handed out stay valid."""
         with self._lock:
-            if self._descriptor >= 0:
-                os.close(self._descriptor)
-                self._descriptor = -1
+            self._descriptor = -1
+            self._finalizer()
 
     def __enter__(self) -> Self:
         return self

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ __all__ = ["PartialFile"]
 _BOUNCE_BYTES = 1 << 20
 _LEAST_DIRECT_BYTES = 1 << 20  # below this the page cache is faster and holds it easily
 _EINTR = 4
+_NO_RESERVATION = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 
 @compiled
@@ -76,6 +78,11 @@ def _write_pages(
     return done, 0
 
 
+def _close_all(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
 class PartialFile:
     """An unfinished file that this process alone writes.
 
@@ -93,15 +100,18 @@ class PartialFile:
         self.path = path
         self.direct = False
         self._direct_descriptor = -1
+        self._open: list[int] = []
+        self._finalizer = weakref.finalize(self, _close_all, self._open)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._open.append(self.descriptor)
         except OSError as error:
             raise storage_error(error.errno or 0, path, "opening") from error
         try:
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            os.close(self.descriptor)
+            self.close()
             raise StorageError(
                 f"{path} is being written by another process",
                 hint="wait for it to end, or choose another path",
@@ -127,6 +137,9 @@ class PartialFile:
             # Space that is set aside now cannot run out in the middle of the work.
             os.posix_fallocate(self.descriptor, 0, num_bytes)
         except OSError as error:
+            if error.errno in _NO_RESERVATION:
+                self.cut(num_bytes)  # the space was counted above; that must do here
+                return
             action = f"setting aside {num_bytes} bytes"
             raise storage_error(error.errno or 0, self.path, action) from error
 
@@ -137,6 +150,7 @@ class PartialFile:
             self._direct_descriptor = os.open(
                 f"/proc/self/fd/{self.descriptor}", os.O_RDWR | os.O_CLOEXEC | flag
             )
+            self._open.append(self._direct_descriptor)
             page = aligned_empty(PAGE_BYTES)
             os.preadv(self._direct_descriptor, [page.data], 0)
         except OSError:
@@ -231,8 +245,6 @@ class PartialFile:
 
     def close(self) -> None:
         """Let go of the file."""
-        for descriptor in (self.descriptor, self._direct_descriptor):
-            if descriptor >= 0:
-                os.close(descriptor)
+        self._finalizer()
         self.descriptor = self._direct_descriptor = -1
         self.direct = False

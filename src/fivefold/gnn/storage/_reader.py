@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -20,6 +21,7 @@ from fivefold.errors import (
 )
 from fivefold.gnn.storage._backends import (
     Backend,
+    Files,
     MapBackend,
     PythonBackend,
     ThreadsBackend,
@@ -131,6 +133,9 @@ class RowReader:
         except BaseException:
             self._files.close()
             raise
+        # What is closed when the reader is, or when it is forgotten; backends change after a fork.
+        self._resources: list[Backend | Files] = [self._backend, self._files]
+        self._finalizer = weakref.finalize(self, _release, self._resources)
         self._process = os.getpid()
         self.backend = self._backend.name
         self.direct = self._files.is_direct and self.backend != "mmap"
@@ -281,6 +286,7 @@ class RowReader:
             self._shared[1] = int(self._closing)
             if not self._closed:
                 self._backend = self._make_backend(self.backend)
+                self._resources.insert(0, self._backend)
 
     def _active_workers(self, requests: int, num_bytes: int) -> int:
         if self.backend != "threads":
@@ -330,8 +336,7 @@ class RowReader:
             if not self._closed:
                 self._closed = True
                 self._workers.close()
-                self._backend.close()
-                self._files.close()
+                self._finalizer()
 
     def __enter__(self) -> Self:
         return self
@@ -343,6 +348,11 @@ class RowReader:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _release(resources: list[Backend | Files]) -> None:
+    for resource in resources:
+        resource.close()
 
 
 def _check_settings(*, backend: str, threads: int, queue_depth: int, block_bytes: int) -> None:
