@@ -68,7 +68,9 @@ def test_a_flipped_bit_in_a_cached_row_stops_it_before_the_first_batch(fresh, le
     features, store = fresh()
     flip(store.rows.path, store.rows.section(level).offset + 5)
     with DiskLoader(store) as loader:
-        assert isinstance(deliver(loader, features), DataError)
+        error = deliver(loader, features)
+    assert isinstance(error, DataError)
+    assert "stage 'fill the caches'" in str(error)
 
 
 def test_a_flipped_bit_in_a_record_stops_the_loop(fresh):
@@ -138,6 +140,20 @@ def test_an_error_of_the_reader_reaches_the_loop(fresh, monkeypatch):
         assert f"batch {calls[2]}: Input/output error" in str(error)
         assert error.hint == "check the disk"
         assert deliver(loader, features) is None  # a new epoch starts from a clean state
+
+
+def test_a_large_cache_may_take_longer_than_a_batch(fresh, monkeypatch):
+    features, store = fresh()
+    start = FeatureStore.start
+
+    def slow(self, batch):
+        time.sleep(0.6)
+        start(self, batch)
+
+    monkeypatch.setattr(FeatureStore, "start", slow)
+    monkeypatch.setattr(FeatureStore, "fill_patience_s", 30.0)
+    with DiskLoader(store, timeout_s=0.2) as loader:
+        assert deliver(loader, features) is None
 
 
 @pytest.mark.parametrize("stage", ["read cold rows", "gather cached rows", "read record"])

@@ -229,11 +229,6 @@ print(" left", flush=True)
     assert run(code) == "interrupted True\nmake the loader after the fork, in the child left"
 
 
-def test_exit_in_the_middle_of_an_epoch():
-    code = PREAMBLE + "left = endless(0.001)\nnext(left)\nprint(1)\nraise SystemExit(0)"
-    assert run(code) == "1"
-
-
 def run(code):
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60

@@ -115,8 +115,6 @@ class SeedTable:
 
     def places(self, seeds: Ids) -> Ids:
         """Where each seed stands in the list."""
-        if not len(self._sorted):
-            return np.full(len(seeds), -1)
         return self._order[np.searchsorted(self._sorted, seeds)]
 
     def labels(self, seeds: Ids) -> Tensor | None:

@@ -28,6 +28,8 @@ __all__ = ["CacheLevel", "DiskLevel", "FeatureStore"]
 Ids = npt.NDArray[np.int64]
 Rows = npt.NDArray[Any]
 
+_CHUNK_BYTES = 32 << 20  # of a cache on its way to a device
+_SLOWEST_BYTES_PER_S = 10e6  # a disk below this is taken for one that hangs
 DEFAULT_THREADS = 2  # enough for a disk's bandwidth with requests of a megabyte
 
 
@@ -48,19 +50,38 @@ class CacheLevel:
         self._container, self._name = container, section
         self._backend, self._verify = backend, verify
         self._section = container.section(section)
-        shape = (max(slots, self._section.num_rows), *self._section.shape[1:])
-        self.rows: Rows = aligned_empty(shape, self._section.dtype)
+        self._shape = (max(slots, self._section.num_rows), *self._section.shape[1:])
+        self.rows: Rows = np.empty((0, *self._shape[1:]), self._section.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots."""
+        return self._shape[0] * self._section.row_bytes
 
     def fill(self) -> ReadStatistics:
-        """Read all slots in one sequential pass."""
-        count = self._section.num_rows
-        if count == 0:
+        """Read the rows into host memory, in one sequential pass."""
+        if len(self.rows) != self._shape[0]:
+            self.rows = aligned_empty(self._shape, self._section.dtype)
+        if self._section.num_rows == 0:
             return ReadStatistics()
-        zero = np.zeros(1, np.int64)
-        with RowReader(
-            self._container, self._name, backend=self._backend, verify=self._verify
-        ) as reader:
-            return reader.read_runs(zero, zero + count, zero, self.rows)
+        with self._open() as reader:
+            return reader.read_runs(*_one_run(0, self._section.num_rows), self.rows)
+
+    def fill_on(self, device: torch.device) -> tuple[Tensor, ReadStatistics]:
+        """Read the rows onto a device, through a small buffer in host memory."""
+        chunk_rows = max(1, _CHUNK_BYTES // max(1, self._section.row_bytes))
+        chunk = aligned_empty((chunk_rows, *self._shape[1:]), self._section.dtype)
+        staged, total = torch.from_numpy(chunk), ReadStatistics()
+        rows = torch.empty(self._shape, dtype=staged.dtype, device=device)
+        with self._open() as reader:
+            for start in range(0, self._section.num_rows, chunk_rows):
+                count = min(chunk_rows, self._section.num_rows - start)
+                total += reader.read_runs(*_one_run(start, count), chunk)
+                rows[start : start + count].copy_(staged[:count])
+        return rows, total
+
+    def _open(self) -> RowReader:
+        return RowReader(self._container, self._name, backend=self._backend, verify=self._verify)
 
     def serve(self, slots: Ids, destinations: Ids, out: Rows) -> None:
         """Copy the rows in ``slots`` to their places in ``out``."""
@@ -71,6 +92,10 @@ class CacheLevel:
         """Take rows of ``out`` into ``slots``."""
         if len(slots):
             gather_rows(out, local_rows, self.rows, destinations=slots)
+
+
+def _one_run(start: int, count: int) -> tuple[Ids, Ids, Ids]:
+    return np.array([start]), np.array([count]), np.zeros(1, np.int64)
 
 
 class DiskLevel:
@@ -195,7 +220,12 @@ class FeatureStore:
     @property
     def cache_bytes(self) -> int:
         """Bytes of both caches."""
-        return int(self._on_device.rows.nbytes + self._on_host.rows.nbytes)
+        return self._on_device.nbytes + self._on_host.nbytes
+
+    @property
+    def fill_patience_s(self) -> float:
+        """The longest time that ``start`` may take on a disk that still works."""
+        return self.cache_bytes / _SLOWEST_BYTES_PER_S
 
     def start(self, batch: int) -> None:
         """Bring the caches into the state in which ``batch`` finds them.
@@ -208,10 +238,11 @@ class FeatureStore:
             DataError: A record admits a row that its batch does not read.
         """
         if not self._filled:
-            self.filling += self._on_device.fill()
-            if self._device.type != "cpu":
-                self._device_rows = torch.from_numpy(self._on_device.rows).to(self._device)
-                self._on_device.rows = self._on_device.rows[:0]
+            if self._device.type == "cpu":
+                self.filling += self._on_device.fill()
+            else:
+                self._device_rows, cost = self._on_device.fill_on(self._device)
+                self.filling += cost
         if not self._filled or (self._changes and batch < self._next):
             self.filling += self._on_host.fill()
             self._next = 0

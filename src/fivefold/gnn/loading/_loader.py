@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, UnsupportedError
 from fivefold.gnn.loading._assemble import SeedTable, checked_form
 from fivefold.gnn.loading._base import BatchLoader
 from fivefold.gnn.loading._batch import MiniBatch
@@ -70,6 +70,7 @@ class DiskLoader(BatchLoader):
     Raises:
         ConfigurationError: A setting is not allowed, or does not fit the plan of the store.
         InfeasibleError: The buffers do not fit ``memory_bytes``.
+        UnsupportedError: torch has no dtype for the features.
 
     Example:
         >>> import tempfile
@@ -130,6 +131,7 @@ class DiskLoader(BatchLoader):
             timeout_s=timeout_s,
         )
         _check_policy(store, self._settings)
+        _check_dtype(store.dtype)
         batch_bytes = store.max_nodes * store.row_bytes
         if memory_bytes is None and prefetch is None:
             memory_bytes = store.plan.predicted.buffer_bytes or None
@@ -149,7 +151,8 @@ class DiskLoader(BatchLoader):
         if self._settings.device.type != "cpu":
             self._transfer = DeviceTransfer(self._features, self._settings.device)
         self._seeds = SeedTable(
-            getattr(store, "train_ids", np.empty(0, np.int64)), _as_array(labels)
+            store.train_ids,
+            _checked_labels(labels, store.plan.num_nodes),
         )
 
     def _length(self, epoch: int) -> int:
@@ -157,8 +160,6 @@ class DiskLoader(BatchLoader):
 
     def _start(self, epoch: int, first: int) -> Pipeline:
         numbers = self._numbers(epoch)[first:].tolist()
-        if numbers:
-            self._features.start(numbers[0])
         self._ring.abandon()
         stages = BatchStages(
             self._features,
@@ -258,5 +259,25 @@ def _check_policy(store: PackedStore, settings: LoaderSettings) -> None:
         )
 
 
-def _as_array(labels: npt.NDArray[Any] | torch.Tensor | None) -> npt.NDArray[Any] | None:
-    return labels.numpy() if isinstance(labels, torch.Tensor) else labels
+def _checked_labels(
+    labels: npt.NDArray[Any] | torch.Tensor | None, num_nodes: int
+) -> npt.NDArray[Any] | None:
+    if labels is None:
+        return None
+    array = labels.cpu().numpy() if isinstance(labels, torch.Tensor) else np.asarray(labels)
+    if len(array) != num_nodes:
+        raise ConfigurationError(
+            f"there are {len(array)} labels and {num_nodes} nodes",
+            hint="give one label per node of the graph, in the order of the node ids",
+        )
+    return array
+
+
+def _check_dtype(dtype: np.dtype[Any]) -> None:
+    try:
+        torch.from_numpy(np.empty(0, dtype))
+    except TypeError as error:
+        raise UnsupportedError(
+            f"the features are {dtype}, for which torch has no dtype",
+            hint="convert them on ingestion",
+        ) from error

@@ -51,6 +51,7 @@ class Stage:
     Args:
         name: What it does, as it stands in errors and statistics.
         run: From the ticket to its new value.
+        patience_s: How long one run may take, where that is more than the consumer's patience.
         seconds: Time spent in ``run`` so far.
         began_s: When the present run began, None while it is idle.
         batch: The batch of the present or last run.
@@ -58,6 +59,7 @@ class Stage:
 
     name: str
     run: Callable[[Ticket], Any]
+    patience_s: float = 0.0
     seconds: float = 0.0
     began_s: float | None = None
     batch: int = -1
@@ -125,7 +127,7 @@ class Pipeline:
     def _take(self) -> Any:
         if self._failure is None and not self._done:
             try:
-                item = self._channels[-1].take(self._timeout_s)
+                item = self._wait()
             except queue.Empty:
                 self._failure = self._stall()
             except ClosedChannelError:
@@ -140,6 +142,16 @@ class Pipeline:
         if failure is not None:
             raise failure
         raise StopIteration
+
+    def _wait(self) -> Any:
+        while True:
+            try:
+                return self._channels[-1].take(self._timeout_s)
+            except queue.Empty:
+                now_s = time.perf_counter()
+                busy = ((stage.began_s, stage.patience_s) for stage in self.stages)
+                if not any(began is not None and now_s - began < most for began, most in busy):
+                    raise
 
     def close(self) -> bool:
         """End all threads; whether all of them have ended. A second call does nothing."""

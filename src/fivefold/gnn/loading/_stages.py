@@ -55,11 +55,15 @@ class BatchStages:
     ) -> None:
         self._features, self._ring = features, ring
         self._seeds, self._form, self._transfer = seeds, form, transfer
+        self._started = False
 
     def groups(self) -> list[list[Stage]]:
         """The stages of each thread."""
         groups = [
-            [Stage("read record", self._read_record)],
+            [
+                Stage("fill the caches", self._fill, patience_s=self._features.fill_patience_s),
+                Stage("read record", self._read_record),
+            ],
             [Stage("wait for a buffer", self._lend), Stage("read cold rows", self._read_cold)],
             [Stage("gather cached rows", self._gather), Stage("build tensors", self._build)],
         ]
@@ -70,6 +74,11 @@ class BatchStages:
     def stop_waiting(self) -> None:
         """Wake the stage that waits for a buffer."""
         self._ring.stop_waiting(self)
+
+    def _fill(self, ticket: Ticket) -> None:
+        if not self._started:
+            self._features.start(ticket.batch)
+            self._started = True
 
     def _read_record(self, ticket: Ticket) -> Prepared:
         return Prepared(self._features.record(ticket.batch))
