@@ -1,7 +1,6 @@
 """Writers that are killed at any time go on, and the file is the same byte for byte."""
 
 import json
-import signal
 
 import numpy as np
 import pytest
@@ -14,56 +13,59 @@ import os, signal, sys
 import numpy as np
 from fivefold.gnn.storage import ContainerWriter
 
-path, steps = sys.argv[1], int(sys.argv[2])
-
-def step():
-    global steps
-    steps -= 1
-    if steps == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-random = np.random.default_rng(0)
-rows = random.random((3000, 257)).astype(np.float32)
+rows = np.random.default_rng(0).random((3000, 257)).astype(np.float32)
+order = np.array_split(np.random.default_rng(1).permutation(30), 6)  # pieces of 100 rows
 schema = {
     "x": (np.float32, rows.shape),
     "big": (np.uint8, (None,)),
     "small": (np.int64, (None, 3)),
 }
-writer = ContainerWriter(path, kind="k", sections=schema, attributes={"a": 1}, resume=True)
-done = writer.progress["done"] if writer.progress else 0
-print("from", done, flush=True)
-order = np.array_split(random.permutation(30), 6)  # pieces of 100 rows, in no order
-for number in range(done, 6):
-    for piece in order[number].tolist():
-        writer.write("x", 100 * piece, rows[100 * piece : 100 * piece + 100])
+
+def write(path, steps):
+    def step():
+        nonlocal steps
+        steps -= 1
+        if steps == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    writer = ContainerWriter(path, kind="k", sections=schema, attributes={"a": 1}, resume=True)
+    done = writer.progress["done"] if writer.progress else 0
+    print("from", done, flush=True)
+    for number in range(done, 6):
+        for piece in order[number].tolist():
+            writer.write("x", 100 * piece, rows[100 * piece : 100 * piece + 100])
+            step()
+        writer.append("big", np.full(7000 + number, number, np.uint8))
         step()
-    writer.append("big", np.full(7000 + number, number, np.uint8))
-    step()
-    writer.append("small", np.full((11, 3), number))
-    step()
-    writer.mark({"done": number + 1})
-    step()
-writer.commit().close()
-print("whole", flush=True)
+        writer.append("small", np.full((11, 3), number))
+        step()
+        writer.mark({"done": number + 1})
+        step()
+    writer.commit().close()
+    print("whole", flush=True)
+
+path, *steps = sys.argv[1:]
+for step in steps:
+    child = os.fork()
+    if child == 0:
+        write(path, int(step))
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code == (-signal.SIGKILL if int(step) else 0), code
+    assert os.path.exists(path) == (step == "0")
+write(path + ".plain", 0)
 """
 
 
 def test_killed_again_and_again_the_file_is_the_same_in_the_end(tmp_path, run_script):
-    plain = run_script(WRITE, tmp_path / "plain.fvf", 0)
-    assert plain.stdout == "from 0\nwhole\n", plain.stderr
-    starts = []
-    for steps in (3, 9, 15, 22):
-        killed = run_script(WRITE, tmp_path / "a.fvf", steps)
-        assert killed.returncode == -signal.SIGKILL, killed.stderr
-        assert not (tmp_path / "a.fvf").exists()
-        starts.append(int(killed.stdout.split()[1]))
+    result = run_script(WRITE, tmp_path / "a.fvf", 3, 9, 15, 22, 0)
+    assert result.returncode == 0, result.stderr
     # 8 steps a round: after 3 none is done, after 9 one, then one more (15), then two more (22).
-    assert starts == [0, 0, 1, 2]
-    last = run_script(WRITE, tmp_path / "a.fvf", 0)
-    assert last.stdout == "from 4\nwhole\n", last.stderr
-    assert (tmp_path / "a.fvf").read_bytes() == (tmp_path / "plain.fvf").read_bytes()
+    starts = ["from 0", "from 0", "from 1", "from 2", "from 4", "whole", "from 0", "whole"]
+    assert result.stdout.splitlines() == starts
+    assert (tmp_path / "a.fvf").read_bytes() == (tmp_path / "a.fvf.plain").read_bytes()
     left = sorted(path.name for path in tmp_path.iterdir() if "fvf" in path.name)
-    assert left == ["a.fvf", "plain.fvf"]
+    assert left == ["a.fvf", "a.fvf.plain"]
     Container.open(tmp_path / "a.fvf", verify="full").close()
 
 
