@@ -81,7 +81,10 @@ def probe_disk(
     if fresh or key not in _known:
         size = size_bytes or _default_size(place, seconds)
         _known[key] = _measure(place, seconds, size, backend)
-        _logger.info("probed %s: %s", place, _known[key].to_json())
+        speed = format_bytes(_known[key].sequential_read_bytes_per_s)
+        pages = f"{_known[key].random_read_iops:,.0f}"
+        _logger.info("probed %s: reads %s/s in sequence, %s pages/s at random", place, speed, pages)
+        _logger.debug("probed %s: %s", place, _known[key].to_json())
     return _known[key]
 
 
