@@ -1,6 +1,7 @@
 """Packing that is killed, fails or runs out of disk, and is run again."""
 
 import dataclasses
+import fcntl
 import json
 import re
 import shutil
@@ -9,7 +10,7 @@ import sys
 
 import pytest
 
-from fivefold.errors import DataError, InfeasibleError
+from fivefold.errors import DataError, InfeasibleError, StorageError
 from fivefold.gnn.packing import PackedStore, pack, write_plan
 from fivefold.gnn.storage import ContainerWriter
 
@@ -265,6 +266,31 @@ def test_memory_and_disk_that_do_not_suffice_are_refused_before_work(wide_world,
     short = dataclasses.replace(short, budgets=budgets)
     with pytest.raises(InfeasibleError, match="left of its budget"):
         pack(world.features, world.samples, short, tmp_path / "short", memory_bytes=1 << 20)
+
+
+@pytest.mark.parametrize("strategy", ["spill", "passes", "resident"])
+def test_a_damaged_page_of_the_features_stops_packing(wide_world, tmp_path, strategy):
+    world, plan = wide_world
+    settings = {"memory_bytes": 5 << 20, "strategy": strategy}
+    path = world.folder / "features.fvf"
+    flip(path, 4096 * 400 + 5)
+    arguments = (world.features, world.samples, plan, tmp_path / "store")
+    with pytest.raises(DataError, match=r"page 400 of .*features\.fvf.* is damaged"):
+        pack(*arguments, **settings)
+    assert (tmp_path / "store" / "rows.fvf.partial").exists()
+    flip(path, 4096 * 400 + 5)
+    pack(*arguments, **settings).close()
+    pack(*arguments[:3], tmp_path / "whole", **settings).close()
+    assert contents(tmp_path / "store") == contents(tmp_path / "whole")
+
+
+def test_two_processes_do_not_pack_into_one_folder(wide_world, tmp_path):
+    world, plan = wide_world
+    (tmp_path / "store" / "packing").mkdir(parents=True)
+    with (tmp_path / "store" / "packing" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(StorageError, match=r"another process packs into .*wait"):
+            pack(world.features, world.samples, plan, tmp_path / "store", memory_bytes=1 << 20)
 
 
 ON_A_SMALL_DISK = """

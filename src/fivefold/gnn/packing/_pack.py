@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -33,15 +34,17 @@ from fivefold.gnn.packing._store import (
 from fivefold.gnn.planning import DiskCost, Plan
 from fivefold.gnn.sampling import SampleFile
 from fivefold.gnn.storage import Container, RowReader
+from fivefold.units import format_bytes, format_duration_s
 
 Profile = DiskCost | Callable[[], DiskCost]
 Progress = Callable[[str, int, int], None]
 
 __all__ = ["pack"]
 
+_logger = logging.getLogger(__name__)
 _SECTION = "x"
 _BYTES_PER_S = 1e9  # of a disk that was not measured
-_ANEW = "give another folder, or resume=False to begin anew"
+_ANEW = "give another folder, or begin anew with resume=False (--fresh)"
 _LEDGER_BYTES_PER_PAGE = 10  # checksum and state of a page, for the rows and for the spill
 
 
@@ -189,7 +192,7 @@ def _finished(
     if other:
         raise DataError(
             f"{files.folder} holds a store of other inputs ({', '.join(other)})",
-            hint="give another folder, or resume=False to replace it",
+            hint=_ANEW,
         )
     shutil.rmtree(files.scratch, ignore_errors=True)  # a run was killed while it tidied up
     return PackedStore.open(files.folder, features=features, samples=samples)
@@ -258,6 +261,13 @@ class _Job:
             write_bytes_per_s=getattr(disk, "sequential_write_bytes_per_s", _BYTES_PER_S),
             free_bytes=min(budget_bytes, _free_bytes(self._files)),
             strategy=strategy,
+        )
+        _logger.info(
+            "packing (%s): reads %s, writes %s, about %s",
+            geometry.strategy,
+            format_bytes(geometry.read_bytes),
+            format_bytes(geometry.written_bytes),
+            format_duration_s(geometry.seconds),
         )
         self._settled |= {"geometry": geometry.to_json(), "memory_bytes": self._memory_bytes}
         write_json(self._path, self._settled)

@@ -29,7 +29,7 @@ __all__ = ["KIND_ROWS", "PackedStore", "StoreFiles"]
 
 KIND_ROWS = "packed-rows"
 _VERSION = 1
-_REPACK = "pack again: `fivefold gnn pack`, or pack() with resume=False"
+_REPACK = "pack again with resume=False (`fivefold gnn pack --fresh`)"
 
 
 class StoreFiles:
