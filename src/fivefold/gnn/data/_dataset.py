@@ -33,8 +33,8 @@ HETERO_FILE = "dataset.json"
 class Dataset:
     """A homogeneous graph with features and labels in a folder; made by ``Dataset.open``.
 
-    Files are opened when first asked for and stay open until ``close``. Labels and splits are
-    read into memory (8 bytes per node), features never are.
+    Files stay open until ``close``. Labels and splits are read into memory when first asked for (8
+    bytes per node), features never are.
 
     Args:
         folder: Where the files lie.
@@ -66,7 +66,7 @@ class Dataset:
             folder: The folder.
 
         Returns:
-            The data set; features and labels are opened when first used.
+            The data set.
 
         Raises:
             DataError: The folder holds no finished data set, or one of several node types.

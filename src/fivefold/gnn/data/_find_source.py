@@ -10,10 +10,11 @@ from typing import Any
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.gnn.data._array_source import array_source
 from fivefold.gnn.data._hetero import HeteroSource
+from fivefold.gnn.data._node_table import TableColumns
 from fivefold.gnn.data._ogb import mag240m_source, ogb_adds_reverse, ogb_source
 from fivefold.gnn.data._parts import Source
 from fivefold.gnn.data._pyg import pyg_source
-from fivefold.gnn.data._table_source import TableColumns, table_source
+from fivefold.gnn.data._table_source import table_source
 
 __all__ = ["SOURCE_KINDS", "SourceOptions", "find_source"]
 

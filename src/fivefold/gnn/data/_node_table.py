@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from fivefold.errors import DataError
 from fivefold.gnn.data._parts import LabelPart
-from fivefold.gnn.data._tables import TableReader, open_table
+from fivefold.gnn.data._tables import ParquetReader, TableReader, open_table
 
 __all__ = ["NodeTable", "TableColumns", "check_column", "check_whole"]
 
@@ -114,9 +114,17 @@ class NodeTable:
                     hint="use numbers or lists of one length",
                 )
         self.dim = sum(widths)
+        self._is_typed = isinstance(table, ParquetReader)
         self.dtype = self._feature_dtype()
         first = [table.names[0]] if table.names else []
         self.num_rows = sum(batch.num_rows for batch in table.batches(first))
+
+    def _feature_types(self) -> list[Any] | None:
+        """Said for text, where Arrow would guess from the first block: 1 may be 1.5 further on."""
+        if self._is_typed:
+            return None
+        kinds = [self.types[name] for name in self.feature_names]
+        return [kind if pa.types.is_boolean(kind) else pa.float32() for kind in kinds]
 
     def _feature_dtype(self) -> np.dtype[Any]:
         kinds = [_element(self.types[name]).to_pandas_dtype() for name in self.feature_names]
@@ -124,7 +132,7 @@ class NodeTable:
             return np.dtype(np.float32)
         kind = np.result_type(*kinds)
         # Text has no single precision: numbers of a CSV file are stored as float32.
-        return np.dtype(np.float32) if self.table.path.suffix not in {".parquet", ".pq"} else kind
+        return kind if self._is_typed else np.dtype(np.float32)
 
     def names(self) -> Iterator[Any]:
         """The ids as text, in the order of rows; without an id column the rows' numbers."""
@@ -160,7 +168,7 @@ class NodeTable:
     def blocks(self, first_row: int, max_rows: int) -> Iterator[NDArray[Any]]:
         """Feature rows."""
         row = 0
-        for batch in self.table.batches(self.feature_names):
+        for batch in self.table.batches(self.feature_names, self._feature_types()):
             for first in range(0, batch.num_rows, max_rows):
                 part = batch.slice(first, max_rows)
                 row += part.num_rows
