@@ -1,13 +1,14 @@
 """Damage and failures below the loader: no wrong row is ever delivered, and nothing hangs."""
 
 import gc
+import os
 import threading
 import time
 
 import numpy as np
 import pytest
 
-from fivefold.errors import DataError, FivefoldError, StorageError
+from fivefold.errors import DataError, FivefoldError, StorageError, UnsupportedError
 from fivefold.gnn.loading import DiskLoader, FeatureStore, StallError
 from fivefold.gnn.packing import PackedStore
 
@@ -176,12 +177,26 @@ def test_a_stalled_stage_is_named_and_close_does_not_hang(fresh, monkeypatch, st
     began = time.monotonic()
     loader = DiskLoader(store, shuffle=False, timeout_s=0.5)
     error = deliver(loader, features)
+    with pytest.raises(StallError, match="still hangs"):
+        iter(loader)
     loader.close()
     assert time.monotonic() - began < 8
     assert isinstance(error, StallError)
     assert isinstance(error, TimeoutError)
     assert f"{stage!r} of batch 2" in str(error)
     release.set()
+
+
+def test_a_loader_is_not_used_in_a_forked_child(fresh, monkeypatch):
+    features, store = fresh()
+    loader = DiskLoader(store)
+    pid = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: pid + 1)
+    with pytest.raises(UnsupportedError, match="after the fork"):
+        iter(loader)
+    monkeypatch.undo()
+    assert deliver(loader, features) is None
+    loader.close()
 
 
 @pytest.mark.parametrize("policy", ["static", "belady"])

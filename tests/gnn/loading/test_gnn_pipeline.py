@@ -149,8 +149,9 @@ def test_close_in_the_middle_ends_all_threads(taken):
     pipeline = Pipeline(iter(range(1000)), stages(*[lambda t: t.batch] * 3), capacity=2)
     for i in range(taken):
         assert pipeline.take() == i
-    assert pipeline.close()
-    assert pipeline.close()
+    pipeline.close()
+    pipeline.close()
+    assert pipeline.ended
     assert no_threads_left(before)
     assert drain(pipeline) == []
     assert not pipeline.finished

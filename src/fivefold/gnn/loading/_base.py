@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import abc
 import logging
+import os
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
-from fivefold.errors import CheckpointError, ConfigurationError
+from fivefold.errors import CheckpointError, ConfigurationError, UnsupportedError
 from fivefold.gnn.loading._batch import MiniBatch
+from fivefold.gnn.loading._failure import StallError
 from fivefold.gnn.loading._iterator import BatchIterator
 from fivefold.gnn.loading._pipeline import Pipeline
 
@@ -32,8 +34,10 @@ class BatchLoader(abc.ABC):
 
     def __init__(self, release: Callable[[], None]) -> None:
         # Not at the exit of the interpreter: a thread that hangs would hang it, too.
-        self._finalizer = weakref.finalize(self, release)
+        self._finalizer = weakref.finalize(self, _release_here, release, os.getpid())
         self._finalizer.atexit = False
+        self._process = os.getpid()
+        self._left_behind: Pipeline | None = None
         self._epoch, self._position, self._resumed = 0, 0, False
         self._iterator: weakref.ref[BatchIterator] | None = None
         self._pipeline: Pipeline | None = None
@@ -84,7 +88,12 @@ class BatchLoader(abc.ABC):
         if not self._finalizer.alive:
             message = "this loader is closed"
             raise ConfigurationError(message, hint="make another one")
-        self._end_iterator("a newer one was started")
+        if os.getpid() != self._process:
+            message = f"this loader was made in process {self._process} and cannot work in a child"
+            raise UnsupportedError(message, hint="make the loader after the fork, in the child")
+        if not self._end_iterator("a newer one was started"):
+            message = "a thread of the last epoch still hangs, and would share files with new ones"
+            raise StallError(message, hint="close this loader and make another one")
         first = self._position if self._resumed else 0
         self._pipeline = self._start(self._epoch, first)
         self._position, self._resumed = first, False
@@ -161,11 +170,13 @@ class BatchLoader(abc.ABC):
             running.end(reason)
         self._iterator = None
         pipeline, self._pipeline = self._pipeline, None
-        if pipeline is None:
-            return True
-        ended = pipeline.close()
-        self._past_s, self._past_wait_s = self._stage_s(pipeline), self._wait_s(pipeline)
-        return ended
+        if pipeline is not None:
+            pipeline.close()
+            self._past_s, self._past_wait_s = self._stage_s(pipeline), self._wait_s(pipeline)
+            self._left_behind = self._left_behind or pipeline
+        if self._left_behind is not None and self._left_behind.ended:
+            self._left_behind = None
+        return self._left_behind is None
 
     def _stage_s(self, pipeline: Pipeline | None) -> dict[str, float]:
         seconds = dict(self._past_s)
@@ -175,3 +186,9 @@ class BatchLoader(abc.ABC):
 
     def _wait_s(self, pipeline: Pipeline | None) -> float:
         return self._past_wait_s + (0.0 if pipeline is None else pipeline.wait_s)
+
+
+def _release_here(release: Callable[[], None], process: int) -> None:
+    """Release only where the loader was made: a forked child has copies of locks and no threads."""
+    if os.getpid() == process:
+        release()

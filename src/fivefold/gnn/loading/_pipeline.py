@@ -153,11 +153,16 @@ class Pipeline:
                 if not any(began is not None and now_s - began < most for began, most in busy):
                     raise
 
-    def close(self) -> bool:
-        """End all threads; whether all of them have ended. A second call does nothing."""
+    @property
+    def ended(self) -> bool:
+        """Whether no thread of this pipeline is alive."""
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def close(self) -> None:
+        """End all threads, or leave those behind that hang; a second call changes nothing."""
         self._done = True
         if os.getpid() != self._process:
-            return True  # the threads stayed in the parent, and their locks may be held here
+            return  # the threads stayed in the parent, and their locks may be held here
         for channel in self._channels:
             channel.close()
         on_close, self._on_close = self._on_close, None
@@ -168,13 +173,12 @@ class Pipeline:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, until_s - time.monotonic()))
-        if not any(thread.is_alive() for thread in self._threads):
+        if self.ended:
             for channel in self._channels:
                 channel.drain()  # batches that nobody will take give their buffers back
-        alive = [thread.name for thread in self._threads if thread.is_alive()]
-        if alive and threading.current_thread() not in self._threads:
+        elif threading.current_thread() not in self._threads:
+            alive = [thread.name for thread in self._threads if thread.is_alive()]
             _LOG.warning("stages did not end in %.0f s and are left behind: %s", grace_s, alive)
-        return not alive
 
     def _work(self, source: Any, group: Sequence[Stage], channel: Channel) -> None:
         """The life of one thread."""
