@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-ALONE = ["report_from_runs.py", "lab_two_hosts.py", "fsdp2_co2.py", "moe_layer.py"]
+ALONE = [
+    "report_from_runs.py",
+    "lab_two_hosts.py",
+    "fsdp2_co2.py",
+    "moe_layer.py",
+    "gnn_pyg_model.py",
+    "gnn_from_toml.py",
+]
 ELASTIC = "elastic_co2.py"
 ON_TWO_RANKS = ["co2_plain_loop.py", "hf_style_loop.py"]
 
