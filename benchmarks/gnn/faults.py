@@ -30,8 +30,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from _fault_process import Ended, in_child, outcome_of_error
-from _fault_stages import STAGES, copy_whole, load, prepare_inputs
+from _harness._fault_process import Ended, in_child, outcome_of_error
+from _harness._fault_stages import STAGES, copy_whole, load, prepare_inputs
 
 from fivefold.report import BenchmarkRow, write_results
 
@@ -42,7 +42,8 @@ TIMEOUT_S = 90.0
 KILLS = {"generate": 5, "ingest": 5, "sample": 5, "pack": 8, "train": 5}
 FULL_DISK_MB = {"generate": 8, "ingest": 8, "sample": 1, "pack": 6, "train": 6}
 SAME, REFUSED, RIGHT = "went on, same result", "refused, with what to do", "rows right all the same"
-BAD = ("WRONG ROWS", "HANG", "ANOTHER RESULT", "UNTYPED OR HINTLESS ERROR", "SILENTLY MISSING")
+BAD = ("WRONG ROWS", "HANG", "ANOTHER RESULT", "UNTYPED OR HINTLESS ERROR", "SILENTLY MISSING",
+       "FAILS UNDISTURBED")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,17 @@ class Fault:
     what: str
     outcome: str
     message: str = ""
+
+
+class StageFailsError(RuntimeError):
+    """A stage fails though nobody disturbs it: then no fault can be judged."""
+
+    def __init__(self, stage: str, ended: Ended) -> None:
+        super().__init__(f"{stage} fails undisturbed")
+        self.fault = Fault(
+            kind="none", what=f"{stage}, undisturbed", outcome="FAILS UNDISTURBED",
+            message=_text(ended) or "it hangs",
+        )  # fmt: skip
 
 
 class Campaign:
@@ -97,7 +109,7 @@ class Campaign:
             folder = self.folder()
             ended = self.run(stage, folder)
             if ended.error or ended.hung:
-                raise SystemExit(f"{stage} fails undisturbed: {ended}")
+                raise StageFailsError(stage, ended)
             shutil.rmtree(folder)
             found = ended.answer
             self._undisturbed[stage] = (found["result"], found["reports"], ended.seconds)
@@ -108,8 +120,11 @@ class Campaign:
     def kills(self) -> Iterator[Fault]:
         """SIGKILL, then the same call again."""
         for stage, count in KILLS.items():
-            for number in range(1 if self.quick else count):
-                yield self.kill(stage, by_clock=number % 2 == 1 or stage == "train")
+            try:
+                for number in range(1 if self.quick else count):
+                    yield self.kill(stage, by_clock=number % 2 == 1 or stage == "train")
+            except StageFailsError as error:
+                yield error.fault
 
     def kill(self, stage: str, *, by_clock: bool) -> Fault:
         """Kill one run of a stage until it has been hit, then let it end."""
@@ -220,7 +235,11 @@ class Campaign:
         for stage, megabytes in FULL_DISK_MB.items():
             if self.quick and stage != "pack":
                 continue
-            digest = self.undisturbed(stage)[0]
+            try:
+                digest = self.undisturbed(stage)[0]
+            except StageFailsError as error:
+                yield error.fault
+                continue
             what = f"disk full in {stage} after {megabytes} MB"
             place = self.folder()
             if not _mount(place, megabytes):

@@ -29,12 +29,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from _memory_limit import drop_caches
-from _probe import probe
-from _rows import rows_of
-from _settings import SETTINGS, Setting, quick
-from _table import UNLIMITED, Order
-from _worker import Answer, Worker, WorkerError
+from _harness._memory_limit import drop_caches
+from _harness._probe import probe
+from _harness._rows import rows_of
+from _harness._settings import SETTINGS, Setting, quick
+from _harness._table import UNLIMITED, Order
+from _harness._worker import Answer, Worker, WorkerError
 
 from fivefold.gnn.data import Dataset, generate_graph
 from fivefold.gnn.storage import probe_disk
@@ -43,6 +43,7 @@ from fivefold.report import write_results
 RESULTS = Path(__file__).parents[1] / "results" / "gnn" / "out_of_core.json"
 WORKING_BYTES = 512 << 20
 PACKING_BYTES = 192 << 20
+INTERPRETER_BYTES = 352 << 20  # torch and compiled code; the rest of the limit is for buffers
 BLOW_UP = 2.1
 WHOLE = ("ours static", "ours belady")
 PLAIN_BATCH_ROWS = 3000
@@ -80,7 +81,8 @@ class Bench:
         shutil.rmtree(self.work, ignore_errors=True)
         self.work.mkdir()
         fanouts = "-".join(map(str, setting.fanouts))
-        self.samples = folder / f"samples-{setting.nodes}-{setting.batches}-{fanouts}.fvf"
+        shape = f"{setting.nodes}-{setting.batches}x{setting.batch_size}-{fanouts}"
+        self.samples = folder / f"samples-{shape}.fvf"
         self.probes: list[list[float]] = []
         self.profile = probe_disk(self.work, seconds=2.0)
 
@@ -93,6 +95,7 @@ class Bench:
             folder=str(self.work),
             cache_bytes=self.cache_bytes,
             packing_bytes=PACKING_BYTES,
+            loader_bytes=self.limit_bytes - self.cache_bytes - INTERPRETER_BYTES,
             profile=self.profile.to_json(),
             disk_rows=int(BLOW_UP * self.setting.nodes),
         )
@@ -168,7 +171,7 @@ class Bench:
             warm = self._ask(workers[name], start + 1, min(start + 2, batches))
             left = batches - start - 2
             fits = int(self.arguments.seconds / max(1e-3, warm["seconds"]))
-            share = max(1, left // self.arguments.repetitions)
+            share = batches if _from_the_front(name) else left // self.arguments.repetitions
             length[name] = batches if name in WHOLE else max(1, min(fits, share))
             at[name] = 0 if _from_the_front(name) else start + 2
         before = self._probe()

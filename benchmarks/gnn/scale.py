@@ -25,9 +25,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from _memory_limit import drop_caches
-from _table import Order
-from _worker import Answer, Worker
+from _harness._memory_limit import drop_caches
+from _harness._table import Order
+from _harness._worker import Answer, Worker
 
 from fivefold.gnn.data import Dataset
 from fivefold.gnn.storage import probe_disk
@@ -40,6 +40,7 @@ TRAIN_SHARE = 0.01
 CACHE_SHARE = 0.1
 BATCH_SIZE = 1024
 FANOUTS = [10, 10, 10]
+INTERPRETER_BYTES = 352 << 20
 COPY_BLOCK_BYTES = 4 << 20
 COPY_BYTES = 2 << 30
 COPY_SHARE = 0.7
@@ -96,10 +97,11 @@ def stages(nodes: int, arguments: argparse.Namespace, folder: Path) -> Stages:
     cache = int(CACHE_SHARE * features)
     profile = probe_disk(work, seconds=1.0)
 
-    def worker(limit: int | None) -> Worker:
+    def worker(limit: int) -> Worker:
         order = Order(
             name="ours static", dataset=str(dataset), samples=str(samples), folder=str(work),
             cache_bytes=cache, packing_bytes=STAGE_BYTES, profile=profile.to_json(),
+            loader_bytes=max(0, limit - cache - INTERPRETER_BYTES),
         )  # fmt: skip
         return Worker(order, limit_bytes=limit)
 

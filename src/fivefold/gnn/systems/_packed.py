@@ -14,19 +14,21 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.errors import InfeasibleError
-from fivefold.gnn.loading import DiskLoader
 from fivefold.gnn.packing import BatchRecord, PackedStore, pack
 from fivefold.gnn.planning import Budgets, FeatureInfo, Plan, make_plan
 from fivefold.gnn.storage import DiskProfile, RowReader, gather_rows
 from fivefold.gnn.systems._segments import first_feasible_segment
 from fivefold.gnn.systems._simple import requested_rows, top_rows
 from fivefold.gnn.systems._system import Preparation, SystemBatch, SystemStatistics, Workload
+
+if TYPE_CHECKING:
+    from fivefold.gnn.loading import DiskLoader
 
 __all__ = ["DiskGnnSystem", "PackedLoaderSystem"]
 
@@ -272,7 +274,7 @@ class PackedLoaderSystem(_Packed):
         self.policy: Literal["static", "belady"] = policy
         self.name = f"ours {policy}"
         super().__init__(workload, profile, disk_rows=disk_rows, packing_bytes=packing_bytes)
-        self._make_loader = make_loader or DiskLoader
+        self._make_loader = make_loader
         self.loader: DiskLoader | None = None
 
     def make_plan(self) -> Plan:
@@ -306,6 +308,11 @@ class PackedLoaderSystem(_Packed):
         """Plan, pack, open the loader."""
         done = super().prepare()
         assert self.store is not None, "it was just packed"
+        if self._make_loader is None:
+            # Only here: the other systems need no torch, whose import takes seconds.
+            from fivefold.gnn.loading import DiskLoader  # noqa: PLC0415
+
+            self._make_loader = DiskLoader
         self.loader = self._make_loader(self.store)
         return done
 

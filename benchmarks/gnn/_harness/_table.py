@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fivefold.gnn.data import Dataset
 from fivefold.gnn.sampling import SampleFile
@@ -22,6 +22,10 @@ from fivefold.gnn.systems import (
     Workload,
     source_counts,
 )
+
+if TYPE_CHECKING:
+    from fivefold.gnn.loading import DiskLoader
+    from fivefold.gnn.packing import PackedStore
 
 __all__ = ["NAMES", "PACKED", "UNLIMITED", "Order", "make_system"]
 
@@ -44,6 +48,7 @@ class Order:
     folder: str
     cache_bytes: int
     packing_bytes: int
+    loader_bytes: int | None = None
     profile: str = ""
     disk_rows: int | None = None
     partitions: int = 64
@@ -100,5 +105,17 @@ def _packed(order: Order, work: Workload) -> System:
         )
     policy: Any = order.name.split()[1]
     return PackedLoaderSystem(
-        work, profile, policy=policy, disk_rows=order.disk_rows, packing_bytes=order.packing_bytes
+        work,
+        profile,
+        policy=policy,
+        disk_rows=order.disk_rows,
+        packing_bytes=order.packing_bytes,
+        make_loader=lambda store: _loader(store, order.loader_bytes),
     )
+
+
+def _loader(store: PackedStore, memory_bytes: int | None) -> DiskLoader:
+    """Ours; torch is imported here only, for its import takes seconds."""
+    from fivefold.gnn.loading import DiskLoader  # noqa: PLC0415
+
+    return DiskLoader(store, memory_bytes=memory_bytes)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from _settings import Setting
-
+from _harness._settings import Setting
 from fivefold.report import BenchmarkRow, median_and_spread
 
 __all__ = ["rows_of"]

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from _memory_limit import MemoryLimit
-from _table import Order, make_system
 
+from _harness._memory_limit import MemoryLimit
+from _harness._table import Order, make_system
 from fivefold.gnn.data import Dataset, generate_graph
 from fivefold.gnn.sampling import NeighborSampler, SampleFile, sample_epochs
 from fivefold.gnn.storage import RowReader
@@ -57,8 +57,10 @@ class Worker:
         self._start_timeout_s = start_timeout_s
         self._ready = False
         environment = os.environ | {"OMP_NUM_THREADS": str(min(2, os.cpu_count() or 1))}
+        here = [str(Path(__file__).parents[1]), environment.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, here))
         self._process = subprocess.Popen(
-            [sys.executable, __file__, order.to_json()],
+            [sys.executable, "-m", "_harness._worker", order.to_json()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -1,0 +1,1 @@
+"""What the benchmarks of out-of-core training share: workers, limits, probes, faults."""
