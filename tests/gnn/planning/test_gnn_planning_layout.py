@@ -134,7 +134,12 @@ def test_folded_never_has_more_runs_for_a_batch_than_any_other_sides(batches):
     union = union_of(batches)
     refinement = Refinement(len(union), folded=True)
     for ids in batches:
-        before = refinement._sizes.copy(), refinement._labels.copy(), refinement._unseen
+        rank = np.argsort(refinement._order)
+        before = (
+            refinement._sizes[refinement._order],
+            rank[refinement._labels],
+            refinement._unseen,
+        )
         members = locate(ids, union)
         starts, _ = refinement.split(members)
         assert len(starts) <= fewest_runs(before, members)

@@ -40,11 +40,11 @@ class Refinement:
 
     def __init__(self, num_rows: int, *, folded: bool = False) -> None:
         self._folded = folded
-        self._labels = np.zeros(num_rows, np.int32)  # group of each row, numbered in order
-        self._sizes = np.full(1 if num_rows else 0, num_rows, np.int64)
-        self._odd = np.zeros(len(self._sizes), np.bool_)
-        self._needed = np.zeros(num_rows, np.bool_)
-        self._unseen = num_rows  # rows that no batch has needed yet: the first group
+        self._labels = np.zeros(num_rows, np.int32)  # group of each row; groups keep their number
+        self._order = np.zeros(1 if num_rows else 0, np.int32)
+        self._sizes = np.full(len(self._order), num_rows, np.int64)
+        self._odd = np.zeros(len(self._order), np.bool_)
+        self._unseen = num_rows  # rows that no batch has needed yet: group 0, which comes first
 
     @property
     def num_groups(self) -> int:
@@ -67,21 +67,19 @@ class Refinement:
             needed later goes before all of them, so later batches shift all runs alike.
         """
         inside = np.zeros(len(self._sizes), np.int64)
-        _count(members, self._labels, self._needed, inside)
+        _count(members, self._labels, inside)
         if self._unseen:
             self._unseen -= int(inside[0])
-        sizes, odd, hit, with_label, without_label = _split(
-            self._sizes, self._odd, inside, self._folded
-        )
-        _relabel(self._labels, self._needed, with_label, without_label)
-        self._sizes, self._odd = sizes, odd
-        starts, counts = _runs(sizes, hit, self._unseen)
+        parts = _split(self._order, self._sizes, self._odd, inside, self._folded)
+        self._order, self._sizes, self._odd, hit, target = parts
+        _move(members, self._labels, target)
+        starts, counts = _runs(self._order, self._sizes, hit, self._unseen)
         return starts, counts
 
     def positions(self) -> Array:
         """Place of every row in the order, int32 [U]; rows of one group stay ascending."""
         places = np.empty(len(self._labels), np.int32)
-        _place(self._labels, self._sizes, places)
+        _place(self._labels, self._order, self._sizes, places)
         return places
 
 
@@ -102,50 +100,55 @@ def locate(ids: Ids, union: Ids) -> Array:
 
 
 @njit
-def _count(members: Any, labels: Any, needed: Any, inside: Any) -> Any:
+def _count(members: Any, labels: Any, inside: Any) -> Any:
     for member in members:
-        needed[member] = True
         inside[labels[member]] += 1
 
 
 @njit
-def _split(sizes: Any, odd: Any, inside: Any, folded: Any) -> Any:
-    """New groups in order: sizes, parity of rank, hit or not; and the new label of both parts."""
-    number = sizes.shape[0]
-    new_sizes, new_odd = np.empty(2 * number, np.int64), np.empty(2 * number, np.bool_)
-    hit = np.empty(2 * number, np.bool_)
-    with_label, without_label = np.zeros(number, np.int32), np.zeros(number, np.int32)
-    count, joins = 0, False  # joins: the rows before are needed ones
+def _move(members: Any, labels: Any, target: Any) -> Any:
+    for member in members:
+        labels[member] = target[labels[member]]
+
+
+@njit
+def _split(order: Any, sizes: Any, odd: Any, inside: Any, folded: Any) -> Any:
+    """The groups after a batch: order, sizes, parities of rank, whether hit; who moves where.
+
+    Of a group that is split the part that is not needed keeps the number.
+    """
+    number = order.shape[0]
+    total = number
     for group in range(number):
+        total += 0 < inside[group] < sizes[group]
+    new_order, hit = np.empty(total, np.int32), np.zeros(total, np.bool_)
+    new_sizes, new_odd = np.empty(total, np.int64), np.empty(total, np.bool_)
+    new_sizes[:number], new_odd[:number] = sizes, odd
+    target = np.arange(number).astype(np.int32)
+    place, spare, joins = 0, number, False  # joins: the rows before are needed ones
+    for group in order:
+        needed = inside[group]
+        if needed == 0 or needed == sizes[group]:
+            joins = needed > 0
+            hit[group], new_odd[group] = joins, odd[group] != joins
+            new_order[place] = group
+            place += 1
+            continue
         needed_first = joins if folded else odd[group]
-        for second in range(2):
-            needed = needed_first != (second == 1)
-            size = inside[group] if needed else sizes[group] - inside[group]
-            if not size:
-                continue
-            if needed:
-                with_label[group] = count
-            else:
-                without_label[group] = count
-            new_sizes[count], new_odd[count], hit[count] = size, second == 1, needed
-            joins = needed
-            count += 1
-    return new_sizes[:count].copy(), new_odd[:count].copy(), hit[:count], with_label, without_label
+        target[group], hit[spare], new_odd[spare] = spare, True, not odd[group]
+        new_sizes[spare], new_sizes[group] = needed, sizes[group] - needed
+        new_order[place] = spare if needed_first else group
+        new_order[place + 1] = group if needed_first else spare
+        joins = not needed_first
+        place, spare = place + 2, spare + 1
+    return new_order, new_sizes, new_odd, hit, target
 
 
 @njit
-def _relabel(labels: Any, needed: Any, with_label: Any, without_label: Any) -> Any:
-    for row in range(labels.shape[0]):
-        label = labels[row]
-        labels[row] = with_label[label] if needed[row] else without_label[label]
-        needed[row] = False
-
-
-@njit
-def _runs(sizes: Any, hit: Any, unseen: Any) -> Any:
-    starts, counts = np.empty(sizes.shape[0], np.int64), np.empty(sizes.shape[0], np.int64)
+def _runs(order: Any, sizes: Any, hit: Any, unseen: Any) -> Any:
+    starts, counts = np.empty(order.shape[0], np.int64), np.empty(order.shape[0], np.int64)
     number, place, joins = 0, -unseen, False
-    for group in range(sizes.shape[0]):
+    for group in order:
         if hit[group]:
             if joins:
                 counts[number - 1] += sizes[group]
@@ -158,10 +161,12 @@ def _runs(sizes: Any, hit: Any, unseen: Any) -> Any:
 
 
 @njit
-def _place(labels: Any, sizes: Any, places: Any) -> Any:
-    following = np.zeros(sizes.shape[0] + 1, np.int64)
-    for group in range(sizes.shape[0]):
-        following[group + 1] = following[group] + sizes[group]
+def _place(labels: Any, order: Any, sizes: Any, places: Any) -> Any:
+    following = np.empty(order.shape[0], np.int64)
+    place = 0
+    for group in order:
+        following[group] = place
+        place += sizes[group]
     for row in range(labels.shape[0]):
         places[row] = following[labels[row]]
         following[labels[row]] += 1
@@ -189,8 +194,15 @@ def _merge(left: Any, right: Any) -> Any:
 
 @njit
 def _locate(ids: Any, union: Any, places: Any) -> Any:
+    """Gallop: twice as far until past the id, then halve; few steps where ids are far apart."""
     place = 0
     for i in range(ids.shape[0]):
-        while union[place] < ids[i]:
-            place += 1
+        step = 1
+        while place + step < union.shape[0] and union[place + step] <= ids[i]:
+            place += step
+            step *= 2
+        while step > 1:
+            step //= 2
+            if place + step < union.shape[0] and union[place + step] <= ids[i]:
+                place += step
         places[i] = place
