@@ -29,7 +29,8 @@ from fivefold.units import format_bytes
 
 __all__ = ["PartialFile"]
 
-_BOUNCE_BYTES = 1 << 20
+_BOUNCE_BYTES = 4 << 20  # one write at a time: long ones, so that its latency does not count
+_COPY_PAGES = 64  # copied and hashed while they are in the second-level cache
 _LEAST_DIRECT_BYTES = 1 << 20  # below this the page cache is faster and holds it easily
 _EINTR = 4
 _NO_RESERVATION = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
@@ -53,6 +54,19 @@ def _write_whole(direct: Any, plain: Any, address: Any, count: Any, offset: Any)
 
 
 @compiled
+def _fill(bounce: Any, source: Any, count: Any, offset: Any, file_id: Any, checksums: Any) -> None:
+    """Copy pages into the buffer and hash them, a piece at a time."""
+    pages = count // PAGE_BYTES
+    for begin in range(0, pages, _COPY_PAGES):
+        end = min(begin + _COPY_PAGES, pages)
+        place = bounce + begin * PAGE_BYTES
+        copy_bytes(place, source + begin * PAGE_BYTES, (end - begin) * PAGE_BYTES)
+        for page in range(begin, end):
+            seed = file_id + np.uint64(offset // PAGE_BYTES + page)
+            checksums[page] = hash_page(bounce + page * PAGE_BYTES, seed)
+
+
+@compiled
 def _write_pages(
     descriptors: Any,
     bounce: Any,
@@ -66,11 +80,7 @@ def _write_pages(
     done = np.int64(0)
     while done < total:
         count: Any = min(total - done, _BOUNCE_BYTES)
-        copy_bytes(bounce, source + done, count)
-        first = done // PAGE_BYTES
-        for page in range(count // PAGE_BYTES):
-            seed = file_id + np.uint64(offset // PAGE_BYTES + first + page)
-            checksums[first + page] = hash_page(bounce + page * PAGE_BYTES, seed)
+        _fill(bounce, source + done, count, offset + done, file_id, checksums[done // PAGE_BYTES :])
         put, number = _write_whole(descriptors[0], descriptors[1], bounce, count, offset + done)
         done += put
         if put < count:

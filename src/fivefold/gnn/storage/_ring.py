@@ -77,7 +77,7 @@ class Ring:
         self._rings = self._map(rings_bytes, 0)
         self._sqes = self._map(_SQE_BYTES * sq_entries, _SQES_OFFSET)
         rings, sqes = (_address(memory) for memory in (self._rings, self._sqes))
-        masks = np.frombuffer(self._rings, "<u4")
+        masks = np.frombuffer(self._rings, "<u4").copy()
         self.numbers: NDArray[np.int64] = np.array(
             [
                 self._descriptor,
@@ -105,6 +105,8 @@ class Ring:
     def close(self) -> None:
         """Give the ring back; nothing may be in flight."""
         if self._descriptor >= 0:
+            self._rings.close()  # the maps hold descriptors of their own
+            self._sqes.close()
             os.close(self._descriptor)
             self._descriptor = -1
 

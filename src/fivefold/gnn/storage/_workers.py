@@ -19,25 +19,27 @@ _Task = tuple[Callable[[int], None], int, "_Round"]
 
 
 class _Round:
-    """One call: counts the workers that have finished and keeps the first exception."""
+    """One call: knows when its tasks have ended and keeps the first exception."""
 
-    def __init__(self, count: int) -> None:
-        self._left = count
-        self._lock = threading.Lock()
-        self._finished = threading.Event()
+    def __init__(self) -> None:
+        self._ended = threading.Semaphore(0)
         self.error: BaseException | None = None
-        if count == 0:
-            self._finished.set()
 
     def finish(self, error: BaseException | None) -> None:
-        with self._lock:
-            self.error = self.error or error
-            self._left -= 1
-            if self._left == 0:
-                self._finished.set()
+        self.error = self.error or error
+        self._ended.release()
 
-    def wait(self) -> None:
-        self._finished.wait()
+    def wait(self, tasks: int) -> None:
+        """Wait for this many tasks, whatever happens: they write into the caller's memory."""
+        interruption: BaseException | None = None
+        while tasks:
+            try:
+                self._ended.acquire()
+                tasks -= 1
+            except BaseException as caught:  # noqa: BLE001 - Ctrl-C, raised again below
+                interruption = caught
+        if interruption is not None:
+            raise interruption
 
 
 def _serve(tasks: SimpleQueue[_Task | None]) -> None:
@@ -83,13 +85,15 @@ class Workers:
             )
             thread.start()
             self._started[0] += 1
-        round_ = _Round(count - 1)
-        for number in range(1, count):
-            self._tasks.put((function, number, round_))
+        round_ = _Round()
+        tasks = 0
         try:
+            for number in range(1, count):
+                self._tasks.put((function, number, round_))
+                tasks += 1
             function(0)
         finally:
-            round_.wait()
+            round_.wait(tasks)
         if round_.error is not None:
             raise round_.error
 
