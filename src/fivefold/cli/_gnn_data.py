@@ -72,7 +72,8 @@ DuplicatesOption = Annotated[
     bool, typer.Option("--drop-duplicates", help="Keep one of equal edges.")
 ]
 DimOption = Annotated[
-    int, typer.Option(min=1, help="Elements of a feature row, for debian and wordnet.")
+    int | None,
+    typer.Option(min=1, help="Elements of a feature row, for debian and wordnet; 256 if left out."),
 ]
 ListsOption = Annotated[
     Path | None,
@@ -111,7 +112,7 @@ def ingest_command(  # noqa: PLR0913 - the command's options
     add_reverse: ReverseOption = None,
     drop_self_loops: SelfLoopsOption = False,
     drop_duplicates: DuplicatesOption = False,
-    dim: DimOption = 256,
+    dim: DimOption = None,
     folder: ListsOption = None,
     memory: MemoryOption = "1 GB",
     as_json: JsonOption = False,
@@ -128,8 +129,12 @@ def ingest_command(  # noqa: PLR0913 - the command's options
     from fivefold.gnn.data import EdgeRules, SourceOptions  # noqa: PLC0415 - loads numba
 
     if source in {"debian", "wordnet"} and not Path(source).exists():
-        _ingest_real(source, output, dim, folder, as_json=as_json)
+        for_files = (kind, array, column, nodes, header, num_nodes, add_reverse)
+        _refuse(source, any(value is not None for value in for_files))
+        _refuse(source, drop_self_loops or drop_duplicates)
+        _ingest_real(source, output, dim or 256, folder, as_json=as_json)
         return
+    _refuse(source, dim is not None or folder is not None)
     arrays = _pairs(array, "array", ("features", "labels", "weights", *_SPLITS))
     options = SourceOptions(
         kind=kind,
@@ -147,6 +152,16 @@ def ingest_command(  # noqa: PLR0913 - the command's options
     )
     as_wanted = add_reverse is None
     _ingest_path(source, output, options, (rules, as_wanted, memory), as_json=as_json)
+
+
+def _refuse(source: str, given: bool) -> None:  # noqa: FBT001 - it reads as a sentence
+    from fivefold.errors import ConfigurationError  # noqa: PLC0415
+
+    if given:
+        raise ConfigurationError(
+            f"an option that was given does not fit the source {source}",
+            hint="--dim and --folder are for debian and wordnet, rules and roles for files",
+        )
 
 
 def _pairs(values: list[str] | None, option: str, allowed: tuple[str, ...]) -> dict[str, str]:

@@ -161,6 +161,8 @@ def test_ingest_command(tmp_path, capsys, monkeypatch):
         (["ingest", "{0}", "{0}/out", "--array", "colour=x.npy"], "--array got"),
         (["ingest", "{0}", "{0}/out", "--memory", "lots"], "holds nothing"),
         (["ingest", "wordnet", "{0}/out", "--folder", "{0}"], "data.noun"),
+        (["ingest", "wordnet", "{0}/out", "--undirected"], "does not fit the source wordnet"),
+        (["ingest", "{0}", "{0}/out", "--dim", "5"], "does not fit the source"),
         (["generate", "{0}/out", "--nodes", "5", "--option", "p_in=many"], "--option p_in"),
         (["generate", "{0}/out", "--nodes", "5", "--dtype", "int4"], "dtype is"),
         (["info", "{0}"], "holds no data set"),
