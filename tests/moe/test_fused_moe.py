@@ -202,6 +202,7 @@ def test_compiles_whole_and_once_for_all_numbers_of_tokens():
         ({"topk_weights": torch.zeros(5, 2, device="meta")}, "topk_weights is on meta"),
         ({"activation": "tanh"}, "there is no activation 'tanh'"),
         ({"backend": "magic"}, "there is no backend 'magic'"),
+        ({"precision": "tf16"}, "there is no precision 'tf16'; use ieee, tf32x3, tf32"),
         ({"weight_on_input": True}, "weight_on_input needs top_k 1; got 2"),
     ],
 )
@@ -215,8 +216,9 @@ def test_backends_say_why_they_are_missing(monkeypatch):
 
     from fivefold.moe import _backends
 
-    absent = replace(_backends._BACKENDS[0], name="absent", missing=lambda _: "no such thing here")
-    monkeypatch.setattr(_backends, "_BACKENDS", (absent, *_backends._BACKENDS))
+    real = _backends._BACKENDS[-1]
+    absent = replace(real, name="absent", missing=lambda _: "no such thing here")
+    monkeypatch.setattr(_backends, "_BACKENDS", (absent, real))
     assert backends() == {"absent": "no such thing here", "reference": None}
     given = operands((5, 8, 4, 4, 2))
     with pytest.raises(UnsupportedError, match="'absent' cannot work here: no such thing here"):

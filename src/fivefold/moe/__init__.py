@@ -1,7 +1,7 @@
 """The mixture-of-experts operator: routing, experts and combination as one differentiable call.
 
-So far the reference that runs on any device and every routing in common use; the single-kernel
-backend for NVIDIA GPUs (FlashMoE, arXiv 2506.04667) and the exchange between ranks are to come.
+A reference that runs on any device, every routing in common use, and the forward as one persistent
+kernel for NVIDIA GPUs (after FlashMoE, arXiv 2506.04667). The exchange between ranks is to come.
 """
 
 from fivefold.moe._activations import ACTIVATIONS, Activation, activation_named
@@ -19,6 +19,7 @@ from fivefold.moe._routing import (
     router_z_loss,
     updated_selection_bias,
 )
+from fivefold.moe._workspace import Workspace
 
 __all__ = [
     "ACTIVATIONS",
@@ -28,6 +29,7 @@ __all__ = [
     "MoEConfig",
     "Router",
     "Routing",
+    "Workspace",
     "activation_named",
     "backends",
     "capacity_for",

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from fivefold.errors import ConfigurationError, UnsupportedError
+from fivefold.moe._fused import DTYPES, forward_fused, forward_split, missing_fused
 from fivefold.moe._grouped import backward_grouped, forward_grouped
+from fivefold.moe._workspace import Workspace
 
 __all__ = ["Backend", "backend_for", "backends"]
 
@@ -23,12 +25,23 @@ class Backend:
         forward: As ``experts_one_by_one``.
         backward: Its gradients.
         missing: Says why it cannot work on a device, or None where it can.
+        dtypes: What it takes; None: every floating-point type.
+        automatic: Whether "auto" may choose it.
     """
 
     name: str
     forward: Callable[..., torch.Tensor]
     backward: Callable[..., tuple[torch.Tensor | None, ...]]
     missing: Callable[[torch.device], str | None]
+    dtypes: frozenset[torch.dtype] | None = None
+    automatic: bool = True
+
+    def refuses(self, x: torch.Tensor) -> str | None:
+        """Why it cannot take these tokens, or None where it can."""
+        if self.dtypes is not None and x.dtype not in self.dtypes:
+            names = ", ".join(sorted(str(dtype) for dtype in self.dtypes))
+            return f"it takes {names}; got {x.dtype}"
+        return self.missing(x.device)
 
 
 def _never_missing(device: torch.device) -> str | None:
@@ -36,10 +49,35 @@ def _never_missing(device: torch.device) -> str | None:
     return None
 
 
+def _forward_reference(
+    *operands: torch.Tensor, precision: str, workspace: Workspace | None, **options: Any
+) -> torch.Tensor:
+    del precision, workspace  # torch's own products: never less precise than asked for on the CPU
+    return forward_grouped(*operands, **options)
+
+
+# "auto" does not choose the kernel yet: it has not run on a GPU. The gradients of all backends
+# are those of the grouped products.
 _BACKENDS = (
     Backend(
+        name="fused",
+        forward=forward_fused,
+        backward=backward_grouped,
+        missing=missing_fused,
+        dtypes=DTYPES,
+        automatic=False,
+    ),
+    Backend(
+        name="split",
+        forward=forward_split,
+        backward=backward_grouped,
+        missing=missing_fused,
+        dtypes=DTYPES,
+        automatic=False,
+    ),
+    Backend(
         name="reference",
-        forward=forward_grouped,
+        forward=_forward_reference,
         backward=backward_grouped,
         missing=_never_missing,
     ),
@@ -47,7 +85,9 @@ _BACKENDS = (
 
 
 def backends(device: str | torch.device = "cpu") -> dict[str, str | None]:
-    """All backends in order of preference, with what is missing for each on a device, or None.
+    """All backends, with what is missing for each on a device, or None.
+
+    "fused" is the single kernel, "split" the same work in five launches, "reference" plain torch.
 
     Args:
         device: Where the tokens would be.
@@ -67,7 +107,7 @@ def backend_for(name: str, x: torch.Tensor) -> Backend:
 
     Args:
         name: "auto" or a backend's name.
-        x: The tokens; their device decides.
+        x: The tokens; their device and data type decide.
 
     Returns:
         The backend.
@@ -78,12 +118,13 @@ def backend_for(name: str, x: torch.Tensor) -> Backend:
     """
     known: dict[str, Any] = {backend.name: backend for backend in _BACKENDS}
     if name == "auto":
-        return next(backend for backend in _BACKENDS if backend.missing(x.device) is None)
+        usable = (b for b in _BACKENDS if b.automatic and b.refuses(x) is None)
+        return next(usable)
     if name not in known:
         raise ConfigurationError(
             f"there is no backend {name!r}", hint=f"use auto, {', '.join(known)}"
         )
-    reason = known[name].missing(x.device)
+    reason = known[name].refuses(x)
     if reason is not None:
         raise UnsupportedError(f"backend {name!r} cannot work here: {reason}", hint="use auto")
     found: Backend = known[name]

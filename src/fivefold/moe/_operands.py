@@ -7,7 +7,10 @@ import torch
 from fivefold.errors import ConfigurationError
 from fivefold.moe._activations import Activation
 
-__all__ = ["check_ids", "check_operands"]
+__all__ = ["PRECISIONS", "check_ids", "check_operands", "check_precision"]
+
+PRECISIONS = ("ieee", "tf32x3", "tf32")
+"""Arithmetic for float32, best first."""
 
 _ID_TYPES = (torch.int32, torch.int64)
 
@@ -115,4 +118,19 @@ def check_ids(ids: torch.Tensor, num_experts: int) -> None:
         raise ConfigurationError(
             f"token {token} is routed to an expert twice: {ids[token].tolist()}",
             hint="the experts of a token are distinct",
+        )
+
+
+def check_precision(precision: str) -> None:
+    """Check the name of an arithmetic for float32.
+
+    Args:
+        precision: One of ``PRECISIONS``.
+
+    Raises:
+        ConfigurationError: It is none.
+    """
+    if precision not in PRECISIONS:
+        raise ConfigurationError(
+            f"there is no precision {precision!r}", hint=f"use {', '.join(PRECISIONS)}"
         )

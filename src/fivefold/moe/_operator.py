@@ -7,7 +7,7 @@ number of tokens may change without compiling again.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -15,10 +15,12 @@ from fivefold.errors import ConfigurationError
 from fivefold.moe._activations import activation_named
 from fivefold.moe._backends import backend_for
 from fivefold.moe._capacity import DropPolicy, drop_beyond_capacity
-from fivefold.moe._operands import check_ids, check_operands
+from fivefold.moe._operands import check_ids, check_operands, check_precision
+from fivefold.moe._workspace import Workspace
 
 __all__ = ["fused_moe"]
 
+Precision = Literal["ieee", "tf32x3", "tf32"]
 _Optional = torch.Tensor | None
 
 
@@ -34,8 +36,16 @@ def _forward(  # noqa: PLR0913, PLR0917 - a schema: every operand in its place
     activation: str,
     weight_on_input: bool,  # noqa: FBT001 - a schema has no keyword-only arguments here
     backend: str,
+    precision: str = "ieee",
+    control: torch.Tensor | None = None,
+    scratch: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    # The workspace is written to, and the schema does not say so: control is left as it was found,
+    # what lies in scratch means nothing, and an op that says so could have no gradients.
     found = backend_for(backend, x)
+    workspace = None
+    if control is not None and scratch is not None:
+        workspace = Workspace(control=control, scratch=scratch)
     return found.forward(
         x,
         w13,
@@ -46,6 +56,8 @@ def _forward(  # noqa: PLR0913, PLR0917 - a schema: every operand in its place
         b13=b13,
         b2=b2,
         weight_on_input=weight_on_input,
+        precision=precision,
+        workspace=workspace,
     )
 
 
@@ -102,7 +114,7 @@ def _backward_shapes(  # noqa: PLR0913, PLR0917 - as above
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     del output
-    x, w13, w2, ids, weights, b13, b2, activation, weight_on_input, backend = inputs
+    x, w13, w2, ids, weights, b13, b2, activation, weight_on_input, backend, *_ = inputs
     ctx.save_for_backward(x, w13, w2, ids, weights, b13, b2)
     ctx.options = (activation, weight_on_input, backend)
 
@@ -112,7 +124,7 @@ def _gradients(ctx: Any, gradient: torch.Tensor) -> tuple[_Optional, ...]:
     found = iter(_backward(gradient, *saved, *ctx.options))
     d_x, d_w13, d_w2, d_weights = (next(found) for _ in range(4))
     d_b13, d_b2 = (None if bias is None else next(found) for bias in saved[5:7])
-    return d_x, d_w13, d_w2, None, d_weights, d_b13, d_b2, None, None, None
+    return d_x, d_w13, d_w2, None, d_weights, d_b13, d_b2, *(None,) * 6
 
 
 _forward.register_autograd(_gradients, setup_context=_keep)
@@ -132,6 +144,8 @@ def fused_moe(  # noqa: PLR0913 - an operator's operands and options, all but fi
     capacity: int | None = None,
     drop_policy: DropPolicy = "position",
     backend: str = "auto",
+    precision: Precision = "ieee",
+    workspace: Workspace | None = None,
     check: bool | None = None,
 ) -> torch.Tensor:
     """Send every token through its experts and add up the weighted results.
@@ -153,6 +167,10 @@ def fused_moe(  # noqa: PLR0913 - an operator's operands and options, all but fi
         capacity: Most tokens per expert; None drops nothing.
         drop_policy: Who is dropped beyond the capacity, see ``drop_beyond_capacity``.
         backend: ``"auto"``, or a name of ``backends()``.
+        precision: The least that float32 products may be on a GPU: ``"ieee"``; ``"tf32x3"``, three
+            TF32 products for nearly the same; ``"tf32"``, 10 bits of mantissa. ``"reference"``
+            leaves this to torch's own switch. Without effect on other data types.
+        workspace: Memory for ``"fused"`` and ``"split"``; None takes some for this call.
         check: Look at the ids' values; None: on the CPU only, since it waits for the device.
 
     Returns:
@@ -175,6 +193,7 @@ def fused_moe(  # noqa: PLR0913 - an operator's operands and options, all but fi
     check_operands(x, w13, w2, topk_ids, topk_weights, activation=kind, b13=b13, b2=b2)
     if check or (check is None and x.device.type == "cpu" and not torch.compiler.is_compiling()):
         check_ids(topk_ids, len(w2))
+    check_precision(precision)
     if weight_on_input and topk_ids.shape[1] != 1:
         raise ConfigurationError(
             f"weight_on_input needs top_k 1; got {topk_ids.shape[1]}",
@@ -191,6 +210,18 @@ def fused_moe(  # noqa: PLR0913 - an operator's operands and options, all but fi
         topk_ids = topk_ids.masked_fill(~kept, -1)
     chosen = backend_for(backend, x).name
     result: torch.Tensor = _forward(
-        x, w13, w2, topk_ids, topk_weights, b13, b2, activation, weight_on_input, chosen
+        x,
+        w13,
+        w2,
+        topk_ids,
+        topk_weights,
+        b13,
+        b2,
+        activation,
+        weight_on_input,
+        chosen,
+        precision,
+        None if workspace is None else workspace.control,
+        None if workspace is None else workspace.scratch,
     )
     return result

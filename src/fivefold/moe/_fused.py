@@ -1,0 +1,463 @@
+"""The host's side of the single kernel: tiles, memory, descriptors, launch. Loads triton when used.
+
+``forward_fused`` is one launch, ``forward_split`` the same tasks as five launches (the honest
+ablation: what does one launch buy?). Nothing here waits for the device, except in debug mode
+(``FIVEFOLD_MOE_DEBUG=1``) and in Triton's interpreter, where waits are bounded and looked at.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from fivefold.errors import CommunicationError
+from fivefold.moe._activations import Activation
+from fivefold.moe._workspace import CHUNK_SLOTS, Layout, Workspace, layout_for
+
+__all__ = ["DTYPES", "Tiles", "forward_fused", "forward_split", "missing_fused", "tiles_for"]
+
+DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
+_OLDEST_TRITON = (3, 6)
+_OPTIONS = {"enable_fp_fusion": True}  # triton 3.9 warns where it is not said
+_SPIN_LIMIT = 1_000  # polls in the interpreter, where one that does not succeed at once never will
+_DEBUG_SPIN_LIMIT = 50_000_000  # tens of seconds on a GPU
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """Sizes of one variant of the kernel.
+
+    Attributes:
+        rows: BM.
+        columns: BN of the first product.
+        second_columns: BN of the second product.
+        depth: BK.
+        stages: Loads in flight.
+        warps: Of a program.
+        group: Row tiles that share a step.
+        combine_tokens: Tokens of a combining task.
+        combine_columns: Columns it adds up at a time.
+    """
+
+    rows: int
+    columns: int
+    second_columns: int
+    depth: int
+    stages: int = 3
+    warps: int = 8
+    group: int = 8
+    combine_tokens: int = 16
+    combine_columns: int = 256
+
+
+_INTERPRETED = Tiles(
+    rows=16, columns=16, second_columns=16, depth=16, group=2, combine_tokens=8, combine_columns=16
+)
+
+
+def tiles_for(dtype: torch.dtype, *, gated: bool, precision: str, interpreted: bool) -> Tiles:
+    """The variant for a data type; chosen by what compiles without spills, not yet by timing.
+
+    Args:
+        dtype: Of the tokens.
+        gated: Whether the first product has two accumulators.
+        precision: Of float32.
+        interpreted: Whether the interpreter runs it.
+
+    Returns:
+        Sizes.
+    """
+    if interpreted:
+        return _INTERPRETED
+    if dtype != torch.float32:
+        columns = 128 if gated else 256
+        return Tiles(rows=128, columns=columns, second_columns=256, depth=64)
+    if precision == "tf32":
+        columns = 64 if gated else 128
+        return Tiles(rows=128, columns=columns, second_columns=128, depth=32)
+    return Tiles(rows=64, columns=64, second_columns=64, depth=32, stages=2)
+
+
+@cache
+def _triton_problem() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed: pip install 'fivefold[moe]'"
+    found = importlib.metadata.version("triton")
+    if tuple(int(part) for part in found.split(".")[:2]) < _OLDEST_TRITON:
+        return f"it needs triton 3.6 or newer, found {found}"
+    return None
+
+
+def _interpreting() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def missing_fused(device: torch.device) -> str | None:
+    """Why the kernel cannot work on a device, or None where it can."""
+    return _triton_problem() or (
+        _problem_of_cuda(device) if device.type == "cuda" else _problem_of_other(device)
+    )
+
+
+def _problem_of_other(device: torch.device) -> str | None:
+    if device.type != "cpu":
+        return f"it needs a CUDA device; {device.type} is none"
+    if _interpreting():
+        return None
+    return "it needs a CUDA device (for tests, TRITON_INTERPRET=1 runs it on the CPU, slowly)"
+
+
+def _problem_of_cuda(device: torch.device) -> str | None:
+    if _interpreting():
+        return "TRITON_INTERPRET=1 is set, which is for tests on the CPU"
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 9:
+        return f"it needs compute capability 9.0 or more; {device} has {major}.{minor}"
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """One forward, made ready for a launch."""
+
+    tensors: dict[str, Any]  # by the kernels' argument names
+    sizes: dict[str, Any]  # run-time numbers and constants, likewise
+    tiles: Tiles
+    layout: Layout
+    out: torch.Tensor
+    workspace: Workspace
+    programs: int
+
+    def arguments(self, kernel: Any) -> dict[str, Any]:
+        """What a kernel asks for, by name."""
+        known = self.tensors | self.sizes
+        return {name: known[name] for name in kernel.arg_names}
+
+
+def _descriptors(
+    w13: torch.Tensor, w2: torch.Tensor, tiles: Tiles
+) -> tuple[Any, Any, bool]:  # (first, second, whether they are descriptors)
+    # By name: triton is optional and has no types.
+    descriptor = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
+    rows13, rows2 = (w.view(-1, w.shape[2]) for w in (w13, w2))
+    aligned = all(
+        w.data_ptr() % 16 == 0 and w.shape[1] * w.dtype.itemsize % 16 == 0 and w.numel() > 0
+        for w in (rows13, rows2)
+    )
+    if not aligned:  # the tensor memory accelerator wants multiples of 16 bytes
+        return w13, w2, False
+    first = descriptor.from_tensor(rows13, [tiles.columns, tiles.depth])
+    second = descriptor.from_tensor(rows2, [tiles.second_columns, tiles.depth])
+    return first, second, True
+
+
+def _power_of_two(number: int, least: int = 1) -> int:
+    return max(least, 1 << (number - 1).bit_length())
+
+
+def _prepare(  # noqa: PLR0913 - the operator's own operands
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    activation: Activation,
+    b13: torch.Tensor | None,
+    b2: torch.Tensor | None,
+    weight_on_input: bool,
+    precision: str,
+    workspace: Workspace | None,
+    programs: int | None,
+) -> _Call:
+    interpreted = _interpreting()
+    tiles = tiles_for(x.dtype, gated=activation.gated, precision=precision, interpreted=interpreted)
+    (num_tokens, top_k), (experts, hidden, inner) = ids.shape, w2.shape
+    chunk = CHUNK_SLOTS[interpreted]
+    layout = layout_for(
+        num_tokens=num_tokens,
+        hidden=hidden,
+        intermediate=inner,
+        num_experts=experts,
+        top_k=top_k,
+        dtype=x.dtype,
+        tile_rows=tiles.rows,
+        chunk_slots=chunk,
+    )
+    if workspace is None:
+        workspace = Workspace(
+            control=torch.zeros(layout.control_words, dtype=torch.int32, device=x.device),
+            scratch=torch.empty(layout.scratch_bytes, dtype=torch.uint8, device=x.device),
+        )
+    workspace.check(layout, x.device)
+    if programs is None:
+        programs = 3 if interpreted else _multiprocessors(x.device)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    first, second, by_descriptor = _descriptors(w13.contiguous(), w2.contiguous(), tiles)
+    tensors = {
+        "x": x.contiguous(),
+        "w13": first,
+        "w2": second,
+        "ids": ids.contiguous(),
+        "weights": weights.contiguous(),
+        "b13": None if b13 is None else b13.contiguous(),
+        "b2": None if b2 is None else b2.contiguous(),
+        "out": out,
+        "control": workspace.control,
+        **layout.cut(workspace.scratch),
+    }
+    constants = constants_for(
+        tiles,
+        activation=activation,
+        hidden=hidden,
+        intermediate=inner,
+        num_experts=experts,
+        top_k=top_k,
+        weight_on_input=weight_on_input,
+        precision=precision,
+        by_descriptor=by_descriptor,
+        interpreted=interpreted,
+    )
+    # Few tokens: cut the combination along the columns too, or a few programs would do it all.
+    blocks = -(-num_tokens // tiles.combine_tokens)
+    steps = -(-hidden // tiles.combine_columns)
+    steps_each = max(1, steps * blocks // (4 * programs))
+    run_time = {
+        "num_tokens": num_tokens,
+        "num_slots": num_tokens * top_k,
+        "num_chunks": layout.num_chunks,
+        "max_tiles": layout.max_tiles,
+        "max_lag": _lag(tiles, inner, programs),
+        "combine_columns": min(steps, steps_each) * tiles.combine_columns,
+    }
+    return _Call(
+        tensors=tensors,
+        sizes=run_time | constants,
+        tiles=tiles,
+        layout=layout,
+        out=out,
+        workspace=workspace,
+        programs=programs,
+    )
+
+
+def _lag(tiles: Tiles, intermediate: int, programs: int) -> int:
+    """Steps by which the second product trails: two waves of first products lie between."""
+    in_a_step = tiles.group * -(-intermediate // tiles.columns)
+    return max(1, -(-2 * programs // in_a_step))
+
+
+def constants_for(  # noqa: PLR0913 - the sizes of a call
+    tiles: Tiles,
+    *,
+    activation: Activation,
+    hidden: int,
+    intermediate: int,
+    num_experts: int,
+    top_k: int,
+    weight_on_input: bool,
+    precision: str,
+    by_descriptor: bool,
+    interpreted: bool,
+) -> dict[str, Any]:
+    """The kernels' compile-time arguments by name.
+
+    Args:
+        tiles: The variant.
+        activation: f.
+        hidden: H.
+        intermediate: I.
+        num_experts: E.
+        top_k: K.
+        weight_on_input: As in ``fused_moe``.
+        precision: Of float32.
+        by_descriptor: Whether weights come through the tensor memory accelerator.
+        interpreted: Whether the interpreter runs it.
+
+    Returns:
+        Values by name.
+    """
+    plain = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
+    bins = _power_of_two(num_experts, 16)
+    return {
+        "H": hidden,
+        "I": intermediate,
+        "K": top_k,
+        "KP": _power_of_two(top_k),
+        "E": num_experts,
+        "EP": bins,
+        "GATED": activation.gated,
+        "ACTIVATION": plain.get(activation.name, activation.name),
+        "WEIGHT_ON_INPUT": weight_on_input,
+        "TMA": by_descriptor,
+        "INTERPRETED": interpreted,
+        "PRECISION": precision,
+        "SPIN_LIMIT": _spin_limit(interpreted=interpreted),
+        "CHUNK": CHUNK_SLOTS[interpreted],
+        "PART": 16 if interpreted else 128,
+        "READ": max(2, min(32, 8192 // bins)),
+        "BM": tiles.rows,
+        "BN": tiles.columns,
+        "BK": tiles.depth,
+        "BN2": tiles.second_columns,
+        "STAGES": tiles.stages,
+        "GROUP": tiles.group,
+        "BT": tiles.combine_tokens,
+        "BH": tiles.combine_columns,
+    }
+
+
+def _spin_limit(*, interpreted: bool) -> int:
+    if interpreted:
+        return _SPIN_LIMIT
+    return _DEBUG_SPIN_LIMIT if _debugging() else 0
+
+
+def _debugging() -> bool:
+    return os.environ.get("FIVEFOLD_MOE_DEBUG", "0") == "1"
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _look_for_errors(workspace: Workspace) -> None:
+    if not (_interpreting() or _debugging()):
+        return
+    from fivefold.moe._sync_triton import ERROR  # noqa: PLC0415 - optional
+
+    if int(workspace.control[ERROR.value]):
+        workspace.reset()
+        message = "the mixture-of-experts kernel gave up waiting for a task with a lower ticket"
+        raise CommunicationError(
+            message, hint="the workspace was dirty or shared by two calls at a time, or it is a bug"
+        )
+
+
+def _on(device: torch.device) -> Any:
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def forward_fused(  # noqa: PLR0913 - the operator's own operands
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    activation: Activation,
+    b13: torch.Tensor | None = None,
+    b2: torch.Tensor | None = None,
+    weight_on_input: bool = False,
+    precision: str = "ieee",
+    workspace: Workspace | None = None,
+    programs: int | None = None,
+) -> torch.Tensor:
+    """Compute what ``experts_one_by_one`` does in one launch; the same arguments and these.
+
+    Args:
+        x: As there.
+        w13: As there.
+        w2: As there.
+        ids: As there; numbers out of range are dropped like -1.
+        weights: As there.
+        activation: As there.
+        b13: As there.
+        b2: As there.
+        weight_on_input: As there.
+        precision: "ieee", "tf32x3" or "tf32", for float32.
+        workspace: Memory to work in; None takes some for this call.
+        programs: How many to launch; None: one per multiprocessor. The result
+            does not depend on it.
+
+    Returns:
+        [T, H].
+
+    Raises:
+        CommunicationError: In debug mode and in the interpreter: a wait did not end.
+        ConfigurationError: The workspace is too small.
+    """
+    if x.numel() == 0 or ids.numel() == 0:
+        return torch.zeros_like(x, memory_format=torch.contiguous_format)
+    from fivefold.moe._kernels_triton import moe_kernel  # noqa: PLC0415 - optional
+
+    call = _prepare(
+        x,
+        w13,
+        w2,
+        ids,
+        weights,
+        activation=activation,
+        b13=b13,
+        b2=b2,
+        weight_on_input=weight_on_input,
+        precision=precision,
+        workspace=workspace,
+        programs=programs,
+    )
+    with _on(x.device):
+        moe_kernel[call.programs,](
+            **call.arguments(moe_kernel), **_OPTIONS, num_warps=call.tiles.warps
+        )
+    _look_for_errors(call.workspace)
+    return call.out
+
+
+def forward_split(  # noqa: PLR0913 - the operator's own operands
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    activation: Activation,
+    b13: torch.Tensor | None = None,
+    b2: torch.Tensor | None = None,
+    weight_on_input: bool = False,
+    precision: str = "ieee",
+    workspace: Workspace | None = None,
+) -> torch.Tensor:
+    """``forward_fused`` in five launches that wait for one another at their borders only."""
+    if x.numel() == 0 or ids.numel() == 0:
+        return torch.zeros_like(x, memory_format=torch.contiguous_format)
+    from fivefold.moe import _kernels_triton as kernels  # noqa: PLC0415 - optional
+
+    call = _prepare(
+        x,
+        w13,
+        w2,
+        ids,
+        weights,
+        activation=activation,
+        b13=b13,
+        b2=b2,
+        weight_on_input=weight_on_input,
+        precision=precision,
+        workspace=workspace,
+        programs=None,
+    )
+    tiles, sizes = call.tiles, call.sizes
+    padded = -(-call.layout.max_tiles // tiles.group) * tiles.group
+    launches = {
+        kernels.count_kernel: sizes["num_chunks"],
+        kernels.place_kernel: sizes["num_chunks"],
+        kernels.first_kernel: padded * -(-sizes["I"] // tiles.columns),
+        kernels.second_kernel: padded * -(-sizes["H"] // tiles.second_columns),
+        kernels.combine_kernel: -(-sizes["num_tokens"] // tiles.combine_tokens)
+        * -(-sizes["H"] // sizes["combine_columns"]),
+    }
+    with _on(x.device):
+        for kernel, programs in launches.items():
+            kernel[programs,](**call.arguments(kernel), **_OPTIONS, num_warps=tiles.warps)
+    return call.out
