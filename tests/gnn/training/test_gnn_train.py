@@ -188,3 +188,36 @@ def test_policies_layouts_and_engines_train_and_resume(changes, make_config, mon
         train_graph(changed(output="part"))
     monkeypatch.setattr(_loop, "write_checkpoint", real)
     assert train_graph(changed(output="part")).parameters_sha256 == whole.parameters_sha256
+
+
+def test_samples_are_refreshed_in_the_background_and_a_resumed_run_has_the_same(
+    make_config, tmp_path, monkeypatch
+):
+    def refreshed(output, **options):
+        config = make_config(output=output, store=f"{output}-store", epochs=5, **options)
+        sampling = config.sampling.model_copy(update={"refresh_every_epochs": 2})
+        return config.model_copy(update={"sampling": sampling})
+
+    config = refreshed("whole", checkpoint_every_steps=5)
+    whole = train_graph(config)
+    assert len(events(config, "prepare")) == 3  # epochs 1 and 2, 3 and 4, 5
+    left = sorted(path.name.partition("-")[0] for path in (tmp_path / "whole-store").iterdir())
+    assert left == ["lock", "samples", "store"]
+    fixed = train_graph(make_config(output="fixed", store="whole-store", epochs=5))
+    assert fixed.parameters_sha256 != whole.parameters_sha256
+
+    real = _loop.write_checkpoint
+    for stop_step in (15, 18, 25):  # inside a round, at the end of one, inside the next
+        every = {"checkpoint_every_steps": 0 if stop_step == 18 else 5}
+
+        def dies(folder, state, *, step, stop_step=stop_step, **options):
+            real(folder, state, step=step, **options)
+            if step == stop_step:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(_loop, "write_checkpoint", dies)
+        part = refreshed(f"part{stop_step}", **every)
+        with pytest.raises(KeyboardInterrupt):
+            train_graph(part)
+        monkeypatch.setattr(_loop, "write_checkpoint", real)
+        assert train_graph(part).parameters_sha256 == whole.parameters_sha256

@@ -113,6 +113,8 @@ class SamplingConfig(Section):
     """training nodes per batch"""
     epochs: Positive = 1
     """different epochs that are sampled offline; training repeats them"""
+    refresh_every_epochs: Count = 0
+    """epochs after which new samples are drawn and packed, in the background; 0 for never"""
     seed: Seed = 0
     """seed of the samples"""
     threads: Count = 0

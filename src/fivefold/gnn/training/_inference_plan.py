@@ -27,7 +27,8 @@ PAGE_BYTES = 4096
 _SWEEP_BYTES = 1 << 20
 _KEY_BYTES = 8
 _READER_SHARE = 4  # a quarter of a small budget goes to the engine's own buffers
-_MOST_READER_BYTES = 8 << 20
+_MOST_READER_BYTES = 16 << 20
+_BOOKKEEPING_BYTES = 72  # row numbers, runs and places of a read
 _CHUNK_SHARE = 0.25
 
 Int64 = npt.NDArray[np.int64]
@@ -127,10 +128,15 @@ def share_memory(
 
 
 def _bytes_per_chunk_row(parts: LayerParts, row_bytes: int) -> int:
-    """A source row: two stored ones (one is read ahead), a picked one, float32, its message."""
-    source = 3 * row_bytes + 4 * parts.in_dim + 4 * (parts.width + parts.heads) + 8
-    target = 3 * row_bytes + 4 * parts.in_dim + 4 * (2 * parts.width + 3 * parts.out_dim)
-    return max(source, target)
+    """Bytes that a row of a chunk takes on its way.
+
+    As it is stored three times (one is read ahead, one is picked), in float32, as a message with
+    what scores take, and the reader's bookkeeping.
+    """
+    stored = 3 * row_bytes + 4 * parts.in_dim + _BOOKKEEPING_BYTES
+    source = 4 * ((2 if parts.heads else 1) * parts.width + 3 * parts.heads)
+    target = 4 * (2 * parts.width + 3 * parts.out_dim)
+    return stored + max(source, target)
 
 
 def ranges(indptr: Int64, shares: Shares, *, first: int = 0) -> Iterator[Piece]:

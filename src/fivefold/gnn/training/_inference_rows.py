@@ -27,7 +27,7 @@ Int64 = npt.NDArray[np.int64]
 _NO_LIMIT = np.iinfo(np.int64).max
 _LEAST_BLOCK_BYTES = 16 * PAGE_BYTES
 _THREADS = 2
-_MOST_BUFFERS = 16  # the engine's own, each of a block
+_MOST_BUFFERS = 64  # the engine has at most 16, and as much again in flight and for its plans
 
 
 class RowStream:

@@ -9,6 +9,7 @@ mode is behind ``BatchSource``. Knows nothing of command lines.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,17 +22,18 @@ from torch.nn.parallel import DistributedDataParallel
 from fivefold.errors import DataError
 from fivefold.gnn.data import Dataset
 from fivefold.gnn.loading import MiniBatch
-from fivefold.gnn.training._checkpoint import write_checkpoint
+from fivefold.gnn.packing import PackedStore
+from fivefold.gnn.training._checkpoint import newest_checkpoint, write_checkpoint
 from fivefold.gnn.training._clock import Clock
 from fivefold.gnn.training._config import GnnConfig, config_to_toml
 from fivefold.gnn.training._evaluate import Evaluator
 from fivefold.gnn.training._files import MetricsWriter, write_json, write_text
 from fivefold.gnn.training._models import make_model
-from fivefold.gnn.training._prepare import Prepared, prepare
 from fivefold.gnn.training._progress import RunProgress
 from fivefold.gnn.training._ranks import Ranks, close_ranks, open_ranks, read_place
 from fivefold.gnn.training._result import GnnResult, parameters_sha256, run_label, run_manifest
 from fivefold.gnn.training._resume import choose_checkpoint, describe_run
+from fivefold.gnn.training._rounds import Rounds
 from fivefold.gnn.training._source import BatchSource, add_counts, counts_of, make_source
 from fivefold.gnn.training._stop import StopRequest
 from fivefold.gnn.training._tally import EpochTally
@@ -86,28 +88,31 @@ def train_graph(config: GnnConfig, *, show: Callable[[str], None] | None = None)
         is_main = read_place()[0] == 0
         progress = RunProgress(line_every_s=config.run.line_every_s, shown=is_main)
         opened.enter_context(progress)
-        prepared: Prepared | None = None
+        rounds = None
         if config.run.mode == "disk":
             # Before the group forms: packing may take longer than a peer may be waited for.
-            prepared = prepare(config, dataset, topology=topology, progress=progress, show=show)
+            rounds = Rounds(config, dataset, topology=topology, is_main=is_main)
+            opened.callback(rounds.close)
+            rounds.open(_first_epoch(config), progress=progress, show=show)
         ranks = open_ranks(device=config.run.device, timeout_s=config.run.timeout_s)
         rows = dataset.features.read("x") if config.run.mode == "memory" else None
-        source = make_source(
-            config,
-            dataset,
-            topology=topology,
-            ranks=ranks,
-            features=rows,
-            store=None if prepared is None else prepared.store,
-        )
-        opened.callback(source.close)
-        judge = Evaluator(config, dataset, topology=topology, ranks=ranks, features=rows)
+        parts: dict[str, Any] = {"topology": topology, "ranks": ranks, "features": rows}
+        judge = Evaluator(config, dataset, **parts)
         opened.callback(judge.close)
-        run = _Run(config, dataset, ranks, source=source, judge=judge, prepared=prepared)
+        make = functools.partial(make_source, config, dataset, **parts)
+        run = _Run(config, dataset, ranks, make=make, judge=judge, rounds=rounds)
         opened.callback(run.close)
         result = run.execute(stop, progress)
         close_ranks(ranks)
     return result
+
+
+def _first_epoch(config: GnnConfig) -> int:
+    """The epoch that training begins in, which decides the round of samples."""
+    if not config.sampling.refresh_every_epochs or config.run.resume == "never":
+        return 0
+    found = newest_checkpoint(config.run.output / "checkpoints")
+    return 0 if found is None else min(int(found[1]["epoch"]), config.run.epochs - 1)
 
 
 def _require_labels(dataset: Dataset) -> None:
@@ -125,13 +130,15 @@ class _Run:
         dataset: Dataset,
         ranks: Ranks,
         *,
-        source: BatchSource,
+        make: Callable[..., BatchSource],
         judge: Evaluator,
-        prepared: Prepared | None,
+        rounds: Rounds | None,
     ) -> None:
         self.config, self.dataset, self.ranks = config, dataset, ranks
-        self.source, self.judge, self.prepared = source, judge, prepared
-        self.num_batches = len(source)
+        self.judge, self.rounds, self.make = judge, rounds, make
+        self.prepared = None if rounds is None else rounds.prepared
+        self.source = make(store=self._store())
+        self.num_batches = len(self.source)
         self.folder: Path = config.run.output
         torch.manual_seed(config.run.seed)
         self.model = make_model(
@@ -154,13 +161,14 @@ class _Run:
         self.saved_step: int | None = None
         self.clock = Clock()
         self.metrics: MetricsWriter | None = None
-        self._counted = source.statistics()
+        self._counted = self.source.statistics()
         self._begin()
 
     # -- beginning and end ----------------------------------------------------------------------
 
     def _begin(self) -> None:
-        plan = None if self.prepared is None else self.prepared.store.plan.fingerprint
+        store, changes = self._store(), self.config.sampling.refresh_every_epochs > 0
+        plan = None if store is None or changes else store.plan.fingerprint
         self.description = describe_run(
             self.config, data=self.dataset.fingerprint, plan=plan, ranks=self.ranks
         )
@@ -186,7 +194,8 @@ class _Run:
         self.best, self.data = state["best"], state["data"]
         own = state["ranks"][self.ranks.rank]
         self.tally = EpochTally(**own["tally"])
-        self.source.load_state_dict(own["loader"])
+        if self.position:  # at 0 the loader may be of the round before
+            self.source.load_state_dict(own["loader"])
         self.clock = Clock(state["seconds"])
         torch.set_rng_state(own["rng"])
         if own["cuda_rng"] is not None and self.ranks.device.type == "cuda":
@@ -200,12 +209,18 @@ class _Run:
         write_json(self.folder / "manifest.json", manifest)
         step = None if resumed_from is None else self.step
         self.metrics = MetricsWriter(self.folder / "metrics.jsonl", resumed_step=step)
-        if self.prepared is not None:
+        self._note_plan()
+        if resumed_from is not None:
+            self._write("resume", checkpoint=resumed_from.name)
+
+    def _store(self) -> PackedStore | None:
+        return None if self.prepared is None else self.prepared.store
+
+    def _note_plan(self) -> None:
+        if self.prepared is not None and self.ranks.is_main:
             plan = self.prepared.store.plan
             write_text(self.folder / "plan.txt", plan.explain() + "\n")
             self._write("prepare", seconds=self.prepared.seconds, plan=plan.predicted.to_json())
-        if resumed_from is not None:
-            self._write("resume", checkpoint=resumed_from.name)
 
     def execute(self, stop: StopRequest, progress: RunProgress) -> GnnResult:
         """Train to the last epoch, or to the step at which all ranks agree to stop."""
@@ -251,7 +266,8 @@ class _Run:
         return result
 
     def close(self) -> None:
-        """Close the metrics; also after an error."""
+        """Close the loader and the metrics; also after an error."""
+        self.source.close()
         if self.metrics is not None:
             self.metrics.close()
 
@@ -260,6 +276,7 @@ class _Run:
     def _batches(self) -> Iterator[MiniBatch]:
         """The rest of the epoch; waiting for a batch counts as "data"."""
         if self.position == 0:
+            self._change_round()
             self.source.loader.set_epoch(self.epoch)
         batches = iter(self.source)
         while True:
@@ -268,6 +285,18 @@ class _Run:
             if batch is None:
                 return
             yield batch
+
+    def _change_round(self) -> None:
+        """Take the next round's samples where this epoch begins one."""
+        rounds = self.rounds
+        if rounds is None or rounds.number_of(self.epoch) == rounds.number:
+            return
+        with self.clock.measure("data"):
+            self.source.close()
+            self.prepared = rounds.open(self.epoch)
+            self.source = self.make(store=self._store())
+        self._counted = self.source.statistics()
+        self._note_plan()
 
     def _train_on(self, batch: MiniBatch) -> None:
         self.ranks.where = f"step {self.step + 1}"

@@ -44,10 +44,12 @@ class Prepared:
     Args:
         store: The packed store, open.
         seconds: Seconds that sampling, planning and packing took in this run, by name.
+        samples_path: File of the samples.
     """
 
     store: PackedStore
     seconds: dict[str, float]
+    samples_path: Path
 
 
 def prepare(
@@ -57,6 +59,7 @@ def prepare(
     topology: Topology,
     progress: Progress | None = None,
     show: Callable[[str], None] | None = None,
+    round_number: int = 0,
 ) -> Prepared:
     """Sample, plan and pack what is missing.
 
@@ -66,6 +69,7 @@ def prepare(
         topology: Its edges.
         progress: Called with the name of the step, what is done and what there is in all.
         show: Called with the plan's explanation before anything is packed; None logs it.
+        round_number: How often the samples were refreshed; each round has its own.
 
     Returns:
         The packed store.
@@ -76,7 +80,7 @@ def prepare(
         StorageError: The disk is full or refuses; the same call goes on afterwards.
     """
     folder = prepared_folder(config)
-    work = _Preparation(config, dataset, folder, progress or _no_progress)
+    work = _Preparation(config, dataset, folder, progress or _no_progress, round_number)
     with _alone_in(folder):
         return work.run(topology, show or _LOG.info)
 
@@ -90,12 +94,19 @@ class _Preparation:
     """The three steps, with their times."""
 
     def __init__(
-        self, config: GnnConfig, dataset: Dataset, folder: Path, progress: Progress
+        self,
+        config: GnnConfig,
+        dataset: Dataset,
+        folder: Path,
+        progress: Progress,
+        round_number: int,
     ) -> None:
         self._config, self._dataset, self._folder = config, dataset, folder
+        self._first_epoch = round_number * config.sampling.epochs
         self._progress = progress
         self._seconds: dict[str, float] = {}
-        graph = {"data": dataset.fingerprint, "sampling": _without(config.sampling, "threads")}
+        sampling = config.sampling.model_dump(exclude={"threads", "refresh_every_epochs"})
+        graph = {"data": dataset.fingerprint, "sampling": sampling, "first": self._first_epoch}
         self._samples_key = _key(graph)
         self._store_key = _key(
             graph
@@ -109,7 +120,7 @@ class _Preparation:
             if not (path / "store.json").exists():
                 self._pack(path, samples, show)
             store = PackedStore.open(path, features=self._dataset.features, samples=samples)
-        return Prepared(store=store, seconds=self._seconds)
+        return Prepared(store=store, seconds=self._seconds, samples_path=self._samples_path())
 
     def _sampled(self, topology: Topology) -> SampleFile:
         config = self._config.sampling
@@ -120,12 +131,16 @@ class _Preparation:
             return sample_epochs(
                 sampler,
                 self._dataset.train,
-                self._folder / f"samples-{self._samples_key}.fvf",
+                self._samples_path(),
                 batch_size=config.batch_size,
                 epochs=config.epochs,
+                first_epoch=self._first_epoch,
                 progress=lambda done, total: self._progress("sample", done, total),
                 resume=True,
             )
+
+    def _samples_path(self) -> Path:
+        return self._folder / f"samples-{self._samples_key}.fvf"
 
     def _pack(self, path: Path, samples: SampleFile, show: Callable[[str], None]) -> None:
         plan = self._planned(samples)
@@ -209,12 +224,6 @@ def _alone_in(folder: Path) -> Iterator[None]:
 def _key(parts: dict[str, Any]) -> str:
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
-
-
-def _without(section: Any, key: str) -> dict[str, Any]:
-    values: dict[str, Any] = section.model_dump()
-    del values[key]
-    return values
 
 
 def _no_progress(_name: str, _done: int, _total: int) -> None:
