@@ -1,4 +1,11 @@
-"""What goes where: cache contents, disk layout, cost and space."""
+"""What goes where: cache contents, disk layout, cost and space, before anything is written.
+
+``make_plan`` takes sampled batches, the size of a feature row, budgets and the disk's prices. It
+fills the caches (static by count, or Belady's for a known order), lays out what is left in segments
+of the cheapest size that the disk budget allows, and predicts every byte that will be read. Its
+parts are functions on their own: ``belady``, ``segment_layout``, ``extent_pages`` and others.
+A plan is a pure function of what it was made from. Nothing here reads a feature.
+"""
 
 from __future__ import annotations
 

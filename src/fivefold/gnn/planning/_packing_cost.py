@@ -6,7 +6,8 @@ With F the bytes of the features, R those of the output and M of memory:
 * ``passes``: the output in windows that fit M, a pass over the features for each: read
   ceil(R / M) F, write R, no scratch space;
 * ``spill``: one pass over the features into buckets of up to M / 2, then each bucket is read, put
-  in order and written: read F + R, write 2 R, scratch space R.
+  in order and written: read F + R, write 2 R, scratch space R. What a bucket gets of a range of the
+  features begins on a page, so each pair of them adds up to a page to the scratch space.
 
 The published batched packing reads F once and appends to a file per batch and range of the
 features; it knows no shared rows, for which a place in the output depends on the whole segment.
@@ -15,6 +16,7 @@ features; it knows no shared rows, for which a place in the output depends on th
 from __future__ import annotations
 
 from fivefold.gnn.planning._budgets import FeatureInfo
+from fivefold.gnn.planning._pages import PAGE_BYTES
 from fivefold.gnn.planning._prediction import PackingCost
 from fivefold.gnn.planning._sources import DiskCost
 
@@ -40,10 +42,13 @@ def packing_ways(
     """
     per_row = features.row_bytes + _INDEX_BYTES_PER_ROW
     source, output = features.nbytes, output_rows * features.row_bytes
+    # A quarter of the memory goes to the pieces that are read and written at a time.
     window_rows = max(1, memory_bytes * 3 // 4 // per_row)
-    windows = -(-output_rows // window_rows)
+    bucket_rows = max(1, window_rows // 2)
+    windows, buckets = -(-output_rows // window_rows), -(-output_rows // bucket_rows)
+    scratch = output + buckets * -(-features.num_nodes // bucket_rows) * PAGE_BYTES
     ways = [
-        ("spill", source + output, 2 * output, output),
+        ("spill", source + scratch, output + scratch, scratch),
         ("passes", windows * source, output, 0),
     ]
     if source * 4 <= memory_bytes * 3:
