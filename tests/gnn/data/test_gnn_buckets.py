@@ -68,6 +68,48 @@ def test_order_is_that_of_a_stable_sort(tmp_path_factory, data):
         assert found_weights.tolist() == weights[order].tolist()
 
 
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.6, 0.9, 1.0, 1.1, 2.5])
+@pytest.mark.parametrize("known", [True, False])
+def test_any_number_of_edges_beside_the_limit(tmp_path, share, known):
+    """Around the border between memory and disk, with a right guess and with a wrong one."""
+    buckets = EdgeBuckets(
+        tmp_path / "work",
+        num_nodes=500,
+        num_sources=500,
+        expected_edges=int(share * 1024) if known else 0,
+        weighted=False,
+        memory_bytes=48 * 1024,
+    )
+    buckets.resume("x")
+    rng = np.random.default_rng(2)
+    sources, targets = rng.integers(0, 500, (2, int(share * buckets.limit)))
+    for first in range(0, targets.size, 100):
+        part = slice(first, first + 100)
+        buckets.add(EdgeBlock(sources[part], targets[part], first + 100))
+    buckets.finish_adding()
+    degrees, found, _ = sort_all(buckets)
+    assert degrees.tolist() == np.bincount(targets, minlength=500).tolist()
+    assert found.tolist() == sources[np.argsort(targets, kind="stable")].tolist()
+
+
+def test_many_nodes_with_few_edges_are_not_counted_in_memory(tmp_path):
+    buckets = EdgeBuckets(
+        tmp_path / "work",
+        num_nodes=100_000,
+        num_sources=100_000,
+        expected_edges=2,
+        weighted=False,
+        memory_bytes=48 * 1024,
+    )
+    buckets.resume("x")
+    buckets.add(EdgeBlock(np.array([3, 4]), np.array([99_999, 7]), 2))
+    buckets.finish_adding()
+    assert not buckets.in_memory
+    assert max(buckets.nodes_of(b) for b in range(buckets.num_buckets)) < 1000
+    degrees, found, _ = sort_all(buckets)
+    assert (np.flatnonzero(degrees).tolist(), found.tolist()) == ([7, 99_999], [4, 3])
+
+
 def test_duplicates_are_dropped_and_the_first_weight_is_kept(tmp_path):
     buckets = make(tmp_path, num_nodes=3, limit=100, weighted=True, drop_duplicates=True)
     sources, targets = np.array([2, 1, 2, 0, 1]), np.array([0, 0, 0, 2, 0])

@@ -78,15 +78,15 @@ class EdgeBuckets:
         by_nodes = math.ceil(num_nodes * 8 / max(1, memory_bytes // 8))
         count = min(max(1, by_edges, by_nodes), _MOST_BUCKETS, max(1, num_nodes))
         self.width = max(1, math.ceil(num_nodes / count))
-        self.num_buckets = max(1, math.ceil(num_nodes / self.width))
-        self.in_memory = expected_edges <= self.limit
+        self._spilled_buckets = max(1, math.ceil(num_nodes / self.width))
+        self.in_memory = expected_edges <= self.limit and by_nodes <= 1
         self.columns: dict[str, np.dtype[Any]] = {
             "targets": np.dtype(np.uint32 if self.width < 2**32 else np.int64),
             "sources": index_dtype(num_sources),
         }
         if weighted:
             self.columns["weights"] = np.dtype(np.float32)
-        self.sizes = np.zeros(self.num_buckets, np.int64)
+        self.sizes = np.zeros(self._spilled_buckets, np.int64)
         self.position = 0
         self.complete = False
         self._held: list[EdgeBlock] = []
@@ -142,6 +142,11 @@ class EdgeBuckets:
         self._spill(block)
         if self.num_edges - self._marked >= _MARK_EVERY_EDGES:
             self._mark()
+
+    @property
+    def num_buckets(self) -> int:
+        """How many there are to hand out: in memory all edges are in one."""
+        return 1 if self.in_memory else self._spilled_buckets
 
     @property
     def num_edges(self) -> int:
