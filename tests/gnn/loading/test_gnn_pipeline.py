@@ -60,6 +60,40 @@ def test_items_come_out_once_and_in_order(count, capacity):
     assert no_threads_left(before)
 
 
+@pytest.mark.parametrize("lanes", [[1, 2, 1], [1, 3, 1], [1, 2, 2, 1]])
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 40])
+def test_threads_side_by_side_keep_the_order(count, lanes):
+    before = threading.active_count()
+    naps, at_work, most = np.random.default_rng(1).random(count + 1) * 0.003, [], []
+
+    def run(ticket):
+        at_work.append(ticket.batch)
+        most.append(len(at_work))
+        time.sleep(naps[ticket.batch])
+        at_work.remove(ticket.batch)
+        return ticket.batch
+
+    runs = [lambda t: t.batch, *[run] * (len(lanes) - 2), lambda t: t.value]
+    pipeline = Pipeline(iter(range(count)), stages(*runs), lanes=lanes, capacity=2)
+    assert drain(pipeline) == list(range(count))
+    assert pipeline.finished
+    assert no_threads_left(before)
+    assert count < 40 or max(most) > 1
+
+    def fail(ticket):
+        if ticket.batch == count // 2:
+            raise DataError("x")  # noqa: EM101 - a test
+        return run(ticket)
+
+    runs[1] = fail
+    pipeline = Pipeline(iter(range(count)), stages(*runs), lanes=lanes, capacity=2)
+    if count:
+        with pytest.raises(DataError, match=f"batch {count // 2}: x"):
+            drain(pipeline)
+    pipeline.close()
+    assert no_threads_left(before)
+
+
 def test_no_more_items_are_made_than_fit():
     made = []
     pipeline = Pipeline(iter(range(100)), stages(lambda t: made.append(t.batch)), capacity=2)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import queue
+from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["Channel", "ClosedChannelError", "Mailbox"]
+__all__ = ["END", "Channel", "ClosedChannelError", "Mailbox", "Port", "link"]
 
+END = object()  # after the last item
 _CLOSED = object()
 
 
@@ -102,3 +104,53 @@ class Channel:
         """Wake all waiters on both sides."""
         self._room.close()
         self._full.close()
+
+
+class Port:
+    """One thread's end of a link: it puts to, or takes from, its channels in turn.
+
+    Where one side of a link has several threads, thread i owns channel i and the other side goes
+    round: items keep their order although the threads work side by side.
+
+    Args:
+        channels: Channels of this end, in turn.
+    """
+
+    def __init__(self, channels: Sequence[Channel]) -> None:
+        self._channels, self._turn = channels, 0
+
+    def put(self, item: Any) -> None:
+        """Put an item into the next channel."""
+        self._advance().put(item)
+
+    def take(self) -> Any:
+        """Take an item from the next channel."""
+        return self._advance().take()
+
+    def end(self) -> None:
+        """Say to all takers that there is no further item."""
+        for _ in self._channels:
+            self._advance().put(END)
+
+    def _advance(self) -> Channel:
+        channel = self._channels[self._turn % len(self._channels)]
+        self._turn += 1
+        return channel
+
+
+def link(
+    makers: int, takers: int, *, capacity: int
+) -> tuple[list[Channel], list[Port], list[Port]]:
+    """Channels between two groups of threads, and the end of each thread.
+
+    One of the groups must be a single thread, or both of the same number.
+    """
+    assert makers == takers or 1 in (makers, takers), "no way to keep the order"
+    channels = [Channel(capacity) for _ in range(max(makers, takers))]
+
+    def ports(threads: int) -> list[Port]:
+        if threads == 1:
+            return [Port(channels)]
+        return [Port([channel]) for channel in channels]
+
+    return channels, ports(makers), ports(takers)

@@ -10,6 +10,8 @@ batch; then batches must be served in the planned order.
 
 from __future__ import annotations
 
+import queue
+import threading
 from typing import Any
 
 import numpy as np
@@ -149,8 +151,9 @@ class FeatureStore:
         store: Packed store.
         device: Where the device cache lives; "cpu" keeps it in host memory.
         backend: Reading engine.
-        threads: Reading threads; None for the engine's default.
+        threads: Reading threads of one engine; None for its default.
         verify: Check the checksums of what is read.
+        readers: Engines, which is how many batches can be read at the same time.
 
     Example:
         >>> import tempfile
@@ -187,7 +190,9 @@ class FeatureStore:
         backend: Backend = "auto",
         threads: int | None = None,
         verify: bool = True,
+        readers: int = 1,
     ) -> None:
+        self.readers = readers
         section = store.rows.section("rows")
         self.row_shape: tuple[int, ...] = tuple(section.shape[1:])
         self.dtype: np.dtype[Any] = np.dtype(section.dtype)
@@ -201,13 +206,20 @@ class FeatureStore:
         self._on_host = CacheLevel(
             store.hot, "host", slots=plan.num_host_slots, backend=backend, verify=verify
         )
-        self._disk = DiskLevel(
-            store.rows,
-            backend=backend,
-            threads=threads,
-            verify=verify,
-            max_gap_bytes=plan.max_gap_bytes,
-        )
+        self._disks = [
+            DiskLevel(
+                store.rows,
+                backend=backend,
+                threads=threads,
+                verify=verify,
+                max_gap_bytes=plan.max_gap_bytes,
+            )
+            for _ in range(readers)
+        ]
+        self._idle: queue.SimpleQueue[DiskLevel] = queue.SimpleQueue()
+        for disk in self._disks:
+            self._idle.put(disk)
+        self._lock = threading.Lock()
         self._device_rows: Tensor | None = None
         self._changes = plan.policy == "belady"
         self._filled, self._next = False, 0
@@ -271,11 +283,15 @@ class FeatureStore:
                 f"{len(record.node_ids)} nodes",
                 hint="pack the store again",
             )
-        reading = self._disk.serve(record, out)
-        self.reading += reading
-        private = int(record.num_private)
-        self.rows["private"] += private
-        self.rows["shared"] += record.num_cold - private
+        disk = self._idle.get()
+        try:
+            reading = disk.serve(record, out)
+        finally:
+            self._idle.put(disk)
+        with self._lock:  # several batches may be read at the same time
+            self.reading += reading
+            self.rows["private"] += record.num_private
+            self.rows["shared"] += record.num_cold - record.num_private
         return reading
 
     def gather_cached(self, record: BatchRecord, out: Rows) -> None:
@@ -310,8 +326,9 @@ class FeatureStore:
         x.index_copy_(0, places, self._device_rows.index_select(0, slots))
 
     def close(self) -> None:
-        """Close the reading engine; a second call does nothing."""
-        self._disk.close()
+        """Close the reading engines; a second call does nothing."""
+        for disk in self._disks:
+            disk.close()
 
     def _replay(self, batches: range) -> None:
         """Read the rows that these batches leave in the host cache, each once."""
@@ -329,4 +346,6 @@ class FeatureStore:
         slots = np.flatnonzero(owner >= 0)
         slots = slots[np.argsort(owner[slots], kind="stable")]
         if len(slots):
-            self.filling += self._disk.read(owner[slots], self._on_host.rows, destinations=slots)
+            self.filling += self._disks[0].read(
+                owner[slots], self._on_host.rows, destinations=slots
+            )

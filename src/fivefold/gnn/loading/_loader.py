@@ -31,6 +31,10 @@ from fivefold.gnn.packing import PackedStore
 
 __all__ = ["DiskLoader"]
 
+# Two batches are read side by side where there are buffers enough, so that the disk does not idle
+# between one and the next. With few buffers they would only wait for each other.
+_BUFFERS_FOR_TWO_READERS = 5
+
 
 class DiskLoader(BatchLoader):
     """Iterate over the mini-batches of a packed store, in the shape of PyG's loaders.
@@ -139,7 +143,12 @@ class DiskLoader(BatchLoader):
             batch_bytes=batch_bytes, memory_bytes=memory_bytes, prefetch=prefetch
         )
         self._features = FeatureStore(
-            store, device=device, backend=backend, threads=threads, verify=verify
+            store,
+            device=device,
+            backend=backend,
+            threads=threads,
+            verify=verify,
+            readers=2 if self._buffers >= _BUFFERS_FOR_TWO_READERS else 1,
         )
         super().__init__(self._features.close)
         self._ring = BufferRing(
@@ -171,6 +180,7 @@ class DiskLoader(BatchLoader):
         return Pipeline(
             iter(numbers),
             stages.groups(),
+            lanes=stages.lanes(),
             capacity=max(1, self._buffers - 1),
             timeout_s=self._settings.timeout_s,
             on_close=stages.stop_waiting,

@@ -20,13 +20,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from fivefold.errors import UnsupportedError
-from fivefold.gnn.loading._channel import Channel, ClosedChannelError
+from fivefold.gnn.loading._channel import END, Channel, ClosedChannelError, Port, link
 from fivefold.gnn.loading._failure import StallError, with_place
 
 __all__ = ["Pipeline", "Stage", "Ticket"]
 
 _LOG = logging.getLogger(__name__)
-_END = object()
 _FAILED = object()
 _GRACE_S = 5.0
 
@@ -66,11 +65,13 @@ class Stage:
 
 
 class Pipeline:
-    """Run tickets through groups of stages, one daemon thread per group.
+    """Run tickets through groups of stages on daemon threads, and keep their order.
 
     Args:
         tickets: Numbers of the batches, in order; read by the first thread.
-        groups: Stages of each thread, in order.
+        groups: Stages of each group, in order.
+        lanes: Threads of each group: tickets go to them in turn. None: one each. The first and
+            the last group have one.
         capacity: Finished items that may wait between two threads.
         timeout_s: Longest wait of the consumer before ``StallError``.
         on_close: Wakes stages that wait for something else than their neighbours; called once.
@@ -81,12 +82,11 @@ class Pipeline:
         tickets: Iterator[int],
         groups: Sequence[Sequence[Stage]],
         *,
+        lanes: Sequence[int] | None = None,
         capacity: int = 1,
         timeout_s: float = 120.0,
         on_close: Callable[[], None] | None = None,
     ) -> None:
-        self.stages = [stage for group in groups for stage in group]
-        self._channels = [Channel(capacity) for _ in groups]
         self._timeout_s = timeout_s
         self._on_close = on_close
         self._failure: BaseException | None = None
@@ -94,15 +94,28 @@ class Pipeline:
         self.finished = False  # all tickets came out
         self._process = os.getpid()
         self.wait_s = 0.0
-        sources: list[Any] = [tickets, *self._channels[:-1]]
-        self._threads = [
-            threading.Thread(
-                target=self._work, args=(source, group, channel), daemon=True, name=group[0].name
-            )
-            for source, group, channel in zip(sources, groups, self._channels, strict=True)
-        ]
+        self.stages: list[Stage] = []
+        self._channels: list[Channel] = []
+        self._threads: list[threading.Thread] = []
+        widths = [*(lanes or [1] * len(groups)), 1]
+        assert widths[0] == widths[-2] == 1, "tickets come one by one and go one by one"
+        sources: list[Iterator[int] | Port] = [tickets]
+        for group, width, next_width in zip(groups, widths, widths[1:], strict=False):
+            channels, sinks, next_sources = link(width, next_width, capacity=capacity)
+            self._channels += channels
+            for source, sink in zip(sources, sinks, strict=True):
+                self._add_thread(source, [dataclasses.replace(stage) for stage in group], sink)
+            sources = list(next_sources)
         for thread in self._threads:
             thread.start()
+
+    def _add_thread(self, source: Iterator[int] | Port, stages: list[Stage], sink: Port) -> None:
+        self.stages += stages
+        self._threads.append(
+            threading.Thread(
+                target=self._work, args=(source, stages, sink), name=stages[0].name, daemon=True
+            )
+        )
 
     def take(self) -> Any:
         """The next finished value.
@@ -133,9 +146,9 @@ class Pipeline:
             except ClosedChannelError:
                 self._done = True
             else:
-                if item is not _FAILED and item is not _END and self._failure is None:
-                    return item
-                self.finished = item is _END and self._failure is None
+                if isinstance(item, Ticket) and self._failure is None:
+                    return item.release()
+                self.finished = item is END and self._failure is None
                 self._done = True
         failure = self._failure
         self.close()
@@ -180,26 +193,19 @@ class Pipeline:
             alive = [thread.name for thread in self._threads if thread.is_alive()]
             _LOG.warning("stages did not end in %.0f s and are left behind: %s", grace_s, alive)
 
-    def _work(self, source: Any, group: Sequence[Stage], channel: Channel) -> None:
+    def _work(self, source: Iterator[int] | Port, stages: list[Stage], sink: Port) -> None:
         """The life of one thread."""
         try:
-            for ticket in self._incoming(source):
-                for stage in group:
+            for ticket in _incoming(source):
+                for stage in stages:
                     self._run(stage, ticket)
-                channel.put(ticket if channel is not self._channels[-1] else ticket.release())
+                sink.put(ticket)
                 del ticket
-            channel.put(_END)
+            sink.end()
         except ClosedChannelError:
             pass
         except BaseException as error:  # noqa: BLE001 - whatever it is, the consumer must see it
             self._fail(error)
-
-    def _incoming(self, source: Any) -> Iterator[Ticket]:
-        if not isinstance(source, Channel):
-            yield from (Ticket(batch) for batch in source)
-            return
-        while (item := source.take()) is not _END:
-            yield item
 
     def _run(self, stage: Stage, ticket: Ticket) -> None:
         began_s = time.perf_counter()
@@ -236,3 +242,11 @@ class Pipeline:
             f"{now_s - began_s:.1f} s, and the training loop waits",
             hint="see whether the disk hangs; raise timeout_s where it is only slow",
         )
+
+
+def _incoming(source: Iterator[int] | Port) -> Iterator[Ticket]:
+    if isinstance(source, Port):
+        while (item := source.take()) is not END:
+            yield item
+    else:
+        yield from (Ticket(batch) for batch in source)

@@ -14,7 +14,7 @@ from fivefold.units import format_bytes
 
 __all__ = ["LoaderSettings", "buffer_count"]
 
-DEFAULT_PREFETCH = 3
+DEFAULT_PREFETCH = 4
 FEWEST_BUFFERS = 2  # one is with the training loop while the next is prepared
 
 

@@ -58,18 +58,27 @@ class BatchStages:
         self._started = False
 
     def groups(self) -> list[list[Stage]]:
-        """The stages of each thread."""
+        """The stages of each group of threads.
+
+        Buffers are lent by one thread, in order, so that the batch that comes first is never the
+        one without a buffer.
+        """
         groups = [
             [
                 Stage("fill the caches", self._fill, patience_s=self._features.fill_patience_s),
                 Stage("read record", self._read_record),
             ],
-            [Stage("wait for a buffer", self._lend), Stage("read cold rows", self._read_cold)],
+            [Stage("wait for a buffer", self._lend)],
+            [Stage("read cold rows", self._read_cold)],
             [Stage("gather cached rows", self._gather), Stage("build tensors", self._build)],
         ]
         if self._transfer is not None:
             groups.append([Stage("copy to the device", self._copy)])
         return groups
+
+    def lanes(self) -> list[int]:
+        """Threads of each group: the disk never waits between one batch and the next."""
+        return [self._features.readers if i == 2 else 1 for i in range(len(self.groups()))]
 
     def stop_waiting(self) -> None:
         """Wake the stage that waits for a buffer."""
