@@ -156,7 +156,11 @@ class ArraySource:
         return self._features
 
     def labels(self) -> LabelPart | None:
-        """Labels and splits."""
+        """Labels and splits.
+
+        Raises:
+            DataError: There are splits without labels, or a split does not fit.
+        """
         if self.label_rows is None:
             if self.split_rows:
                 message = "there are splits but no labels"
