@@ -80,7 +80,12 @@ def probe_disk(
         raise storage_error(error.errno or 0, place, "probing") from error
     if fresh or key not in _known:
         size = size_bytes or _default_size(place, seconds)
-        _known[key] = _measure(place, seconds, size, backend)
+        try:
+            _known[key] = _measure(place, seconds, size, backend)
+        except OSError as error:
+            if isinstance(error, StorageError):
+                raise
+            raise storage_error(error.errno or 0, place, "probing") from error
         speed = format_bytes(_known[key].sequential_read_bytes_per_s)
         pages = f"{_known[key].random_read_iops:,.0f}"
         _logger.info("probed %s: reads %s/s in sequence, %s pages/s at random", place, speed, pages)

@@ -30,7 +30,14 @@ class _Round:
         self._ended.release()
 
     def wait(self, tasks: int) -> None:
-        """Wait for this many tasks, whatever happens: they write into the caller's memory."""
+        """Wait for this many tasks, whatever happens: they write into the caller's memory.
+
+        Args:
+            tasks: How many were handed out.
+
+        Raises:
+            BaseException: What interrupted the waiting (Ctrl-C), once all have ended.
+        """
         interruption: BaseException | None = None
         while tasks:
             try:
@@ -74,7 +81,12 @@ class Workers:
     def run(self, function: Callable[[int], None], count: int) -> None:
         """Call ``function(i)`` for i below ``count`` at the same time; wait for all.
 
-        An exception of any of them is raised here, after all have ended.
+        Args:
+            function: Takes the number of the worker; 0 is the caller.
+            count: How many.
+
+        Raises:
+            BaseException: The first exception of any of them, after all have ended.
         """
         if self._process != os.getpid():
             self._finalizer.detach()
