@@ -16,7 +16,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["WriteBehind", "read_ahead"]
+__all__ = ["WriteBehind", "in_threads", "read_ahead"]
 
 Buffer = NDArray[np.uint8]
 
@@ -46,6 +46,27 @@ def read_ahead(
             if number + 1 < len(requests):
                 ahead = pool.submit(read, requests[number + 1], buffers[(number + 1) % 2])
             yield result, buffers[number % 2]
+
+
+def in_threads(calls: Sequence[Callable[[], Any]], *, threads: int) -> Iterator[Any]:
+    """What the calls return, in their order; only one more than there are threads is under way.
+
+    Example:
+        >>> list(in_threads([lambda: 1, lambda: 2, lambda: 3], threads=2))
+        [1, 2, 3]
+    """
+    with ThreadPoolExecutor(threads, thread_name_prefix="fivefold-pack") as pool:
+        running: deque[Future[Any]] = deque()
+        try:
+            for call in calls:
+                running.append(pool.submit(call))
+                if len(running) > threads:
+                    yield running.popleft().result()
+            while running:
+                yield running.popleft().result()
+        finally:
+            for future in running:
+                future.cancel()
 
 
 class WriteBehind:

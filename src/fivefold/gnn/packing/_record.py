@@ -141,7 +141,7 @@ def build_record(
     """
     seeds, n = sampled.batch_size, len(sampled.node_ids)
     cached = seeds + np.flatnonzero(slots[seeds:] >= 0)
-    cached = cached[np.argsort(slots[cached], kind="stable")]
+    cached = cached[np.argsort(slots[cached])]  # slots are distinct
     old_of_new = np.concatenate([np.arange(seeds), cached, cold[cold >= seeds]])
     new_of_old = np.empty(n, np.int32)
     new_of_old[old_of_new] = np.arange(n, dtype=np.int32)

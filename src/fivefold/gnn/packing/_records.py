@@ -9,7 +9,9 @@ that was under way.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -17,8 +19,9 @@ from numpy.typing import NDArray
 
 from fivefold.errors import DataError, InfeasibleError
 from fivefold.gnn.packing._levels import LocalNumbers, SlotTracker
-from fivefold.gnn.packing._record import build_record, encode_record
-from fivefold.gnn.planning import Plan, SegmentLayout, segment_layout
+from fivefold.gnn.packing._overlap import in_threads
+from fivefold.gnn.packing._record import BatchRecord, build_record, encode_record
+from fivefold.gnn.planning import Plan, segment_layout
 from fivefold.gnn.sampling import SampleFile
 from fivefold.gnn.storage import Container, ContainerWriter
 from fivefold.units import format_bytes
@@ -29,7 +32,9 @@ KIND_RECORDS = "packed-records"
 _PAGE_BYTES = 4096
 # Measured: ids, places and what a layout keeps while it sorts, for each batch and cold node.
 _BYTES_PER_COLD_ENTRY = {"gray": 28, "folded": 28, "packed": 38, "minhash": 42, "popularity": 42}
-_BYTES_PER_NODE = 96  # of the batch whose record is being built
+_BYTES_PER_NODE = 96  # of each batch whose record is being built
+_THREADS = 2
+_NONE = np.empty(0, np.int64)
 
 Progress = Callable[[str, int, int], None]
 
@@ -104,10 +109,14 @@ class _Recorder:
             host,
             num_nodes=samples.num_nodes,
             later_rows=later,
-            dense_bytes=memory_bytes // 4,
+            dense_bytes=memory_bytes // 8,
         )
-        self._numbers = LocalNumbers(samples.num_nodes, dense_bytes=memory_bytes // 4)
-        self._memory_bytes = memory_bytes - self._tracker.nbytes - self._numbers.nbytes
+        self._numbers = SimpleQueue[LocalNumbers]()  # a table for each thread
+        self._memory_bytes = memory_bytes - self._tracker.nbytes
+        for _ in range(_THREADS):
+            table = LocalNumbers(samples.num_nodes, dense_bytes=memory_bytes // 8)
+            self._numbers.put(table)
+            self._memory_bytes -= table.nbytes
         self._bytes, self._rows = done["bytes"], done["rows"]
         for segment in plan.segments[: done["segments"]]:
             for batch in range(*segment):
@@ -135,8 +144,12 @@ class _Recorder:
         uses = np.zeros(len(layout.order), np.int32)
         for rows in layout.rows:
             uses[rows] += 1
-        for place, batch in enumerate(range(first, stop)):
-            self._add_batch(batch, slots[place], layout, place, uses)
+        making = [
+            partial(self._make, first + place, slots[place], layout.order, rows, uses)
+            for place, rows in enumerate(layout.rows)
+        ]
+        for place, made in enumerate(in_threads(making, threads=_THREADS)):
+            self._append(first + place, *made)
         order_type = np.uint32 if self._samples.num_nodes < 2**32 else np.int64
         self._writer.write("order", self._rows, layout.order.astype(order_type))
         self._rows += len(layout.order)
@@ -150,10 +163,15 @@ class _Recorder:
             node_ids = self._samples.node_ids(batch)
             found = self._tracker.slots(node_ids)
             slots.append(found.astype(np.int32))
-            cold_ids.append(np.sort(node_ids[found < 0]))
+            cold_ids.append(self._sorted(node_ids[found < 0]))
             self._advance(batch)
             self._check_memory(slots, cold_ids, first, stop)
         return slots, cold_ids
+
+    def _sorted(self, node_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        if self._samples.num_nodes > np.iinfo(np.int32).max:
+            return np.sort(node_ids)
+        return np.sort(node_ids.astype(np.int32)).astype(np.int64)  # half the time
 
     def _check_memory(
         self,
@@ -163,7 +181,7 @@ class _Recorder:
         stop: int,
     ) -> None:
         needed = _BYTES_PER_COLD_ENTRY[self._plan.layout] * sum(map(len, cold_ids))
-        needed += 4 * sum(map(len, slots)) + _BYTES_PER_NODE * max(map(len, slots))
+        needed += 4 * sum(map(len, slots)) + _THREADS * _BYTES_PER_NODE * max(map(len, slots))
         if needed > self._memory_bytes:
             total = format_bytes(needed * (stop - first) / len(slots) + self._tracker.nbytes)
             raise InfeasibleError(
@@ -176,44 +194,56 @@ class _Recorder:
         if self._schedule is not None:
             self._tracker.admit(*self._schedule.admissions(batch))
 
-    def _admitted(self, batch: int) -> tuple[NDArray[np.int64], NDArray[np.int32]] | None:
-        """Sampled numbers of the nodes that enter the host cache, and their slots."""
-        if self._schedule is None:
-            return None
-        node_ids, slots = self._schedule.admissions(batch)
-        return self._numbers.of(node_ids), slots
-
-    def _add_batch(
+    def _make(
         self,
         batch: int,
         slots: NDArray[np.int32],
-        layout: SegmentLayout,
-        place: int,
+        order: NDArray[np.int64],
+        rows: NDArray[np.int64],
         uses: NDArray[np.int32],
-    ) -> None:
-        sampled = self._samples.batch(batch)
-        rows = layout.rows[place]
-        self._numbers.begin(sampled.node_ids)
+    ) -> tuple[NDArray[np.uint8], int, int]:
+        """The bytes of a batch's record, its nodes and its edges; several threads do this."""
+        numbers = self._numbers.get()
         try:
-            cold = self._numbers.of(layout.order[rows])
+            record = self._record(batch, slots, order[rows], numbers, rows, uses)
+        finally:
+            self._numbers.put(numbers)
+        block = encode_record(record)
+        padded = np.zeros(-(-len(block) // _PAGE_BYTES) * _PAGE_BYTES, np.uint8)
+        padded[: len(block)] = block
+        return padded, len(record.node_ids), len(record.sources)
+
+    def _record(
+        self,
+        batch: int,
+        slots: NDArray[np.int32],
+        stored: NDArray[np.int64],
+        numbers: LocalNumbers,
+        rows: NDArray[np.int64],
+        uses: NDArray[np.int32],
+    ) -> BatchRecord:
+        sampled = self._samples.batch(batch)
+        numbers.begin(sampled.node_ids)
+        try:
+            cold = numbers.of(stored)
         except KeyError:
-            cold = np.empty(0, np.int64)
+            cold = _NONE
         if len(cold) != np.count_nonzero(slots < 0) or (slots[cold] >= 0).any():
             message = f"the plan's layout does not hold the cold nodes of batch {batch}"
             raise DataError(message, hint="make the plan again from these samples")
-        record = build_record(
+        enters = (_NONE, _NONE) if self._schedule is None else self._schedule.admissions(batch)
+        return build_record(
             sampled,
             slots=slots,
             num_device=self._tracker.num_device,
             cold=cold,
             cold_rows=self._rows + rows,
             num_private=int(np.count_nonzero(uses[rows] == 1)),
-            admitted=self._admitted(batch),
+            admitted=(numbers.of(enters[0]), enters[1]),
         )
-        block = encode_record(record)
-        padded = np.zeros(-(-len(block) // _PAGE_BYTES) * _PAGE_BYTES, np.uint8)
-        padded[: len(block)] = block
-        self._writer.append("data", padded)
-        entry = [self._bytes, len(padded), len(record.node_ids), len(record.sources)]
+
+    def _append(self, batch: int, block: NDArray[np.uint8], nodes: int, edges: int) -> None:
+        self._writer.append("data", block)
+        entry = [self._bytes, len(block), nodes, edges]
         self._writer.write("index", batch, np.array([entry], np.int64))
-        self._bytes += len(padded)
+        self._bytes += len(block)
