@@ -406,7 +406,7 @@ DAMAGES: list[tuple[str, Spoil]] = [
     ("records.fvf of another store", foreign("store/records.fvf")),
     ("the store of another graph", foreign("store")),
     ("features of another graph beside the store", foreign("graph/features.fvf")),
-    ("samples of another graph; pack again", without_store(foreign("samples.fvf"))),
+    ("samples of another graph beside the store", foreign("samples.fvf")),
     ("a flipped bit in features.fvf; pack again", without_store(flip("graph/features.fvf"))),
 ]
 

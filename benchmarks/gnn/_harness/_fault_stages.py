@@ -162,13 +162,15 @@ STAGES: dict[str, Callable[[Path, Path, Tell], str]] = {
 
 
 def load(inputs: Path, folder: Path, *, backend: Any = "auto") -> dict[str, int]:
-    """Open a store, read an epoch of it, and compare every row with the features as generated.
+    """Open a store, read an epoch of it, and compare rows, nodes and edges with the originals.
 
     Returns:
-        Batches handed out, and rows that were wrong among them.
+        Batches handed out, and rows that were wrong among them; a batch with other nodes or edges
+        counts with all its rows.
     """
     with Dataset.open(inputs / "whole" / "graph") as dataset:
         truth = dataset.features.read("x")
+    sampled = SampleFile.open(inputs / "whole" / "samples.fvf")
     wrong = batches = 0
     with Dataset.open(folder / "graph") as dataset, SampleFile.open(folder / "samples.fvf") as s:
         store = PackedStore.open(folder / "store", features=dataset.features, samples=s)
@@ -177,8 +179,21 @@ def load(inputs: Path, folder: Path, *, backend: Any = "auto") -> dict[str, int]
                 rows = batch.x.numpy()
                 same = rows.view(np.uint8) == truth[batch.n_id.numpy()].view(np.uint8)
                 wrong += int(np.count_nonzero(~same.all(axis=1)))
+                wrong += 0 if _same_graph(batch, sampled) else len(rows)
                 batches += 1
+    sampled.close()
     return {"batches": batches, "wrong_rows": wrong}
+
+
+def _same_graph(batch: Any, sampled: SampleFile) -> bool:
+    """Whether a batch has the nodes and the edges that were sampled, in whatever order."""
+    expected = sampled.batch(batch.number)
+    found = [batch.n_id.numpy(), expected.node_ids]
+    if not np.array_equal(np.sort(found[0]), np.sort(found[1])):
+        return False
+    graphs = zip(found, (batch.edge_index.numpy(), expected.edge_index()), strict=True)
+    edges = [np.sort(ids[graph[0]] * NODES + ids[graph[1]]) for ids, graph in graphs]
+    return np.array_equal(edges[0], edges[1])
 
 
 def copy_whole(inputs: Path, folder: Path) -> None:

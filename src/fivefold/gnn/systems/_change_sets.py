@@ -78,7 +78,7 @@ def belady_change_sets(batches: Sequence[Ids], *, num_ids: int, num_slots: int) 
         >>> batches = [np.array(b) for b in ([0, 1], [2, 0], [1, 2], [0, 2])]
         >>> sets = belady_change_sets(batches, num_ids=3, num_slots=2)
         >>> sets.initial.tolist(), sets.num_misses.tolist()
-        ([0, 1], [0, 1, 1, 1])
+        ([0, 1], [0, 1, 0, 1])
     """
     initial, course = stream_change_sets(batches, num_ids=num_ids, num_slots=num_slots)
     steps = list(course)
