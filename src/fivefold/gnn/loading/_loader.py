@@ -65,7 +65,8 @@ class DiskLoader(BatchLoader):
         rank: Rank of this process.
         world_size: Number of processes that share the epoch.
         memory_bytes: What the buffers of this process may take for rows; None takes what the plan
-            keeps for batches in flight, or what ``prefetch`` needs where that is given.
+            keeps for batches in flight, or what ``prefetch`` needs where that is given. Edges and
+            ids of the batches, and a few megabytes of each reading engine, are not in it.
         form: "edge_index", or "blocks" for layered models.
         remainder: What happens with batches that do not fill a step of all ranks: "drop" leaves
             out the last ones of the epoch's order, "repeat" hands the first ones out again.
@@ -217,10 +218,7 @@ class DiskLoader(BatchLoader):
 
     def _numbers(self, epoch: int) -> npt.NDArray[np.int64]:
         """Batches of this rank in an epoch, in order."""
-        settings, batches = (
-            self._settings,
-            self._store.epoch_batches(epoch % self._store.num_epochs),
-        )
+        settings, batches = self._settings, self._store.epoch_batches(epoch)
         order = np.arange(len(batches), dtype=np.int64)
         if settings.shuffle:
             segments = self._segments(batches) if settings.shuffle == "segments" else ()

@@ -72,7 +72,7 @@ class Pipeline:
         groups: Stages of each group, in order.
         lanes: Threads of each group: tickets go to them in turn. None: one each. The first and
             the last group have one.
-        capacity: Finished items that may wait between two threads.
+        capacity: Finished items that may wait for the consumer; between two threads one may.
         timeout_s: Longest wait of the consumer before ``StallError``.
         on_close: Wakes stages that wait for something else than their neighbours; called once.
     """
@@ -100,8 +100,9 @@ class Pipeline:
         widths = [*(lanes or [1] * len(groups)), 1]
         assert widths[0] == widths[-2] == 1, "tickets come one by one and go one by one"
         sources: list[Iterator[int] | Port] = [tickets]
-        for group, width, next_width in zip(groups, widths, widths[1:], strict=False):
-            channels, sinks, next_sources = link(width, next_width, capacity=capacity)
+        rooms = [1] * (len(groups) - 1) + [capacity]
+        for group, width, next_width, room in zip(groups, widths, widths[1:], rooms, strict=False):
+            channels, sinks, next_sources = link(width, next_width, capacity=room)
             self._channels += channels
             for source, sink in zip(sources, sinks, strict=True):
                 self._add_thread(source, [dataclasses.replace(stage) for stage in group], sink)
