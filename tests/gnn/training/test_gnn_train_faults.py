@@ -5,6 +5,7 @@ import json
 import random
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -178,3 +179,21 @@ def test_another_number_of_ranks_is_refused(make_config, start_ranks):
     assert start_ranks(config, world_size=2).wait() == {0: 0, 1: 0}
     with pytest.raises(CheckpointError, match=r"ranks\.number = 2; now it is 1"):
         train_graph(config)
+
+
+@pytest.mark.distributed
+def test_sigterm_while_preparing_ends_at_once_and_what_is_done_stays(make_config, start_ranks):
+    config = make_config(epochs=1)
+    config = config.model_copy(
+        update={"sampling": config.sampling.model_copy(update={"epochs": 400})}
+    )
+    world = start_ranks(config)
+    partial = Path(config.data.store)
+    deadline_s = time.monotonic() + 30
+    while not list(partial.glob("samples-*.partial")):
+        assert time.monotonic() < deadline_s, world.logs()
+        time.sleep(0.005)
+    world.kill(signal.SIGTERM)
+    assert world.wait(20) == {0: 1}
+    assert "KeyboardInterrupt" in world.logs()["rank0.log"]
+    assert not config.run.output.exists()

@@ -127,8 +127,7 @@ def infer_layers(  # noqa: PLR0913 - independent options, each with a default
 ) -> InferenceResult:
     """Outputs of all nodes from all of their in-neighbours, out of core.
 
-    The result equals ``model(x, edge_index)`` over the whole graph in evaluation mode, to the
-    rounding of float32 sums in another order.
+    Equals ``model(x, edge_index)`` over the whole graph, to the rounding of float32 sums.
 
     Args:
         model: GraphSAGE, GCN or GAT; used as if in evaluation mode, on the CPU.
@@ -152,9 +151,9 @@ def infer_layers(  # noqa: PLR0913 - independent options, each with a default
         UnsupportedError: The model is of another kind.
 
     Example:
-        >>> import tempfile
         >>> from fivefold.gnn.data import generate_graph
         >>> from fivefold.gnn.training import GraphSAGE
+        >>> import tempfile
         >>> folder = tempfile.mkdtemp()
         >>> with generate_graph(f"{folder}/graph", nodes=50, dim=4, seed=0) as dataset:
         ...     result = infer_layers(GraphSAGE(4, 8, 3), dataset, f"{folder}/out")
@@ -162,14 +161,10 @@ def infer_layers(  # noqa: PLR0913 - independent options, each with a default
         ...     outputs.sections["x"].shape
         (50, 3)
     """
-    if model.in_dim != dataset.dim:
-        message = f"the model takes rows of {model.in_dim}, the features have {dataset.dim}"
-        raise ConfigurationError(message, hint="use the model that was trained on this data set")
     folder = Path(folder)
-    _make_folder(folder)
-    topology = dataset.topology(mapped=mapped)
+    _check(model, dataset, folder)
     run = _Run(
-        topology=topology,
+        topology=dataset.topology(mapped=mapped),
         profile=probe_disk(folder) if profile is None else profile,
         memory_bytes=memory_bytes,
         backend=backend,
@@ -177,19 +172,18 @@ def infer_layers(  # noqa: PLR0913 - independent options, each with a default
         num_layers=model.num_layers,
     )
     files = _LayerFiles(folder, num_layers=model.num_layers, model=_identity(model, dataset))
-    done, source = files.newest(dataset.features)
-    reports = [_done_before(number) for number in range(1, done + 1)]
-    for number, parts in list(enumerate(take_apart(model), start=1))[done:]:
-        report, made = run.layer(number, parts, source, files=files)
-        reports.append(report)
-        _LOG.info("%s", report.line())
-        if source is not dataset.features:
-            source.close()
-            if not keep_layers:
-                source.path.unlink()
-        source = made
-    source.close()
-    return InferenceResult(path=source.path, layers=tuple(reports))
+    return run.layers(take_apart(model), dataset.features, files, keep_layers=keep_layers)
+
+
+def _check(model: LayeredModel, dataset: Dataset, folder: Path) -> None:
+    if model.in_dim != dataset.dim:
+        message = f"the model takes rows of {model.in_dim}, the features have {dataset.dim}"
+        raise ConfigurationError(message, hint="use the model that was trained on this data set")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        message = f"cannot write in {folder}: {error.strerror or error}"
+        raise StorageError(message, hint="name a folder that you may write") from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,6 +226,29 @@ class _Run:
     backend: Backend
     progress: Callable[[int, int], None]
     num_layers: int
+
+    def layers(
+        self,
+        all_parts: list[LayerParts],
+        features: Container,
+        files: _LayerFiles,
+        *,
+        keep_layers: bool,
+    ) -> InferenceResult:
+        """Compute what is missing of all layers."""
+        done, source = files.newest(features)
+        reports = [_done_before(number) for number in range(1, done + 1)]
+        for number, parts in list(enumerate(all_parts, start=1))[done:]:
+            report, made = self.layer(number, parts, source, files=files)
+            reports.append(report)
+            _LOG.info("%s", report.line())
+            if source is not features:
+                source.close()
+                if not keep_layers:
+                    source.path.unlink()
+            source = made
+        source.close()
+        return InferenceResult(path=source.path, layers=tuple(reports))
 
     def layer(
         self, number: int, parts: LayerParts, source: Container, *, files: _LayerFiles
@@ -367,14 +384,6 @@ def _identity(model: LayeredModel, dataset: Dataset) -> str:
         digest.update(f"{name} {tuple(value.shape)}".encode())
         digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        message = f"cannot write in {folder}: {error.strerror or error}"
-        raise StorageError(message, hint="name a folder that you may write") from error
 
 
 def _done_before(number: int) -> LayerReport:

@@ -46,9 +46,8 @@ _LOG = logging.getLogger(__name__)
 def train_graph(config: GnnConfig, *, show: Callable[[str], None] | None = None) -> GnnResult:
     r"""Train as configured: on this process alone, or as one rank of several.
 
-    In mode "disk" everything that is missing is made first: samples, plan, packed rows; each goes
-    on where a killed run stopped. SIGTERM or Ctrl-C makes all ranks write a checkpoint and return
-    at the same step.
+    In mode "disk" what is missing is made first: samples, plan, packed rows; each goes on where a
+    killed run stopped. SIGTERM or Ctrl-C makes all ranks write a checkpoint and return.
 
     Args:
         config: The whole configuration.
@@ -68,7 +67,7 @@ def train_graph(config: GnnConfig, *, show: Callable[[str], None] | None = None)
     Example:
         >>> import pathlib, tempfile
         >>> from fivefold.gnn.data import generate_graph
-        >>> from fivefold.gnn.training import DataConfig, GnnConfig, RunConfig, SamplingConfig
+        >>> from fivefold.gnn.training import DataConfig, RunConfig, SamplingConfig
         >>> folder = pathlib.Path(tempfile.mkdtemp())
         >>> generate_graph(folder / "graph", nodes=300, dim=8, seed=0).close()
         >>> config = GnnConfig(
@@ -86,14 +85,13 @@ def train_graph(config: GnnConfig, *, show: Callable[[str], None] | None = None)
         _require_labels(dataset)
         topology = dataset.topology(mapped=config.data.mapped)
         is_main = read_place()[0] == 0
-        progress = RunProgress(line_every_s=config.run.line_every_s, shown=is_main)
-        opened.enter_context(progress)
+        progress = opened.enter_context(_progress(config, shown=is_main))
         rounds = None
         if config.run.mode == "disk":
             # Before the group forms: packing may take longer than a peer may be waited for.
             rounds = Rounds(config, dataset, topology=topology, is_main=is_main)
             opened.callback(rounds.close)
-            rounds.open(_first_epoch(config), progress=progress, show=show)
+            rounds.open(_first_epoch(config), progress=stop.breaking(progress), show=show)
         ranks = open_ranks(device=config.run.device, timeout_s=config.run.timeout_s)
         rows = dataset.features.read("x") if config.run.mode == "memory" else None
         parts: dict[str, Any] = {"topology": topology, "ranks": ranks, "features": rows}
@@ -105,6 +103,10 @@ def train_graph(config: GnnConfig, *, show: Callable[[str], None] | None = None)
         result = run.execute(stop, progress)
         close_ranks(ranks)
     return result
+
+
+def _progress(config: GnnConfig, *, shown: bool) -> RunProgress:
+    return RunProgress(line_every_s=config.run.line_every_s, shown=shown)
 
 
 def _first_epoch(config: GnnConfig) -> int:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 __all__ = ["StopRequest"]
+
+_LOG = logging.getLogger(__name__)
 
 
 class StopRequest:
@@ -35,6 +38,23 @@ class StopRequest:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def breaking(
+        self, progress: Callable[[str, int, int], None]
+    ) -> Callable[[str, int, int], None]:
+        """Progress that ends the work where a stop was asked for.
+
+        Before training there is no checkpoint to write; what was prepared stays to be gone on
+        with.
+        """
+
+        def show(name: str, done: int, total: int) -> None:
+            if self.requested:
+                _LOG.warning("stopped while preparing; the same command goes on from here")
+                raise KeyboardInterrupt
+            progress(name, done, total)
+
+        return show
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGINT:
