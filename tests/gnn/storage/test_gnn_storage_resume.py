@@ -1,5 +1,6 @@
 """Writers that are killed at any time go on, and the file is the same byte for byte."""
 
+import errno
 import json
 
 import numpy as np
@@ -138,3 +139,57 @@ def test_lost_checksums_are_refused(tmp_path):
     (tmp_path / "a.partial.sums").unlink()
     with pytest.raises(DataError, match="its checksums are missing"):
         start(tmp_path / "a")
+
+
+def fill(writer):
+    writer.write("x", 0, np.arange(4000))
+    writer.append("y", np.arange(700))
+    writer.append("z", np.arange(900.0))
+    writer.mark("filled")
+
+
+THREE = {**SCHEMA, "z": (np.float64, (None,))}
+
+
+@pytest.mark.parametrize("stage", ["first sync", "second sync", "rename", "leftovers"])
+def test_a_commit_that_was_broken_off_is_made_again(tmp_path, monkeypatch, stage):
+    with start(tmp_path / "plain", sections=THREE) as writer:
+        fill(writer)
+        writer.commit().close()
+    with start(tmp_path / "a", sections=THREE) as writer:
+        fill(writer)
+        with monkeypatch.context() as patch:
+            break_at(patch, stage)
+            with pytest.raises(OSError, match=r"broken off|Input/output error"):
+                writer.commit()
+    if stage != "leftovers":
+        assert not (tmp_path / "a").exists()
+        with pytest.raises(DataError, match="unfinished"):
+            Container.open(tmp_path / "a")
+    with start(tmp_path / "a", sections=THREE) as writer:
+        if writer.progress != "filled":
+            assert stage == "leftovers"  # the file was complete; this is a new one
+            fill(writer)
+        writer.commit().close()
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "plain").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "plain"]
+
+
+def break_at(patch, stage):
+    calls = []
+
+    def fail(*_args, **_more):
+        calls.append(1)
+        if stage != "second sync" or len(calls) == 2:
+            raise OSError(errno.EIO, "broken off")
+
+    where = "fivefold.gnn.storage."
+    names = {
+        "first sync": "_partial.PartialFile.sync",
+        "second sync": "_partial.PartialFile.sync",
+        "leftovers": "_writer.ContainerWriter._remove_side_files",
+    }
+    if stage == "rename":
+        patch.setattr("pathlib.Path.replace", fail)
+    else:
+        patch.setattr(where + names[stage], fail)

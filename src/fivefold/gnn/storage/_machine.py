@@ -2,6 +2,8 @@
 
 Kernels take plain addresses (``int64``), so that one compilation serves every dtype, read-only
 arrays and memory maps alike. The caller keeps the arrays alive and has checked the bounds.
+numba keeps compiled code beside each module and looks only at that module's time of change: after
+an edit here, in the hash or in the planner, delete ``__pycache__/*.nb*`` of this folder.
 Memory order is stated at every shared word, so the kernels are right on x86 and on arm64.
 
 """

@@ -159,6 +159,8 @@ class ContainerWriter:
 
     def _take_over(self) -> bool:
         """Continue an unfinished file; False where there is none."""
+        if self._file.size == 0:
+            return False  # a journal beside it is a leftover of a file that was completed
         try:
             journal = json.loads(self._journal.read_bytes())
         except FileNotFoundError:
