@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, DataError
 from fivefold.gnn.planning import BatchList, belady, lru_misses
 from fivefold.gnn.planning._kept import KeptArrays
 
@@ -126,6 +126,16 @@ def test_arrays_kept_in_a_file_come_back():
                 assert np.array_equal(kept[number], arrays[number])
             assert kept.sizes.tolist() == [0, 5, 1000, 3, 0]
             kept.close()
+
+
+def test_ids_that_are_none_are_refused():
+    class Broken(BatchList):
+        def node_ids(self, batch, /):
+            return np.array([0, 7 - 8 * batch])
+
+    source = Broken([[0], [0]], num_nodes=3)
+    with pytest.raises(DataError, match="batch 1 has node id -1"):
+        belady(source, num_rows=1)
 
 
 def test_wrong_arguments_are_refused():

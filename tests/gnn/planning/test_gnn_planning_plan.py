@@ -290,3 +290,10 @@ def test_packing_that_never_pays_is_said_so(samples):
     plan = plan_of(samples, Memory(), segment_batches=2)
     assert plan.predicted.break_even_epochs == float("inf")
     assert "does not pay" in plan.explain()
+
+
+@pytest.mark.parametrize("policy", ["static", "belady"])
+def test_batches_with_an_id_twice_are_refused(disk, policy):
+    samples = BatchList([np.array([1, 2]), np.array([0, 3, 0])], num_nodes=4)
+    with pytest.raises(DataError, match="batch 1 has"):
+        plan_of(samples, disk, policy=policy)

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, DataError
 from fivefold.gnn.planning._compiler import njit
 from fivefold.gnn.planning._kept import KeptArrays
 from fivefold.gnn.planning._schedule import CacheSchedule
@@ -74,6 +74,7 @@ def belady(
 
     Raises:
         ConfigurationError: An argument is out of range.
+        DataError: A batch has an id twice, or one that is out of range.
 
     Example:
         >>> course = belady([np.array([1, 2]), np.array([3, 1]), np.array([2])], num_rows=1)
@@ -220,10 +221,28 @@ def _next_uses(source: SampleSource) -> tuple[KeptArrays, Array]:
     def backwards() -> Iterator[Array]:
         for batch in reversed(range(source.num_batches)):
             ids = np.asarray(source.node_ids(batch), np.int64)
-            yield following[ids]
-            following[ids] = batch
+            nexts = np.empty(len(ids), np.int32)
+            bad = _look_ahead(ids, batch, following, nexts)
+            if bad >= 0:
+                raise DataError(
+                    f"batch {batch} has node id {ids[bad]} twice, or it is not one of 0 to "
+                    f"{source.num_nodes - 1}",
+                    hint="the ids of a batch are distinct and those of the graph",
+                )
+            yield nexts
 
     return KeptArrays(backwards(), limit=source.num_batches + 1), following
+
+
+@njit
+def _look_ahead(ids: Any, batch: Any, following: Any, nexts: Any) -> Any:
+    """Next use of each id, which is then this batch; the first place that is wrong, or -1."""
+    for i in range(ids.shape[0]):
+        if ids[i] < 0 or ids[i] >= following.shape[0] or following[ids[i]] == batch:
+            return i
+        nexts[i] = following[ids[i]]
+        following[ids[i]] = batch
+    return -1
 
 
 @njit

@@ -12,6 +12,7 @@ from typing import Literal
 
 import numpy as np
 
+from fivefold.errors import DataError
 from fivefold.gnn.planning._belady import belady
 from fivefold.gnn.planning._budgets import FeatureInfo
 from fivefold.gnn.planning._pages import read_costs
@@ -104,10 +105,19 @@ class Tally:
         return {level: count / max(1, self.accesses) for level, count in counts.items()}
 
     def cold_ids(self) -> Iterator[Ids]:
-        """Cold ids of each batch, ascending."""
+        """Cold ids of each batch, ascending.
+
+        Raises:
+            DataError: A batch has an id twice.
+        """
         for batch in range(self._samples.num_batches):
             ids = self._samples.node_ids(batch)
             cold = self._caches.cold_ids(batch, ids)
+            if not (cold[1:] > cold[:-1]).all():
+                raise DataError(
+                    f"batch {batch} has a node id twice",
+                    hint="the ids of a batch are distinct; sample it again",
+                )
             self.accesses += len(ids)
             self.device_hits += int(np.sum(find_slots(self._caches.device_rows, ids) >= 0))
             self.cold_rows += len(cold)

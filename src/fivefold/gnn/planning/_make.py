@@ -86,20 +86,7 @@ def make_plan(  # noqa: PLR0913 - one keyword per decision that the caller may t
         >>> plan.host_rows.tolist(), plan.predicted.read_bytes_per_epoch
         ([0, 1, 2], 4096)
     """
-    if policy not in {"static", "belady"}:
-        raise ConfigurationError(f"policy is {policy!r}", hint="use 'static' or 'belady'")
-    if samples.num_nodes != features.num_nodes:
-        raise DataError(
-            f"the samples are of a graph of {samples.num_nodes} nodes, the features of "
-            f"{features.num_nodes}",
-            hint="sample the graph that these features belong to",
-        )
-    _at_least("segment_batches", segment_batches, 1)
-    _at_least("max_gap_bytes", max_gap_bytes, 0)
-    _at_least("buffer_batches", buffer_batches, 0)
-    _at_least("training_epochs", training_epochs, 0)
-    check_layout(layout, minhash_functions)
-    return _Making(
+    making = _Making(
         samples=samples,
         features=features,
         budgets=budgets,
@@ -111,12 +98,14 @@ def make_plan(  # noqa: PLR0913 - one keyword per decision that the caller may t
         max_gap_bytes=max_gap_bytes,
         buffer_batches=buffer_batches,
         training_epochs=training_epochs,
-    ).plan()
+    )
+    making.check()
+    return making.plan()
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Making:
-    """The arguments of ``make_plan``, checked, and the steps from them to the plan."""
+    """The arguments of ``make_plan``, and the steps from them to the plan."""
 
     samples: SampleSource
     features: FeatureInfo
@@ -129,6 +118,21 @@ class _Making:
     max_gap_bytes: int | None
     buffer_batches: int
     training_epochs: int
+
+    def check(self) -> None:
+        if self.policy not in {"static", "belady"}:
+            raise ConfigurationError(f"policy is {self.policy!r}", hint="use 'static' or 'belady'")
+        if self.samples.num_nodes != self.features.num_nodes:
+            raise DataError(
+                f"the samples are of a graph of {self.samples.num_nodes} nodes, the features of "
+                f"{self.features.num_nodes}",
+                hint="sample the graph that these features belong to",
+            )
+        _at_least("segment_batches", self.segment_batches, 1)
+        _at_least("max_gap_bytes", self.max_gap_bytes, 0)
+        _at_least("buffer_batches", self.buffer_batches, 0)
+        _at_least("training_epochs", self.training_epochs, 0)
+        check_layout(self.layout, self.minhash_functions)
 
     def plan(self) -> Plan:
         caches = self.fill_caches()
