@@ -158,6 +158,8 @@ def test_node_table_with_numbers_as_ids(tmp_path, random_graph, expected_csr):
     ("edges", "nodes", "message"),
     [
         ("0,1\n1,\n", None, "empty field"),
+        ("0  1\n1  2\n", None, "empty field"),
+        ("a,b\n,c\n", None, "empty field"),
         ("0,1\n1,2,3\n", None, "Expected 2 columns"),
         ("lonely\n", None, "has 1 columns"),
         ("u,v\na,b\nb,c\n", "id,z\na,1\nb,2\n", "names node 'c'"),
@@ -175,6 +177,36 @@ def test_damaged_tables(tmp_path, edges, nodes, message):
     with pytest.raises(DataError, match=message) as caught:
         ingest(table_source([tmp_path / "e.csv"], nodes=nodes, columns=columns), tmp_path / "out")
     assert caught.value.hint
+
+
+def test_numbers_that_become_fractions_late(tmp_path):
+    """Arrow guesses a column's type from the first block."""
+    rows = [f"{i},{i}" for i in range(500_000)] + ["500000,0.5"]
+    (tmp_path / "n.csv").write_text("\n".join(["id,a", *rows]))
+    (tmp_path / "e.csv").write_text("s,t\n0,1\n")
+    source = table_source([tmp_path / "e.csv"], nodes=tmp_path / "n.csv")
+    with ingest(source, tmp_path / "out") as dataset:
+        assert dataset.features.read("x", 499_999).tolist() == [[499_999.0], [0.5]]
+
+
+def test_lists_and_categories_of_parquet(tmp_path):
+    table = {
+        "id": pa.array(["b", "NA", "c"]).cast(pa.large_string()),
+        "label": pa.array(["x", "y", None]).dictionary_encode(),
+        "v": pa.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]),
+        "flag": [True, False, True],
+    }
+    parquet.write_table(pa.table(table), tmp_path / "n.parquet")
+    (tmp_path / "e.csv").write_text("source,target\nNA,b\nc,NA\n")
+    source = table_source([tmp_path / "e.csv"], nodes=tmp_path / "n.parquet")
+    with ingest(source, tmp_path / "out") as dataset:
+        assert dataset.features.read("x").tolist() == [[1, 2, 1], [3, 4, 0], [5, 6, 1]]
+        assert (dataset.labels.tolist(), dataset.class_names) == ([0, 1, -1], ["x", "y"])
+        assert dataset.topology().neighbors(1).tolist() == [2]
+    table["v"] = pa.array([[1.0, 2.0], [3.0], [5.0, 6.0, 7.0]])
+    parquet.write_table(pa.table(table), tmp_path / "n.parquet")
+    with pytest.raises(DataError, match="lists of several lengths"):
+        ingest(table_source([tmp_path / "e.csv"], nodes=tmp_path / "n.parquet"), tmp_path / "out2")
 
 
 def test_wrong_arguments(tmp_path):

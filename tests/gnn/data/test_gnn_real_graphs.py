@@ -49,7 +49,7 @@ Section: other
 
 def pairs(source):
     rows = source.edge_rows.array
-    return sorted(map(tuple, rows.tolist()))
+    return sorted(map(tuple, rows.T.tolist()))
 
 
 @pytest.mark.parametrize("packed", ["", ".gz", ".xz"])
@@ -68,6 +68,16 @@ def test_packages(tmp_path, packed):
     assert pairs(heard) == [(0, 2), (1, 0), (1, 2), (3, 0)]
     both, _ = debian_source(dim=64, lists=tmp_path)
     assert pairs(both) == sorted(pairs(source) + pairs(heard))
+
+
+def test_two_edges_keep_their_direction(tmp_path):
+    """An array of two edges is two by two either way."""
+    text = "Package: a\nDepends: b, c\n\nPackage: b\n\nPackage: c\n"
+    (tmp_path / "Packages").write_text(text)
+    with debian_packages(
+        tmp_path / "out", dim=1, lists=tmp_path, neighbors="dependencies"
+    ) as dataset:
+        assert dataset.topology().neighbors(0).tolist() == [1, 2]
 
 
 def test_features_are_words_of_the_description_alone(tmp_path):
@@ -189,4 +199,4 @@ def test_published_counts_of_wordnet():
     source, names = wordnet_source(dim=1, dictionary=DICTIONARY)
     assert len(names) == 117_659
     assert len(source.class_names) == 45
-    assert source.edge_rows.shape[0] == 361_647  # of 377,592 pointers, each pair once
+    assert source.edge_rows.shape[1] == 361_647  # of 377,592 pointers, each pair once

@@ -21,9 +21,9 @@ Array = ArrayLike | str | os.PathLike[str]
 _SPLITS = ("train", "valid", "test")
 
 
-def array_part(rows: Rows, weights: Rows | None) -> EdgePart:
-    """Edges given as arrays, without a source around them."""
-    return _ArrayEdges(rows, weights)
+def array_part(rows: Rows, weights: Rows | None, *, pairs: bool | None = None) -> EdgePart:
+    """Edges given as arrays, without a source around them; ``pairs`` says they are ``[E, 2]``."""
+    return _ArrayEdges(rows, weights, pairs=pairs)
 
 
 def as_rows(value: Any) -> Rows:
@@ -281,7 +281,7 @@ class _ArrayFeatures:
 class _ArrayEdges:
     sorted_by_target = False
 
-    def __init__(self, rows: Rows, weights: Rows | None) -> None:
+    def __init__(self, rows: Rows, weights: Rows | None, *, pairs: bool | None = None) -> None:
         if len(rows.shape) != 2 or 2 not in rows.shape:
             raise DataError(f"edges have shape {list(rows.shape)}", hint="give [2, E] or [E, 2]")
         if rows.dtype.kind not in "iu":
@@ -290,6 +290,8 @@ class _ArrayEdges:
         self.split = rows.shape[0] == 2
         if rows.shape == (2, 2) and getattr(rows, "transposed", False):
             self.split = False
+        if pairs is not None:
+            self.split = not pairs
         self.rows = rows
         self.num_edges = rows.shape[1] if self.split else rows.shape[0]
         self.expected_edges = self.num_edges

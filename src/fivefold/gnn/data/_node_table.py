@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute
 from numpy.typing import NDArray
 
 from fivefold.errors import DataError
@@ -102,22 +103,35 @@ class NodeTable:
             check_column(table, name)
         taken = {self.id, self.label, self.split}
         self.feature_names = (
-            [name for name in table.names if name not in taken and _width(self.types[name])]
+            [name for name in table.names if name not in taken and self._width(name)]
             if columns.features is None
             else list(columns.features)
         )
-        widths = [_width(self.types[name]) for name in self.feature_names]
-        for name, width in zip(self.feature_names, widths, strict=True):
+        self.widths = {name: self._width(name) for name in self.feature_names}
+        for name, width in self.widths.items():
             if not width:
                 raise DataError(
                     f"feature column {name!r} is of type {self.types[name]}",
                     hint="use numbers or lists of one length",
                 )
-        self.dim = sum(widths)
+        self.dim = sum(self.widths.values())
         self._is_typed = isinstance(table, ParquetReader)
         self.dtype = self._feature_dtype()
         first = [table.names[0]] if table.names else []
-        self.num_rows = sum(batch.num_rows for batch in table.batches(first))
+        as_text = None if self._is_typed else [pa.string()] * len(first)
+        self.num_rows = sum(batch.num_rows for batch in table.batches(first, as_text))
+
+    def _width(self, name: str) -> int:
+        """Elements of a feature column; 0 where it is none."""
+        kind = self.types[name]
+        if _is_list(kind):
+            if not _is_numeric(kind.value_type):
+                return 0
+            for batch in self.table.batches([name]):
+                if batch.num_rows:
+                    return len(batch.column(0)[0] or ())  # the others must be as long
+            return 0
+        return int(_is_numeric(kind))
 
     def _feature_types(self) -> list[Any] | None:
         """Said for text, where Arrow would guess from the first block: 1 may be 1.5 further on."""
@@ -178,11 +192,12 @@ class NodeTable:
     def _block(self, batch: Any) -> NDArray[Any]:
         block, place = np.empty((batch.num_rows, self.dim), self.dtype), 0
         for name, column in zip(self.feature_names, batch.columns, strict=True):
-            width = _width(self.types[name])
-            values = column.flatten() if pa.types.is_nested(column.type) else column
-            if values.null_count or len(values) != width * batch.num_rows:
+            width = self.widths[name]
+            values = column.flatten() if _is_list(column.type) else column
+            if column.null_count or values.null_count or not _all_of(column, width):
                 raise DataError(
-                    f"column {name!r} of {self.table.path} has empty fields",
+                    f"column {name!r} of {self.table.path} has empty fields or lists of several "
+                    "lengths",
                     hint="every node needs a whole feature row",
                 )
             array = values.to_numpy(zero_copy_only=False)
@@ -201,7 +216,9 @@ class NodeTable:
 
     def _label_names(self, label: str) -> list[str] | None:
         """Classes of a text column in alphabetical order; None for numbers."""
-        if not pa.types.is_string(self.types[label]):
+        kind = self.types[label]
+        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
             return None
         found: set[str] = set()
         for batch in self.table.batches([label], [pa.string()]):
@@ -240,12 +257,24 @@ def _first_of(names: list[str], wanted: Sequence[str]) -> str | None:
 
 
 def _element(kind: Any) -> Any:
-    return kind.value_type if pa.types.is_nested(kind) else kind
+    return kind.value_type if _is_list(kind) else kind
 
 
-def _width(kind: Any) -> int:
-    """Elements of a feature column; 0 where it is none."""
-    if pa.types.is_fixed_size_list(kind):
-        return int(kind.list_size) if _width(kind.value_type) else 0
-    numeric = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
-    return 1 if numeric else 0
+def _is_list(kind: Any) -> bool:
+    return bool(
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    )
+
+
+def _is_numeric(kind: Any) -> bool:
+    return bool(
+        pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+    )
+
+
+def _all_of(column: Any, width: int) -> bool:
+    """Whether all lists of a column have this length; numbers have."""
+    if not _is_list(column.type):
+        return True
+    lengths = pa.compute.list_value_length(column).to_numpy(zero_copy_only=False)
+    return bool(np.all(lengths == width))

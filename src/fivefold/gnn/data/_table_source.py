@@ -179,7 +179,7 @@ class TableSource:
         self.num_nodes = state["num_nodes"]
         if needed:
             weights = npy_rows(work / "weights.npy") if self.weighted else None
-            self.numbered = array_part(npy_rows(work / "edges.npy"), weights)
+            self.numbered = array_part(npy_rows(work / "edges.npy"), weights, pairs=True)
         else:
             shutil.rmtree(work, ignore_errors=True)
 

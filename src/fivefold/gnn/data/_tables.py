@@ -140,7 +140,10 @@ class CsvReader:
                 ),
                 parse_options=csv.ParseOptions(delimiter=self._delimiter),
                 convert_options=csv.ConvertOptions(
-                    include_columns=list(columns), column_types=kinds
+                    include_columns=list(columns),
+                    column_types=kinds,
+                    null_values=[""],  # a node may well be named NA
+                    strings_can_be_null=True,
                 ),
             )
             yield from reader

@@ -92,7 +92,7 @@ def text_source(
     numbers = np.array([classes.get(label, -1) for label in labels], np.int64)
     return ArraySource(
         name=name,
-        edge_rows=ArrayRows(np.array(edges, np.int64).reshape(-1, 2)),
+        edge_rows=ArrayRows(np.ascontiguousarray(np.array(edges, np.int64).reshape(-1, 2).T)),
         feature_rows=ArrayRows(hashed_words(texts, dim)),
         label_rows=ArrayRows(numbers),
         split_rows={k: ArrayRows(v) for k, v in random_splits(len(texts), seed).items()},
