@@ -32,7 +32,7 @@ from typing import Any
 from _harness._memory_limit import drop_caches
 from _harness._probe import probe
 from _harness._rows import rows_of
-from _harness._settings import SETTINGS, Setting, quick
+from _harness._settings import BY_DEFAULT, SETTINGS, Setting, quick
 from _harness._table import UNLIMITED, Order
 from _harness._worker import Answer, Worker, WorkerError
 
@@ -45,6 +45,7 @@ WORKING_BYTES = 512 << 20
 PACKING_BYTES = 192 << 20
 INTERPRETER_BYTES = 352 << 20  # torch and compiled code; the rest of the limit is for buffers
 BLOW_UP = 2.1
+NEEDED_TIMES = 8.0  # bytes on disk over those of the features: theirs, three stores, scratch
 WHOLE = ("ours static", "ours belady")
 PLAIN_BATCH_ROWS = 3000
 Measured = dict[str, Any]
@@ -55,9 +56,18 @@ def note(text: str) -> None:
     print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
 
 
+def make_room(folder: Path, place: Path, needed_bytes: float) -> None:
+    """Delete graphs of other settings where the disk is short; they can be made again."""
+    for other in sorted(folder.glob("graph-*")):
+        if other != place and shutil.disk_usage(folder).free < needed_bytes:
+            note(f"room is made: {other.name} is deleted")
+            shutil.rmtree(other)
+
+
 def make_graph(setting: Setting, folder: Path) -> Path:
     """Generate the graph, or take the one that is there."""
     place = folder / f"graph-{setting.nodes}-{setting.dim}"
+    make_room(folder, place, NEEDED_TIMES * setting.nodes * setting.row_bytes)
     started_s = time.perf_counter()
     with generate_graph(place, nodes=setting.nodes, dim=setting.dim, seed=1) as dataset:
         size, seconds = dataset.features.nbytes / 1e9, time.perf_counter() - started_s
@@ -264,10 +274,10 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     names = ",".join(setting.name for setting in SETTINGS)
-    parser.add_argument("--only", default=names, help=f"settings, of {names}")
+    parser.add_argument("--only", default=",".join(BY_DEFAULT), help=f"settings, of {names}")
     parser.add_argument("--systems", help="only these, comma-separated")
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=7.0, help="of a slow system's run")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of a slow system's run")
     parser.add_argument("--probe-seconds", type=float, default=0.8, help="of each half of a probe")
     parser.add_argument("--plain-rows", type=int, default=PLAIN_BATCH_ROWS)
     parser.add_argument("--nodes", type=int, help="instead of each setting's own")

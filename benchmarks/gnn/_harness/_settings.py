@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-__all__ = ["SETTINGS", "Setting", "quick"]
+__all__ = ["BY_DEFAULT", "SETTINGS", "Setting", "quick"]
 
 ALL = (
     "in memory", "mmap", "mmap + degree cache", "online LRU", "Ginex", "MariusGNN sequential",
@@ -66,7 +66,7 @@ SETTINGS = (
     ),
     Setting(
         name="more-memory", nodes=10_000_000, dim=128, batches=195, share=0.2,
-        systems=("Ginex", "DiskGNN", "ours static", "ours belady"),
+        systems=("Ginex", "DiskGNN", "ours static"),
     ),
     Setting(
         name="full-epoch", nodes=10_000_000, dim=128, batches=195, fanouts=(10, 10), train=True,
@@ -79,6 +79,7 @@ SETTINGS = (
         name="rows-4k", nodes=4_000_000, dim=1024, batches=160, batch_size=72, speed_up=3.0
     ),
 )  # fmt: skip
+BY_DEFAULT = ("published", "more-memory", "full-epoch", "rows-1k", "rows-4k")
 
 
 def quick(setting: Setting) -> Setting:

@@ -60,7 +60,7 @@ class EdgeBuckets:
             The buckets.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        dtype = np.dtype(np.int32 if topology.num_nodes <= np.iinfo(np.int32).max else np.int64)
+        dtype = _dtype(topology.num_nodes)
         new_of = np.empty(topology.num_nodes, dtype)
         new_of[order] = np.arange(topology.num_nodes, dtype=dtype)
         indptr, indices = np.asarray(topology.indptr), topology.indices
@@ -80,7 +80,23 @@ class EdgeBuckets:
             for file in (targets, sources):
                 file.flush()
                 os.fsync(file.fileno())
+        np.save(folder / "bounds.npy", bounds)  # the last one: it says that the others are whole
         return cls(folder, bounds=bounds, rows=rows, dtype=dtype)
+
+    @classmethod
+    def open(cls, folder: Path, *, num_nodes: int, rows: int) -> EdgeBuckets | None:
+        """Take buckets that were written before; None where there are none.
+
+        Args:
+            folder: Where they are.
+            num_nodes: Nodes of the graph.
+            rows: Nodes per partition.
+        """
+        if not (folder / "bounds.npy").exists():
+            return None
+        return cls(
+            folder, bounds=np.load(folder / "bounds.npy"), rows=rows, dtype=_dtype(num_nodes)
+        )
 
     @property
     def nbytes(self) -> int:
@@ -124,6 +140,10 @@ class EdgeBuckets:
             for name in ("targets", "sources")
         )
         return target, source
+
+
+def _dtype(num_nodes: int) -> np.dtype[Any]:
+    return np.dtype(np.int32 if num_nodes <= np.iinfo(np.int32).max else np.int64)
 
 
 def _edges_into(

@@ -87,19 +87,27 @@ class MariusSystem:
             workload.num_nodes, workload.samples.train_ids, seed=seed if shuffle else None
         )
         self._num_train = len(workload.samples.train_ids)
-        self._folder = workload.folder / f"marius-{policy}"
+        # Both policies read the same files.
+        recipe = f"{workload.features.fingerprint[:12]}-{num_partitions}-{seed}-{int(shuffle)}"
+        self._folder = workload.folder / f"marius-{recipe}"
         self._reader: RowReader | None = None
         self._buckets: EdgeBuckets | None = None
         self._buffer = workload.empty_rows(0)
         self._statistics = SystemStatistics()
 
     def prepare(self) -> Preparation:
-        """Rewrite the features in the new order and sort the edges into buckets."""
+        """Rewrite the features in the new order and sort the edges into buckets, once for all."""
         started_s = time.perf_counter()
         self._folder.mkdir(parents=True, exist_ok=True)
-        container = _rewrite(self.workload, self.order, self._folder / "features.fvf")
-        self._buckets = EdgeBuckets.write(
-            self._folder / "edges",
+        path, edges = self._folder / "features.fvf", self._folder / "edges"
+        if path.exists():
+            container = Container.open(path, kind="features")
+        else:
+            container = _rewrite(self.workload, self.order, path)
+        self._buckets = EdgeBuckets.open(
+            edges, num_nodes=self.workload.num_nodes, rows=self.rows
+        ) or EdgeBuckets.write(
+            edges,
             self.topology,
             order=self.order,
             rows=self.rows,
