@@ -1,11 +1,16 @@
 """The trainer in all modes: what it makes, what it reaches, what it writes."""
 
 import json
+import sys
 import tomllib
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from training_graphs import make_dataset, write
 
 from fivefold.errors import CheckpointError, ConfigurationError, DataError, InfeasibleError
 from fivefold.gnn.data import Dataset
@@ -221,3 +226,30 @@ def test_samples_are_refreshed_in_the_background_and_a_resumed_run_has_the_same(
             train_graph(part)
         monkeypatch.setattr(_loop, "write_checkpoint", real)
         assert train_graph(part).parameters_sha256 == whole.parameters_sha256
+
+
+def test_unlabelled_nodes_and_empty_splits_are_no_trouble(make_config, tmp_path):
+    with make_dataset(tmp_path / "g", nodes=80, edges=300) as full:
+        y, train = full.labels.copy(), full.train
+    y[train[::3]] = -1
+    empty = np.empty(0, np.int64)
+    arrays = {"y": y, "train": train, "valid": empty, "test": empty}
+    write(tmp_path / "g" / "labels.fvf", "labels", arrays, {"num_classes": 4})
+    for mode in ("disk", "memory"):
+        config = make_config(output=mode, mode=mode, epochs=2)
+        data = config.data.model_copy(update={"path": tmp_path / "g"})
+        result = train_graph(config.model_copy(update={"data": data}))
+        assert (result.steps, result.valid_accuracy, result.best_epoch) == (4, None, None)
+        assert events(config, "validation")[0]["accuracy"] is None
+        assert infer_run(config.run.output, memory_bytes=10**6).accuracy.keys() == {"train"}
+
+
+def test_one_batch_one_class_one_layer(make_config, tmp_path):
+    make_dataset(tmp_path / "g", nodes=30, edges=60, dim=1, classes=1).close()
+    config = make_config(epochs=2, model={"name": "gat"})
+    tables = {
+        "data": config.data.model_copy(update={"path": tmp_path / "g"}),
+        "sampling": config.sampling.model_copy(update={"fanouts": (2,), "batch_size": 1000}),
+    }
+    result = train_graph(config.model_copy(update=tables))
+    assert (result.steps, result.test_accuracy) == (2, 1.0)
