@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError, DataError, StorageError
-from fivefold.gnn.storage import Container, ContainerWriter, RowReader
+from fivefold.gnn.storage import Container, ContainerWriter, RowReader, aligned_empty
 from fivefold.gnn.storage._xxhash import hash_pages
 
 DTYPES = ["u1", "i8", "f2", "<f4", ">f4", "c16", "?", "S5", "M8[ns]"]
@@ -107,6 +107,10 @@ def test_large_writes_take_the_direct_way_and_give_the_same_file(tmp_path):
         assert one.fingerprint == b.fingerprint
         one.verify()
         assert np.array_equal(one.read("x"), array)
+    on_a_page = aligned_empty(array.shape, np.uint8)  # which is written without a copy
+    on_a_page[:] = array
+    with write(tmp_path / "c", on_a_page) as third:
+        assert third.fingerprint == one.fingerprint
 
 
 def test_fingerprints_differ_with_contents_attributes_and_kind(tmp_path):

@@ -30,7 +30,7 @@ from fivefold.units import format_bytes
 __all__ = ["PartialFile"]
 
 _BOUNCE_BYTES = 4 << 20  # one write at a time: long ones, so that its latency does not count
-_COPY_PAGES = 64  # copied and hashed while they are in the second-level cache
+_COPY_BYTES = 256 << 10  # copied and hashed while they are in the second-level cache
 _LEAST_DIRECT_BYTES = 1 << 20  # below this the page cache is faster and holds it easily
 _EINTR = 4
 _NO_RESERVATION = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
@@ -54,16 +54,21 @@ def _write_whole(direct: Any, plain: Any, address: Any, count: Any, offset: Any)
 
 
 @compiled
+def _hash_into(address: Any, count: Any, offset: Any, file_id: Any, checksums: Any) -> None:
+    for page in range(count // PAGE_BYTES):
+        seed = file_id + np.uint64(offset // PAGE_BYTES + page)
+        checksums[page] = hash_page(address + page * PAGE_BYTES, seed)
+
+
+@compiled
 def _fill(bounce: Any, source: Any, count: Any, offset: Any, file_id: Any, checksums: Any) -> None:
     """Copy pages into the buffer and hash them, a piece at a time."""
-    pages = count // PAGE_BYTES
-    for begin in range(0, pages, _COPY_PAGES):
-        end = min(begin + _COPY_PAGES, pages)
-        place = bounce + begin * PAGE_BYTES
-        copy_bytes(place, source + begin * PAGE_BYTES, (end - begin) * PAGE_BYTES)
-        for page in range(begin, end):
-            seed = file_id + np.uint64(offset // PAGE_BYTES + page)
-            checksums[page] = hash_page(bounce + page * PAGE_BYTES, seed)
+    for begin in range(0, count, _COPY_BYTES):
+        length = min(count - begin, _COPY_BYTES)
+        copy_bytes(bounce + begin, source + begin, length)
+        _hash_into(
+            bounce + begin, length, offset + begin, file_id, checksums[begin // PAGE_BYTES :]
+        )
 
 
 @compiled
@@ -75,13 +80,22 @@ def _write_pages(
     file_id: Any,
     checksums: Any,
 ) -> Any:
-    """Write whole pages through the buffer, hashing them; returns (bytes done, error number)."""
+    """Write whole pages and hash them; returns (bytes done, error number).
+
+    Direct writes need memory on a page boundary: from elsewhere pages go through the buffer.
+    """
     total = len(checksums) * PAGE_BYTES
     done = np.int64(0)
     while done < total:
         count: Any = min(total - done, _BOUNCE_BYTES)
-        _fill(bounce, source + done, count, offset + done, file_id, checksums[done // PAGE_BYTES :])
-        put, number = _write_whole(descriptors[0], descriptors[1], bounce, count, offset + done)
+        place, address = offset + done, source + done
+        sums = checksums[done // PAGE_BYTES :]
+        if address % PAGE_BYTES == 0:
+            _hash_into(address, count, place, file_id, sums)
+        else:
+            _fill(bounce, address, count, place, file_id, sums)
+            address = bounce
+        put, number = _write_whole(descriptors[0], descriptors[1], address, count, place)
         done += put
         if put < count:
             return done, number

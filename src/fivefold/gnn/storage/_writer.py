@@ -270,15 +270,23 @@ class ContainerWriter:
     def _put_rows(self, file: PartialFile, offset: int, rows: NDArray[Any]) -> None:
         if rows.size == 0:
             return
-        row_bytes = rows[:1].nbytes
-        step = max(1, _CHUNK_BYTES // row_bytes)
-        little = rows.dtype.newbyteorder("<")
         ledger = self._ledger if file is self._file else None
-        for first in range(0, len(rows), step):
+        little = rows.dtype.newbyteorder("<")
+        if rows.flags.c_contiguous and rows.dtype == little:
+            self._put_bytes(file, offset, rows.reshape(-1).view(np.uint8), ledger)
+            return
+        row_bytes = rows[:1].nbytes
+        for first in range(0, len(rows), step := max(1, _CHUNK_BYTES // row_bytes)):
             block = np.ascontiguousarray(rows[first : first + step], little)
-            with self._lock:
-                self._check_open()
-                file.put(block.reshape(-1).view(np.uint8), offset + first * row_bytes, ledger)
+            place = offset + first * row_bytes
+            self._put_bytes(file, place, block.reshape(-1).view(np.uint8), ledger)
+
+    def _put_bytes(
+        self, file: PartialFile, offset: int, data: NDArray[np.uint8], ledger: PageLedger | None
+    ) -> None:
+        with self._lock:
+            self._check_open()
+            file.put(data, offset, ledger)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[Any]:
         """Rows that have been written, before the file is committed; nothing is verified.
