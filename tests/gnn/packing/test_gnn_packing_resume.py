@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from fivefold.errors import DataError, InfeasibleError, StorageError
+from fivefold.errors import ConfigurationError, DataError, InfeasibleError, StorageError
 from fivefold.gnn.packing import PackedStore, pack, write_plan
 from fivefold.gnn.storage import ContainerWriter
 
@@ -230,7 +230,7 @@ def test_a_damaged_manifest_is_seen(wide_world, tmp_path):
     arguments = (world.features, world.samples, plan, tmp_path / "store")
     pack(*arguments, memory_bytes=1 << 20).close()
     manifest = tmp_path / "store" / "store.json"
-    for text in ("", "[]", "{}", '{"version": 99}'):
+    for text in ("", "[]", "{}", '{"version": 99}', '{"version": 1}'):
         manifest.write_text(text)
         with pytest.raises(DataError, match="pack again"):
             PackedStore.open(tmp_path / "store")
@@ -250,9 +250,9 @@ def test_a_damaged_spill_is_seen_and_made_anew(wide_world, tmp_path, monkeypatch
         with pytest.raises(StoppedError):
             pack(*arguments, tmp_path / "stopped", **settings)
     flip(tmp_path / "stopped" / "packing" / "spill.fvf", 4096 * 40 + 17)
-    with pytest.raises(DataError, match=r"spill\.fvf.*damaged"):
+    with pytest.raises(DataError, match=r"spill\.fvf.*damaged.*run packing again"):
         pack(*arguments, tmp_path / "stopped", **settings)
-    pack(*arguments, tmp_path / "stopped", **settings, resume=False).close()
+    pack(*arguments, tmp_path / "stopped", **settings).close()
     assert contents(tmp_path / "stopped") == contents(whole)
 
 
@@ -261,6 +261,13 @@ def test_memory_and_disk_that_do_not_suffice_are_refused_before_work(wide_world,
     arguments = (world.features, world.samples, plan, tmp_path / "store")
     with pytest.raises(InfeasibleError, match=r"memory.*give"):
         pack(*arguments, memory_bytes=1000)
+    with pytest.raises(ConfigurationError, match="memory_bytes is 0"):
+        pack(*arguments, memory_bytes=0)
+    with pytest.raises(ConfigurationError, match="strategy is 'best'; use one of resident"):
+        pack(*arguments, memory_bytes=1 << 20, strategy="best")
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="cannot be made"):
+        pack(*arguments[:3], tmp_path / "file" / "store", memory_bytes=1 << 20)
     short = world.plan(segment_batches=3, device=50, host=200)
     budgets = dataclasses.replace(short.budgets, disk_bytes=plan.predicted.packed_bytes // 2)
     short = dataclasses.replace(short, budgets=budgets)

@@ -18,8 +18,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fivefold.errors import DataError, StorageError
-from fivefold.gnn.packing._geometry import PAGE_BYTES, Geometry, choose_geometry, reader_block_bytes
+from fivefold.errors import ConfigurationError, DataError, StorageError
+from fivefold.gnn.packing._geometry import (
+    PAGE_BYTES,
+    STRATEGIES,
+    Geometry,
+    choose_geometry,
+    reader_block_bytes,
+)
 from fivefold.gnn.packing._movement import Mover, Order
 from fivefold.gnn.packing._plan_file import write_plan
 from fivefold.gnn.packing._records import KIND_RECORDS, caches_of, write_records
@@ -43,6 +49,7 @@ __all__ = ["pack"]
 
 _logger = logging.getLogger(__name__)
 _SECTION = "x"
+_LOCK = "lock"
 _BYTES_PER_S = 1e9  # of a disk that was not measured
 _ANEW = "give another folder, or begin anew with resume=False (--fresh)"
 _LEDGER_BYTES_PER_PAGE = 10  # checksum and state of a page, for the rows and for the spill
@@ -84,6 +91,7 @@ def pack(  # noqa: PLR0913 - the contract names them
         The store, opened.
 
     Raises:
+        ConfigurationError: ``memory_bytes`` is not positive, or the strategy is unknown.
         DataError: Features, samples and plan do not belong together, or the folder holds a store
             of other inputs.
         InfeasibleError: Memory or disk space are short.
@@ -118,18 +126,15 @@ def pack(  # noqa: PLR0913 - the contract names them
         True
         >>> data.close(); samples.close(); folder.cleanup()
     """
+    _check_settings(memory_bytes, strategy)
     files = StoreFiles(folder)
     inputs = _inputs(features, samples, plan)
-    if not resume:
-        remove_store(files)
-    elif files.store.exists():
+    if resume and files.store.exists():
         return _finished(files, inputs, features, samples)
-    try:
-        files.scratch.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(f"{files.scratch} cannot be made: {error}", hint="check it") from error
     tell = progress or (lambda _stage, _done, _total: None)
     with _locked(files):
+        if not resume:
+            _remove_store(files)
         job = _Job(files, inputs, memory_bytes=memory_bytes)
         with (
             _records(files, samples, plan, inputs, memory_bytes, tell) as records,
@@ -152,13 +157,25 @@ def pack(  # noqa: PLR0913 - the contract names them
     return PackedStore.open(files.folder, features=features, samples=samples)
 
 
-def remove_store(files: StoreFiles) -> None:
-    """Remove a store, finished or not; its name goes first."""
+def _check_settings(memory_bytes: int, strategy: str | None) -> None:
+    if memory_bytes <= 0:
+        raise ConfigurationError(
+            f"memory_bytes is {memory_bytes}", hint="use a positive number of bytes"
+        )
+    if strategy is not None and strategy not in STRATEGIES:
+        hint = f"use one of {', '.join(STRATEGIES)}, or None for the cheapest"
+        raise ConfigurationError(f"strategy is {strategy!r}", hint=hint)
+
+
+def _remove_store(files: StoreFiles) -> None:
+    """Remove a store, finished or not, but for the lock; its name goes first."""
     files.store.unlink(missing_ok=True)
     for path in (files.plan, files.rows, files.records):
         for found in files.folder.glob(path.name + "*"):
             found.unlink()
-    shutil.rmtree(files.scratch, ignore_errors=True)
+    for found in files.scratch.iterdir():
+        if found.name != _LOCK:
+            found.unlink()
 
 
 def _inputs(features: Container, samples: SampleFile, plan: Plan) -> dict[str, str]:
@@ -201,7 +218,15 @@ def _finished(
 @contextmanager
 def _locked(files: StoreFiles) -> Iterator[None]:
     """Keep other processes out of this folder."""
-    with (files.scratch / "lock").open("w") as lock:
+    try:
+        files.scratch.mkdir(parents=True, exist_ok=True)
+        lock = (files.scratch / _LOCK).open("w")
+    except OSError as error:
+        raise StorageError(
+            f"{files.scratch} cannot be made: {error.strerror}",
+            hint="choose a folder that can be written, on a disk with free space",
+        ) from error
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

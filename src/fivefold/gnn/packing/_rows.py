@@ -7,12 +7,14 @@ run with another memory budget can go on where the last one stopped.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from fivefold.errors import DataError
 from fivefold.gnn.packing._geometry import Window, cut_windows
 from fivefold.gnn.packing._movement import (
     Cells,
@@ -101,9 +103,24 @@ def _move(
         move = gather_resident if mover.geometry.strategy == "resident" else pass_over
         move(mover, writer, finished)
         return
-    cells, spill = _spill(mover, scratch, progress)
-    with spill, mover.another_reader(spill, "cells") as reader:
-        order_windows(mover, cells, reader, writer, done=first, finished=finished)
+    with _fresh_if_damaged(scratch):
+        cells, spill = _spill(mover, scratch, progress)
+        with spill, mover.another_reader(spill, "cells") as reader:
+            order_windows(mover, cells, reader, writer, done=first, finished=finished)
+
+
+@contextmanager
+def _fresh_if_damaged(scratch: Path) -> Iterator[None]:
+    """Remove scratch files that turn out to be damaged, so that the next run makes them anew."""
+    try:
+        yield
+    except DataError as error:
+        if str(scratch) not in error.message:
+            raise
+        for path in (*scratch.glob("spill*"), *scratch.glob("routes*")):
+            path.unlink()
+        hint = "it has been removed; run packing again, which makes it anew"
+        raise DataError(error.message, hint=hint) from error
 
 
 def _spill(mover: Mover, scratch: Path, progress: Progress) -> tuple[Cells, Container]:

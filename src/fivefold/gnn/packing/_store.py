@@ -17,7 +17,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.errors import ConfigurationError, DataError
+from fivefold.errors import ConfigurationError, DataError, StorageError
 from fivefold.gnn.packing._plan_file import read_plan
 from fivefold.gnn.packing._record import BatchRecord, decode_record
 from fivefold.gnn.packing._records import KIND_RECORDS
@@ -234,17 +234,19 @@ def read_manifest(files: StoreFiles) -> dict[str, Any]:
         DataError: It is not there, or not of this form.
     """
     try:
-        manifest = json.loads(files.store.read_text())
+        manifest: Any = json.loads(files.store.read_text())
     except FileNotFoundError:
         state = "unfinished packed" if files.scratch.exists() else "packed"
         hint = "run packing again; it goes on where it stopped" if state[0] == "u" else "pack first"
         raise DataError(f"{files.folder} holds no {state} store", hint=hint) from None
     except (OSError, ValueError) as error:
         raise DataError(f"{files.store} cannot be read: {error}", hint=_REPACK) from None
-    if not isinstance(manifest, dict) or manifest.get("version") != _VERSION:
-        found = manifest.get("version") if isinstance(manifest, dict) else manifest
-        raise DataError(f"{files.store} has version {found!r}, not {_VERSION}", hint=_REPACK)
-    return manifest
+    known: dict[str, Any] = manifest if isinstance(manifest, dict) else {}
+    version = known.get("version")
+    if version != _VERSION or not {"inputs", "files", "num_epochs"} <= known.keys():
+        found = f"version {version!r}" if version != _VERSION else "parts missing"
+        raise DataError(f"{files.store} is not of version {_VERSION}: {found}", hint=_REPACK)
+    return known
 
 
 def write_manifest(files: StoreFiles, manifest: dict[str, Any]) -> None:
@@ -253,15 +255,25 @@ def write_manifest(files: StoreFiles, manifest: dict[str, Any]) -> None:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a small file under a temporary name, wait for the disk, rename."""
+    """Write a small file under a temporary name, wait for the disk, rename.
+
+    Raises:
+        StorageError: The disk refused.
+    """
     temporary = path.with_name(path.name + ".new")
-    with temporary.open("w") as file:
-        json.dump(value, file)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        with temporary.open("w") as file:
+            json.dump(value, file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise StorageError(
+            f"{path} cannot be written: {error.strerror}",
+            hint="free some space; what was packed stays, run packing again",
+        ) from error
