@@ -46,7 +46,11 @@ class MetricsWriter:
             raise _cannot_write(self._path, error) from error
 
     def close(self) -> None:
-        """Close the file; what a full disk refused is dropped."""
+        """Close the file.
+
+        Raises:
+            CheckpointError: The disk refused the last lines.
+        """
         try:
             self._file.close()
         except OSError as error:

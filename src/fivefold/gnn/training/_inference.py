@@ -202,7 +202,11 @@ class _LayerFiles:
         return {"model": self.model, "layer": number}
 
     def newest(self, features: Container) -> tuple[int, Container]:
-        """The last layer that is complete, and its outputs; (0, the features) where none is."""
+        """The last layer that is complete, and its outputs; (0, the features) where none is.
+
+        Raises:
+            DataError: It was made by another model or from another graph.
+        """
         for number in range(self.num_layers, 0, -1):
             path = self.path(number)
             if not path.exists():

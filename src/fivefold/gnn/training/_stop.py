@@ -46,6 +46,9 @@ class StopRequest:
 
         Before training there is no checkpoint to write; what was prepared stays to be gone on
         with.
+
+        Raises:
+            KeyboardInterrupt: From the function that is returned; a stop was asked for.
         """
 
         def show(name: str, done: int, total: int) -> None:
