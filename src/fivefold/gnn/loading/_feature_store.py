@@ -275,7 +275,11 @@ class FeatureStore:
         return reading
 
     def read_cold(self, record: BatchRecord, out: Rows) -> ReadStatistics:
-        """Read the rows of the two disk levels into their places in ``out``."""
+        """Read the rows of the two disk levels into their places in ``out``.
+
+        Raises:
+            DataError: The record does not place each of its rows once, or a page is damaged.
+        """
         served = record.num_cold + len(record.host_slots) + len(record.device_slots)
         if served != len(record.node_ids):
             raise DataError(

@@ -137,12 +137,7 @@ class DiskLoader(BatchLoader):
         )
         _check_policy(store, self._settings)
         _check_dtype(store.dtype)
-        batch_bytes = store.max_nodes * store.row_bytes
-        if memory_bytes is None and prefetch is None:
-            memory_bytes = store.plan.predicted.buffer_bytes or None
-        self._buffers = buffer_count(
-            batch_bytes=batch_bytes, memory_bytes=memory_bytes, prefetch=prefetch
-        )
+        self._buffers = _buffers_for(store, memory_bytes, prefetch)
         self._features = FeatureStore(
             store,
             device=device,
@@ -154,16 +149,13 @@ class DiskLoader(BatchLoader):
         super().__init__(self._features.close)
         self._ring = BufferRing(
             self._buffers,
-            size_bytes=batch_bytes,
+            size_bytes=store.max_nodes * store.row_bytes,
             pinned=self._settings.device.type == "cuda",
         )
         self._transfer: DeviceTransfer | None = None
         if self._settings.device.type != "cpu":
             self._transfer = DeviceTransfer(self._features, self._settings.device)
-        self._seeds = SeedTable(
-            store.train_ids,
-            _checked_labels(labels, store.plan.num_nodes),
-        )
+        self._seeds = SeedTable(store.train_ids, _checked_labels(labels, store.plan.num_nodes))
 
     def _length(self, epoch: int) -> int:
         return len(self._numbers(epoch))
@@ -261,6 +253,14 @@ class DiskLoader(BatchLoader):
             "world_size": settings.world_size,
             "remainder": settings.remainder,
         }
+
+
+def _buffers_for(store: PackedStore, memory_bytes: int | None, prefetch: int | None) -> int:
+    if memory_bytes is None and prefetch is None:
+        memory_bytes = store.plan.predicted.buffer_bytes or None
+    return buffer_count(
+        batch_bytes=store.max_nodes * store.row_bytes, memory_bytes=memory_bytes, prefetch=prefetch
+    )
 
 
 def _check_policy(store: PackedStore, settings: LoaderSettings) -> None:
