@@ -120,8 +120,6 @@ class ContainerWriter:
     def _beside(self, suffix: str) -> Path:
         return self.path.with_name(self.path.name + suffix)
 
-    # --- layout -----------------------------------------------------------------------------
-
     def _lay_out(self, sections: Mapping[str, tuple[DTypeLike, Shape]]) -> None:
         if not sections:
             message = "a container needs a section"
@@ -276,7 +274,8 @@ class ContainerWriter:
             self._put_bytes(file, offset, rows.reshape(-1).view(np.uint8), ledger)
             return
         row_bytes = rows[:1].nbytes
-        for first in range(0, len(rows), step := max(1, _CHUNK_BYTES // row_bytes)):
+        step = max(1, _CHUNK_BYTES // row_bytes)
+        for first in range(0, len(rows), step):
             block = np.ascontiguousarray(rows[first : first + step], little)
             place = offset + first * row_bytes
             self._put_bytes(file, place, block.reshape(-1).view(np.uint8), ledger)
