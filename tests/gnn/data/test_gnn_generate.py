@@ -187,11 +187,34 @@ def test_tiny_graphs(tmp_path, nodes):
         assert dataset.topology().num_nodes == nodes
         assert dataset.labels.shape == (nodes,)
         assert dataset.num_edges >= nodes
+        assert dataset.num_classes == 32  # whether a node has it or not
 
 
 def test_sorted_ids_group_classes(tmp_path):
     with generate_graph(tmp_path, nodes=320, dim=1, random_ids=False, label_noise=0.0) as dataset:
         assert np.all(np.diff(dataset.labels) >= 0)
+
+
+@pytest.mark.parametrize(
+    "extreme",
+    [
+        {"seed": 2**64 - 1},
+        {"mean_degree": 0},
+        {"p_in": 1, "label_noise": 0},
+        {"p_in": 0, "label_noise": 0},
+        {"train": 1.0, "valid": 0, "test": 0},
+        {"classes": 1},
+        {"classes": 5000},
+    ],
+)
+def test_extreme_values(tmp_path, extreme):
+    with generate_graph(tmp_path, nodes=1000, dim=1, **extreme) as dataset:
+        topology, labels = dataset.topology(), dataset.labels
+        targets = np.repeat(np.arange(1000), np.diff(topology.indptr))
+        same = np.mean(labels[targets] == labels[topology.indices])
+        if "label_noise" in extreme:
+            assert same == 1.0 if extreme["p_in"] == 1 else same < 0.1
+        assert dataset.num_edges == 1000 or "mean_degree" not in extreme
 
 
 @pytest.mark.parametrize(

@@ -197,7 +197,7 @@ class _Generator:
             kernels.fill_permuted(ids, first, options.nodes, key)
             splits[name] = np.sort(ids)
             first += count
-        return LabelPart(self._label_blocks, splits)
+        return LabelPart(self._label_blocks, splits, options.classes)
 
     def _label_blocks(self, first_row: int) -> Iterator[NDArray[np.int64]]:
         def block(first: int, stop: int) -> NDArray[np.int64]:
