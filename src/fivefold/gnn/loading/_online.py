@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import zlib
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -171,7 +172,7 @@ class OnlineLoader(BatchLoader):
         return {
             "topology": self._sampler.topology.fingerprint,
             "fanouts": list(self._sampler.fanouts),
-            "ids": len(self._ids),
+            "ids": f"{len(self._ids)} {zlib.crc32(self._ids.tobytes()):08x}",
             "batch_size": self._batch_size,
             "seed": self._seed,
             "shuffle": self._shuffle,
