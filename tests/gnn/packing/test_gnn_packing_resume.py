@@ -170,7 +170,7 @@ def test_other_inputs_are_refused_by_name(wide_world, make_world, tmp_path, monk
     with pytest.raises(StoppedError):
         pack(world.features, world.samples, plan, folder, memory_bytes=1 << 20)
     monkeypatch.undo()
-    with pytest.raises(DataError, match=r"unfinished packed store; run packing again"):
+    with pytest.raises(DataError, match="holds an unfinished store; run packing again"):
         PackedStore.open(folder)
     with pytest.raises(DataError, match="unfinished store of other features, samples, plan"):
         pack(other.features, other.samples, other_plan, folder, memory_bytes=1 << 20)

@@ -236,9 +236,12 @@ def read_manifest(files: StoreFiles) -> dict[str, Any]:
     try:
         manifest: Any = json.loads(files.store.read_text())
     except FileNotFoundError:
-        state = "unfinished packed" if files.scratch.exists() else "packed"
-        hint = "run packing again; it goes on where it stopped" if state[0] == "u" else "pack first"
-        raise DataError(f"{files.folder} holds no {state} store", hint=hint) from None
+        if files.scratch.exists():
+            raise DataError(
+                f"{files.folder} holds an unfinished store",
+                hint="run packing again; it goes on where it stopped",
+            ) from None
+        raise DataError(f"{files.folder} holds no packed store", hint="pack first") from None
     except (OSError, ValueError) as error:
         raise DataError(f"{files.store} cannot be read: {error}", hint=_REPACK) from None
     known: dict[str, Any] = manifest if isinstance(manifest, dict) else {}
