@@ -128,7 +128,12 @@ class _Recorder:
         return {"bytes": self._bytes, "rows": self._rows}
 
     def add_segment(self, number: int) -> None:
-        """Lay one segment out and write its records."""
+        """Lay one segment out and write its records.
+
+        Raises:
+            DataError: It has other rows than the plan says.
+            InfeasibleError: It needs more memory.
+        """
         first, stop = self._plan.segments[number]
         slots, cold_ids = self._classify(first, stop)
         layout = segment_layout(
