@@ -18,15 +18,24 @@ from typing import Any
 
 import torch
 
-from fivefold.errors import CommunicationError
+from fivefold.errors import CommunicationError, ConfigurationError
 from fivefold.moe._activations import Activation
 from fivefold.moe._workspace import CHUNK_SLOTS, Layout, Workspace, layout_for
 
-__all__ = ["DTYPES", "Tiles", "forward_fused", "forward_split", "missing_fused", "tiles_for"]
+__all__ = [
+    "DTYPES",
+    "OPTIONS",
+    "Tiles",
+    "constants_for",
+    "forward_fused",
+    "forward_split",
+    "missing_fused",
+    "tiles_for",
+]
 
 DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 _OLDEST_TRITON = (3, 6)
-_OPTIONS = {"enable_fp_fusion": True}  # triton 3.9 warns where it is not said
+OPTIONS = {"enable_fp_fusion": True}  # triton 3.9 warns where it is not said
 _SPIN_LIMIT = 1_000  # polls in the interpreter, where one that does not succeed at once never will
 _DEBUG_SPIN_LIMIT = 50_000_000  # tens of seconds on a GPU
 
@@ -54,7 +63,7 @@ class Tiles:
     stages: int = 3
     warps: int = 8
     group: int = 8
-    combine_tokens: int = 16
+    combine_tokens: int = 8
     combine_columns: int = 256
 
 
@@ -63,13 +72,17 @@ _INTERPRETED = Tiles(
 )
 
 
-def tiles_for(dtype: torch.dtype, *, gated: bool, precision: str, interpreted: bool) -> Tiles:
+def tiles_for(
+    dtype: torch.dtype, *, gated: bool, precision: str, by_descriptor: bool, interpreted: bool
+) -> Tiles:
     """The variant for a data type; chosen by what compiles without spills, not yet by timing.
 
     Args:
         dtype: Of the tokens.
         gated: Whether the first product has two accumulators.
         precision: Of float32.
+        by_descriptor: Whether weights come through the tensor memory accelerator; ordinary loads
+            need registers for their addresses.
         interpreted: Whether the interpreter runs it.
 
     Returns:
@@ -77,13 +90,13 @@ def tiles_for(dtype: torch.dtype, *, gated: bool, precision: str, interpreted: b
     """
     if interpreted:
         return _INTERPRETED
+    if not by_descriptor or (dtype == torch.float32 and precision != "tf32"):
+        return Tiles(rows=64, columns=64, second_columns=64, depth=32, stages=2)
     if dtype != torch.float32:
         columns = 128 if gated else 256
         return Tiles(rows=128, columns=columns, second_columns=256, depth=64)
-    if precision == "tf32":
-        columns = 64 if gated else 128
-        return Tiles(rows=128, columns=columns, second_columns=128, depth=32)
-    return Tiles(rows=64, columns=64, second_columns=64, depth=32, stages=2)
+    columns = 64 if gated else 128
+    return Tiles(rows=128, columns=columns, second_columns=128, depth=32)
 
 
 @cache
@@ -144,21 +157,15 @@ class _Call:
         return {name: known[name] for name in kernel.arg_names}
 
 
-def _descriptors(
-    w13: torch.Tensor, w2: torch.Tensor, tiles: Tiles
-) -> tuple[Any, Any, bool]:  # (first, second, whether they are descriptors)
+def _is_aligned(*weights: torch.Tensor) -> bool:
+    """Whether the tensor memory accelerator can read them: it wants multiples of 16 bytes."""
+    return all(w.data_ptr() % 16 == 0 and w.shape[2] * w.dtype.itemsize % 16 == 0 for w in weights)
+
+
+def _descriptor(weight: torch.Tensor, columns: int, depth: int) -> Any:
     # By name: triton is optional and has no types.
-    descriptor = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
-    rows13, rows2 = (w.view(-1, w.shape[2]) for w in (w13, w2))
-    aligned = all(
-        w.data_ptr() % 16 == 0 and w.shape[1] * w.dtype.itemsize % 16 == 0 and w.numel() > 0
-        for w in (rows13, rows2)
-    )
-    if not aligned:  # the tensor memory accelerator wants multiples of 16 bytes
-        return w13, w2, False
-    first = descriptor.from_tensor(rows13, [tiles.columns, tiles.depth])
-    second = descriptor.from_tensor(rows2, [tiles.second_columns, tiles.depth])
-    return first, second, True
+    kind = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
+    return kind.from_tensor(weight.view(-1, weight.shape[2]), [columns, depth])
 
 
 def _power_of_two(number: int, least: int = 1) -> int:
@@ -180,8 +187,21 @@ def _prepare(  # noqa: PLR0913 - the operator's own operands
     workspace: Workspace | None,
     programs: int | None,
 ) -> _Call:
+    if w2.numel() == 0:
+        raise ConfigurationError(
+            f"w2 has shape {tuple(w2.shape)}: the kernel needs an expert with an inner size",
+            hint='use backend="reference"',
+        )
     interpreted = _interpreting()
-    tiles = tiles_for(x.dtype, gated=activation.gated, precision=precision, interpreted=interpreted)
+    w13, w2 = w13.contiguous(), w2.contiguous()
+    by_descriptor = _is_aligned(w13, w2)
+    tiles = tiles_for(
+        x.dtype,
+        gated=activation.gated,
+        precision=precision,
+        by_descriptor=by_descriptor,
+        interpreted=interpreted,
+    )
     (num_tokens, top_k), (experts, hidden, inner) = ids.shape, w2.shape
     chunk = CHUNK_SLOTS[interpreted]
     layout = layout_for(
@@ -203,11 +223,10 @@ def _prepare(  # noqa: PLR0913 - the operator's own operands
     if programs is None:
         programs = 3 if interpreted else _multiprocessors(x.device)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    first, second, by_descriptor = _descriptors(w13.contiguous(), w2.contiguous(), tiles)
     tensors = {
         "x": x.contiguous(),
-        "w13": first,
-        "w2": second,
+        "w13": _descriptor(w13, tiles.columns, tiles.depth) if by_descriptor else w13,
+        "w2": _descriptor(w2, tiles.second_columns, tiles.depth) if by_descriptor else w2,
         "ids": ids.contiguous(),
         "weights": weights.contiguous(),
         "b13": None if b13 is None else b13.contiguous(),
@@ -386,7 +405,7 @@ def forward_fused(  # noqa: PLR0913 - the operator's own operands
 
     Raises:
         CommunicationError: In debug mode and in the interpreter: a wait did not end.
-        ConfigurationError: The workspace is too small.
+        ConfigurationError: The workspace is too small, or there are no experts.
     """
     if x.numel() == 0 or ids.numel() == 0:
         return torch.zeros_like(x, memory_format=torch.contiguous_format)
@@ -408,7 +427,7 @@ def forward_fused(  # noqa: PLR0913 - the operator's own operands
     )
     with _on(x.device):
         moe_kernel[call.programs,](
-            **call.arguments(moe_kernel), **_OPTIONS, num_warps=call.tiles.warps
+            **call.arguments(moe_kernel), **OPTIONS, num_warps=call.tiles.warps
         )
     _look_for_errors(call.workspace)
     return call.out
@@ -459,5 +478,5 @@ def forward_split(  # noqa: PLR0913 - the operator's own operands
     }
     with _on(x.device):
         for kernel, programs in launches.items():
-            kernel[programs,](**call.arguments(kernel), **_OPTIONS, num_warps=tiles.warps)
+            kernel[programs,](**call.arguments(kernel), **OPTIONS, num_warps=tiles.warps)
     return call.out
