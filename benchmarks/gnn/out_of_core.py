@@ -33,7 +33,7 @@ from _harness._memory_limit import drop_caches
 from _harness._probe import probe
 from _harness._rows import rows_of
 from _harness._settings import BY_DEFAULT, SETTINGS, Setting, quick
-from _harness._table import UNLIMITED, Order
+from _harness._table import UNLIMITED, Order, loader_bytes
 from _harness._worker import Answer, Worker, WorkerError
 
 from fivefold.gnn.data import Dataset, generate_graph
@@ -43,7 +43,6 @@ from fivefold.report import write_results
 RESULTS = Path(__file__).parents[1] / "results" / "gnn" / "out_of_core.json"
 WORKING_BYTES = 512 << 20
 PACKING_BYTES = 192 << 20
-INTERPRETER_BYTES = 352 << 20  # torch and compiled code; the rest of the limit is for buffers
 BLOW_UP = 2.1
 NEEDED_TIMES = 8.0  # bytes on disk over those of the features: theirs, three stores, scratch
 WHOLE = ("ours static", "ours belady")
@@ -93,6 +92,7 @@ class Bench:
         fanouts = "-".join(map(str, setting.fanouts))
         shape = f"{setting.nodes}-{setting.batches}x{setting.batch_size}-{fanouts}"
         self.samples = folder / f"samples-{shape}.fvf"
+        self.batch_bytes = 0  # until it is sampled
         self.probes: list[list[float]] = []
         self.profile = probe_disk(self.work, seconds=2.0)
 
@@ -105,7 +105,7 @@ class Bench:
             folder=str(self.work),
             cache_bytes=self.cache_bytes,
             packing_bytes=PACKING_BYTES,
-            loader_bytes=self.limit_bytes - self.cache_bytes - INTERPRETER_BYTES,
+            loader_bytes=loader_bytes(self.limit_bytes, self.cache_bytes, self.batch_bytes),
             profile=self.profile.to_json(),
             disk_rows=int(BLOW_UP * self.setting.nodes),
         )
@@ -120,7 +120,11 @@ class Bench:
                 train=self.setting.batches * self.setting.batch_size,
                 seed=1,
             )
-            note(f"sampling: {sampling['batches']} batches, {sampling['seconds']:.1f} s")
+            rows = sampling["accesses"] / max(1, sampling["batches"])
+            # The rows, and 16 bytes for each edge, of which there are about three per node.
+            self.batch_bytes = int(rows * (self.setting.row_bytes + 56))
+            note(f"sampling: {sampling['batches']} batches of {rows:.0f} rows, "
+                 f"{sampling['seconds']:.1f} s")  # fmt: skip
         with ExitStack() as stack:
             workers = self._start(stack)
             kind = next(iter(workers.values())).limit.kind
@@ -180,9 +184,12 @@ class Bench:
             self._ask(workers[name], start, min(start + 1, batches))  # compiles and fills
             warm = self._ask(workers[name], start + 1, min(start + 2, batches))
             left = batches - start - 2
-            fits = int(self.arguments.seconds / max(1e-3, warm["seconds"]))
+            # Steps of the model vary more than reads do.
+            allowed_s = self.arguments.seconds * (2 if self.setting.train else 1)
+            fits = int(allowed_s / max(1e-3, warm["seconds"]))
             share = batches if _from_the_front(name) else left // self.arguments.repetitions
-            length[name] = batches if name in WHOLE else max(1, min(fits, share))
+            whole = name in WHOLE and not self.setting.train
+            length[name] = batches if whole else max(1, min(fits, share))
             at[name] = 0 if _from_the_front(name) else start + 2
         before = self._probe()
         for turn in range(self.arguments.repetitions):
@@ -248,7 +255,7 @@ def _scaled(
     """Seconds of the whole epoch, from those of a stretch and the reads of both."""
     seconds = float(run["seconds"])
     if name in WHOLE:
-        return seconds
+        return seconds * float(prepared["batches"]) / (stop - start)
     if name.startswith("MariusGNN"):
         # The first batch carries the bulk read of the first state, which an epoch has once.
         total = prepared["batches"]

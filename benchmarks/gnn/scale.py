@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from _harness._memory_limit import drop_caches
-from _harness._table import Order
+from _harness._table import Order, loader_bytes
 from _harness._worker import Answer, Worker
 
 from fivefold.gnn.data import Dataset
@@ -40,7 +40,6 @@ TRAIN_SHARE = 0.01
 CACHE_SHARE = 0.1
 BATCH_SIZE = 1024
 FANOUTS = [10, 10, 10]
-INTERPRETER_BYTES = 352 << 20
 COPY_BLOCK_BYTES = 4 << 20
 COPY_BYTES = 2 << 30
 COPY_SHARE = 0.7
@@ -97,11 +96,11 @@ def stages(nodes: int, arguments: argparse.Namespace, folder: Path) -> Stages:
     cache = int(CACHE_SHARE * features)
     profile = probe_disk(work, seconds=1.0)
 
-    def worker(limit: int) -> Worker:
+    def worker(limit: int, batch_bytes: int = 0) -> Worker:
         order = Order(
             name="ours static", dataset=str(dataset), samples=str(samples), folder=str(work),
             cache_bytes=cache, packing_bytes=STAGE_BYTES, profile=profile.to_json(),
-            loader_bytes=max(0, limit - cache - INTERPRETER_BYTES),
+            loader_bytes=loader_bytes(limit, cache, batch_bytes),
         )  # fmt: skip
         return Worker(order, limit_bytes=limit)
 
@@ -118,7 +117,8 @@ def stages(nodes: int, arguments: argparse.Namespace, folder: Path) -> Stages:
         note(f"{nodes} nodes: {sampled['batches']} batches in {sampled['seconds']:.1f} s")
     drop_caches()
     before = copy_speed(path, work / "copy")
-    with worker(limit) as one:
+    rows = sampled["accesses"] / sampled["batches"]
+    with worker(limit, int(rows * (4 * arguments.dim + 56))) as one:
         packed = one.ask("prepare")
         after = copy_speed(path, work / "copy")
         note(f"{nodes} nodes: packed in {packed['seconds']:.1f} s; copies "

@@ -24,7 +24,9 @@ def rows_of(measured: Measured) -> list[BenchmarkRow]:
     table = _Table(setting, measured, runs)
     rows = table.times()
     if OURS in runs:
-        rows += [*table.bandwidth(), *table.ratios(), *table.volumes(), *table.space()]
+        rows += table.ratios()
+    if OURS in runs and not setting.train:
+        rows += [*table.bandwidth(), *table.volumes(), *table.space()]
         rows += [*table.preparation(), *table.break_even()]
     return [*rows, *table.memory(), *table.equality(), *table.trap()]
 
@@ -66,8 +68,9 @@ class _Table:
             limit = bytes_read / statistics.median(self._sequential(name))
             rows.append(
                 BenchmarkRow(
-                    case=self.case, metric=f"epoch, {name}", unit="s", ours=median_s,
-                    spread=spread, peers=self._peer_seconds(), limit=limit,
+                    case=self.case, metric=f"epoch, {self._label(name)}", unit="s",
+                    ours=median_s, spread=spread, peers=self._peer_seconds(),
+                    limit=None if self.setting.train else limit,
                 )
             )  # fmt: skip
         if not self.ours:
@@ -81,8 +84,6 @@ class _Table:
         return rows
 
     def bandwidth(self) -> list[BenchmarkRow]:
-        if self.setting.train:
-            return []
         rows = []
         for name in self.ours:
             shares = [

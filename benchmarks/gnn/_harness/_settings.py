@@ -73,10 +73,10 @@ SETTINGS = (
         systems=("in memory", "online LRU", "Ginex", "DiskGNN", "ours static"),
     ),
     # Batches are smaller where rows are larger: a few of them must fit the 512 MB.
-    Setting(name="rows-1k", nodes=4_000_000, dim=256, batches=96, batch_size=384),
-    Setting(name="rows-2k", nodes=4_000_000, dim=512, batches=128, batch_size=160),
+    Setting(name="rows-1k", nodes=4_000_000, dim=256, batches=192, batch_size=192),
+    Setting(name="rows-2k", nodes=4_000_000, dim=512, batches=256, batch_size=80),
     Setting(
-        name="rows-4k", nodes=4_000_000, dim=1024, batches=160, batch_size=72, speed_up=3.0
+        name="rows-4k", nodes=4_000_000, dim=1024, batches=288, batch_size=40, speed_up=3.0
     ),
 )  # fmt: skip
 BY_DEFAULT = ("published", "more-memory", "full-epoch", "rows-1k", "rows-4k")

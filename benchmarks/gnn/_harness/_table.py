@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fivefold.gnn.loading import DiskLoader
     from fivefold.gnn.packing import PackedStore
 
-__all__ = ["NAMES", "PACKED", "UNLIMITED", "Order", "make_system"]
+__all__ = ["NAMES", "PACKED", "UNLIMITED", "Order", "loader_bytes", "make_system"]
 
 NAMES = (
     "in memory", "mmap", "mmap plain", "mmap + degree cache", "online LRU", "online SIEVE",
@@ -35,6 +35,7 @@ NAMES = (
     "ours belady",
 )  # fmt: skip
 PACKED = ("DiskGNN", "ours static", "ours belady")
+INTERPRETER_BYTES = 256 << 20
 UNLIMITED = ("in memory",)  # they cannot run under the limit, by what they are
 
 
@@ -65,6 +66,16 @@ class Order:
         return Order(**json.loads(text))
 
 
+def loader_bytes(limit_bytes: int, cache_bytes: int, batch_bytes: int) -> int:
+    """What our loader's buffers may take of a limit.
+
+    The interpreter with torch takes its part, and so do the batches that the consumer holds. More
+    than a few buffers are of no use.
+    """
+    left = limit_bytes - cache_bytes - INTERPRETER_BYTES - 2 * batch_bytes
+    return max(2 * batch_bytes, min(left, 6 * batch_bytes))
+
+
 def make_system(order: Order, dataset: Dataset, samples: SampleFile) -> System:
     """Make the system of an order."""
     work = Workload(
@@ -86,8 +97,13 @@ def make_system(order: Order, dataset: Dataset, samples: SampleFile) -> System:
     if name.startswith("MariusGNN"):
         policy: Any = name.split()[1]
         # Generated ids are random: keeping their order is the published numbering in law.
+        # Its topology is read in order, once, while preparing; the buckets hold it afterwards.
         return MariusSystem(
-            work, dataset.topology(), policy=policy, num_partitions=order.partitions, shuffle=False
+            work,
+            dataset.topology(mapped=True),
+            policy=policy,
+            num_partitions=order.partitions,
+            shuffle=False,
         )
     return _packed(order, work)
 
