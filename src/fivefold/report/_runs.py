@@ -157,7 +157,7 @@ def read_run(path: Path | str, *, name: str | None = None) -> Run:
             its schema is unknown.
 
     Example:
-        >>> import tempfile
+        >>> import json, tempfile
         >>> folder = Path(tempfile.mkdtemp())
         >>> manifest = {"schema": 1, "fivefold": "0.1.0", "method": "co2", "label": "CO2"}
         >>> _ = (folder / "manifest.json").write_text(json.dumps({**manifest, "world_size": 2}))

@@ -171,7 +171,11 @@ class _Making:
         return self.buffer_batches * largest * self.features.row_bytes
 
     def fill_caches(self) -> Caches:
-        """Give the caches what the buffers leave."""
+        """Give the caches what the buffers leave.
+
+        Raises:
+            InfeasibleError: Not even the buffers fit.
+        """
         spare_bytes = self.budgets.host_bytes - self.buffer_bytes
         if spare_bytes < 0:
             raise InfeasibleError(

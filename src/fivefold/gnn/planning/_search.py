@@ -152,7 +152,11 @@ class _Search:
         )
 
     def result(self) -> Found:
-        """The best of the sizes that were counted and fit."""
+        """The best of the sizes that were counted and fit.
+
+        Raises:
+            InfeasibleError: None fits.
+        """
         counted = [self._costs[size] for size in self._reads]
         best = self._costs[self._best(counted)]
         way = self._space.way(best.packed_rows)
