@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fivefold.cli._progress import stage_progress
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, DataError
 
 if TYPE_CHECKING:
     from fivefold.gnn.data import Dataset
@@ -151,6 +151,7 @@ def plan_command(  # noqa: PLR0913 - the command's options
     host_bytes, device_bytes, disk_bytes = map(parse_bytes, (host_memory, device_memory, disk))
     budgets = Budgets(host_bytes=host_bytes, device_bytes=device_bytes, disk_bytes=disk_bytes)
     with Dataset.open(dataset) as data, SampleFile.open(samples) as sampled:
+        _check_graph(data, sampled)
         plan = _make_plan(
             data,
             sampled,
@@ -204,7 +205,9 @@ def pack_command(  # noqa: PLR0913 - the command's options
         Dataset.open(dataset) as data,
         SampleFile.open(samples) as sampled,
         stage_progress() as show,
-        pack(
+    ):
+        _check_graph(data, sampled)
+        packed = pack(
             data.features,
             sampled,
             made,
@@ -214,8 +217,8 @@ def pack_command(  # noqa: PLR0913 - the command's options
             resume=not fresh,
             profile=lambda: _probe(store),
             strategy=strategy,
-        ) as packed,
-    ):
+        )
+    with packed:
         facts = {
             "folder": str(packed.folder),
             "batches": packed.num_batches,
@@ -250,6 +253,15 @@ def _make_plan(
         layout=_one_of("layout", layout, ("gray", "folded", "minhash", "popularity", "packed")),
         segment_batches=segment_batches,
     )
+
+
+def _check_graph(data: Dataset, sampled: SampleFile) -> None:
+    """Refuse samples of another graph, whose rows would be right and whose edges would not."""
+    if sampled.topology_fingerprint != data.graph.fingerprint:
+        raise DataError(
+            f"{sampled.path} was sampled from another graph than that of {data.folder}",
+            hint="sample this data set, or name the one that was sampled",
+        )
 
 
 def _probe(folder: Path) -> DiskProfile:

@@ -72,6 +72,18 @@ def test_what_is_wrong_is_said(run):
         run(*PLAN, "--disk", "1 kB")
 
 
+def test_samples_of_another_graph_are_refused(run, tmp_path):
+    run(*SAMPLE)
+    run(*PLAN, "--disk", "50 MB")
+    generate_graph(tmp_path / "other", nodes=3000, dim=256, seed=2).close()
+    for command in (
+        ("plan", "other", "s.fvf", "--disk", "50 MB"),
+        ("pack", "other", "s.fvf", "plan.fvf", "store"),
+    ):
+        with pytest.raises(DataError, match=r"s\.fvf was sampled from another graph"):
+            run(*command)
+
+
 def test_probe_writes_the_profile(run, tmp_path, profile):
     found = run("probe", str(tmp_path))
     assert DiskProfile.from_json(json.dumps(found)) == profile
