@@ -140,11 +140,38 @@ def _problem_of_cuda(device: torch.device) -> str | None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Request:
+    """What was asked for; weights and tokens contiguous."""
+
+    x: torch.Tensor
+    w13: torch.Tensor
+    w2: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    b13: torch.Tensor | None
+    b2: torch.Tensor | None
+    activation: Activation
+    weight_on_input: bool
+    precision: str
+    interpreted: bool
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """H, I, E and K by their names in ``layout_for``."""
+        experts, hidden, inner = self.w2.shape
+        return {
+            "hidden": hidden,
+            "intermediate": inner,
+            "num_experts": experts,
+            "top_k": self.ids.shape[1],
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Call:
     """One forward, made ready for a launch."""
 
-    tensors: dict[str, Any]  # by the kernels' argument names
-    sizes: dict[str, Any]  # run-time numbers and constants, likewise
+    known: dict[str, Any]  # all arguments by the kernels' names for them
     tiles: Tiles
     layout: Layout
     out: torch.Tensor
@@ -153,8 +180,7 @@ class _Call:
 
     def arguments(self, kernel: Any) -> dict[str, Any]:
         """What a kernel asks for, by name."""
-        known = self.tensors | self.sizes
-        return {name: known[name] for name in kernel.arg_names}
+        return {name: self.known[name] for name in kernel.arg_names}
 
 
 def _is_aligned(*weights: torch.Tensor) -> bool:
@@ -172,7 +198,7 @@ def _power_of_two(number: int, least: int = 1) -> int:
     return max(least, 1 << (number - 1).bit_length())
 
 
-def _prepare(  # noqa: PLR0913 - the operator's own operands
+def _request(  # noqa: PLR0913 - the operator's own operands
     x: torch.Tensor,
     w13: torch.Tensor,
     w2: torch.Tensor,
@@ -180,39 +206,47 @@ def _prepare(  # noqa: PLR0913 - the operator's own operands
     weights: torch.Tensor,
     *,
     activation: Activation,
-    b13: torch.Tensor | None,
-    b2: torch.Tensor | None,
-    weight_on_input: bool,
-    precision: str,
-    workspace: Workspace | None,
-    programs: int | None,
-) -> _Call:
+    b13: torch.Tensor | None = None,
+    b2: torch.Tensor | None = None,
+    weight_on_input: bool = False,
+    precision: str = "ieee",
+) -> _Request:
     if w2.numel() == 0:
         raise ConfigurationError(
             f"w2 has shape {tuple(w2.shape)}: the kernel needs an expert with an inner size",
             hint='use backend="reference"',
         )
-    interpreted = _interpreting()
-    w13, w2 = w13.contiguous(), w2.contiguous()
-    by_descriptor = _is_aligned(w13, w2)
+    return _Request(
+        x=x.contiguous(),
+        w13=w13.contiguous(),
+        w2=w2.contiguous(),
+        ids=ids.contiguous(),
+        weights=weights.contiguous(),
+        b13=None if b13 is None else b13.contiguous(),
+        b2=None if b2 is None else b2.contiguous(),
+        activation=activation,
+        weight_on_input=weight_on_input,
+        precision=precision,
+        interpreted=_interpreting(),
+    )
+
+
+def _prepare(request: _Request, workspace: Workspace | None, programs: int | None) -> _Call:
+    x, interpreted = request.x, request.interpreted
+    by_descriptor = _is_aligned(request.w13, request.w2)
     tiles = tiles_for(
         x.dtype,
-        gated=activation.gated,
-        precision=precision,
+        gated=request.activation.gated,
+        precision=request.precision,
         by_descriptor=by_descriptor,
         interpreted=interpreted,
     )
-    (num_tokens, top_k), (experts, hidden, inner) = ids.shape, w2.shape
-    chunk = CHUNK_SLOTS[interpreted]
     layout = layout_for(
-        num_tokens=num_tokens,
-        hidden=hidden,
-        intermediate=inner,
-        num_experts=experts,
-        top_k=top_k,
+        num_tokens=len(x),
+        **request.sizes,
         dtype=x.dtype,
         tile_rows=tiles.rows,
-        chunk_slots=chunk,
+        chunk_slots=CHUNK_SLOTS[interpreted],
     )
     if workspace is None:
         workspace = Workspace(
@@ -222,52 +256,60 @@ def _prepare(  # noqa: PLR0913 - the operator's own operands
     workspace.check(layout, x.device)
     if programs is None:
         programs = 3 if interpreted else _multiprocessors(x.device)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    tensors = {
-        "x": x.contiguous(),
-        "w13": _descriptor(w13, tiles.columns, tiles.depth) if by_descriptor else w13,
-        "w2": _descriptor(w2, tiles.second_columns, tiles.depth) if by_descriptor else w2,
-        "ids": ids.contiguous(),
-        "weights": weights.contiguous(),
-        "b13": None if b13 is None else b13.contiguous(),
-        "b2": None if b2 is None else b2.contiguous(),
-        "out": out,
-        "control": workspace.control,
-        **layout.cut(workspace.scratch),
-    }
+    out = torch.empty_like(x)
     constants = constants_for(
         tiles,
-        activation=activation,
-        hidden=hidden,
-        intermediate=inner,
-        num_experts=experts,
-        top_k=top_k,
-        weight_on_input=weight_on_input,
-        precision=precision,
+        activation=request.activation,
+        **request.sizes,
+        weight_on_input=request.weight_on_input,
+        precision=request.precision,
         by_descriptor=by_descriptor,
         interpreted=interpreted,
     )
-    # Few tokens: cut the combination along the columns too, or a few programs would do it all.
-    blocks = -(-num_tokens // tiles.combine_tokens)
-    steps = -(-hidden // tiles.combine_columns)
-    steps_each = max(1, steps * blocks // (4 * programs))
-    run_time = {
-        "num_tokens": num_tokens,
-        "num_slots": num_tokens * top_k,
-        "num_chunks": layout.num_chunks,
-        "max_tiles": layout.max_tiles,
-        "max_lag": _lag(tiles, inner, programs),
-        "combine_columns": min(steps, steps_each) * tiles.combine_columns,
+    known = {
+        **_operands(request, tiles, by_descriptor=by_descriptor),
+        "out": out,
+        "control": workspace.control,
+        **layout.cut(workspace.scratch),
+        **_run_time_sizes(request, tiles, layout, programs),
+        **constants,
     }
     return _Call(
-        tensors=tensors,
-        sizes=run_time | constants,
+        known=known,
         tiles=tiles,
         layout=layout,
         out=out,
         workspace=workspace,
         programs=programs,
     )
+
+
+def _operands(request: _Request, tiles: Tiles, *, by_descriptor: bool) -> dict[str, Any]:
+    w13: Any = request.w13
+    w2: Any = request.w2
+    if by_descriptor:
+        w13 = _descriptor(w13, tiles.columns, tiles.depth)
+        w2 = _descriptor(w2, tiles.second_columns, tiles.depth)
+    names = ("x", "ids", "weights", "b13", "b2")
+    return {"w13": w13, "w2": w2, **{name: getattr(request, name) for name in names}}
+
+
+def _run_time_sizes(
+    request: _Request, tiles: Tiles, layout: Layout, programs: int
+) -> dict[str, int]:
+    num_tokens, hidden = request.x.shape
+    # Few tokens: cut the combination along the columns too, or a few programs would do it all.
+    blocks = -(-num_tokens // tiles.combine_tokens)
+    steps = -(-hidden // tiles.combine_columns)
+    steps_each = max(1, steps * blocks // (4 * programs))
+    return {
+        "num_tokens": num_tokens,
+        "num_slots": request.ids.numel(),
+        "num_chunks": layout.num_chunks,
+        "max_tiles": layout.max_tiles,
+        "max_lag": _lag(tiles, request.sizes["intermediate"], programs),
+        "combine_columns": min(steps, steps_each) * tiles.combine_columns,
+    }
 
 
 def _lag(tiles: Tiles, intermediate: int, programs: int) -> int:
@@ -368,37 +410,20 @@ def _on(device: torch.device) -> Any:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def forward_fused(  # noqa: PLR0913 - the operator's own operands
-    x: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    *,
-    activation: Activation,
-    b13: torch.Tensor | None = None,
-    b2: torch.Tensor | None = None,
-    weight_on_input: bool = False,
-    precision: str = "ieee",
+def forward_fused(
+    *operands: torch.Tensor,
     workspace: Workspace | None = None,
     programs: int | None = None,
+    **options: Any,
 ) -> torch.Tensor:
-    """Compute what ``experts_one_by_one`` does in one launch; the same arguments and these.
+    """Compute what ``experts_one_by_one`` does in one launch.
 
     Args:
-        x: As there.
-        w13: As there.
-        w2: As there.
-        ids: As there; numbers out of range are dropped like -1.
-        weights: As there.
-        activation: As there.
-        b13: As there.
-        b2: As there.
-        weight_on_input: As there.
-        precision: "ieee", "tf32x3" or "tf32", for float32.
+        *operands: As there; ids out of range are dropped like -1.
         workspace: Memory to work in; None takes some for this call.
-        programs: How many to launch; None: one per multiprocessor. The result
-            does not depend on it.
+        programs: How many to launch; None: one per multiprocessor. The result does not depend on
+            it.
+        **options: As there, and ``precision``: "ieee", "tf32x3" or "tf32", for float32.
 
     Returns:
         [T, H].
@@ -407,24 +432,12 @@ def forward_fused(  # noqa: PLR0913 - the operator's own operands
         CommunicationError: In debug mode and in the interpreter: a wait did not end.
         ConfigurationError: The workspace is too small, or there are no experts.
     """
+    x, ids = operands[0], operands[3]
     if x.numel() == 0 or ids.numel() == 0:
         return torch.zeros_like(x, memory_format=torch.contiguous_format)
     from fivefold.moe._kernels_triton import moe_kernel  # noqa: PLC0415 - optional
 
-    call = _prepare(
-        x,
-        w13,
-        w2,
-        ids,
-        weights,
-        activation=activation,
-        b13=b13,
-        b2=b2,
-        weight_on_input=weight_on_input,
-        precision=precision,
-        workspace=workspace,
-        programs=programs,
-    )
+    call = _prepare(_request(*operands, **options), workspace, programs)
     with _on(x.device):
         moe_kernel[call.programs,](
             **call.arguments(moe_kernel), **OPTIONS, num_warps=call.tiles.warps
@@ -433,48 +446,25 @@ def forward_fused(  # noqa: PLR0913 - the operator's own operands
     return call.out
 
 
-def forward_split(  # noqa: PLR0913 - the operator's own operands
-    x: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    *,
-    activation: Activation,
-    b13: torch.Tensor | None = None,
-    b2: torch.Tensor | None = None,
-    weight_on_input: bool = False,
-    precision: str = "ieee",
-    workspace: Workspace | None = None,
+def forward_split(
+    *operands: torch.Tensor, workspace: Workspace | None = None, **options: Any
 ) -> torch.Tensor:
-    """``forward_fused`` in five launches that wait for one another at their borders only."""
+    """``forward_fused`` in five launches, ordered by their borders instead of flags."""
+    x, ids = operands[0], operands[3]
     if x.numel() == 0 or ids.numel() == 0:
         return torch.zeros_like(x, memory_format=torch.contiguous_format)
     from fivefold.moe import _kernels_triton as kernels  # noqa: PLC0415 - optional
 
-    call = _prepare(
-        x,
-        w13,
-        w2,
-        ids,
-        weights,
-        activation=activation,
-        b13=b13,
-        b2=b2,
-        weight_on_input=weight_on_input,
-        precision=precision,
-        workspace=workspace,
-        programs=None,
-    )
-    tiles, sizes = call.tiles, call.sizes
+    call = _prepare(_request(*operands, **options), workspace, None)
+    tiles, known = call.tiles, call.known
     padded = -(-call.layout.max_tiles // tiles.group) * tiles.group
     launches = {
-        kernels.count_kernel: sizes["num_chunks"],
-        kernels.place_kernel: sizes["num_chunks"],
-        kernels.first_kernel: padded * -(-sizes["I"] // tiles.columns),
-        kernels.second_kernel: padded * -(-sizes["H"] // tiles.second_columns),
-        kernels.combine_kernel: -(-sizes["num_tokens"] // tiles.combine_tokens)
-        * -(-sizes["H"] // sizes["combine_columns"]),
+        kernels.count_kernel: known["num_chunks"],
+        kernels.place_kernel: known["num_chunks"],
+        kernels.first_kernel: padded * -(-known["I"] // tiles.columns),
+        kernels.second_kernel: padded * -(-known["H"] // tiles.second_columns),
+        kernels.combine_kernel: -(-known["num_tokens"] // tiles.combine_tokens)
+        * -(-known["H"] // known["combine_columns"]),
     }
     with _on(x.device):
         for kernel, programs in launches.items():

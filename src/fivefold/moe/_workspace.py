@@ -196,7 +196,7 @@ class Workspace:
             ...     top_k=8,
             ...     dtype=torch.bfloat16,
             ... ) // 2**20
-            361
+            353
         """
         layout = cls._layout(
             num_tokens=num_tokens,
