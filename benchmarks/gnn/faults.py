@@ -40,7 +40,7 @@ SHIM = Path(__file__).parents[2] / "tests" / "gnn" / "storage" / "faulty_disk.c"
 PAGE = 4096
 TIMEOUT_S = 90.0
 KILLS = {"generate": 5, "ingest": 5, "sample": 5, "pack": 8, "train": 5}
-FULL_DISK_MB = {"generate": 8, "ingest": 8, "sample": 1, "pack": 6, "train": 6}
+FULL_DISK_KB = {"generate": 8000, "ingest": 8000, "sample": 300, "pack": 6000, "train": 6000}
 SAME, REFUSED, RIGHT = "went on, same result", "refused, with what to do", "rows right all the same"
 BAD = ("WRONG ROWS", "HANG", "ANOTHER RESULT", "UNTYPED OR HINTLESS ERROR", "SILENTLY MISSING",
        "FAILS UNDISTURBED")  # fmt: skip
@@ -232,22 +232,22 @@ class Campaign:
 
     def full_disks(self) -> Iterator[Fault]:
         """A file system of a few MB, which is made larger after the error."""
-        for stage, megabytes in FULL_DISK_MB.items():
-            if self.quick and stage != "pack":
+        for stage, kilobytes in FULL_DISK_KB.items():
+            if self.quick and stage not in {"pack", "sample"}:
                 continue
             try:
                 digest = self.undisturbed(stage)[0]
             except StageFailsError as error:
                 yield error.fault
                 continue
-            what = f"disk full in {stage} after {megabytes} MB"
+            what = f"disk full in {stage} after {kilobytes} kB"
             place = self.folder()
-            if not _mount(place, megabytes):
+            if not _mount(place, kilobytes):
                 print("left out: full disks need the right to mount a tmpfs", flush=True)
                 return
             try:
                 full = self.run(stage, place)
-                _mount(place, 2000, again=True)
+                _mount(place, 2_000_000, again=True)
                 if full.hung:
                     yield Fault(kind="full disk", what=what, outcome="HANG")
                 elif full.error is None:
@@ -264,8 +264,8 @@ class Campaign:
                 subprocess.run(["umount", str(place)], check=False, timeout=30)
 
 
-def _mount(place: Path, megabytes: int, *, again: bool = False) -> bool:
-    options = f"size={megabytes}m" + (",remount" if again else "")
+def _mount(place: Path, kilobytes: int, *, again: bool = False) -> bool:
+    options = f"size={kilobytes}k" + (",remount" if again else "")
     command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)]
     done = subprocess.run(command, check=False, capture_output=True, timeout=30)
     return done.returncode == 0
