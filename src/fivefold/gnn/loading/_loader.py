@@ -31,9 +31,9 @@ from fivefold.gnn.packing import PackedStore
 
 __all__ = ["DiskLoader"]
 
-# Two batches are read side by side where there are buffers enough, so that the disk does not idle
-# between one and the next. With few buffers they would only wait for each other.
-_BUFFERS_FOR_TWO_READERS = 5
+# Two batches are read side by side where a third one can be at work in memory: the disk does not
+# idle between one and the next. With two buffers they would only wait for each other.
+_BUFFERS_FOR_TWO_READERS = 3
 
 
 class DiskLoader(BatchLoader):
