@@ -97,7 +97,7 @@ def test_swapped_pages_stop_the_loop(fresh):
 
 def test_a_file_truncated_while_training_stops_the_loop(fresh):
     features, store = fresh()
-    with DiskLoader(store, shuffle=False, prefetch=1, timeout_s=5) as loader:
+    with DiskLoader(store, shuffle=False, prefetch=1, timeout_s=15) as loader:
         iterator = iter(loader)
         next(iterator)
         with store.rows.path.open("r+b") as file:
@@ -148,12 +148,12 @@ def test_a_large_cache_may_take_longer_than_a_batch(fresh, monkeypatch):
     start = FeatureStore.start
 
     def slow(self, batch):
-        time.sleep(0.6)
+        time.sleep(3.5)
         start(self, batch)
 
     monkeypatch.setattr(FeatureStore, "start", slow)
     monkeypatch.setattr(FeatureStore, "fill_patience_s", 30.0)
-    with DiskLoader(store, timeout_s=0.2) as loader:
+    with DiskLoader(store, timeout_s=2.5) as loader:
         assert deliver(loader, features) is None
 
 
@@ -175,12 +175,12 @@ def test_a_stalled_stage_is_named_and_close_does_not_hang(fresh, monkeypatch, st
 
     monkeypatch.setattr(owner, name, stalling)
     began = time.monotonic()
-    loader = DiskLoader(store, shuffle=False, timeout_s=0.5)
+    loader = DiskLoader(store, shuffle=False, timeout_s=2.5)
     error = deliver(loader, features)
     with pytest.raises(StallError, match="still hangs"):
         iter(loader)
     loader.close()
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 15
     assert isinstance(error, StallError)
     assert isinstance(error, TimeoutError)
     assert f"{stage!r} of batch 2" in str(error)

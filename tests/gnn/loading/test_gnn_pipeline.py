@@ -167,7 +167,7 @@ def test_a_stage_that_hangs_is_named(caplog):
             release.wait(20)
         return ticket.batch
 
-    pipeline = Pipeline(iter(range(5)), stages(lambda t: t.batch, run), timeout_s=0.2)
+    pipeline = Pipeline(iter(range(5)), stages(lambda t: t.batch, run), timeout_s=1.0)
     began = time.monotonic()
     with caplog.at_level(logging.WARNING), pytest.raises(StallError, match="'stage 1' of batch 1"):
         drain(pipeline)
