@@ -16,7 +16,7 @@ assert os.environ["TRITON_INTERPRET"] == "1"
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from test_fused_moe import expected, operands, relative
+from moe_oracle import expected, operands, relative
 
 from fivefold.errors import FivefoldError
 from fivefold.moe import ACTIVATIONS, Workspace, backends, fused_moe

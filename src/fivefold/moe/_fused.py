@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
-import os
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -20,83 +19,14 @@ import torch
 
 from fivefold.errors import CommunicationError, ConfigurationError
 from fivefold.moe._activations import Activation
+from fivefold.moe._tiles import Tiles, constants_for, debugging, interpreting, tiles_for
 from fivefold.moe._workspace import CHUNK_SLOTS, Layout, Workspace, layout_for
 
-__all__ = [
-    "DTYPES",
-    "OPTIONS",
-    "Tiles",
-    "constants_for",
-    "forward_fused",
-    "forward_split",
-    "missing_fused",
-    "tiles_for",
-]
+__all__ = ["DTYPES", "OPTIONS", "forward_fused", "forward_split", "missing_fused"]
 
 DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 _OLDEST_TRITON = (3, 6)
 OPTIONS = {"enable_fp_fusion": True}  # triton 3.9 warns where it is not said
-_SPIN_LIMIT = 1_000  # polls in the interpreter, where one that does not succeed at once never will
-_DEBUG_SPIN_LIMIT = 50_000_000  # tens of seconds on a GPU
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tiles:
-    """Sizes of one variant of the kernel.
-
-    Attributes:
-        rows: BM.
-        columns: BN of the first product.
-        second_columns: BN of the second product.
-        depth: BK.
-        stages: Loads in flight.
-        warps: Of a program.
-        group: Row tiles that share a step.
-        combine_tokens: Tokens of a combining task.
-        combine_columns: Columns it adds up at a time.
-    """
-
-    rows: int
-    columns: int
-    second_columns: int
-    depth: int
-    stages: int = 3
-    warps: int = 8
-    group: int = 8
-    combine_tokens: int = 8
-    combine_columns: int = 256
-
-
-_INTERPRETED = Tiles(
-    rows=16, columns=16, second_columns=16, depth=16, group=2, combine_tokens=8, combine_columns=16
-)
-
-
-def tiles_for(
-    dtype: torch.dtype, *, gated: bool, precision: str, by_descriptor: bool, interpreted: bool
-) -> Tiles:
-    """The variant for a data type; chosen by what compiles without spills, not yet by timing.
-
-    Args:
-        dtype: Of the tokens.
-        gated: Whether the first product has two accumulators.
-        precision: Of float32.
-        by_descriptor: Whether weights come through the tensor memory accelerator; ordinary loads
-            need registers for their addresses.
-        interpreted: Whether the interpreter runs it.
-
-    Returns:
-        Sizes.
-    """
-    if interpreted:
-        return _INTERPRETED
-    if not by_descriptor or (dtype == torch.float32 and precision != "tf32"):
-        return Tiles(rows=64, columns=64, second_columns=64, depth=32, stages=2)
-    if dtype != torch.float32:
-        columns = 128 if gated else 256
-        return Tiles(rows=128, columns=columns, second_columns=256, depth=64)
-    columns = 64 if gated else 128
-    return Tiles(rows=128, columns=columns, second_columns=128, depth=32)
 
 
 @cache
@@ -109,10 +39,6 @@ def _triton_problem() -> str | None:
     return None
 
 
-def _interpreting() -> bool:
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"
-
-
 def missing_fused(device: torch.device) -> str | None:
     """Why the kernel cannot work on a device, or None where it can."""
     return _triton_problem() or (
@@ -123,13 +49,13 @@ def missing_fused(device: torch.device) -> str | None:
 def _problem_of_other(device: torch.device) -> str | None:
     if device.type != "cpu":
         return f"it needs a CUDA device; {device.type} is none"
-    if _interpreting():
+    if interpreting():
         return None
     return "it needs a CUDA device (for tests, TRITON_INTERPRET=1 runs it on the CPU, slowly)"
 
 
 def _problem_of_cuda(device: torch.device) -> str | None:
-    if _interpreting():
+    if interpreting():
         return "TRITON_INTERPRET=1 is set, which is for tests on the CPU"
     if not torch.cuda.is_available():
         return "torch finds no CUDA device"
@@ -194,10 +120,6 @@ def _descriptor(weight: torch.Tensor, columns: int, depth: int) -> Any:
     return kind.from_tensor(weight.view(-1, weight.shape[2]), [columns, depth])
 
 
-def _power_of_two(number: int, least: int = 1) -> int:
-    return max(least, 1 << (number - 1).bit_length())
-
-
 def _request(  # noqa: PLR0913 - the operator's own operands
     x: torch.Tensor,
     w13: torch.Tensor,
@@ -227,7 +149,7 @@ def _request(  # noqa: PLR0913 - the operator's own operands
         activation=activation,
         weight_on_input=weight_on_input,
         precision=precision,
-        interpreted=_interpreting(),
+        interpreted=interpreting(),
     )
 
 
@@ -318,83 +240,13 @@ def _lag(tiles: Tiles, intermediate: int, programs: int) -> int:
     return max(1, -(-2 * programs // in_a_step))
 
 
-def constants_for(  # noqa: PLR0913 - the sizes of a call
-    tiles: Tiles,
-    *,
-    activation: Activation,
-    hidden: int,
-    intermediate: int,
-    num_experts: int,
-    top_k: int,
-    weight_on_input: bool,
-    precision: str,
-    by_descriptor: bool,
-    interpreted: bool,
-) -> dict[str, Any]:
-    """The kernels' compile-time arguments by name.
-
-    Args:
-        tiles: The variant.
-        activation: f.
-        hidden: H.
-        intermediate: I.
-        num_experts: E.
-        top_k: K.
-        weight_on_input: As in ``fused_moe``.
-        precision: Of float32.
-        by_descriptor: Whether weights come through the tensor memory accelerator.
-        interpreted: Whether the interpreter runs it.
-
-    Returns:
-        Values by name.
-    """
-    plain = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
-    bins = _power_of_two(num_experts, 16)
-    return {
-        "H": hidden,
-        "I": intermediate,
-        "K": top_k,
-        "KP": _power_of_two(top_k),
-        "E": num_experts,
-        "EP": bins,
-        "GATED": activation.gated,
-        "ACTIVATION": plain.get(activation.name, activation.name),
-        "WEIGHT_ON_INPUT": weight_on_input,
-        "TMA": by_descriptor,
-        "INTERPRETED": interpreted,
-        "PRECISION": precision,
-        "SPIN_LIMIT": _spin_limit(interpreted=interpreted),
-        "CHUNK": CHUNK_SLOTS[interpreted],
-        "PART": 16 if interpreted else 128,
-        "READ": max(2, min(32, 8192 // bins)),
-        "BM": tiles.rows,
-        "BN": tiles.columns,
-        "BK": tiles.depth,
-        "BN2": tiles.second_columns,
-        "STAGES": tiles.stages,
-        "GROUP": tiles.group,
-        "BT": tiles.combine_tokens,
-        "BH": tiles.combine_columns,
-    }
-
-
-def _spin_limit(*, interpreted: bool) -> int:
-    if interpreted:
-        return _SPIN_LIMIT
-    return _DEBUG_SPIN_LIMIT if _debugging() else 0
-
-
-def _debugging() -> bool:
-    return os.environ.get("FIVEFOLD_MOE_DEBUG", "0") == "1"
-
-
 @cache
 def _multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _look_for_errors(workspace: Workspace) -> None:
-    if not (_interpreting() or _debugging()):
+    if not (interpreting() or debugging()):
         return
     from fivefold.moe._sync_triton import ERROR  # noqa: PLC0415 - optional
 

@@ -20,7 +20,8 @@ import torch
 
 from fivefold.errors import UnsupportedError
 from fivefold.moe._activations import activation_named
-from fivefold.moe._fused import OPTIONS, Tiles, constants_for, tiles_for
+from fivefold.moe._fused import OPTIONS
+from fivefold.moe._tiles import Tiles, constants_for, tiles_for
 
 __all__ = ["OfflineKernel", "compile_offline"]
 

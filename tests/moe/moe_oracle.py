@@ -1,0 +1,50 @@
+"""Random operands, and what the operator makes of them: one by one, in float64."""
+
+import torch
+
+from fivefold.moe import ACTIVATIONS, experts_one_by_one
+
+TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 2e-6, torch.float64: 1e-13}
+
+
+def operands(shape, activation="swiglu", *, bias=False, dtype=torch.float64, seed=0):
+    tokens, hidden, inner, experts, top_k = shape
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*sizes):
+        return torch.randn(*sizes, generator=generator, dtype=torch.float64).to(dtype)
+
+    rows = ACTIVATIONS[activation].width(inner)
+    ids = torch.stack([torch.randperm(experts, generator=generator)[:top_k] for _ in range(tokens)])
+    biases = {"b13": draw(experts, rows), "b2": draw(experts, hidden)} if bias else {}
+    return {
+        "x": draw(tokens, hidden),
+        "w13": draw(experts, rows, hidden) / hidden**0.5,
+        "w2": draw(experts, hidden, inner) / inner**0.5,
+        "topk_ids": ids,
+        "topk_weights": torch.rand(tokens, top_k, generator=generator, dtype=torch.float64).to(
+            torch.promote_types(dtype, torch.float32)
+        ),
+    } | biases
+
+
+def expected(given, activation, **options):
+    wide = {
+        name: value.double() if value.is_floating_point() else value
+        for name, value in given.items()
+    }
+    return experts_one_by_one(
+        wide["x"],
+        wide["w13"],
+        wide["w2"],
+        wide["topk_ids"],
+        wide["topk_weights"],
+        activation=ACTIVATIONS[activation],
+        b13=wide.get("b13"),
+        b2=wide.get("b2"),
+        **options,
+    )
+
+
+def relative(found, wanted):
+    return float((found.double() - wanted).norm() / wanted.norm())
