@@ -26,7 +26,7 @@ _INTERRUPTED = 130
 
 app = typer.Typer(
     name="fivefold",
-    help="Communication-efficient distributed training: train, emulate a slow network, train graphs from disk, report.",
+    help="Communication-efficient distributed training: over slow networks, from slow disks.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
