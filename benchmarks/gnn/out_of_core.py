@@ -41,7 +41,6 @@ from fivefold.gnn.storage import probe_disk
 from fivefold.report import write_results
 
 RESULTS = Path(__file__).parents[1] / "results" / "gnn" / "out_of_core.json"
-WORKING_BYTES = 512 << 20
 PACKING_BYTES = 192 << 20
 BLOW_UP = 2.1
 NEEDED_TIMES = 8.0  # bytes on disk over those of the features: theirs, three stores, scratch
@@ -85,7 +84,7 @@ class Bench:
             self.feature_bytes = setting.nodes * setting.row_bytes
             self.features_path = opened.features.path
         self.cache_bytes = int(setting.share * self.feature_bytes)
-        self.limit_bytes = self.topology_bytes + self.cache_bytes + WORKING_BYTES
+        self.limit_bytes = self.topology_bytes + self.cache_bytes + (arguments.working_mb << 20)
         self.work = folder / f"work-{setting.name}"
         shutil.rmtree(self.work, ignore_errors=True)
         self.work.mkdir()
@@ -286,6 +285,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=5.0, help="of a slow system's run")
     parser.add_argument("--probe-seconds", type=float, default=0.8, help="of each half of a probe")
+    parser.add_argument("--working-mb", type=int, default=512, help="MiB beside cache, topology")
     parser.add_argument("--plain-rows", type=int, default=PLAIN_BATCH_ROWS)
     parser.add_argument("--nodes", type=int, help="instead of each setting's own")
     parser.add_argument("--batches", type=int, help="instead of each setting's own")

@@ -59,6 +59,8 @@ class Worker:
         environment = os.environ | {"OMP_NUM_THREADS": str(min(2, os.cpu_count() or 1))}
         here = [str(Path(__file__).parents[1]), environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, here))
+        # Large arrays go back to the system when they are freed, instead of staying in the heap.
+        environment |= {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_ARENA_MAX": "2"}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "_harness._worker", order.to_json()],
             stdin=subprocess.PIPE,
