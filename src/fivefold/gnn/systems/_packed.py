@@ -60,7 +60,11 @@ class _Packed:
         self._statistics = SystemStatistics()
 
     def make_plan(self) -> Plan:
-        """Decide what goes where; each of the two in its own way."""
+        """Decide what goes where; each of the two in its own way.
+
+        Raises:
+            NotImplementedError: Here; subclasses decide.
+        """
         raise NotImplementedError
 
     def prepare(self) -> Preparation:
@@ -278,7 +282,11 @@ class PackedLoaderSystem(_Packed):
         self.loader: DiskLoader | None = None
 
     def make_plan(self) -> Plan:
-        """The segment of least cost whose rows fit."""
+        """The segment of least cost whose rows fit.
+
+        Raises:
+            InfeasibleError: No segment stores few enough rows.
+        """
         plan = self._plan(None)
         if self.disk_rows is None or plan.predicted.packed_rows <= self.disk_rows:
             return plan
