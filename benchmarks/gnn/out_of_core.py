@@ -103,7 +103,7 @@ class Bench:
             samples=str(self.samples),
             folder=str(self.work),
             cache_bytes=self.cache_bytes,
-            packing_bytes=PACKING_BYTES,
+            packing_bytes=self.packing_bytes,
             loader_bytes=loader_bytes(self.limit_bytes, self.cache_bytes, self.batch_bytes),
             profile=self.profile.to_json(),
             disk_rows=int(BLOW_UP * self.setting.nodes),
