@@ -85,6 +85,8 @@ class Bench:
             self.features_path = opened.features.path
         self.cache_bytes = int(setting.share * self.feature_bytes)
         self.limit_bytes = self.topology_bytes + self.cache_bytes + (arguments.working_mb << 20)
+        # While packing, neither the topology nor the cache is in memory.
+        self.packing_bytes = max(PACKING_BYTES, 2 * (self.topology_bytes + self.cache_bytes) // 3)
         self.work = folder / f"work-{setting.name}"
         shutil.rmtree(self.work, ignore_errors=True)
         self.work.mkdir()
