@@ -1,6 +1,8 @@
 """Odd shapes, the path to a device, several processes, and pure functions of the order."""
 
-import multiprocessing
+import json
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -13,7 +15,6 @@ from fivefold.errors import ConfigurationError
 from fivefold.gnn.loading import DiskLoader, FeatureStore, OnlineLoader, batch_order, rank_share
 from fivefold.gnn.loading._assemble import SeedTable
 from fivefold.gnn.loading._transfer import DeviceTransfer
-from fivefold.gnn.packing import PackedStore
 
 SHAPES = {
     "one node": {"nodes": 1, "edges": 0, "train": 1},
@@ -102,29 +103,23 @@ def test_the_copy_to_a_device_takes_cached_rows_from_there(stores):
     levels.close()
 
 
-def rank_main(folder, rank, world_size, queue):
-    try:
-        with (
-            PackedStore.open(folder) as store,
-            DiskLoader(store, rank=rank, world_size=world_size, seed=3) as loader,
-        ):
-            queue.put([(b.number, b.n_id.tolist(), b.x.sum().item()) for b in loader])
-    except BaseException as error:
-        queue.put([(repr(error), [], 0.0)])
-        raise
+RANK = """
+import json, sys
+from fivefold.gnn.loading import DiskLoader
+from fivefold.gnn.packing import PackedStore
+with PackedStore.open(sys.argv[1]) as store:
+    with DiskLoader(store, rank=int(sys.argv[2]), world_size=2, seed=3) as loader:
+        print(json.dumps([(b.number, b.n_id.tolist(), b.x.sum().item()) for b in loader]))
+"""
 
 
 @pytest.mark.distributed
 def test_processes_share_a_store(stores):
     _, features, store = stores(dim=4)
-    context = multiprocessing.get_context("forkserver")
-    queue = context.Queue()
-    other = context.Process(target=rank_main, args=(store.folder, 1, 2, queue))
-    other.start()
-    rank_main(store.folder, 0, 2, queue)
-    seen = [item for _ in range(2) for item in queue.get(timeout=90)]
-    other.join(30)
-    assert other.exitcode == 0
+    commands = [[sys.executable, "-c", RANK, str(store.folder), str(rank)] for rank in range(2)]
+    ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
+    seen = [item for rank in ranks for item in json.loads(rank.communicate(timeout=90)[0])]
+    assert [rank.returncode for rank in ranks] == [0, 0]
     assert len(seen) == len({number for number, _, _ in seen}) == store.num_batches // 2 * 2
     for _, ids, total in seen:
         assert total == pytest.approx(float(features[ids].sum(dtype=np.float64)), rel=1e-3, abs=64)

@@ -22,7 +22,7 @@ def no_threads_left(before):
     until = time.monotonic() + 5
     while threading.active_count() > before and time.monotonic() < until:
         time.sleep(0.01)
-    return threading.active_count() == before
+    return threading.active_count() <= before  # one of an earlier test may end meanwhile
 
 
 def drain(pipeline):
