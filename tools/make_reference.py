@@ -14,7 +14,11 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ["errors", "units", "optim", "train", "lab", "report", "testing"]
+GNN = ("storage", "sampling", "data", "planning", "packing", "loading", "systems", "training")
+ROOMS = [
+    *("errors", "units", "optim", "moe", "train", "lab", "report", "testing"),
+    *(f"gnn.{room}" for room in GNN),
+]
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
