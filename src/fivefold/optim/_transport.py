@@ -32,6 +32,9 @@ from fivefold.optim._compressed import CompressedExchange, ring_bytes
 
 __all__ = ["Flight", "ProcessGroupTransport", "Transport"]
 
+_CALLBACK_PATIENCE_S = 1.0
+_CALLBACK_GRACE_S = 0.05
+
 
 class Flight(Protocol):
     """One sum over the ranks on its way."""
@@ -325,6 +328,10 @@ def _let_land(works: list[dist.Work], patience_s: float = 5.0) -> None:
     deadline_s = time.monotonic() + patience_s
     while any(not work.is_completed() for work in works) and time.monotonic() < deadline_s:
         time.sleep(0.01)
+    if works:
+        # The backend's thread may still be letting go of a callback. If the interpreter ended
+        # meanwhile, that thread would be unwound in the middle of it, and the process aborted.
+        time.sleep(_CALLBACK_GRACE_S)
 
 
 class ProcessGroupFlight:
@@ -352,6 +359,7 @@ class ProcessGroupFlight:
         self._what = what
         self._watch = watch
         self._lock = threading.Lock()
+        self._stamped = threading.Event()
         self._open = len(works)
         self._completed_at_s: float | None = None
         if watch is None:
@@ -369,6 +377,7 @@ class ProcessGroupFlight:
             self._open -= 1
             if self._open == 0:
                 self._completed_at_s = now_s
+                self._stamped.set()
 
     def wait(self) -> bool:
         """Wait for every all-reduce; see ``Flight.wait``.
@@ -378,7 +387,8 @@ class ProcessGroupFlight:
         """
         with named_errors(self._rank, self._what):
             _wait_all(self._works)  # NCCL: only makes the current stream wait
-        if self._completed_at_s is None and self._watch is None:
-            # The callback may run just after wait() returns.
+        if self._watch is None and self._works:
+            self._stamped.wait(_CALLBACK_PATIENCE_S)  # it may run just after the wait returned
+        if self._watch is None and self._completed_at_s is None:
             self._completed_at_s = time.perf_counter()
         return True
