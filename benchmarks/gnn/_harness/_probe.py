@@ -17,8 +17,10 @@ __all__ = ["Probe", "probe"]
 Blocks = NDArray[np.int64]
 _BLOCK_BYTES = 1 << 20
 _PAGE_BYTES = 4096
-_STREAMS = 4  # reads under way: deeper queues of long reads bring nothing
-_RANDOM_STREAMS = 16
+# Reads under way. Four are enough for some disks and a third too few for others, so that both
+# are tried and the better one is the disk's.
+_STREAMS = (4, 16)
+_RANDOM_STREAMS = (16, 64)
 
 
 @dataclass(frozen=True)
@@ -38,38 +40,44 @@ def probe(path: Path, *, seconds: float = 1.0, seed: int = 0) -> Probe:
 
     Args:
         path: The file; a few hundred MB at least.
-        seconds: For each of the two.
+        seconds: For each of the two; shared by the depths that are tried.
         seed: Of the places.
     """
     size = path.stat().st_size
     draw = np.random.default_rng(seed)
-    sequential = _timed(
-        path,
-        block_bytes=_BLOCK_BYTES,
-        streams=_STREAMS,
-        seconds=seconds,
-        # Each stream takes every fourth block, so that the file is read in order.
-        next_blocks=_in_order(size // _BLOCK_BYTES, start=int(draw.integers(1 << 30))),
+    blocks, pages = size // _BLOCK_BYTES, max(1, size // _PAGE_BYTES)
+    sequential = max(
+        _timed(
+            path,
+            block_bytes=_BLOCK_BYTES,
+            streams=streams,
+            seconds=seconds / len(_STREAMS),
+            # Each stream takes every n-th block, so that the file is read in order.
+            next_blocks=_in_order(blocks, streams, start=int(draw.integers(1 << 30))),
+        )
+        for streams in _STREAMS
     )
-    pages = max(1, size // _PAGE_BYTES)
-    random = _timed(
-        path,
-        block_bytes=_PAGE_BYTES,
-        streams=_RANDOM_STREAMS,
-        seconds=seconds,
-        next_blocks=lambda: draw.integers(0, pages, 4096),
+    random = max(
+        _timed(
+            path,
+            block_bytes=_PAGE_BYTES,
+            streams=streams,
+            seconds=seconds / len(_RANDOM_STREAMS),
+            next_blocks=lambda: draw.integers(0, pages, 4096),
+        )
+        for streams in _RANDOM_STREAMS
     )
     return Probe(sequential * _BLOCK_BYTES, random)
 
 
-def _in_order(blocks: int, *, start: int) -> Callable[[], Blocks]:
+def _in_order(blocks: int, streams: int, *, start: int) -> Callable[[], Blocks]:
     at = start % max(1, blocks)
 
     def following() -> Blocks:
         nonlocal at
         taken = (at + np.arange(64)) % max(1, blocks)
         at += 64
-        return taken.reshape(-1, _STREAMS).T.reshape(-1)
+        return taken.reshape(-1, streams).T.reshape(-1)
 
     return following
 
