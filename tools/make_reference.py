@@ -15,8 +15,12 @@ from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
 GNN = ("storage", "sampling", "data", "planning", "packing", "loading", "systems", "training")
+NETWORK = ("topology", "profiling", "simulation")
+COLLECTIVES = ("schedules", "algorithms", "synthesis", "lowering", "execution")
 ROOMS = [
-    *("errors", "units", "optim", "moe", "train", "lab", "report", "testing"),
+    *("errors", "units", "optim", "moe", "strategy", "train", "lab", "report", "testing"),
+    *(f"network.{room}" for room in NETWORK),
+    *(f"collectives.{room}" for room in COLLECTIVES),
     *(f"gnn.{room}" for room in GNN),
 ]
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")

@@ -10,9 +10,35 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fivefold import errors, gnn, lab, moe, optim, report, testing, train, units
+    from fivefold import (
+        collectives,
+        errors,
+        gnn,
+        lab,
+        moe,
+        network,
+        optim,
+        report,
+        strategy,
+        testing,
+        train,
+        units,
+    )
 
-__all__ = ["errors", "gnn", "lab", "moe", "optim", "report", "testing", "train", "units"]
+__all__ = [
+    "collectives",
+    "errors",
+    "gnn",
+    "lab",
+    "moe",
+    "network",
+    "optim",
+    "report",
+    "strategy",
+    "testing",
+    "train",
+    "units",
+]
 
 __version__ = version("fivefold")
 

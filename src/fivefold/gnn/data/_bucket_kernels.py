@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from fivefold.gnn.data._compiler import njit
+from fivefold._compiler import njit
 
 __all__ = ["assign_places", "count_keys", "hash_texts"]
 

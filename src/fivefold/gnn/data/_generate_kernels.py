@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fivefold.gnn.data._compiler import njit
+from fivefold._compiler import njit
 from fivefold.gnn.data._random import key_of, normal, number, permute, poisson, uniform
 
 __all__ = ["Law", "fill_degrees", "fill_edges", "fill_features", "fill_labels", "fill_permuted"]

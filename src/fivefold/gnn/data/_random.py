@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from fivefold.gnn.data._compiler import njit
+from fivefold._compiler import njit
 
 __all__ = ["LAYERS_X", "LAYERS_Y", "key_of", "normal", "number", "permute", "poisson", "uniform"]
 

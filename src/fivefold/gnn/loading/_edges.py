@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fivefold.gnn._compiler import njit
+from fivefold._compiler import njit
 
 __all__ = ["expand_edges", "expand_edges_reference"]
 

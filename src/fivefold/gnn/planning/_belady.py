@@ -20,8 +20,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from fivefold._compiler import njit
 from fivefold.errors import ConfigurationError, DataError
-from fivefold.gnn.planning._compiler import njit
 from fivefold.gnn.planning._kept import KeptArrays
 from fivefold.gnn.planning._schedule import CacheSchedule
 from fivefold.gnn.planning._sources import Array, BatchList, Ids, SampleSource

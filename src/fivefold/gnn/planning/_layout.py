@@ -21,8 +21,8 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from fivefold._compiler import njit
 from fivefold.errors import ConfigurationError, DataError
-from fivefold.gnn.planning._compiler import njit
 from fivefold.gnn.planning._pages import runs_of
 from fivefold.gnn.planning._refinement import Refinement, locate, union_of
 from fivefold.gnn.planning._sources import Array, Ids

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fivefold.gnn.planning._compiler import njit
+from fivefold._compiler import njit
 from fivefold.gnn.planning._sources import Array, Ids
 
 __all__ = ["BLOCK_BYTES", "PAGE_BYTES", "SIZE_CLASSES", "extent_pages", "read_costs", "runs_of"]

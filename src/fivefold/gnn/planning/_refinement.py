@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from fivefold.gnn.planning._compiler import njit
+from fivefold._compiler import njit
 from fivefold.gnn.planning._sources import Array, Ids
 
 __all__ = ["Refinement", "locate", "union_of"]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fivefold.gnn._compiler import njit
+from fivefold._compiler import njit
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fivefold.gnn._compiler import njit, numba
+from fivefold._compiler import njit, numba
 
 __all__ = [
     "atomic_add",

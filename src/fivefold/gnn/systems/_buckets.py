@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.gnn._compiler import njit
+from fivefold._compiler import njit
 from fivefold.gnn.sampling import Topology
 
 __all__ = ["EdgeBuckets"]

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from fivefold._compiler import njit
 from fivefold.errors import ConfigurationError
-from fivefold.gnn._compiler import njit
 
 __all__ = ["ChangeSet", "ChangeSets", "belady_change_sets", "stream_change_sets"]
 

@@ -15,8 +15,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from fivefold._compiler import njit
 from fivefold.errors import ConfigurationError
-from fivefold.gnn._compiler import njit
 
 __all__ = ["OnlineCache"]
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from fivefold._compiler import njit, numba
 from fivefold.errors import ConfigurationError, StorageError
-from fivefold.gnn._compiler import njit, numba
 
 __all__ = ["PageReader"]
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fivefold.gnn._compiler import njit
+from fivefold._compiler import njit
 
 __all__ = ["add_attention", "add_mean", "fill_keys", "next_rows", "reading_cost"]
 

@@ -1,6 +1,6 @@
 """The compiler of hot loops (numba), with one clear error where it is not installed.
 
-Every room of ``gnn`` takes its decorator from here and nothing else of this file's kind exists.
+Every room takes its decorator from here and nothing else of this file's kind exists.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from fivefold.errors import UnsupportedError
 try:
     import numba
 except ImportError as error:  # pragma: no cover - the development environment has it
-    message = "numba is not installed, and fivefold.gnn compiles its hot loops with it"
-    raise UnsupportedError(message, hint="pip install 'fivefold[gnn]'") from error
+    message = "numba is not installed, and fivefold compiles its hot loops with it"
+    raise UnsupportedError(message, hint="pip install 'fivefold[all]'") from error
 
 __all__ = ["njit", "numba"]
 

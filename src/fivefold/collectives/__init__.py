@@ -1,0 +1,28 @@
+"""Layer 3: how one collective becomes chunk transfers, proved, priced, lowered and run.
+
+The rooms, each importing only those before it: ``schedules`` (what a collective and a schedule
+are; the verifier, the cost, the bounds), ``algorithms`` (ring, trees and their like),
+``synthesis`` (algorithms made for a topology), ``lowering`` (programs, MSCCL XML, MSCCL++ plans,
+an interpreter) and ``execution`` (under ``torch.distributed``). They are loaded when first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fivefold.collectives import algorithms, execution, lowering, schedules, synthesis
+
+__all__ = ["algorithms", "execution", "lowering", "schedules", "synthesis"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return importlib.import_module(f"fivefold.collectives.{name}")
+    message = f"module 'fivefold.collectives' has no attribute {name!r}"
+    raise AttributeError(message)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,3 @@
+"""The algorithms of the textbooks and of NCCL as schedules."""
+
+__all__: list[str] = []

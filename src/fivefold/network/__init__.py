@@ -1,0 +1,27 @@
+"""Layer 5: what carries the traffic, from GPU to core switch.
+
+The rooms, each importing only those before it: ``topology`` (one graph, its files, the named
+machines and the generators), ``profiling`` (alpha and beta of real links) and ``simulation``
+(who gets which rate, and when each flow ends). They are loaded when first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fivefold.network import profiling, simulation, topology
+
+__all__ = ["profiling", "simulation", "topology"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return importlib.import_module(f"fivefold.network.{name}")
+    message = f"module 'fivefold.network' has no attribute {name!r}"
+    raise AttributeError(message)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,3 @@
+"""Measures latency and bandwidth of the links between running ranks, and fits the model."""
+
+__all__: list[str] = []
