@@ -18,7 +18,7 @@ GNN = ("storage", "sampling", "data", "planning", "packing", "loading", "systems
 NETWORK = ("topology", "profiling", "simulation")
 COLLECTIVES = ("schedules", "algorithms", "synthesis", "lowering", "execution")
 ROOMS = [
-    *("errors", "units", "optim", "moe", "strategy", "train", "lab", "report", "testing"),
+    *("errors", "units", "runs", "optim", "moe", "strategy", "train", "lab", "report", "testing"),
     *(f"network.{room}" for room in NETWORK),
     *(f"collectives.{room}" for room in COLLECTIVES),
     *(f"gnn.{room}" for room in GNN),

@@ -7,9 +7,10 @@ import time
 import pytest
 import torch
 
+from fivefold.runs import StopRequest
 from fivefold.testing import run_processes
 from fivefold.train import _control
-from fivefold.train._control import ControlLane, StopRequest
+from fivefold.train._control import ControlLane
 from fivefold.train._world import World, open_world, read_identity
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from fivefold.errors import CommunicationError, ConfigurationError, DataError
+from fivefold.runs import exit_code
 from fivefold.train import config_to_toml, launch
-from fivefold.train._ending import exit_code
 from fivefold.train._launch import _first
 from fivefold.train._outcome import error_from_record, error_to_record
 

@@ -5,7 +5,7 @@ Table ``[sync]`` has a file of its own, ``_sync_config.py``.
 Each table is a frozen model with a default for every key, so an empty file is a valid
 configuration. Values are taken as they are: a string is not read as a number, except that keys
 in seconds accept a unit (``"10 s"``). The order of precedence is override, then file, then
-default. How errors read and how TOML is parsed and written is in ``_toml.py``. This module
+default. How errors read and how TOML is parsed and written is in ``fivefold.runs``. This module
 knows nothing of torch, processes or data.
 """
 
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from fivefold.errors import ConfigurationError
-from fivefold.train._section import (
+from fivefold.runs import (
     Count,
     FilePath,
     Fraction,
@@ -28,9 +28,12 @@ from fivefold.train._section import (
     Seconds,
     Section,
     Text,
+    apply_overrides,
+    format_toml,
+    read_toml,
+    readable_error,
 )
 from fivefold.train._sync_config import AutoTauConfig, SyncConfig, keys_of_method
-from fivefold.train._toml import apply_overrides, format_toml, read_toml, readable_error
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

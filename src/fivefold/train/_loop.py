@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fivefold.runs import MetricsWriter, StopRequest, format_toml, write_json, write_text
 from fivefold.train._checkpoint import read_checkpoint, write_checkpoint
-from fivefold.train._control import ControlLane, StopRequest
+from fivefold.train._control import ControlLane
 from fivefold.train._corpus import load_corpus
 from fivefold.train._evaluate import Validation, bits_per_byte, evaluate
 from fivefold.train._machine import LinkMeter, run_manifest
 from fivefold.train._methods import make_method, method_label, require_peers
-from fivefold.train._metrics import MetricsWriter, write_json, write_text
 from fivefold.train._model import Transformer
 from fivefold.train._precision import autocast_context
 from fivefold.train._progress import TrainingProgress
@@ -31,7 +31,6 @@ from fivefold.train._setup import make_optimizer, require_equal_data, restore_rn
 from fivefold.train._spans import Span, SpanRecorder, subtract
 from fivefold.train._step import StepRunner, TrainedParts
 from fivefold.train._tokenizer import load_tokenizer
-from fivefold.train._toml import format_toml
 from fivefold.train._world import World, close_world, open_world, read_identity
 
 if TYPE_CHECKING:

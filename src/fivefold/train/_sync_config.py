@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from fivefold.errors import ConfigurationError
-from fivefold.train._section import Count, Momentum, Positive, Rate, Section, Share, Text
+from fivefold.runs import Count, Momentum, Positive, Rate, Section, Share, Text
 
 __all__ = ["AutoTauConfig", "SyncConfig", "keys_of_method"]
 

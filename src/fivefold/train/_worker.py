@@ -15,8 +15,8 @@ import traceback
 from pathlib import Path
 
 from fivefold.errors import FivefoldError
+from fivefold.runs import end_without_waiting, exit_code
 from fivefold.train._config import load_config
-from fivefold.train._ending import end_without_waiting, exit_code
 from fivefold.train._launch import OUTCOME_VARIABLE
 from fivefold.train._loop import train
 from fivefold.train._outcome import error_to_record

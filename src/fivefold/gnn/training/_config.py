@@ -12,21 +12,22 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from fivefold.errors import ConfigurationError
-from fivefold.gnn.training._section import (
-    Backend,
+from fivefold.gnn.training._section import Backend, Fanouts, Share
+from fivefold.runs import (
     Bytes,
     Count,
-    Fanouts,
     FilePath,
     Positive,
     Rate,
     Seconds,
     Section,
     Seed,
-    Share,
     Text,
+    apply_overrides,
+    format_toml,
+    read_toml,
+    readable_error,
 )
-from fivefold.gnn.training._toml import apply_overrides, format_toml, read_toml, readable_error
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,10 +15,10 @@ from fivefold.gnn.data import Dataset
 from fivefold.gnn.storage import Container
 from fivefold.gnn.training._checkpoint import newest_checkpoint
 from fivefold.gnn.training._config import GnnConfig, load_config
-from fivefold.gnn.training._files import write_json
 from fivefold.gnn.training._inference import InferenceResult, infer_layers
 from fivefold.gnn.training._models import LayeredModel, make_model
 from fivefold.gnn.training._section import Backend
+from fivefold.runs import write_json
 
 __all__ = ["RunInference", "infer_run", "load_model"]
 

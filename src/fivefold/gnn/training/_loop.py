@@ -27,7 +27,6 @@ from fivefold.gnn.training._checkpoint import newest_checkpoint, write_checkpoin
 from fivefold.gnn.training._clock import Clock
 from fivefold.gnn.training._config import GnnConfig, config_to_toml
 from fivefold.gnn.training._evaluate import Evaluator
-from fivefold.gnn.training._files import MetricsWriter, write_json, write_text
 from fivefold.gnn.training._models import make_model
 from fivefold.gnn.training._progress import RunProgress
 from fivefold.gnn.training._ranks import Ranks, close_ranks, open_ranks, read_place
@@ -35,8 +34,8 @@ from fivefold.gnn.training._result import GnnResult, parameters_sha256, run_labe
 from fivefold.gnn.training._resume import choose_checkpoint, describe_run
 from fivefold.gnn.training._rounds import Rounds
 from fivefold.gnn.training._source import BatchSource, add_counts, counts_of, make_source
-from fivefold.gnn.training._stop import StopRequest
 from fivefold.gnn.training._tally import EpochTally
+from fivefold.runs import MetricsWriter, StopRequest, write_json, write_text
 
 __all__ = ["train_graph"]
 

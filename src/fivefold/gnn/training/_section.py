@@ -1,48 +1,14 @@
-"""What the tables of a configuration are made of: their base class and the types of their keys.
-
-This module knows nothing of what the keys mean.
-"""
+"""Types of keys that only a configuration for graphs has."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
 from fivefold.errors import ConfigurationError
-from fivefold.units import parse_bytes, parse_duration_s
 
-__all__ = [
-    "Backend",
-    "Bytes",
-    "Count",
-    "Fanouts",
-    "FilePath",
-    "Positive",
-    "Rate",
-    "Seconds",
-    "Section",
-    "Seed",
-    "Share",
-    "Text",
-]
-
-
-def _duration(value: Any) -> Any:
-    # Strings only: a bool or a list must reach the type check of the field itself.
-    return parse_duration_s(value) if isinstance(value, str) else value
-
-
-def _bytes(value: Any) -> Any:
-    return parse_bytes(value) if isinstance(value, str) else value
-
-
-def _path(value: Any) -> Any:
-    if value == "":
-        message = "a path must not be empty"
-        raise ConfigurationError(message, hint='name a folder, such as "runs/sage"')
-    return Path(value) if isinstance(value, str) else value
+__all__ = ["Backend", "Fanouts", "Share"]
 
 
 def _fanouts(value: Any) -> Any:
@@ -58,25 +24,5 @@ def _fanouts(value: Any) -> Any:
 
 
 Backend = Literal["auto", "threads", "io_uring", "python", "mmap"]
-Count = Annotated[int, Field(ge=0)]
-Positive = Annotated[int, Field(ge=1)]
-Seed = Annotated[int, Field(ge=0, lt=2**63)]
-Seconds = Annotated[float, BeforeValidator(_duration), Field(gt=0, allow_inf_nan=False)]
-Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=0)]
-Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Share = Annotated[float, Field(ge=0, lt=1)]
-FilePath = Annotated[Path, BeforeValidator(_path)]
-Text = Annotated[str, Field(min_length=1)]
 Fanouts = Annotated[tuple[int, ...], BeforeValidator(_fanouts)]
-
-
-class Section(BaseModel):
-    """A table: frozen, strict, without unknown keys; its docstrings describe the keys."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        validate_default=True,
-        use_attribute_docstrings=True,
-    )
+Share = Annotated[float, Field(ge=0, lt=1)]

@@ -11,9 +11,10 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from fivefold.errors import ConfigurationError
-from fivefold.units import parse_duration_s
+from fivefold.units import parse_bytes, parse_duration_s
 
 __all__ = [
+    "Bytes",
     "Count",
     "FilePath",
     "Fraction",
@@ -22,6 +23,7 @@ __all__ = [
     "Rate",
     "Seconds",
     "Section",
+    "Seed",
     "Share",
     "Text",
 ]
@@ -32,15 +34,21 @@ def _duration(value: Any) -> Any:
     return parse_duration_s(value) if isinstance(value, str) else value
 
 
+def _bytes(value: Any) -> Any:
+    return parse_bytes(value) if isinstance(value, str) else value
+
+
 def _path(value: Any) -> Any:
     if value == "":
         message = "a path must not be empty"
-        raise ConfigurationError(message, hint='name a folder, such as "runs/co2"')
+        raise ConfigurationError(message, hint='name a folder, such as "runs/first"')
     return Path(value) if isinstance(value, str) else value
 
 
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=0)]
 Seconds = Annotated[float, BeforeValidator(_duration), Field(gt=0, allow_inf_nan=False)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]

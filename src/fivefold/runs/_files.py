@@ -39,21 +39,36 @@ class MetricsWriter:
         self._board = None if tensorboard is None else _open_board(tensorboard)
         kept = [] if resumed_step is None else _lines_until(path, resumed_step)
         write_text(path, "".join(kept))
+        self._path = path
         self._file: TextIO = path.open("a", encoding="utf-8")
 
     def write(self, event: str, *, step: int, **values: Any) -> None:
-        """Append one event and hand it to the operating system."""
+        """Append one event and hand it to the operating system.
+
+        Raises:
+            CheckpointError: The disk is full.
+        """
         record = {"event": event, "step": step, **values}
-        self._file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise _cannot_write(self._path, error) from error
         if self._board is not None:
             for name, value in values.items():
                 if isinstance(value, int | float):
                     self._board.add_scalar(f"{event}/{name}", value, step)
 
     def close(self) -> None:
-        """Close the files."""
-        self._file.close()
+        """Close the files.
+
+        Raises:
+            CheckpointError: The disk refused the last lines.
+        """
+        try:
+            self._file.close()
+        except OSError as error:
+            raise _cannot_write(self._path, error) from error
         if self._board is not None:
             self._board.close()
 
@@ -73,9 +88,7 @@ def write_text(path: Path, text: str) -> None:
             os.fsync(file.fileno())
         partial.rename(path)
     except OSError as error:
-        message = f"cannot write {path}: {error}"
-        hint = "free space or choose another run.output, then run the same command again"
-        raise CheckpointError(message, hint=hint) from error
+        raise _cannot_write(path, error) from error
 
 
 def write_json(path: Path, record: dict[str, Any]) -> None:
@@ -85,6 +98,12 @@ def write_json(path: Path, record: dict[str, Any]) -> None:
         CheckpointError: The folder cannot be written.
     """
     write_text(path, json.dumps(_finite(record), indent=1, allow_nan=False) + "\n")
+
+
+def _cannot_write(path: Path, error: OSError) -> CheckpointError:
+    message = f"cannot write {path}: {error.strerror or error}"
+    hint = "free space or choose another run.output, then run the same command again"
+    return CheckpointError(message, hint=hint)
 
 
 def _finite(value: Any) -> Any:

@@ -41,11 +41,11 @@ _WANTED = {
     "string_too_short": "a string that is not empty",
     "path_type": "a path in quotes",
     "is_instance_of": "a path in quotes",
-    "tuple_type": "a list of two numbers",
-    "missing": "a list of two numbers",
-    "too_long": "a list of two numbers",
-    "too_short": "a list of two numbers",
+    "tuple_type": "a list",
+    "too_long": "a shorter list",
+    "too_short": "a longer list",
 }
+_LIST_PROBLEMS = ("tuple_type", "too_long", "too_short")
 _BOUNDS = {
     "greater_than": ("greater than", "gt"),
     "greater_than_equal": ("at least", "ge"),
@@ -110,8 +110,11 @@ def apply_overrides(
         ConfigurationError: An assignment is not of the form ``section.key=value``.
 
     Example:
-        >>> from fivefold.train._config import TrainConfig
-        >>> apply_overrides({}, ["run.steps=5"], schema=TrainConfig)
+        >>> class Run(BaseModel):
+        ...     steps: int = 1
+        >>> class Settings(BaseModel):
+        ...     run: Run = Run()
+        >>> apply_overrides({}, ["run.steps=5"], schema=Settings)
         {'run': {'steps': 5}}
     """
     merged = copy.deepcopy(tables)
@@ -165,12 +168,15 @@ def readable_error(
         The error to raise.
 
     Example:
-        >>> from fivefold.train._config import TrainConfig
-        >>> from pydantic import ValidationError
+        >>> from pydantic import Field, ValidationError
+        >>> class Run(BaseModel):
+        ...     steps: int = Field(1, ge=1)
+        >>> class Settings(BaseModel):
+        ...     run: Run = Run()
         >>> try:
-        ...     TrainConfig.model_validate({"run": {"steps": 0}})
+        ...     Settings.model_validate({"run": {"steps": 0}})
         ... except ValidationError as error:
-        ...     print(readable_error(error, schema=TrainConfig, source="a.toml").message)
+        ...     print(readable_error(error, schema=Settings, source="a.toml").message)
         run.steps must be at least 1; got 0 (in a.toml)
     """
     # A misspelled key first: it often explains the others.
@@ -190,6 +196,8 @@ def _explain(problem: ErrorDetails, schema: type[BaseModel]) -> tuple[str, str |
     if isinstance(cause, ConfigurationError):
         prefix = "" if cause.message.startswith(tuple(schema.model_fields)) else f"{key}: "
         return prefix + cause.message, cause.hint
+    if kind == "missing" and isinstance(problem["loc"][-1], str):
+        return _explain_missing(key, schema)
     got = _describe(problem["input"])
     if kind in {"model_type", "model_attributes_type"}:
         return f"{key} must be a table; got {got}", f"write [{key}] and its keys below it"
@@ -199,10 +207,19 @@ def _explain(problem: ErrorDetails, schema: type[BaseModel]) -> tuple[str, str |
         got = f"{problem['input']}"
     elif kind == "literal_error":
         wanted = f"one of {context['expected']}"
+    elif (items := _items(schema, key)) and kind in {"missing", *_LIST_PROBLEMS}:
+        wanted = f"a list of {items}"
+        key = key.partition("[")[0]  # an item that is not there
     else:
         wanted = _WANTED.get(kind, problem["msg"])
-        key = key.partition("[")[0] if kind == "missing" else key  # an item that is not there
     return f"{key} must be {wanted}; got {got}", _about(schema, key)
+
+
+def _explain_missing(key: str, schema: type[BaseModel]) -> tuple[str, str | None]:
+    fields = _sections(schema).get(key, {})
+    needed = [name for name, field in fields.items() if field.is_required()]
+    key = f"{key}.{needed[0]}" if needed else key
+    return f"{key} is missing", _about(schema, key)
 
 
 def _explain_unknown(location: tuple[int | str, ...], schema: type[BaseModel]) -> tuple[str, str]:
@@ -234,8 +251,10 @@ def _about(schema: type[BaseModel], key: str) -> str | None:
     field = _sections(schema).get(section, {}).get(name)
     if field is None:
         return None
+    if field.is_required():
+        return f"{key} is the {field.description}"
     if field.default is None:
-        return f"{key} is the {field.description}; left out, it is the method's own"
+        return f"{key} is the {field.description}; left out, there is none, or the method's own"
     return f"{key} is the {field.description}; its default is {_format_value(field.default)}"
 
 
@@ -248,6 +267,16 @@ def _sections(schema: type[BaseModel], prefix: str = "") -> dict[str, dict[str, 
                 found[prefix + name] = dict(kind.model_fields)
                 found |= _sections(kind, f"{prefix}{name}.")
     return found
+
+
+def _items(schema: type[BaseModel], key: str) -> str | None:
+    """How many numbers a list of a fixed length takes, in words; None where it may have any."""
+    section, _, name = key.partition("[")[0].rpartition(".")
+    arguments = typing.get_args(_annotation(schema, section, name))
+    if typing.get_origin(_annotation(schema, section, name)) is not tuple or ... in arguments:
+        return None
+    words = {1: "one number", 2: "two numbers", 3: "three numbers"}
+    return words.get(len(arguments), f"{len(arguments)} numbers")
 
 
 def _annotation(schema: type[BaseModel], section: str, key: str) -> Any:
