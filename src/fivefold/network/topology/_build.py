@@ -1,0 +1,75 @@
+"""How generators put a topology together: nodes by name, links in both directions at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fivefold.errors import ConfigurationError
+from fivefold.network.topology._elements import Link, Node, NodeKind, SwitchAbility
+from fivefold.network.topology._topology import Topology
+from fivefold.units import parse_bytes_per_s, parse_duration_s
+
+__all__ = ["Builder", "Wire", "check_count"]
+
+
+@dataclass(frozen=True)
+class Wire:
+    """What a link is like: bandwidth and latency as text with units or as numbers, and count."""
+
+    bandwidth: str | float
+    latency: str | float = 0.0
+    count: int = 1
+
+    def link(self, source: str, target: str) -> Link:
+        """The link of this kind between two nodes."""
+        return Link(
+            source,
+            target,
+            bandwidth_bytes_per_s=parse_bytes_per_s(self.bandwidth),
+            latency_s=parse_duration_s(self.latency),
+            count=self.count,
+        )
+
+
+@dataclass
+class Builder:
+    """Nodes and links so far; the order of calls is their order."""
+
+    nodes: list[Node] = field(default_factory=list)
+    links: list[Link] = field(default_factory=list)
+    switches: list[SwitchAbility] = field(default_factory=list)
+
+    def node(self, name: str, kind: NodeKind, *, host: str | None = None) -> str:
+        """Add a node and give its name back."""
+        self.nodes.append(Node(name, kind, host))
+        return name
+
+    def row(
+        self, prefix: str, number: int, *, kind: NodeKind = "gpu", host: str | None = None
+    ) -> list[str]:
+        """Add nodes named prefix0, prefix1, ..."""
+        return [self.node(f"{prefix}{index}", kind, host=host) for index in range(number)]
+
+    def send(self, source: str, target: str, wire: Wire) -> None:
+        """Add a link in one direction."""
+        self.links.append(wire.link(source, target))
+
+    def join(self, first: str, second: str, wire: Wire) -> None:
+        """Add a link in each direction."""
+        self.links += [wire.link(first, second), wire.link(second, first)]
+
+    def done(self, name: str, *, source: str = "") -> Topology:
+        """The topology of all that was added."""
+        return Topology(name, self.nodes, self.links, switches=self.switches, source=source)
+
+
+def check_count(what: str, value: object, *, low: int = 1, hint: str | None = None) -> None:
+    """Refuse what is not a whole number from ``low`` on.
+
+    Raises:
+        ConfigurationError: It is not.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ConfigurationError(
+            f"{what} must be a whole number from {low}; got {value!r}", hint=hint
+        )

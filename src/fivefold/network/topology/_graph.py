@@ -1,0 +1,57 @@
+"""Reachability on a graph in arrays. Knows nothing of what nodes and links are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Adjacency", "IntArray", "group_by", "reachable"]
+
+IntArray = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Adjacency:
+    """The links at each node: those of node n are ``links[offsets[n]:offsets[n + 1]]``.
+
+    Example:
+        >>> group_by(np.array([1, 0, 1], np.int32), num_groups=2).of(1).tolist()
+        [0, 2]
+    """
+
+    offsets: IntArray
+    links: IntArray
+
+    def of(self, node: int) -> IntArray:
+        """Indices of the links at one node, ascending."""
+        return self.links[self.offsets[node] : self.offsets[node + 1]]
+
+
+def group_by(keys: IntArray, *, num_groups: int) -> Adjacency:
+    """Sort positions by key, keeping their order within a key."""
+    order = np.argsort(keys, kind="stable").astype(np.int32)
+    offsets = np.zeros(num_groups + 1, np.int32)
+    np.cumsum(np.bincount(keys, minlength=num_groups), out=offsets[1:])
+    order.flags.writeable = offsets.flags.writeable = False
+    return Adjacency(offsets, order)
+
+
+def reachable(
+    adjacency: Adjacency, ends: IntArray, *, start: Iterable[int]
+) -> npt.NDArray[np.bool_]:
+    """Which nodes can be reached from ``start``, following links to their ``ends``."""
+    num_nodes = len(adjacency.offsets) - 1
+    seen = np.zeros(num_nodes, np.bool_)
+    frontier = np.fromiter(start, np.int64)
+    seen[frontier] = True
+    while len(frontier):
+        counts = adjacency.offsets[frontier + 1] - adjacency.offsets[frontier]
+        first = np.repeat(adjacency.offsets[frontier], counts)
+        within = np.arange(len(first)) - np.repeat(np.cumsum(counts) - counts, counts)
+        found = np.unique(ends[adjacency.links[first + within]])
+        frontier = found[~seen[found]].astype(np.int64)
+        seen[frontier] = True
+    return seen

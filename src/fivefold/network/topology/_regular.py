@@ -1,0 +1,242 @@
+"""Regular graphs of compute nodes: rings, meshes, tori, cubes, and the single switch.
+
+Every neighbouring pair has one link each way. A dimension of size 2 has one link, wrapped or not,
+and one of size 1 has none.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+from fivefold.network.topology._build import Builder, Wire, check_count
+from fivefold.network.topology._topology import Topology
+
+__all__ = [
+    "fully_connected",
+    "hypercube",
+    "line",
+    "mesh",
+    "ring",
+    "star",
+    "switch",
+    "torus",
+]
+
+DEFAULT_BANDWIDTH = "25 GB/s"
+
+
+def ring(
+    num_ranks: int, *, bandwidth: str | float = DEFAULT_BANDWIDTH, latency: str | float = 0.0
+) -> Topology:
+    """A cycle of ranks, links both ways; two ranks have one link each way.
+
+    Args:
+        num_ranks: Number of ranks, from 1.
+        bandwidth: Of each link, such as ``"25 GB/s"``; a number is bytes per second.
+        latency: Of each link, such as ``"1 us"``; a number is seconds.
+
+    Returns:
+        The topology.
+
+    Example:
+        >>> ring(8).num_links, ring(2).num_links
+        (16, 2)
+    """
+    return _grid("ring", (num_ranks,), wrap=True, wire=Wire(bandwidth, latency))
+
+
+def line(
+    num_ranks: int, *, bandwidth: str | float = DEFAULT_BANDWIDTH, latency: str | float = 0.0
+) -> Topology:
+    """A chain of ranks, links both ways.
+
+    Args:
+        num_ranks: Number of ranks, from 1.
+        bandwidth: Of each link, such as ``"25 GB/s"``; a number is bytes per second.
+        latency: Of each link, such as ``"1 us"``; a number is seconds.
+
+    Returns:
+        The topology.
+
+    Example:
+        >>> line(8).num_links
+        14
+    """
+    return _grid("line", (num_ranks,), wrap=False, wire=Wire(bandwidth, latency))
+
+
+def mesh(
+    shape: Sequence[int],
+    *,
+    bandwidth: str | float | Sequence[str | float] = DEFAULT_BANDWIDTH,
+    latency: str | float = 0.0,
+) -> Topology:
+    """A grid without wrap-around; rank = position in row-major order of ``shape``.
+
+    Args:
+        shape: Ranks along each dimension, such as ``(4, 4)``.
+        bandwidth: Of each link; a sequence gives one value per dimension.
+        latency: Of each link, such as ``"1 us"``; a number is seconds.
+
+    Returns:
+        The topology.
+
+    Example:
+        >>> mesh((3, 4)).num_links
+        34
+    """
+    return _grid("mesh", shape, wrap=False, wire=_wires(bandwidth, latency))
+
+
+def torus(
+    shape: Sequence[int],
+    *,
+    bandwidth: str | float | Sequence[str | float] = DEFAULT_BANDWIDTH,
+    latency: str | float = 0.0,
+) -> Topology:
+    """A grid with wrap-around; rank = position in row-major order of ``shape``.
+
+    Args:
+        shape: Ranks along each dimension, such as ``(4, 4, 4)``.
+        bandwidth: Of each link; a sequence gives one value per dimension.
+        latency: Of each link, such as ``"1 us"``; a number is seconds.
+
+    Returns:
+        The topology.
+
+    Example:
+        >>> torus((4, 4)).num_links, len(torus((4, 2, 3)).out_links(0))
+        (64, 5)
+    """
+    return _grid("torus", shape, wrap=True, wire=_wires(bandwidth, latency))
+
+
+def hypercube(
+    dimensions: int, *, bandwidth: str | float = DEFAULT_BANDWIDTH, latency: str | float = 0.0
+) -> Topology:
+    """Ranks 0 to 2^d - 1; those whose numbers differ in one bit are neighbours.
+
+    Args:
+        dimensions: Number of bits d; 0 is a single rank.
+        bandwidth: Of each link, such as ``"25 GB/s"``; a number is bytes per second.
+        latency: Of each link, such as ``"1 us"``; a number is seconds.
+
+    Returns:
+        The topology.
+
+    Example:
+        >>> hypercube(3).num_ranks, hypercube(3).num_links
+        (8, 24)
+    """
+    check_count("dimensions of a hypercube", dimensions, low=0)
+    builder, wire = Builder(), Wire(bandwidth, latency)
+    names = builder.row("gpu", 2**dimensions)
+    for rank, bit in itertools.product(range(2**dimensions), range(dimensions)):
+        if not rank >> bit & 1:
+            builder.join(names[rank], names[rank | 1 << bit], wire)
+    return builder.done(f"hypercube:{dimensions}")
+
+
+def fully_connected(
+    num_ranks: int, *, bandwidth: str | float = DEFAULT_BANDWIDTH, latency: str | float = 0.0
+) -> Topology:
+    """A link each way between every two ranks.
+
+    Args:
+        num_ranks: Number of ranks, from 1.
+        bandwidth: Of each link, such as ``"25 GB/s"``; a number is bytes per second.
+        latency: Of each link, such as ``"1 us"``; a number is seconds.
+
+    Returns:
+        The topology.
+
+    Example:
+        >>> fully_connected(4).num_links
+        12
+    """
+    check_count("num_ranks", num_ranks)
+    builder, wire = Builder(), Wire(bandwidth, latency)
+    for first, second in itertools.combinations(builder.row("gpu", num_ranks), 2):
+        builder.join(first, second, wire)
+    return builder.done(f"fully_connected:{num_ranks}")
+
+
+def star(
+    num_ranks: int, *, bandwidth: str | float = DEFAULT_BANDWIDTH, latency: str | float = 0.0
+) -> Topology:
+    """Rank 0 in the middle, a link each way to every other rank; no switch.
+
+    Args:
+        num_ranks: Number of ranks, the middle one included, from 1.
+        bandwidth: Of each link, such as ``"25 GB/s"``; a number is bytes per second.
+        latency: Of each link, such as ``"1 us"``; a number is seconds.
+
+    Returns:
+        The topology.
+
+    Example:
+        >>> star(5).num_links
+        8
+    """
+    check_count("num_ranks", num_ranks)
+    builder, wire = Builder(), Wire(bandwidth, latency)
+    middle, *others = builder.row("gpu", num_ranks)
+    for other in others:
+        builder.join(middle, other, wire)
+    return builder.done(f"star:{num_ranks}")
+
+
+def switch(
+    num_ranks: int, *, bandwidth: str | float = DEFAULT_BANDWIDTH, latency: str | float = 0.0
+) -> Topology:
+    """Ranks on one non-blocking switch; a message passes two links.
+
+    Args:
+        num_ranks: Number of ranks, from 1.
+        bandwidth: Of each rank's link in each direction.
+        latency: Of each link: two of them from rank to rank.
+
+    Returns:
+        The topology.
+
+    Example:
+        >>> switch(4).num_links, len(switch(4).shortest_route(0, 3))
+        (8, 2)
+    """
+    check_count("num_ranks", num_ranks)
+    builder, wire = Builder(), Wire(bandwidth, latency)
+    names = builder.row("gpu", num_ranks)
+    middle = builder.node("switch0", "switch")
+    for name in names:
+        builder.join(name, middle, wire)
+    return builder.done(f"switch:{num_ranks}")
+
+
+def _wires(
+    bandwidth: str | float | Sequence[str | float], latency: str | float
+) -> Wire | list[Wire]:
+    if isinstance(bandwidth, str | int | float):
+        return Wire(bandwidth, latency)
+    return [Wire(rate, latency) for rate in bandwidth]
+
+
+def _grid(name: str, shape: Sequence[int], *, wrap: bool, wire: Wire | list[Wire]) -> Topology:
+    for size in shape:
+        check_count(f"every dimension of a {name}", size)
+    wires = wire if isinstance(wire, list) else [wire] * len(shape)
+    check_count(f"dimensions of a {name}", len(shape))
+    if len(wires) != len(shape):
+        check_count(f"bandwidths of a {name} with shape {tuple(shape)}", None, low=len(shape))
+    builder = Builder()
+    names = builder.row("gpu", math.prod(shape))
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    for rank, place in enumerate(itertools.product(*map(range, shape))):
+        for axis, size in enumerate(shape):
+            forward = (place[axis] + 1) % size
+            # Two in a dimension are neighbours once; a mesh does not wrap.
+            if forward == place[axis] + 1 or (wrap and size > 2):
+                neighbour = rank + (forward - place[axis]) * strides[axis]
+                builder.join(names[rank], names[neighbour], wires[axis])
+    return builder.done(f"{name}:{'x'.join(map(str, shape))}")

@@ -1,0 +1,212 @@
+"""Shortest routes between ranks: least latency, then fewest links, spread over equals.
+
+Latencies are compared as whole numbers of a fine tick, so that two routes over the same links in
+another order are exactly equal. The tree of distances is found per source (Dijkstra); a route is
+then walked back from its destination, and where several links are equally good the destination's
+rank decides, digit by digit, as in static routing of fat-trees (destination modulo k): flows to
+different destinations meet on as few links as can be without knowing the traffic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from fivefold.errors import ConfigurationError, InfeasibleError
+from fivefold.network.topology._graph import IntArray
+
+if TYPE_CHECKING:
+    from fivefold.network.topology._topology import Topology
+
+__all__ = ["Router", "Routes"]
+
+_TICKS_PER_S = 1e15
+_MAX_TICKS = 2**60  # sums over a route stay well inside int64
+_KEPT_SOURCES = 64
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Routes of many pairs; route i is ``links[offsets[i]:offsets[i + 1]]``.
+
+    Args:
+        sources: Rank where each begins, int32.
+        targets: Rank where each ends, int32.
+        offsets: Where each begins in ``links``, int64 [routes + 1].
+        links: Link indices in order, int32.
+
+    Example:
+        >>> from fivefold.network.topology import ring
+        >>> routes = ring(4).routes([0, 3], [2, 3])
+        >>> len(routes), len(routes.of(0)), routes.of(1).tolist()
+        (2, 2, [])
+    """
+
+    sources: IntArray
+    targets: IntArray
+    offsets: npt.NDArray[np.int64]
+    links: IntArray
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    def of(self, route: int) -> IntArray:
+        """Link indices of one route."""
+        return self.links[self.offsets[route] : self.offsets[route + 1]]
+
+
+class Router:
+    """Shortest routes of one topology; distances from recent sources are kept."""
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+        self._ticks = _latency_ticks(topology.latencies_s, topology.num_nodes)
+        self._kept: OrderedDict[tuple[int, bool], tuple[npt.NDArray[np.int64], IntArray]]
+        self._kept = OrderedDict()
+
+    def route(self, rank_a: int, rank_b: int, *, through_ranks: bool = True) -> tuple[int, ...]:
+        """Links from one rank to another, see :meth:`Topology.shortest_route`."""
+        found = self.routes([rank_a], [rank_b], through_ranks=through_ranks)
+        return tuple(found.links.tolist())
+
+    def routes(
+        self,
+        sources: npt.ArrayLike | None = None,
+        targets: npt.ArrayLike | None = None,
+        *,
+        through_ranks: bool = True,
+    ) -> Routes:
+        """Routes of many pairs, see :meth:`Topology.routes`."""
+        pairs = self._pairs(sources, targets)
+        first, last = pairs
+        lengths = np.zeros(len(first), np.int64)
+        pieces: list[tuple[npt.NDArray[np.int64], IntArray]] = []
+        order = np.argsort(first, kind="stable")
+        bounds = np.flatnonzero(np.diff(first[order], prepend=-1, append=-1))
+        for start, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+            wanted = order[start:end]
+            counts, links = self._from_one(int(first[wanted[0]]), last[wanted], through_ranks)
+            lengths[wanted] = counts
+            pieces.append((wanted, links))
+        offsets = np.zeros(len(first) + 1, np.int64)
+        np.cumsum(lengths, out=offsets[1:])
+        links_of_all = np.empty(offsets[-1], np.int32)
+        for wanted, links in pieces:
+            each = lengths[wanted]
+            within = np.arange(len(links)) - np.repeat(np.cumsum(each) - each, each)
+            links_of_all[np.repeat(offsets[wanted], each) + within] = links
+        return Routes(first, last, offsets, links_of_all)
+
+    def distances(
+        self, rank: int, *, through_ranks: bool = True
+    ) -> tuple[npt.NDArray[np.int64], IntArray]:
+        """Ticks of latency and number of links from a rank to each node; -1 is unreachable."""
+        from fivefold.network.topology._shortest import (  # noqa: PLC0415 - brings numba
+            shortest_distances,
+        )
+
+        key = (rank, through_ranks)
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        topology = self._topology
+        found: tuple[npt.NDArray[np.int64], IntArray] = shortest_distances(
+            topology.outgoing.offsets,
+            topology.outgoing.links,
+            topology.link_targets,
+            self._ticks,
+            topology.is_rank if not through_ranks else np.zeros(topology.num_nodes, np.bool_),
+            int(topology.rank_nodes[rank]),
+        )
+        self._kept[key] = found
+        if len(self._kept) > _KEPT_SOURCES:
+            self._kept.popitem(last=False)
+        return found
+
+    def eccentricities_s(self) -> npt.NDArray[np.float64]:
+        """Largest latency from each rank to any rank; infinite where one cannot be reached."""
+        topology = self._topology
+        found = np.zeros(topology.num_ranks)
+        for rank in range(topology.num_ranks):
+            ticks, hops = self.distances(rank)
+            ranks = topology.rank_nodes
+            lost = bool((hops[ranks] < 0).any())
+            found[rank] = math.inf if lost else self.seconds(int(ticks[ranks].max()))
+        return found
+
+    def seconds(self, ticks: int) -> float:
+        """A sum of ticks in seconds."""
+        return ticks / self._ticks_per_s
+
+    @property
+    def _ticks_per_s(self) -> float:
+        return _tick_rate(self._topology.latencies_s, self._topology.num_nodes)
+
+    def _pairs(
+        self, sources: npt.ArrayLike | None, targets: npt.ArrayLike | None
+    ) -> tuple[IntArray, IntArray]:
+        num_ranks = self._topology.num_ranks
+        if (sources is None) != (targets is None):
+            message = "routes needs both sources and targets, or neither"
+            raise ConfigurationError(message)
+        if sources is None or targets is None:
+            first, last = np.divmod(np.arange(num_ranks * num_ranks), num_ranks)
+            different = first != last
+            return first[different].astype(np.int32), last[different].astype(np.int32)
+        first, last = np.atleast_1d(np.asarray(sources)), np.atleast_1d(np.asarray(targets))
+        if first.shape != last.shape or first.ndim != 1:
+            raise ConfigurationError(
+                f"routes got {first.shape} sources and {last.shape} targets",
+                hint="give one source and one target per route",
+            )
+        for ranks in (first, last):
+            if len(ranks) and not (ranks.min() >= 0 and ranks.max() < num_ranks):
+                raise ConfigurationError(
+                    f"routes got ranks {ranks.min()} to {ranks.max()}",
+                    hint=f"the ranks are 0 to {num_ranks - 1}",
+                )
+        return first.astype(np.int32), last.astype(np.int32)
+
+    def _from_one(
+        self,
+        rank: int,
+        targets: IntArray,
+        through_ranks: bool,  # noqa: FBT001 - passed on
+    ) -> tuple[IntArray, IntArray]:
+        from fivefold.network.topology._shortest import walk_back  # noqa: PLC0415 - brings numba
+
+        topology = self._topology
+        ticks, hops = self.distances(rank, through_ranks=through_ranks)
+        nodes = topology.rank_nodes[targets]
+        counts = hops[nodes]
+        if (counts < 0).any():
+            lost = topology.ranks[int(targets[int(np.argmin(counts))])]
+            through = "" if through_ranks else " through switches only"
+            raise InfeasibleError(
+                f"topology {topology.name!r} has no route from {topology.ranks[rank]!r} to "
+                f"{lost!r}{through}",
+                hint="add the links that are missing",
+            )
+        blocked = topology.is_rank if not through_ranks else np.zeros(topology.num_nodes, np.bool_)
+        links: IntArray = walk_back(
+            (topology.incoming.offsets, topology.incoming.links, topology.link_sources),
+            (self._ticks, ticks, hops, blocked),
+            int(topology.rank_nodes[rank]),
+            nodes,
+            targets,
+        )
+        return counts, links
+
+
+def _tick_rate(latencies_s: npt.NDArray[np.float64], num_nodes: int) -> float:
+    longest_s = float(latencies_s.max(initial=0.0)) * num_nodes
+    return min(_TICKS_PER_S, _MAX_TICKS / longest_s) if longest_s > 0 else _TICKS_PER_S
+
+
+def _latency_ticks(latencies_s: npt.NDArray[np.float64], num_nodes: int) -> npt.NDArray[np.int64]:
+    return np.rint(latencies_s * _tick_rate(latencies_s, num_nodes)).astype(np.int64)

@@ -1,0 +1,253 @@
+"""Topology files: TOML with a unit in every quantity, read strictly and written exactly.
+
+A file holds ``nodes``, ``links`` and ``switches`` as lists of small tables. Numbers are written so
+that reading them gives the same float to the last bit. Errors name the table, the key and the key
+that was probably meant.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from fivefold.errors import ConfigurationError, FivefoldError
+from fivefold.network.topology._elements import Aggregation, Link, Node, SwitchAbility
+from fivefold.network.topology._topology import Topology
+from fivefold.units import parse_bytes, parse_bytes_per_s, parse_duration_s
+
+__all__ = ["format_topology", "read_topology"]
+
+_TOP_KEYS = ("name", "source", "nodes", "links", "switches")
+_NODE_KEYS = ("name", "kind", "host")
+_LINK_KEYS = ("source", "target", "bandwidth", "latency", "count", "both_ways")
+_SWITCH_KEYS = ("node", "multicast", "aggregation")
+_AGGREGATION_KEYS = ("slots", "slot_size", "rate", "dtypes")
+_RATES = (("TB/s", 1e12), ("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3))
+_TIMES = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
+
+
+def read_topology(source: str | Path) -> Topology:
+    """Read a topology from a file or from text, see :meth:`Topology.from_toml`."""
+    text, place = _text_of(source)
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigurationError(
+            f"{place} is not TOML: {error}", hint='strings need quotes: bandwidth = "25 GB/s"'
+        ) from None
+    try:
+        return _topology(tables, default_name=Path(source).stem if text is not source else "")
+    except FivefoldError as error:
+        raise type(error)(f"{place}: {error.message}", hint=error.hint) from None
+
+
+def format_topology(topology: Topology) -> str:
+    """Write a topology as TOML, see :meth:`Topology.to_toml`."""
+    lines = [f"name = {_quoted(topology.name)}"]
+    if topology.source:
+        lines.append(f"source = {_quoted(topology.source)}")
+    lines += ["", "nodes = [", *map(_node_line, topology.nodes), "]"]
+    lines += ["", "links = [", *map(_link_line, topology.links), "]"]
+    for ability in topology.switches:
+        lines += ["", *_switch_lines(ability)]
+    return "\n".join(lines) + "\n"
+
+
+def _text_of(source: str | Path) -> tuple[str, str]:
+    if isinstance(source, str) and ("\n" in source or "=" in source):
+        return source, "the topology's text"
+    path = Path(source)
+    try:
+        return path.read_bytes().decode(), f"topology file {path}"
+    except FileNotFoundError:
+        raise ConfigurationError(
+            f"topology file {path} does not exist", hint="name a TOML file"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(
+            f"topology file {path} cannot be read: {error}", hint="name a TOML file"
+        ) from None
+
+
+def _topology(tables: Mapping[str, Any], *, default_name: str) -> Topology:
+    _check_keys(tables, _TOP_KEYS, "the file")
+    nodes = [
+        Node(
+            _text(entry, "name", place),
+            _text(entry, "kind", place),  # type: ignore[arg-type]  # Node checks it
+            _text(entry, "host", place) if "host" in entry else None,
+        )
+        for entry, place in _entries(tables, "nodes", _NODE_KEYS)
+    ]
+    links = [
+        link
+        for entry, place in _entries(tables, "links", _LINK_KEYS)
+        for link in _links(entry, place)
+    ]
+    switches = [
+        _switch(entry, place) for entry, place in _entries(tables, "switches", _SWITCH_KEYS)
+    ]
+    name = _text(tables, "name", "the file") if "name" in tables else default_name or "topology"
+    source = _text(tables, "source", "the file") if "source" in tables else ""
+    return Topology(name, nodes, links, switches=switches, source=source)
+
+
+def _links(entry: Mapping[str, Any], place: str) -> Iterator[Link]:
+    ends = _text(entry, "source", place), _text(entry, "target", place)
+    both_ways = entry.get("both_ways", False)
+    if not isinstance(both_ways, bool):
+        raise ConfigurationError(f"{place}: both_ways must be true or false; got {both_ways!r}")
+    for first, second in (ends, ends[::-1]) if both_ways else (ends,):
+        yield Link(
+            first,
+            second,
+            bandwidth_bytes_per_s=parse_bytes_per_s(
+                _quantity(entry, "bandwidth", place, "25 GB/s")
+            ),
+            latency_s=parse_duration_s(
+                _quantity({"latency": "0 s", **entry}, "latency", place, "1 us")
+            ),
+            count=entry.get("count", 1),
+        )
+
+
+def _switch(entry: Mapping[str, Any], place: str) -> SwitchAbility:
+    node, multicast = _text(entry, "node", place), entry.get("multicast", False)
+    if not isinstance(multicast, bool):
+        raise ConfigurationError(f"{place}: multicast must be true or false; got {multicast!r}")
+    if "aggregation" not in entry:
+        return SwitchAbility(node, multicast=multicast)
+    table, place = entry["aggregation"], f"{place}.aggregation"
+    if not isinstance(table, dict):
+        raise ConfigurationError(f"{place} must be a table; got {table!r}")
+    _check_keys(table, _AGGREGATION_KEYS, place)
+    _require(table, "slots", place)
+    rate = (
+        parse_bytes_per_s(_quantity(table, "rate", place, "25 GB/s")) if "rate" in table else None
+    )
+    return SwitchAbility(
+        node,
+        multicast=multicast,
+        aggregation=Aggregation(
+            slots=table["slots"],
+            slot_bytes=parse_bytes(_quantity(table, "slot_size", place, "256 B")),
+            rate_bytes_per_s=rate,
+            dtypes=tuple(table.get("dtypes", ())),
+        ),
+    )
+
+
+def _entries(
+    tables: Mapping[str, Any], key: str, allowed: tuple[str, ...]
+) -> Iterator[tuple[Mapping[str, Any], str]]:
+    entries = tables.get(key, [])
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise ConfigurationError(
+            f"{key} must be a list of tables; got {str(entries)[:60]}",
+            hint=f"write {key} = [{{ ... }}, ...] or [[{key}]]",
+        )
+    for position, entry in enumerate(entries):
+        place = f"{key}[{position}]"
+        _check_keys(entry, allowed, place)
+        yield entry, place
+
+
+def _check_keys(table: Mapping[str, Any], allowed: tuple[str, ...], place: str) -> None:
+    for key in table:
+        if key not in allowed:
+            near = difflib.get_close_matches(key, allowed, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ConfigurationError(
+                f"{place} has the unknown key {key!r}",
+                hint=f"{hint}the keys are {', '.join(allowed)}",
+            )
+
+
+def _require(table: Mapping[str, Any], key: str, place: str) -> Any:
+    if key not in table:
+        raise ConfigurationError(f"{place} has no {key}", hint=f"add {key} = ...")
+    return table[key]
+
+
+def _text(table: Mapping[str, Any], key: str, place: str) -> str:
+    value = _require(table, key, place)
+    if not isinstance(value, str):
+        raise ConfigurationError(f"{place}: {key} must be text in quotes; got {value!r}")
+    return value
+
+
+def _quantity(table: Mapping[str, Any], key: str, place: str, example: str) -> str:
+    """A quantity as text; plain numbers are refused, for a file must say its units."""
+    value = _require(table, key, place)
+    if not isinstance(value, str) or not any(letter.isalpha() for letter in value.strip()[-1:]):
+        raise ConfigurationError(
+            f"{place}: {key} must have a unit; got {value!r}", hint=f'write it as "{example}"'
+        )
+    return value
+
+
+def _quoted(text: str) -> str:
+    # JSON's escapes are TOML's, but for DEL, which TOML wants escaped as well.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _node_line(node: Node) -> str:
+    host = f", host = {_quoted(node.host)}" if node.host is not None else ""
+    return f"  {{ name = {_quoted(node.name)}, kind = {_quoted(node.kind)}{host} }},"
+
+
+def _link_line(link: Link) -> str:
+    parts = [
+        f"source = {_quoted(link.source)}",
+        f"target = {_quoted(link.target)}",
+        f'bandwidth = "{_rate(link.bandwidth_bytes_per_s)}"',
+    ]
+    if link.latency_s > 0:
+        parts.append(f'latency = "{_time(link.latency_s)}"')
+    if link.count > 1:
+        parts.append(f"count = {link.count}")
+    return f"  {{ {', '.join(parts)} }},"
+
+
+def _switch_lines(ability: SwitchAbility) -> Iterator[str]:
+    yield "[[switches]]"
+    yield f"node = {_quoted(ability.node)}"
+    yield f"multicast = {str(ability.multicast).lower()}"
+    if (unit := ability.aggregation) is not None:
+        yield "[switches.aggregation]"
+        yield f"slots = {unit.slots}"
+        yield f'slot_size = "{unit.slot_bytes} B"'
+        if unit.rate_bytes_per_s is not None:
+            yield f'rate = "{_rate(unit.rate_bytes_per_s)}"'
+        if unit.dtypes:
+            yield f"dtypes = [{', '.join(map(_quoted, unit.dtypes))}]"
+
+
+def _rate(bytes_per_s: float) -> str:
+    for unit, scale in _RATES:
+        if bytes_per_s >= scale:
+            text = f"{_shortest(bytes_per_s / scale)} {unit}"
+            if parse_bytes_per_s(text) == bytes_per_s:
+                return text
+    return f"{_shortest(bytes_per_s)} B/s"
+
+
+def _time(seconds: float) -> str:
+    for unit, scale in _TIMES:
+        if seconds >= scale:
+            text = f"{_shortest(seconds / scale)} {unit}"
+            if len(text) < 12 and parse_duration_s(text) == seconds:
+                return text
+            rounded = f"{seconds / scale:.6g} {unit}"
+            if parse_duration_s(rounded) == seconds:
+                return rounded
+    return f"{_shortest(seconds)} s"
+
+
+def _shortest(number: float) -> str:
+    text = repr(float(number))
+    return text.removesuffix(".0")

@@ -1,0 +1,577 @@
+"""The one graph of a cluster, from GPU to core switch: immutable, checked, in arrays and by name.
+
+Nodes and links are kept as they were given; solvers and simulators read the arrays. Compute nodes
+in their order are the ranks. Both views number the same things: link i is ``links[i]`` and row i
+of every link array. This module knows neither files nor pictures nor routes' algorithms.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from fivefold.errors import ConfigurationError, InfeasibleError
+from fivefold.network.topology._elements import COMPUTE_KINDS, Link, Node, SwitchAbility
+from fivefold.network.topology._graph import Adjacency, IntArray, group_by, reachable
+
+if TYPE_CHECKING:
+    from fivefold.network.topology._rank_graph import RankGraph
+    from fivefold.network.topology._routes import Router, Routes
+
+__all__ = ["Topology"]
+
+FloatArray = npt.NDArray[np.float64]
+_Element = TypeVar("_Element")
+_NAMED_IN_ERRORS = 5
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Topology:
+    """Nodes joined by directed links.
+
+    Two topologies are equal when their nodes, links and switch abilities are; the name and the
+    source are labels.
+
+    Args:
+        name: What to call it.
+        nodes: Devices; compute nodes in this order are ranks 0, 1, ...
+        links: Directed links; several with the same ends stay several.
+        switches: What forwarding nodes can do besides forwarding.
+        source: Where the figures come from.
+
+    Raises:
+        ConfigurationError: Names repeat, a link's end is no node, or no node computes.
+
+    Example:
+        >>> nodes = [Node("a", "gpu"), Node("b", "gpu")]
+        >>> there = Link("a", "b", bandwidth_bytes_per_s=1e9)
+        >>> back = Link("b", "a", bandwidth_bytes_per_s=2e9)
+        >>> pair = Topology("pair", nodes, [there, back])
+        >>> pair.ranks, pair.capacities_bytes_per_s.tolist(), pair.is_connected()
+        (('a', 'b'), [1000000000.0, 2000000000.0], True)
+    """
+
+    name: str
+    nodes: tuple[Node, ...]
+    links: tuple[Link, ...]
+    switches: tuple[SwitchAbility, ...] = ()
+    source: str = ""
+
+    def __init__(
+        self,
+        name: str,
+        nodes: Iterable[Node],
+        links: Iterable[Link],
+        *,
+        switches: Iterable[SwitchAbility] = (),
+        source: str = "",
+    ) -> None:
+        fields = {
+            "name": name,
+            "nodes": _all_of(Node, nodes, "nodes"),
+            "links": _all_of(Link, links, "links"),
+            "switches": _all_of(SwitchAbility, switches, "switches"),
+            "source": source,
+        }
+        for key, value in fields.items():
+            object.__setattr__(self, key, value)
+        self._check()
+
+    # Cached views are made anew in another process: arrays would come back writable.
+    def __reduce__(self) -> tuple[Any, ...]:
+        arguments = (self.name, self.nodes, self.links, self.switches, self.source)
+        return _rebuild, arguments
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Topology) and self.fingerprint == other.fingerprint
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    def __repr__(self) -> str:
+        return (
+            f"Topology({self.name!r}, {self.num_nodes} nodes, {self.num_links} links, "
+            f"{self.num_ranks} ranks)"
+        )
+
+    def _check(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ConfigurationError(f"a topology needs a name; got {self.name!r}")
+        if len(self._index) != len(self.nodes):
+            twice = sorted(_repeated(node.name for node in self.nodes))
+            raise ConfigurationError(
+                f"topology {self.name!r} has several nodes named {_listed(twice)}",
+                hint="give each node its own name",
+            )
+        if not self.num_ranks:
+            raise ConfigurationError(
+                f"topology {self.name!r} has no compute node",
+                hint="at least one node must be of kind gpu or cpu",
+            )
+        for link in self.links:
+            for end in (link.source, link.target):
+                if end not in self._index:
+                    raise ConfigurationError(
+                        f"link {link.source!r} -> {link.target!r} ends at {end!r}, "
+                        f"which is no node of topology {self.name!r}",
+                        hint=self._nearest(end),
+                    )
+        self._check_switches()
+
+    def _check_switches(self) -> None:
+        for ability in self.switches:
+            if ability.node not in self._index:
+                raise ConfigurationError(
+                    f"switches names {ability.node!r}, which is no node of {self.name!r}",
+                    hint=self._nearest(ability.node),
+                )
+            if self.nodes[self._index[ability.node]].is_rank:
+                raise ConfigurationError(
+                    f"switches names {ability.node!r}, which is a compute node",
+                    hint="only nodes that forward can be switches",
+                )
+        twice = _repeated(ability.node for ability in self.switches)
+        if twice:
+            raise ConfigurationError(
+                f"switches names {_listed(sorted(twice))} more than once",
+                hint="say all that a switch can do in one entry",
+            )
+
+    def _nearest(self, name: str) -> str:
+        near = difflib.get_close_matches(str(name), list(self._index), n=1)
+        if near:
+            return f"did you mean {near[0]!r}?"
+        return f"its nodes are {_listed([node.name for node in self.nodes])}"
+
+    # Counts and names
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes of any kind."""
+        return len(self.nodes)
+
+    @property
+    def num_links(self) -> int:
+        """Number of links, parallel ones of one entry counted once."""
+        return len(self.links)
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of compute nodes."""
+        return len(self.ranks)
+
+    @cached_property
+    def ranks(self) -> tuple[str, ...]:
+        """Names of the compute nodes; the position is the rank."""
+        return tuple(node.name for node in self.nodes if node.is_rank)
+
+    @cached_property
+    def _index(self) -> dict[str, int]:
+        return {node.name: index for index, node in enumerate(self.nodes)}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hexadecimal digest of nodes, links and switch abilities, without name and source."""
+        digest = hashlib.sha256()
+        nodes = [[node.name, node.kind, node.host] for node in self.nodes]
+        digest.update(json.dumps(nodes).encode())
+        for array in (self.link_sources, self.link_targets, self.link_counts):
+            digest.update(array.astype("<i8").tobytes())
+        for numbers in (self._bandwidths_bytes_per_s, self.latencies_s):
+            digest.update(numbers.astype("<f8").tobytes())
+        digest.update(repr(sorted(self.switches, key=lambda ability: ability.node)).encode())
+        return digest.hexdigest()
+
+    def index(self, name: str) -> int:
+        """Node index of a name.
+
+        Raises:
+            ConfigurationError: There is no such node.
+        """
+        if name not in self._index:
+            raise ConfigurationError(
+                f"{name!r} is no node of topology {self.name!r}", hint=self._nearest(name)
+            )
+        return self._index[name]
+
+    def node_of_rank(self, rank: int) -> int:
+        """Node index of a rank.
+
+        Raises:
+            ConfigurationError: There is no such rank.
+        """
+        return int(self.rank_nodes[self._checked_rank(rank)])
+
+    def host_of(self, rank: int) -> str | None:
+        """Machine of a rank; None where its node names none."""
+        return self.nodes[self.node_of_rank(rank)].host
+
+    @cached_property
+    def hosts(self) -> dict[str, tuple[int, ...]]:
+        """Ranks of each machine that has ranks, in order of its first rank."""
+        found: dict[str, list[int]] = {}
+        for rank, node in enumerate(self.rank_nodes.tolist()):
+            host = self.nodes[node].host
+            if host is not None:
+                found.setdefault(host, []).append(rank)
+        return {host: tuple(ranks) for host, ranks in found.items()}
+
+    def ability_of(self, node: int | str) -> SwitchAbility:
+        """What a forwarding node can do; the plain ability where none is stated."""
+        name = self.nodes[node].name if isinstance(node, int | np.integer) else node
+        return next((a for a in self.switches if a.node == name), SwitchAbility(name))
+
+    # Arrays
+
+    @cached_property
+    def rank_nodes(self) -> IntArray:
+        """Node index of each rank, int32 [num_ranks]."""
+        return _frozen(np.flatnonzero(self.is_rank).astype(np.int32))
+
+    @cached_property
+    def is_rank(self) -> npt.NDArray[np.bool_]:
+        """Whether each node computes, bool [num_nodes]."""
+        return _frozen(np.array([node.kind in COMPUTE_KINDS for node in self.nodes], np.bool_))
+
+    @cached_property
+    def rank_of_node(self) -> IntArray:
+        """Rank of each node, -1 where it only forwards, int32 [num_nodes]."""
+        ranks = np.full(self.num_nodes, -1, np.int32)
+        ranks[self.rank_nodes] = np.arange(self.num_ranks, dtype=np.int32)
+        return _frozen(ranks)
+
+    @cached_property
+    def link_sources(self) -> IntArray:
+        """Node index of each link's source, int32 [num_links]."""
+        index = self._index
+        return _frozen(np.array([index[link.source] for link in self.links], np.int32))
+
+    @cached_property
+    def link_targets(self) -> IntArray:
+        """Node index of each link's target, int32 [num_links]."""
+        index = self._index
+        return _frozen(np.array([index[link.target] for link in self.links], np.int32))
+
+    @cached_property
+    def link_counts(self) -> IntArray:
+        """Number of physical links of each link, int32 [num_links]."""
+        return _frozen(np.array([link.count for link in self.links], np.int32))
+
+    @cached_property
+    def _bandwidths_bytes_per_s(self) -> FloatArray:
+        rates = [link.bandwidth_bytes_per_s for link in self.links]
+        return _frozen(np.array(rates, np.float64))
+
+    @cached_property
+    def capacities_bytes_per_s(self) -> FloatArray:
+        """Rate of each link, its physical links together, float64 [num_links]."""
+        return _frozen(self.link_counts * self._bandwidths_bytes_per_s)
+
+    @cached_property
+    def latencies_s(self) -> FloatArray:
+        """Latency of each link, float64 [num_links]."""
+        return _frozen(np.array([link.latency_s for link in self.links], np.float64))
+
+    @cached_property
+    def outgoing(self) -> Adjacency:
+        """Links that leave each node, as arrays."""
+        return group_by(self.link_sources, num_groups=self.num_nodes)
+
+    @cached_property
+    def incoming(self) -> Adjacency:
+        """Links that enter each node, as arrays."""
+        return group_by(self.link_targets, num_groups=self.num_nodes)
+
+    def out_links(self, node: int | str) -> IntArray:
+        """Indices of the links that leave a node (index or name), ascending."""
+        return self.outgoing.of(self.index(node) if isinstance(node, str) else node)
+
+    def in_links(self, node: int | str) -> IntArray:
+        """Indices of the links that enter a node (index or name), ascending."""
+        return self.incoming.of(self.index(node) if isinstance(node, str) else node)
+
+    def direct_links(self, rank_a: int, rank_b: int) -> IntArray:
+        """Indices of the links that lead from one rank to another without a stop between."""
+        target = self.node_of_rank(rank_b)
+        leaving = self.out_links(self.node_of_rank(rank_a))
+        found: IntArray = leaving[self.link_targets[leaving] == target]
+        return found
+
+    # Reachability and routes
+
+    def is_connected(self) -> bool:
+        """Whether every rank can reach every other."""
+        forward, backward = self._reach_of_first_rank()
+        return bool(forward.all() and backward.all())
+
+    def require_connected(self) -> None:
+        """Do nothing where every rank can reach every other.
+
+        Raises:
+            InfeasibleError: Some cannot; names them.
+        """
+        for seen, verb in zip(
+            self._reach_of_first_rank(), ("cannot be reached from", "cannot reach"), strict=True
+        ):
+            lost = [self.ranks[rank] for rank in np.flatnonzero(~seen).tolist()]
+            if lost:
+                raise InfeasibleError(
+                    f"topology {self.name!r} is disconnected: {len(lost)} of {self.num_ranks} "
+                    f"ranks {verb} {self.ranks[0]!r}: {_listed(lost)}",
+                    hint="add the links that are missing, or plan for a subset of the ranks",
+                )
+
+    def _reach_of_first_rank(self) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+        first = self.rank_nodes[:1].tolist()
+        forward = reachable(self.outgoing, self.link_targets, start=first)
+        backward = reachable(self.incoming, self.link_sources, start=first)
+        return forward[self.rank_nodes], backward[self.rank_nodes]
+
+    @cached_property
+    def router(self) -> Router:
+        """Finds shortest routes, and keeps what it learnt."""
+        from fivefold.network.topology._routes import Router  # noqa: PLC0415 - brings numba
+
+        return Router(self)
+
+    def shortest_route(
+        self, rank_a: int, rank_b: int, *, through_ranks: bool = True
+    ) -> tuple[int, ...]:
+        """Links from one rank to another: least latency, then fewest links.
+
+        Among equals the choice follows the destination, so that different destinations use
+        different ones of equal switches and links (see :meth:`routes`).
+
+        Args:
+            rank_a: Where it begins.
+            rank_b: Where it ends; the same rank gives the empty route.
+            through_ranks: Whether other ranks may forward.
+
+        Returns:
+            Link indices in order.
+
+        Raises:
+            InfeasibleError: There is no route.
+        """
+        a, b = self._checked_rank(rank_a), self._checked_rank(rank_b)
+        return self.router.route(a, b, through_ranks=through_ranks)
+
+    def routes(
+        self,
+        sources: npt.ArrayLike | None = None,
+        targets: npt.ArrayLike | None = None,
+        *,
+        through_ranks: bool = True,
+    ) -> Routes:
+        """Shortest routes of many pairs of ranks at once, as arrays.
+
+        Args:
+            sources: Ranks, one per route; None for all ordered pairs of different ranks.
+            targets: Ranks, one per route.
+            through_ranks: Whether other ranks may forward.
+
+        Returns:
+            The routes, in the order asked for.
+
+        Raises:
+            InfeasibleError: A pair has no route.
+        """
+        return self.router.routes(sources, targets, through_ranks=through_ranks)
+
+    @cached_property
+    def eccentricity_s(self) -> FloatArray:
+        """Latency of the farthest rank from each rank, relays allowed; inf where one is cut off."""
+        return _frozen(self.router.eccentricities_s())
+
+    @cached_property
+    def _rank_graph(self) -> RankGraph:
+        from fivefold.network.topology._rank_graph import build_rank_graph  # noqa: PLC0415 - numba
+
+        return build_rank_graph(self)
+
+    def rank_graph(self) -> RankGraph:
+        """The links there are between ranks: direct ones, and routes through switches only."""
+        return self._rank_graph
+
+    # Other topologies from this one
+
+    def reversed(self) -> Topology:
+        """Every link turned round; link indices stay."""
+        turned = [replace(link, source=link.target, target=link.source) for link in self.links]
+        return self._changed(f"{self.name} reversed", links=turned)
+
+    def with_links(self, links: Iterable[Link]) -> Topology:
+        """The same nodes with other links."""
+        return self._changed(self.name, links=links)
+
+    def without_links(self, indices: Collection[int]) -> Topology:
+        """Without some links, such as those that failed; the others move up."""
+        gone = {range(self.num_links)[index] for index in indices}
+        kept = [link for index, link in enumerate(self.links) if index not in gone]
+        return self._changed(self.name, links=kept)
+
+    def renamed(
+        self, name: str | None = None, *, nodes: Mapping[str, str] | None = None
+    ) -> Topology:
+        """Another name, and other names for nodes, given as old to new.
+
+        Raises:
+            ConfigurationError: An old name is no node, or new names collide.
+        """
+        table = {old: new for old, new in (nodes or {}).items() if self.index(old) >= 0}
+
+        def new(old: str) -> str:
+            return table.get(old, old)
+
+        return Topology(
+            name or self.name,
+            [replace(node, name=new(node.name)) for node in self.nodes],
+            [replace(x, source=new(x.source), target=new(x.target)) for x in self.links],
+            switches=[replace(ability, node=new(ability.node)) for ability in self.switches],
+            source=self.source,
+        )
+
+    def scaled(self, *, bandwidth: float = 1.0, latency: float = 1.0) -> Topology:
+        """All bandwidths and all latencies times a factor each."""
+        changed = [
+            replace(
+                link,
+                bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * bandwidth,
+                latency_s=link.latency_s * latency,
+            )
+            for link in self.links
+        ]
+        return self._changed(self.name, links=changed)
+
+    def subset(self, ranks: Iterable[int]) -> Topology:
+        """Only some ranks, numbered in the order given, and the switches that still join them.
+
+        Other ranks are gone, also as relays; the result may be disconnected.
+
+        Args:
+            ranks: Ranks to keep, each once.
+
+        Returns:
+            The smaller topology.
+
+        Raises:
+            ConfigurationError: A rank does not exist or is named twice, or none is named.
+        """
+        wanted = [self.node_of_rank(rank) for rank in ranks]
+        if len(set(wanted)) != len(wanted):
+            raise ConfigurationError(f"subset names a rank twice: {[*map(int, ranks)]}")
+        keep = ~self.is_rank
+        keep[wanted] = True
+        inside = keep[self.link_sources] & keep[self.link_targets]
+        links = [self.links[index] for index in np.flatnonzero(inside).tolist()]
+        first = [self.nodes[index] for index in wanted]
+        joined = _joined(first, links)
+        switches = [node for node in self.nodes if not node.is_rank and node.name in joined]
+        kept = {node.name for node in [*first, *switches]}
+        return Topology(
+            f"{self.name} ({len(first)} of {self.num_ranks} ranks)",
+            [*first, *switches],
+            [link for link in links if link.source in kept and link.target in kept],
+            switches=[ability for ability in self.switches if ability.node in kept],
+            source=self.source,
+        )
+
+    def _changed(self, name: str, *, links: Iterable[Link]) -> Topology:
+        return Topology(name, self.nodes, links, switches=self.switches, source=self.source)
+
+    def _checked_rank(self, rank: int) -> int:
+        if not 0 <= rank < self.num_ranks:
+            raise ConfigurationError(
+                f"topology {self.name!r} has no rank {rank}",
+                hint=f"its ranks are 0 to {self.num_ranks - 1}",
+            )
+        return int(rank)
+
+    # Files
+
+    @classmethod
+    def from_toml(cls, source: str | Path) -> Topology:
+        """Read a topology from a file, or from text in the same form.
+
+        Args:
+            source: A path, or TOML text (text with a line break or ``=`` is taken for TOML).
+
+        Returns:
+            The topology.
+
+        Raises:
+            ConfigurationError: The file is missing, is not TOML, or describes no topology.
+        """
+        from fivefold.network.topology._toml import read_topology  # noqa: PLC0415 - a cycle
+
+        return read_topology(source)
+
+    def to_toml(self) -> str:
+        """The topology as TOML text; :meth:`from_toml` reads it back, equal to the last bit."""
+        from fivefold.network.topology._toml import format_topology  # noqa: PLC0415 - a cycle
+
+        return format_topology(self)
+
+
+def _rebuild(
+    name: str,
+    nodes: tuple[Node, ...],
+    links: tuple[Link, ...],
+    switches: tuple[SwitchAbility, ...],
+    source: str,
+) -> Topology:
+    return Topology(name, nodes, links, switches=switches, source=source)
+
+
+def _all_of(kind: type[_Element], values: Iterable[Any], what: str) -> tuple[_Element, ...]:
+    found = tuple(values)
+    wrong = next((value for value in found if not isinstance(value, kind)), None)
+    if wrong is not None:
+        raise ConfigurationError(
+            f"{what} of a topology must be {kind.__name__} objects; got {wrong!r}",
+            hint=f"write {kind.__name__}(...)",
+        )
+    return found
+
+
+def _joined(ranks: Iterable[Node], links: list[Link]) -> set[str]:
+    """Names that a rank can reach and that can reach a rank."""
+    reached = [{node.name for node in ranks} for _ in range(2)]
+    for seen, forward in zip(reached, (True, False), strict=True):
+        onward: dict[str, list[str]] = {}
+        for link in links:
+            ends = (link.source, link.target)
+            onward.setdefault(ends[not forward], []).append(ends[forward])
+        frontier = list(seen)
+        while frontier:
+            found = [name for name in onward.get(frontier.pop(), ()) if name not in seen]
+            seen.update(found)
+            frontier += found
+    return reached[0] & reached[1]
+
+
+def _repeated(names: Iterable[str]) -> set[str]:
+    seen: set[str] = set()
+    return {name for name in names if name in seen or seen.add(name)}  # type: ignore[func-returns-value]
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:_NAMED_IN_ERRORS])
+    return f"{shown}, ..." if len(names) > _NAMED_IN_ERRORS else shown
+
+
+_Array = TypeVar("_Array", bound=npt.NDArray[Any])
+
+
+def _frozen(array: _Array) -> _Array:
+    array.flags.writeable = False
+    return array
