@@ -1,3 +1,56 @@
-"""Collectives as pre- and postconditions, schedules as transfers; verifier, cost, lower bounds."""
+"""Collectives, schedules, the verifier, the cost of a schedule and the bounds no one can beat."""
 
-__all__: list[str] = []
+from fivefold.collectives.schedules._collective import Collective
+from fivefold.collectives.schedules._constructors import (
+    COLLECTIVES,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    all_to_allv,
+    broadcast,
+    custom,
+    gather,
+    named_collective,
+    reduce,
+    reduce_scatter,
+    scatter,
+)
+from fivefold.collectives.schedules._errors import ScheduleError
+from fivefold.collectives.schedules._evaluate import (
+    MODELS,
+    CostModel,
+    Timing,
+    evaluate,
+    with_times,
+)
+from fivefold.collectives.schedules._schedule import Schedule, Transfer
+from fivefold.collectives.schedules._slots import Dependencies, dependencies
+from fivefold.collectives.schedules._verify import VerificationReport, verify
+
+__all__ = [
+    "COLLECTIVES",
+    "MODELS",
+    "Collective",
+    "CostModel",
+    "Dependencies",
+    "Schedule",
+    "ScheduleError",
+    "Timing",
+    "Transfer",
+    "VerificationReport",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "all_to_allv",
+    "broadcast",
+    "custom",
+    "dependencies",
+    "evaluate",
+    "gather",
+    "named_collective",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "verify",
+    "with_times",
+]

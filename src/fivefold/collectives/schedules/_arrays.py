@@ -1,0 +1,43 @@
+"""Small helpers for read-only arrays, which collectives and schedules are made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from fivefold.errors import ConfigurationError
+
+__all__ = ["Array", "Floats", "Ints", "Longs", "frozen", "offsets_of", "require_count"]
+
+Array = NDArray[Any]
+Ints = NDArray[np.int32]
+Longs = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+def frozen(values: ArrayLike, dtype: type) -> Array:
+    """A read-only view of the values; the caller's own array stays writeable."""
+    view = np.asarray(values, dtype=dtype).view()
+    view.flags.writeable = False
+    return view
+
+
+def offsets_of(sorted_keys: Array, count: int) -> Longs:
+    """Where each key 0..count-1 begins in a sorted array of keys; int64 [count + 1]."""
+    found = np.searchsorted(sorted_keys, np.arange(count + 1, dtype=sorted_keys.dtype))
+    return found.astype(np.int64)
+
+
+def require_count(name: str, value: int, *, least: int = 1) -> int:
+    """The value, if it is an integer of at least ``least``.
+
+    Raises:
+        ConfigurationError: It is not.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+        raise ConfigurationError(
+            f"{name} is {value!r}", hint=f"{name} must be an integer of at least {least}"
+        )
+    return int(value)

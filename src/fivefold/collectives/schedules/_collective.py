@@ -1,0 +1,368 @@
+"""What a collective asks for: which chunks are where at first, and where they must be at last.
+
+A collective is a set of numbered chunks with two relations. ``pre`` says which rank holds a chunk
+at first, or contributes to it where chunks are reduced; ``post`` says which rank must hold it at
+last, reduced over all contributors where they are reduced. Everything else follows: sizes, buffer
+addresses, and the inverse, which is the same collective run backwards.
+
+This module knows no topology and no algorithm.
+
+References: SCCL, arXiv 2008.08708, section 3 (pre- and postconditions over chunks).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from fivefold.collectives.schedules._arrays import (
+    Array,
+    Floats,
+    Ints,
+    Longs,
+    frozen,
+    offsets_of,
+    require_count,
+)
+from fivefold.errors import ConfigurationError
+
+__all__ = ["Collective"]
+
+_INVERSES = {
+    "all_gather": "reduce_scatter",
+    "reduce_scatter": "all_gather",
+    "broadcast": "reduce",
+    "reduce": "broadcast",
+    "scatter": "gather",
+    "gather": "scatter",
+    "all_reduce": "all_reduce",
+    "all_to_all": "all_to_all",
+    "all_to_allv": "all_to_allv",
+}
+_SUMS = ("all_reduce", "reduce_scatter", "reduce")
+_PAIRWISE = ("all_to_all", "all_to_allv")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Collective:
+    """A collective over numbered chunks; made by `all_gather` and its like, or by `custom`.
+
+    Args:
+        name: ``"all_gather"``, ..., or ``"custom"``.
+        num_ranks: Ranks that take part.
+        num_chunks: Chunks; they are numbered from 0.
+        reducing: Whether chunks are sums of contributions rather than copies.
+        pre_chunks: With ``pre_ranks`` the pairs (chunk, rank) that hold the chunk at first, or
+            contribute to it; int32, sorted by chunk, then rank.
+        pre_ranks: See ``pre_chunks``.
+        post_chunks: With ``post_ranks`` the pairs (chunk, rank) that must hold the chunk at last,
+            summed over all who contribute to it; int32, sorted in the same way.
+        post_ranks: See ``post_chunks``.
+        chunk_weights: Relative sizes of the chunks, float64 [num_chunks]; None for equal sizes.
+        root: The root of a broadcast, reduce, scatter or gather; None for all others.
+
+    Raises:
+        ConfigurationError: A number is out of range, a pair is named twice, or a chunk that must
+            arrive somewhere starts nowhere.
+
+    Example:
+        >>> from fivefold.collectives.schedules import all_gather
+        >>> collective = all_gather(4)
+        >>> collective.num_chunks, collective.inverted().name
+        (4, 'reduce_scatter')
+        >>> collective.chunk_bytes(1024).tolist()
+        [256.0, 256.0, 256.0, 256.0]
+    """
+
+    name: str
+    num_ranks: int
+    num_chunks: int
+    reducing: bool
+    pre_chunks: Ints = field(repr=False)
+    pre_ranks: Ints = field(repr=False)
+    post_chunks: Ints = field(repr=False)
+    post_ranks: Ints = field(repr=False)
+    chunk_weights: Floats = field(default=None, repr=False)  # type: ignore[assignment]
+    root: int | None = None
+
+    def __post_init__(self) -> None:
+        require_count("num_ranks", self.num_ranks)
+        require_count("num_chunks", self.num_chunks, least=0)
+        for side in ("pre", "post"):
+            chunks = frozen(getattr(self, f"{side}_chunks"), np.int32)
+            ranks = frozen(getattr(self, f"{side}_ranks"), np.int32)
+            _check_pairs(side, chunks, ranks, self)
+            object.__setattr__(self, f"{side}_chunks", chunks)
+            object.__setattr__(self, f"{side}_ranks", ranks)
+        weights = np.float64(1.0) if self.chunk_weights is None else self.chunk_weights
+        shaped = np.broadcast_to(np.asarray(weights, dtype=np.float64), (self.num_chunks,))
+        object.__setattr__(self, "chunk_weights", frozen(shaped, np.float64))
+        _check_weights(self.chunk_weights)
+        _check_sources(self)
+
+    # -- where chunks are ----------------------------------------------------------------------
+
+    @cached_property
+    def pre_offsets(self) -> Longs:
+        """Where each chunk's pairs begin in ``pre_ranks``; int64 [num_chunks + 1]."""
+        return offsets_of(self.pre_chunks, self.num_chunks)
+
+    @cached_property
+    def post_offsets(self) -> Longs:
+        """Where each chunk's pairs begin in ``post_ranks``; int64 [num_chunks + 1]."""
+        return offsets_of(self.post_chunks, self.num_chunks)
+
+    def holders(self, chunk: int) -> Ints:
+        """Ranks that hold the chunk at first, or contribute to it."""
+        return self.pre_ranks[self.pre_offsets[chunk] : self.pre_offsets[chunk + 1]]
+
+    def receivers(self, chunk: int) -> Ints:
+        """Ranks that must hold the chunk at last."""
+        return self.post_ranks[self.post_offsets[chunk] : self.post_offsets[chunk + 1]]
+
+    @cached_property
+    def single_source(self) -> bool:
+        """Whether every chunk starts, or is contributed, at one rank only."""
+        return bool((np.diff(self.pre_offsets) <= 1).all())
+
+    @cached_property
+    def single_target(self) -> bool:
+        """Whether every chunk must arrive at one rank only."""
+        return bool((np.diff(self.post_offsets) <= 1).all())
+
+    # -- sizes ---------------------------------------------------------------------------------
+
+    @cached_property
+    def buffer_weight(self) -> float:
+        """Weight of the buffer that a size in bytes speaks of.
+
+        The largest input or output of a rank: the gathered output of an all-gather, the input of
+        a reduce-scatter, the buffer of an all-reduce or broadcast; for the all-to-alls the largest
+        input, own share included.
+        """
+        weights = self.chunk_weights
+        sides = [np.bincount(self.pre_ranks, weights[self.pre_chunks], self.num_ranks)]
+        if self.name not in _PAIRWISE:
+            sides.append(np.bincount(self.post_ranks, weights[self.post_chunks], self.num_ranks))
+        return float(max(side.max() for side in sides))
+
+    def chunk_bytes(self, size_bytes: float) -> Floats:
+        """Bytes of each chunk when the collective's buffer has ``size_bytes``.
+
+        Args:
+            size_bytes: The collective's size as `buffer_weight` counts it.
+
+        Returns:
+            float64 [num_chunks]; not rounded, for a buffer need not divide evenly.
+
+        Raises:
+            ConfigurationError: The size is negative or not finite.
+        """
+        if not 0 <= size_bytes < np.inf:
+            raise ConfigurationError(
+                f"size_bytes is {size_bytes}", hint="give a finite size of at least 0 bytes"
+            )
+        if self.num_chunks == 0 or self.buffer_weight == 0:
+            return np.zeros(self.num_chunks)
+        if self.chunk_weights.strides == (0,):  # one number for all: keep it one number
+            share = self.chunk_weights[0] * size_bytes / self.buffer_weight
+            return np.broadcast_to(np.float64(share), (self.num_chunks,))
+        return self.chunk_weights * (size_bytes / self.buffer_weight)
+
+    # -- buffers -------------------------------------------------------------------------------
+
+    @cached_property
+    def input_slots(self) -> Ints:
+        """Chunk slots in the input buffer of each rank, int32 [num_ranks]."""
+        return np.bincount(self.pre_ranks, minlength=self.num_ranks).astype(np.int32)
+
+    @cached_property
+    def output_slots(self) -> Ints:
+        """Chunk slots in the output buffer of each rank, int32 [num_ranks]."""
+        return np.bincount(self.post_ranks, minlength=self.num_ranks).astype(np.int32)
+
+    @cached_property
+    def _input_index(self) -> tuple[Longs, Longs]:
+        return _address_index(self.pre_chunks, self.pre_ranks, self.num_chunks, self.num_ranks)
+
+    @cached_property
+    def _output_index(self) -> tuple[Longs, Longs]:
+        return _address_index(self.post_chunks, self.post_ranks, self.num_chunks, self.num_ranks)
+
+    def input_address(self, chunk: ArrayLike, rank: ArrayLike) -> Array:
+        """Slot of the chunk in the rank's input buffer, -1 where it has none.
+
+        A rank's buffer holds its chunks in ascending order, which is how MSCCL counts: slot
+        ``chunk`` of an all-reduce, slot ``i`` of the owner's ``i``-th chunk of an all-gather,
+        slot ``destination * C + i`` of an all-to-all.
+
+        Args:
+            chunk: Chunk or array of chunks.
+            rank: Rank or array of ranks, of the same shape or one that broadcasts.
+
+        Returns:
+            int64 array of the common shape (0-dimensional for two numbers).
+        """
+        return _address(self._input_index, self.num_chunks, chunk, rank)
+
+    def output_address(self, chunk: ArrayLike, rank: ArrayLike) -> Array:
+        """Slot of the chunk in the rank's output buffer, -1 where it has none."""
+        return _address(self._output_index, self.num_chunks, chunk, rank)
+
+    # -- identity and inverse ------------------------------------------------------------------
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Name of the collective by its contents, for caches; 32 hexadecimal digits."""
+        digest = hashlib.sha256()
+        head = (self.name, self.num_ranks, self.num_chunks, self.reducing, self.root)
+        digest.update(repr(head).encode())
+        for array in (self.pre_chunks, self.pre_ranks, self.post_chunks, self.post_ranks):
+            digest.update(np.ascontiguousarray(array).data)
+        weights = self.chunk_weights
+        digest.update(np.unique(weights).data if _all_equal(weights) else weights.tobytes())
+        return digest.hexdigest()[:32]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Collective):
+            return NotImplemented
+        return self is other or self.fingerprint == other.fingerprint
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    @cached_property
+    def inverse_numbering(self) -> Ints | None:
+        """Number that each chunk has in the inverse; None where numbers stay.
+
+        Only the all-to-alls renumber: what went from s to d now goes from d to s.
+        """
+        if self.name not in _PAIRWISE:
+            return None
+        per_pair = self.num_chunks // self.num_ranks**2
+        grid = np.arange(self.num_chunks, dtype=np.int32)
+        cube = grid.reshape(self.num_ranks, self.num_ranks, per_pair)
+        return np.ascontiguousarray(cube.transpose(1, 0, 2)).reshape(-1)
+
+    def inverted(self) -> Collective:
+        """The collective that runs this one backwards.
+
+        All-gather and reduce-scatter, broadcast and reduce, scatter and gather are each other's
+        inverse; an all-to-all is inverted by the transposed one. A copy to many becomes a sum
+        over many; where every chunk has one source and one target it stays a copy.
+
+        Returns:
+            The inverse; inverting twice gives back an equal collective.
+
+        Raises:
+            ConfigurationError: A copied chunk starts at several ranks, or a summed chunk must
+                arrive at several and is no all-reduce: these have no inverse.
+        """
+        sources, targets = self.single_source, self.single_target
+        both_sums = self.name == "all_reduce"
+        if not both_sums and not (targets if self.reducing else sources):
+            raise ConfigurationError(
+                f"{self.name} has no inverse: a chunk has several "
+                + ("targets of one sum" if self.reducing else "holders at first"),
+                hint="invert its parts one by one",
+            )
+        name = _INVERSES.get(self.name, self.name)
+        # One rank alone is single in every sense; the names still say which one sums.
+        reducing = name in _SUMS or (self.name == "custom" and not self.reducing and not targets)
+        weights = self.chunk_weights
+        pairs = [self.post_chunks, self.post_ranks, self.pre_chunks, self.pre_ranks]
+        if (numbers := self.inverse_numbering) is not None:
+            pairs = [*_renumbered(*pairs[:2], numbers), *_renumbered(*pairs[2:], numbers)]
+            if weights.strides != (0,):
+                weights = weights[np.argsort(numbers)]
+        return Collective(
+            name=name,
+            num_ranks=self.num_ranks,
+            num_chunks=self.num_chunks,
+            reducing=reducing,
+            pre_chunks=pairs[0],
+            pre_ranks=pairs[1],
+            post_chunks=pairs[2],
+            post_ranks=pairs[3],
+            chunk_weights=weights,
+            root=self.root,
+        )
+
+
+def _all_equal(weights: Floats) -> bool:
+    return weights.strides == (0,) or weights.size == 0 or bool((weights == weights[0]).all())
+
+
+def _renumbered(chunks: Ints, ranks: Ints, numbers: Ints) -> tuple[Ints, Ints]:
+    new = numbers[chunks]
+    order = np.lexsort((ranks, new))
+    return new[order], ranks[order]
+
+
+def _address_index(
+    chunks: Ints, ranks: Ints, num_chunks: int, num_ranks: int
+) -> tuple[Longs, Longs]:
+    keys = np.sort(ranks.astype(np.int64) * max(num_chunks, 1) + chunks)
+    starts = np.searchsorted(keys, np.arange(num_ranks + 1, dtype=np.int64) * max(num_chunks, 1))
+    return keys, starts.astype(np.int64)
+
+
+def _address(
+    index: tuple[Longs, Longs], num_chunks: int, chunk: ArrayLike, rank: ArrayLike
+) -> Array:
+    keys, starts = index
+    ranks = np.asarray(rank, dtype=np.int64)
+    wanted = ranks * max(num_chunks, 1) + np.asarray(chunk, dtype=np.int64)
+    place = np.searchsorted(keys, wanted)
+    found = np.zeros(np.shape(place), dtype=bool)
+    if keys.size:
+        found = keys[np.minimum(place, keys.size - 1)] == wanted
+    return np.where(found, place - starts[ranks], -1)
+
+
+def _check_pairs(side: str, chunks: Ints, ranks: Ints, collective: Collective) -> None:
+    if chunks.ndim != 1 or chunks.shape != ranks.shape:
+        raise ConfigurationError(
+            f"{side}_chunks and {side}_ranks have shapes {chunks.shape} and {ranks.shape}",
+            hint="give two lists of the same length, one entry for each pair (chunk, rank)",
+        )
+    if chunks.size == 0:
+        return
+    for what, values, count in (
+        ("chunk", chunks, collective.num_chunks),
+        ("rank", ranks, collective.num_ranks),
+    ):
+        if values.min() < 0 or values.max() >= count:
+            bad = values.min() if values.min() < 0 else values.max()
+            raise ConfigurationError(
+                f"{side} names {what} {bad} of {count}", hint=f"{what}s are 0 to {count - 1}"
+            )
+    ordered = (chunks[1:] > chunks[:-1]) | ((chunks[1:] == chunks[:-1]) & (ranks[1:] > ranks[:-1]))
+    if not ordered.all():
+        at = int(np.argmin(ordered)) + 1
+        raise ConfigurationError(
+            f"pair {at} of {side}, chunk {chunks[at]} at rank {ranks[at]}, is out of order or twice",
+            hint="sort the pairs by chunk, then rank, each once; custom() does it",
+        )
+
+
+def _check_weights(weights: Floats) -> None:
+    if weights.size and not (np.isfinite(weights).all() and (weights >= 0).all()):
+        bad = int(np.argmin(np.isfinite(weights) & (weights >= 0)))
+        raise ConfigurationError(
+            f"the weight of chunk {bad} is {weights[bad]}", hint="weights are finite and >= 0"
+        )
+
+
+def _check_sources(collective: Collective) -> None:
+    counts = np.diff(collective.pre_offsets)
+    missing = np.flatnonzero((counts == 0) & (np.diff(collective.post_offsets) > 0))
+    if missing.size:
+        raise ConfigurationError(
+            f"chunk {missing[0]} must arrive, but no rank holds it at first",
+            hint="name at least one rank for it in pre",
+        )

@@ -1,0 +1,243 @@
+"""What a schedule costs on a topology, under the alpha-beta models of the field.
+
+``serial``: a message keeps every link of its route busy for the route's latency and its bytes over
+the link's capacity (TACCL, TACOS). ``slotted``: only the bytes keep a link busy, the latency delays
+the arrival (TE-CCL). ``synchronous``: all transfers of a step run together; a step costs its
+largest latency and the time of its fullest link (SCCL). ``fluid``: transfers run as soon as they
+can and share links max-min fairly (`fivefold.network.simulation`); those of one connection follow
+one another.
+
+In the first two, messages are taken in the schedule's order; each starts as soon as its source
+holds the chunk and every link of its route is free, and never overtakes one that is listed before
+it on a link.
+
+References: TACCL, arXiv 2111.04867; TE-CCL, arXiv 2305.13479; SCCL, arXiv 2008.08708.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from fivefold.collectives.schedules._arrays import Floats, Longs
+from fivefold.collectives.schedules._errors import ScheduleError
+from fivefold.collectives.schedules._evaluate_kernels import list_schedule
+from fivefold.collectives.schedules._routes import RouteTable, require_topology, route_table
+from fivefold.collectives.schedules._schedule import Schedule
+from fivefold.collectives.schedules._slots import slots_of
+from fivefold.collectives.schedules._verify_times import messages_of
+from fivefold.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from fivefold.network.topology import Topology
+
+__all__ = ["MODELS", "CostModel", "Timing", "evaluate", "with_times"]
+
+CostModel = Literal["serial", "slotted", "synchronous", "fluid"]
+MODELS: tuple[CostModel, ...] = ("serial", "slotted", "synchronous", "fluid")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """When each transfer runs, and what that makes of the links.
+
+    Args:
+        total_s: When the last transfer has arrived.
+        starts_s: Start of each transfer, float64 [T].
+        ends_s: Arrival of each transfer, float64 [T].
+        link_busy_s: How long each link is busy, float64 [links].
+        link_bytes: Bytes that each link carries, float64 [links].
+        size_bytes: Size of the collective.
+        model: The cost model.
+
+    Example:
+        >>> from fivefold.collectives.algorithms import build_algorithm
+        >>> from fivefold.collectives.schedules import all_gather
+        >>> from fivefold.network.topology import ring
+        >>> network = ring(4, bandwidth="1 GB/s", latency="0 s")
+        >>> timing = evaluate(build_algorithm("ring", all_gather(4)), network, size_bytes=4e9)
+        >>> timing.total_s, timing.bandwidth_bytes_per_s
+        (3.0, 1333333333.3333333)
+    """
+
+    total_s: float
+    starts_s: Floats = field(repr=False)
+    ends_s: Floats = field(repr=False)
+    link_busy_s: Floats = field(repr=False)
+    link_bytes: Floats = field(repr=False)
+    size_bytes: float
+    model: CostModel
+
+    @property
+    def bandwidth_bytes_per_s(self) -> float:
+        """Algorithm bandwidth: the collective's size over its time; infinite for no time."""
+        return self.size_bytes / self.total_s if self.total_s > 0 else float("inf")
+
+    @property
+    def busiest_link(self) -> int | None:
+        """The link that is busy longest; None where there are no links."""
+        return int(np.argmax(self.link_busy_s)) if self.link_busy_s.size else None
+
+
+def evaluate(
+    schedule: Schedule,
+    topology: Topology | None = None,
+    *,
+    size_bytes: float,
+    model: CostModel = "serial",
+) -> Timing:
+    """Time that a schedule takes on a topology.
+
+    Args:
+        schedule: A schedule that `verify` accepts. Its order is the priority; where it has times
+            but no steps, their starts are, and transfers between the same two ranks with equal
+            start and equal end travel as one message that pays its latency once.
+        topology: The network; None for the one the schedule was made for.
+        size_bytes: Size of the collective, as `Collective.buffer_weight` counts it.
+        model: One of `MODELS`; see the module.
+
+    Returns:
+        The times.
+
+    Raises:
+        ConfigurationError: There is no topology, no such model, or the model needs steps.
+        ScheduleError: A transfer sends what its source never holds, or its route is no path.
+        InfeasibleError: Two ranks that a transfer joins have no route.
+
+    Example:
+        >>> from fivefold.collectives.schedules import Transfer, broadcast
+        >>> from fivefold.network.topology import line
+        >>> moves = [Transfer(chunk=0, source=0, target=1), Transfer(chunk=0, source=1, target=2)]
+        >>> schedule = Schedule.from_transfers(moves, collective=broadcast(3))
+        >>> evaluate(schedule, line(3, bandwidth="1 GB/s", latency="1 s"), size_bytes=1e9).total_s
+        4.0
+    """
+    if model not in MODELS:
+        raise ConfigurationError(
+            f"there is no cost model {model!r}", hint=f"choose one of {', '.join(MODELS)}"
+        )
+    network = require_topology(schedule, topology)
+    routes = route_table(schedule, network)
+    chunk_bytes = np.ascontiguousarray(schedule.collective.chunk_bytes(size_bytes))
+    if model == "synchronous":
+        times = _synchronous(schedule, network, routes, chunk_bytes)
+    elif model == "fluid":
+        from fivefold.collectives.schedules._fluid import fluid_times  # noqa: PLC0415 - simulator
+
+        times = fluid_times(schedule, network, routes, chunk_bytes)
+    else:
+        times = _listed(schedule, network, routes, chunk_bytes, serial=model == "serial")
+    starts_s, ends_s, busy_s = times
+    return Timing(
+        total_s=float(ends_s.max(initial=0.0)),
+        starts_s=starts_s,
+        ends_s=ends_s,
+        link_busy_s=busy_s,
+        link_bytes=routes.loads(chunk_bytes[schedule.chunks], network.num_links),
+        size_bytes=float(size_bytes),
+        model=model,
+    )
+
+
+def with_times(schedule: Schedule, timing: Timing) -> Schedule:
+    """The schedule with the times of an evaluation, and the size and model they hold for.
+
+    Args:
+        schedule: The schedule that was evaluated.
+        timing: What `evaluate` said.
+
+    Returns:
+        The schedule with times; ``verify(..., check_times=True)`` accepts it.
+
+    Example:
+        >>> from fivefold.collectives.algorithms import build_algorithm
+        >>> from fivefold.collectives.schedules import all_gather
+        >>> from fivefold.network.topology import ring
+        >>> schedule = build_algorithm("ring", all_gather(4))
+        >>> timing = evaluate(schedule, ring(4), size_bytes=1e6)
+        >>> with_times(schedule, timing).attributes["model"]
+        'serial'
+    """
+    known = {**schedule.attributes, "size_bytes": timing.size_bytes, "model": timing.model}
+    return schedule.replaced(starts_s=timing.starts_s, ends_s=timing.ends_s, attributes=known)
+
+
+Times = tuple[Floats, Floats, Floats]
+
+
+def _listed(
+    schedule: Schedule,
+    topology: Topology,
+    routes: RouteTable,
+    chunk_bytes: Floats,
+    *,
+    serial: bool,
+) -> Times:
+    read, written, filled, order = slots_of(schedule)
+    capacities = topology.capacities_bytes_per_s
+    starts_s, ends_s, busy_s, broken = list_schedule(
+        _messages_in_order(schedule, order),
+        (read, written, filled),
+        (routes.rows, routes.offsets, routes.links),
+        (
+            routes.latencies_s(topology.latencies_s),
+            routes.capacities_bytes_per_s(capacities),
+            capacities,
+        ),
+        (schedule.chunks, np.ascontiguousarray(schedule.steps), chunk_bytes),
+        (int(schedule.collective.reducing), int(serial)),
+    )
+    if broken >= 0:
+        move = schedule.transfer(broken)
+        raise ScheduleError(
+            f"transfer {broken} sends chunk {move.chunk} from rank {move.source}, which does not "
+            "hold it by then",
+            hint="verify() the schedule first",
+            transfer=int(broken),
+        )
+    return starts_s, ends_s, busy_s
+
+
+def _messages_in_order(schedule: Schedule, order: Longs) -> tuple[Longs, Longs]:
+    """Offsets and members of the messages, each at the place of its first transfer."""
+    count = schedule.num_transfers
+    plain = np.arange(count + 1, dtype=np.int64), order
+    if schedule.has_steps or not schedule.has_times:
+        return plain
+    leaders, _ = messages_of(schedule, np.zeros(count))
+    if (leaders == np.arange(count)).all():
+        return plain
+    place = np.empty(count, dtype=np.int64)
+    place[order] = np.arange(count)
+    members = np.lexsort((place, place[leaders]))
+    first = np.flatnonzero(leaders[members] == members)
+    return np.append(first, count).astype(np.int64), members
+
+
+def _synchronous(
+    schedule: Schedule, topology: Topology, routes: RouteTable, chunk_bytes: Floats
+) -> Times:
+    if schedule.num_transfers and not schedule.has_steps:
+        raise ConfigurationError(
+            "the synchronous model needs a step for each transfer",
+            hint="choose the serial, slotted or fluid model, or give the schedule steps",
+        )
+    starts_s, ends_s = np.zeros(schedule.num_transfers), np.zeros(schedule.num_transfers)
+    busy_s = np.zeros(topology.num_links)
+    latencies_s = routes.latencies_s(topology.latencies_s)
+    order = np.argsort(schedule.steps, kind="stable")
+    bounds = np.searchsorted(schedule.steps[order], np.arange(schedule.num_steps + 1))
+    now_s = 0.0
+    for first, last in zip(bounds[:-1], bounds[1:], strict=True):
+        members = order[first:last]
+        part = RouteTable(rows=routes.rows[members], offsets=routes.offsets, links=routes.links)
+        loads = part.loads(chunk_bytes[schedule.chunks[members]], topology.num_links)
+        transmit_s = loads / topology.capacities_bytes_per_s
+        starts_s[members] = now_s
+        now_s += float(transmit_s.max(initial=0.0))
+        now_s += float(latencies_s[routes.rows[members]].max(initial=0.0))
+        ends_s[members] = now_s
+        busy_s += transmit_s
+    return starts_s, ends_s, busy_s

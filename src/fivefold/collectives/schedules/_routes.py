@@ -1,0 +1,169 @@
+"""Which links each transfer takes, as one table: its own route, the direct link, or the shortest.
+
+Transfers between the same two ranks share a row where they have no routes of their own, so that
+the table stays small at millions of transfers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fivefold.collectives.schedules._arrays import Floats, Ints, Longs
+from fivefold.collectives.schedules._errors import ScheduleError
+from fivefold.collectives.schedules._schedule import Schedule
+from fivefold.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from fivefold.network.topology import Topology
+
+__all__ = ["RouteTable", "require_topology", "route_table"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouteTable:
+    """Routes of a schedule's transfers; row ``rows[t]`` is that of transfer t.
+
+    Args:
+        rows: Row of each transfer, int32 [T].
+        offsets: Where each row begins in ``links``, int64 [rows + 1].
+        links: Link indices in order, int32.
+
+    Example:
+        >>> table = RouteTable(
+        ...     rows=np.array([0, 0]), offsets=np.array([0, 2]), links=np.array([3, 4])
+        ... )
+        >>> table.latencies_s(np.full(5, 1.0)).tolist()
+        [2.0]
+    """
+
+    rows: Ints
+    offsets: Longs
+    links: Ints
+
+    def latencies_s(self, link_latencies_s: Floats) -> Floats:
+        """Sum of the latencies along each row, float64 [rows]."""
+        values, lengths = link_latencies_s[self.links], np.diff(self.offsets)
+        found, filled = np.zeros(lengths.size), lengths > 0
+        if values.size:  # sums of segments: exact where differences of running sums are not
+            found[filled] = np.add.reduceat(values, self.offsets[:-1][filled])
+        return found
+
+    def capacities_bytes_per_s(self, link_capacities_bytes_per_s: Floats) -> Floats:
+        """Smallest capacity along each row, float64 [rows]; infinite for an empty row."""
+        count = self.offsets.size - 1
+        smallest = np.full(count, np.inf)
+        owners = np.repeat(np.arange(count), np.diff(self.offsets))
+        np.minimum.at(smallest, owners, link_capacities_bytes_per_s[self.links])
+        return smallest
+
+    def loads(self, transfer_bytes: Floats, num_links: int) -> Floats:
+        """Bytes on each link when each transfer carries its bytes, float64 [num_links]."""
+        per_row = np.bincount(self.rows, transfer_bytes, self.offsets.size - 1)
+        return np.bincount(self.links, np.repeat(per_row, np.diff(self.offsets)), num_links)
+
+
+def require_topology(schedule: Schedule, topology: Topology | None) -> Topology:
+    """The topology given, or else the one the schedule was made for.
+
+    Raises:
+        ConfigurationError: There is none, or it has another number of ranks.
+    """
+    found = topology if topology is not None else schedule.topology
+    if found is None:
+        raise ConfigurationError(
+            "the schedule was made for no topology", hint="pass the topology it is to run on"
+        )
+    if found.num_ranks != schedule.collective.num_ranks:
+        raise ConfigurationError(
+            f"the schedule has {schedule.collective.num_ranks} ranks, the topology "
+            f"{found.num_ranks}",
+            hint="pass a topology with as many ranks",
+        )
+    return found
+
+
+def route_table(schedule: Schedule, topology: Topology) -> RouteTable:
+    """Routes of all transfers on a topology.
+
+    A transfer without a route of its own takes the direct link of largest capacity, or where the
+    ranks are no neighbours the route of least latency.
+
+    Raises:
+        ScheduleError: A route of the schedule is no path from its source to its target.
+        InfeasibleError: Two ranks have no route.
+    """
+    if schedule.route_offsets is not None and schedule.route_links is not None:
+        rows = np.arange(schedule.num_transfers, dtype=np.int32)
+        table = RouteTable(rows=rows, offsets=schedule.route_offsets, links=schedule.route_links)
+        _check_paths(schedule, topology, table)
+        return table
+    count = np.int64(topology.num_ranks)
+    used = np.zeros(int(count * count), dtype=np.bool_)
+    keys = schedule.sources.astype(np.int64) * count + schedule.targets
+    used[keys] = True
+    pairs = np.flatnonzero(used)
+    row_of_pair = np.zeros(used.size, dtype=np.int32)
+    row_of_pair[pairs] = np.arange(pairs.size, dtype=np.int32)
+    offsets, links = _pair_routes(pairs // count, pairs % count, topology)
+    return RouteTable(rows=row_of_pair[keys], offsets=offsets, links=links)
+
+
+def _pair_routes(sources: Longs, targets: Longs, topology: Topology) -> tuple[Longs, Ints]:
+    direct = _direct_links(topology)
+    keys = sources * topology.num_ranks + targets
+    place = np.minimum(np.searchsorted(direct[0], keys), max(direct[0].size - 1, 0))
+    adjacent = direct[0][place] == keys if direct[0].size else np.zeros(keys.size, dtype=np.bool_)
+    lengths = np.ones(keys.size, dtype=np.int64)
+    far = topology.routes(sources[~adjacent], targets[~adjacent])
+    lengths[~adjacent] = np.diff(far.offsets)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    links = np.empty(offsets[-1], dtype=np.int32)
+    of_far = np.repeat(~adjacent, lengths)
+    links[of_far] = far.links
+    links[~of_far] = direct[1][place[adjacent]] if direct[0].size else 0
+    return offsets, links
+
+
+def _direct_links(topology: Topology) -> tuple[Longs, Ints]:
+    """Pairs of neighbouring ranks, sorted, and the widest link that joins each."""
+    ranks = topology.rank_of_node
+    first, last = ranks[topology.link_sources], ranks[topology.link_targets]
+    between = np.flatnonzero((first >= 0) & (last >= 0))
+    keys = first[between].astype(np.int64) * topology.num_ranks + last[between]
+    order = np.lexsort((-topology.capacities_bytes_per_s[between], keys))
+    unique, where = np.unique(keys[order], return_index=True)
+    return unique, between[order][where].astype(np.int32)
+
+
+def _check_paths(schedule: Schedule, topology: Topology, table: RouteTable) -> None:
+    """Every route is a path of links that exist, from its source to its target."""
+    links, offsets = table.links, table.offsets
+    if links.size and (links.min() < 0 or links.max() >= topology.num_links):
+        at = int(np.argmax((links < 0) | (links >= topology.num_links)))
+        owner = int(np.searchsorted(offsets, at, side="right")) - 1
+        raise ScheduleError(
+            f"transfer {owner} takes link {links[at]}, but the topology has {topology.num_links}",
+            hint="routes are indices into topology.links",
+            transfer=owner,
+        )
+    nodes = topology.rank_nodes
+    wrong = np.diff(offsets) == 0
+    filled = np.flatnonzero(~wrong)
+    first, last = links[offsets[:-1][filled]], links[offsets[1:][filled] - 1]
+    wrong[filled] |= topology.link_sources[first] != nodes[schedule.sources[filled]]
+    wrong[filled] |= topology.link_targets[last] != nodes[schedule.targets[filled]]
+    broken = np.flatnonzero(topology.link_targets[links[:-1]] != topology.link_sources[links[1:]])
+    inner = broken[~np.isin(broken + 1, offsets)]
+    wrong[np.searchsorted(offsets, inner, side="right") - 1] = True
+    if wrong.any():
+        owner = int(np.argmax(wrong))
+        move = schedule.transfer(owner)
+        raise ScheduleError(
+            f"the route of transfer {owner}, links {list(move.route or ())}, does not lead from "
+            f"rank {move.source} to rank {move.target}",
+            hint="a route lists the links from source to target, each beginning where the last ends",
+            transfer=owner,
+        )

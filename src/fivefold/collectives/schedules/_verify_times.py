@@ -1,0 +1,234 @@
+"""Times against links: no transfer faster than its route, no link above its capacity.
+
+The rule holds for all models of `evaluate`: a link that carries b bytes needs b / capacity
+seconds for them, and a message needs the latency of its route besides. So for each link the
+transfers that use it must fit between their starts and ends; in particular two that the serial
+model puts one after another pass, and so do several that share a link at lower rates.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fivefold._compiler import njit
+from fivefold.collectives.schedules._arrays import Array, Floats, Longs
+from fivefold.collectives.schedules._errors import ScheduleError
+from fivefold.collectives.schedules._routes import RouteTable
+from fivefold.collectives.schedules._schedule import Schedule
+from fivefold.collectives.schedules._slots import first_hurried, order_of, slots_of
+from fivefold.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from fivefold.network.topology import Topology
+
+__all__ = [
+    "Messages",
+    "check_times_against_links",
+    "check_times_against_order",
+    "messages_of",
+    "size_of",
+]
+
+_SLACK = 1e-6  # of a message's own time: solvers round more than sums of floats do
+
+
+def size_of(schedule: Schedule, size_bytes: float | None) -> float:
+    """The size given, or the one that the schedule was made for.
+
+    Raises:
+        ConfigurationError: There is neither.
+    """
+    found = schedule.attributes.get("size_bytes") if size_bytes is None else size_bytes
+    if found is None:
+        raise ConfigurationError(
+            "the schedule does not say for which size it was made", hint="pass size_bytes"
+        )
+    return float(found)
+
+
+Messages = tuple[Longs, Floats]
+
+
+def messages_of(schedule: Schedule, transfer_bytes: Floats) -> Messages:
+    """Transfers that travel as one message: (leader of each transfer, bytes of each leader).
+
+    Transfers of the same source, target, start and end are one; the first of them leads. Bytes of
+    followers are 0.
+    """
+    count = schedule.num_transfers
+    leaders = np.arange(count, dtype=np.int64)
+    if schedule.starts_s is None or schedule.ends_s is None or count == 0:
+        return leaders, transfer_bytes
+    keys = (schedule.ends_s, schedule.starts_s, schedule.targets, schedule.sources)
+    order = np.lexsort((leaders, *keys))
+    changes = np.zeros(count, dtype=np.bool_)
+    changes[0] = True
+    for key in keys:
+        changes[1:] |= key[order][1:] != key[order][:-1]
+    leaders[order] = order[np.maximum.accumulate(np.where(changes, np.arange(count), 0))]
+    return leaders, np.bincount(leaders, transfer_bytes, count)
+
+
+def check_times_against_order(schedule: Schedule) -> None:
+    """Refuse a transfer that starts before what it sends has arrived.
+
+    Where the times fix the order there is nothing to compare: the replay itself went by them.
+
+    Raises:
+        ScheduleError: A transfer starts too early.
+    """
+    if schedule.starts_s is None or schedule.ends_s is None or order_of(schedule) == 2:
+        return
+    at = first_hurried(
+        slots_of(schedule),
+        schedule.starts_s,
+        schedule.ends_s,
+        np.ascontiguousarray(schedule.steps),
+        (schedule.collective.reducing, 1e-9 * float(schedule.ends_s.max(initial=0.0))),
+    )
+    if at >= 0:
+        move = schedule.transfer(at)
+        raise ScheduleError(
+            f"transfer {at} of chunk {move.chunk} starts at {move.start_s:.6g} s, before all that "
+            f"rank {move.source} has to send has arrived",
+            hint="a transfer starts when those of earlier steps that it needs have ended",
+            transfer=at,
+        )
+
+
+def check_times_against_links(
+    schedule: Schedule, topology: Topology, routes: RouteTable, *, size_bytes: float | None
+) -> None:
+    """Refuse times that no network of these latencies and capacities can keep.
+
+    Raises:
+        ScheduleError: A transfer is too fast, or a link is asked for more than it can carry.
+        ConfigurationError: The schedule has no times, or the size is not known.
+    """
+    if schedule.starts_s is None or schedule.ends_s is None:
+        raise ConfigurationError("the schedule has no times to check", hint="evaluate() gives some")
+    size = size_of(schedule, size_bytes)
+    transfer_bytes = schedule.collective.chunk_bytes(size)[schedule.chunks]
+    leaders, message_bytes = messages_of(schedule, transfer_bytes)
+    capacities = topology.capacities_bytes_per_s
+    least_s = routes.latencies_s(topology.latencies_s)[routes.rows]
+    least_s = least_s + message_bytes / routes.capacities_bytes_per_s(capacities)[routes.rows]
+    lasts_s = schedule.ends_s - schedule.starts_s
+    horizon_s = float(schedule.ends_s.max(initial=0.0))
+    leading = leaders == np.arange(leaders.size)
+    fast = leading & (lasts_s < least_s * (1 - _SLACK) - 1e-12 * horizon_s)
+    if fast.any():
+        at = int(np.argmax(fast))
+        raise ScheduleError(
+            f"transfer {at} takes {lasts_s[at]:.6g} s, but its route needs {least_s[at]:.6g} s",
+            hint="a message needs the latency of its route, and its bytes over the smallest capacity",
+            transfer=at,
+        )
+    _check_room(schedule, topology, routes, np.flatnonzero(leading), message_bytes)
+
+
+def _check_room(
+    schedule: Schedule,
+    topology: Topology,
+    routes: RouteTable,
+    leading: Longs,
+    message_bytes: Floats,
+) -> None:
+    """On every link the messages must fit one after another between their starts and ends."""
+    assert schedule.starts_s is not None, "times were checked before"
+    assert schedule.ends_s is not None, "times were checked before"
+    rows = routes.rows[leading]
+    lengths = np.diff(routes.offsets)[rows]
+    owner = np.repeat(leading, lengths)
+    within = np.arange(owner.size) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    links = routes.links[np.repeat(routes.offsets[:-1][rows], lengths) + within]
+    latency = routes.latencies_s(topology.latencies_s)[routes.rows[owner]]
+    needs_s = message_bytes[owner] / topology.capacities_bytes_per_s[links]
+    starts_s = schedule.starts_s[owner]
+    ends_s = np.maximum(schedule.ends_s[owner] - latency, starts_s)  # the last byte left by then
+    order = np.lexsort((starts_s, links))
+    late = first_overload(links[order], starts_s[order], ends_s[order], needs_s[order])
+    if late[0] >= 0:
+        at, link = int(owner[order[late[0]]]), int(links[order[late[0]]])
+        name = f"{topology.links[link].source} -> {topology.links[link].target}"
+        raise ScheduleError(
+            f"link {link}, {name}, cannot carry all that is on it by the end of transfer {at}: "
+            f"{late[1]:.6g} s more are needed",
+            hint="start the transfer later, or take another link",
+            transfer=at,
+        )
+
+
+@njit
+def _sift(heap: Any, size: int, ends_s: Any) -> None:
+    """Restore the heap of earliest ends after its first entry changed."""
+    place = 0
+    while 2 * place + 1 < size:
+        below = 2 * place + 1
+        if below + 1 < size and ends_s[heap[below + 1]] < ends_s[heap[below]]:
+            below += 1
+        if ends_s[heap[place]] <= ends_s[heap[below]]:
+            return
+        heap[place], heap[below] = heap[below], heap[place]
+        place = below
+
+
+@njit
+def _push(heap: Any, size: int, ends_s: Any) -> None:
+    place = size - 1
+    while place > 0 and ends_s[heap[place]] < ends_s[heap[(place - 1) // 2]]:
+        above = (place - 1) // 2
+        heap[place], heap[above] = heap[above], heap[place]
+        place = above
+
+
+@njit
+def first_overload(links: Array, starts_s: Array, ends_s: Array, needs_s: Array) -> Any:
+    """First message that cannot be done by its end, link by link, earliest end first.
+
+    Earliest deadline first with interruption is optimal on one machine: if it fails, no sharing of
+    the link's capacity keeps the times.
+
+    Args:
+        links: Link of each message, sorted.
+        starts_s: Starts, sorted within each link.
+        ends_s: When the last byte must have left.
+        needs_s: Bytes over the link's capacity.
+
+    Returns:
+        Position of the message or -1, and by how many seconds it is late.
+    """
+    count = links.size
+    heap = np.empty(count, np.int64)
+    left_s = needs_s.copy()
+    first = 0
+    while first < count:
+        last = first
+        while last < count and links[last] == links[first]:
+            last += 1
+        size, following, now_s = 0, first, 0.0
+        while size > 0 or following < last:
+            if size == 0:
+                now_s = max(now_s, starts_s[following])
+            while following < last and starts_s[following] <= now_s:
+                heap[size] = following
+                size += 1
+                _push(heap, size, ends_s)
+                following += 1
+            top = heap[0]
+            until_s = now_s + left_s[top]
+            if following < last and starts_s[following] < until_s:
+                left_s[top] -= starts_s[following] - now_s
+                now_s = starts_s[following]
+                continue
+            now_s = until_s
+            late_s = now_s - ends_s[top]
+            if late_s > _SLACK * (needs_s[top] + 1e-6 * now_s) + 1e-12 * now_s:
+                return top, late_s
+            size -= 1
+            heap[0] = heap[size]
+            _sift(heap, size, ends_s)
+        first = last
+    return -1, 0.0
