@@ -30,20 +30,23 @@ MAY_IMPORT = {
     "units": {"errors"},
     "runs": {"units"},
     "network": {"runs"},
-    "collectives": {"network", "runs"},
-    "strategy": {"network", "collectives", "runs"},
+    "flows": {"network", "runs"},
+    "collectives": {"network", "flows", "runs"},
+    "tasks": {"network", "flows", "collectives"},
+    "strategy": {"network", "flows", "collectives", "tasks", "runs"},
+    "codesign": {"network", "flows", "collectives", "tasks", "strategy", "report", "runs"},
     "optim": {"network", "collectives"},
     "gnn": {"network", "collectives", "runs"},
     "moe": {"network", "collectives"},
-    "train": {"network", "collectives", "optim", "moe", "runs"},
+    "train": {"network", "collectives", "tasks", "optim", "moe", "runs"},
     "lab": {"network"},
     "report": set(),
     "testing": {"optim"},
-    "cli": {"network", "collectives", "strategy", "optim", "gnn", "moe", "train", "lab", "report"},
 }
+MAY_IMPORT["cli"] = set(MAY_IMPORT) - {"testing"}  # the one room above all
 # Rooms within a room, each importing only those before it.
 INNER_ORDER = {
-    "network": ["topology", "profiling", "simulation"],
+    "network": ["topology", "profiling", "simulation", "aggregation"],
     "collectives": ["schedules", "algorithms", "synthesis", "lowering", "execution"],
     "gnn": [
         "storage",

@@ -15,10 +15,24 @@ from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
 GNN = ("storage", "sampling", "data", "planning", "packing", "loading", "systems", "training")
-NETWORK = ("topology", "profiling", "simulation")
+NETWORK = ("topology", "profiling", "simulation", "aggregation")
 COLLECTIVES = ("schedules", "algorithms", "synthesis", "lowering", "execution")
 ROOMS = [
-    *("errors", "units", "runs", "optim", "moe", "strategy", "train", "lab", "report", "testing"),
+    *(
+        "errors",
+        "units",
+        "runs",
+        "optim",
+        "moe",
+        "flows",
+        "tasks",
+        "strategy",
+        "codesign",
+        "train",
+        "lab",
+        "report",
+        "testing",
+    ),
     *(f"network.{room}" for room in NETWORK),
     *(f"collectives.{room}" for room in COLLECTIVES),
     *(f"gnn.{room}" for room in GNN),

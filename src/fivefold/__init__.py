@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fivefold import (
+        codesign,
         collectives,
         errors,
+        flows,
         gnn,
         lab,
         moe,
@@ -21,14 +23,17 @@ if TYPE_CHECKING:
         report,
         runs,
         strategy,
+        tasks,
         testing,
         train,
         units,
     )
 
 __all__ = [
+    "codesign",
     "collectives",
     "errors",
+    "flows",
     "gnn",
     "lab",
     "moe",
@@ -37,6 +42,7 @@ __all__ = [
     "report",
     "runs",
     "strategy",
+    "tasks",
     "testing",
     "train",
     "units",

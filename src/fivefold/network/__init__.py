@@ -1,8 +1,8 @@
 """Layer 5: what carries the traffic, from GPU to core switch.
 
 The rooms, each importing only those before it: ``topology`` (one graph, its files, the named
-machines and the generators), ``profiling`` (alpha and beta of real links) and ``simulation``
-(who gets which rate, and when each flow ends). They are loaded when first used.
+machines and the generators), ``profiling`` (alpha and beta of real links), ``simulation``
+(who gets which rate, and when each flow ends) and ``aggregation`` (switches that sum). They are loaded when first used.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fivefold.network import profiling, simulation, topology
+    from fivefold.network import aggregation, profiling, simulation, topology
 
-__all__ = ["profiling", "simulation", "topology"]
+__all__ = ["aggregation", "profiling", "simulation", "topology"]
 
 
 def __getattr__(name: str) -> Any:

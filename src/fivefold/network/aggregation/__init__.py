@@ -1,0 +1,3 @@
+"""In-network aggregation: its models, and a software switch that really sums."""
+
+__all__: list[str] = []

@@ -1,0 +1,323 @@
+"""What an iteration does: compute and communication tasks with what each waits for.
+
+A graph is for one rank of a class of equal ranks: the others do the same at the same time. Tasks
+of one resource (a compute stream, a communication channel) run one at a time. This module knows
+nothing of orderings.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+from fivefold.errors import ConfigurationError
+
+__all__ = ["CommunicationTask", "ComputeTask", "Task", "TaskGraph"]
+
+_SCHEMA = "fivefold.tasks/1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeTask:
+    """Work on a device.
+
+    Args:
+        task_id: Its name, one of its kind in the graph.
+        duration_s: Seconds on its resource.
+        resource: The stream that it occupies.
+        depends_on: Names of the tasks that must have ended before.
+        release_s: It starts no sooner, in seconds from the start of the graph.
+
+    Raises:
+        ConfigurationError: A value is not allowed.
+
+    Example:
+        >>> ComputeTask(task_id="forward 0", duration_s=2e-3).resource
+        'compute'
+    """
+
+    task_id: str
+    duration_s: float
+    resource: str = "compute"
+    depends_on: tuple[str, ...] = ()
+    release_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_common(self)
+        _check_number(self, "duration_s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommunicationTask:
+    """One communication operation; it may be cut into chunks.
+
+    Its time is ``latency_s + size_bytes * cost_s_per_byte``, each chunk paying the latency again:
+    the form in which ``collectives`` quotes a price.
+
+    Args:
+        task_id: Its name, one of its kind in the graph.
+        kind: ``"all_reduce"``, ``"all_to_all"``, ``"all_gather"`` and so on.
+        size_bytes: Logical bytes of the operation.
+        latency_s: Seconds of one chunk beside its bytes.
+        cost_s_per_byte: Seconds per byte.
+        resource: The channel that it occupies.
+        depends_on: Names of the tasks that must have ended before.
+        release_s: It starts no sooner, in seconds from the start of the graph.
+        priority: Rank in the order of need, 0 for what is needed first; None derives it from
+            the first task that waits for it.
+        divisible: Whether it may be cut into chunks.
+
+    Raises:
+        ConfigurationError: A value is not allowed.
+
+    Example:
+        >>> task = CommunicationTask(
+        ...     task_id="reduce 0", kind="all_reduce", size_bytes=10**6, cost_s_per_byte=1e-9
+        ... )
+        >>> round(task.time_s(task.size_bytes) * 1e3, 3)
+        1.0
+    """
+
+    task_id: str
+    kind: str
+    size_bytes: int
+    cost_s_per_byte: float
+    latency_s: float = 0.0
+    resource: str = "network"
+    depends_on: tuple[str, ...] = ()
+    release_s: float = 0.0
+    priority: int | None = None
+    divisible: bool = True
+
+    def __post_init__(self) -> None:
+        _check_common(self)
+        for name in ("size_bytes", "cost_s_per_byte", "latency_s"):
+            _check_number(self, name)
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds where it is sent in one piece."""
+        return self.time_s(self.size_bytes)
+
+    def time_s(self, size_bytes: float) -> float:
+        """Seconds of a chunk.
+
+        Args:
+            size_bytes: Bytes of the chunk.
+        """
+        return self.latency_s + size_bytes * self.cost_s_per_byte
+
+    def chunks(self, chunk_bytes: int | None) -> tuple[int, ...]:
+        """Sizes of its chunks: all of ``chunk_bytes``, the last one smaller.
+
+        Args:
+            chunk_bytes: Largest chunk; None for one piece.
+        """
+        if chunk_bytes is None or not self.divisible or self.size_bytes <= chunk_bytes:
+            return (self.size_bytes,)
+        whole, rest = divmod(self.size_bytes, chunk_bytes)
+        return (chunk_bytes,) * whole + ((rest,) if rest else ())
+
+
+Task = ComputeTask | CommunicationTask
+
+
+@dataclass(frozen=True)
+class TaskGraph:
+    """Tasks and what each waits for, without cycles.
+
+    The order of the tasks is the program's: where nothing else decides, the earlier one goes
+    first.
+
+    Args:
+        tasks: The tasks; one that is waited for may stand anywhere.
+        marks: Names of the task that ends each unrolled iteration; the last two give the steady
+            iteration time. Empty for one iteration.
+
+    Raises:
+        ConfigurationError: A name stands twice, a dependency does not exist, there is a cycle.
+
+    Example:
+        >>> graph = TaskGraph((
+        ...     ComputeTask(task_id="a", duration_s=1.0),
+        ...     ComputeTask(task_id="b", duration_s=2.0, depends_on=("a",)),
+        ... ))
+        >>> graph.critical_path()
+        (3.0, ('a', 'b'))
+    """
+
+    tasks: tuple[Task, ...]
+    marks: tuple[str, ...] = field(default=(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tasks", tuple(self.tasks))
+        if len(self.by_id) != len(self.tasks):
+            names = [task.task_id for task in self.tasks]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ConfigurationError(
+                f"two tasks are called {twice!r}", hint="give each task a name of its own"
+            )
+        for name in self.marks:
+            if name not in self.by_id:
+                raise ConfigurationError(
+                    f"the mark {name!r} is no task", hint="marks name tasks of the graph"
+                )
+        for task in self.tasks:
+            for name in task.depends_on:
+                if name not in self.by_id:
+                    raise ConfigurationError(
+                        f"task {task.task_id!r} waits for {name!r}, which does not exist",
+                        hint="add that task, or leave the dependency out",
+                    )
+        _ = self.order
+
+    @cached_property
+    def by_id(self) -> dict[str, Task]:
+        """The tasks by name."""
+        return {task.task_id: task for task in self.tasks}
+
+    @cached_property
+    def followers(self) -> dict[str, tuple[str, ...]]:
+        """Which tasks wait for each, in the order of the program."""
+        found: dict[str, list[str]] = {task.task_id: [] for task in self.tasks}
+        for task in self.tasks:
+            for name in dict.fromkeys(task.depends_on):
+                found[name].append(task.task_id)
+        return {name: tuple(names) for name, names in found.items()}
+
+    @cached_property
+    def order(self) -> tuple[str, ...]:
+        """Names, each after what it waits for; otherwise as the program has them.
+
+        Raises:
+            ConfigurationError: There is a cycle.
+        """
+        waiting = {task.task_id: len(set(task.depends_on)) for task in self.tasks}
+        ready = [name for name, number in waiting.items() if number == 0]
+        ordered: list[str] = []
+        for name in ready:  # grows while it is read
+            ordered.append(name)
+            for follower in self.followers[name]:
+                waiting[follower] -= 1
+                if waiting[follower] == 0:
+                    ready.append(follower)
+        if len(ordered) < len(self.tasks):
+            stuck = next(name for name, number in waiting.items() if number > 0)
+            raise ConfigurationError(
+                f"the tasks wait for one another in a circle that {stuck!r} is in or behind",
+                hint="leave one of the dependencies out",
+            )
+        return tuple(ordered)
+
+    @property
+    def compute(self) -> tuple[ComputeTask, ...]:
+        """The compute tasks."""
+        return tuple(task for task in self.tasks if isinstance(task, ComputeTask))
+
+    @property
+    def communication(self) -> tuple[CommunicationTask, ...]:
+        """The communication tasks."""
+        return tuple(task for task in self.tasks if isinstance(task, CommunicationTask))
+
+    @cached_property
+    def tails_s(self) -> dict[str, float]:
+        """Seconds from each task's start to the end of the longest chain that it begins."""
+        tails: dict[str, float] = {}
+        for name in reversed(self.order):
+            after = max((tails[follower] for follower in self.followers[name]), default=0.0)
+            tails[name] = self.by_id[name].duration_s + after
+        return tails
+
+    def critical_path(self) -> tuple[float, tuple[str, ...]]:
+        """The longest chain, as if every task had a resource of its own.
+
+        Returns:
+            Its seconds, a lower bound of any schedule, and its names from first to last.
+        """
+        ends: dict[str, float] = {}
+        before: dict[str, str | None] = {}
+        for name in self.order:
+            task = self.by_id[name]
+            last = max(task.depends_on, key=lambda n: ends[n], default=None)
+            start_s = max(task.release_s, ends[last] if last is not None else 0.0)
+            held = last is not None and ends[last] >= task.release_s
+            before[name] = last if held else None
+            ends[name] = start_s + task.duration_s
+        at: str | None = max(ends, key=lambda n: ends[n], default=None)
+        length_s = ends[at] if at is not None else 0.0
+        path = []
+        while at is not None:
+            path.append(at)
+            at = before[at]
+        return length_s, tuple(reversed(path))
+
+    def to_json(self) -> str:
+        """The graph as text that ``from_json`` reads."""
+        tasks = [
+            {"type": "compute" if isinstance(task, ComputeTask) else "communication"} | asdict(task)
+            for task in self.tasks
+        ]
+        return json.dumps({"schema": _SCHEMA, "tasks": tasks, "marks": self.marks})
+
+    @classmethod
+    def from_json(cls, text: str) -> TaskGraph:
+        """Read what ``to_json`` wrote.
+
+        Args:
+            text: JSON.
+
+        Returns:
+            The graph.
+
+        Raises:
+            ConfigurationError: It is not such a text, or the graph is not allowed.
+        """
+        hint = f"give what TaskGraph.to_json wrote (schema {_SCHEMA})"
+        try:
+            record = json.loads(text)
+            if record["schema"] != _SCHEMA:
+                raise ConfigurationError(f"unknown schema {record['schema']!r}", hint=hint)
+            tasks = tuple(_task(entry) for entry in record["tasks"])
+            marks = tuple(record["marks"])
+        except (ValueError, KeyError, TypeError) as error:
+            if isinstance(error, ConfigurationError):
+                raise
+            raise ConfigurationError(f"this is no task graph: {error}", hint=hint) from error
+        return cls(tasks, marks=marks)
+
+
+def _task(entry: dict[str, Any]) -> Task:
+    values = {name: value for name, value in entry.items() if name != "type"}
+    values["depends_on"] = tuple(values["depends_on"])
+    if entry["type"] == "compute":
+        return ComputeTask(**values)
+    return CommunicationTask(**values)
+
+
+def _check_common(task: Task) -> None:
+    if not task.task_id:
+        message = "a task needs a name"
+        raise ConfigurationError(message, hint="give task_id")
+    if not task.resource:
+        raise ConfigurationError(
+            f"task {task.task_id!r} names no resource", hint='such as "compute" or "network"'
+        )
+    if isinstance(task.depends_on, str) or not isinstance(task.depends_on, Iterable):
+        raise ConfigurationError(
+            f"depends_on of task {task.task_id!r} must be names; got {task.depends_on!r}",
+            hint='write a tuple, such as ("forward 0",)',
+        )
+    object.__setattr__(task, "depends_on", tuple(task.depends_on))
+    _check_number(task, "release_s")
+
+
+def _check_number(task: Task, name: str) -> None:
+    value = getattr(task, name)
+    if not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+        raise ConfigurationError(
+            f"{name} of task {task.task_id!r} must be finite and not negative; got {value!r}"
+        )
