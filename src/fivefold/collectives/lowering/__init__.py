@@ -1,3 +1,37 @@
 """Schedules as programs of thread blocks; files of other runtimes; an interpreter."""
 
-__all__: list[str] = []
+from fivefold.collectives.lowering._check import ProgramReport, check_program
+from fivefold.collectives.lowering._interpreter import interpret
+from fivefold.collectives.lowering._lower import lower
+from fivefold.collectives.lowering._mscclpp_in import from_mscclpp_json
+from fivefold.collectives.lowering._mscclpp_out import to_mscclpp_json
+from fivefold.collectives.lowering._order import Executed, ProgramError, run_order
+from fivefold.collectives.lowering._program import (
+    Buffer,
+    Operation,
+    OpKind,
+    Program,
+    RankProgram,
+    ThreadBlock,
+)
+from fivefold.collectives.lowering._xml import from_msccl_xml, to_msccl_xml
+
+__all__ = [
+    "Buffer",
+    "Executed",
+    "OpKind",
+    "Operation",
+    "Program",
+    "ProgramError",
+    "ProgramReport",
+    "RankProgram",
+    "ThreadBlock",
+    "check_program",
+    "from_msccl_xml",
+    "from_mscclpp_json",
+    "interpret",
+    "lower",
+    "run_order",
+    "to_msccl_xml",
+    "to_mscclpp_json",
+]

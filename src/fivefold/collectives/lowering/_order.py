@@ -1,0 +1,262 @@
+"""Runs a program without data: which operation comes when, and which message each one takes.
+
+Blocks run side by side in virtual time; a message is under way for a time that the caller may set.
+The result is one order of all operations in which each finds what it needs. Whoever carries out
+the operations of his own rank in this order can wait for them one after the other without a
+deadlock, since every message was sent by an operation that comes earlier. A program that cannot
+be run to its end is refused, with the operations that wait and for what.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fivefold.collectives.lowering._program import Operation, Program, ThreadBlock
+from fivefold.errors import DataError
+
+__all__ = ["Executed", "ProgramError", "run_order"]
+
+MessageTime = Callable[[int, int, int], float]
+_SHOWN = 4
+
+
+class ProgramError(DataError):
+    """A program is not what it claims: it deadlocks, races, or computes something else.
+
+    Example:
+        >>> issubclass(ProgramError, ValueError)
+        True
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Executed:
+    """One operation in the order of execution.
+
+    Args:
+        rank: Rank that ran it.
+        block: Its thread block.
+        step: Its number in the block.
+        operation: The operation.
+        taken: Place in the order of the operation that sent what it received; -1 none.
+        end_s: Virtual time at which it ended.
+
+    Example:
+        >>> from fivefold.collectives.lowering import OpKind
+        >>> Executed(0, 0, 0, Operation(OpKind.NOP), -1, 0.0).taken
+        -1
+    """
+
+    rank: int
+    block: int
+    step: int
+    operation: Operation
+    taken: int
+    end_s: float
+
+
+def run_order(
+    program: Program, *, message_s: MessageTime | None = None, queue_slots: int | None = None
+) -> list[Executed]:
+    """Every operation of the program in an order in which it can be carried out.
+
+    Args:
+        program: The program.
+        message_s: Time that ``count`` chunks from one rank to another are under way, as a
+            function of (sender, receiver, count); None takes one second for every message.
+        queue_slots: Messages that a queue between two blocks holds before the sender waits; None
+            has no limit.
+
+    Returns:
+        The operations, by virtual time.
+
+    Raises:
+        ProgramError: The program deadlocks, a receiver expects another number of chunks than
+            were sent, a message is never received, or an operation names something that is not.
+
+    Example:
+        >>> from fivefold.collectives.schedules import all_gather
+        >>> from fivefold.collectives.algorithms import ring
+        >>> from fivefold.collectives.lowering import lower
+        >>> [step.rank for step in run_order(lower(ring(all_gather(2))))][:2]
+        [0, 1]
+    """
+    return _Runner(program, message_s=message_s, queue_slots=queue_slots).run()
+
+
+class _Runner:
+    """State of one run: how far each block is, what is in each queue, who waits for what."""
+
+    def __init__(
+        self, program: Program, *, message_s: MessageTime | None, queue_slots: int | None
+    ) -> None:
+        self._program = program
+        self._message_s = message_s or (lambda *_: 1.0)
+        self._queue_slots = queue_slots
+        self._blocks: list[tuple[int, int, ThreadBlock]] = list(program.blocks())
+        self._place = {(rank, number): at for at, (rank, number, _) in enumerate(self._blocks)}
+        self._next = [0] * len(self._blocks)
+        self._ended_s: list[list[float]] = [[] for _ in self._blocks]
+        self._queues: dict[tuple[int, int, int], deque[tuple[float, int, int]]] = {}
+        self._waiting: dict[object, list[int]] = {}
+        self._order: list[Executed] = []
+        self._ready = [(0.0, at) for at in range(len(self._blocks))]
+        _check_queues(program)
+
+    def run(self) -> list[Executed]:
+        while self._ready:
+            now_s, at = heapq.heappop(self._ready)
+            self._advance(now_s, at)
+        stuck = [at for at, item in enumerate(self._blocks) if not self._over(at, item[2])]
+        if stuck:
+            raise ProgramError(self._describe_deadlock(stuck))
+        for (source, target, channel), queue in self._queues.items():
+            if queue:
+                raise ProgramError(
+                    f"{len(queue)} messages from rank {source} to rank {target} on channel "
+                    f"{channel} are never received"
+                )
+        return self._order
+
+    def _over(self, at: int, block: ThreadBlock) -> bool:
+        return self._next[at] == len(block.operations)
+
+    def _advance(self, now_s: float, at: int) -> None:
+        """Carry out the block's next operation, or note what it waits for."""
+        rank, number, block = self._blocks[at]
+        if self._over(at, block):
+            return
+        step = self._next[at]
+        operation = block.operations[step]
+        cause, from_s = self._obstacle(rank, block, operation)
+        if cause is not None:
+            self._waiting.setdefault(cause, []).append(at)
+            return
+        if from_s > now_s:  # what it needs is under way: come back when it is there
+            heapq.heappush(self._ready, (from_s, at))
+            return
+        taken = self._receive(rank, block, operation, step=step)
+        place = len(self._order)
+        self._order.append(Executed(rank, number, step, operation, taken, now_s))
+        if operation.kind.sends:
+            key = (rank, block.send_peer, block.channel)
+            arrival_s = now_s + self._message_s(rank, block.send_peer, operation.count)
+            queue = self._queues.setdefault(key, deque())
+            # One queue keeps its order, whatever the time of each message.
+            arrival_s = max(arrival_s, queue[-1][0]) if queue else arrival_s
+            queue.append((arrival_s, place, operation.count))
+            self._wake(("message", *key), now_s)
+        self._next[at] += 1
+        self._ended_s[at].append(now_s)
+        self._wake(("step", rank, number), now_s)
+        heapq.heappush(self._ready, (now_s, at))
+
+    def _obstacle(
+        self, rank: int, block: ThreadBlock, operation: Operation
+    ) -> tuple[object, float]:
+        """What the operation waits for, or from when on it can run."""
+        from_s = 0.0
+        if operation.wait_block >= 0:
+            other = self._place[rank, operation.wait_block]
+            if self._next[other] <= operation.wait_step:
+                return ("step", rank, operation.wait_block), 0.0
+            from_s = self._ended_s[other][operation.wait_step]
+        if operation.kind.receives:
+            key = (block.receive_peer, rank, block.channel)
+            queue = self._queues.get(key)
+            if not queue:
+                return ("message", *key), 0.0
+            from_s = max(from_s, queue[0][0])
+        if operation.kind.sends and self._queue_slots is not None:
+            key = (rank, block.send_peer, block.channel)
+            if len(self._queues.get(key, ())) >= self._queue_slots:
+                return ("room", *key), 0.0
+        return None, from_s
+
+    def _receive(self, rank: int, block: ThreadBlock, operation: Operation, *, step: int) -> int:
+        if not operation.kind.receives:
+            return -1
+        key = (block.receive_peer, rank, block.channel)
+        arrival_s, taken, count = self._queues[key].popleft()
+        if count != operation.count:
+            raise ProgramError(
+                f"rank {rank} expects {operation.count} chunks from rank {block.receive_peer} on "
+                f"channel {block.channel} in step {step}, but {count} were sent"
+            )
+        self._wake(("room", *key), arrival_s)
+        return taken
+
+    def _wake(self, cause: object, now_s: float) -> None:
+        for at in self._waiting.pop(cause, ()):
+            heapq.heappush(self._ready, (now_s, at))
+
+    def _describe_deadlock(self, stuck: list[int]) -> str:
+        lines = []
+        for at in stuck[:_SHOWN]:
+            rank, number, block = self._blocks[at]
+            operation = block.operations[self._next[at]]
+            cause, _ = self._obstacle(rank, block, operation)
+            assert isinstance(cause, tuple), "a block that waits for nothing has run to its end"
+            lines.append(f"rank {rank} block {number} step {self._next[at]} {_in_words(cause)}")
+        more = f", and {len(stuck) - _SHOWN} more" if len(stuck) > _SHOWN else ""
+        return f"the program deadlocks: {'; '.join(lines)}{more}"
+
+
+def _in_words(cause: tuple[object, ...]) -> str:
+    kind, *rest = cause
+    if kind == "step":
+        return f"waits for block {rest[1]}"
+    if kind == "message":
+        return f"waits for a message from rank {rest[0]} on channel {rest[2]}"
+    return f"waits for room in the queue to rank {rest[1]} on channel {rest[2]}"
+
+
+def _check_queues(program: Program) -> None:
+    """Peers and steps that exist, and one sending and one receiving block for each queue."""
+    users: dict[tuple[str, int, int, int], int] = {}
+    for rank, number, block in program.blocks():
+        where = f"rank {rank} block {number}"
+        for what, peer in (("send", block.send_peer), ("receive", block.receive_peer)):
+            if peer == rank or not -1 <= peer < program.num_ranks:
+                raise ProgramError(f"{where} has the {what} peer {peer}")
+            key = (what, rank, peer, block.channel)
+            if peer >= 0 and users.setdefault(key, number) != number:
+                raise ProgramError(
+                    f"{where} and block {users[key]} both {what} with rank {peer} on channel "
+                    f"{block.channel}: the order of their messages is not defined"
+                )
+        for step, operation in enumerate(block.operations):
+            _check_operation(program, rank, block, operation, where=f"{where} step {step}")
+
+
+def _check_operation(
+    program: Program, rank: int, block: ThreadBlock, operation: Operation, *, where: str
+) -> None:
+    kind, ranks = operation.kind, program.ranks[rank]
+    if kind.sends and block.send_peer < 0:
+        raise ProgramError(f"{where} sends, but its block has no send peer")
+    if kind.receives and block.receive_peer < 0:
+        raise ProgramError(f"{where} receives, but its block has no receive peer")
+    if operation.count < 1 and kind != "nop":
+        raise ProgramError(f"{where} has the count {operation.count}")
+    if operation.wait_block >= 0:
+        others = ranks.blocks
+        if operation.wait_block >= len(others) or not (
+            0 <= operation.wait_step < len(others[operation.wait_block].operations)
+        ):
+            raise ProgramError(
+                f"{where} waits for step {operation.wait_step} of block {operation.wait_block}, "
+                "which does not exist"
+            )
+    sizes = {"i": ranks.input_slots, "o": ranks.output_slots, "s": ranks.scratch_slots}
+    used = [(operation.source, operation.source_offset)] if kind.reads_source else []
+    used += [(operation.target, operation.target_offset)] if kind.writes_target else []
+    for buffer, offset in used:
+        if offset < 0 or offset + operation.count > sizes[buffer]:
+            raise ProgramError(
+                f"{where} uses slots {offset} to {offset + operation.count - 1} of a buffer "
+                f"'{buffer}' with {sizes[buffer]} slots"
+            )

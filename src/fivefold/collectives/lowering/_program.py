@@ -1,0 +1,387 @@
+"""What a program is: per rank thread blocks of operations over numbered chunk slots.
+
+The model is that of MSCCL's interpreter, so that its files are read and written one to one: a
+thread block sends to at most one peer and receives from at most one, its operations run in order,
+and one that must follow an operation of another block of the same rank names it. Data passes
+between ranks through one first-in first-out queue per (sender, receiver, channel). This module
+knows nothing of files, topologies or torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+from fivefold.collectives.schedules import Collective
+from fivefold.errors import ConfigurationError, DataError
+
+__all__ = ["Buffer", "OpKind", "Operation", "Program", "RankProgram", "ThreadBlock"]
+
+_IN_PLACE = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"}
+_PROTOCOLS = ("Simple", "LL", "LL128")
+
+
+class Buffer(StrEnum):
+    """Where a slot lies.
+
+    Example:
+        >>> Buffer("s").name
+        'SCRATCH'
+    """
+
+    INPUT = "i"
+    OUTPUT = "o"
+    SCRATCH = "s"
+
+
+class OpKind(StrEnum):
+    """What an operation does; the values are MSCCL's.
+
+    Example:
+        >>> OpKind.RECEIVE_REDUCE_SEND.reduces, OpKind.RECEIVE_REDUCE_SEND.writes_target
+        (True, False)
+    """
+
+    SEND = "s"
+    RECEIVE = "r"
+    RECEIVE_COPY_SEND = "rcs"
+    RECEIVE_REDUCE_SEND = "rrs"
+    RECEIVE_REDUCE_COPY = "rrc"
+    RECEIVE_REDUCE_COPY_SEND = "rrcs"
+    COPY = "cpy"
+    REDUCE = "re"
+    NOP = "nop"
+
+    @property
+    def sends(self) -> bool:
+        """Whether it puts chunks into the queue to the block's send peer."""
+        return self in _SENDS
+
+    @property
+    def receives(self) -> bool:
+        """Whether it takes chunks from the queue of the block's receive peer."""
+        return self in _RECEIVES
+
+    @property
+    def reduces(self) -> bool:
+        """Whether it adds."""
+        return self in _REDUCES
+
+    @property
+    def reads_source(self) -> bool:
+        """Whether it reads its source slots."""
+        return self in _READS
+
+    @property
+    def reads_target(self) -> bool:
+        """Whether it reads its target slots: a local reduction adds to them."""
+        return self is OpKind.REDUCE
+
+    @property
+    def writes_target(self) -> bool:
+        """Whether it writes its target slots."""
+        return self in _WRITES
+
+
+_SENDS = {OpKind.SEND, OpKind.RECEIVE_COPY_SEND, OpKind.RECEIVE_REDUCE_SEND}
+_SENDS |= {OpKind.RECEIVE_REDUCE_COPY_SEND}
+_REDUCES = {OpKind.RECEIVE_REDUCE_SEND, OpKind.RECEIVE_REDUCE_COPY, OpKind.REDUCE}
+_REDUCES |= {OpKind.RECEIVE_REDUCE_COPY_SEND}
+_RECEIVES = (_REDUCES - {OpKind.REDUCE}) | {OpKind.RECEIVE, OpKind.RECEIVE_COPY_SEND}
+_READS = _REDUCES | {OpKind.SEND, OpKind.COPY}
+_WRITES = (_RECEIVES - {OpKind.RECEIVE_REDUCE_SEND}) | {OpKind.COPY, OpKind.REDUCE}
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One step of a thread block, over ``count`` adjacent chunk slots.
+
+    Args:
+        kind: What it does.
+        source: Buffer that is read, where the kind reads one.
+        source_offset: First slot that is read.
+        target: Buffer that is written, where the kind writes one.
+        target_offset: First slot that is written.
+        count: Number of slots.
+        wait_block: Block of the same rank that is waited for; -1 none.
+        wait_step: Its operation that must have ended; -1 none.
+
+    Example:
+        >>> Operation(OpKind.SEND, Buffer.INPUT, 0).count
+        1
+    """
+
+    kind: OpKind
+    source: Buffer = Buffer.INPUT
+    source_offset: int = 0
+    target: Buffer = Buffer.OUTPUT
+    target_offset: int = 0
+    count: int = 1
+    wait_block: int = -1
+    wait_step: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadBlock:
+    """A sequence of operations with at most one peer in each direction.
+
+    Args:
+        operations: In order.
+        send_peer: Rank that it sends to; -1 none.
+        receive_peer: Rank that it receives from; -1 none.
+        channel: Separates the queues of blocks with the same peers.
+
+    Example:
+        >>> ThreadBlock((), send_peer=1).receive_peer
+        -1
+    """
+
+    operations: tuple[Operation, ...]
+    send_peer: int = -1
+    receive_peer: int = -1
+    channel: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RankProgram:
+    """What one rank runs.
+
+    Args:
+        blocks: Thread blocks; they run side by side.
+        input_slots: Number of chunk slots of the input buffer.
+        output_slots: Number of chunk slots of the output buffer.
+        scratch_slots: Number of chunk slots of the scratch buffer.
+
+    Example:
+        >>> RankProgram((), 1, 2, 0).num_operations
+        0
+    """
+
+    blocks: tuple[ThreadBlock, ...]
+    input_slots: int
+    output_slots: int
+    scratch_slots: int = 0
+
+    @property
+    def num_operations(self) -> int:
+        """Number of operations over all blocks."""
+        return sum(len(block.operations) for block in self.blocks)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A collective algorithm that a machine can run: one program per rank.
+
+    Args:
+        collective: What it computes.
+        ranks: One program per rank.
+        name: Name for people.
+        in_place: Whether the slots of a chunk that a rank both has and must have are one and the
+            same memory (all-reduce: output is input).
+        protocol: MSCCL's wire protocol: ``Simple``, ``LL`` or ``LL128``.
+        min_bytes: Smallest message that it is meant for.
+        max_bytes: Largest message that it is meant for; 0 has no limit.
+
+    Raises:
+        ConfigurationError: The parts do not fit together.
+
+    Example:
+        >>> from fivefold.collectives.schedules import all_gather
+        >>> idle = RankProgram((), 1, 1)
+        >>> Program(all_gather(1), (idle,), name="nothing").num_channels
+        0
+    """
+
+    collective: Collective
+    ranks: tuple[RankProgram, ...]
+    name: str = "program"
+    in_place: bool = False
+    protocol: str = "Simple"
+    min_bytes: int = 0
+    max_bytes: int = 0
+    _slots: dict[int, tuple[Any, Any, Any]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        if len(self.ranks) != self.collective.num_ranks:
+            raise ConfigurationError(
+                f"the program has {len(self.ranks)} ranks; "
+                f"{self.collective.name} has {self.collective.num_ranks}"
+            )
+        if self.protocol not in _PROTOCOLS:
+            raise ConfigurationError(
+                f"protocol must be one of {', '.join(_PROTOCOLS)}; got {self.protocol!r}"
+            )
+        if self.in_place and self.collective.name not in _IN_PLACE:
+            raise ConfigurationError(
+                f"{self.collective.name} cannot run in place",
+                hint=f"in place run {', '.join(sorted(_IN_PLACE))}",
+            )
+        for rank, program in enumerate(self.ranks):
+            _check_slots(self.collective, rank, program)
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    @property
+    def num_channels(self) -> int:
+        """Channels are numbered from 0 to one less than this."""
+        return max((block.channel for _, _, block in self.blocks()), default=-1) + 1
+
+    @property
+    def num_operations(self) -> int:
+        """Number of operations over all ranks."""
+        return sum(rank.num_operations for rank in self.ranks)
+
+    def blocks(self) -> Iterator[tuple[int, int, ThreadBlock]]:
+        """All thread blocks as (rank, number of the block, block)."""
+        for rank, program in enumerate(self.ranks):
+            for number, block in enumerate(program.blocks):
+                yield rank, number, block
+
+    def slots(self, rank: int) -> dict[Buffer, np.ndarray]:
+        """Memory cell of each slot of a rank: equal numbers are one memory (in place)."""
+        if rank not in self._slots:
+            self._slots[rank] = self._number_slots(rank)
+        inputs, outputs, scratch = self._slots[rank]
+        return {Buffer.INPUT: inputs, Buffer.OUTPUT: outputs, Buffer.SCRATCH: scratch}
+
+    def _number_slots(self, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        program = self.ranks[rank]
+        inputs = np.arange(program.input_slots)
+        outputs = program.input_slots + np.arange(program.output_slots)
+        scratch = program.input_slots + program.output_slots + np.arange(program.scratch_slots)
+        if self.in_place:
+            chunks = np.arange(self.collective.num_chunks)
+            held = self.collective.input_address(chunks, rank)
+            wanted = self.collective.output_address(chunks, rank)
+            both = (held >= 0) & (wanted >= 0)
+            outputs[wanted[both]] = inputs[held[both]]
+        return inputs, outputs, scratch
+
+    def to_json(self) -> str:
+        """The program as JSON; :meth:`from_json` reads it back."""
+        return json.dumps(
+            {
+                "format": "fivefold-program/1",
+                "name": self.name,
+                "collective": _collective_to_json(self.collective),
+                "in_place": self.in_place,
+                "protocol": self.protocol,
+                "min_bytes": self.min_bytes,
+                "max_bytes": self.max_bytes,
+                "ranks": [_rank_to_json(rank) for rank in self.ranks],
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Program:
+        """Read back what :meth:`to_json` wrote.
+
+        Raises:
+            DataError: The text is no such program.
+        """
+        try:
+            data = json.loads(text)
+            if data["format"] != "fivefold-program/1":
+                raise DataError(f"the format is {data['format']!r}, not 'fivefold-program/1'")
+            return cls(
+                _collective_from_json(data["collective"]),
+                tuple(_rank_from_json(rank) for rank in data["ranks"]),
+                name=data["name"],
+                in_place=data["in_place"],
+                protocol=data["protocol"],
+                min_bytes=data["min_bytes"],
+                max_bytes=data["max_bytes"],
+            )
+        except (json.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, DataError):
+                raise
+            raise DataError(f"this is no program in JSON: {error!r}") from error
+
+
+def _check_slots(collective: Collective, rank: int, program: RankProgram) -> None:
+    needed = {
+        "input": int(collective.input_slots[rank]),
+        "output": int(collective.output_slots[rank]),
+    }
+    have = {"input": program.input_slots, "output": program.output_slots}
+    for buffer, count in needed.items():
+        if have[buffer] < count:
+            raise ConfigurationError(
+                f"rank {rank} has {have[buffer]} {buffer} slots; "
+                f"{collective.name} of {collective.num_chunks} chunks needs {count}"
+            )
+
+
+def _collective_to_json(collective: Collective) -> dict[str, Any]:
+    arrays = ("pre_chunks", "pre_ranks", "post_chunks", "post_ranks", "chunk_weights")
+    data: dict[str, Any] = {name: getattr(collective, name).tolist() for name in arrays}
+    for name in ("name", "num_ranks", "num_chunks", "reducing", "root"):
+        data[name] = getattr(collective, name)
+    return data
+
+
+def _collective_from_json(data: dict[str, Any]) -> Collective:
+    arrays = ("pre_chunks", "pre_ranks", "post_chunks", "post_ranks")
+    pairs = {name: np.array(data[name], dtype=np.int32) for name in arrays}
+    weights = np.array(data["chunk_weights"], dtype=np.float64)
+    return Collective(**{**data, **pairs, "chunk_weights": weights})
+
+
+def _rank_to_json(rank: RankProgram) -> dict[str, Any]:
+    return {
+        "slots": [rank.input_slots, rank.output_slots, rank.scratch_slots],
+        "blocks": [
+            {
+                "send": block.send_peer,
+                "receive": block.receive_peer,
+                "channel": block.channel,
+                "operations": [
+                    [
+                        op.kind.value,
+                        f"{op.source}{op.source_offset}",
+                        f"{op.target}{op.target_offset}",
+                        op.count,
+                        op.wait_block,
+                        op.wait_step,
+                    ]
+                    for op in block.operations
+                ],
+            }
+            for block in rank.blocks
+        ],
+    }
+
+
+def _rank_from_json(data: dict[str, Any]) -> RankProgram:
+    blocks = tuple(
+        ThreadBlock(
+            tuple(
+                Operation(
+                    OpKind(kind),
+                    Buffer(source[0]),
+                    int(source[1:]),
+                    Buffer(target[0]),
+                    int(target[1:]),
+                    count,
+                    wait_block,
+                    wait_step,
+                )
+                for kind, source, target, count, wait_block, wait_step in block["operations"]
+            ),
+            send_peer=block["send"],
+            receive_peer=block["receive"],
+            channel=block["channel"],
+        )
+        for block in data["blocks"]
+    )
+    return RankProgram(blocks, *data["slots"])
