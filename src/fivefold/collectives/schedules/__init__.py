@@ -23,8 +23,10 @@ from fivefold.collectives.schedules._evaluate import (
     evaluate,
     with_times,
 )
+from fivefold.collectives.schedules._json import read_schedule
 from fivefold.collectives.schedules._schedule import Schedule, Transfer
 from fivefold.collectives.schedules._slots import Dependencies, dependencies
+from fivefold.collectives.schedules._transform import compose_all_reduce, concatenate
 from fivefold.collectives.schedules._verify import VerificationReport, verify
 
 __all__ = [
@@ -43,11 +45,14 @@ __all__ = [
     "all_to_all",
     "all_to_allv",
     "broadcast",
+    "compose_all_reduce",
+    "concatenate",
     "custom",
     "dependencies",
     "evaluate",
     "gather",
     "named_collective",
+    "read_schedule",
     "reduce",
     "reduce_scatter",
     "scatter",

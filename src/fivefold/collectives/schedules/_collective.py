@@ -86,7 +86,7 @@ class Collective:
     pre_ranks: Ints = field(repr=False)
     post_chunks: Ints = field(repr=False)
     post_ranks: Ints = field(repr=False)
-    chunk_weights: Floats = field(default=None, repr=False)  # type: ignore[assignment]
+    chunk_weights: Floats = field(default=None, repr=False)  # type: ignore[arg-type]
     root: int | None = None
 
     def __post_init__(self) -> None:
@@ -274,9 +274,9 @@ class Collective:
         # One rank alone is single in every sense; the names still say which one sums.
         reducing = name in _SUMS or (self.name == "custom" and not self.reducing and not targets)
         weights = self.chunk_weights
-        pairs = [self.post_chunks, self.post_ranks, self.pre_chunks, self.pre_ranks]
+        pre, post = (self.post_chunks, self.post_ranks), (self.pre_chunks, self.pre_ranks)
         if (numbers := self.inverse_numbering) is not None:
-            pairs = [*_renumbered(*pairs[:2], numbers), *_renumbered(*pairs[2:], numbers)]
+            pre, post = _renumbered(pre, numbers), _renumbered(post, numbers)
             if weights.strides != (0,):
                 weights = weights[np.argsort(numbers)]
         return Collective(
@@ -284,11 +284,50 @@ class Collective:
             num_ranks=self.num_ranks,
             num_chunks=self.num_chunks,
             reducing=reducing,
-            pre_chunks=pairs[0],
-            pre_ranks=pairs[1],
-            post_chunks=pairs[2],
-            post_ranks=pairs[3],
+            pre_chunks=pre[0],
+            pre_ranks=pre[1],
+            post_chunks=post[0],
+            post_ranks=post[1],
             chunk_weights=weights,
+            root=self.root,
+        )
+
+    def replicated(self, pieces: int) -> Collective:
+        """The same collective with each chunk cut into equal pieces.
+
+        Args:
+            pieces: Pieces; piece i of chunk c is chunk ``c * pieces + i``.
+
+        Returns:
+            The finer collective, numbered as its constructor would.
+        """
+        count = require_count("pieces", pieces)
+        within = np.arange(count, dtype=np.int32)
+        cut = []
+        for chunks, ranks, offsets in (
+            (self.pre_chunks, self.pre_ranks, self.pre_offsets),
+            (self.post_chunks, self.post_ranks, self.post_offsets),
+        ):
+            lengths = np.repeat(np.diff(offsets), count)  # the pairs of each new chunk
+            begins = np.repeat(offsets[:-1], count)
+            steps = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+            old = np.repeat(begins, lengths) + steps
+            new = np.repeat(np.arange(lengths.size) % count, lengths)
+            cut.append((chunks[old] * np.int32(count) + within[new], ranks[old]))
+        return Collective(
+            name=self.name,
+            num_ranks=self.num_ranks,
+            num_chunks=self.num_chunks * count,
+            reducing=self.reducing,
+            pre_chunks=cut[0][0],
+            pre_ranks=cut[0][1],
+            post_chunks=cut[1][0],
+            post_ranks=cut[1][1],
+            chunk_weights=(
+                self.chunk_weights[:1]
+                if self.chunk_weights.strides == (0,)
+                else np.repeat(self.chunk_weights / count, count)
+            ),
             root=self.root,
         )
 
@@ -297,7 +336,8 @@ def _all_equal(weights: Floats) -> bool:
     return weights.strides == (0,) or weights.size == 0 or bool((weights == weights[0]).all())
 
 
-def _renumbered(chunks: Ints, ranks: Ints, numbers: Ints) -> tuple[Ints, Ints]:
+def _renumbered(pairs: tuple[Ints, Ints], numbers: Ints) -> tuple[Ints, Ints]:
+    chunks, ranks = pairs
     new = numbers[chunks]
     order = np.lexsort((ranks, new))
     return new[order], ranks[order]

@@ -19,7 +19,7 @@ from fivefold.errors import ConfigurationError
 if TYPE_CHECKING:
     from fivefold.network.topology import Topology
 
-__all__ = ["RouteTable", "require_topology", "route_table"]
+__all__ = ["RouteTable", "explicit_routes", "require_topology", "route_table"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +109,15 @@ def route_table(schedule: Schedule, topology: Topology) -> RouteTable:
     row_of_pair[pairs] = np.arange(pairs.size, dtype=np.int32)
     offsets, links = _pair_routes(pairs // count, pairs % count, topology)
     return RouteTable(rows=row_of_pair[keys], offsets=offsets, links=links)
+
+
+def explicit_routes(schedule: Schedule, topology: Topology) -> tuple[Longs, Ints]:
+    """The routes of all transfers one after another, as `Schedule` holds them."""
+    table = route_table(schedule, topology)
+    lengths = np.diff(table.offsets)[table.rows]
+    within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    links = table.links[np.repeat(table.offsets[:-1][table.rows], lengths) + within]
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64), links
 
 
 def _pair_routes(sources: Longs, targets: Longs, topology: Topology) -> tuple[Longs, Ints]:

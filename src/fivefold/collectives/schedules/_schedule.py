@@ -96,8 +96,8 @@ class Schedule:
     chunks: Ints = field(repr=False)
     sources: Ints = field(repr=False)
     targets: Ints = field(repr=False)
-    reduces: Array = field(default=None, repr=False)  # type: ignore[assignment]
-    steps: Ints = field(default=None, repr=False)  # type: ignore[assignment]
+    reduces: Array = field(default=None, repr=False)  # type: ignore[arg-type]
+    steps: Ints = field(default=None, repr=False)  # type: ignore[arg-type]
     starts_s: Floats | None = field(default=None, repr=False)
     ends_s: Floats | None = field(default=None, repr=False)
     route_offsets: Longs | None = field(default=None, repr=False)
@@ -294,6 +294,60 @@ class Schedule:
         """The same schedule with some fields changed, as `dataclasses.replace` does it."""
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return Schedule(**{**fields, **changes})
+
+    # -- changing ------------------------------------------------------------------------------
+
+    def inverted(self) -> Schedule:
+        """The schedule run backwards, which does the inverse collective on the reversed network.
+
+        Redundant transfers are left out first: run backwards they would add twice.
+
+        Returns:
+            Transfers in reverse, each from target to source; copies to many become sums.
+        """
+        from fivefold.collectives.schedules._transform import inverted  # noqa: PLC0415 - needs this
+
+        return inverted(self)
+
+    def replicated(self, pieces: int) -> Schedule:
+        """The schedule with each chunk cut into equal pieces that follow one another.
+
+        Args:
+            pieces: Pieces of each chunk. Times are dropped.
+
+        Returns:
+            The finer schedule, of ``pieces`` times as many transfers.
+        """
+        from fivefold.collectives.schedules._transform import (  # noqa: PLC0415 - needs this module
+            replicated,
+        )
+
+        return replicated(self, pieces)
+
+    def pruned(self) -> Schedule:
+        """The schedule without transfers that bring a rank what it has, or what no one needs.
+
+        Returns:
+            The same schedule if it sums or has nothing to leave out.
+        """
+        from fivefold.collectives.schedules._transform import pruned  # noqa: PLC0415 - needs this
+
+        return pruned(self)
+
+    def to_json(self) -> str:
+        """The schedule as JSON text, topology included; `from_json` reads it."""
+        from fivefold.collectives.schedules._json import to_json  # noqa: PLC0415 - needs this module
+
+        return to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> Schedule:
+        """A schedule from the text of `to_json`; see `read_schedule` for the errors."""
+        from fivefold.collectives.schedules._json import (  # noqa: PLC0415 - needs this module
+            read_schedule,
+        )
+
+        return read_schedule(text)
 
 
 def _same(left: Array | None, right: Array | None) -> bool:

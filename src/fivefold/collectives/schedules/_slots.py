@@ -18,7 +18,7 @@ from fivefold.collectives.schedules._arrays import Array, Floats, Ints, Longs
 from fivefold.collectives.schedules._order_kernels import group_by_key, order_events
 from fivefold.collectives.schedules._schedule import Schedule
 
-__all__ = ["Dependencies", "Slots", "dependencies", "first_hurried", "order_of", "slots_of"]
+__all__ = ["Dependencies", "Slots", "wanted_slots", "dependencies", "first_hurried", "order_of", "slots_of"]
 
 
 def order_of(schedule: Schedule) -> int:
@@ -52,6 +52,19 @@ def slots_of(schedule: Schedule) -> Slots:
     if keys is not None and (keys[1:] < keys[:-1]).any():
         order = np.argsort(keys, kind="stable")
     return read, written, filled, order
+
+
+def wanted_slots(schedule: Schedule) -> Array:
+    """Whether the postcondition asks for each slot of `slots_of`; bool [slots]."""
+    collective = schedule.collective
+    _, _, wanted = _number_slots(
+        group_by_key(schedule.chunks, collective.num_chunks),
+        schedule.sources,
+        schedule.targets,
+        (collective.post_offsets, collective.post_ranks),
+        collective.num_ranks,
+    )
+    return wanted
 
 
 @njit
