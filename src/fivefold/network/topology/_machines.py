@@ -15,7 +15,7 @@ from fivefold.network.topology._build import Builder, Wire, check_count
 from fivefold.network.topology._elements import Aggregation, SwitchAbility
 from fivefold.network.topology._topology import Topology
 
-__all__ = ["machine_names", "machine_source", "named_topology"]
+__all__ = ["DGX1_PAIRS", "machine_names", "machine_source", "named_topology"]
 
 # Physical links between two devices, in each direction.
 _DGX1_NVLINKS = """
@@ -25,6 +25,18 @@ _MI250_XGMI = """
 0-1:4 0-4:2 0-8:1 1-5:1 1-9:1 1-10:1 2-3:4 2-6:1 2-9:1 2-10:1 3-7:2 3-11:1 4-5:4 4-6:1 5-6:1 5-7:1
 6-7:4 8-9:4 8-12:2 9-13:1 10-11:4 10-14:1 11-15:2 12-13:4 12-14:1 13-14:1 13-15:1 14-15:4
 """
+
+
+def _pairs(table: str) -> list[tuple[int, int, int]]:
+    found = []
+    for entry in table.split():
+        ends, _, count = entry.partition(":")
+        first, _, second = ends.partition("-")
+        found.append((int(first), int(second), int(count)))
+    return found
+
+
+DGX1_PAIRS = _pairs(_DGX1_NVLINKS)
 
 
 def named_topology(name: str, *, boxes: int = 1) -> Topology:
@@ -98,15 +110,6 @@ def _machine(name: str) -> _Machine:
 
 def _inside(box: int, boxes: int) -> tuple[str, str]:
     return ("" if boxes == 1 else f"box{box}/"), f"box{box}"
-
-
-def _pairs(table: str) -> list[tuple[int, int, int]]:
-    found = []
-    for entry in table.split():
-        ends, _, count = entry.partition(":")
-        first, _, second = ends.partition("-")
-        found.append((int(first), int(second), int(count)))
-    return found
 
 
 def _wired_box(
@@ -210,8 +213,8 @@ _MACHINES: Mapping[str, _Machine] = {
         _dgx1_fabric,
         "8 V100, 6 NVLinks of 25 GB/s each: link counts in microsoft/sccl (topologies/nvidia.py) "
         "and microsoft/TE-CCL (topologies/dgx1.py). Between boxes: 4 EDR InfiniBand ports of 12.5 "
-        "GB/s, each under a PCIe switch with GPUs 2i and 2i + 1 (NVIDIA DGX-1 system architecture white "
-        "paper), PCIe taken at 16 GB/s; all ports on one switch.",
+        "GB/s, each under a PCIe switch with GPUs 2i and 2i + 1 (NVIDIA DGX-1 system architecture "
+        "white paper), PCIe taken at 16 GB/s; all ports on one switch.",
     ),
     "dgx2": _Machine(
         _switched_box(16, Wire("125 GB/s", "0.35 us")),

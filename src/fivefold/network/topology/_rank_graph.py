@@ -1,7 +1,9 @@
 """The logical links between ranks: every direct link, and every route through switches only.
 
-This is what point-to-point solvers see of a switched network. Two logical links whose routes meet
-on a physical link share its capacity; whoever uses them together must look at the routes.
+This is what point-to-point solvers see of a switched network. Parallel links stay several logical
+links, one each; a link with a count of two is one logical link with twice the capacity. Two logical
+links whose routes meet on a physical link share its capacity; whoever uses them together must look
+at the routes.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ class RankGraph:
     Args:
         sources: Rank where each begins, int32.
         targets: Rank where each ends, int32.
-        offsets: Where each one's route begins in ``links``, int64 [edges + 1].
-        links: Physical link indices of the routes, int32.
+        route_offsets: Where each one's route begins in ``route_links``, int64 [edges + 1].
+        route_links: Physical link indices of the routes, int32.
         capacities_bytes_per_s: Least capacity on each route.
         latencies_s: Sum of the latencies on each route.
         counts: Physical links side by side at the narrowest place of each route, int32.
@@ -44,8 +46,8 @@ class RankGraph:
 
     sources: IntArray
     targets: IntArray
-    offsets: npt.NDArray[np.int64]
-    links: IntArray
+    route_offsets: npt.NDArray[np.int64]
+    route_links: IntArray
     capacities_bytes_per_s: npt.NDArray[np.float64]
     latencies_s: npt.NDArray[np.float64]
     counts: IntArray
@@ -55,11 +57,11 @@ class RankGraph:
 
     def route(self, edge: int) -> IntArray:
         """Physical links of one logical link, in order."""
-        return self.links[self.offsets[edge] : self.offsets[edge + 1]]
+        return self.route_links[self.route_offsets[edge] : self.route_offsets[edge + 1]]
 
     def is_direct(self, edge: int) -> bool:
         """Whether it is one physical link."""
-        return int(self.offsets[edge + 1] - self.offsets[edge]) == 1
+        return int(self.route_offsets[edge + 1] - self.route_offsets[edge]) == 1
 
     @cached_property
     def outgoing(self) -> Adjacency:

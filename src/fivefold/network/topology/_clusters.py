@@ -1,0 +1,266 @@
+"""Switched clusters in tiers: leaf-spine, k-ary fat-tree, and the general three-tier Clos.
+
+Rates of the fabric follow from the hosts' ports: at an oversubscription of 1 a switch has as much
+capacity upwards as downwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from fivefold.errors import ConfigurationError
+from fivefold.network.topology._build import Builder, Wire, check_count
+from fivefold.network.topology._hosts import HostSpec, add_host
+from fivefold.network.topology._regular import DEFAULT_BANDWIDTH
+from fivefold.network.topology._topology import Topology
+from fivefold.units import parse_bytes_per_s
+
+__all__ = ["PORT", "Port", "add_clos", "check_oversubscription", "clos", "fat_tree", "leaf_spine"]
+
+
+@dataclass(frozen=True)
+class Port:
+    """A host's link to its switch and how the fabric scales with it."""
+
+    bandwidth: str | float = DEFAULT_BANDWIDTH
+    latency: str | float = 0.0
+    oversubscription: float = 1.0
+
+    @property
+    def wire(self) -> Wire:
+        """The link itself."""
+        return Wire(self.bandwidth, self.latency)
+
+    def uplink(self, ports_below: float, *, uplinks: int) -> Wire:
+        """Each of a switch's uplinks, where so many host ports lie below it."""
+        below = ports_below * parse_bytes_per_s(self.bandwidth)
+        return Wire(below / uplinks / self.oversubscription, self.latency)
+
+
+PORT = Port()
+
+
+def leaf_spine(
+    hosts: int,
+    *,
+    leaves: int,
+    spines: int,
+    host: HostSpec | None = None,
+    bandwidth: str | float = DEFAULT_BANDWIDTH,
+    latency: str | float = 0.0,
+    oversubscription: float = 1.0,
+) -> Topology:
+    """Hosts on leaf switches, every leaf on every spine.
+
+    Args:
+        hosts: Number of hosts, dealt to the leaves in order, as evenly as can be.
+        leaves: Leaf switches (kind ``tor``).
+        spines: Spine switches (kind ``core``).
+        host: What a host is like; None for one GPU.
+        bandwidth: Of each host port.
+        latency: Of each link outside the hosts.
+        oversubscription: A leaf's capacity downwards over that upwards.
+
+    Returns:
+        The topology.
+
+    Example:
+        >>> cluster = leaf_spine(8, leaves=2, spines=2)
+        >>> cluster.num_ranks, cluster.num_links, len(cluster.shortest_route(0, 7))
+        (8, 24, 4)
+    """
+    for what, value in (("hosts", hosts), ("leaves", leaves), ("spines", spines)):
+        check_count(what, value)
+    check_oversubscription(oversubscription)
+    port, spec, builder = Port(bandwidth, latency, oversubscription), host or HostSpec(), Builder()
+    shares = [_share(hosts, leaves, leaf) for leaf in range(leaves)]
+    tops: list[tuple[str, Wire]] = []
+    first = 0
+    for leaf, count in enumerate(shares):
+        places = [(f"host{first + index}", spec) for index in range(count)]
+        first += count
+        switch = _add_rack(builder, f"leaf{leaf}", places, port)
+        # All uplinks are those of a full rack, so that racks differ in hosts only.
+        tops.append((switch, port.uplink(max(shares) * spec.ports, uplinks=spines)))
+    for spine in builder.row("spine", spines, kind="core"):
+        for switch, wire in tops:
+            builder.join(switch, spine, wire)
+    return builder.done(f"leaf_spine:{hosts}x{leaves}x{spines}")
+
+
+def fat_tree(
+    k: int,
+    *,
+    host: HostSpec | None = None,
+    bandwidth: str | float = DEFAULT_BANDWIDTH,
+    latency: str | float = 0.0,
+    oversubscription: float = 1.0,
+) -> Topology:
+    """The k-ary fat-tree: k pods of k/2 racks with k/2 hosts, (k/2)^2 core switches.
+
+    Aggregation switch j of each pod is on cores j k/2 to (j+1) k/2 - 1.
+
+    Args:
+        k: Ports per switch, even.
+        host: What a host is like; None for one GPU.
+        bandwidth: Of each host port.
+        latency: Of each link outside the hosts.
+        oversubscription: A rack switch's capacity downwards over that upwards.
+
+    Returns:
+        The topology.
+
+    Raises:
+        ConfigurationError: ``k`` is odd or below 2.
+
+    References:
+        Al-Fares, Loukissas, Vahdat: A scalable, commodity data center network architecture,
+        SIGCOMM 2008.
+
+    Example:
+        >>> tree = fat_tree(4)
+        >>> tree.num_ranks, tree.num_nodes, tree.num_links
+        (16, 36, 96)
+    """
+    check_count("k of a fat-tree", k, low=2)
+    if k % 2:
+        raise ConfigurationError(
+            f"k of a fat-tree must be even; got {k}", hint=f"use {k - 1} or {k + 1}"
+        )
+    half = k // 2
+    return clos(
+        (k, half, half),
+        aggs=half,
+        cores=half * half,
+        host=host,
+        port=Port(bandwidth, latency, oversubscription),
+        name=f"fat_tree:{k}",
+    )
+
+
+def clos(
+    shape: tuple[int, int, int],
+    *,
+    aggs: int,
+    cores: int,
+    host: HostSpec | None = None,
+    port: Port = PORT,
+    planes: Literal["split", "full"] = "split",
+    name: str = "",
+) -> Topology:
+    """A three-tier Clos: pods of racks of hosts, aggregation switches per pod, core switches.
+
+    Args:
+        shape: Pods, racks per pod, hosts per rack.
+        aggs: Aggregation switches per pod; every rack switch of the pod is on each.
+        cores: Core switches of the cluster.
+        host: What a host is like; None for one GPU.
+        port: Rate and latency of a host's port, and the oversubscription of the rack switches.
+        planes: ``split`` gives aggregation switch j its own share of the cores, as in a fat-tree;
+            ``full`` puts every aggregation switch on every core.
+        name: Name of the topology.
+
+    Returns:
+        The topology.
+
+    Raises:
+        ConfigurationError: ``planes`` is unknown, or the cores cannot be split evenly.
+
+    Example:
+        >>> clos((2, 2, 4), aggs=2, cores=2).num_ranks
+        16
+    """
+    pods, racks, hosts = shape
+    for what, value in zip(("pods", "racks", "hosts"), shape, strict=True):
+        check_count(f"{what} of a clos", value)
+    spec = host or HostSpec()
+    places: dict[str, dict[str, list[tuple[str, HostSpec]]]] = {}
+    number = 0
+    for pod in range(pods):
+        places[f"pod{pod}"] = {}
+        for rack in range(racks):
+            names = [f"host{number + index}" for index in range(hosts)]
+            number += hosts
+            places[f"pod{pod}"][f"pod{pod}/tor{rack}"] = [(one, spec) for one in names]
+    builder = Builder()
+    add_clos(builder, places, fabric=(aggs, cores, planes), port=port)
+    label = name or f"clos:{pods}x{racks}x{hosts},aggs={aggs},cores={cores}"
+    return builder.done(label)
+
+
+def add_clos(
+    builder: Builder,
+    pods: Mapping[str, Mapping[str, Sequence[tuple[str, HostSpec]]]],
+    *,
+    fabric: tuple[int, int, str],
+    port: Port,
+) -> None:
+    """Add pods of racks of named hosts and the switches above them.
+
+    Args:
+        builder: Where to add.
+        pods: Pod name to rack name to hosts.
+        fabric: Aggregation switches per pod, core switches, and ``split`` or ``full``.
+        port: Rates.
+
+    Raises:
+        ConfigurationError: The fabric does not fit together.
+    """
+    aggs, cores, planes = fabric
+    check_count("aggs", aggs)
+    check_count("cores", cores)
+    check_oversubscription(port.oversubscription)
+    if planes not in ("split", "full"):
+        raise ConfigurationError(f"planes is {planes!r}", hint="use split or full")
+    if planes == "split" and cores % aggs:
+        raise ConfigurationError(
+            f"{cores} cores cannot be split evenly among {aggs} aggregation switches",
+            hint=f"use a multiple of {aggs} cores, or planes = full",
+        )
+    racks = [rack for pod in pods.values() for rack in pod.values()]
+    # Every rack switch has the uplinks of the fullest rack, and every pod those of the fullest pod.
+    fullest = max(sum(spec.ports for _, spec in rack) for rack in racks)
+    to_agg = port.uplink(fullest, uplinks=aggs)
+    per_agg = cores // aggs if planes == "split" else cores
+    most_racks = max(len(pod) for pod in pods.values())
+    to_core = Port(to_agg.bandwidth, port.latency).uplink(most_racks, uplinks=per_agg)
+    switches: list[list[str]] = []
+    for pod, rack_hosts in pods.items():
+        tors = [_add_rack(builder, rack, hosts, port) for rack, hosts in rack_hosts.items()]
+        switches.append(builder.row(f"{pod}/agg", aggs, kind="agg"))
+        for agg in switches[-1]:
+            for tor in tors:
+                builder.join(tor, agg, to_agg)
+    for core, name in enumerate(builder.row("core", cores, kind="core")):
+        for row in switches:
+            for agg in [row[core // per_agg]] if planes == "split" else row:
+                builder.join(agg, name, to_core)
+
+
+def check_oversubscription(value: float) -> None:
+    """Refuse an oversubscription that is not a positive number.
+
+    Raises:
+        ConfigurationError: It is not.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
+        raise ConfigurationError(
+            f"oversubscription must be a positive number; got {value!r}",
+            hint="1 is non-blocking, 4 gives a quarter of the capacity upwards",
+        )
+
+
+def _add_rack(
+    builder: Builder, name: str, hosts: Sequence[tuple[str, HostSpec]], port: Port
+) -> str:
+    ends = [end for host, spec in hosts for end in add_host(builder, host, spec)]
+    switch = builder.node(name, "tor")
+    for end in ends:
+        builder.join(end, switch, port.wire)
+    return switch
+
+
+def _share(total: int, parts: int, part: int) -> int:
+    return total // parts + (part < total % parts)

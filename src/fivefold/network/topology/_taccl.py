@@ -1,0 +1,350 @@
+"""Profiles of TACCL: measured latency and time per chunk of each class of link, as a topology.
+
+A profile gives microseconds for one chunk of a certain size, in some files multiplied by a power of
+ten so that integers carry the information; here they become seconds and bytes per second. TACCL
+counts a pair of NVLinks as one connection of half the time, so such a connection is one link.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from fivefold.errors import ConfigurationError, DataError
+from fivefold.network.topology._build import Builder, check_count
+from fivefold.network.topology._elements import Link
+from fivefold.network.topology._machines import DGX1_PAIRS
+from fivefold.network.topology._topology import Topology
+from fivefold.units import parse_bytes
+
+__all__ = ["TacclProfile", "load_taccl_profile", "taccl_profile_names"]
+
+Connections = Mapping[int, Sequence[int]] | Literal["relay", "direct-map", "fully-connected"]
+_MICRO = 1e-6
+_SOURCE = "microsoft/taccl on GitHub (taccl/examples/topo), NSDI 2023, arXiv 2111.04867"
+_REQUIRED = ("gpus_per_node", "alpha", "remote_alpha", "remote_beta", "remote_invbw")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TacclProfile:
+    """One profile, with the keys of TACCL's JSON files and what those leave unsaid.
+
+    Args:
+        name: Its name.
+        gpus_per_node: GPUs in a box.
+        nics_per_node: NICs in a box.
+        alpha: Latency inside a box.
+        betas: Time of one chunk per GPU pair without latency, [target][source], 0 where no link.
+        steps: The same with latency, as TACCL's solver takes it (``invbw`` in the files).
+        remote_alpha: Latency between boxes.
+        remote_beta: Time of one chunk on one NIC, without latency.
+        remote_step: The same with latency.
+        switched: Whether the GPUs sit on a switch: one chunk at a time in and out of each GPU.
+        chunk_bytes: Size of the chunk that the times are for.
+        time_scale: What the authors multiplied microseconds by.
+
+    Example:
+        >>> profile = TacclProfile.published("ndv2_1MB")
+        >>> profile.alpha, profile.betas[1][0], profile.chunk_bytes
+        (0.3, 23, 1048576)
+    """
+
+    name: str
+    gpus_per_node: int
+    nics_per_node: int
+    alpha: float
+    betas: tuple[tuple[float, ...], ...]
+    steps: tuple[tuple[float, ...], ...]
+    remote_alpha: float
+    remote_beta: float
+    remote_step: float
+    switched: bool
+    chunk_bytes: int
+    time_scale: float = 1.0
+
+    @classmethod
+    def published(cls, name: str) -> TacclProfile:
+        """One of the five profiles that TACCL was published with.
+
+        Raises:
+            ConfigurationError: The name is unknown.
+        """
+        if name not in _PUBLISHED:
+            raise ConfigurationError(
+                f"there is no published TACCL profile {name!r}",
+                hint=f"they are {', '.join(_PUBLISHED)}",
+            )
+        keys, chunk_bytes, time_scale = _PUBLISHED[name]
+        table = {"name": name, **keys}
+        return cls.from_json(table, chunk_bytes=chunk_bytes, time_scale=time_scale)
+
+    @classmethod
+    def from_json(
+        cls, table: Mapping[str, Any], *, chunk_bytes: str | float, time_scale: float = 1.0
+    ) -> TacclProfile:
+        """Read the tables of one of TACCL's JSON files.
+
+        Args:
+            table: The file's content.
+            chunk_bytes: Size of the chunk that the times are for, such as ``"1 MiB"``.
+            time_scale: What microseconds were multiplied by.
+
+        Returns:
+            The profile.
+
+        Raises:
+            DataError: A key is missing, or a matrix has the wrong shape.
+        """
+        for key in _REQUIRED:
+            if not isinstance(table.get(key), int | float):
+                raise DataError(f"the TACCL profile has no number {key}", hint="add the key")
+        gpus = int(table["gpus_per_node"])
+        if "links" in table:
+            betas, steps = (_matrix(table, key, gpus) for key in ("betas", "invbws"))
+            switched = False
+        else:
+            betas, steps = (_classes(table, key, gpus) for key in _LISTS)
+            switched = len(table[_LISTS[0]]) == 1
+        return cls(
+            name=str(table.get("name", "taccl")),
+            gpus_per_node=gpus,
+            nics_per_node=int(table.get("nics_per_node", 1)),
+            alpha=float(table["alpha"]),
+            betas=betas,
+            steps=steps,
+            remote_alpha=float(table["remote_alpha"]),
+            remote_beta=float(table["remote_beta"]),
+            remote_step=float(table["remote_invbw"]),
+            switched=switched,
+            chunk_bytes=parse_bytes(chunk_bytes),
+            time_scale=float(time_scale),
+        )
+
+    def to_topology(
+        self,
+        *,
+        boxes: int = 1,
+        connections: Connections = "relay",
+        as_solved: bool = False,
+    ) -> Topology:
+        """The topology of one or several boxes.
+
+        A NIC that serves several connections is divided among them beforehand, as TACCL does
+        it: each gets the time of a NIC times connections per NIC.
+
+        Args:
+            boxes: Number of boxes.
+            connections: Who sends to whom between two boxes, local ranks: a mapping from sender to
+                receivers; ``relay`` as in the published sketches (GPU 0 to GPU 1, or odd GPUs to
+                the even ones below them where GPUs sit on a switch); ``direct-map``, each to its
+                like; or ``fully-connected``.
+            as_solved: Take the latency that TACCL's solver sees (time with latency minus time
+                without: 0 where the authors left it out) instead of the measured one.
+
+        Returns:
+            The topology.
+
+        Raises:
+            ConfigurationError: A connection names a GPU that no box has.
+        """
+        check_count("boxes", boxes)
+        builder = Builder()
+        rows = [self._add_box(builder, box, boxes, as_solved=as_solved) for box in range(boxes)]
+        if boxes > 1:
+            self._join_boxes(builder, rows, self._connections(connections), as_solved=as_solved)
+        label = f"{self.name}:{boxes}" if boxes > 1 else self.name
+        return builder.done(label, source=f"TACCL profile {self.name}: {_SOURCE}")
+
+    def _link(self, ends: tuple[str, str], times: tuple[float, float]) -> Link:
+        latency, beta = (time * _MICRO / self.time_scale for time in times)
+        return Link(*ends, bandwidth_bytes_per_s=self.chunk_bytes / beta, latency_s=latency)
+
+    def _add_box(self, builder: Builder, box: int, boxes: int, *, as_solved: bool) -> list[str]:
+        prefix, host = (f"box{box}/" if boxes > 1 else ""), f"box{box}"
+        names = builder.row(f"{prefix}gpu", self.gpus_per_node, host=host)
+        if self.switched:
+            plane = builder.node(f"{prefix}nvswitch0", "nvswitch", host=host)
+            beta = self.betas[1][0] if len(names) > 1 else 0.0
+            alpha = self.steps[1][0] - beta if as_solved and beta else self.alpha
+            # A message passes two links, and the latency is that of the whole connection.
+            for name in names if beta else ():
+                for ends in ((name, plane), (plane, name)):
+                    builder.links.append(self._link(ends, (alpha / 2, beta)))
+            return names
+        for target, row in enumerate(self.betas):
+            for source, beta in enumerate(row):
+                if beta > 0:
+                    step = self.steps[target][source]
+                    alpha = step - beta if as_solved else self.alpha
+                    ends = (names[source], names[target])
+                    builder.links.append(self._link(ends, (alpha, beta)))
+        return names
+
+    def _join_boxes(
+        self,
+        builder: Builder,
+        rows: list[list[str]],
+        connections: Mapping[int, Sequence[int]],
+        *,
+        as_solved: bool,
+    ) -> None:
+        number = sum(len(receivers) for receivers in connections.values())
+        beta = self.remote_beta * max(number / self.nics_per_node, 1.0)
+        alpha = self.remote_step - self.remote_beta if as_solved else self.remote_alpha
+        for first in rows:
+            for second in rows:
+                for sender, receivers in connections.items() if first is not second else ():
+                    for receiver in receivers:
+                        ends = (first[sender], second[receiver])
+                        builder.links.append(self._link(ends, (alpha, beta)))
+
+    def _connections(self, wanted: Connections) -> Mapping[int, Sequence[int]]:
+        gpus = range(self.gpus_per_node)
+        if isinstance(wanted, str):
+            known = {
+                "relay": {odd: [odd - 1] for odd in gpus[1::2]} if self.switched else {0: [1]},
+                "direct-map": {gpu: [gpu] for gpu in gpus},
+                "fully-connected": {gpu: list(gpus) for gpu in gpus},
+            }
+            if wanted not in known:
+                raise ConfigurationError(
+                    f"connections is {wanted!r}", hint=f"use a mapping or one of {', '.join(known)}"
+                )
+            return known[wanted]
+        table = {int(sender): [int(x) for x in receivers] for sender, receivers in wanted.items()}
+        for gpu in [*table, *(one for receivers in table.values() for one in receivers)]:
+            if gpu not in gpus:
+                raise ConfigurationError(
+                    f"connections names GPU {gpu}", hint=f"a box has GPUs 0 to {gpus[-1]}"
+                )
+        return table
+
+
+def load_taccl_profile(
+    source: str | Path | Mapping[str, Any],
+    *,
+    chunk_bytes: str | float | None = None,
+    time_scale: float = 1.0,
+    boxes: int = 1,
+    connections: Connections = "relay",
+    as_solved: bool = False,
+) -> Topology:
+    """The topology of a TACCL profile: a published one by name, a JSON file, or its content.
+
+    Args:
+        source: A name such as ``ndv2_1MB``, a path, or a mapping.
+        chunk_bytes: Size of the chunk that the times are for; needed unless published.
+        time_scale: What microseconds were multiplied by; known for the published ones.
+        boxes: Number of boxes.
+        connections: Who sends to whom between boxes, see :meth:`TacclProfile.to_topology`.
+        as_solved: Latencies as TACCL's solver sees them.
+
+    Returns:
+        The topology.
+
+    Raises:
+        ConfigurationError: The name is unknown, or ``chunk_bytes`` is missing.
+        DataError: The file cannot be read or is no profile.
+
+    Example:
+        >>> machine = load_taccl_profile("ndv2_1MB", boxes=2)
+        >>> machine.num_ranks, round(machine.latencies_s.max() * 1e6, 3)
+        (16, 2.6)
+    """
+    if isinstance(source, str) and source in _PUBLISHED:
+        profile = TacclProfile.published(source)
+        if chunk_bytes is not None:
+            profile = replace(profile, chunk_bytes=parse_bytes(chunk_bytes))
+    else:
+        if isinstance(source, str) and not source.endswith(".json") and not Path(source).exists():
+            return TacclProfile.published(source).to_topology()  # says which there are
+        if chunk_bytes is None:
+            message = "a TACCL profile gives times for one chunk and does not say of what size"
+            raise ConfigurationError(
+                message,
+                hint='say it, such as chunk_bytes="1 MiB"',
+            )
+        table = source if isinstance(source, Mapping) else _read_json(Path(source))
+        profile = TacclProfile.from_json(table, chunk_bytes=chunk_bytes, time_scale=time_scale)
+    return profile.to_topology(boxes=boxes, connections=connections, as_solved=as_solved)
+
+
+def taccl_profile_names() -> tuple[str, ...]:
+    """The profiles that :func:`load_taccl_profile` knows by name.
+
+    Example:
+        >>> taccl_profile_names()
+        ('dgx2_1KB', 'dgx2_1MB', 'ndv2_1KB', 'ndv2_32KB', 'ndv2_1MB')
+    """
+    return tuple(_PUBLISHED)
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"TACCL profile {path} cannot be read: {error}", hint="name one of TACCL's JSON files"
+        ) from None
+    if not isinstance(table, dict):
+        raise DataError(f"TACCL profile {path} is no table of keys", hint="see its examples/topo")
+    return table
+
+
+def _matrix(table: Mapping[str, Any], key: str, size: int) -> tuple[tuple[float, ...], ...]:
+    rows = table.get(key)
+    if not isinstance(rows, list) or [len(row) for row in rows] != [size] * size:
+        raise DataError(f"{key} of the TACCL profile must be {size} rows of {size} numbers")
+    links = table["links"]
+    return tuple(
+        tuple(value if links[target][source] else 0 for source, value in enumerate(row))
+        for target, row in enumerate(rows)
+    )
+
+
+def _classes(table: Mapping[str, Any], key: str, size: int) -> tuple[tuple[float, ...], ...]:
+    values = table.get(key)
+    if not isinstance(values, list) or len(values) not in (1, 2):
+        raise DataError(f"{key} of the TACCL profile must list one or two numbers")
+    if len(values) == 1:
+        return tuple(
+            tuple(0 if source == target else values[0] for source in range(size))
+            for target in range(size)
+        )
+    if size != 1 + max(second for _, second, _ in DGX1_PAIRS):
+        raise DataError(f"two classes of links are those of an NDv2 box; got {size} GPUs")
+    double, single = values
+    rows = [[0.0] * size for _ in range(size)]
+    for first, second, count in DGX1_PAIRS:
+        rows[first][second] = rows[second][first] = double if count == 2 else single
+    return tuple(map(tuple, rows))
+
+
+_LISTS = ("node_betas_list", "node_invbws_list")
+_KEYS = (
+    "gpus_per_node",
+    "nics_per_node",
+    "alpha",
+    *_LISTS,
+    "remote_alpha",
+    "remote_beta",
+    "remote_invbw",
+)
+
+
+def _keys(*values: Any) -> Mapping[str, Any]:
+    return dict(zip(_KEYS, values, strict=True))
+
+
+# Values of the authors' files; the sizes are inferred (the ratios of the times fit binary sizes),
+# and so are the scales (the smaller profiles' alphas are multiples of the 1 MB one's).
+_PUBLISHED: Mapping[str, tuple[Mapping[str, Any], int, float]] = {
+    "dgx2_1KB": (_keys(16, 8, 30, [1], [31], 260, 10.25, 270), 1024, 100),
+    "dgx2_1MB": (_keys(16, 8, 0.3, [8], [8], 2.6, 105, 107), 1 << 20, 1),
+    "ndv2_1KB": (_keys(8, 1, 30, [2.24, 4.5], [32.25, 34.5], 260, 10.25, 270.25), 1024, 100),
+    "ndv2_32KB": (_keys(8, 1, 3, [7.18, 14.38], [10.18, 17.38], 26, 32.8, 59), 32768, 10),
+    "ndv2_1MB": (_keys(8, 1, 0.3, [23, 46], [23, 46], 2.6, 105, 107), 1 << 20, 1),
+}
