@@ -1,0 +1,63 @@
+"""Never worse: a candidate is taken only where it is predicted to be better for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+__all__ = ["Guarded", "never_worse"]
+
+_Plan = TypeVar("_Plan")
+
+
+@dataclass(frozen=True)
+class Guarded(Generic[_Plan]):
+    """What the guard decided, and on which figures.
+
+    Attributes:
+        plan: The plan to use.
+        taken: Whether that is the candidate.
+        baseline_s: Seconds of each job under the baseline.
+        candidate_s: Seconds of each job under the candidate.
+        worse: Jobs that the candidate would have made slower.
+
+    Example:
+        >>> Guarded("a", True, {"j": 2.0}, {"j": 1.0}, ()).taken
+        True
+    """
+
+    plan: _Plan
+    taken: bool
+    baseline_s: Mapping[str, float]
+    candidate_s: Mapping[str, float]
+    worse: tuple[str, ...]
+
+
+def never_worse(
+    candidate: _Plan,
+    baseline: _Plan,
+    *,
+    predict: Callable[[_Plan], Mapping[str, float]],
+    tolerance: float = 1e-9,
+) -> Guarded[_Plan]:
+    """Take the candidate where no job gets slower and some job gets faster.
+
+    Args:
+        candidate: What is proposed.
+        baseline: What there is.
+        predict: Seconds of each job under a plan.
+        tolerance: Relative slowdown that is not counted.
+
+    Returns:
+        The decision.
+
+    Example:
+        >>> never_worse("b", "a", predict=lambda p: {"j": 1.0 if p == "b" else 2.0}).plan
+        'b'
+    """
+    before, after = predict(baseline), predict(candidate)
+    worse = tuple(job for job in before if after[job] > before[job] * (1 + tolerance))
+    better = any(after[job] < before[job] * (1 - tolerance) for job in before)
+    taken = better and not worse
+    return Guarded(candidate if taken else baseline, taken, before, after, worse)

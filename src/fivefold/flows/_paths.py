@@ -1,0 +1,76 @@
+"""All paths of least latency and fewest links between two ranks: what ECMP chooses among."""
+
+from __future__ import annotations
+
+from fivefold.errors import ConfigurationError, InfeasibleError
+from fivefold.network.topology import Topology
+
+__all__ = ["equal_cost_paths"]
+
+
+def equal_cost_paths(
+    topology: Topology, source: int, target: int, *, limit: int = 64
+) -> tuple[tuple[int, ...], ...]:
+    """Paths of fewest links from one rank to another that no third rank forwards.
+
+    Args:
+        topology: The graph.
+        source: Rank where they begin.
+        target: Rank where they end.
+        limit: Most paths to return; they are found in the order of their link numbers.
+
+    Returns:
+        Link indices of each path, at least one path.
+
+    Raises:
+        ConfigurationError: A rank does not exist, they are equal, or the limit is not positive.
+        InfeasibleError: There is no path.
+
+    Example:
+        >>> from fivefold.network.topology import switch
+        >>> equal_cost_paths(switch(3), 0, 1)
+        ((0, 3),)
+    """
+    if source == target or limit < 1:
+        raise ConfigurationError(
+            f"paths lead from one rank to another, and at least one is asked for; got {source} to "
+            f"{target}, limit {limit}"
+        )
+    begin, end = topology.node_of_rank(source), topology.node_of_rank(target)
+    hops = _hops_to(topology, end, begin)
+    if begin not in hops:
+        raise InfeasibleError(
+            f"there is no path from rank {source} to rank {target} in {topology.name!r}",
+            hint="ranks do not forward here; add a link or a switch between them",
+        )
+    found: list[tuple[int, ...]] = []
+    stack: list[tuple[int, tuple[int, ...]]] = [(begin, ())]
+    while stack and len(found) < limit:
+        node, path = stack.pop()
+        if node == end:
+            found.append(path)
+            continue
+        nearer = [
+            (int(topology.link_targets[link]), (*path, int(link)))
+            for link in topology.out_links(node)
+            if hops.get(int(topology.link_targets[link]), len(hops) + 1) == hops[node] - 1
+        ]
+        stack.extend(reversed(nearer))
+    return tuple(found)
+
+
+def _hops_to(topology: Topology, end: int, begin: int) -> dict[int, int]:
+    """Links from each node to ``end``, of nodes up to the distance of ``begin``."""
+    hops = {end: 0}
+    frontier = [end]
+    while frontier and begin not in hops:
+        further = []
+        for node in frontier:
+            for link in topology.in_links(node):
+                before = int(topology.link_sources[link])
+                # Other ranks end paths; they do not forward.
+                if before not in hops and (not topology.is_rank[before] or before == begin):
+                    hops[before] = hops[node] + 1
+                    further.append(before)
+        frontier = further
+    return hops

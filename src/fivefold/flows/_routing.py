@@ -1,0 +1,224 @@
+"""Which path each flow takes: hashed, least loaded, or by the intensity of its job.
+
+References:
+    Crux, SIGCOMM 2024 (paths in decreasing GPU intensity).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from fivefold.errors import ConfigurationError
+from fivefold.flows._paths import equal_cost_paths
+from fivefold.flows._traffic import JobTraffic
+from fivefold.network.topology import Topology
+
+__all__ = ["RoutePolicy", "Routing", "route_flows"]
+
+RoutePolicy = Literal["hash", "least_loaded", "intensity"]
+"""``"hash"``: equal-cost paths by a hash of the flow, as ECMP does. ``"least_loaded"``: the
+largest flows first, each on the path whose fullest link stays emptiest. ``"intensity"``: the same,
+job by job in decreasing intensity."""
+
+FloatArray = npt.NDArray[np.float64]
+Path = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The path of every flow of every job.
+
+    Attributes:
+        topology: The graph.
+        traffic: The jobs.
+        paths: Of each job, by its name, the links of each of its flows.
+        policy: What chose them.
+
+    Example:
+        >>> from fivefold.flows import FlowDemand
+        >>> from fivefold.network.topology import switch
+        >>> job = JobTraffic(job_id="a", compute_s=1.0, flows=(FlowDemand(0, 1, 5e9),))
+        >>> routing = route_flows(switch(2, bandwidth="1 GB/s"), [job])
+        >>> routing.communication_s("a"), routing.intensity("a")
+        (5.0, 0.4)
+    """
+
+    topology: Topology
+    traffic: tuple[JobTraffic, ...]
+    paths: Mapping[str, tuple[Path, ...]]
+    policy: str
+
+    @cached_property
+    def jobs(self) -> Mapping[str, JobTraffic]:
+        """The jobs by name."""
+        return {job.job_id: job for job in self.traffic}
+
+    def link_bytes(self, job_id: str) -> FloatArray:
+        """Bytes that one iteration of a job puts on each link, float64 [num_links].
+
+        Raises:
+            ConfigurationError: There is no such job.
+        """
+        return self._link_bytes[self._known(job_id)]
+
+    @cached_property
+    def _link_bytes(self) -> dict[str, FloatArray]:
+        return {
+            job.job_id: _loads(job, self.paths[job.job_id], self.topology.num_links)
+            for job in self.traffic
+        }
+
+    def communication_s(self, job_id: str) -> float:
+        """Seconds of a job's communication with the network to itself: its fullest link.
+
+        Raises:
+            ConfigurationError: There is no such job.
+        """
+        loads = self.link_bytes(job_id)
+        return float((loads / self.topology.capacities_bytes_per_s).max(initial=0.0))
+
+    def intensity(self, job_id: str) -> float:
+        """Compute work per second of communication; infinite for a job that sends nothing.
+
+        Raises:
+            ConfigurationError: There is no such job.
+        """
+        seconds = self.communication_s(job_id)
+        return self.jobs[job_id].gpu_work / seconds if seconds > 0 else float("inf")
+
+    def shared_links(self, job_a: str, job_b: str) -> npt.NDArray[np.intp]:
+        """Links that both jobs use.
+
+        Raises:
+            ConfigurationError: There is no such job.
+        """
+        return np.flatnonzero((self.link_bytes(job_a) > 0) & (self.link_bytes(job_b) > 0))
+
+    def _known(self, job_id: str) -> str:
+        if job_id not in self.jobs:
+            raise ConfigurationError(
+                f"there is no job {job_id!r}", hint=f"there are {', '.join(self.jobs)}"
+            )
+        return job_id
+
+
+def route_flows(
+    topology: Topology,
+    traffic: Sequence[JobTraffic],
+    *,
+    policy: RoutePolicy = "hash",
+    seed: int = 0,
+    limit: int = 64,
+) -> Routing:
+    """Choose a path for each flow among those of fewest links.
+
+    Args:
+        topology: The graph.
+        traffic: The jobs.
+        policy: What chooses.
+        seed: Of the hash.
+        limit: Most paths to choose among, per flow.
+
+    Returns:
+        The paths.
+
+    Raises:
+        ConfigurationError: The policy is unknown, two jobs have one name, a rank does not exist.
+        InfeasibleError: A flow has no path.
+
+    Example:
+        >>> from fivefold.flows import FlowDemand
+        >>> from fivefold.network.topology import switch
+        >>> job = JobTraffic(job_id="a", compute_s=1.0, flows=(FlowDemand(0, 1, 5e9),))
+        >>> route_flows(switch(3), [job]).paths["a"]
+        ((0, 3),)
+    """
+    if policy not in get_args(RoutePolicy):
+        known = ", ".join(get_args(RoutePolicy))
+        raise ConfigurationError(f"there is no policy {policy!r}", hint=f"there are {known}")
+    names = [job.job_id for job in traffic]
+    if len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigurationError(
+            f"two jobs are called {twice!r}", hint="give each a name of its own"
+        )
+    choices = _Choices(topology, limit)
+    hashed = {
+        job.job_id: tuple(
+            _hashed(choices.of(flow.source, flow.target), (seed, job.job_id, number))
+            for number, flow in enumerate(job.flows)
+        )
+        for job in traffic
+    }
+    start = Routing(topology, tuple(traffic), hashed, "hash")
+    if policy == "hash":
+        return start
+    groups = [list(traffic)]
+    if policy == "intensity":
+        # Work per second of communication with the network to itself, on hashed paths, as
+        # published; equal jobs in the order given.
+        ordered = sorted(traffic, key=lambda job: -start.intensity(job.job_id))
+        groups = [[job] for job in ordered]
+    return Routing(topology, tuple(traffic), _least_loaded(topology, groups, choices), policy)
+
+
+class _Choices:
+    """Paths between ranks, found once per pair."""
+
+    def __init__(self, topology: Topology, limit: int) -> None:
+        self._topology, self._limit = topology, limit
+        self._found: dict[tuple[int, int], tuple[Path, ...]] = {}
+
+    def of(self, source: int, target: int) -> tuple[Path, ...]:
+        pair = source, target
+        if pair not in self._found:
+            self._found[pair] = equal_cost_paths(self._topology, *pair, limit=self._limit)
+        return self._found[pair]
+
+
+def _hashed(paths: tuple[Path, ...], key: tuple[object, ...]) -> Path:
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return paths[int.from_bytes(digest, "big") % len(paths)]
+
+
+def _least_loaded(
+    topology: Topology, groups: Sequence[Sequence[JobTraffic]], choices: _Choices
+) -> dict[str, tuple[Path, ...]]:
+    """Group by group, the largest flows first; each where the fullest link stays emptiest."""
+    busy_s = np.zeros(topology.num_links)  # seconds that the bytes put on each link so far take
+    chosen: dict[str, dict[int, Path]] = {}
+    for group in groups:
+        flows = [(job, n, flow) for job in group for n, flow in enumerate(job.flows)]
+        flows.sort(key=lambda entry: -entry[2].size_bytes)
+        for job, number, flow in flows:
+            best: tuple[float, float, Path] | None = None
+            for path in choices.of(flow.source, flow.target):
+                links = np.asarray(path)
+                after = busy_s[links] + flow.size_bytes / topology.capacities_bytes_per_s[links]
+                key = float(after.max()), float(after.sum())
+                if best is None or key < best[:2]:
+                    best = *key, path
+            assert best is not None, "there is at least one path"
+            links = np.asarray(best[2])
+            busy_s[links] += flow.size_bytes / topology.capacities_bytes_per_s[links]
+            chosen.setdefault(job.job_id, {})[number] = best[2]
+    return {
+        job.job_id: tuple(chosen[job.job_id][n] for n in range(len(job.flows))) if job.flows else ()
+        for group in groups
+        for job in group
+    }
+
+
+def _loads(job: JobTraffic, paths: Sequence[Path], num_links: int) -> FloatArray:
+    loads = np.zeros(num_links)
+    for flow, path in zip(job.flows, paths, strict=True):
+        np.add.at(loads, np.asarray(path, np.intp), flow.size_bytes)
+    loads.flags.writeable = False
+    return loads

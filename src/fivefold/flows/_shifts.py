@@ -1,0 +1,274 @@
+"""Time shifts that let the communication of one job fall into the compute of another.
+
+Each job's demand on a link repeats with its iteration, so it lives on a circle; jobs of one link
+share a circle whose perimeter is the least common multiple of their periods. A job's shift turns
+its demand on all its links at once. The shifts sought are those for which the demand above capacity
+is least, summed over links.
+
+References:
+    CASSINI, NSDI 2024, arXiv 2308.00852: circles, affinity graph, compatibility score. There the
+    graph is walked link by link; here the shifts of a component are searched together: the whole
+    grid where it is small, else from several starts one job at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import networkx as nx
+import numpy as np
+import numpy.typing as npt
+
+from fivefold.errors import ConfigurationError
+from fivefold.flows._routing import Routing
+
+__all__ = ["Shifts", "time_shifts"]
+
+FloatArray = npt.NDArray[np.float64]
+_GRID_MOST = 20_000  # combinations that are tried one by one
+_ROUNDS = 20
+_LONGEST_CIRCLE = 4096  # slots; periods whose common multiple is longer are taken as incommensurate
+
+
+@dataclass(frozen=True)
+class Shifts:
+    """By how much each job begins later.
+
+    Attributes:
+        shift_s: By job, in [0, period).
+        period_s: By job: seconds of an iteration without contention.
+        score: 1 less the demand above capacity over all demand, on links that jobs share; 1 where
+            the jobs fit beside each other.
+        score_before: The same with no shift.
+        loop_free: Whether the graph of jobs and shared links has no loop, so that link by link
+            solutions would have fitted together.
+        left_out: Pairs of jobs whose periods have no common multiple that is short enough: no
+            constant shift keeps them apart.
+
+    Example:
+        >>> Shifts({"a": 0.0}, {"a": 1.0}, 1.0, 1.0, True, ()).score
+        1.0
+    """
+
+    shift_s: Mapping[str, float]
+    period_s: Mapping[str, float]
+    score: float
+    score_before: float
+    loop_free: bool
+    left_out: tuple[tuple[str, str], ...]
+
+
+def time_shifts(
+    routing: Routing,
+    *,
+    slots_per_period: int = 48,
+    period_tolerance: float = 0.01,
+    period_s: Mapping[str, float] | None = None,
+    seed: int = 0,
+) -> Shifts:
+    """Find the shifts of least demand above capacity.
+
+    Args:
+        routing: Paths of all jobs.
+        slots_per_period: Places on the circle of the shortest period.
+        period_tolerance: Periods that differ by this share are taken for equal.
+        period_s: Seconds of an iteration by job; None takes compute plus communication alone.
+        seed: Of the starts of the search.
+
+    Returns:
+        The shifts; never of a lower score than no shift.
+
+    Raises:
+        ConfigurationError: The number of slots or the tolerance is not allowed.
+
+    Example:
+        >>> from fivefold.flows import FlowDemand, JobTraffic, route_flows
+        >>> from fivefold.network.topology import switch
+        >>> jobs = [
+        ...     JobTraffic(job_id=name, compute_s=1.0, flows=(FlowDemand(0, 1, 1e9),))
+        ...     for name in ("a", "b")
+        ... ]
+        >>> found = time_shifts(route_flows(switch(2, bandwidth="1 GB/s"), jobs))
+        >>> found.score_before, found.score, found.shift_s["b"] - found.shift_s["a"]
+        (0.5, 1.0, 1.0)
+    """
+    if slots_per_period < 2 or not 0 <= period_tolerance < 1:
+        raise ConfigurationError(
+            f"slots_per_period must be at least 2 and period_tolerance in [0, 1); got "
+            f"{slots_per_period} and {period_tolerance}"
+        )
+    periods = _periods(routing, period_s)
+    turning = {name: period for name, period in periods.items() if period > 0}
+    if not turning:
+        return Shifts(dict.fromkeys(periods, 0.0), periods, 1.0, 1.0, loop_free=True, left_out=())
+    grid = _Grid(turning, slots_per_period, period_tolerance)
+    circles, left_out = _circles(routing, grid)
+    shifts = dict.fromkeys(periods, 0.0)
+    jobs_of = [set(circle.jobs) for circle in circles]
+    before = after = demand = 0.0
+    for component in _components(jobs_of):
+        own = [circle for circle in circles if component & set(circle.jobs)]
+        steps = _search(sorted(component), own, grid, seed)
+        before += sum(circle.excess({}) for circle in own)
+        after += sum(circle.excess(steps) for circle in own)
+        demand += sum(circle.demand for circle in own)
+        shifts |= {name: (steps[name] * grid.slot_s) % periods[name] for name in component}
+    return Shifts(
+        shifts,
+        periods,
+        1.0 - after / demand if demand else 1.0,
+        1.0 - before / demand if demand else 1.0,
+        _loop_free(jobs_of),
+        left_out,
+    )
+
+
+def _periods(routing: Routing, given: Mapping[str, float] | None) -> dict[str, float]:
+    if given is not None:
+        missing = [job.job_id for job in routing.traffic if job.job_id not in given]
+        if missing:
+            raise ConfigurationError(f"period_s has no job {missing[0]!r}")
+        return {job.job_id: float(given[job.job_id]) for job in routing.traffic}
+    return {
+        job.job_id: job.compute_s + routing.communication_s(job.job_id) for job in routing.traffic
+    }
+
+
+class _Grid:
+    """Time in slots, in which every period is a whole number of them."""
+
+    def __init__(self, periods: Mapping[str, float], slots: int, tolerance: float) -> None:
+        shortest_s = min(periods.values())
+        self.slot_s = shortest_s / slots
+        self.slots: dict[str, int] = {}
+        known: list[int] = []
+        for name, period in sorted(periods.items(), key=lambda item: item[1]):
+            number = max(1, round(period / self.slot_s))
+            # Nearly equal periods, and nearly whole multiples, are made so.
+            near = [k * m for k in known for m in range(1, 9)]
+            number = min(
+                (n for n in near if abs(n - number) <= tolerance * number),
+                key=lambda n: abs(n - number),
+                default=number,
+            )
+            self.slots[name] = number
+            known.append(number)
+
+
+@dataclass(frozen=True)
+class _Circle:
+    """One link and the jobs on it: demand over capacity of each job, slot by slot."""
+
+    jobs: tuple[str, ...]
+    waves: tuple[FloatArray, ...]  # each as long as the perimeter
+    count: int  # links that look alike
+
+    @property
+    def demand(self) -> float:
+        return self.count * float(sum(wave.mean() for wave in self.waves))
+
+    def excess(self, steps: Mapping[str, int]) -> float:
+        """Mean demand above capacity."""
+        total = np.zeros(len(self.waves[0]))
+        for name, wave in zip(self.jobs, self.waves, strict=True):
+            total += np.roll(wave, steps.get(name, 0))
+        return self.count * float(np.maximum(total - 1.0, 0.0).mean())
+
+
+def _circles(routing: Routing, grid: _Grid) -> tuple[list[_Circle], tuple[tuple[str, str], ...]]:
+    """Links that several jobs use; links with the same jobs at the same demand are one."""
+    names = [job.job_id for job in routing.traffic if job.job_id in grid.slots]
+    capacities = routing.topology.capacities_bytes_per_s
+    loads = np.array([routing.link_bytes(name) for name in names]) / capacities
+    alone_s = [routing.communication_s(name) for name in names]
+    kinds: dict[tuple[tuple[str, float], ...], int] = {}
+    for link in np.flatnonzero((loads > 0).sum(axis=0) > 1).tolist():
+        # A job sends for as long as its fullest link takes; its other links are less than full.
+        key = tuple(
+            (name, round(float(loads[i, link]) / alone_s[i], 9))
+            for i, name in enumerate(names)
+            if loads[i, link] > 0
+        )
+        kinds[key] = kinds.get(key, 0) + 1
+    circles, left_out = [], set()
+    for key, count in kinds.items():
+        members = [name for name, _ in key]
+        perimeter = math.lcm(*(grid.slots[name] for name in members))
+        if perimeter > _LONGEST_CIRCLE:
+            left_out |= {(a, b) for i, a in enumerate(members) for b in members[i + 1 :]}
+            continue
+        waves = tuple(_wave(routing, name, rate, grid, perimeter) for name, rate in key)
+        circles.append(_Circle(tuple(members), waves, count))
+    return circles, tuple(sorted(left_out))
+
+
+def _wave(routing: Routing, name: str, rate: float, grid: _Grid, perimeter: int) -> FloatArray:
+    """Demand in each slot: nothing while computing, then the rate until all is sent."""
+    slots = grid.slots[name]
+    scale = slots / (routing.jobs[name].compute_s + routing.communication_s(name))
+    start = routing.jobs[name].compute_s * scale  # in slots, as is the end of the period
+    edges = np.arange(slots + 1)
+    covered = np.clip(np.minimum(edges[1:], slots) - np.maximum(edges[:-1], start), 0.0, 1.0)
+    return np.tile(covered * rate, perimeter // slots)
+
+
+def _components(jobs_of: Sequence[set[str]]) -> list[set[str]]:
+    graph: nx.Graph = nx.Graph()
+    for members in jobs_of:
+        ordered = sorted(members)
+        graph.add_nodes_from(ordered)
+        graph.add_edges_from((ordered[0], other) for other in ordered[1:])
+    return [set(component) for component in nx.connected_components(graph)]
+
+
+def _loop_free(jobs_of: Sequence[set[str]]) -> bool:
+    """Whether the bipartite graph of jobs and links is a forest."""
+    graph: nx.Graph = nx.Graph()
+    for number, members in enumerate(jobs_of):
+        graph.add_edges_from((("link", number), ("job", name)) for name in members)
+    return graph.number_of_nodes() == 0 or bool(nx.is_forest(graph))
+
+
+def _search(
+    names: Sequence[str], circles: Sequence[_Circle], grid: _Grid, seed: int
+) -> dict[str, int]:
+    """Steps of each job with the least excess; the first job stays, for only differences count."""
+
+    def cost(steps: Mapping[str, int]) -> float:
+        return sum(circle.excess(steps) for circle in circles)
+
+    still = dict.fromkeys(names, 0)
+    sizes = [grid.slots[name] for name in names[1:]]
+    if math.prod(sizes) <= _GRID_MOST:
+        tried = (still | dict(zip(names[1:], steps, strict=True)) for steps in np.ndindex(*sizes))
+        return min(tried, key=lambda steps: (round(cost(steps), 12), sum(steps.values())))
+    draw = np.random.default_rng(seed)
+    starts = [still] + [
+        {name: int(draw.integers(grid.slots[name])) for name in names} for _ in range(4)
+    ]
+    found = [_descend(start, names, circles, grid) for start in starts]
+    best = min(found, key=cost)
+    return best if cost(best) < cost(still) - 1e-12 else still
+
+
+def _descend(
+    start: dict[str, int], names: Sequence[str], circles: Sequence[_Circle], grid: _Grid
+) -> dict[str, int]:
+    """One job at a time, each to its best step, until none moves."""
+    steps = dict(start)
+    for _ in range(_ROUNDS):
+        moved = False
+        for name in names[1:]:
+            own = [circle for circle in circles if name in circle.jobs]
+            costs = [
+                sum(circle.excess(steps | {name: step}) for circle in own)
+                for step in range(grid.slots[name])
+            ]
+            best = int(np.argmin(costs))
+            if costs[best] < costs[steps[name]] - 1e-12:
+                steps[name], moved = best, True
+        if not moved:
+            break
+    return steps

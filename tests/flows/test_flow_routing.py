@@ -1,0 +1,194 @@
+"""Paths and priorities against networkx, hand-solved cases and brute force."""
+
+import itertools
+
+import networkx as nx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fivefold.errors import ConfigurationError, InfeasibleError
+from fivefold.flows import FlowDemand, JobTraffic, equal_cost_paths, priority_classes, route_flows
+from fivefold.network.topology import Link, Node, Topology, line, switch
+
+
+def two_spines(hosts_per_leaf=2, bandwidth_bytes_per_s=1e9):
+    """Two leaves of hosts, two spines between them, all links alike."""
+    nodes = [Node(f"h{leaf}{host}", "gpu") for leaf in range(2) for host in range(hosts_per_leaf)]
+    nodes += [Node(f"{kind}{n}", "tor" if kind == "leaf" else "core")
+              for kind in ("leaf", "spine") for n in range(2)]  # fmt: skip
+    pairs = [
+        (f"h{leaf}{host}", f"leaf{leaf}") for leaf in range(2) for host in range(hosts_per_leaf)
+    ]
+    pairs += [(f"leaf{leaf}", f"spine{spine}") for leaf in range(2) for spine in range(2)]
+    links = [
+        Link(*ends, bandwidth_bytes_per_s=bandwidth_bytes_per_s)
+        for a, b in pairs
+        for ends in ((a, b), (b, a))
+    ]
+    return Topology("two spines", nodes, links)
+
+
+def job(name, *flows, compute_s=1.0, **more):
+    return JobTraffic(
+        job_id=name, compute_s=compute_s, flows=tuple(FlowDemand(*flow) for flow in flows), **more
+    )
+
+
+@st.composite
+def topologies(draw):
+    """Random graphs of ranks and switches; some pairs have no path."""
+    kinds = draw(st.lists(st.sampled_from(["gpu", "tor"]), min_size=2, max_size=8))
+    kinds[:2] = ["gpu", "gpu"]
+    nodes = [Node(f"n{i}", kind) for i, kind in enumerate(kinds)]
+    pairs = draw(st.sets(st.tuples(*[st.integers(0, len(nodes) - 1)] * 2), max_size=20))
+    links = [Link(f"n{a}", f"n{b}", bandwidth_bytes_per_s=1e9) for a, b in sorted(pairs) if a != b]
+    return Topology("random", nodes, links)
+
+
+@settings(max_examples=150, deadline=None)
+@given(topologies())
+def test_equal_cost_paths_are_all_shortest_paths(topology):
+    graph = nx.DiGraph()
+    graph.add_nodes_from(range(topology.num_nodes))
+    for a, b in zip(topology.link_sources.tolist(), topology.link_targets.tolist(), strict=True):
+        graph.add_edge(a, b)
+    # Other ranks forward nothing.
+    graph.remove_nodes_from(topology.rank_nodes[2:].tolist())
+    begin, end = topology.rank_nodes[:2].tolist()
+    if not nx.has_path(graph, begin, end):
+        with pytest.raises(InfeasibleError, match="no path from rank 0 to rank 1"):
+            equal_cost_paths(topology, 0, 1)
+        return
+    wanted = {tuple(path) for path in nx.all_shortest_paths(graph, begin, end)}
+    found = equal_cost_paths(topology, 0, 1)
+    nodes = {(begin, *(int(topology.link_targets[link]) for link in path)) for path in found}
+    assert len(found) == len(wanted)
+    assert nodes == wanted
+
+
+def test_parallel_links_are_paths_of_their_own():
+    link = Link("a", "b", bandwidth_bytes_per_s=1e9)
+    topology = Topology("pair", [Node("a", "gpu"), Node("b", "gpu")], [link, link])
+    assert equal_cost_paths(topology, 0, 1) == ((0,), (1,))
+    assert equal_cost_paths(topology, 0, 1, limit=1) == ((0,),)
+
+
+def test_ranks_do_not_forward():
+    with pytest.raises(InfeasibleError):
+        equal_cost_paths(line(3), 0, 2)
+
+
+def test_least_loaded_keeps_two_flows_apart():
+    topology = two_spines()
+    jobs = [job("a", (0, 2, 4e9)), job("b", (1, 3, 4e9))]
+    routing = route_flows(topology, jobs, policy="least_loaded")
+    assert len(routing.shared_links("a", "b")) == 0
+    # Some seed hashes both onto one spine, some other does not.
+    shared = {
+        len(route_flows(topology, jobs, seed=seed).shared_links("a", "b")) for seed in range(9)
+    }
+    assert shared == {0, 2}
+
+
+def test_by_intensity_the_busiest_gpus_choose_first():
+    """Three jobs cross two spines: by size the large idle one would get a spine for itself."""
+    topology = two_spines(hosts_per_leaf=3)
+    jobs = [
+        job("large", (0, 3, 8e9), compute_s=0.1),
+        job("keen", (1, 4, 4e9), compute_s=8.0),
+        job("middle", (2, 5, 4e9), compute_s=4.0),
+    ]
+    by_size = route_flows(topology, jobs, policy="least_loaded")
+    assert len(by_size.shared_links("keen", "middle")) == 2
+    by_intensity = route_flows(topology, jobs, policy="intensity")
+    assert len(by_intensity.shared_links("keen", "middle")) == 0
+    assert by_intensity.intensity("keen") > by_intensity.intensity("middle")
+
+
+def test_figures_of_a_routing_by_hand():
+    topology = two_spines()
+    routing = route_flows(topology, [job("a", (0, 1, 3e9), (0, 1, 1e9), compute_s=2.0)])
+    assert routing.communication_s("a") == 4.0
+    assert routing.link_bytes("a").sum() == 8e9
+    assert routing.intensity("a") == 2.0 * 2 / 4.0
+    assert route_flows(topology, [job("a")]).intensity("a") == float("inf")
+
+
+def test_paths_depend_on_seed_and_name_only():
+    topology = two_spines()
+    jobs = [job(str(n), (n % 2, 2 + n % 2, 1e9)) for n in range(6)]
+    once = route_flows(topology, jobs, seed=3)
+    again = route_flows(topology, jobs[::-1], seed=3)
+    assert dict(once.paths) == dict(again.paths)
+    assert once.paths != route_flows(topology, jobs, seed=4).paths
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda t: route_flows(t, [job("a", (0, 9, 1.0))]), "no rank 9"),
+        (lambda t: route_flows(t, [job("a"), job("a")]), "two jobs are called 'a'"),
+        (lambda t: route_flows(t, [], policy="best"), "no policy 'best'"),
+        (lambda t: route_flows(t, [job("a")]).link_bytes("b"), "no job 'b'"),
+        (lambda t: equal_cost_paths(t, 0, 0), "one rank to another"),
+        (lambda t: equal_cost_paths(t, 0, 1, limit=0), "limit 0"),
+        (lambda _: FlowDemand(0, 0, 1.0), "from one rank to another"),
+        (lambda _: FlowDemand(0, 1, float("nan")), "size_bytes"),
+        (lambda _: job(""), "needs a name"),
+        (lambda _: job("a", compute_s=-1.0), "compute_s of job 'a'"),
+        (lambda _: job("a", iterations=0), "iterations"),
+        (lambda _: job("a", weight=0.0), "weight"),
+        (lambda _: job("a", work=-1.0), "work of job"),
+        (lambda t: priority_classes(route_flows(t, []), classes=0), "classes=0"),
+    ],
+)
+def test_bad_traffic_is_refused(call, message):
+    with pytest.raises(ConfigurationError, match=message):
+        call(two_spines())
+
+
+def lost_by(classes, routing):
+    """What pairs in one class, or in the wrong order, lose."""
+    lost = 0.0
+    names = list(classes)
+    for a, b in itertools.combinations(names, 2):
+        if len(routing.shared_links(a, b)):
+            high, low = sorted((a, b), key=lambda n: -routing.intensity(n))
+            if classes[high] > classes[low]:
+                return np.inf
+            lost += routing.intensity(high) * (classes[high] == classes[low])
+    return lost
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 30)), min_size=1, max_size=5),
+       st.integers(1, 3))  # fmt: skip
+def test_classes_lose_as_little_as_brute_force(kinds, number):
+    """Jobs between neighbours of a switch of five: those of adjoining places contend."""
+    topology = switch(5, bandwidth="1 GB/s")
+    jobs = [
+        job(f"j{i}", (place, place + 1, 1e9), (place + 1, place, 1e9), compute_s=s + i / 100)
+        for i, (place, s) in enumerate(kinds)
+    ]
+    routing = route_flows(topology, jobs)
+    found = priority_classes(routing, classes=number)
+    assert set(found.classes.values()) <= set(range(number))
+    best = min(
+        lost_by(dict(zip(found.classes, choice, strict=True)), routing)
+        for choice in itertools.product(range(number), repeat=len(jobs))
+    )
+    assert lost_by(found.classes, routing) == pytest.approx(best)
+
+
+def test_jobs_that_share_nothing_need_one_class():
+    routing = route_flows(switch(6), [job(str(n), (2 * n, 2 * n + 1, 1e9)) for n in range(3)])
+    found = priority_classes(routing, classes=8)
+    assert set(found.classes.values()) == {0}
+    assert found.lost == 0
+
+
+def test_a_job_that_sends_nothing_has_a_class():
+    found = priority_classes(route_flows(switch(3), [job("a"), job("b", (0, 1, 1e9))]))
+    assert set(found.classes) == {"a", "b"}
