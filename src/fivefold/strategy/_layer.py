@@ -1,0 +1,290 @@
+"""Time and stored bytes of one layer for one micro-batch on one GPU, summed over its operators.
+
+The few hundred layers that a search space holds differ only in a handful of settings, so their
+costs are computed once each, here, and looked up by both evaluators.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from fivefold.strategy._device import DeviceSpec, gemm_time_s, memory_time_s
+from fivefold.strategy._fabric import FabricSpec, Group, collective_time_s
+from fivefold.strategy._model import ModelSpec
+from fivefold.strategy._operators import (
+    ELEMENT_BYTES,
+    LayerShape,
+    Operator,
+    head_operators,
+    layer_operators,
+    tokens_of,
+)
+from fivefold.strategy._plan import ParallelPlan
+
+__all__ = ["LayerCost", "LayerKey", "head_cost", "layer_cost"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerKey:
+    """Everything in a plan that a layer's cost depends on."""
+
+    micro_batch: int
+    tensor: int
+    context: int
+    expert: int
+    data_stride: int
+    sequence_parallel: bool
+    regather: bool
+    recompute: str
+    tensor_overlap: str
+    dtype: str
+
+    @classmethod
+    def of(cls, plan: ParallelPlan) -> LayerKey:
+        """The key of a plan."""
+        return cls(
+            micro_batch=plan.micro_batch, tensor=plan.tensor, context=plan.context,
+            expert=plan.expert, data_stride=plan.group("data").stride,
+            sequence_parallel=plan.sequence_parallel, regather=plan.regather,
+            recompute=plan.recompute, tensor_overlap=plan.tensor_overlap, dtype=plan.dtype,
+        )  # fmt: skip
+
+    def shape(self, device: DeviceSpec) -> LayerShape:
+        """The GPU's share of a layer."""
+        return LayerShape(
+            micro_batch=self.micro_batch, tensor=self.tensor, context=self.context,
+            expert=self.expert, sequence_parallel=self.sequence_parallel,
+            fused_attention=device.fused_attention,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCost:
+    """What one layer costs for one micro-batch on one GPU.
+
+    Args:
+        forward_s: Forward, communication included.
+        input_s: Backward for the inputs, communication and recomputation included.
+        weight_s: Backward for the weights.
+        tensor_s: Exposed tensor communication in the sum of the three.
+        context_s: Exposed context communication in it.
+        expert_s: Exposed exchange of tokens in it.
+        recompute_s: Recomputation in it.
+        stored_bytes: Kept between forward and backward.
+        working_bytes: Needed in addition while one layer is recomputed.
+    """
+
+    forward_s: float = 0.0
+    input_s: float = 0.0
+    weight_s: float = 0.0
+    tensor_s: float = 0.0
+    context_s: float = 0.0
+    expert_s: float = 0.0
+    recompute_s: float = 0.0
+    stored_bytes: float = 0.0
+    working_bytes: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Times:
+    """Forward, backward for inputs and backward for weights of some operators."""
+
+    forward_s: float = 0.0
+    input_s: float = 0.0
+    weight_s: float = 0.0
+
+    def plus(self, other: _Times) -> _Times:
+        return _Times(
+            forward_s=self.forward_s + other.forward_s,
+            input_s=self.input_s + other.input_s,
+            weight_s=self.weight_s + other.weight_s,
+        )
+
+
+@functools.lru_cache(maxsize=100_000)
+def layer_cost(
+    model: ModelSpec, device: DeviceSpec, fabric: FabricSpec, *, key: LayerKey,
+    expert_layer: bool = False,
+) -> LayerCost:  # fmt: skip
+    """Cost of one layer.
+
+    Args:
+        model: The model.
+        device: The GPU.
+        fabric: The tiers.
+        key: The plan's settings.
+        expert_layer: The layer's feed-forward part is a mixture of experts.
+    """
+    operators = layer_operators(model, key.shape(device), expert_layer=expert_layer)
+    stored = sum(op.stored_bytes for op in operators)
+    scores = sum(op.stored_bytes for op in operators if op.scores)
+    inputs = ELEMENT_BYTES * tokens_of(model, key.shape(device)) * model.hidden
+    kept = stored - (scores if key.recompute == "selective" else 0.0)
+    if key.sequence_parallel and not key.regather:
+        # Two inputs of column-parallel products are kept whole instead of gathered again.
+        kept += 2 * inputs * (1 - 1 / key.tensor)
+    if key.recompute == "full":
+        split = key.tensor if key.sequence_parallel else 1
+        kept = inputs / split
+    cost = _timed(device, fabric, key=key, operators=operators, causal=model.causal)
+    working = stored if key.recompute == "full" else scores * (key.recompute == "selective")
+    fields = {name: getattr(cost, name) for name in cost.__dataclass_fields__}
+    return LayerCost(**{**fields, "stored_bytes": kept, "working_bytes": working})
+
+
+@functools.lru_cache(maxsize=100_000)
+def head_cost(
+    model: ModelSpec, device: DeviceSpec, fabric: FabricSpec, *, key: LayerKey
+) -> LayerCost:
+    """Cost of the last norm, the head and the loss; they are never recomputed."""
+    if model.stages:
+        return LayerCost()
+    operators = head_operators(model, key.shape(device))
+    plain = LayerKey(**{**vars(key), "recompute": "none"})
+    cost = _timed(device, fabric, key=plain, operators=operators, causal=model.causal)
+    fields = {name: getattr(cost, name) for name in cost.__dataclass_fields__}
+    return LayerCost(**{**fields, "stored_bytes": sum(op.stored_bytes for op in operators)})
+
+
+def _timed(
+    device: DeviceSpec, fabric: FabricSpec, *, key: LayerKey, operators: tuple[Operator, ...],
+    causal: bool,
+) -> LayerCost:  # fmt: skip
+    total, again = _Times(), 0.0
+    products = _Times()
+    for op in operators:
+        times = _operator_times(device, op, dtype=key.dtype, causal=causal)
+        total = total.plus(times)
+        if op.kind == "gemm":
+            products = products.plus(times)
+        if op.scores or op.kind == "attention":
+            again += times.forward_s
+    tensor = _tensor_times(device, fabric, key=key, operators=operators, products=products)
+    context = _context_times(device, fabric, key=key, operators=operators, causal=causal)
+    exchange = _exchange_times(fabric, key=key, operators=operators)
+    floor_s = device.host_kernel_s * sum(op.kernels for op in operators)
+    sent = tensor.plus(context).plus(exchange)
+    forward_s = max(total.forward_s + sent.forward_s, floor_s)
+    recompute_s = {"none": 0.0, "selective": again, "full": forward_s}[key.recompute]
+    if key.recompute == "selective" and device.fused_attention:
+        recompute_s = 0.0  # nothing of the scores is stored, so nothing is computed again
+    repeated = 2.0 if key.recompute == "full" else 1.0
+    backward_s = total.input_s + total.weight_s + sent.input_s + sent.weight_s
+    waiting_s = max(floor_s - backward_s, 0.0)
+    return LayerCost(
+        forward_s=forward_s,
+        input_s=total.input_s + sent.input_s + recompute_s + waiting_s,
+        weight_s=total.weight_s + sent.weight_s,
+        tensor_s=repeated * tensor.forward_s + tensor.input_s + tensor.weight_s,
+        context_s=repeated * context.forward_s + context.input_s,
+        expert_s=repeated * exchange.forward_s + exchange.input_s,
+        recompute_s=recompute_s,
+    )
+
+
+def _operator_times(device: DeviceSpec, op: Operator, *, dtype: str, causal: bool) -> _Times:
+    if op.kind == "gemm":
+        sizes = {"batch": op.batch, "dtype": dtype}
+        return _Times(
+            forward_s=gemm_time_s(device, m=op.m, n=op.n, k=op.k, **sizes),
+            input_s=gemm_time_s(device, m=op.m, n=op.k, k=op.n, **sizes),
+            weight_s=gemm_time_s(device, m=op.k, n=op.n, k=op.m, **sizes),
+        )
+    if op.kind == "attention":
+        return _attention_times(device, op, causal=causal)
+    if op.kind == "memory":
+        gap_s = device.kernel_gap_s * op.kernels
+        return _Times(
+            forward_s=memory_time_s(device, op.moved_bytes) + gap_s,
+            input_s=memory_time_s(device, op.backward_moved_bytes) + gap_s,
+        )
+    return _Times()
+
+
+def _attention_times(device: DeviceSpec, op: Operator, *, causal: bool) -> _Times:
+    if device.fused_attention:
+        seen = 0.5 if causal and device.causal_skips else 1.0
+        rate = device.peak_flops * device.attention_efficiency
+        compute_s = seen * op.flops / rate
+        forward_s = max(compute_s, memory_time_s(device, op.moved_bytes))
+        # Backward computes the scores again: five products instead of two, at a lower rate.
+        return _Times(
+            forward_s=forward_s + device.kernel_gap_s,
+            input_s=max(2.5 * compute_s / 0.85, memory_time_s(device, op.backward_moved_bytes))
+            + device.kernel_gap_s,
+        )
+    scores_s = gemm_time_s(device, m=op.m, n=op.n, k=op.k, batch=op.batch)
+    values_s = gemm_time_s(device, m=op.m, n=op.k, k=op.n, batch=op.batch)
+    return _Times(forward_s=scores_s + values_s, input_s=2 * (scores_s + values_s))
+
+
+def _tensor_times(
+    device: DeviceSpec, fabric: FabricSpec, *, key: LayerKey, operators: tuple[Operator, ...],
+    products: _Times,
+) -> _Times:  # fmt: skip
+    """Exposed communication of the tensor group."""
+    sizes = [op.message_bytes for op in operators if op.message == "tensor"]
+    if not sizes:
+        return _Times()
+    group = Group(size=key.tensor)
+    if not key.sequence_parallel:
+        once = sum(
+            collective_time_s(fabric, "all_reduce", size_bytes=size, group=group) for size in sizes
+        )
+        backward = once
+    else:
+        gather = sum(
+            collective_time_s(fabric, "all_gather", size_bytes=size, group=group) for size in sizes
+        )
+        once = backward = 2 * gather
+        if key.regather:
+            # The gather for the weights runs beside the product for the inputs.
+            backward += max(0.0, gather - products.input_s * (1 - device.overlap_slowdown))
+    if key.tensor_overlap == "none":
+        return _Times(forward_s=once, input_s=backward)
+    slices = device.slices if key.tensor_overlap == "pipe" else max(key.tensor, 2)
+    return _Times(
+        forward_s=_hidden_s(device, once, products.forward_s, slices=slices),
+        input_s=_hidden_s(device, backward, products.input_s + products.weight_s, slices=slices),
+    )
+
+
+def _hidden_s(device: DeviceSpec, sent_s: float, computed_s: float, *, slices: int) -> float:
+    """What ``sent_s`` adds to ``computed_s``: one slice, what does not fit, and the slowdown."""
+    tail_s = sent_s / slices
+    body_s = sent_s - tail_s
+    hidden_s = min(body_s, computed_s)
+    return tail_s + (body_s - hidden_s) + device.overlap_slowdown * hidden_s
+
+
+def _context_times(
+    device: DeviceSpec, fabric: FabricSpec, *, key: LayerKey, operators: tuple[Operator, ...],
+    causal: bool,
+) -> _Times:  # fmt: skip
+    """Keys and values go round beside attention; its own share needs no message."""
+    sizes = [op.message_bytes for op in operators if op.message == "context"]
+    if not sizes:
+        return _Times()
+    group = Group(size=key.context, stride=key.data_stride)
+    sent_s = collective_time_s(fabric, "all_gather", size_bytes=sum(sizes), group=group)
+    attention = _Times()
+    for op in operators:
+        if op.kind == "attention":
+            attention = attention.plus(_attention_times(device, op, causal=causal))
+    share = (key.context - 1) / key.context
+    return _Times(
+        forward_s=_hidden_s(device, sent_s, share * attention.forward_s, slices=key.context),
+        input_s=_hidden_s(device, 2 * sent_s, share * attention.input_s, slices=key.context),
+    )
+
+
+def _exchange_times(
+    fabric: FabricSpec, *, key: LayerKey, operators: tuple[Operator, ...]
+) -> _Times:
+    sizes = [op.message_bytes for op in operators if op.message == "expert"]
+    group = Group(size=key.expert, stride=key.data_stride)
+    sent_s = sum(
+        collective_time_s(fabric, "all_to_all", size_bytes=size, group=group) for size in sizes
+    )
+    return _Times(forward_s=sent_s, input_s=sent_s)

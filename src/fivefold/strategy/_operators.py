@@ -1,0 +1,370 @@
+"""The operators of one layer as one GPU of a plan runs them: products, attention, bytes, messages.
+
+Every cost and every stored byte of a layer is a sum over these operators, so that the model of
+time and that of memory cannot disagree about what is computed. Sizes follow Megatron-LM's tensor
+and sequence parallelism (Korthikanti et al., arXiv 2205.05198). The module knows no device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fivefold.strategy._model import ModelSpec
+
+__all__ = ["LayerShape", "Operator", "head_operators", "layer_operators"]
+
+ELEMENT_BYTES = 2.0
+_MASK_BYTES = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerShape:
+    """The share of a layer that one GPU works on.
+
+    Args:
+        micro_batch: Samples in a micro-batch.
+        tensor: Degree of tensor parallelism.
+        context: Degree of context parallelism: the sequence is split for all operators.
+        expert: Degree of expert parallelism.
+        sequence_parallel: Norms and dropouts are split over the tensor group too.
+        fused_attention: Scores are never stored.
+
+    Example:
+        >>> LayerShape(micro_batch=4, tensor=8).sequence_split
+        1
+    """
+
+    micro_batch: int
+    tensor: int = 1
+    context: int = 1
+    expert: int = 1
+    sequence_parallel: bool = False
+    fused_attention: bool = False
+
+    @property
+    def sequence_split(self) -> int:
+        """By how much norms and dropouts are split."""
+        return self.tensor if self.sequence_parallel else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operator:
+    """One forward operator of a layer on one GPU, and what its backward does.
+
+    Args:
+        name: For people.
+        kind: ``"gemm"`` (with weights), ``"attention"``, ``"memory"`` or ``"message"``.
+        m: Rows of a product.
+        n: Columns.
+        k: Depth.
+        batch: Products in one kernel.
+        flops: Of attention, mask ignored.
+        moved_bytes: To and from memory in forward (``"memory"`` and unfused attention).
+        backward_moved_bytes: The same in backward.
+        stored_bytes: Kept from forward for backward.
+        scores: Recomputed by selective recomputation, and not stored then.
+        message: ``"tensor"``, ``"context"`` or ``"expert"``: the group of a message.
+        message_bytes: Size of that message, as the collective counts it.
+        kernels: Kernels in forward, for the host's share.
+
+    Example:
+        >>> Operator(name="projection", kind="gemm", m=2048, n=1024, k=1024).kernels
+        1
+    """
+
+    name: str
+    kind: Literal["gemm", "attention", "memory", "message"]
+    m: float = 0.0
+    n: float = 0.0
+    k: float = 0.0
+    batch: float = 1.0
+    flops: float = 0.0
+    moved_bytes: float = 0.0
+    backward_moved_bytes: float = 0.0
+    stored_bytes: float = 0.0
+    scores: bool = False
+    message: str = ""
+    message_bytes: float = 0.0
+    kernels: int = 1
+
+
+def layer_operators(
+    model: ModelSpec, shape: LayerShape, *, expert_layer: bool = False
+) -> tuple[Operator, ...]:
+    """Forward operators of one layer on one GPU.
+
+    Args:
+        model: The model; for a convolution network a mean block.
+        shape: The GPU's share.
+        expert_layer: The layer's feed-forward part is a mixture of experts.
+
+    Example:
+        >>> gpt = ModelSpec(name="22B", num_layers=48, hidden=6144, num_heads=64, seq_len=2048,
+        ...                 vocab=51200)
+        >>> shape = LayerShape(micro_batch=4, tensor=8, sequence_parallel=True)
+        >>> stored = sum(op.stored_bytes for op in layer_operators(gpt, shape))
+        >>> round(stored / (2048 * 4 * 6144 / 8) - (34 + 5 * 64 * 2048 / 6144), 9)
+        0.0
+    """
+    if model.stages:
+        return _convolution_operators(model, shape)
+    attention = _latent_operators if model.latent is not None else _attention_operators
+    feed_forward = _expert_operators if expert_layer else _dense_operators
+    return (
+        *_norm_operators(model, shape, "attention"),
+        *attention(model, shape),
+        *_residual_operators(model, shape, "attention"),
+        *_norm_operators(model, shape, "feed-forward"),
+        *feed_forward(model, shape),
+        *_residual_operators(model, shape, "feed-forward"),
+    )
+
+
+def tokens_of(model: ModelSpec, shape: LayerShape) -> float:
+    """Tokens of a micro-batch that one GPU of a context group holds."""
+    return shape.micro_batch * model.seq_len / shape.context
+
+
+def _norm_operators(model: ModelSpec, shape: LayerShape, name: str) -> tuple[Operator, ...]:
+    size = ELEMENT_BYTES * tokens_of(model, shape) * model.hidden / shape.sequence_split
+    return (
+        Operator(
+            name=f"{name} norm", kind="memory", moved_bytes=2 * size,
+            backward_moved_bytes=3 * size, stored_bytes=size,
+        ),
+    )  # fmt: skip
+
+
+def _residual_operators(model: ModelSpec, shape: LayerShape, name: str) -> tuple[Operator, ...]:
+    elements = tokens_of(model, shape) * model.hidden / shape.sequence_split
+    mask = _MASK_BYTES * elements if model.dropout else 0.0
+    return (
+        Operator(
+            name=f"{name} residual", kind="memory", stored_bytes=mask,
+            moved_bytes=3 * ELEMENT_BYTES * elements + mask,
+            backward_moved_bytes=(2 if model.dropout else 1) * ELEMENT_BYTES * elements + mask,
+        ),
+    )  # fmt: skip
+
+
+def _tensor_message(model: ModelSpec, shape: LayerShape, name: str) -> tuple[Operator, ...]:
+    if shape.tensor == 1:
+        return ()
+    size = ELEMENT_BYTES * tokens_of(model, shape) * model.hidden
+    return (Operator(name=name, kind="message", message="tensor", message_bytes=size),)
+
+
+def _input_bytes(model: ModelSpec, shape: LayerShape) -> float:
+    """Input of a column-parallel product, which is stored as the norm's output is split."""
+    return ELEMENT_BYTES * tokens_of(model, shape) * model.hidden / shape.sequence_split
+
+
+def _attention_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ...]:
+    tokens, h, t = tokens_of(model, shape), model.hidden, shape.tensor
+    width = model.head_width
+    queries = model.num_heads * width / t
+    # A key head that fewer ranks share than there are tensor ranks is held by several.
+    keys = max(model.kv_heads / t, 1.0) * width
+    rotary = 2 * ELEMENT_BYTES * tokens * (queries + keys)
+    rotation = Operator(
+        name="rotary", kind="memory", moved_bytes=rotary, backward_moved_bytes=rotary
+    )
+    return (
+        Operator(
+            name="query, key, value", kind="gemm", m=tokens, n=queries + 2 * keys, k=h,
+            stored_bytes=_input_bytes(model, shape),
+        ),
+        *(() if model.learned_positions or not model.embeds_tokens else (rotation,)),
+        *_core_operators(model, shape, queries=queries, keys=keys, values=queries),
+        Operator(
+            name="attention projection", kind="gemm", m=tokens, n=h, k=queries,
+            stored_bytes=ELEMENT_BYTES * tokens * queries,
+        ),
+        *_tensor_message(model, shape, "attention"),
+    )  # fmt: skip
+
+
+def _core_operators(
+    model: ModelSpec, shape: LayerShape, *, queries: float, keys: float, values: float
+) -> tuple[Operator, ...]:
+    """Scores, softmax, dropout and weighted values, in one kernel or in several."""
+    tokens, heads = tokens_of(model, shape), model.num_heads / shape.tensor
+    inputs = ELEMENT_BYTES * tokens * (queries + 2 * keys)
+    flops = 2.0 * tokens * model.seq_len * (queries + values)
+    ring = ELEMENT_BYTES * 2 * keys * tokens * shape.context
+    context = (
+        Operator(name="keys, values", kind="message", message="context", message_bytes=ring),
+    ) * (shape.context > 1)
+    if shape.fused_attention:
+        moved = inputs + ELEMENT_BYTES * tokens * values
+        statistics = 4.0 * tokens * heads
+        core = Operator(
+            name="attention", kind="attention", flops=flops, moved_bytes=moved,
+            backward_moved_bytes=2 * moved, stored_bytes=inputs + statistics,
+            m=tokens, n=model.seq_len, k=(queries + values) / 2,
+        )  # fmt: skip
+        return (*context, core)
+    scores = heads * tokens * model.seq_len
+    drop = 1 if model.dropout else 0
+    return (
+        *context,
+        Operator(
+            name="attention", kind="attention", flops=flops, stored_bytes=inputs,
+            m=tokens / shape.micro_batch, n=model.seq_len, k=queries / heads,
+            batch=heads * shape.micro_batch, kernels=4,
+        ),
+        # Softmax reads and writes, dropout reads, writes and marks; twice of each is stored.
+        Operator(
+            name="scores", kind="memory", scores=True, kernels=2 + drop,
+            moved_bytes=scores * (4 + 5 * drop), backward_moved_bytes=scores * (6 + 5 * drop),
+            stored_bytes=scores * (ELEMENT_BYTES + drop * (ELEMENT_BYTES + _MASK_BYTES)),
+        ),
+    )  # fmt: skip
+
+
+def _latent_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ...]:
+    lat = model.latent
+    assert lat is not None, "only called with latent attention"
+    tokens, t, h = tokens_of(model, shape), shape.tensor, model.hidden
+    heads = model.num_heads / t
+    query = heads * (model.head_width + lat.rope_dim)
+    down = lat.q_rank + lat.kv_rank + lat.rope_dim
+    value = heads * lat.value_dim
+    query_in = lat.q_rank or h
+    up_stored = ELEMENT_BYTES * tokens * (query_in + lat.kv_rank)
+    return (
+        Operator(
+            name="compression", kind="gemm", m=tokens, n=down, k=h,
+            stored_bytes=_input_bytes(model, shape),
+        ),
+        Operator(name="queries", kind="gemm", m=tokens, n=query, k=query_in, stored_bytes=up_stored),
+        Operator(
+            name="keys, values", kind="gemm", m=tokens, n=heads * model.head_width + value,
+            k=lat.kv_rank,
+        ),
+        *_core_operators(model, shape, queries=query, keys=(query + value) / 2, values=value),
+        Operator(
+            name="attention projection", kind="gemm", m=tokens, n=h, k=value,
+            stored_bytes=ELEMENT_BYTES * tokens * value,
+        ),
+        *_tensor_message(model, shape, "attention"),
+    )  # fmt: skip
+
+
+def _feed_forward(
+    model: ModelSpec, *, rows: float, inner: float, name: str, batch: float = 1.0
+) -> tuple[Operator, ...]:
+    """Two products and the activation between them; the first one's input is not counted."""
+    elements = rows * inner * batch
+    gates = 2 if model.gated else 1
+    return (
+        Operator(name=f"{name} up", kind="gemm", m=rows, n=gates * inner, k=model.hidden,
+                 batch=batch),
+        Operator(
+            name=f"{name} activation", kind="memory",
+            moved_bytes=(gates + 1) * ELEMENT_BYTES * elements,
+            backward_moved_bytes=(2 * gates + 1) * ELEMENT_BYTES * elements,
+            stored_bytes=gates * ELEMENT_BYTES * elements,
+        ),
+        Operator(
+            name=f"{name} down", kind="gemm", m=rows, n=model.hidden, k=inner, batch=batch,
+            stored_bytes=ELEMENT_BYTES * elements,
+        ),
+    )  # fmt: skip
+
+
+def _dense_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ...]:
+    inner = model.ffn_width / shape.tensor
+    up, *rest = _feed_forward(model, rows=tokens_of(model, shape), inner=inner, name="feed-forward")
+    return (
+        _storing(up, _input_bytes(model, shape)),
+        *rest,
+        *_tensor_message(model, shape, "feed-forward"),
+    )
+
+
+def _storing(operator: Operator, stored_bytes: float) -> Operator:
+    fields = {name: getattr(operator, name) for name in operator.__dataclass_fields__}
+    return Operator(**{**fields, "stored_bytes": stored_bytes})
+
+
+def _expert_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ...]:
+    """Router, exchange of tokens, experts on even loads, exchange back."""
+    moe = model.experts
+    assert moe is not None, "only called for expert layers"
+    tokens, t = tokens_of(model, shape), shape.tensor
+    visits = tokens * moe.top_k / (t if shape.sequence_parallel else 1)
+    visit_bytes = ELEMENT_BYTES * visits * model.hidden
+    local = moe.num_experts / shape.expert
+    # The whole expert group's tokens meet this rank's experts; t ranks split each expert.
+    rows = tokens * moe.top_k * shape.expert / moe.num_experts
+    exchange = (
+        Operator(name="exchange", kind="message", message="expert", message_bytes=visit_bytes),
+    ) * (shape.expert > 1)
+    moves = Operator(
+        name="permutation", kind="memory", moved_bytes=2 * visit_bytes,
+        backward_moved_bytes=2 * visit_bytes, kernels=3,
+    )  # fmt: skip
+    up, *rest = _feed_forward(
+        model, rows=rows, inner=moe.expert_ffn / t, name="experts", batch=local
+    )
+    shared: tuple[Operator, ...] = ()
+    if moe.shared_ffn:
+        shared = _feed_forward(model, rows=tokens, inner=moe.shared_ffn / t, name="shared expert")
+    return (
+        Operator(
+            name="router", kind="gemm", m=tokens / shape.sequence_split, n=moe.num_experts,
+            k=model.hidden, stored_bytes=_input_bytes(model, shape), kernels=6,
+        ),
+        moves, *exchange, *_tensor_message(model, shape, "experts"),
+        _storing(up, ELEMENT_BYTES * rows * local * model.hidden), *rest,
+        *exchange, moves, *shared,
+    )  # fmt: skip
+
+
+def _convolution_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ...]:
+    """A mean residual block: each stage's products, weighted by its share of the blocks."""
+    ops: list[Operator] = []
+    for stage in model.stages:
+        share = stage.blocks / model.num_layers
+        pixels = shape.micro_batch * stage.size**2
+        for name, n, k in (
+            ("reduce", stage.width, stage.outputs),
+            ("convolution", stage.width, 9 * stage.width),
+            ("expand", stage.outputs, stage.width),
+        ):
+            size = ELEMENT_BYTES * pixels * n * share
+            ops.append(Operator(name=name, kind="gemm", m=pixels, n=n, k=k, batch=share,
+                                stored_bytes=ELEMENT_BYTES * pixels * k * share / (
+                                    9 if name == "convolution" else 1)))  # fmt: skip
+            ops.append(Operator(name=f"{name} norm", kind="memory", moved_bytes=4 * size,
+                                backward_moved_bytes=6 * size, stored_bytes=size))  # fmt: skip
+    return tuple(ops)
+
+
+def head_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ...]:
+    """Last norm, head and loss, with the vocabulary split over the tensor group.
+
+    Example:
+        >>> gpt = ModelSpec(name="22B", num_layers=48, hidden=6144, num_heads=64, seq_len=2048,
+        ...                 vocab=51200)
+        >>> [op.name for op in head_operators(gpt, LayerShape(micro_batch=1))]
+        ['last norm', 'head', 'loss']
+    """
+    tokens = tokens_of(model, shape) if model.embeds_tokens else float(shape.micro_batch)
+    columns = model.vocab / shape.tensor
+    logits = 4.0 * tokens * columns
+    return (
+        *_norm_operators(model, shape, "last"),
+        Operator(
+            name="head", kind="gemm", m=tokens, n=columns, k=model.hidden,
+            stored_bytes=_input_bytes(model, shape),
+        ),
+        # 32-bit logits: largest, exponentials, sum; then the gradient in place.
+        Operator(
+            name="loss", kind="memory", moved_bytes=4 * logits, backward_moved_bytes=2 * logits,
+            stored_bytes=logits, kernels=6,
+        ),
+        *_tensor_message(model, shape, "head"),
+    )  # fmt: skip

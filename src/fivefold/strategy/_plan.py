@@ -1,0 +1,222 @@
+"""One way to train a model on a number of GPUs: every degree and every switch.
+
+Ranks are laid out as in Megatron-LM: tensor innermost, then context, then data, pipeline
+outermost; ``order`` changes that. Expert parallelism splits the data and context axes. This
+module checks what one plan can say by itself; whether it fits a model, memory or a cluster is
+asked elsewhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from fivefold.errors import ConfigurationError
+from fivefold.strategy._fabric import Group
+from fivefold.strategy._model import ModelSpec
+
+__all__ = ["ParallelPlan", "PipelineSchedule", "plan_problem"]
+
+PipelineSchedule = Literal[
+    "gpipe", "1f1b", "interleaved", "zb_1p", "zb_2p", "zb_v", "v_half", "v_min", "dualpipe",
+    "dualpipe_v",
+]  # fmt: skip
+Recompute = Literal["none", "selective", "full"]
+Overlap = Literal["none", "ring", "pipe"]
+Order = Literal["tcdp", "tcpd"]
+_TWO_CHUNKS = {"zb_v", "v_half", "v_min", "dualpipe_v"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelPlan:
+    """How a job is split.
+
+    Args:
+        global_batch: Samples of one iteration over all GPUs.
+        micro_batch: Samples of one micro-batch.
+        data: Data-parallel replicas.
+        tensor: GPUs that split every layer.
+        pipeline: Stages.
+        context: GPUs that split the sequence.
+        expert: GPUs that split the experts, out of data x context.
+        virtual: Model chunks of each stage (interleaved schedules).
+        schedule: Of the pipeline.
+        zero: What data-parallel ranks share instead of copy: 1 optimizer states, 2 gradients
+            too, 3 parameters too.
+        shard: Ranks that share; None: all data-parallel ones. Fewer is hybrid sharding.
+        recompute: What backward computes again instead of reading it.
+        sequence_parallel: Norms and dropouts split over the tensor group.
+        regather: Sequence parallelism gathers inputs again in backward instead of storing them.
+        tensor_overlap: Tensor communication beside products: in rings, or in pipelined slices.
+        data_overlap: Gradients and parameters travel beside compute.
+        pipeline_overlap: Stages send beside compute.
+        offload_weights: Weights live in host memory.
+        offload_activations: Stored activations live in host memory.
+        offload_optimizer: Optimizer states live in host memory.
+        tau: Iterations between synchronisations (CO2); 1 is plain data parallelism. More than 1
+            changes convergence, so no search turns it on by itself.
+        embedding_layers: Embedding and head count as a layer each when layers are dealt out.
+        order: Axes from the innermost rank outward.
+        dtype: Of matrix products.
+
+    Raises:
+        ConfigurationError: A degree is not positive, or two settings contradict.
+
+    Example:
+        >>> plan = ParallelPlan(global_batch=64, micro_batch=1, tensor=8, pipeline=8)
+        >>> plan.num_gpus, plan.num_micro_batches
+        (64, 64)
+    """
+
+    global_batch: int
+    micro_batch: int = 1
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    virtual: int = 1
+    schedule: PipelineSchedule = "1f1b"
+    zero: int = 0
+    shard: int | None = None
+    recompute: Recompute = "none"
+    sequence_parallel: bool = False
+    regather: bool = True
+    tensor_overlap: Overlap = "none"
+    data_overlap: bool = False
+    pipeline_overlap: bool = False
+    offload_weights: bool = False
+    offload_activations: bool = False
+    offload_optimizer: bool = False
+    tau: int = 1
+    embedding_layers: bool = False
+    order: Order = "tcdp"
+    dtype: str = "bf16"
+
+    def __post_init__(self) -> None:
+        for name in ("global_batch", "micro_batch", "data", "tensor", "pipeline", "context",
+                     "expert", "virtual", "tau"):  # fmt: skip
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                message = f"{name} must be a positive integer; got {name}={value!r}"
+                raise ConfigurationError(message, hint="a degree of at least 1")
+        for name, allowed in (
+            ("schedule", get_args(PipelineSchedule)), ("recompute", get_args(Recompute)),
+            ("tensor_overlap", get_args(Overlap)), ("order", get_args(Order)),
+            ("zero", (0, 1, 2, 3)),
+        ):  # fmt: skip
+            if getattr(self, name) not in allowed:
+                message = f"{name}={getattr(self, name)!r} is unknown"
+                raise ConfigurationError(message, hint=f"use one of {', '.join(map(str, allowed))}")
+        problem = _contradiction(self)
+        if problem is not None:
+            raise ConfigurationError(problem[0], hint=problem[1])
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs that the plan needs."""
+        return self.data * self.tensor * self.pipeline * self.context
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches that each data-parallel rank runs in an iteration."""
+        return self.global_batch // (self.data * self.micro_batch)
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share states under ZeRO."""
+        return self.data * self.context if self.shard is None else self.shard
+
+    def group(self, axis: str) -> Group:
+        """The ranks of one axis: their number and how far they lie apart.
+
+        Args:
+            axis: ``"tensor"``, ``"context"``, ``"data"`` (with context), ``"expert"``,
+                ``"expert_data"``, ``"pipeline"``, ``"shard"`` or ``"replica"``.
+
+        Raises:
+            ConfigurationError: There is no such axis.
+        """
+        inner = self.tensor
+        replicas = self.data * self.context
+        data_stride = inner if self.order == "tcdp" else inner * self.pipeline
+        pipe_stride = inner * (replicas if self.order == "tcdp" else 1)
+        groups = {
+            "tensor": Group(size=self.tensor, stride=1),
+            "context": Group(size=self.context, stride=data_stride),
+            "data": Group(size=replicas, stride=data_stride),
+            "expert": Group(size=self.expert, stride=data_stride),
+            "expert_data": Group(
+                size=max(replicas // self.expert, 1), stride=data_stride * self.expert
+            ),
+            "pipeline": Group(size=self.pipeline, stride=pipe_stride),
+            "shard": Group(size=self.shards, stride=data_stride),
+            "replica": Group(
+                size=max(replicas // self.shards, 1), stride=data_stride * self.shards
+            ),
+        }
+        if axis not in groups:
+            message = f"axis {axis!r} is unknown"
+            raise ConfigurationError(message, hint=f"use one of {', '.join(groups)}")
+        return groups[axis]
+
+
+def _contradiction(plan: ParallelPlan) -> tuple[str, str] | None:
+    if plan.global_batch % (plan.data * plan.micro_batch):
+        return (
+            f"global_batch={plan.global_batch} is not a multiple of data x micro_batch = "
+            f"{plan.data * plan.micro_batch}",
+            "every rank runs equally many whole micro-batches",
+        )
+    if plan.virtual > 1 and plan.schedule != "interleaved" and plan.schedule not in _TWO_CHUNKS:
+        return f"schedule {plan.schedule!r} has no virtual stages", "use 'interleaved'"
+    if plan.schedule == "interleaved" and plan.virtual == 1:
+        return "schedule 'interleaved' needs virtual > 1", "use '1f1b' or give virtual stages"
+    if plan.schedule in _TWO_CHUNKS and plan.virtual != 2:
+        return f"schedule {plan.schedule!r} has two chunks per stage", "set virtual=2"
+    if plan.sequence_parallel and plan.tensor == 1:
+        return "sequence_parallel needs tensor > 1", "it splits over the tensor group"
+    if plan.data * plan.context % plan.expert:
+        return (
+            f"expert={plan.expert} does not divide data x context = {plan.data * plan.context}",
+            "experts are split over those ranks",
+        )
+    if plan.data * plan.context % plan.shards:
+        return f"shard={plan.shards} does not divide the data ranks", "give a divisor"
+    if plan.tau > 1 and plan.zero > 1:
+        return "tau > 1 needs whole gradients and parameters", "use zero=0 or 1"
+    return None
+
+
+def plan_problem(model: ModelSpec, plan: ParallelPlan) -> str | None:
+    """Why ``plan`` cannot run ``model``, whatever the memory; None where it can.
+
+    Example:
+        >>> gpt = ModelSpec(name="x", num_layers=4, hidden=64, num_heads=4, seq_len=128, vocab=100)
+        >>> plan_problem(gpt, ParallelPlan(global_batch=8, tensor=8))
+        'tensor=8 does not divide num_heads=4'
+    """
+    chunks = plan.pipeline * plan.virtual
+    layers = model.num_layers + (2 if plan.embedding_layers else 0)
+    if model.stages and (plan.tensor > 1 or plan.context > 1):
+        return "a convolution network is not split by tensor or context"
+    if model.num_heads % plan.tensor:
+        return f"tensor={plan.tensor} does not divide num_heads={model.num_heads}"
+    if chunks > layers:
+        return f"{chunks} pipeline chunks are more than num_layers={model.num_layers}"
+    if plan.virtual > 1 and layers % chunks:
+        return f"pipeline x virtual = {chunks} does not divide {layers} layers"
+    if plan.virtual > 1 and plan.pipeline == 1:
+        return "virtual stages need pipeline > 1"
+    if plan.schedule == "interleaved" and plan.num_micro_batches % plan.pipeline:
+        return (
+            f"interleaving needs a multiple of pipeline={plan.pipeline} micro-batches; "
+            f"got {plan.num_micro_batches}"
+        )
+    if model.seq_len % (plan.context * (plan.tensor if plan.sequence_parallel else 1)):
+        return f"the sequence of {model.seq_len} is not split evenly"
+    if plan.expert > 1 and model.experts is None:
+        return "expert > 1 needs a model with experts"
+    if model.experts is not None and model.experts.num_experts % plan.expert:
+        return f"expert={plan.expert} does not divide num_experts={model.experts.num_experts}"
+    return None

@@ -1,0 +1,441 @@
+"""Time and memory of many plans at once: what the search runs.
+
+Layers are looked up (``_layer`` computes the few hundred different ones), the rest is arithmetic
+on columns. It is written apart from ``_cost`` and ``_memory``, which say what it has to equal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fivefold.strategy._cost import mean_layer_cost
+from fivefold.strategy._device import DeviceSpec
+from fivefold.strategy._fabric import FabricSpec
+from fivefold.strategy._fabric_table import (
+    all_reduce_column_s,
+    gather_column_s,
+    point_to_point_column_s,
+)
+from fivefold.strategy._layer import LayerCost, LayerKey, head_cost
+from fivefold.strategy._memory import OPTIMIZER_BYTES, WEIGHT_BYTES
+from fivefold.strategy._model import ModelSpec
+from fivefold.strategy._plan import ParallelPlan
+from fivefold.strategy._table import PlanTable, decode
+
+__all__ = ["CostTable", "evaluate_table"]
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+_COSTS = tuple(field.name for field in fields(LayerCost))
+_KEYED = ("micro_batch", "sequence_parallel", "regather", "recompute", "tensor_overlap", "dtype")
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Time of an iteration and bytes on the fullest GPU, per plan.
+
+    Example:
+        >>> CostTable(time_s=np.array([1.0]), memory_bytes=np.array([2e9])).time_s
+        array([1.])
+    """
+
+    time_s: Floats
+    memory_bytes: Floats
+
+
+@dataclass
+class _Columns:
+    """The table with what several formulas need, computed once."""
+
+    model: ModelSpec
+    device: DeviceSpec
+    fabric: FabricSpec
+    table: PlanTable
+
+    def __post_init__(self) -> None:
+        t = self.table
+        self.replicas: Ints = t.data * t.context
+        self.shards: Ints = np.where(t.shard == 0, self.replicas, t.shard)
+        tcdp = t.is_word("order", "tcdp")
+        self.data_stride: Ints = np.where(tcdp, t.tensor, t.tensor * t.pipeline)
+        self.pipe_stride: Ints = np.where(tcdp, t.tensor * self.replicas, t.tensor)
+        self.micro_batches: Ints = t.global_batch // (t.data * t.micro_batch)
+        self.expert_replicas: Ints = np.maximum(self.replicas // t.expert, 1)
+        self.expert_shards: Floats = np.maximum(self.shards / t.expert, 1.0)
+        self.counts = self._stage_layers()
+
+    def _stage_layers(self) -> tuple[Ints, Ints, Ints]:
+        p, layers = self.table.pipeline, self.model.num_layers
+        outer = self.table.embedding_layers.astype(bool)
+        each, rest = np.divmod(np.where(outer, layers + 2, layers), p)
+        full = (rest > np.maximum(p - 2, 0)).astype(np.int64)
+        first = np.where(outer, each - 1, each) + full
+        middle = each + (rest > 0)
+        last = np.where(outer, each - 1, each)
+        one = p == 1
+        return tuple(np.where(one, layers, count) for count in (first, middle, last))  # type: ignore[return-value]
+
+    def layer(self) -> tuple[dict[str, Floats], dict[str, Floats]]:
+        """Costs of the mean layer and of the head, looked up by what they depend on."""
+        t = self.table
+        place = ((t.tensor * 4096 + t.context) * 4096 + t.expert) * 2**28 + self.data_stride
+        _, place_id = np.unique(place, return_inverse=True)
+        key = place_id.astype(np.int64)
+        for name, size in zip(_KEYED, (2**14, 2, 2, 4, 4, 4), strict=True):
+            key = key * size + t.columns[name]
+        _, first, index = np.unique(key, return_index=True, return_inverse=True)
+        costs, heads = [], []
+        for row in first:
+            plan = _key_plan(t, int(row), stride=int(self.data_stride[row]))
+            costs.append(mean_layer_cost(self.model, self.device, self.fabric, key=plan))
+            heads.append(head_cost(self.model, self.device, self.fabric, key=plan))
+        return _gather(costs, index), _gather(heads, index)
+
+    def parameters(self, stage: int) -> tuple[Floats, Floats]:
+        """Parameters on one GPU of the first, middle or last stage, kept and routed."""
+        model, t = self.model, self.table
+        if model.stages:
+            return model.num_parameters / t.pipeline, np.zeros(len(t))
+        share = model.num_expert_layers / model.num_layers
+        split = (
+            model.attention_parameters
+            + (1 - share) * model.dense_parameters
+            + share * model.unrouted_parameters
+        )
+        kept = self.counts[stage] * (split / t.tensor + model.norm_parameters)
+        routed = self.counts[stage] * share * model.routed_parameters / (t.tensor * t.expert)
+        copy = np.where((t.pipeline > 1) & model.tied, model.vocab * model.hidden, 0)
+        head = (model.head_parameters + copy) / t.tensor
+        embedding = model.embedding_parameters / t.tensor
+        one = t.pipeline == 1
+        kept = kept + np.where(one | (stage == 0), embedding, 0.0)
+        return kept + np.where(one | (stage == 2), head, 0.0), routed
+
+
+def _key_plan(table: PlanTable, row: int, *, stride: int) -> LayerKey:
+    words = {name: decode(name, int(table.columns[name][row])) for name in _KEYED}
+    degrees = {name: int(table.columns[name][row]) for name in ("tensor", "context", "expert")}
+    return LayerKey(**words, **degrees, data_stride=stride)
+
+
+def _gather(costs: list[LayerCost], index: Ints) -> dict[str, Floats]:
+    return {
+        name: np.array([getattr(cost, name) for cost in costs])[index.reshape(-1)]
+        for name in _COSTS
+    }
+
+
+def evaluate_table(
+    model: ModelSpec, device: DeviceSpec, fabric: FabricSpec, *, table: PlanTable
+) -> CostTable:
+    """Predict time and memory of every plan of a table that can run the model.
+
+    Args:
+        model: What is trained.
+        device: On which GPU and stack.
+        fabric: Joined how.
+        table: Plans; each must be without contradiction and fit the model.
+
+    Example:
+        >>> gpt = ModelSpec(name="22B", num_layers=48, hidden=6144, num_heads=64, seq_len=2048,
+        ...                 vocab=51200)
+        >>> device = DeviceSpec(name="a100", peak_flops=312e12, memory_bytes=80e9,
+        ...                     memory_bandwidth_bytes_per_s=2.0e12, multiprocessors=108)
+        >>> from fivefold.strategy._fabric import Tier
+        >>> node = FabricSpec(name="node", tiers=(Tier(name="node", gpus=8,
+        ...                                            bandwidth_bytes_per_s=300e9),))
+        >>> plans = [ParallelPlan(global_batch=4, micro_batch=b, tensor=8) for b in (1, 2, 4)]
+        >>> costs = evaluate_table(gpt, device, node, table=PlanTable.of(plans))
+        >>> bool((np.diff(costs.time_s) < 0).all())
+        True
+    """
+    columns = _Columns(model, device, fabric, table)
+    layer, head = columns.layer()
+    memory = _memory_column(columns, layer, head)
+    layer = _gathering_layer(columns, layer)
+    return CostTable(time_s=_time_column(columns, layer, head), memory_bytes=memory)
+
+
+def _stage_times(
+    columns: _Columns, layer: dict[str, Floats], head: dict[str, Floats]
+) -> list[tuple[Floats, Floats, Floats]]:
+    t, one = columns.table, columns.table.pipeline == 1
+    embedding_s = _embedding_s(columns)
+    stages = []
+    for number, count in enumerate(columns.counts):
+        is_first, is_last = one | (number == 0), one | (number == 2)
+        opening_s = np.where(is_first, embedding_s, 0.0)
+        parts = [
+            count * layer[name] + np.where(is_last, head[name], 0.0)
+            for name in ("forward_s", "input_s", "weight_s")
+        ]
+        stages.append((parts[0] + opening_s, parts[1], parts[2] + opening_s))
+    assert len(t) == len(stages[0][0]), "one entry per plan"
+    return stages
+
+
+def _embedding_s(columns: _Columns) -> Floats:
+    t, model, device = columns.table, columns.model, columns.device
+    if model.stages:
+        return np.zeros(len(t))
+    moved = 8.0 * t.micro_batch * model.seq_len / t.context * model.hidden
+    return moved / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency)
+
+
+def _time_column(columns: _Columns, layer: dict[str, Floats], head: dict[str, Floats]) -> Floats:
+    t, model, device = columns.table, columns.model, columns.device
+    p, m = t.pipeline, columns.micro_batches
+    stages = np.array(_stage_times(columns, layer, head))
+    totals = stages.sum(axis=1)
+    slowest = np.argmax(totals, axis=0)
+    slow = np.take_along_axis(stages, slowest[None, None, :], axis=0)[0]
+    slowest_s = totals.max(axis=0)
+    each, embedding_s = model.num_layers / p, _embedding_s(columns) / p
+    mean = [each * layer[n] + head[n] / p for n in ("forward_s", "input_s", "weight_s")]
+    mean[0], mean[2] = mean[0] + embedding_s, mean[2] + embedding_s
+    idle_s, messages, even = _schedule_columns(columns, mean)
+    message_s = _message_s(columns)
+    idle_s = idle_s + 2.0 * message_s * (p - 1)
+    idle_s = idle_s - np.where(even, (slowest_s - sum(mean)) / t.virtual, 0.0)
+    sent_s = np.where(t.pipeline_overlap == 1, 0.0, m * 2.0 * message_s * messages)
+    kept, routed = _outer_parameters(columns)
+    rest_s = (
+        m * slowest_s + idle_s + sent_s
+        + _offload_s(columns, layer, slowest_s)
+        + _optimizer_s(columns, kept, routed)
+    )  # fmt: skip
+    data_s = _data_s(columns, kept, routed, slow)
+    nodes = np.maximum(_num_gpus(t) / columns.fabric.gpus_per_node, 1.0)
+    lag = 1.0 + device.jitter * np.log2(nodes)
+    local_s = rest_s * lag + device.step_overhead_s
+    left_s = np.maximum(0.0, data_s / t.tau - local_s)
+    return np.where(t.tau > 1, local_s + left_s, (rest_s + data_s) * lag + device.step_overhead_s)
+
+
+def _num_gpus(table: PlanTable) -> Ints:
+    return table.data * table.tensor * table.pipeline * table.context
+
+
+def _schedule_columns(
+    columns: _Columns, mean: list[Floats]
+) -> tuple[Floats, Floats, npt.NDArray[np.bool_]]:
+    """Idle time, messages per boundary, and whether uneven stages shorten the idle time."""
+    t = columns.table
+    p, v = t.pipeline, t.virtual
+    forward_s, input_s, weight_s = mean
+    full = (p - 1) * (forward_s + input_s + weight_s)
+    split = (p - 1) * np.maximum(forward_s + input_s - weight_s, 0.0)
+    none = (p - 1) * np.maximum(forward_s + input_s - 2 * weight_s, 0.0)
+    dual = np.maximum(forward_s + 2 * input_s - weight_s, 0.0)
+    idle = {
+        "gpipe": full, "1f1b": full, "interleaved": full / v, "zb_1p": split, "zb_2p": none,
+        "zb_v": none, "v_half": full / 2, "v_min": full * 2 / 3,
+        "dualpipe": np.maximum(p / 2 - 1, 0.0) * dual, "dualpipe_v": (p - 1) / 2 * dual,
+    }  # fmt: skip
+    idle_s = np.zeros(len(t))
+    for word, column in idle.items():
+        idle_s = np.where(t.is_word("schedule", word), column, idle_s)
+    idle_s = np.where(p == 1, 0.0, idle_s)
+    messages = np.where(t.is_word("schedule", "interleaved"), v, 1.0)
+    two = t.is_word("schedule", "zb_v", "v_half", "v_min", "dualpipe_v")
+    messages = np.where(p == 1, 0.0, np.where(two, 2.0, messages))
+    return idle_s, messages, t.is_word("schedule", "gpipe", "1f1b", "interleaved")
+
+
+def _message_s(columns: _Columns) -> Floats:
+    t, model, fabric = columns.table, columns.model, columns.fabric
+    if model.stages:
+        return np.zeros(len(t))
+    whole = 2.0 * t.micro_batch * model.seq_len / t.context * model.hidden
+    parallel = t.sequence_parallel == 1
+    split = ~parallel & (t.tensor > 1) & columns.device.splits_stage_messages
+    gather_s = gather_column_s(
+        fabric, size_bytes=whole, size=t.tensor, stride=np.ones_like(t.tensor)
+    )
+    size = np.where(parallel | split, whole / t.tensor, whole)
+    message_s = point_to_point_column_s(
+        fabric, size_bytes=size, size=t.pipeline, stride=columns.pipe_stride
+    )
+    return np.where(t.pipeline == 1, 0.0, np.where(split, gather_s, 0.0) + message_s)
+
+
+def _outer_parameters(columns: _Columns) -> tuple[Floats, Floats]:
+    """Of the first or the last stage, whichever keeps more."""
+    first, last = columns.parameters(0), columns.parameters(2)
+    more = (first[0] > last[0]) | ((first[0] == last[0]) & (first[1] >= last[1]))
+    return np.where(more, first[0], last[0]), np.where(more, first[1], last[1])
+
+
+def _offload_s(columns: _Columns, layer: dict[str, Floats], stage_s: Floats) -> Floats:
+    t, device = columns.table, columns.device
+    kept, routed = columns.parameters(1)
+    states = kept + routed
+    stored = 2.0 * columns.model.num_layers / t.pipeline * layer["stored_bytes"]
+    moved = np.where(t.offload_weights == 1, 2.0 * WEIGHT_BYTES * states, 0.0)
+    moved = moved + np.where(t.offload_activations == 1, stored, 0.0)
+    exposed_s = np.maximum(moved / device.host_bandwidth_bytes_per_s - stage_s, 0.0)
+    shards = np.where(t.zero > 0, columns.shards, 1)
+    optimizer_s = 24.0 * states / shards / device.host_bandwidth_bytes_per_s
+    return columns.micro_batches * exposed_s + np.where(t.offload_optimizer == 1, optimizer_s, 0.0)
+
+
+def _optimizer_s(columns: _Columns, kept: Floats, routed: Floats) -> Floats:
+    device = columns.device
+    shared = kept / columns.shards + routed / columns.expert_shards
+    count = np.where(columns.table.zero > 0, shared, kept + routed)
+    rate = device.memory_bandwidth_bytes_per_s * device.memory_efficiency
+    return device.optimizer_bytes_per_parameter * count / rate
+
+
+def _data_s(columns: _Columns, kept: Floats, routed: Floats, slow: Floats) -> Floats:
+    t, device = columns.table, columns.device
+    reduce_s, gather_s = _state_messages_s(columns, kept, routed)
+    tied_s = _tied_s(columns)
+    rounds = np.maximum(1.0, np.minimum(t.pipeline, columns.micro_batches) * (1 - 1 / t.virtual))
+    rounds = np.where(t.virtual > 1, rounds, 1.0)
+    layers = np.maximum(columns.model.num_layers / t.pipeline, 1.0)
+    hidden_s = tied_s
+    for sent_s, window_s in ((reduce_s, slow[1] + slow[2]), (gather_s, slow[0])):
+        covered_s = np.minimum(sent_s - sent_s / layers, rounds * window_s)
+        hidden_s = hidden_s + sent_s - covered_s + device.overlap_slowdown * covered_s
+    plain = (t.data_overlap == 0) | (t.tau > 1)
+    return np.where(plain, reduce_s + gather_s + tied_s, hidden_s)
+
+
+def _tied_s(columns: _Columns) -> Floats:
+    t, model = columns.table, columns.model
+    if not model.tied or model.stages:
+        return np.zeros(len(t))
+    size = columns.device.gradient_wire_bytes * model.vocab * model.hidden / t.tensor
+    pair = np.full(len(t), 2, np.int64)
+    stride = np.maximum(columns.pipe_stride * (t.pipeline - 1), 1)
+    time_s = all_reduce_column_s(columns.fabric, size_bytes=size, size=pair, stride=stride)
+    return np.where(t.pipeline > 1, time_s, 0.0)
+
+
+def _state_messages_s(columns: _Columns, kept: Floats, routed: Floats) -> tuple[Floats, Floats]:
+    """Gradients reduced and parameters gathered once an iteration."""
+    t, fabric = columns.table, columns.fabric
+    wide, parameters = columns.device.gradient_wire_bytes, columns.device.parameter_wire_bytes
+    expert_stride = columns.data_stride * t.expert
+    whole: dict[str, Any] = {"size": columns.replicas, "stride": columns.data_stride}
+    experts: dict[str, Any] = {"size": columns.expert_replicas, "stride": expert_stride}
+    plain_s = all_reduce_column_s(fabric, size_bytes=wide * kept, **whole)
+    plain_s = plain_s + all_reduce_column_s(fabric, size_bytes=wide * routed, **experts)
+    across_s = all_reduce_column_s(
+        fabric, size_bytes=wide * kept / columns.shards,
+        size=np.maximum(columns.replicas // columns.shards, 1),
+        stride=columns.data_stride * columns.shards,
+    )  # fmt: skip
+    shard: dict[str, Any] = {"size": columns.shards, "stride": columns.data_stride}
+    expert_shard: dict[str, Any] = {
+        "size": np.maximum(columns.shards // t.expert, 1), "stride": expert_stride
+    }  # fmt: skip
+    scatter_s = gather_column_s(fabric, size_bytes=wide * kept, **shard)
+    scatter_s = scatter_s + gather_column_s(fabric, size_bytes=wide * routed, **expert_shard)
+    gather_s = gather_column_s(fabric, size_bytes=parameters * kept, **shard)
+    gather_s = gather_s + gather_column_s(fabric, size_bytes=parameters * routed, **expert_shard)
+    scatter_s = np.where(t.zero == 2, columns.micro_batches, 1) * scatter_s + across_s
+    reduce_s = np.where(t.zero == 0, plain_s, np.where(t.zero == 3, across_s, scatter_s))
+    return reduce_s, np.where((t.zero == 1) | (t.zero == 2), gather_s, 0.0)
+
+
+def _gathering_layer(columns: _Columns, layer: dict[str, Floats]) -> dict[str, Floats]:
+    """Layers of ZeRO-3 plans wait for their parameters."""
+    t, device, fabric = columns.table, columns.device, columns.fabric
+    shared = t.zero == 3
+    if not shared.any():
+        return layer
+    each = columns.model.num_layers / t.pipeline
+    kept, routed = columns.parameters(1)
+    expert_size = np.maximum(columns.shards // t.expert, 1)
+    sent = []
+    for width in (device.parameter_wire_bytes, device.gradient_wire_bytes):
+        scale = width / device.shard_gather_share / each
+        time_s = gather_column_s(
+            fabric, size_bytes=scale * kept, size=columns.shards, stride=columns.data_stride
+        )
+        sent.append(time_s + gather_column_s(
+            fabric, size_bytes=scale * routed, size=expert_size,
+            stride=columns.data_stride * t.expert,
+        ))  # fmt: skip
+    forward_s = _beside(columns, layer["forward_s"], sent[0])
+    backward_s = layer["input_s"] + layer["weight_s"]
+    both_s = _beside(columns, backward_s, sent[0] + sent[1])
+    return {
+        **layer,
+        "forward_s": np.where(shared, forward_s, layer["forward_s"]),
+        "input_s": np.where(shared, layer["input_s"] + both_s - backward_s, layer["input_s"]),
+    }
+
+
+def _beside(columns: _Columns, compute_s: Floats, sent_s: Floats) -> Floats:
+    slowdown_s = columns.device.overlap_slowdown * np.minimum(compute_s, sent_s)
+    beside_s = np.maximum(compute_s, sent_s) + slowdown_s
+    return np.where(columns.table.data_overlap == 1, beside_s, compute_s + sent_s)
+
+
+def _memory_column(columns: _Columns, layer: dict[str, Floats], head: dict[str, Floats]) -> Floats:
+    t = columns.table
+    first = _stage_bytes(columns, layer, head, stage=0)
+    middle = np.where(t.pipeline > 2, _stage_bytes(columns, layer, head, stage=1), 0.0)
+    last = _stage_bytes(columns, layer, head, stage=2)
+    return np.maximum(np.maximum(first, middle), last)
+
+
+def _stage_bytes(
+    columns: _Columns, layer: dict[str, Floats], head: dict[str, Floats], *, stage: int
+) -> Floats:
+    t, device = columns.table, columns.device
+    kept, routed = columns.parameters(stage)
+    states, shared = kept + routed, kept / columns.shards + routed / columns.expert_shards
+    copies = np.where(t.is_word("schedule", "dualpipe") & (t.pipeline > 1), 2.0, 1.0)
+    weights = copies * WEIGHT_BYTES * np.where(t.zero >= 3, shared, states)
+    gradients = copies * device.gradient_bytes * np.where(t.zero >= 2, shared, states)
+    optimizer = OPTIMIZER_BYTES * np.where(t.zero >= 1, shared, states)
+    stored = _stored_bytes(columns, layer, head, stage=stage)
+    layers = np.maximum(columns.model.num_layers / t.pipeline, 1.0)
+    gathered = 2.0 * (WEIGHT_BYTES + device.gradient_bytes) * states / layers
+    working = layer["working_bytes"] + np.where(t.zero == 3, gathered, 0.0)
+    working = working + np.where(t.tau > 1, 2.0 * WEIGHT_BYTES * states, 0.0)
+    weights = np.where(t.offload_weights == 1, weights * np.minimum(2.0 / layers, 1.0), weights)
+    optimizer = np.where(t.offload_optimizer == 1, 0.0, optimizer)
+    flying = np.minimum(stored, 2.0 * layer["stored_bytes"])
+    stored = np.where(t.offload_activations == 1, flying, stored)
+    return weights + gradients + optimizer + stored + working + device.reserved_bytes
+
+
+def _stored_bytes(
+    columns: _Columns, layer: dict[str, Floats], head: dict[str, Floats], *, stage: int
+) -> Floats:
+    t, model = columns.table, columns.model
+    flying = _flying(columns, stage)
+    stored = flying * columns.counts[stage] * layer["stored_bytes"]
+    first = (t.pipeline >= 1) if stage == 0 else (t.pipeline < 0)
+    if model.dropout and not model.stages:
+        split = t.context * np.where(t.sequence_parallel == 1, t.tensor, 1)
+        marks = flying * t.micro_batch * model.seq_len * model.hidden / split
+        stored = stored + np.where(first | ((stage == 2) & (t.pipeline == 1)), marks, 0.0)
+    heads = np.where(t.is_word("schedule", "gpipe"), flying, 1.0) * head["stored_bytes"]
+    is_last = (t.pipeline == 1) | (stage == 2)
+    return stored + np.where(is_last, heads, 0.0)
+
+
+def _flying(columns: _Columns, stage: int) -> Floats:
+    """Micro-batches of a whole stage that are in flight on the first, second or last stage."""
+    t, m = columns.table, columns.micro_batches
+    p, v = t.pipeline, t.virtual
+    last = p - 1 - (p - 1 if stage == 2 else stage)
+    counts = {
+        "gpipe": m, "1f1b": last + 1, "zb_1p": last + 1, "zb_2p": 2 * last + 1,
+        "interleaved": p + (2 * last - (p - 1)) / v, "zb_v": p, "v_half": p / 2, "v_min": p / 3,
+        "dualpipe": p + 1, "dualpipe_v": p + 0.5,
+    }  # fmt: skip
+    flying = np.ones(len(t))
+    for word, column in counts.items():
+        flying = np.where(t.is_word("schedule", word), np.minimum(column, m), flying)
+    return np.where(p == 1, 1.0, flying)
