@@ -251,8 +251,8 @@ def load_taccl_profile(
 
     Example:
         >>> machine = load_taccl_profile("ndv2_1MB", boxes=2)
-        >>> machine.num_ranks, round(machine.latencies_s.max() * 1e6, 3)
-        (16, 2.6)
+        >>> machine.num_ranks, f"{machine.latencies_s.max():.1e}"
+        (16, '2.6e-06')
     """
     if isinstance(source, str) and source in _PUBLISHED:
         profile = TacclProfile.published(source)

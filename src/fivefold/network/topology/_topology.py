@@ -7,21 +7,22 @@ of every link array. This module knows neither files nor pictures nor routes' al
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fivefold.errors import ConfigurationError, InfeasibleError
-from fivefold.network.topology._elements import COMPUTE_KINDS, Link, Node, SwitchAbility
-from fivefold.network.topology._graph import Adjacency, IntArray, group_by, reachable
+from fivefold.network.topology._checks import all_of, check_topology, listed
+from fivefold.network.topology._elements import Link, Node, SwitchAbility
+from fivefold.network.topology._graph import reachable
+from fivefold.network.topology._views import FloatArray, TopologyViews, frozen
 
 if TYPE_CHECKING:
     from fivefold.network.topology._rank_graph import RankGraph
@@ -29,13 +30,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Topology"]
 
-FloatArray = npt.NDArray[np.float64]
-_Element = TypeVar("_Element")
-_NAMED_IN_ERRORS = 5
-
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Topology:
+class Topology(TopologyViews):
     """Nodes joined by directed links.
 
     Two topologies are equal when their nodes, links and switch abilities are; the name and the
@@ -77,14 +74,14 @@ class Topology:
     ) -> None:
         fields = {
             "name": name,
-            "nodes": _all_of(Node, nodes, "nodes"),
-            "links": _all_of(Link, links, "links"),
-            "switches": _all_of(SwitchAbility, switches, "switches"),
+            "nodes": all_of(Node, nodes, "nodes"),
+            "links": all_of(Link, links, "links"),
+            "switches": all_of(SwitchAbility, switches, "switches"),
             "source": source,
         }
         for key, value in fields.items():
             object.__setattr__(self, key, value)
-        self._check()
+        check_topology(self.name, self.nodes, self.links, self.switches)
 
     # Cached views are made anew in another process: arrays would come back writable.
     def __reduce__(self) -> tuple[Any, ...]:
@@ -103,80 +100,7 @@ class Topology:
             f"{self.num_ranks} ranks)"
         )
 
-    def _check(self) -> None:
-        if not isinstance(self.name, str) or not self.name:
-            raise ConfigurationError(f"a topology needs a name; got {self.name!r}")
-        if len(self._index) != len(self.nodes):
-            twice = sorted(_repeated(node.name for node in self.nodes))
-            raise ConfigurationError(
-                f"topology {self.name!r} has several nodes named {_listed(twice)}",
-                hint="give each node its own name",
-            )
-        if not self.num_ranks:
-            raise ConfigurationError(
-                f"topology {self.name!r} has no compute node",
-                hint="at least one node must be of kind gpu or cpu",
-            )
-        for link in self.links:
-            for end in (link.source, link.target):
-                if end not in self._index:
-                    raise ConfigurationError(
-                        f"link {link.source!r} -> {link.target!r} ends at {end!r}, "
-                        f"which is no node of topology {self.name!r}",
-                        hint=self._nearest(end),
-                    )
-        self._check_switches()
-
-    def _check_switches(self) -> None:
-        for ability in self.switches:
-            if ability.node not in self._index:
-                raise ConfigurationError(
-                    f"switches names {ability.node!r}, which is no node of {self.name!r}",
-                    hint=self._nearest(ability.node),
-                )
-            if self.nodes[self._index[ability.node]].is_rank:
-                raise ConfigurationError(
-                    f"switches names {ability.node!r}, which is a compute node",
-                    hint="only nodes that forward can be switches",
-                )
-        twice = _repeated(ability.node for ability in self.switches)
-        if twice:
-            raise ConfigurationError(
-                f"switches names {_listed(sorted(twice))} more than once",
-                hint="say all that a switch can do in one entry",
-            )
-
-    def _nearest(self, name: str) -> str:
-        near = difflib.get_close_matches(str(name), list(self._index), n=1)
-        if near:
-            return f"did you mean {near[0]!r}?"
-        return f"its nodes are {_listed([node.name for node in self.nodes])}"
-
     # Counts and names
-
-    @property
-    def num_nodes(self) -> int:
-        """Number of nodes of any kind."""
-        return len(self.nodes)
-
-    @property
-    def num_links(self) -> int:
-        """Number of links, parallel ones of one entry counted once."""
-        return len(self.links)
-
-    @property
-    def num_ranks(self) -> int:
-        """Number of compute nodes."""
-        return len(self.ranks)
-
-    @cached_property
-    def ranks(self) -> tuple[str, ...]:
-        """Names of the compute nodes; the position is the rank."""
-        return tuple(node.name for node in self.nodes if node.is_rank)
-
-    @cached_property
-    def _index(self) -> dict[str, int]:
-        return {node.name: index for index, node in enumerate(self.nodes)}
 
     @cached_property
     def fingerprint(self) -> str:
@@ -190,26 +114,6 @@ class Topology:
             digest.update(numbers.astype("<f8").tobytes())
         digest.update(repr(sorted(self.switches, key=lambda ability: ability.node)).encode())
         return digest.hexdigest()
-
-    def index(self, name: str) -> int:
-        """Node index of a name.
-
-        Raises:
-            ConfigurationError: There is no such node.
-        """
-        if name not in self._index:
-            raise ConfigurationError(
-                f"{name!r} is no node of topology {self.name!r}", hint=self._nearest(name)
-            )
-        return self._index[name]
-
-    def node_of_rank(self, rank: int) -> int:
-        """Node index of a rank.
-
-        Raises:
-            ConfigurationError: There is no such rank.
-        """
-        return int(self.rank_nodes[self._checked_rank(rank)])
 
     def host_of(self, rank: int) -> str | None:
         """Machine of a rank; None where its node names none."""
@@ -229,82 +133,6 @@ class Topology:
         """What a forwarding node can do; the plain ability where none is stated."""
         name = self.nodes[node].name if isinstance(node, int | np.integer) else node
         return next((a for a in self.switches if a.node == name), SwitchAbility(name))
-
-    # Arrays
-
-    @cached_property
-    def rank_nodes(self) -> IntArray:
-        """Node index of each rank, int32 [num_ranks]."""
-        return _frozen(np.flatnonzero(self.is_rank).astype(np.int32))
-
-    @cached_property
-    def is_rank(self) -> npt.NDArray[np.bool_]:
-        """Whether each node computes, bool [num_nodes]."""
-        return _frozen(np.array([node.kind in COMPUTE_KINDS for node in self.nodes], np.bool_))
-
-    @cached_property
-    def rank_of_node(self) -> IntArray:
-        """Rank of each node, -1 where it only forwards, int32 [num_nodes]."""
-        ranks = np.full(self.num_nodes, -1, np.int32)
-        ranks[self.rank_nodes] = np.arange(self.num_ranks, dtype=np.int32)
-        return _frozen(ranks)
-
-    @cached_property
-    def link_sources(self) -> IntArray:
-        """Node index of each link's source, int32 [num_links]."""
-        index = self._index
-        return _frozen(np.array([index[link.source] for link in self.links], np.int32))
-
-    @cached_property
-    def link_targets(self) -> IntArray:
-        """Node index of each link's target, int32 [num_links]."""
-        index = self._index
-        return _frozen(np.array([index[link.target] for link in self.links], np.int32))
-
-    @cached_property
-    def link_counts(self) -> IntArray:
-        """Number of physical links of each link, int32 [num_links]."""
-        return _frozen(np.array([link.count for link in self.links], np.int32))
-
-    @cached_property
-    def _bandwidths_bytes_per_s(self) -> FloatArray:
-        rates = [link.bandwidth_bytes_per_s for link in self.links]
-        return _frozen(np.array(rates, np.float64))
-
-    @cached_property
-    def capacities_bytes_per_s(self) -> FloatArray:
-        """Rate of each link, its physical links together, float64 [num_links]."""
-        return _frozen(self.link_counts * self._bandwidths_bytes_per_s)
-
-    @cached_property
-    def latencies_s(self) -> FloatArray:
-        """Latency of each link, float64 [num_links]."""
-        return _frozen(np.array([link.latency_s for link in self.links], np.float64))
-
-    @cached_property
-    def outgoing(self) -> Adjacency:
-        """Links that leave each node, as arrays."""
-        return group_by(self.link_sources, num_groups=self.num_nodes)
-
-    @cached_property
-    def incoming(self) -> Adjacency:
-        """Links that enter each node, as arrays."""
-        return group_by(self.link_targets, num_groups=self.num_nodes)
-
-    def out_links(self, node: int | str) -> IntArray:
-        """Indices of the links that leave a node (index or name), ascending."""
-        return self.outgoing.of(self.index(node) if isinstance(node, str) else node)
-
-    def in_links(self, node: int | str) -> IntArray:
-        """Indices of the links that enter a node (index or name), ascending."""
-        return self.incoming.of(self.index(node) if isinstance(node, str) else node)
-
-    def direct_links(self, rank_a: int, rank_b: int) -> IntArray:
-        """Indices of the links that lead from one rank to another without a stop between."""
-        target = self.node_of_rank(rank_b)
-        leaving = self.out_links(self.node_of_rank(rank_a))
-        found: IntArray = leaving[self.link_targets[leaving] == target]
-        return found
 
     # Reachability and routes
 
@@ -326,7 +154,7 @@ class Topology:
             if lost:
                 raise InfeasibleError(
                     f"topology {self.name!r} is disconnected: {len(lost)} of {self.num_ranks} "
-                    f"ranks {verb} {self.ranks[0]!r}: {_listed(lost)}",
+                    f"ranks {verb} {self.ranks[0]!r}: {listed(lost)}",
                     hint="add the links that are missing, or plan for a subset of the ranks",
                 )
 
@@ -390,7 +218,7 @@ class Topology:
     @cached_property
     def eccentricity_s(self) -> FloatArray:
         """Latency of the farthest rank from each rank, relays allowed; inf where one is cut off."""
-        return _frozen(self.router.eccentricities_s())
+        return frozen(self.router.eccentricities_s())
 
     @cached_property
     def _rank_graph(self) -> RankGraph:
@@ -488,14 +316,6 @@ class Topology:
     def _changed(self, name: str, *, links: Iterable[Link]) -> Topology:
         return Topology(name, self.nodes, links, switches=self.switches, source=self.source)
 
-    def _checked_rank(self, rank: int) -> int:
-        if not 0 <= rank < self.num_ranks:
-            raise ConfigurationError(
-                f"topology {self.name!r} has no rank {rank}",
-                hint=f"its ranks are 0 to {self.num_ranks - 1}",
-            )
-        return int(rank)
-
     # Files
 
     @classmethod
@@ -532,17 +352,6 @@ def _rebuild(
     return Topology(name, nodes, links, switches=switches, source=source)
 
 
-def _all_of(kind: type[_Element], values: Iterable[Any], what: str) -> tuple[_Element, ...]:
-    found = tuple(values)
-    wrong = next((value for value in found if not isinstance(value, kind)), None)
-    if wrong is not None:
-        raise ConfigurationError(
-            f"{what} of a topology must be {kind.__name__} objects; got {wrong!r}",
-            hint=f"write {kind.__name__}(...)",
-        )
-    return found
-
-
 def _joined(ranks: Iterable[Node], links: list[Link]) -> set[str]:
     """Names that a rank can reach and that can reach a rank."""
     reached = [{node.name for node in ranks} for _ in range(2)]
@@ -557,21 +366,3 @@ def _joined(ranks: Iterable[Node], links: list[Link]) -> set[str]:
             seen.update(found)
             frontier += found
     return reached[0] & reached[1]
-
-
-def _repeated(names: Iterable[str]) -> set[str]:
-    seen: set[str] = set()
-    return {name for name in names if name in seen or seen.add(name)}  # type: ignore[func-returns-value]
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:_NAMED_IN_ERRORS])
-    return f"{shown}, ..." if len(names) > _NAMED_IN_ERRORS else shown
-
-
-_Array = TypeVar("_Array", bound=npt.NDArray[Any])
-
-
-def _frozen(array: _Array) -> _Array:
-    array.flags.writeable = False
-    return array
