@@ -1,5 +1,13 @@
 """Collectives, schedules, the verifier, the cost of a schedule and the bounds no one can beat."""
 
+from fivefold.collectives.schedules._bounds import (
+    Bound,
+    bandwidth_bound,
+    discrete_ingress_bound,
+    gap,
+    latency_bound,
+    lower_bound,
+)
 from fivefold.collectives.schedules._collective import Collective
 from fivefold.collectives.schedules._constructors import (
     COLLECTIVES,
@@ -26,17 +34,20 @@ from fivefold.collectives.schedules._evaluate import (
 from fivefold.collectives.schedules._json import read_schedule
 from fivefold.collectives.schedules._schedule import Schedule, Transfer
 from fivefold.collectives.schedules._slots import Dependencies, dependencies
+from fivefold.collectives.schedules._throughput import ThroughputOptimum, throughput_optimum
 from fivefold.collectives.schedules._transform import compose_all_reduce, concatenate
 from fivefold.collectives.schedules._verify import VerificationReport, verify
 
 __all__ = [
     "COLLECTIVES",
     "MODELS",
+    "Bound",
     "Collective",
     "CostModel",
     "Dependencies",
     "Schedule",
     "ScheduleError",
+    "ThroughputOptimum",
     "Timing",
     "Transfer",
     "VerificationReport",
@@ -44,18 +55,24 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "all_to_allv",
+    "bandwidth_bound",
     "broadcast",
     "compose_all_reduce",
     "concatenate",
     "custom",
     "dependencies",
+    "discrete_ingress_bound",
     "evaluate",
+    "gap",
     "gather",
+    "latency_bound",
+    "lower_bound",
     "named_collective",
     "read_schedule",
     "reduce",
     "reduce_scatter",
     "scatter",
+    "throughput_optimum",
     "verify",
     "with_times",
 ]

@@ -18,7 +18,15 @@ from fivefold.collectives.schedules._arrays import Array, Floats, Ints, Longs
 from fivefold.collectives.schedules._order_kernels import group_by_key, order_events
 from fivefold.collectives.schedules._schedule import Schedule
 
-__all__ = ["Dependencies", "Slots", "wanted_slots", "dependencies", "first_hurried", "order_of", "slots_of"]
+__all__ = [
+    "Dependencies",
+    "Slots",
+    "dependencies",
+    "first_hurried",
+    "order_of",
+    "slots_of",
+    "wanted_slots",
+]
 
 
 def order_of(schedule: Schedule) -> int:
