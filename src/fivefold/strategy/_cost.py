@@ -16,7 +16,7 @@ from fivefold.strategy._fabric import FabricSpec, Group, collective_time_s
 from fivefold.strategy._layer import LayerCost, LayerKey, head_cost, layer_cost
 from fivefold.strategy._memory import WEIGHT_BYTES, MemoryUse, memory_use, stage_parameters
 from fivefold.strategy._model import ModelSpec
-from fivefold.strategy._pipeline import PipelineShape, pipeline_shape, stage_layers
+from fivefold.strategy._pipeline import pipeline_shape, stage_layers
 from fivefold.strategy._plan import ParallelPlan, plan_problem
 
 __all__ = ["Prediction", "TimeUse", "evaluate_plan"]
@@ -61,7 +61,7 @@ class TimeUse:
     @property
     def total_s(self) -> float:
         """The iteration."""
-        return sum(getattr(self, name) for name in self.__dataclass_fields__)
+        return float(sum(getattr(self, name) for name in self.__dataclass_fields__))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,10 +266,13 @@ def _time_use(
         for name in ("recompute_s", "tensor_s", "context_s", "expert_s")
     }
     offload_s = _offload_s(model, device, plan=plan, layer=layer, stage_s=slowest.total_s)
-    data_s = _data_s(model, device, fabric, plan=plan, stage=slowest, shape=shape)
+    data_s = _data_s(model, device, fabric, plan=plan, stage=slowest)
     optimizer_s = _optimizer_s(model, device, plan=plan)
     busy_s = m * slowest.total_s
-    sent_s = 0.0 if plan.pipeline_overlap else m * boundary_s
+    if plan.pipeline_overlap:
+        hidden_s = min(boundary_s, slowest.total_s)
+        boundary_s += (device.overlap_slowdown - 1.0) * hidden_s
+    sent_s = m * boundary_s
     local_s = busy_s + idle_s + sent_s + offload_s + optimizer_s
     nodes = max(plan.num_gpus / fabric.gpus_per_node, 1.0)
     lag = device.jitter * math.log2(nodes)
@@ -360,7 +363,7 @@ def _optimizer_s(model: ModelSpec, device: DeviceSpec, *, plan: ParallelPlan) ->
 
 def _data_s(
     model: ModelSpec, device: DeviceSpec, fabric: FabricSpec, *, plan: ParallelPlan,
-    stage: _Stage, shape: PipelineShape,
+    stage: _Stage,
 ) -> float:  # fmt: skip
     """Exposed communication of gradients and parameters, on the stage that has most of it."""
     kept, routed = max(stage_parameters(model, plan, name) for name in ("first", "last"))

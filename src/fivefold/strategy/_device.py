@@ -127,7 +127,7 @@ def _check(device: DeviceSpec, name: str, *, low: float, high: float) -> None:
 
 
 @functools.lru_cache(maxsize=200_000)
-def gemm_time_s(  # noqa: PLR0913 - a product has three sizes, a count and a type
+def gemm_time_s(
     device: DeviceSpec, *, m: float, n: float, k: float, batch: float = 1.0, dtype: str = "bf16"
 ) -> float:
     """Time of ``batch`` products of m x k with k x n, as waves of tiles or as bytes moved.

@@ -1,4 +1,4 @@
-"""The costs of ``_fabric`` on columns: one array entry per plan. Tested equal to the scalar ones."""
+"""The costs of ``_fabric`` on columns: one entry per plan. Tested equal to the scalar ones."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ class _Ring:
 
     def filling_s(self, size_bytes: Floats) -> Floats:
         """What a pipelined collective needs to fill."""
-        return 2.0 * np.sqrt(self.fill_s * size_bytes / self.rate)
+        filling: Floats = 2.0 * np.sqrt(self.fill_s * size_bytes / self.rate)
+        return filling
 
 
 def gather_column_s(fabric: FabricSpec, *, size_bytes: Floats, size: Ints, stride: Ints) -> Floats:

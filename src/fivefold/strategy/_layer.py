@@ -45,7 +45,8 @@ class LayerKey:
         """The key of a plan."""
         return cls(
             micro_batch=plan.micro_batch, tensor=plan.tensor, context=plan.context,
-            expert=plan.expert, data_stride=plan.group("data").stride,
+            expert=plan.expert,
+            data_stride=plan.group("data").stride if plan.context * plan.expert > 1 else 0,
             sequence_parallel=plan.sequence_parallel, regather=plan.regather,
             recompute=plan.recompute, tensor_overlap=plan.tensor_overlap, dtype=plan.dtype,
         )  # fmt: skip

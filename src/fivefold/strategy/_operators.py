@@ -238,7 +238,9 @@ def _latent_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ..
             name="compression", kind="gemm", m=tokens, n=down, k=h,
             stored_bytes=_input_bytes(model, shape),
         ),
-        Operator(name="queries", kind="gemm", m=tokens, n=query, k=query_in, stored_bytes=up_stored),
+        Operator(
+            name="queries", kind="gemm", m=tokens, n=query, k=query_in, stored_bytes=up_stored
+        ),
         Operator(
             name="keys, values", kind="gemm", m=tokens, n=heads * model.head_width + value,
             k=lat.kv_rank,

@@ -37,7 +37,7 @@ class PipelineShape:
     boundary_messages: float = 1.0
 
 
-def pipeline_shape(  # noqa: PLR0913 - a schedule, its sizes and three times
+def pipeline_shape(
     schedule: str, *, stages: int, micro_batches: int, forward_s: float, input_s: float,
     weight_s: float, virtual: int = 1,
 ) -> PipelineShape:  # fmt: skip

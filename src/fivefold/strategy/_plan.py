@@ -162,30 +162,52 @@ class ParallelPlan:
 
 
 def _contradiction(plan: ParallelPlan) -> tuple[str, str] | None:
-    if plan.global_batch % (plan.data * plan.micro_batch):
-        return (
-            f"global_batch={plan.global_batch} is not a multiple of data x micro_batch = "
-            f"{plan.data * plan.micro_batch}",
+    """The first rule that the plan breaks, and the remedy."""
+    unit = plan.data * plan.micro_batch
+    replicas = plan.data * plan.context
+    rules = (
+        (
+            plan.global_batch % unit > 0,
+            f"global_batch={plan.global_batch} is not a multiple of data x micro_batch = {unit}",
             "every rank runs equally many whole micro-batches",
-        )
-    if plan.virtual > 1 and plan.schedule != "interleaved" and plan.schedule not in _TWO_CHUNKS:
-        return f"schedule {plan.schedule!r} has no virtual stages", "use 'interleaved'"
-    if plan.schedule == "interleaved" and plan.virtual == 1:
-        return "schedule 'interleaved' needs virtual > 1", "use '1f1b' or give virtual stages"
-    if plan.schedule in _TWO_CHUNKS and plan.virtual != 2:
-        return f"schedule {plan.schedule!r} has two chunks per stage", "set virtual=2"
-    if plan.sequence_parallel and plan.tensor == 1:
-        return "sequence_parallel needs tensor > 1", "it splits over the tensor group"
-    if plan.data * plan.context % plan.expert:
-        return (
-            f"expert={plan.expert} does not divide data x context = {plan.data * plan.context}",
+        ),
+        (
+            plan.virtual > 1 and plan.schedule not in {"interleaved", *_TWO_CHUNKS},
+            f"schedule {plan.schedule!r} has no virtual stages",
+            "use 'interleaved'",
+        ),
+        (
+            plan.schedule == "interleaved" and plan.virtual == 1,
+            "schedule 'interleaved' needs virtual > 1",
+            "use '1f1b' or give virtual stages",
+        ),
+        (
+            plan.schedule in _TWO_CHUNKS and plan.virtual != 2,
+            f"schedule {plan.schedule!r} has two chunks per stage",
+            "set virtual=2",
+        ),
+        (
+            plan.sequence_parallel and plan.tensor == 1,
+            "sequence_parallel needs tensor > 1",
+            "it splits over the tensor group",
+        ),
+        (
+            replicas % plan.expert > 0,
+            f"expert={plan.expert} does not divide data x context = {replicas}",
             "experts are split over those ranks",
-        )
-    if plan.data * plan.context % plan.shards:
-        return f"shard={plan.shards} does not divide the data ranks", "give a divisor"
-    if plan.tau > 1 and plan.zero > 1:
-        return "tau > 1 needs whole gradients and parameters", "use zero=0 or 1"
-    return None
+        ),
+        (
+            plan.shards < 1 or replicas % plan.shards > 0,
+            f"shard={plan.shard} does not divide data x context = {replicas}",
+            "give a divisor",
+        ),
+        (
+            plan.tau > 1 and plan.zero > 1,
+            "tau > 1 needs whole gradients and parameters",
+            "use zero=0 or 1",
+        ),
+    )
+    return next(((message, hint) for broken, message, hint in rules if broken), None)
 
 
 def plan_problem(model: ModelSpec, plan: ParallelPlan) -> str | None:
@@ -196,12 +218,26 @@ def plan_problem(model: ModelSpec, plan: ParallelPlan) -> str | None:
         >>> plan_problem(gpt, ParallelPlan(global_batch=8, tensor=8))
         'tensor=8 does not divide num_heads=4'
     """
-    chunks = plan.pipeline * plan.virtual
-    layers = model.num_layers + (2 if plan.embedding_layers else 0)
+    for check in (_axis_problem, _pipeline_problem, _expert_problem):
+        problem = check(model, plan)
+        if problem is not None:
+            return problem
+    return None
+
+
+def _axis_problem(model: ModelSpec, plan: ParallelPlan) -> str | None:
     if model.stages and (plan.tensor > 1 or plan.context > 1):
         return "a convolution network is not split by tensor or context"
     if model.num_heads % plan.tensor:
         return f"tensor={plan.tensor} does not divide num_heads={model.num_heads}"
+    if model.seq_len % (plan.context * (plan.tensor if plan.sequence_parallel else 1)):
+        return f"the sequence of {model.seq_len} is not split evenly"
+    return None
+
+
+def _pipeline_problem(model: ModelSpec, plan: ParallelPlan) -> str | None:
+    chunks = plan.pipeline * plan.virtual
+    layers = model.num_layers + (2 if plan.embedding_layers else 0)
     if chunks > layers:
         return f"{chunks} pipeline chunks are more than num_layers={model.num_layers}"
     if plan.virtual > 1 and layers % chunks:
@@ -213,8 +249,10 @@ def plan_problem(model: ModelSpec, plan: ParallelPlan) -> str | None:
             f"interleaving needs a multiple of pipeline={plan.pipeline} micro-batches; "
             f"got {plan.num_micro_batches}"
         )
-    if model.seq_len % (plan.context * (plan.tensor if plan.sequence_parallel else 1)):
-        return f"the sequence of {model.seq_len} is not split evenly"
+    return None
+
+
+def _expert_problem(model: ModelSpec, plan: ParallelPlan) -> str | None:
     if plan.expert > 1 and model.experts is None:
         return "expert > 1 needs a model with experts"
     if model.experts is not None and model.experts.num_experts % plan.expert:

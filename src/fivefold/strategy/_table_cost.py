@@ -23,7 +23,6 @@ from fivefold.strategy._fabric_table import (
 from fivefold.strategy._layer import LayerCost, LayerKey, head_cost
 from fivefold.strategy._memory import OPTIMIZER_BYTES, WEIGHT_BYTES
 from fivefold.strategy._model import ModelSpec
-from fivefold.strategy._plan import ParallelPlan
 from fivefold.strategy._table import PlanTable, decode
 
 __all__ = ["CostTable", "evaluate_table"]
@@ -48,8 +47,8 @@ class CostTable:
 
 
 @dataclass
-class _Columns:
-    """The table with what several formulas need, computed once."""
+class Columns:
+    """A table with what several formulas need, computed once."""
 
     model: ModelSpec
     device: DeviceSpec
@@ -62,6 +61,8 @@ class _Columns:
         self.shards: Ints = np.where(t.shard == 0, self.replicas, t.shard)
         tcdp = t.is_word("order", "tcdp")
         self.data_stride: Ints = np.where(tcdp, t.tensor, t.tensor * t.pipeline)
+        # Where nothing but the tensor group talks inside a layer, its place does not matter.
+        self.layer_stride: Ints = np.where(t.context * t.expert > 1, self.data_stride, 0)
         self.pipe_stride: Ints = np.where(tcdp, t.tensor * self.replicas, t.tensor)
         self.micro_batches: Ints = t.global_batch // (t.data * t.micro_batch)
         self.expert_replicas: Ints = np.maximum(self.replicas // t.expert, 1)
@@ -82,7 +83,7 @@ class _Columns:
     def layer(self) -> tuple[dict[str, Floats], dict[str, Floats]]:
         """Costs of the mean layer and of the head, looked up by what they depend on."""
         t = self.table
-        place = ((t.tensor * 4096 + t.context) * 4096 + t.expert) * 2**28 + self.data_stride
+        place = ((t.tensor * 4096 + t.context) * 4096 + t.expert) * 2**28 + self.layer_stride
         _, place_id = np.unique(place, return_inverse=True)
         key = place_id.astype(np.int64)
         for name, size in zip(_KEYED, (2**14, 2, 2, 4, 4, 4), strict=True):
@@ -90,7 +91,7 @@ class _Columns:
         _, first, index = np.unique(key, return_index=True, return_inverse=True)
         costs, heads = [], []
         for row in first:
-            plan = _key_plan(t, int(row), stride=int(self.data_stride[row]))
+            plan = _key_plan(t, int(row), stride=int(self.layer_stride[row]))
             costs.append(mean_layer_cost(self.model, self.device, self.fabric, key=plan))
             heads.append(head_cost(self.model, self.device, self.fabric, key=plan))
         return _gather(costs, index), _gather(heads, index)
@@ -117,8 +118,10 @@ class _Columns:
 
 
 def _key_plan(table: PlanTable, row: int, *, stride: int) -> LayerKey:
-    words = {name: decode(name, int(table.columns[name][row])) for name in _KEYED}
-    degrees = {name: int(table.columns[name][row]) for name in ("tensor", "context", "expert")}
+    words: dict[str, Any] = {name: decode(name, int(table.columns[name][row])) for name in _KEYED}
+    degrees: dict[str, Any] = {
+        name: int(table.columns[name][row]) for name in ("tensor", "context", "expert")
+    }
     return LayerKey(**words, **degrees, data_stride=stride)
 
 
@@ -148,12 +151,13 @@ def evaluate_table(
         >>> from fivefold.strategy._fabric import Tier
         >>> node = FabricSpec(name="node", tiers=(Tier(name="node", gpus=8,
         ...                                            bandwidth_bytes_per_s=300e9),))
+        >>> from fivefold.strategy._plan import ParallelPlan
         >>> plans = [ParallelPlan(global_batch=4, micro_batch=b, tensor=8) for b in (1, 2, 4)]
         >>> costs = evaluate_table(gpt, device, node, table=PlanTable.of(plans))
         >>> bool((np.diff(costs.time_s) < 0).all())
         True
     """
-    columns = _Columns(model, device, fabric, table)
+    columns = Columns(model, device, fabric, table)
     layer, head = columns.layer()
     memory = _memory_column(columns, layer, head)
     layer = _gathering_layer(columns, layer)
@@ -161,7 +165,7 @@ def evaluate_table(
 
 
 def _stage_times(
-    columns: _Columns, layer: dict[str, Floats], head: dict[str, Floats]
+    columns: Columns, layer: dict[str, Floats], head: dict[str, Floats]
 ) -> list[tuple[Floats, Floats, Floats]]:
     t, one = columns.table, columns.table.pipeline == 1
     embedding_s = _embedding_s(columns)
@@ -178,7 +182,7 @@ def _stage_times(
     return stages
 
 
-def _embedding_s(columns: _Columns) -> Floats:
+def _embedding_s(columns: Columns) -> Floats:
     t, model, device = columns.table, columns.model, columns.device
     if model.stages:
         return np.zeros(len(t))
@@ -186,22 +190,22 @@ def _embedding_s(columns: _Columns) -> Floats:
     return moved / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency)
 
 
-def _time_column(columns: _Columns, layer: dict[str, Floats], head: dict[str, Floats]) -> Floats:
-    t, model, device = columns.table, columns.model, columns.device
+def _time_column(columns: Columns, layer: dict[str, Floats], head: dict[str, Floats]) -> Floats:
+    t, device = columns.table, columns.device
     p, m = t.pipeline, columns.micro_batches
     stages = np.array(_stage_times(columns, layer, head))
     totals = stages.sum(axis=1)
     slowest = np.argmax(totals, axis=0)
     slow = np.take_along_axis(stages, slowest[None, None, :], axis=0)[0]
     slowest_s = totals.max(axis=0)
-    each, embedding_s = model.num_layers / p, _embedding_s(columns) / p
-    mean = [each * layer[n] + head[n] / p for n in ("forward_s", "input_s", "weight_s")]
-    mean[0], mean[2] = mean[0] + embedding_s, mean[2] + embedding_s
+    mean = _mean_stage(columns, layer, head)
     idle_s, messages, even = _schedule_columns(columns, mean)
     message_s = _message_s(columns)
     idle_s = idle_s + 2.0 * message_s * (p - 1)
     idle_s = idle_s - np.where(even, (slowest_s - sum(mean)) / t.virtual, 0.0)
-    sent_s = np.where(t.pipeline_overlap == 1, 0.0, m * 2.0 * message_s * messages)
+    boundary_s = 2.0 * message_s * messages
+    hidden_s = np.where(t.pipeline_overlap == 1, np.minimum(boundary_s, slowest_s), 0.0)
+    sent_s = m * (boundary_s + (device.overlap_slowdown - 1.0) * hidden_s)
     kept, routed = _outer_parameters(columns)
     rest_s = (
         m * slowest_s + idle_s + sent_s
@@ -213,7 +217,30 @@ def _time_column(columns: _Columns, layer: dict[str, Floats], head: dict[str, Fl
     lag = 1.0 + device.jitter * np.log2(nodes)
     local_s = rest_s * lag + device.step_overhead_s
     left_s = np.maximum(0.0, data_s / t.tau - local_s)
-    return np.where(t.tau > 1, local_s + left_s, (rest_s + data_s) * lag + device.step_overhead_s)
+    plain_s = (rest_s + data_s) * lag + device.step_overhead_s
+    total_s: Floats = np.where(t.tau > 1, local_s + left_s, plain_s)
+    return total_s
+
+
+def least_time_column(
+    columns: Columns, layer: dict[str, Floats], head: dict[str, Floats]
+) -> Floats:
+    """Micro-batches on a stage of mean speed and the idle time at that speed: no plan is faster."""
+    mean = _mean_stage(columns, layer, head)
+    idle_s, *_ = _schedule_columns(columns, mean)
+    least_s: Floats = columns.micro_batches * sum(mean) + idle_s
+    return least_s
+
+
+def _mean_stage(
+    columns: Columns, layer: dict[str, Floats], head: dict[str, Floats]
+) -> list[Floats]:
+    p = columns.table.pipeline
+    each, embedding_s = columns.model.num_layers / p, _embedding_s(columns) / p
+    forward_s, input_s, weight_s = (
+        each * layer[name] + head[name] / p for name in ("forward_s", "input_s", "weight_s")
+    )
+    return [forward_s + embedding_s, input_s, weight_s + embedding_s]
 
 
 def _num_gpus(table: PlanTable) -> Ints:
@@ -221,7 +248,7 @@ def _num_gpus(table: PlanTable) -> Ints:
 
 
 def _schedule_columns(
-    columns: _Columns, mean: list[Floats]
+    columns: Columns, mean: list[Floats]
 ) -> tuple[Floats, Floats, npt.NDArray[np.bool_]]:
     """Idle time, messages per boundary, and whether uneven stages shorten the idle time."""
     t = columns.table
@@ -246,7 +273,7 @@ def _schedule_columns(
     return idle_s, messages, t.is_word("schedule", "gpipe", "1f1b", "interleaved")
 
 
-def _message_s(columns: _Columns) -> Floats:
+def _message_s(columns: Columns) -> Floats:
     t, model, fabric = columns.table, columns.model, columns.fabric
     if model.stages:
         return np.zeros(len(t))
@@ -263,14 +290,14 @@ def _message_s(columns: _Columns) -> Floats:
     return np.where(t.pipeline == 1, 0.0, np.where(split, gather_s, 0.0) + message_s)
 
 
-def _outer_parameters(columns: _Columns) -> tuple[Floats, Floats]:
+def _outer_parameters(columns: Columns) -> tuple[Floats, Floats]:
     """Of the first or the last stage, whichever keeps more."""
     first, last = columns.parameters(0), columns.parameters(2)
     more = (first[0] > last[0]) | ((first[0] == last[0]) & (first[1] >= last[1]))
     return np.where(more, first[0], last[0]), np.where(more, first[1], last[1])
 
 
-def _offload_s(columns: _Columns, layer: dict[str, Floats], stage_s: Floats) -> Floats:
+def _offload_s(columns: Columns, layer: dict[str, Floats], stage_s: Floats) -> Floats:
     t, device = columns.table, columns.device
     kept, routed = columns.parameters(1)
     states = kept + routed
@@ -280,10 +307,12 @@ def _offload_s(columns: _Columns, layer: dict[str, Floats], stage_s: Floats) -> 
     exposed_s = np.maximum(moved / device.host_bandwidth_bytes_per_s - stage_s, 0.0)
     shards = np.where(t.zero > 0, columns.shards, 1)
     optimizer_s = 24.0 * states / shards / device.host_bandwidth_bytes_per_s
-    return columns.micro_batches * exposed_s + np.where(t.offload_optimizer == 1, optimizer_s, 0.0)
+    optimizer_s = np.where(t.offload_optimizer == 1, optimizer_s, 0.0)
+    total_s: Floats = columns.micro_batches * exposed_s + optimizer_s
+    return total_s
 
 
-def _optimizer_s(columns: _Columns, kept: Floats, routed: Floats) -> Floats:
+def _optimizer_s(columns: Columns, kept: Floats, routed: Floats) -> Floats:
     device = columns.device
     shared = kept / columns.shards + routed / columns.expert_shards
     count = np.where(columns.table.zero > 0, shared, kept + routed)
@@ -291,7 +320,7 @@ def _optimizer_s(columns: _Columns, kept: Floats, routed: Floats) -> Floats:
     return device.optimizer_bytes_per_parameter * count / rate
 
 
-def _data_s(columns: _Columns, kept: Floats, routed: Floats, slow: Floats) -> Floats:
+def _data_s(columns: Columns, kept: Floats, routed: Floats, slow: Floats) -> Floats:
     t, device = columns.table, columns.device
     reduce_s, gather_s = _state_messages_s(columns, kept, routed)
     tied_s = _tied_s(columns)
@@ -306,7 +335,7 @@ def _data_s(columns: _Columns, kept: Floats, routed: Floats, slow: Floats) -> Fl
     return np.where(plain, reduce_s + gather_s + tied_s, hidden_s)
 
 
-def _tied_s(columns: _Columns) -> Floats:
+def _tied_s(columns: Columns) -> Floats:
     t, model = columns.table, columns.model
     if not model.tied or model.stages:
         return np.zeros(len(t))
@@ -317,7 +346,7 @@ def _tied_s(columns: _Columns) -> Floats:
     return np.where(t.pipeline > 1, time_s, 0.0)
 
 
-def _state_messages_s(columns: _Columns, kept: Floats, routed: Floats) -> tuple[Floats, Floats]:
+def _state_messages_s(columns: Columns, kept: Floats, routed: Floats) -> tuple[Floats, Floats]:
     """Gradients reduced and parameters gathered once an iteration."""
     t, fabric = columns.table, columns.fabric
     wide, parameters = columns.device.gradient_wire_bytes, columns.device.parameter_wire_bytes
@@ -344,7 +373,7 @@ def _state_messages_s(columns: _Columns, kept: Floats, routed: Floats) -> tuple[
     return reduce_s, np.where((t.zero == 1) | (t.zero == 2), gather_s, 0.0)
 
 
-def _gathering_layer(columns: _Columns, layer: dict[str, Floats]) -> dict[str, Floats]:
+def _gathering_layer(columns: Columns, layer: dict[str, Floats]) -> dict[str, Floats]:
     """Layers of ZeRO-3 plans wait for their parameters."""
     t, device, fabric = columns.table, columns.device, columns.fabric
     shared = t.zero == 3
@@ -373,13 +402,13 @@ def _gathering_layer(columns: _Columns, layer: dict[str, Floats]) -> dict[str, F
     }
 
 
-def _beside(columns: _Columns, compute_s: Floats, sent_s: Floats) -> Floats:
+def _beside(columns: Columns, compute_s: Floats, sent_s: Floats) -> Floats:
     slowdown_s = columns.device.overlap_slowdown * np.minimum(compute_s, sent_s)
     beside_s = np.maximum(compute_s, sent_s) + slowdown_s
     return np.where(columns.table.data_overlap == 1, beside_s, compute_s + sent_s)
 
 
-def _memory_column(columns: _Columns, layer: dict[str, Floats], head: dict[str, Floats]) -> Floats:
+def _memory_column(columns: Columns, layer: dict[str, Floats], head: dict[str, Floats]) -> Floats:
     t = columns.table
     first = _stage_bytes(columns, layer, head, stage=0)
     middle = np.where(t.pipeline > 2, _stage_bytes(columns, layer, head, stage=1), 0.0)
@@ -388,7 +417,7 @@ def _memory_column(columns: _Columns, layer: dict[str, Floats], head: dict[str, 
 
 
 def _stage_bytes(
-    columns: _Columns, layer: dict[str, Floats], head: dict[str, Floats], *, stage: int
+    columns: Columns, layer: dict[str, Floats], head: dict[str, Floats], *, stage: int
 ) -> Floats:
     t, device = columns.table, columns.device
     kept, routed = columns.parameters(stage)
@@ -397,7 +426,7 @@ def _stage_bytes(
     weights = copies * WEIGHT_BYTES * np.where(t.zero >= 3, shared, states)
     gradients = copies * device.gradient_bytes * np.where(t.zero >= 2, shared, states)
     optimizer = OPTIMIZER_BYTES * np.where(t.zero >= 1, shared, states)
-    stored = _stored_bytes(columns, layer, head, stage=stage)
+    stored = stored_column(columns, layer, head, stage=stage)
     layers = np.maximum(columns.model.num_layers / t.pipeline, 1.0)
     gathered = 2.0 * (WEIGHT_BYTES + device.gradient_bytes) * states / layers
     working = layer["working_bytes"] + np.where(t.zero == 3, gathered, 0.0)
@@ -409,9 +438,10 @@ def _stage_bytes(
     return weights + gradients + optimizer + stored + working + device.reserved_bytes
 
 
-def _stored_bytes(
-    columns: _Columns, layer: dict[str, Floats], head: dict[str, Floats], *, stage: int
+def stored_column(
+    columns: Columns, layer: dict[str, Floats], head: dict[str, Floats], *, stage: int
 ) -> Floats:
+    """Activations that the first, second or last stage keeps."""
     t, model = columns.table, columns.model
     flying = _flying(columns, stage)
     stored = flying * columns.counts[stage] * layer["stored_bytes"]
@@ -425,7 +455,7 @@ def _stored_bytes(
     return stored + np.where(is_last, heads, 0.0)
 
 
-def _flying(columns: _Columns, stage: int) -> Floats:
+def _flying(columns: Columns, stage: int) -> Floats:
     """Micro-batches of a whole stage that are in flight on the first, second or last stage."""
     t, m = columns.table, columns.micro_batches
     p, v = t.pipeline, t.virtual

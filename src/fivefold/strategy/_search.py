@@ -1,0 +1,321 @@
+"""The best plan of a space, its front of time against memory, and why the others are out.
+
+Outer choices are bounded from below in time and in memory by what no switch can change, sorted by
+the bound, and evaluated block by block in columns, until no bound is under the best time found.
+The bounds are true ones, so the best is that of evaluating everything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from fivefold.errors import InfeasibleError
+from fivefold.strategy._bounds import lower_bounds
+from fivefold.strategy._cost import Prediction, evaluate_plan
+from fivefold.strategy._device import DeviceSpec
+from fivefold.strategy._fabric import FabricSpec
+from fivefold.strategy._model import ModelSpec
+from fivefold.strategy._plan import ParallelPlan
+from fivefold.strategy._space import (
+    Outer,
+    Pattern,
+    SearchSpace,
+    block_table,
+    inner_table,
+    outer_choices,
+)
+from fivefold.strategy._table import PlanTable
+from fivefold.strategy._table_cost import evaluate_table
+from fivefold.units import format_bytes
+
+__all__ = ["SearchResult", "search_plans"]
+
+_BLOCK_ROWS = 200_000
+_FIRST_ROWS = 5_000
+_MOST_TRIED = 200
+_MOST_DOUBLINGS = 7
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchResult:
+    """What a search found.
+
+    Args:
+        best: The fastest plans that fit, fastest first.
+        front: Plans that no other beats in both time and memory, fastest first.
+        num_plans: Plans in the space, after those that cannot run the model.
+        num_evaluated: Plans whose cost was computed.
+        num_over_memory: Of those, how many do not fit.
+        num_bounded: Plans that a bound ruled out unseen.
+        ruled_out: Reasons, each with the number of plans (or of outer choices, for those that
+            cannot run the model) it ruled out.
+        seconds: Of the search.
+
+    Example:
+        >>> SearchResult.__name__
+        'SearchResult'
+    """
+
+    best: tuple[Prediction, ...]
+    front: tuple[Prediction, ...]
+    num_plans: int
+    num_evaluated: int
+    num_over_memory: int
+    num_bounded: int
+    ruled_out: dict[str, int]
+    seconds: float
+
+
+@dataclass
+class _Found:
+    """The state of a search."""
+
+    model: ModelSpec
+    device: DeviceSpec
+    fabric: FabricSpec
+    top: int
+    times: Floats = field(default_factory=lambda: np.zeros(0))
+    memory: Floats = field(default_factory=lambda: np.zeros(0))
+    plans: list[ParallelPlan] = field(default_factory=list)
+    front: list[tuple[float, float, ParallelPlan]] = field(default_factory=list)
+    evaluated: int = 0
+    over: int = 0
+    least_bytes: float = np.inf
+    least_plan: ParallelPlan | None = None
+
+    @property
+    def worst_s(self) -> float:
+        """The time that a plan must beat to be kept."""
+        return float(self.times[-1]) if len(self.times) == self.top else np.inf
+
+    def look_at(self, table: PlanTable, *, front: bool) -> None:
+        """Evaluate a block and keep what is best."""
+        costs = evaluate_table(self.model, self.device, self.fabric, table=table)
+        fits = costs.memory_bytes <= self.device.memory_bytes
+        self.evaluated += len(table)
+        self.over += int((~fits).sum())
+        least = int(np.argmin(costs.memory_bytes))
+        if costs.memory_bytes[least] < self.least_bytes:
+            self.least_bytes = float(costs.memory_bytes[least])
+            self.least_plan = table.plan(least)
+        rows = np.flatnonzero(fits)
+        if not len(rows):
+            return
+        self._keep_best(table, rows, costs.time_s[rows])
+        if front:
+            self._keep_front(table, rows, costs.time_s[rows], costs.memory_bytes[rows])
+
+    def _keep_best(self, table: PlanTable, rows: npt.NDArray[np.int64], times: Floats) -> None:
+        few = np.argsort(times, kind="stable")[: self.top]
+        few = few[times[few] < self.worst_s]
+        if not len(few):
+            return
+        self.plans += [table.plan(int(rows[i])) for i in few]
+        merged = np.concatenate([self.times, times[few]])
+        order = np.argsort(merged, kind="stable")[: self.top]
+        self.times = merged[order]
+        self.plans = [self.plans[i] for i in order]
+
+    def _keep_front(
+        self, table: PlanTable, rows: npt.NDArray[np.int64], times: Floats, memory: Floats
+    ) -> None:
+        order = np.lexsort((memory, times))
+        lowest = np.minimum.accumulate(memory[order])
+        better = np.r_[True, lowest[1:] < lowest[:-1]]
+        for i in order[better]:
+            point = (float(times[i]), float(memory[i]))
+            if not any(t <= point[0] and m <= point[1] for t, m, _ in self.front):
+                self.front = [old for old in self.front if old[0] < point[0] or old[1] < point[1]]
+                self.front.append((*point, table.plan(int(rows[i]))))
+
+    def beats(self, time_s: float, memory_bytes: float, *, front: bool) -> bool:
+        """Whether what was found makes plans with these bounds pointless."""
+        if time_s < self.worst_s:
+            return False
+        return not front or any(t <= time_s and m <= memory_bytes for t, m, _ in self.front)
+
+
+def search_plans(
+    model: ModelSpec, device: DeviceSpec, fabric: FabricSpec, *, space: SearchSpace, top: int = 1,
+    front: bool = False, bounds: bool = True,
+) -> SearchResult:  # fmt: skip
+    """Find the fastest plans that fit in memory.
+
+    Args:
+        model: What is trained.
+        device: On which GPU and stack.
+        fabric: Joined how.
+        space: Which plans are looked at.
+        top: How many of the fastest to return.
+        front: Whether the front of time against memory is wanted, which bounds less.
+        bounds: False evaluates every plan.
+
+    Raises:
+        InfeasibleError: The fabric has fewer GPUs, no plan can run the model, or none fits.
+
+    Example:
+        >>> gpt = ModelSpec(name="1B", num_layers=24, hidden=2048, num_heads=16, seq_len=2048,
+        ...                 vocab=51200)
+        >>> device = DeviceSpec(name="a100", peak_flops=312e12, memory_bytes=80e9,
+        ...                     memory_bandwidth_bytes_per_s=2.0e12, multiprocessors=108)
+        >>> from fivefold.strategy._fabric import Tier
+        >>> node = FabricSpec(name="node", tiers=(Tier(name="node", gpus=8,
+        ...                                            bandwidth_bytes_per_s=300e9),))
+        >>> space = SearchSpace(num_gpus=8, global_batch=64)
+        >>> search_plans(gpt, device, node, space=space).best[0].plan.data
+        8
+    """
+    started_s = time.perf_counter()
+    if space.num_gpus > fabric.num_gpus:
+        message = f"the job wants {space.num_gpus} GPUs, {fabric.name!r} has {fabric.num_gpus}"
+        raise InfeasibleError(message, hint=f"use at most {fabric.num_gpus} GPUs")
+    outer = outer_choices(model, space)
+    if not outer.plans:
+        _raise_no_choice(outer, space)
+    found = _Found(model=model, device=device, fabric=fabric, top=top)
+    walk = _Walk(found, space, outer.plans, front=front, bounds=bounds)
+    walk.run()
+    ruled_out = walk.ruled_out
+    num_bounded = sum(ruled_out.values())
+    if not found.plans:
+        _raise_no_fit(found, space)
+    ruled_out["memory: more than the device has"] += found.over
+    ruled_out.update({f"cannot run: {reason}": n for reason, n in outer.ruled_out.items()})
+    listed = sorted(found.front, key=lambda point: point[0])
+    return SearchResult(
+        best=tuple(evaluate_plan(model, device, fabric, plan=plan) for plan in found.plans),
+        front=tuple(evaluate_plan(model, device, fabric, plan=plan) for *_, plan in listed),
+        num_plans=walk.num_plans, num_evaluated=found.evaluated, num_over_memory=found.over,
+        num_bounded=num_bounded, ruled_out=dict(ruled_out),
+        seconds=time.perf_counter() - started_s,
+    )  # fmt: skip
+
+
+class _Walk:
+    """Goes through the outer choices in the order of their bounds."""
+
+    def __init__(
+        self, found: _Found, space: SearchSpace, plans: list[ParallelPlan], *, front: bool,
+        bounds: bool,
+    ) -> None:  # fmt: skip
+        self.found, self.plans, self.front = found, plans, front
+        self.ruled_out: Counter[str] = Counter()
+        self.patterns = [Pattern.of(found.model, space, plan) for plan in plans]
+        self.inner = {pattern: inner_table(space, pattern) for pattern in set(self.patterns)}
+        self.time_s = np.zeros(len(plans))
+        self.memory_bytes = np.zeros(len(plans))
+        if bounds:
+            self.time_s, self.memory_bytes = lower_bounds(
+                found.model, found.device, found.fabric, space=space, plans=plans,
+                patterns=self.patterns,
+            )  # fmt: skip
+
+    def size(self, i: int) -> int:
+        """Plans of an outer choice."""
+        return len(self.inner[self.patterns[i]]["recompute"])
+
+    @property
+    def num_plans(self) -> int:
+        """Plans of the space."""
+        return sum(self.size(i) for i in range(len(self.plans)))
+
+    def run(self) -> None:
+        """Evaluate what no bound rules out."""
+        waiting: list[int] = []
+        rows = 0
+        for i in np.argsort(self.time_s, kind="stable"):
+            waiting.append(int(i))
+            rows += self.size(int(i))
+            # Small blocks first: a good plan found early rules out most of the rest.
+            if rows >= min(_BLOCK_ROWS, _FIRST_ROWS + self.found.evaluated):
+                self.look_at(waiting)
+                waiting, rows = [], 0
+        self.look_at(waiting)
+
+    def look_at(self, chosen: list[int]) -> None:
+        """Evaluate some outer choices with all their switches, or say why not."""
+        by_pattern: dict[Pattern, list[ParallelPlan]] = {}
+        for i in chosen:
+            if self.memory_bytes[i] > self.found.device.memory_bytes:
+                reason = "memory: more than the device has, whatever the switches"
+            elif self.found.beats(self.time_s[i], self.memory_bytes[i], front=self.front):
+                reason = "time: the bound is above the best found"
+            else:
+                by_pattern.setdefault(self.patterns[i], []).append(self.plans[i])
+                continue
+            self.ruled_out[reason] += self.size(i)
+        for pattern, plans in by_pattern.items():
+            table = block_table(plans, self.inner[pattern])
+            self.found.look_at(table, front=self.front)
+
+
+def _raise_no_choice(outer: Outer, space: SearchSpace) -> None:
+    reasons = "; ".join(reason for reason, _ in outer.ruled_out.most_common(3))
+    message = (
+        f"no split of {space.num_gpus} GPUs and {space.global_batch} samples can run: {reasons}"
+    )
+    hint = "change the number of GPUs or the global batch, or allow more degrees"
+    raise InfeasibleError(message, hint=hint)
+
+
+def _raise_no_fit(found: _Found, space: SearchSpace) -> None:
+    """Say what binds, and look for the nearest change that helps."""
+    device = found.device
+    changes = []
+    if space.offload == (False,) and _fits(found, dataclasses.replace(space, offload=(True,))):
+        changes.append("allow offloading to host memory")
+    if 3 not in space.zero and _fits(found, dataclasses.replace(space, zero=(0, 1, 2, 3))):
+        changes.append("allow ZeRO-3")
+    if "full" not in space.recompute:
+        wider = dataclasses.replace(space, recompute=("none", "selective", "full"))
+        if _fits(found, wider):
+            changes.append("allow full recomputation")
+    for doubling in range(1, _MOST_DOUBLINGS):
+        count = space.num_gpus << doubling
+        larger = dataclasses.replace(space, num_gpus=count)
+        if count <= found.fabric.num_gpus and _fits(found, larger):
+            changes.append(f"use {count} GPUs")
+            break
+    needed = found.least_bytes
+    if found.least_plan is None:
+        table = lower_bounds_of(found, space)
+        needed = float(table.min())
+    message = (
+        f"no plan fits: memory binds; the least that any plan needs is {format_bytes(needed)} "
+        f"a GPU, {device.name!r} has {format_bytes(device.memory_bytes)}"
+    )
+    hint = "nearest changes: " + ("; or ".join(changes) or "a device with more memory")
+    raise InfeasibleError(message, hint=hint)
+
+
+def lower_bounds_of(found: _Found, space: SearchSpace) -> Floats:
+    """Bounds of memory over a space."""
+    plans = outer_choices(found.model, space).plans
+    patterns = [Pattern.of(found.model, space, plan) for plan in plans]
+    return lower_bounds(
+        found.model, found.device, found.fabric, space=space, plans=plans, patterns=patterns
+    )[1]
+
+
+def _fits(found: _Found, space: SearchSpace) -> bool:
+    """Whether any plan of a space fits in memory."""
+    outer = outer_choices(found.model, space)
+    if not outer.plans:
+        return False
+    state = _Found(model=found.model, device=found.device, fabric=found.fabric, top=1)
+    walk = _Walk(state, space, outer.plans, front=False, bounds=True)
+    order = np.argsort(walk.memory_bytes, kind="stable")
+    for i in order[:_MOST_TRIED]:
+        if walk.memory_bytes[i] > found.device.memory_bytes:
+            return False
+        walk.look_at([int(i)])
+        if state.plans:
+            return True
+    return False

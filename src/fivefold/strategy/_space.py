@@ -1,0 +1,279 @@
+"""Which plans a search looks at: degrees times switches, as blocks of columns.
+
+A space is a product of outer choices (degrees, micro-batch, schedule), each checked by itself
+with a reason where it is ruled out, and inner switches (recomputation, ZeRO, overlap, offload),
+of which only those that mean something for the outer choice are listed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fivefold.errors import ConfigurationError
+from fivefold.strategy._model import ModelSpec
+from fivefold.strategy._plan import ParallelPlan, plan_problem
+from fivefold.strategy._table import PlanTable, encode
+
+__all__ = ["Outer", "SearchSpace", "outer_choices"]
+
+_TWO_CHUNKS = ("zb_v", "v_half", "v_min", "dualpipe_v")
+_BOTH = (False, True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchSpace:
+    """What may be chosen; None means every value that divides.
+
+    Args:
+        num_gpus: GPUs to use, all of them.
+        global_batch: Samples of an iteration.
+        tensor: Degrees of tensor parallelism.
+        pipeline: Numbers of stages.
+        context: Degrees of context parallelism.
+        expert: Degrees of expert parallelism.
+        micro_batch: Sizes of a micro-batch.
+        virtual: Chunks of a stage for interleaved schedules.
+        schedules: Of the pipeline.
+        zero: Stages of ZeRO.
+        shards: Ranks that share states; None in it: all of them.
+        recompute: Kinds of recomputation.
+        sequence_parallel: Whether norms may be split over the tensor group.
+        regather: Whether its inputs are gathered again.
+        tensor_overlap: Kinds of tensor overlap.
+        data_overlap: Whether gradients may travel beside compute.
+        pipeline_overlap: Whether stages may send beside compute.
+        offload: Whether weights, activations and optimizer states may go to the host.
+        orders: Of the axes.
+        tau: Iterations between synchronisations; more than 1 changes convergence.
+        dtypes: Of products.
+
+    Example:
+        >>> space = SearchSpace(num_gpus=8, global_batch=8)
+        >>> space.tensor is None, space.tau
+        (True, (1,))
+    """
+
+    num_gpus: int
+    global_batch: int
+    tensor: tuple[int, ...] | None = None
+    pipeline: tuple[int, ...] | None = None
+    context: tuple[int, ...] = (1,)
+    expert: tuple[int, ...] | None = None
+    micro_batch: tuple[int, ...] | None = None
+    virtual: tuple[int, ...] | None = None
+    schedules: tuple[str, ...] = ("1f1b", "interleaved")
+    zero: tuple[int, ...] = (0, 1, 2, 3)
+    shards: tuple[int | None, ...] = (None,)
+    recompute: tuple[str, ...] = ("none", "selective", "full")
+    sequence_parallel: tuple[bool, ...] = _BOTH
+    regather: tuple[bool, ...] = (True,)
+    tensor_overlap: tuple[str, ...] = ("none",)
+    data_overlap: tuple[bool, ...] = (True,)
+    pipeline_overlap: tuple[bool, ...] = (True,)
+    offload: tuple[bool, ...] = (False,)
+    orders: tuple[str, ...] = ("tcdp",)
+    tau: tuple[int, ...] = (1,)
+    dtypes: tuple[str, ...] = ("bf16",)
+
+    def __post_init__(self) -> None:
+        for name in ("num_gpus", "global_batch"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                message = f"{name} must be a positive integer; got {value!r}"
+                raise ConfigurationError(message, hint="a count of at least 1")
+        for name, allowed in (
+            ("tensor", self.tensor), ("pipeline", self.pipeline), ("context", self.context),
+            ("expert", self.expert), ("micro_batch", self.micro_batch), ("zero", self.zero),
+            ("schedules", self.schedules), ("recompute", self.recompute), ("tau", self.tau),
+        ):  # fmt: skip
+            if allowed is not None and not allowed:
+                message = f"{name} of the search space is empty"
+                raise ConfigurationError(message, hint="give at least one value, or leave it out")
+
+
+@dataclass
+class Outer:
+    """Outer choices that can run, and why others cannot.
+
+    Args:
+        plans: One plan per choice, with the plainest switches.
+        ruled_out: Reasons with the number of outer choices that each ruled out.
+    """
+
+    plans: list[ParallelPlan] = field(default_factory=list)
+    ruled_out: Counter[str] = field(default_factory=Counter)
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, in order."""
+    small = [i for i in range(1, int(number**0.5) + 1) if number % i == 0]
+    return sorted({*small, *(number // i for i in small)})
+
+
+def outer_choices(model: ModelSpec, space: SearchSpace) -> Outer:
+    """Every combination of degrees, micro-batch and schedule that can run the model."""
+    outer = Outer()
+    for tensor in _degrees(space.tensor, space.num_gpus):
+        if model.num_heads % tensor or (model.stages and tensor > 1):
+            outer.ruled_out[f"tensor={tensor} does not divide the heads"] += 1
+            continue
+        for pipeline in _degrees(space.pipeline, space.num_gpus // tensor):
+            if pipeline > model.num_layers:
+                outer.ruled_out["more pipeline stages than layers"] += 1
+                continue
+            _add_replicas(model, space, outer, tensor=tensor, pipeline=pipeline)
+    return outer
+
+
+def _degrees(chosen: tuple[int, ...] | None, number: int) -> list[int]:
+    return [d for d in divisors(number) if chosen is None or d in chosen]
+
+
+def _add_replicas(
+    model: ModelSpec, space: SearchSpace, outer: Outer, *, tensor: int, pipeline: int
+) -> None:
+    rest = space.num_gpus // (tensor * pipeline)
+    for context in _degrees(space.context, rest):
+        data = rest // context
+        if space.global_batch % data:
+            outer.ruled_out["the batch is not a multiple of the data-parallel replicas"] += 1
+            continue
+        most = model.experts.num_experts if model.experts is not None else 1
+        for expert in _degrees(space.expert, rest):
+            if most % expert:
+                if model.experts is not None:
+                    outer.ruled_out["experts are not split evenly"] += 1
+                continue
+            degrees: dict[str, Any] = {"tensor": tensor, "pipeline": pipeline, "context": context, "data": data,
+                       "expert": expert}  # fmt: skip
+            _add_schedules(model, space, outer, degrees=degrees)
+
+
+def _add_schedules(
+    model: ModelSpec, space: SearchSpace, outer: Outer, *, degrees: dict[str, Any]
+) -> None:
+    local = space.global_batch // degrees["data"]
+    for micro_batch in _degrees(space.micro_batch, local):
+        for schedule, virtual in _schedules(model, space, degrees["pipeline"]):
+            for order in space.orders if degrees["pipeline"] > 1 else space.orders[:1]:
+                words: dict[str, Any] = {"schedule": schedule, "order": order}
+                plan = ParallelPlan(
+                    global_batch=space.global_batch, micro_batch=micro_batch, virtual=virtual,
+                    **degrees, **words,
+                )  # fmt: skip
+                problem = plan_problem(model, plan)
+                if problem is None:
+                    outer.plans.append(plan)
+                else:
+                    outer.ruled_out[problem.split("; ")[0]] += 1
+
+
+def _schedules(model: ModelSpec, space: SearchSpace, stages: int) -> list[tuple[str, int]]:
+    if stages == 1:
+        return [("1f1b", 1)]
+    found: list[tuple[str, int]] = []
+    for schedule in space.schedules:
+        if schedule == "interleaved":
+            most = model.num_layers // stages
+            chunks = divisors(most) if space.virtual is None else list(space.virtual)
+            found += [(schedule, v) for v in chunks if v > 1]
+        else:
+            found.append((schedule, 2 if schedule in _TWO_CHUNKS else 1))
+    return found
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """What of an outer choice decides which switches mean something.
+
+    Example:
+        >>> Pattern(split=True, copies=False, stages=True, sequences=True, shards=(None,)).split
+        True
+    """
+
+    split: bool
+    copies: bool
+    stages: bool
+    sequences: bool
+    shards: tuple[int | None, ...]
+
+    @classmethod
+    def of(cls, model: ModelSpec, space: SearchSpace, plan: ParallelPlan) -> Pattern:
+        """The pattern of an outer choice."""
+        replicas = plan.data * plan.context
+        return cls(
+            split=plan.tensor > 1,
+            copies=replicas > 1,
+            stages=plan.pipeline > 1,
+            sequences=plan.tensor > 1 and model.seq_len % (plan.context * plan.tensor) == 0,
+            shards=tuple(s for s in space.shards if s is None or replicas % s == 0),
+        )
+
+
+def inner_table(space: SearchSpace, pattern: Pattern) -> dict[str, npt.NDArray[np.int64]]:
+    """Switches that mean something for a pattern, as columns."""
+    zeros = [
+        (zero, shard)
+        for zero in (space.zero if pattern.copies else (0,))
+        for shard in (pattern.shards if zero else (None,))
+    ]
+    rows = [
+        (*layer, zero, shard, data, *rest, tau)
+        for layer in _layer_switches(space, pattern)
+        for (zero, shard), data, tau, *rest in itertools.product(
+            zeros,
+            space.data_overlap if pattern.copies else (False,),
+            space.tau if pattern.copies else (1,),
+            space.pipeline_overlap if pattern.stages else (False,),
+            space.offload,
+            space.offload,
+            space.offload,
+        )
+        # Nothing is left to offload of a fully recomputed layer; local steps need whole states.
+        if not (rest[2] and layer[0] == "full") and not (tau > 1 and zero > 1)
+    ]
+    names = (*LAYER_SWITCHES, "zero", "shard", "data_overlap", "pipeline_overlap",
+             "offload_weights", "offload_activations", "offload_optimizer", "tau")  # fmt: skip
+    return {
+        name: np.array([encode(name, row[i]) for row in rows], np.int64)
+        for i, name in enumerate(names)
+    }
+
+
+LAYER_SWITCHES = ("recompute", "sequence_parallel", "regather", "tensor_overlap", "dtype")
+
+
+def layer_table(space: SearchSpace, pattern: Pattern) -> dict[str, npt.NDArray[np.int64]]:
+    """Only the switches that change a layer's own time, as columns."""
+    rows = _layer_switches(space, pattern)
+    return {
+        name: np.array([encode(name, row[i]) for row in rows], np.int64)
+        for i, name in enumerate(LAYER_SWITCHES)
+    }
+
+
+def _layer_switches(space: SearchSpace, pattern: Pattern) -> list[tuple[Any, ...]]:
+    return [
+        (recompute, parallel, again, overlap, dtype)
+        for recompute in space.recompute
+        for parallel in (space.sequence_parallel if pattern.sequences else (False,))
+        for again in (space.regather if parallel else (True,))
+        for overlap in (space.tensor_overlap if pattern.split else ("none",))
+        for dtype in space.dtypes
+    ]
+
+
+def block_table(plans: list[ParallelPlan], inner: dict[str, npt.NDArray[np.int64]]) -> PlanTable:
+    """All combinations of some outer choices with one set of switches."""
+    outer = PlanTable.of(plans)
+    count = len(inner["recompute"])
+    columns = {name: np.repeat(column, count) for name, column in outer.columns.items()}
+    for name, column in inner.items():
+        columns[name] = np.tile(column, len(plans))
+    return PlanTable(columns)
