@@ -18,6 +18,7 @@ from fivefold.cli._gnn import app as gnn_app
 from fivefold.cli._help import help_text
 from fivefold.cli._lab import app as lab_app
 from fivefold.cli._report import report_command
+from fivefold.cli._topology import app as topology_app
 from fivefold.cli._train import train_command
 from fivefold.errors import FivefoldError
 
@@ -41,6 +42,7 @@ app.command("bench", help=help_text(bench_command), context_settings=BENCH_CONTE
 app.add_typer(lab_app)
 app.add_typer(elastic_app)
 app.add_typer(gnn_app)
+app.add_typer(topology_app)
 
 
 def _print_version(value: bool) -> None:  # noqa: FBT001 - typer calls it with a positional bool

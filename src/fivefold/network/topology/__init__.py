@@ -2,6 +2,7 @@
 
 from fivefold.network.topology._clusters import Port, clos, fat_tree, leaf_spine
 from fivefold.network.topology._dragonfly import dragonfly
+from fivefold.network.topology._draw import draw_topology
 from fivefold.network.topology._elements import Aggregation, Link, Node, NodeKind, SwitchAbility
 from fivefold.network.topology._graph import Adjacency
 from fivefold.network.topology._hosts import HostSpec
@@ -40,6 +41,7 @@ __all__ = [
     "Topology",
     "clos",
     "dragonfly",
+    "draw_topology",
     "dual_plane",
     "fat_tree",
     "fully_connected",

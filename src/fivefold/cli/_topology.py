@@ -1,0 +1,252 @@
+"""``fivefold topology``: what machines and networks look like, on the terminal and as pictures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fivefold.cli._help import help_text
+
+if TYPE_CHECKING:
+    from fivefold.network.topology import Topology
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="topology",
+    help="Show, draw and convert the networks that plans are made for.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+
+TopologyArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="TOPOLOGY",
+        help="Such as dgx_a100:2, torus:4x4, fat_tree:8,gpus=8, lingjun:topo.csv, taccl:ndv2_1MB:2 "
+        'or cluster.toml; "fivefold topology list" names them all.',
+    ),
+]
+BandwidthOption = Annotated[
+    str | None, typer.Option(help='Of a generator\'s links, such as "50 GB/s".')
+]
+LatencyOption = Annotated[str | None, typer.Option(help='Of a generator\'s links, such as "1 us".')]
+JsonOption = Annotated[bool, typer.Option("--json", help="Write the result as JSON.")]
+
+
+@app.callback()
+def _group() -> None:
+    """Keep the commands subcommands, however many there are."""
+
+
+def list_command(*, as_json: JsonOption = False) -> None:
+    """Name the machines, generators and profiles that can be given as TOPOLOGY."""
+    from fivefold.network.topology import (  # noqa: PLC0415 - keeps --help fast
+        generator_names,
+        generator_usage,
+        machine_names,
+        machine_source,
+        taccl_profile_names,
+    )
+
+    machines = {name: machine_source(name) for name in machine_names()}
+    generators = dict(generator_usage(name) for name in generator_names())
+    profiles = [f"taccl:{name}" for name in taccl_profile_names()]
+    if as_json:
+        typer.echo(
+            json.dumps({"machines": machines, "generators": generators, "profiles": profiles})
+        )
+        return
+    sections = {
+        "Machines, one box; NAME:4 joins four": {
+            name: source.partition(":")[0] for name, source in machines.items()
+        },
+        "Generators, by example; the keys are those of the Python functions": generators,
+        "Profiles of TACCL; NAME:2 joins two boxes": dict.fromkeys(profiles, ""),
+        "Files": {
+            "lingjun:PATH": "Hosts of the Alibaba Lingjun data set (topo.csv).",
+            "PATH.toml": "A topology file; fivefold topology convert writes one.",
+        },
+    }
+    for title, entries in sections.items():
+        typer.echo(f"{title}:")
+        width = max(map(len, entries))
+        for name, text in entries.items():
+            typer.echo(f"  {name:<{width}}  {text}".rstrip())
+
+
+def show_command(
+    topology: TopologyArgument,
+    *,
+    bandwidth: BandwidthOption = None,
+    latency: LatencyOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Describe a topology: its nodes, its links, how far apart ranks are, what limits it."""
+    from fivefold.network.topology import parse_topology  # noqa: PLC0415 - keeps --help fast
+
+    found = parse_topology(topology, bandwidth=bandwidth, latency=latency)
+    facts = _facts(found)
+    if as_json:
+        typer.echo(json.dumps(facts))
+        return
+    for line in _described(facts):
+        typer.echo(line)
+
+
+def draw_command(
+    topology: TopologyArgument,
+    output: Annotated[
+        Path, typer.Argument(help="Picture to write: .png, .svg or .pdf.", dir_okay=False)
+    ],
+    *,
+    bandwidth: BandwidthOption = None,
+    latency: LatencyOption = None,
+    loads: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON file with one number per link, bytes or shares; colours the links.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None,
+    title: Annotated[str | None, typer.Option(help="Heading of the picture.")] = None,
+) -> None:
+    """Draw a topology as a picture."""
+    from fivefold.network.topology import (  # noqa: PLC0415 - keeps --help fast
+        draw_topology,
+        parse_topology,
+    )
+
+    found = parse_topology(topology, bandwidth=bandwidth, latency=latency)
+    draw_topology(found, output, link_loads=_read_loads(loads), title=title)
+    typer.echo(f"picture: {output}", err=True)
+
+
+def convert_command(
+    topology: TopologyArgument,
+    output: Annotated[
+        Path | None, typer.Argument(help="File to write; left out, standard output.")
+    ] = None,
+    *,
+    bandwidth: BandwidthOption = None,
+    latency: LatencyOption = None,
+    name: Annotated[str | None, typer.Option(help="Name to give it.")] = None,
+) -> None:
+    """Write a topology as a TOML file that can be edited and given to every command."""
+    from fivefold.network.topology import parse_topology  # noqa: PLC0415 - keeps --help fast
+
+    found = parse_topology(topology, bandwidth=bandwidth, latency=latency)
+    text = (found.renamed(name) if name else found).to_toml()
+    if output is None:
+        typer.echo(text, nl=False)
+        return
+    from fivefold.runs import write_text  # noqa: PLC0415 - as above
+
+    write_text(output, text)
+    typer.echo(f"topology: {output}", err=True)
+
+
+def _read_loads(path: Path | None) -> Any:
+    if path is None:
+        return None
+    from fivefold.errors import DataError  # noqa: PLC0415 - only here
+
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return [float(value) for value in values]
+    except (ValueError, TypeError) as error:
+        raise DataError(
+            f"{path} is no list of numbers: {error}", hint="write [0.5, 1.0, ...], one per link"
+        ) from None
+
+
+def _facts(topology: Topology) -> dict[str, Any]:
+    kinds: dict[str, int] = {}
+    for node in topology.nodes:
+        kinds[node.kind] = kinds.get(node.kind, 0) + 1
+    classes: dict[tuple[str, str, float, float, int], int] = {}
+    for link, source, target in zip(
+        topology.links, topology.link_sources, topology.link_targets, strict=True
+    ):
+        ends = topology.nodes[source].kind, topology.nodes[target].kind
+        key = (*ends, link.bandwidth_bytes_per_s, link.latency_s, link.count)
+        classes[key] = classes.get(key, 0) + 1
+    connected = topology.is_connected()
+    small = topology.num_ranks <= 2048 and topology.num_ranks > 1
+    return {
+        "name": topology.name,
+        "source": topology.source,
+        "ranks": topology.num_ranks,
+        "hosts": len(topology.hosts),
+        "nodes": kinds,
+        "links": [
+            dict(
+                zip(
+                    ("from", "to", "bandwidth_bytes_per_s", "latency_s", "count", "links"),
+                    (*key, number),
+                    strict=True,
+                )
+            )
+            for key, number in sorted(classes.items())
+        ],
+        "connected": connected,
+        "farthest_latency_s": float(topology.eccentricity_s.max()) if connected and small else None,
+        "fewest_out_bytes_per_s": _least_out(topology),
+        "switches": [
+            {"node": ability.node, "multicast": ability.multicast}
+            | ({"slots": ability.aggregation.slots} if ability.aggregation else {})
+            for ability in topology.switches
+        ],
+        "fingerprint": topology.fingerprint,
+    }
+
+
+def _least_out(topology: Topology) -> float:
+    """Least capacity that leaves a rank: no rank can send faster."""
+    import numpy as np  # noqa: PLC0415 - keeps --help fast
+
+    out = np.bincount(
+        topology.link_sources, topology.capacities_bytes_per_s, minlength=topology.num_nodes
+    )
+    return float(out[topology.rank_nodes].min())
+
+
+def _described(facts: dict[str, Any]) -> list[str]:
+    from fivefold.units import format_bytes_per_s, format_duration_s  # noqa: PLC0415 - as above
+
+    kinds = ", ".join(f"{count} {kind}" for kind, count in facts["nodes"].items())
+    lines = [
+        facts["name"],
+        f"  ranks        {facts['ranks']}" + (f" on {facts['hosts']} hosts" * (facts["hosts"] > 0)),
+        f"  nodes        {kinds}",
+    ]
+    for number, link in enumerate(facts["links"]):
+        rate = format_bytes_per_s(link["bandwidth_bytes_per_s"])
+        wide = f"{link['count']} x {rate}" if link["count"] > 1 else rate
+        ends = f"{link['links']} {link['from']} -> {link['to']}"
+        latency = format_duration_s(link["latency_s"])
+        lines.append(f"  {'' if number else 'links':<11}  {ends}, {wide}, {latency}")
+    lines.append(f"  connected    {'yes' if facts['connected'] else 'NO'}")
+    if facts["farthest_latency_s"] is not None:
+        lines.append(f"  farthest     {format_duration_s(facts['farthest_latency_s'])} of latency")
+    lines.append(f"  out of rank  at least {format_bytes_per_s(facts['fewest_out_bytes_per_s'])}")
+    for ability in facts["switches"][:5]:
+        able = ["multicast"] * ability["multicast"]
+        able += [f"aggregation in {ability['slots']} slots"] if "slots" in ability else []
+        lines.append(f"  switch       {ability['node']}: {', '.join(able)}")
+    if facts["source"]:
+        lines.append(f"  source       {facts['source']}")
+    return lines
+
+
+for _name, _command in (
+    ("list", list_command),
+    ("show", show_command),
+    ("draw", draw_command),
+    ("convert", convert_command),
+):
+    app.command(_name, help=help_text(_command))(_command)

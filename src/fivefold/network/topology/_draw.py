@@ -1,0 +1,338 @@
+"""Pictures of a topology: nodes by kind, links by capacity, and what they carry by colour."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fivefold.errors import ConfigurationError, UnsupportedError
+from fivefold.network.topology._layout import Layout, lay_out
+from fivefold.network.topology._topology import Topology
+from fivefold.network.topology._views import FloatArray
+from fivefold.units import format_bytes, format_bytes_per_s
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["draw_topology"]
+
+_KINDS = {  # marker, colour
+    "gpu": ("s", "#2a78d6"),
+    "cpu": ("s", "#4b5b76"),
+    "nvswitch": ("D", "#1baf7a"),
+    "pcie": ("v", "#8a8a85"),
+    "nic": ("^", "#b07a12"),
+    "tor": ("o", "#d1603d"),
+    "agg": ("o", "#a23e83"),
+    "core": ("o", "#5a4fcf"),
+    "switch": ("o", "#d1603d"),
+}
+_NAMES = {"tor": "rack switch", "agg": "aggregation switch", "core": "core switch", "nic": "NIC"}
+_LINK = "#9aa0a6"
+_WRAP = "#c3c7cb"
+_LABELLED = 80  # marks; beyond, names would lie on one another
+_ASIDE = 0.07  # how far a direction's line keeps to the right
+_WHOLE = 1.0 + 1e-9  # loads up to here are shares
+_MAX_ARROWS = 300
+
+
+def draw_topology(
+    topology: Topology,
+    path: str | Path | None = None,
+    *,
+    link_loads: npt.ArrayLike | None = None,
+    title: str | None = None,
+    size_inches: tuple[float, float] | None = None,
+) -> Figure:
+    """Draw a topology, with what its links carry if that is given.
+
+    Many hosts are drawn as one mark each, links that then lie on one another as one line. The width
+    of a line follows its capacity. With loads every direction has its own line, to the right of the
+    straight one as seen by the traffic; a single direction without loads has an arrow.
+
+    Args:
+        topology: What to draw.
+        path: Where to save it (``.png``, ``.svg`` or ``.pdf``); None to save nothing.
+        link_loads: Per link, bytes or (where none is above 1) the share of its capacity in use.
+        title: Heading; None for name and counts.
+        size_inches: Width and height; None chooses.
+
+    Returns:
+        The figure.
+
+    Raises:
+        ConfigurationError: ``link_loads`` has the wrong length, or the file's ending is unknown.
+        UnsupportedError: matplotlib is not installed.
+
+    Example:
+        >>> from fivefold.network.topology import ring
+        >>> len(draw_topology(ring(4), link_loads=[1.0] * 4 + [0.0] * 4).axes)
+        2
+    """
+    figure_class = _figure_class()
+    loads = _checked_loads(topology, link_loads)
+    layout = lay_out(topology)
+    size = size_inches or _size(layout)
+    figure: Figure = figure_class(figsize=size, layout="constrained", dpi=120)
+    axes = figure.add_subplot()
+    _draw_boxes(axes, layout)
+    _draw_links(figure, axes, topology, layout, loads)
+    _draw_nodes(axes, topology, layout)
+    axes.set_title(title or _heading(topology), fontsize=11, loc="left", pad=14)
+    axes.set_aspect("equal")
+    axes.axis("off")
+    if path is not None:
+        _save(figure, Path(path))
+    return figure
+
+
+def _figure_class() -> Any:
+    try:
+        from matplotlib.figure import Figure  # noqa: PLC0415 - optional, and slow to import
+    except ImportError:
+        message = "pictures need matplotlib, which is not installed"
+        raise UnsupportedError(message, hint="pip install 'fivefold[network]'") from None
+    return Figure
+
+
+def _checked_loads(topology: Topology, link_loads: npt.ArrayLike | None) -> FloatArray | None:
+    if link_loads is None:
+        return None
+    loads = np.asarray(link_loads, np.float64)
+    if loads.shape != (topology.num_links,) or not np.isfinite(loads).all() or (loads < 0).any():
+        raise ConfigurationError(
+            f"link_loads must be {topology.num_links} numbers from 0 up, one per link; "
+            f"got shape {loads.shape}",
+            hint="give bytes or the share of the capacity for every link of the topology",
+        )
+    return loads
+
+
+def _size(layout: Layout) -> tuple[float, float]:
+    spans = np.ptp(layout.places, axis=0) + 1.5
+    scale = min(14 / spans[0], 10 / spans[1], 1.2)
+    return max(6.0, spans[0] * scale), max(4.0, spans[1] * scale + 0.8)
+
+
+def _heading(topology: Topology) -> str:
+    ranks = f"{topology.num_ranks} rank{'s' if topology.num_ranks != 1 else ''}"
+    rates = sorted(set(topology.capacities_bytes_per_s.tolist()))
+    shown = ", ".join(format_bytes_per_s(rate) for rate in rates[:4])
+    more = ", ..." if len(rates) > 4 else ""
+    links = f"{topology.num_links} directed links" + (f" ({shown}{more})" if rates else "")
+    others = topology.num_nodes - topology.num_ranks
+    forwarding = f", {others} forwarding nodes" if others else ""
+    return f"{topology.name}: {ranks}{forwarding}, {links}"
+
+
+def _draw_boxes(axes: Axes, layout: Layout) -> None:
+    from matplotlib.patches import FancyBboxPatch  # noqa: PLC0415 - as above
+
+    for box in layout.boxes:
+        style = "round,pad=0.02,rounding_size=0.15"
+        axes.add_patch(
+            FancyBboxPatch(
+                (box.x, box.y),
+                box.width,
+                box.height,
+                boxstyle=style,
+                facecolor="#f4f5f7",
+                edgecolor="#d5d8dc",
+                linewidth=1.0,
+                zorder=0,
+            )
+        )
+        axes.text(box.x + 0.05, box.y - 0.12, box.label, fontsize=8, va="top", color="#4b5b76")
+
+
+def _draw_links(
+    figure: Figure, axes: Axes, topology: Topology, layout: Layout, loads: FloatArray | None
+) -> None:
+    ends, capacities, carried = _merged(topology, layout, loads)
+    if not len(ends):
+        return
+    starts, stops = layout.places[ends[:, 0]], layout.places[ends[:, 1]]
+    widths = 0.5 + 3.0 * np.sqrt(capacities / capacities.max()) / (1 + len(ends) / 400)
+    wraps = _is_wrap(starts, stops) if layout.grid else np.zeros(len(ends), np.bool_)
+    if carried is None:
+        _draw_plain(axes, ends, (starts, stops, wraps), widths)
+    else:
+        top = 1.0 if carried.max(initial=0.0) <= _WHOLE else float(carried.max())
+        lines = [*_curves(starts[~wraps], stops[~wraps]), *_stubs(starts[wraps], stops[wraps])]
+        values = np.concatenate([carried[~wraps], carried[wraps], carried[wraps]])
+        wide = np.concatenate([widths[~wraps], widths[wraps], widths[wraps]])
+        order = np.argsort(values, kind="stable").tolist()  # the busiest on top
+        collection = _lines(axes, [lines[index] for index in order], np.maximum(wide[order], 1.2))
+        collection.set_cmap("YlOrRd")
+        collection.set_array(values[order])
+        collection.set_clim(-0.12 * top, top)  # an idle link stays visible
+        _colour_bar(figure, axes, collection, top)
+    axes.autoscale_view()
+
+
+def _draw_plain(
+    axes: Axes,
+    ends: npt.NDArray[np.int64],
+    geometry: tuple[FloatArray, FloatArray, npt.NDArray[np.bool_]],
+    widths: FloatArray,
+) -> None:
+    """Links without loads: one line for both directions, an arrow where there is only one."""
+    starts, stops, wraps = geometry
+    both = {tuple(pair) for pair in ends.tolist()}
+    alone = np.array([(second, first) not in both for first, second in ends.tolist()])
+    once = ~wraps & (alone | (ends[:, 0] < ends[:, 1]))
+    stubs = _stubs(starts[wraps], stops[wraps], aside=0.0)
+    _lines(axes, stubs, np.ones(len(stubs)), color=_WRAP)
+    straight = np.stack([starts[once], stops[once]], axis=1)
+    # Thousands of lines lie on one another: let each shine through.
+    through = float(np.clip(900 / max(len(straight), 1), 0.25, 1.0))
+    _lines(axes, straight, widths[once], color=_LINK, alpha=through)
+    if alone.sum() <= _MAX_ARROWS:
+        _arrows(axes, starts[alone & ~wraps], stops[alone & ~wraps])
+
+
+def _lines(axes: Axes, lines: Any, widths: FloatArray, **style: Any) -> Any:
+    from matplotlib.collections import LineCollection  # noqa: PLC0415 - as above
+
+    collection = LineCollection(lines, linewidths=widths.tolist(), zorder=1, **style)
+    axes.add_collection(collection)
+    return collection
+
+
+def _merged(
+    topology: Topology, layout: Layout, loads: FloatArray | None
+) -> tuple[npt.NDArray[np.int64], FloatArray, FloatArray | None]:
+    """Links between the same two marks as one: capacities added, bytes added, shares at most."""
+    marks = np.array(layout.marks, np.int64)
+    pairs = np.column_stack([marks[topology.link_sources], marks[topology.link_targets]])
+    outside = pairs[:, 0] != pairs[:, 1]
+    found, where = np.unique(pairs[outside], axis=0, return_inverse=True)
+    where = where.reshape(-1)
+    capacities = np.bincount(where, topology.capacities_bytes_per_s[outside], len(found))
+    carried = None
+    if loads is not None:
+        carried = np.zeros(len(found))
+        add = np.maximum if loads.max(initial=0.0) <= _WHOLE else np.add
+        add.at(carried, where, loads[outside])
+    return found.astype(np.int64), capacities.astype(np.float64), carried
+
+
+def _is_wrap(starts: FloatArray, stops: FloatArray) -> npt.NDArray[np.bool_]:
+    lengths = np.hypot(*(stops - starts).T)
+    return np.asarray(lengths > 1.05 * np.maximum(1.0, lengths.min(initial=1.0)))
+
+
+def _stubs(starts: FloatArray, stops: FloatArray, *, aside: float = _ASIDE) -> FloatArray:
+    """Wrap-around links as short lines: all that leave the grid, then all that come back."""
+    steps = stops - starts
+    steps = 0.35 * steps / np.maximum(np.hypot(*steps.T), 1e-9)[:, None]
+    shift = aside / 0.35 * np.column_stack([-steps[:, 1], steps[:, 0]])  # right of the way out
+    leaving = np.stack([starts, starts - steps], axis=1)
+    returning = np.stack([stops + steps, stops], axis=1)
+    both = np.concatenate([leaving, returning]) + np.concatenate([shift, shift])[:, None]
+    return np.asarray(both)
+
+
+def _curves(starts: FloatArray, stops: FloatArray) -> FloatArray:
+    """Lines from start to stop that keep to the right, as seen from the start."""
+    steps = stops - starts
+    right = np.column_stack([steps[:, 1], -steps[:, 0]])
+    right *= (_ASIDE / np.maximum(np.hypot(*right.T), 1e-9))[:, None]
+    turns = (starts + stops) / 2 + 2 * right
+    along = np.linspace(0, 1, 9)[None, :, None]
+    curved = (
+        (1 - along) ** 2 * starts[:, None]
+        + 2 * along * (1 - along) * turns[:, None]
+        + along**2 * stops[:, None]
+    )
+    return np.asarray(curved)
+
+
+def _arrows(axes: Axes, starts: FloatArray, stops: FloatArray) -> None:
+    for start, stop in zip(starts, stops, strict=True):
+        middle = start + 0.55 * (stop - start)
+        style = {"arrowstyle": "-|>", "color": _LINK, "lw": 0}
+        axes.annotate("", middle, start + 0.53 * (stop - start), arrowprops=style, zorder=1)
+
+
+def _colour_bar(figure: Figure, axes: Axes, collection: Any, top: float) -> None:
+    share = top == 1.0
+    bar = figure.colorbar(collection, ax=axes, shrink=0.6, aspect=30, pad=0.01)
+    ticks = np.linspace(0, top, 5)
+    labels = [f"{100 * tick:.0f} %" if share else format_bytes(float(tick)) for tick in ticks]
+    bar.set_ticks(ticks.tolist(), labels=labels)
+    bar.ax.set_ylim(0, top)
+    bar.set_label("share of the capacity in use" if share else "carried per link")
+
+
+def _draw_nodes(axes: Axes, topology: Topology, layout: Layout) -> None:
+    first = [node for node, mark in enumerate(layout.marks) if node == mark]
+    size = max(12.0, min(260.0, 9000.0 / len(first)))
+    sizes = np.bincount(layout.marks, minlength=topology.num_nodes)
+    by_kind: dict[str, list[int]] = {}
+    for node in first:
+        by_kind.setdefault(topology.nodes[node].kind, []).append(node)
+    hosts = bool((sizes > 1).any())
+    for kind, nodes in sorted(by_kind.items(), key=lambda item: list(_KINDS).index(item[0])):
+        marker, colour = _KINDS[kind]
+        name = _NAMES.get(kind, kind.upper() if kind in ("gpu", "cpu") else kind)
+        if hosts and topology.nodes[nodes[0]].is_rank:
+            name = "host"
+        x, y = layout.places[nodes].T
+        axes.scatter(
+            x,
+            y,
+            s=size,
+            marker=marker,
+            c=colour,
+            edgecolors="white",
+            linewidths=0.6,
+            zorder=3,
+            label=f"{name} ({len(nodes)})",
+        )
+    if len(first) <= _LABELLED:
+        _label_nodes(axes, topology, layout, first, above_points=math.sqrt(size) / 2 + 5)
+    legend = axes.legend(
+        loc="upper left", bbox_to_anchor=(0, 0), ncols=6, fontsize=8, frameon=False, borderpad=0.2
+    )
+    for handle in filter(None, legend.legend_handles):
+        handle.set(sizes=[40.0])  # the marks of a large picture are too small for a legend
+
+
+def _label_nodes(
+    axes: Axes, topology: Topology, layout: Layout, first: list[int], *, above_points: float
+) -> None:
+    hosts = len(first) < topology.num_nodes
+    for node in first:
+        entry = topology.nodes[node]
+        rank = int(topology.rank_of_node[node])
+        inside = rank >= 0 and not hosts
+        below = entry.kind == "nvswitch"  # its links go up
+        text = str(rank) if inside else entry.name.rpartition("/")[2]
+        if hosts and rank >= 0:
+            text = (entry.host or entry.name).rpartition("/")[2]
+        axes.annotate(
+            text,
+            layout.places[node],
+            xytext=(0, 0 if inside else -above_points if below else above_points),
+            textcoords="offset points",
+            ha="center",
+            va="center",
+            fontsize=7,
+            color="white" if inside else "#33383f",
+            zorder=4,
+        )
+
+
+def _save(figure: Figure, path: Path) -> None:
+    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise ConfigurationError(
+            f"a picture cannot be saved as {path.name!r}", hint="use .png, .svg or .pdf"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
