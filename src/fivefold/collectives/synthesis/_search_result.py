@@ -1,0 +1,98 @@
+"""What an exact search answers: a schedule, a proof that there is none, or "out of time"."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from fivefold.collectives.schedules import Collective, Schedule, verify
+from fivefold.collectives.synthesis._logical import by_inversion
+from fivefold.errors import InfeasibleError
+from fivefold.network.topology import Topology
+
+__all__ = ["NoSchedule", "Refuted", "SearchResult", "Undecided", "answer"]
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The answer of an exact search.
+
+    Args:
+        status: "found", "infeasible" (proved) or "unknown" (out of time).
+        schedule: The verified schedule, None where there is none.
+        solver_s: Wall-clock time of the solver.
+        reason: What was proved, or why nothing was.
+
+    Example:
+        >>> from fivefold.collectives.schedules import all_gather
+        >>> from fivefold.collectives.synthesis import k_synchronous
+        >>> from fivefold.network.topology import ring
+        >>> result = k_synchronous(all_gather(4), ring(4), steps=1, rounds=1)
+        >>> result.status, result.schedule is None
+        ('infeasible', True)
+    """
+
+    status: Literal["found", "infeasible", "unknown"]
+    schedule: Schedule | None
+    solver_s: float
+    reason: str
+
+    @property
+    def found(self) -> bool:
+        """Whether there is a schedule."""
+        return self.schedule is not None
+
+    def require(self) -> Schedule:
+        """The schedule.
+
+        Raises:
+            InfeasibleError: There is none, or none was found in time.
+        """
+        if self.schedule is None:
+            hint = "allow more time" if self.status == "unknown" else "ask for less"
+            raise InfeasibleError(self.reason, hint=hint)
+        return self.schedule
+
+
+class NoSchedule(Exception):  # noqa: N818 - not an error, but how a search says no
+    """Carries a search's "no" out of an inversion; never leaves this package."""
+
+    status: Literal["infeasible", "unknown"] = "unknown"
+
+
+class Refuted(NoSchedule):
+    """There is no schedule: proved."""
+
+    status = "infeasible"
+
+
+class Undecided(NoSchedule):
+    """None was found, and none was ruled out."""
+
+
+def answer(
+    collective: Collective,
+    topology: Topology,
+    find: Callable[[Collective, Topology], tuple[Schedule, float]],
+) -> SearchResult:
+    """Run a search that only copies on any collective; verify what it finds.
+
+    Args:
+        collective: Any collective.
+        topology: Where.
+        find: Returns a schedule and the solver's seconds, or raises ``NoSchedule``.
+    """
+    spent_s = [0.0]
+
+    def timed(part: Collective, place: Topology) -> Schedule:
+        schedule, solver_s = find(part, place)
+        spent_s[0] += solver_s
+        return schedule
+
+    try:
+        schedule = by_inversion(collective, topology, timed)
+    except NoSchedule as no:
+        return SearchResult(no.status, None, spent_s[0], str(no))
+    verify(schedule, topology=topology)
+    return SearchResult("found", schedule, spent_s[0], "found and verified")

@@ -1,0 +1,325 @@
+"""Communication sketches: what a person knows about a good algorithm, as constraints.
+
+A sketch says which logical links there are between boxes and who may use them, which ranks share
+a switch and whether it should serve few or many connections, which symmetries the algorithm has,
+and into how many chunks a buffer is cut (TACCL, arXiv 2111.04867, section 3). Ranks inside a box
+are numbered from 0 and all boxes are alike. This module holds the description only; ``_sketched``
+applies it to a topology.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from fivefold.errors import ConfigurationError, DataError
+
+__all__ = ["Sketch", "SwitchSketch"]
+
+Policy = Literal["uc-min", "uc-max", "any"]
+Balance = Literal["none", "minmax", "maxmin"]
+Connections = Literal["all", "direct-map", "fully-connected"] | Mapping[int, tuple[int, ...]]
+_POLICIES = ("uc-min", "uc-max", "any")
+_NAMED_CONNECTIONS = ("all", "direct-map", "fully-connected")
+_KEYS = (
+    "name",
+    "boxes",
+    "chunks",
+    "switches",
+    "balance",
+    "connections",
+    "senders",
+    "own_chunks_first",
+    "symmetry",
+)
+_BALANCES = ("none", "minmax", "maxmin")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwitchSketch:
+    """Ranks of a box that share a switch, and how many connections it should serve.
+
+    Args:
+        ranks: Ranks inside the box.
+        policy: "uc-min": few distinct connections (large sizes: less congestion), "uc-max":
+            many (small sizes: less latency), "any": no preference.
+
+    Raises:
+        ConfigurationError: Fewer than two ranks, a rank twice, or an unknown policy.
+
+    Example:
+        >>> SwitchSketch(ranks=(0, 1, 2), policy="uc-max").policy
+        'uc-max'
+    """
+
+    ranks: tuple[int, ...]
+    policy: Policy = "any"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ranks", tuple(self.ranks))
+        if len(set(self.ranks)) != len(self.ranks) or len(self.ranks) < 2 or min(self.ranks) < 0:
+            message = f"a switch joins two or more different ranks; got {list(self.ranks)}"
+            raise ConfigurationError(message)
+        if self.policy not in _POLICIES:
+            message = f"switch policy {self.policy!r} is unknown"
+            raise ConfigurationError(message, hint=f"use one of {', '.join(_POLICIES)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sketch:
+    """What an algorithm may use and what it must look like.
+
+    Args:
+        name: Name, for logs and the cache.
+        boxes: Number of equal boxes; their ranks follow one another.
+        chunks: Chunks that a rank's buffer is cut into.
+        switches: Ranks inside a box that share a switch.
+        balance: "minmax" also minimises the largest, "maxmin" also maximises the smallest load
+            of a link; "none": neither.
+        connections: Logical links between boxes: "all" that the topology has, "direct-map" (rank
+            i to rank i), "fully-connected", or sending rank to receiving ranks, inside the box.
+        senders: Sending rank to the ranks whose chunks leave the box only through it; None: any.
+        own_chunks_first: Whether a sender sends its own chunks before those it relays.
+        symmetry: Pairs (offset, size): rank r is as good as
+            (r mod size + offset) mod size + (r div size) * size.
+
+    Raises:
+        ConfigurationError: A number is out of range, or a value is unknown.
+
+    References:
+        TACCL, arXiv 2111.04867, section 3.
+
+    Example:
+        >>> relay = Sketch(name="relay", boxes=2, connections={0: (1,)}, symmetry=((8, 16),))
+        >>> Sketch.from_toml(relay.to_toml()) == relay
+        True
+    """
+
+    name: str = "sketch"
+    boxes: int = 1
+    chunks: int = 1
+    switches: tuple[SwitchSketch, ...] = ()
+    balance: Balance = "none"
+    connections: Connections = "all"
+    senders: Mapping[int, tuple[int, ...]] | None = None
+    own_chunks_first: bool = False
+    symmetry: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        for key in ("boxes", "chunks"):
+            value = getattr(self, key)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigurationError(f"{key} of a sketch must be a positive integer: {value!r}")
+        if self.balance not in _BALANCES:
+            message = f"balance {self.balance!r} is unknown"
+            raise ConfigurationError(message, hint=f"use one of {', '.join(_BALANCES)}")
+        if isinstance(self.connections, str):
+            if self.connections not in _NAMED_CONNECTIONS:
+                message = f"connections {self.connections!r} is unknown"
+                hint = f"use one of {', '.join(_NAMED_CONNECTIONS)}, or sender to receivers"
+                raise ConfigurationError(message, hint=hint)
+        else:
+            object.__setattr__(self, "connections", _rank_map("connections", self.connections))
+        if self.senders is not None:
+            object.__setattr__(self, "senders", _rank_map("senders", self.senders))
+            _check_senders(self.senders)
+        object.__setattr__(self, "symmetry", tuple(_offset(pair) for pair in self.symmetry))
+
+    def with_chunks(self, chunks: int) -> Sketch:
+        """The same sketch with another number of chunks.
+
+        Example:
+            >>> Sketch().with_chunks(4).chunks
+            4
+        """
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return Sketch(**{**fields, "chunks": chunks})
+
+    def reversed(self) -> Sketch:
+        """The sketch for the same links the other way round, for sums solved as copies.
+
+        Example:
+            >>> Sketch(boxes=2, connections={0: (1,)}).reversed().connections
+            {1: (0,)}
+        """
+        if isinstance(self.connections, str):
+            return self
+        turned: dict[int, tuple[int, ...]] = {}
+        for sender, receivers in sorted(self.connections.items()):
+            for receiver in receivers:
+                turned[receiver] = (*turned.get(receiver, ()), sender)
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        if self.senders is not None:
+            ends = {sender: (others or (sender,))[0] for sender, others in self.connections.items()}
+            merged: dict[int, tuple[int, ...]] = {}
+            for sender, ranks in self.senders.items():
+                end = ends.get(sender, sender)
+                merged[end] = (*merged.get(end, ()), *ranks)
+            fields["senders"] = merged
+        return Sketch(**{**fields, "connections": turned})
+
+    def sender_of(self, rank: int) -> int | None:
+        """The rank through which a rank's chunks leave the box; None: any."""
+        for sender, ranks in (self.senders or {}).items():
+            if rank in ranks:
+                return sender
+        return None
+
+    def connects(self, source: int, target: int) -> bool:
+        """Whether a rank of one box may send to a rank of another; both counted inside the box."""
+        if isinstance(self.connections, str):
+            return self.connections != "direct-map" or source == target
+        return target in self.connections.get(source, ())
+
+    def to_toml(self) -> str:
+        """The sketch as a TOML file."""
+        lines = [f"name = {json.dumps(self.name)}", f"boxes = {self.boxes}"]
+        lines += [f"chunks = {self.chunks}", f'balance = "{self.balance}"']
+        lines += [f"own_chunks_first = {str(self.own_chunks_first).lower()}"]
+        lines += [f"symmetry = {json.dumps([list(pair) for pair in self.symmetry])}"]
+        if isinstance(self.connections, str):
+            lines.append(f'connections = "{self.connections}"')
+        for switch in self.switches:
+            ranks = json.dumps(list(switch.ranks))
+            lines += ["", "[[switches]]", f"ranks = {ranks}", f'policy = "{switch.policy}"']
+        for key, table in (("connections", self.connections), ("senders", self.senders)):
+            if table is not None and not isinstance(table, str):
+                lines += ["", f"[{key}]"]
+                lines += [f"{rank} = {json.dumps(list(others))}" for rank, others in table.items()]
+        return "\n".join(lines) + "\n"
+
+    @classmethod
+    def from_toml(cls, source: str | Path) -> Sketch:
+        """Read a sketch: a path, or the text of a TOML file.
+
+        Raises:
+            ConfigurationError: A key is unknown or a value is not allowed.
+            DataError: The text is no TOML.
+        """
+        text = source.read_text() if isinstance(source, Path) else source
+        if isinstance(source, str) and "\n" not in source and source.endswith(".toml"):
+            text = Path(source).read_text()
+        try:
+            table = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise DataError(f"the sketch is no TOML file: {error}") from error
+        for key in table:
+            if key not in _KEYS:
+                near = difflib.get_close_matches(key, _KEYS, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(_KEYS)}"
+                raise ConfigurationError(f"a sketch has no key {key!r}", hint=hint)
+        switches = tuple(_switch(entry) for entry in table.pop("switches", []))
+        return cls(**table, switches=switches)
+
+    @classmethod
+    def from_taccl(cls, source: str | Path | Mapping[str, Any], *, name: str = "taccl") -> Sketch:
+        """Read a sketch file of TACCL: a path, JSON text, or the parsed table.
+
+        Raises:
+            ConfigurationError: A strategy is unknown or a key is missing.
+            DataError: The text is no JSON.
+
+        Example:
+            >>> table = {"nnodes": 1, "intranode_sketch": {"strategy": "none"},
+            ...          "symmetry_offsets": [], "hyperparameters": {"input_chunkup": 6}}
+            >>> Sketch.from_taccl(table).chunks
+            6
+        """
+        table = _json_table(source)
+        try:
+            inside = table["intranode_sketch"]
+            between = table.get("internode_sketch", {})
+            return cls(
+                name=name,
+                boxes=table["nnodes"],
+                chunks=table["hyperparameters"]["input_chunkup"],
+                switches=_taccl_switches(inside),
+                balance=_taccl_balance(inside["strategy"]),
+                connections=_taccl_connections(between),
+                senders=between.get("gpus_to_sender_rev_map"),
+                own_chunks_first=between.get("enforce_ordering", False),
+                symmetry=tuple(table.get("symmetry_offsets", ())),
+            )
+        except KeyError as error:
+            raise ConfigurationError(f"the TACCL sketch has no key {error}") from error
+
+
+def _json_table(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
+    if isinstance(source, Mapping):
+        return source
+    is_file = isinstance(source, Path) or source.endswith(".json")
+    text = Path(source).read_text() if is_file else str(source)
+    try:
+        table = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"the TACCL sketch is no JSON file: {error}") from error
+    if not isinstance(table, dict):
+        raise DataError(f"the TACCL sketch is a {type(table).__name__}", hint="it begins with {")
+    return table
+
+
+def _taccl_switches(inside: Mapping[str, Any]) -> tuple[SwitchSketch, ...]:
+    if inside["strategy"] != "switch":
+        return ()
+    policies = inside["switch_hyperedge_strategy"]
+    if len(policies) != len(inside["switches"]):
+        message = f"{len(inside['switches'])} switches, but {len(policies)} policies"
+        raise ConfigurationError(message, hint="give one policy for each switch")
+    pairs = zip(inside["switches"], policies, strict=True)
+    return tuple(SwitchSketch(ranks=tuple(ranks), policy=policy) for ranks, policy in pairs)
+
+
+def _taccl_balance(strategy: str) -> Balance:
+    if strategy not in {"switch", *_BALANCES}:
+        raise ConfigurationError(f"intranode strategy {strategy!r} is unknown")
+    return "none" if strategy == "switch" else cast("Balance", strategy)
+
+
+def _taccl_connections(between: Mapping[str, Any]) -> Connections:
+    if not between:
+        return "all"
+    if between.get("strategy") != "relay":
+        message = f"internode strategy {between.get('strategy')!r} is not supported"
+        raise ConfigurationError(message, hint="use relay")
+    return cast("Connections", between["internode_conn"])
+
+
+def _switch(entry: Mapping[str, Any]) -> SwitchSketch:
+    unknown = set(entry) - {"ranks", "policy"}
+    if unknown or "ranks" not in entry:
+        message = f"a switch of a sketch has ranks and policy; got {sorted(entry)}"
+        raise ConfigurationError(message)
+    return SwitchSketch(**entry)
+
+
+def _rank_map(key: str, table: Mapping[Any, Iterable[int]]) -> dict[int, tuple[int, ...]]:
+    try:
+        ranks = {int(rank): tuple(int(other) for other in others) for rank, others in table.items()}
+    except (TypeError, ValueError) as error:
+        message = f"{key} of a sketch maps ranks to lists of ranks; got {table!r}"
+        raise ConfigurationError(message) from error
+    numbers = [*ranks, *(other for others in ranks.values() for other in others)]
+    if min(numbers, default=0) < 0:
+        raise ConfigurationError(f"{key} of a sketch names rank {min(numbers)}")
+    return ranks
+
+
+def _check_senders(senders: Mapping[int, tuple[int, ...]]) -> None:
+    served = [rank for ranks in senders.values() for rank in ranks]
+    twice = sorted({rank for rank in served if served.count(rank) > 1})
+    if twice:
+        message = f"rank {twice[0]} has several senders"
+        raise ConfigurationError(message, hint="name each rank under one sender")
+
+
+def _offset(pair: Iterable[int]) -> tuple[int, int]:
+    numbers = tuple(pair)
+    if len(numbers) != 2 or not 0 < numbers[0] <= numbers[1]:
+        message = f"a symmetry is [offset, size] with 0 < offset <= size; got {list(numbers)}"
+        raise ConfigurationError(message)
+    return numbers[0], numbers[1]

@@ -1,0 +1,359 @@
+"""A sketch applied to a topology: the logical links, rules and symmetries that a router sees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.collectives.schedules import Collective
+from fivefold.collectives.synthesis._instance import Instance, map_chunks, map_links
+from fivefold.collectives.synthesis._logical import (
+    Logical,
+    all_reduce_halves,
+    boxes_of,
+    logical_of,
+)
+from fivefold.collectives.synthesis._sketch import Connections, Policy, Sketch, SwitchSketch
+from fivefold.errors import ConfigurationError, InfeasibleError
+from fivefold.network.topology import Topology
+
+__all__ = ["Sketched", "derive_sketch", "rotation", "sketched"]
+
+_CHEAP_CONNECTIONS = 2_000  # logical links between boxes that a router can look at
+
+
+@dataclass(frozen=True)
+class Sketched:
+    """What a sketch makes of a collective on a topology.
+
+    Args:
+        logical: The logical links that the sketch leaves, with prices.
+        sketch: The sketch.
+        symmetries: Permutations of the ranks, one for each symmetry.
+        policies: For each logical link +1 (its connection costs), -1 (it pays) or 0.
+        allowed: For each chunk and link whether the chunk may go there, bool [chunks, links].
+    """
+
+    logical: Logical
+    sketch: Sketch
+    symmetries: tuple[NDArray[np.int32], ...]
+    policies: NDArray[np.int64]
+    allowed: NDArray[np.bool_]
+
+    def needs_cut(self) -> list[frozenset[int]]:
+        """The boxes, where there are several: chunks must enter them."""
+        boxes = self.logical.boxes
+        return [frozenset(box) for box in boxes] if len(boxes) > 1 else []
+
+
+def rotation(offset: int, size: int, *, num_ranks: int) -> NDArray[np.int32]:
+    """The permutation r -> (r mod size + offset) mod size + (r div size) * size.
+
+    Raises:
+        ConfigurationError: The ranks are not a multiple of ``size``.
+
+    Example:
+        >>> rotation(1, 2, num_ranks=4).tolist()
+        [1, 0, 3, 2]
+    """
+    if num_ranks % size:
+        message = f"symmetry [{offset}, {size}] does not divide {num_ranks} ranks"
+        raise ConfigurationError(message, hint="give a size that divides the number of ranks")
+    ranks = np.arange(num_ranks)
+    return ((ranks % size + offset) % size + ranks // size * size).astype(np.int32)
+
+
+def sketched(collective: Collective, topology: Topology, sketch: Sketch) -> Sketched:
+    """Apply a sketch.
+
+    Args:
+        collective: A collective that copies.
+        topology: Its ranks are numbered box by box.
+        sketch: What to keep to.
+
+    Raises:
+        ConfigurationError: The sketch does not fit the topology or the collective.
+        InfeasibleError: The sketch leaves no way for some chunk.
+    """
+    count = topology.num_ranks
+    if count % sketch.boxes:
+        message = f"sketch {sketch.name!r} is for {sketch.boxes} boxes, but there are {count} ranks"
+        raise ConfigurationError(message)
+    size = count // sketch.boxes
+    _check_ranks(sketch, size)
+
+    def allow(source: int, target: int) -> bool:
+        inside = source // size == target // size
+        return inside or sketch.connects(source % size, target % size)
+
+    boxes = [range(box * size, (box + 1) * size) for box in range(sketch.boxes)]
+    logical = logical_of(collective, topology, allow=allow, boxes=boxes)
+    logical = _with_switches(logical, sketch.switches, size)
+    allowed = _allowed(logical, sketch, size)
+    _check_ways(logical, allowed, sketch)
+    permutations = tuple(rotation(*pair, num_ranks=count) for pair in sketch.symmetry)
+    for permutation in permutations:
+        map_links(logical.instance, permutation)
+        map_chunks(logical.instance, permutation)
+    return Sketched(logical, sketch, permutations, _policies(logical, sketch, size), allowed)
+
+
+def _check_ranks(sketch: Sketch, size: int) -> None:
+    named = [rank for switch in sketch.switches for rank in switch.ranks]
+    for table in (sketch.connections, sketch.senders):
+        if table is not None and not isinstance(table, str):
+            named += [*table, *(rank for ranks in table.values() for rank in ranks)]
+    if max(named, default=0) >= size:
+        message = f"sketch {sketch.name!r} names rank {max(named)}, but a box has {size} ranks"
+        raise ConfigurationError(message, hint="ranks of a sketch are counted inside a box")
+
+
+def _with_switches(logical: Logical, switches: Sequence[SwitchSketch], size: int) -> Logical:
+    """Add what a switch shares where the topology does not show it: one way in, one way out.
+
+    A rank's links to the others under the switch then share the rate of one of them, each way.
+    """
+    instance, extra = logical.instance, len(logical.capacities_bytes_per_s)
+    resources = [list(route) for route in instance.resources]
+    rates = list(logical.capacities_bytes_per_s)
+    for switch in switches:
+        shared: dict[tuple[int, str], int] = {}
+        for link in _links_under(instance, switch, size):
+            if len(instance.resources[link]) > 1:
+                continue  # the route shows the switch
+            rate = logical.capacities_bytes_per_s[instance.resources[link][0]]
+            ends = int(instance.sources[link]), int(instance.targets[link])
+            for key in ((ends[0], "out"), (ends[1], "in")):
+                if key not in shared:
+                    shared[key] = extra
+                    rates.append(rate)
+                    extra += 1
+                resources[link].append(shared[key])
+    if extra == len(logical.capacities_bytes_per_s):
+        return logical
+    return replace(
+        logical,
+        instance=replace(
+            instance, resources=tuple(tuple(r) for r in resources), num_resources=extra
+        ),
+        capacities_bytes_per_s=np.array(rates, np.float64),
+    )
+
+
+def _links_under(instance: Instance, switch: SwitchSketch, size: int) -> list[int]:
+    members = set(switch.ranks)
+    ends = zip(instance.sources.tolist(), instance.targets.tolist(), strict=True)
+    return [
+        link
+        for link, (source, target) in enumerate(ends)
+        if source // size == target // size and {source % size, target % size} <= members
+    ]
+
+
+def _policies(logical: Logical, sketch: Sketch, size: int) -> NDArray[np.int64]:
+    signs = {"uc-min": 1, "uc-max": -1, "any": 0}
+    policies = np.zeros(logical.instance.num_links, np.int64)
+    for switch in sketch.switches:
+        policies[_links_under(logical.instance, switch, size)] = signs[switch.policy]
+    return policies
+
+
+def _allowed(logical: Logical, sketch: Sketch, size: int) -> NDArray[np.bool_]:
+    """Chunks leave the box that holds them only through the sender of a rank that holds them."""
+    instance = logical.instance
+    allowed = np.ones((instance.num_chunks, instance.num_links), np.bool_)
+    if sketch.senders is None:
+        return allowed
+    for chunk, holders in enumerate(instance.holders):
+        for holder in holders:
+            sender = sketch.sender_of(holder % size)
+            leaves = logical.crosses & (instance.sources // size == holder // size)
+            if sender is not None:
+                allowed[chunk] &= ~leaves | (instance.sources % size == sender)
+    return allowed
+
+
+def _check_ways(logical: Logical, allowed: NDArray[np.bool_], sketch: Sketch) -> None:
+    instance = logical.instance
+    for chunk in range(instance.num_chunks):
+        seen = set(instance.holders[chunk])
+        stack = list(seen)
+        links = np.flatnonzero(allowed[chunk])
+        after: dict[int, list[int]] = {}
+        for link in links.tolist():
+            after.setdefault(int(instance.sources[link]), []).append(int(instance.targets[link]))
+        while stack:
+            for target in after.get(stack.pop(), ()):
+                if target not in seen:
+                    seen.add(target)
+                    stack.append(target)
+        lost = sorted(instance.wanted[chunk] - seen)
+        if lost:
+            holders = sorted(instance.holders[chunk])
+            message = f"sketch {sketch.name!r} leaves no way for chunk {chunk} from rank"
+            hint = "allow more connections or senders"
+            raise InfeasibleError(f"{message} {holders} to rank {lost[0]}", hint=hint)
+
+
+def derive_sketch(
+    topology: Topology,
+    collective: Collective,
+    *,
+    size_bytes: float = 1e6,
+    name: str = "derived",
+) -> Sketch:
+    """A sketch from what the topology itself shows.
+
+    Boxes are its hosts (where they are equal and follow one another), switches are those that
+    join ranks of a box, connections between boxes are all there are, or one rail per rank where
+    all would be too many, and symmetries are the rotations inside and across boxes that leave
+    links, rates and the collective unchanged.
+
+    Args:
+        topology: Where.
+        collective: What is to be done; a sum is looked at as its inverse.
+        size_bytes: Size of the collective: small ones prefer many connections per switch.
+        name: Name of the sketch.
+
+    Raises:
+        ConfigurationError: Ranks of collective and topology differ.
+
+    Example:
+        >>> from fivefold.collectives.schedules import all_gather
+        >>> from fivefold.network.topology import ring
+        >>> derive_sketch(ring(4), all_gather(4)).symmetry
+        ((1, 4),)
+    """
+    copied, place = collective, topology
+    if collective.name == "all_reduce":
+        copied = all_reduce_halves(collective)[0]
+    elif collective.reducing:
+        copied, place = collective.inverted(), topology.reversed()
+    boxes = _equal_boxes(topology)
+    logical = logical_of(copied, place)
+    size = topology.num_ranks // boxes
+    connections = _connections(logical, size)
+    kept = _kept(place, copied, connections, size)
+    return Sketch(
+        name=name,
+        boxes=boxes,
+        switches=_switches(kept, size, size_bytes),
+        connections=connections,
+        symmetry=_symmetries(kept),
+    )
+
+
+def _kept(
+    topology: Topology, collective: Collective, connections: Connections, size: int
+) -> Logical:
+    def allow(source: int, target: int) -> bool:
+        return source // size == target // size or (
+            connections == "all" or source % size == target % size
+        )
+
+    return logical_of(collective, topology, allow=allow)
+
+
+def _equal_boxes(topology: Topology) -> int:
+    boxes = boxes_of(topology)
+    in_order = [rank for box in boxes for rank in box] == list(range(topology.num_ranks))
+    alike = len({len(box) for box in boxes}) == 1
+    return len(boxes) if in_order and alike else 1
+
+
+def _connections(logical: Logical, size: int) -> Connections:
+    instance = logical.instance
+    if int(logical.crosses.sum()) <= _CHEAP_CONNECTIONS or size == instance.num_ranks:
+        return "all"
+    rails = instance.sources[logical.crosses] % size == instance.targets[logical.crosses] % size
+    boxes = instance.num_ranks // size
+    return "direct-map" if int(rails.sum()) >= boxes * (boxes - 1) * size else "all"
+
+
+def _switches(logical: Logical, size: int, size_bytes: float) -> tuple[SwitchSketch, ...]:
+    """Ranks of the first box that reach one another through a switch."""
+    instance = logical.instance
+    groups: dict[int, set[int]] = {}
+    for link in range(instance.num_links):
+        source, target = int(instance.sources[link]), int(instance.targets[link])
+        if source < size and target < size and len(instance.resources[link]) == 2:
+            switch = int(logical.topology.link_targets[instance.resources[link][0]])
+            if logical.topology.nodes[switch].host == logical.topology.host_of(source):
+                groups.setdefault(switch, set()).update((source, target))
+    if not groups:
+        return ()
+    chunk_bytes = float(np.max(logical.collective.chunk_bytes(size_bytes), initial=0.0))
+    sending_s = float(np.median(chunk_bytes * logical.seconds_per_byte()))
+    policy: Policy = "uc-max" if sending_s < float(np.median(logical.latencies_s)) else "uc-min"
+    ranks = sorted({tuple(sorted(group)) for group in groups.values()})
+    return tuple(SwitchSketch(ranks=group, policy=policy) for group in ranks)
+
+
+def _symmetries(logical: Logical) -> tuple[tuple[int, int], ...]:
+    """Rotations that keep links, rates, sharing and chunks, the widest blocks first.
+
+    The group they generate must move every rank (act freely): a symmetry that leaves a rank where
+    it is would forbid that rank to treat two equal neighbours one after the other.
+    """
+    count = logical.instance.num_ranks
+    found: list[tuple[int, int]] = []
+    group = {tuple(range(count))}
+    for block in reversed(_divisors(count)):
+        for offset in _divisors(block)[:-1]:
+            permutation = rotation(offset, block, num_ranks=count)
+            if tuple(permutation.tolist()) in group:
+                break
+            larger = _generated(group, tuple(permutation.tolist()))
+            if larger is not None and _keeps(logical, permutation):
+                found.append((offset, block))
+                group = larger
+                break  # a smaller offset generates the larger ones
+    return tuple(found)
+
+
+def _generated(
+    group: set[tuple[int, ...]], element: tuple[int, ...]
+) -> set[tuple[int, ...]] | None:
+    """The group with one more element, None if something but the identity leaves a rank."""
+    identity = tuple(range(len(element)))
+    generators = [*group, element]
+    larger, fresh = set(group), [element]
+    while fresh:
+        member = fresh.pop()
+        if member in larger:
+            continue
+        if member != identity and any(image == rank for rank, image in enumerate(member)):
+            return None
+        larger.add(member)
+        fresh += [tuple(one[rank] for rank in member) for one in generators]
+        if len(larger) > len(element):
+            return None  # a group that moves every rank has at most as many members as ranks
+    return larger
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _keeps(logical: Logical, permutation: NDArray[np.int32]) -> bool:
+    instance = logical.instance
+    try:
+        image = map_links(instance, permutation)
+        map_chunks(instance, permutation)
+    except ConfigurationError:
+        return False
+    prices = np.stack([logical.latencies_s, logical.seconds_per_byte()])
+    if not np.array_equal(prices, prices[:, image]):
+        return False
+    shared: dict[int, int] = {}
+    for link, other in enumerate(image.tolist()):
+        route, mapped = instance.resources[link], instance.resources[other]
+        if len(route) != len(mapped):
+            return False
+        for resource, becomes in zip(route, mapped, strict=True):
+            if shared.setdefault(resource, becomes) != becomes:
+                return False
+    return len(set(shared.values())) == len(shared)

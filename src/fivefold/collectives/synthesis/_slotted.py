@@ -1,0 +1,307 @@
+"""Exact synthesis in time slots, for links of unequal speed and latency.
+
+A slot is the time of one chunk on the fastest link; a link of half its rate is busy for two.
+The search asks for T slots, upwards from a lower bound, so that the first answer is optimal in
+slots; where a length stays undecided the best schedule is returned with the gap to the bound.
+
+References: the epochs of TE-CCL, arXiv 2305.13479, section 3; ours rounds every latency up and
+drops none.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.collectives.schedules import Collective, Schedule, evaluate, with_times
+from fivefold.collectives.synthesis._instance import Orbits, reach
+from fivefold.collectives.synthesis._logical import (
+    Logical,
+    integer_capacities,
+    logical_of,
+    schedule_of,
+)
+from fivefold.collectives.synthesis._search_result import (
+    Refuted,
+    SearchResult,
+    Undecided,
+    answer,
+)
+from fivefold.collectives.synthesis._slotted_core import SlotTimes, ingress_bound, search_slots
+from fivefold.errors import ConfigurationError
+from fivefold.network.topology import Topology
+
+__all__ = ["SlotModel", "slot_length_s", "slotted"]
+
+_MOST_VARIABLES = 2_000_000
+_TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotModel:
+    """How time is cut into slots.
+
+    Args:
+        slot_s: Length of a slot; None: ``slot_length_s``.
+        negligible_latency: Share of a slot below which a latency costs no slot.
+        symmetries: Permutations of the ranks that the schedule must keep. They make a search
+            small; that there is no symmetric schedule proves nothing about the others.
+        seed: Seed of the solver.
+
+    Raises:
+        ConfigurationError: A length is not positive.
+
+    Example:
+        >>> SlotModel(negligible_latency=0.0).slot_s is None
+        True
+    """
+
+    slot_s: float | None = None
+    negligible_latency: float = 0.1
+    symmetries: Sequence[NDArray[np.int32]] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.slot_s is not None and not self.slot_s > 0:
+            raise ConfigurationError(f"slot_s must be positive; got {self.slot_s}")
+        if not self.negligible_latency >= 0:
+            message = f"negligible_latency must not be negative; got {self.negligible_latency}"
+            raise ConfigurationError(message)
+
+
+@dataclass(frozen=True)
+class _Question:
+    """What is asked, apart from the collective."""
+
+    size_bytes: float
+    slots: int | None
+    model: SlotModel
+    time_limit_s: float
+    progress: Callable[[str], None] | None
+
+
+def slotted(
+    collective: Collective,
+    topology: Topology,
+    *,
+    size_bytes: float,
+    slots: int | None = None,
+    model: SlotModel | None = None,
+    time_limit_s: float = 60.0,
+    progress: Callable[[str], None] | None = None,
+) -> SearchResult:
+    """Find a schedule of fewest time slots, or decide whether ``slots`` slots are enough.
+
+    A send occupies each link of its route for the chunk's time on that link and arrives after
+    its time on the slowest link plus the latency of the route, rounded up to whole slots; a
+    negligible latency (see ``SlotModel``) is left out of the search. The times of the
+    schedule are exact: the order found, priced with every latency.
+
+    Args:
+        collective: What is to be done, with its chunks; they must be equal in size.
+        topology: Where.
+        size_bytes: Size of the collective.
+        slots: Ask about this length only; None: the fewest that can be found.
+        model: How time is cut; None: the defaults.
+        time_limit_s: Limit of the whole search.
+        progress: Called with one line per length that was asked.
+
+    Returns:
+        The schedule with times; ``attributes`` hold "slots", "slot_s", "slots_bound" (proved) and
+        "optimal". Without a schedule: a proof, or "unknown".
+
+    Raises:
+        ConfigurationError: A size or length is not positive, chunks differ in size, or the
+            instance is too large.
+        InfeasibleError: Some rank cannot be reached at all.
+
+    References:
+        TE-CCL, arXiv 2305.13479, section 3.
+
+    Example:
+        >>> from fivefold.collectives.schedules import all_gather
+        >>> from fivefold.network.topology import ring
+        >>> result = slotted(all_gather(4), ring(4, bandwidth=1e9, latency=0), size_bytes=4000)
+        >>> result.schedule.attributes["slots"], result.schedule.attributes["optimal"]
+        (2, True)
+    """
+    if size_bytes <= 0:
+        raise ConfigurationError(f"size_bytes must be positive; got {size_bytes}")
+    if slots is not None and slots < 0:
+        raise ConfigurationError(f"slots must not be negative; got {slots}")
+    cut = SlotModel() if model is None else model
+    question = _Question(size_bytes, slots, cut, time_limit_s, progress)
+
+    def find(part: Collective, place: Topology) -> tuple[Schedule, float]:
+        return _Search(logical_of(part, place), question).run()
+
+    return answer(collective, topology, find)
+
+
+def slot_length_s(collective: Collective, topology: Topology, *, size_bytes: float) -> float:
+    """Time of one chunk on a link of the least common multiple of all rates.
+
+    Every link then takes whole slots. Where the rates have no small common multiple it is the
+    time on the fastest link, and slower links are rounded up.
+
+    Args:
+        collective: Its chunks must be equal in size.
+        topology: Where.
+        size_bytes: Size of the collective.
+
+    Raises:
+        ConfigurationError: Chunks differ in size.
+
+    Example:
+        >>> from fivefold.collectives.schedules import all_gather
+        >>> from fivefold.network.topology import ring
+        >>> slot_length_s(all_gather(4), ring(4, bandwidth=1e9, latency=0), size_bytes=4000)
+        1e-06
+    """
+    return _slot_length_s(logical_of_copy(collective, topology), size_bytes)
+
+
+def logical_of_copy(collective: Collective, topology: Topology) -> Logical:
+    """The logical links for a collective or, where it sums, for its inverse."""
+    if not collective.reducing:
+        return logical_of(collective, topology)
+    return logical_of(collective.inverted(), topology.reversed())
+
+
+def _slot_length_s(logical: Logical, size_bytes: float) -> float:
+    chunk_bytes = logical.chunk_bytes(size_bytes)
+    rates = np.unique(1.0 / logical.seconds_per_byte()) if logical.instance.num_links else [1.0]
+    fastest = float(max(rates))
+    try:
+        multiples, unit = integer_capacities(logical.topology)
+    except ConfigurationError:
+        return chunk_bytes / fastest
+    used = {round(float(rate) / unit) for rate in rates}
+    common = math.lcm(*used)
+    # A finer slot than the fastest link needs would make every model longer.
+    assert multiples.size == 0 or unit > 0, "rates are positive"
+    return chunk_bytes / (common * unit) if common * unit <= fastest * 4 else chunk_bytes / fastest
+
+
+class _Search:
+    """Asks for one length after another until the time is over."""
+
+    def __init__(self, logical: Logical, question: _Question) -> None:
+        self.logical, self.question = logical, question
+        self.deadline_s = time.perf_counter() + question.time_limit_s
+        self.slot_s = question.model.slot_s or _slot_length_s(logical, question.size_bytes)
+        self.times = _slot_times(logical, question, self.slot_s)
+        self.orbits = Orbits(logical.instance, question.model.symmetries)
+        self.solver_s = 0.0
+
+    def run(self) -> tuple[Schedule, float]:
+        bound = self._bound()
+        if self.question.slots is not None:
+            return self._one(self.question.slots, bound), self.solver_s
+        return self._fewest(bound), self.solver_s
+
+    def _bound(self) -> int:
+        instance = self.logical.instance
+        bound = reach(instance, self.times.delays).horizon(instance)
+        everyone = frozenset(range(instance.num_ranks))
+        for inside in [frozenset([rank]) for rank in everyone] + self._cuts():
+            bound = max(bound, ingress_bound(instance, self.times, inside))
+        return bound
+
+    def _cuts(self) -> list[frozenset[int]]:
+        boxes = [frozenset(box) for box in self.logical.boxes]
+        return boxes if len(boxes) > 1 else []
+
+    def _one(self, slots: int, bound: int) -> Schedule:
+        what = f"{self.logical.collective.name} in {slots} slots of {self.slot_s:.4g} s"
+        if slots < bound:
+            raise Refuted(f"{what}: at least {bound} are needed")
+        status, transfers = self._ask(slots)
+        if transfers is None:
+            symmetric = bool(self.question.model.symmetries)
+            proved = status == "infeasible" and not symmetric
+            reason = "the solver proved that there is none" if proved else "not decided"
+            raise (Refuted if proved else Undecided)(f"{what}: {reason}")
+        return self._schedule(transfers, slots, bound)
+
+    def _fewest(self, bound: int) -> Schedule:
+        """Upwards from the bound while lengths are refuted, then in growing steps."""
+        proved, slots, stride = bound, bound, 1
+        while True:
+            status, transfers = self._ask(slots)
+            if transfers is not None:
+                return self._schedule(transfers, slots, proved)
+            if status == "infeasible" and proved == slots and not self.question.model.symmetries:
+                proved = slots + 1
+            if time.perf_counter() >= self.deadline_s:
+                reason = f"no schedule within {self.question.time_limit_s:g} s; at least {proved}"
+                raise Undecided(f"{self.logical.collective.name}: {reason} slots")
+            if status == "unknown":
+                stride *= 2
+            slots += stride
+
+    def _ask(self, slots: int) -> tuple[str, list[tuple[int, int, int]] | None]:
+        instance = self.logical.instance
+        size = instance.num_chunks * instance.num_links * slots
+        merged = max(len(self.question.model.symmetries), 1)
+        if size > _MOST_VARIABLES * 4 * merged:
+            message = f"{instance.num_chunks} chunks on {instance.num_links} links in {slots} slots"
+            hint = "use method='trees' or 'matching', or give symmetries"
+            raise ConfigurationError(f"{message} are too many for an exact search", hint=hint)
+        left_s = self.deadline_s - time.perf_counter()
+        # A length that stays undecided must leave time for the next ones.
+        limit_s = left_s if self.question.slots is not None else max(left_s / 3, 1.0)
+        outcome, transfers = search_slots(
+            instance,
+            self.times,
+            slots=slots,
+            orbits=self.orbits,
+            cuts=self._cuts(),
+            time_limit_s=min(limit_s, max(left_s, 0.0)),
+            seed=self.question.model.seed,
+        )
+        self.solver_s += outcome.solver_s
+        if self.question.progress is not None:
+            self.question.progress(f"{slots} slots: {outcome.status}, {outcome.solver_s:.1f} s")
+        return outcome.status, transfers if outcome.found else None
+
+    def _schedule(self, transfers: list[tuple[int, int, int]], slots: int, bound: int) -> Schedule:
+        size_bytes = self.question.size_bytes
+        ends = [slot + int(self.times.delays[link]) for slot, _, link in transfers]
+        order = schedule_of(
+            self.logical,
+            [(chunk, link) for _, chunk, link in transfers],
+            name="slotted",
+            attributes={
+                "slots": max(ends, default=0),
+                "slot_s": self.slot_s,
+                "slots_bound": bound,
+                "optimal": slots <= bound,
+            },
+        )
+        return with_times(order, evaluate(order, size_bytes=size_bytes, model="slotted"))
+
+
+def _slot_times(logical: Logical, question: _Question, slot_s: float) -> SlotTimes:
+    chunk_bytes = logical.chunk_bytes(question.size_bytes)
+    busy = tuple(
+        tuple(
+            _slots(chunk_bytes / float(logical.capacities_bytes_per_s[resource]), slot_s)
+            for resource in resources
+        )
+        for resources in logical.instance.resources
+    )
+    sending_s = chunk_bytes * logical.seconds_per_byte()
+    counts = logical.latencies_s >= question.model.negligible_latency * slot_s
+    lasts_s = sending_s + np.where(counts, logical.latencies_s, 0.0)
+    delays = [_slots(float(last_s), slot_s) for last_s in lasts_s]
+    return SlotTimes(busy, np.array(delays, np.int64))
+
+
+def _slots(duration_s: float, slot_s: float) -> int:
+    return max(math.ceil(duration_s / slot_s * (1 - _TOLERANCE)), 1)

@@ -1,0 +1,273 @@
+"""Stage 3 of TACCL: exact times, with the order improved and chunks joined into messages.
+
+Two models. In the first the order on every link is free and every transfer is a message of its
+own: a shop problem that starts from the list schedule and is solved on one representative of each
+symmetry orbit first. In the second the order is fixed and consecutive chunks on a link between
+boxes may travel as one message of at most six: one latency, one arrival for all.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fivefold.collectives.synthesis._cp import CpOutcome, new_model, solve
+from fivefold.collectives.synthesis._instance import Instance, Orbits
+from fivefold.collectives.synthesis._sketched import Sketched
+from fivefold.collectives.synthesis._taccl_ordering import Timed, parents_of
+from fivefold.collectives.synthesis._taccl_prices import Prices
+
+__all__ = ["Messages", "improve_order", "join_messages"]
+
+_LARGEST_MESSAGE = 6  # chunks, as in TACCL
+
+
+@dataclass(frozen=True)
+class Messages:
+    """A timed schedule whose chunks may travel together.
+
+    Args:
+        timed: The transfers; those of one message have equal starts.
+        arrivals: When each transfer has arrived.
+        solver_s: Time of the solver.
+    """
+
+    timed: Timed
+    arrivals: tuple[int, ...]
+    solver_s: float
+
+
+class _Shop:
+    """Transfers with free order: one no-overlap constraint per resource."""
+
+    def __init__(self, sketch: Sketched, prices: Prices, timed: Timed, orbits: Orbits) -> None:
+        self.instance: Instance = sketch.logical.instance
+        self.prices, self.timed, self.orbits = prices, timed, orbits
+        self.model = new_model()
+        self.length = self.model.new_int_var(0, timed.length, "T")
+        self.starts: dict[int, Any] = {}
+        parents = parents_of(self.instance, timed.moves)
+        for number, (chunk, link) in enumerate(timed.moves):
+            start = self.start(chunk, link)
+            self.model.add(start + int(prices.delays[link]) <= self.length)
+            if parents[number] >= 0:
+                before = timed.moves[parents[number]]
+                arrival = self.start(*before) + int(prices.delays[before[1]])
+                self.model.add(start >= arrival)
+        self._add_resources()
+        self._add_own_first(sketch)
+        self.model.minimize(self.length)
+
+    def start(self, chunk: int, link: int) -> Any:
+        orbit = int(self.orbits.link_orbits[chunk, link])
+        if orbit not in self.starts:
+            self.starts[orbit] = self.model.new_int_var(0, self.timed.length, f"s{orbit}")
+        return self.starts[orbit]
+
+    def _add_resources(self) -> None:
+        users: dict[int, list[tuple[int, int]]] = {}
+        for chunk, link in self.timed.moves:
+            orbit = int(self.orbits.link_orbits[chunk, link])
+            taken = zip(self.instance.resources[link], self.prices.busy[link], strict=True)
+            for resource, busy in taken:
+                users.setdefault(resource, []).append((orbit, busy))
+        for row in {tuple(sorted(pairs)) for pairs in users.values()}:
+            if len(row) > 1:
+                intervals = [
+                    self.model.new_fixed_size_interval_var(self.starts[orbit], busy, "")
+                    for orbit, busy in row
+                ]
+                self.model.add_no_overlap(intervals)
+
+    def _add_own_first(self, sketch: Sketched) -> None:
+        if not sketch.sketch.own_chunks_first:
+            return
+        crossing: dict[int, list[tuple[int, bool]]] = {}
+        for chunk, link in self.timed.moves:
+            if sketch.logical.crosses[link]:
+                own = int(self.instance.sources[link]) in self.instance.holders[chunk]
+                crossing.setdefault(link, []).append((chunk, own))
+        for link, chunks in crossing.items():
+            for first in (chunk for chunk, own in chunks if own):
+                for second in (chunk for chunk, own in chunks if not own):
+                    self.model.add(self.start(first, link) <= self.start(second, link))
+
+    def hint(self) -> None:
+        for (chunk, link), start in zip(self.timed.moves, self.timed.starts, strict=True):
+            self.model.add_hint(self.start(chunk, link), start)
+
+    def result(self, outcome: CpOutcome) -> Timed:
+        moves = self.timed.moves
+        starts = tuple(outcome.value(self.start(chunk, link)) for chunk, link in moves)
+        return _in_order(Timed(moves, starts, outcome.value(self.length)))
+
+
+def _in_order(timed: Timed) -> Timed:
+    order = sorted(range(len(timed.moves)), key=lambda number: (timed.starts[number], number))
+    moves = tuple(timed.moves[number] for number in order)
+    return Timed(moves, tuple(timed.starts[number] for number in order), timed.length)
+
+
+def improve_order(
+    sketch: Sketched,
+    prices: Prices,
+    timed: Timed,
+    *,
+    symmetric: bool = False,
+    time_limit_s: float = 30.0,
+    seed: int = 0,
+    progress: Callable[[float, float, float], None] | None = None,
+) -> tuple[Timed, bool]:
+    """A schedule no longer than the one given, and whether it is the best for these routes.
+
+    Args:
+        sketch: The sketch on its topology.
+        prices: Times of one chunk.
+        timed: A schedule of the routes.
+        symmetric: Whether only symmetric schedules are looked at (the routes must be symmetric).
+        time_limit_s: Limit of the solver.
+        seed: Seed of the solver.
+        progress: Called with (seconds, length, bound) at each shorter schedule.
+    """
+    instance = sketch.logical.instance
+    orbits = Orbits(instance, sketch.symmetries if symmetric else ())
+    shop = _Shop(sketch, prices, timed, orbits)
+    if not symmetric:
+        shop.hint()
+    outcome = solve(shop.model, time_limit_s=time_limit_s, seed=seed, progress=progress)
+    if not outcome.found:
+        return _in_order(timed), False
+    return shop.result(outcome), outcome.status == "optimal" and not symmetric
+
+
+class _Joining:
+    """Fixed order on every resource; on links between boxes runs of chunks may be one message."""
+
+    def __init__(self, sketch: Sketched, prices: Prices, timed: Timed) -> None:
+        self.sketch, self.prices, self.timed = sketch, prices, timed
+        self.instance: Instance = sketch.logical.instance
+        self.model = new_model()
+        self.length = self.model.new_int_var(0, timed.length, "T")
+        horizon = timed.length
+        numbers = range(len(timed.moves))
+        self.starts = [self.model.new_int_var(0, horizon, f"s{n}") for n in numbers]
+        self.arrivals = [self.model.new_int_var(0, horizon, f"a{n}") for n in numbers]
+        self.leader = list(numbers)  # transfers that cannot be joined lead their own message
+        self._add_chunks()
+        self._add_links()
+        self._add_shared()
+        self.model.minimize(self.length)
+
+    def _add_chunks(self) -> None:
+        parents = parents_of(self.instance, self.timed.moves)
+        for number, parent in enumerate(parents):
+            self.model.add(self.arrivals[number] <= self.length)
+            if parent >= 0:
+                self.model.add(self.starts[number] >= self.arrivals[parent])
+
+    def _add_links(self) -> None:
+        by_link: dict[int, list[int]] = {}
+        for number, (_, link) in enumerate(self.timed.moves):
+            by_link.setdefault(link, []).append(number)
+        for link, numbers in by_link.items():
+            joins = bool(self.sketch.logical.crosses[link]) and self._own_resources(link)
+            self._add_link(link, numbers, _LARGEST_MESSAGE if joins else 1)
+
+    def _own_resources(self, link: int) -> bool:
+        """Whether no other link shares the resources: then the order on it is the only one."""
+        users = self.users()
+        return all(users[resource] == {link} for resource in self.instance.resources[link])
+
+    def users(self) -> dict[int, set[int]]:
+        """Links that use each resource."""
+        if not hasattr(self, "_users"):
+            self._users: dict[int, set[int]] = {}
+            for _, link in self.timed.moves:
+                for resource in self.instance.resources[link]:
+                    self._users.setdefault(resource, set()).add(link)
+        return self._users
+
+    def _add_link(self, link: int, numbers: list[int], largest: int) -> None:
+        latency, send = int(self.prices.latencies[link]), int(self.prices.sends[link])
+        busiest = max(self.prices.busy[link]) - latency
+        covers: dict[int, list[Any]] = {number: [] for number in numbers}
+        for first in range(len(numbers)):
+            for last in range(first, min(first + largest, len(numbers))):
+                run = numbers[first : last + 1]
+                chosen = self.model.new_bool_var("")
+                for number in run:
+                    covers[number].append(chosen)
+                    start, arrival = self.starts[number], self.arrivals[number]
+                    self.model.add(start == self.starts[run[0]]).only_enforce_if(chosen)
+                    whole = self.starts[run[0]] + max(latency + send * len(run), 1)
+                    self.model.add(arrival == whole).only_enforce_if(chosen)
+                if last + 1 < len(numbers):
+                    free = self.starts[run[0]] + latency + busiest * len(run)
+                    following = self.starts[numbers[last + 1]] >= free
+                    self.model.add(following).only_enforce_if(chosen)
+        for options in covers.values():
+            self.model.add_exactly_one(options)
+
+    def _add_shared(self) -> None:
+        """Consecutive users of a resource that several links share keep their order."""
+        for resource, links in self.users().items():
+            if len(links) < 2:
+                continue
+            numbers = [
+                number
+                for number, (_, link) in enumerate(self.timed.moves)
+                if resource in self.instance.resources[link]
+            ]
+            for before, after in itertools.pairwise(numbers):
+                link = self.timed.moves[before][1]
+                place = self.instance.resources[link].index(resource)
+                free = self.starts[before] + self.prices.busy[link][place]
+                self.model.add(self.starts[after] >= free)
+
+    def result(self, outcome: CpOutcome) -> Messages:
+        starts = [outcome.value(start) for start in self.starts]
+        arrivals = [outcome.value(arrival) for arrival in self.arrivals]
+        order = sorted(range(len(starts)), key=lambda number: (starts[number], number))
+        moves = tuple(self.timed.moves[number] for number in order)
+        timed = Timed(moves, tuple(starts[n] for n in order), outcome.value(self.length))
+        return Messages(timed, tuple(arrivals[n] for n in order), outcome.solver_s)
+
+
+def join_messages(
+    sketch: Sketched,
+    prices: Prices,
+    timed: Timed,
+    *,
+    time_limit_s: float = 10.0,
+    seed: int = 0,
+) -> Messages:
+    """Let consecutive chunks between boxes travel together where that is shorter.
+
+    Args:
+        sketch: The sketch on its topology.
+        prices: Times of one chunk.
+        timed: A schedule; its order on every link is kept.
+        time_limit_s: Limit of the solver.
+        seed: Seed of the solver.
+
+    Returns:
+        A schedule no longer than the one given.
+    """
+    timed = _in_order(timed)
+    delays = prices.delays
+    plain = tuple(
+        start + int(delays[link])
+        for start, (_, link) in zip(timed.starts, timed.moves, strict=True)
+    )
+    crossing: Sequence[bool] = [bool(sketch.logical.crosses[link]) for _, link in timed.moves]
+    if not any(crossing) or not int(prices.latencies.max(initial=0)):
+        return Messages(timed, plain, 0.0)
+    joining = _Joining(sketch, prices, timed)
+    for number, start in enumerate(timed.starts):
+        joining.model.add_hint(joining.starts[number], start)
+    outcome = solve(joining.model, time_limit_s=time_limit_s, seed=seed)
+    if not outcome.found:
+        return Messages(timed, plain, outcome.solver_s)
+    return joining.result(outcome)
