@@ -1,3 +1,41 @@
-"""The algorithms of the textbooks and of NCCL as schedules."""
+"""The library: ring, trees, doubling, Bruck, direct, PAT, hierarchies, and trees in the network."""
 
-__all__: list[str] = []
+from fivefold.collectives.algorithms._library import available_algorithms
+from fivefold.collectives.algorithms._named import (
+    bidirectional_ring,
+    binary_tree,
+    binomial_tree,
+    bruck,
+    build_algorithm,
+    direct,
+    direct_all_to_all,
+    double_binary_tree,
+    hierarchical,
+    one_shot,
+    pairwise_all_to_all,
+    pat,
+    recursive_doubling,
+    recursive_halving_doubling,
+    ring,
+)
+from fivefold.collectives.algorithms._orders import ring_order
+
+__all__ = [
+    "available_algorithms",
+    "bidirectional_ring",
+    "binary_tree",
+    "binomial_tree",
+    "bruck",
+    "build_algorithm",
+    "direct",
+    "direct_all_to_all",
+    "double_binary_tree",
+    "hierarchical",
+    "one_shot",
+    "pairwise_all_to_all",
+    "pat",
+    "recursive_doubling",
+    "recursive_halving_doubling",
+    "ring",
+    "ring_order",
+]

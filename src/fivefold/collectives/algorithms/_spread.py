@@ -1,0 +1,238 @@
+"""Algorithms that bring every chunk from its owner to all ranks, for any number of ranks.
+
+Each takes the number of ranks n and the owner of each chunk and returns the moves. Where all
+chunks have one owner they are pipelined: chunk i starts i steps after chunk 0.
+
+References: Thakur, Rabenseifner and Gropp, Int. J. High Perform. Comput. Appl. 19(1), 2005 (ring,
+recursive doubling); Bruck et al., IEEE TPDS 8(11), 1997; Jeaugey, arXiv 2506.20252 (PAT); Sanders,
+Speck and Traeff, Parallel Computing 35(12), 2009 (two trees).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fivefold.collectives.algorithms._moves import (
+    Ints,
+    Moves,
+    joined,
+    moves_of,
+    no_moves,
+    one_after_another,
+)
+
+__all__ = [
+    "bidirectional_ring_moves",
+    "binary_tree_moves",
+    "binomial_moves",
+    "bruck_moves",
+    "core_ranks",
+    "direct_moves",
+    "double_tree_moves",
+    "pat_moves",
+    "recursive_doubling_moves",
+    "ring_moves",
+]
+
+
+def _stagger(owners: Ints) -> Ints:
+    """Steps by which each chunk starts later: its number where one rank owns all, else 0."""
+    chunks = np.arange(owners.size, dtype=np.int32)
+    alone = owners.size > 0 and bool((owners == owners[0]).all())
+    return chunks if alone else np.zeros_like(chunks)
+
+
+def _along(chunks: Ints, owners: Ints, *, reach: int, sign: int, n: int) -> Moves:
+    """Moves of the chunks over the first ``reach`` hops from their owners, one hop a step."""
+    offsets = np.arange(1, reach + 1, dtype=np.int32)[:, None]
+    mine = owners[chunks][None, :]
+    here = (mine + np.int32(sign) * (offsets - np.int32(1))) % np.int32(n)
+    there = (mine + np.int32(sign) * offsets) % np.int32(n)
+    return moves_of(chunks[None, :], here, there, offsets - 1 + _stagger(owners)[chunks][None, :])
+
+
+def ring_moves(n: int, owners: Ints) -> Moves:
+    """Every chunk goes once round the ring 0, 1, ..., n - 1."""
+    return _along(np.arange(owners.size, dtype=np.int32), owners, reach=n - 1, sign=1, n=n)
+
+
+def bidirectional_ring_moves(n: int, owners: Ints) -> Moves:
+    """Every chunk goes half way round in each direction.
+
+    With n even one direction is one hop longer; it changes from one chunk of a rank to the next.
+    """
+    order = np.argsort(owners, kind="stable").astype(np.int32)
+    begins = np.searchsorted(owners[order], owners[order])
+    odd = (np.arange(owners.size) - begins) % 2 == 1  # the second, fourth, ... of its owner
+    parts = []
+    for members, far_sign in ((order[~odd], 1), (order[odd], -1)):
+        for sign in (1, -1):
+            reach = n // 2 if sign == far_sign else (n - 1) // 2
+            parts.append(_along(members, owners, reach=reach, sign=sign, n=n))
+    return joined(parts)
+
+
+def core_ranks(n: int) -> tuple[Ints, Ints]:
+    """The largest power of two of ranks, and for each rank the place of its partner in it.
+
+    Of the first 2 (n - P) ranks the even ones are folded onto the odd ones after them.
+
+    Returns:
+        Rank of each place in the core, int32 [P]; place of each rank or of its partner, int32 [n].
+    """
+    size = 1 << (n.bit_length() - 1)
+    extra = n - size
+    core = np.concatenate([2 * np.arange(extra) + 1, np.arange(2 * extra, n)]).astype(np.int32)
+    places = np.arange(n, dtype=np.int32) - np.int32(extra)
+    places[: 2 * extra] = np.arange(2 * extra, dtype=np.int32) // 2
+    return core, places
+
+
+def recursive_doubling_moves(n: int, owners: Ints) -> Moves:
+    """In step s everyone exchanges all it has with the rank that differs in bit s.
+
+    Where n is no power of two, the ranks too many give theirs to a partner first and get
+    everything from it at last.
+    """
+    core, places = core_ranks(n)
+    folded = core[places[owners]]
+    chunks = np.arange(owners.size, dtype=np.int32)
+    own = np.flatnonzero(folded != owners).astype(np.int32)
+    parts = [moves_of(own, owners[own], folded[own], 0)]
+    inner = []
+    place = places[owners]
+    for step in range(core.size.bit_length() - 1):
+        others = np.arange(1 << step, dtype=np.int32)[:, None] ^ place[None, :]
+        inner.append(moves_of(chunks[None, :], core[others], core[others ^ (1 << step)], step))
+    parts.append(joined(inner))
+    outside = np.flatnonzero(core[places] != np.arange(n)).astype(np.int32)
+    pairs = np.broadcast_to(chunks[None, :], (outside.size, chunks.size))
+    missing = owners[None, :] != outside[:, None]
+    givers = np.broadcast_to(core[places[outside]][:, None], pairs.shape)
+    takers = np.broadcast_to(outside[:, None], pairs.shape)
+    parts.append(moves_of(pairs[missing], givers[missing], takers[missing], 0))
+    return one_after_another(parts)
+
+
+def bruck_moves(n: int, owners: Ints) -> Moves:
+    """In step s everyone sends the first 2^s blocks it has to the rank 2^s before it."""
+    chunks = np.arange(owners.size, dtype=np.int32)
+    parts = []
+    step, distance = 0, 1
+    while distance < n:
+        held = np.arange(min(distance, n - distance), dtype=np.int32)[:, None]
+        here = (owners[None, :] - held) % np.int32(n)
+        there = (owners[None, :] - held - np.int32(distance)) % np.int32(n)
+        parts.append(moves_of(chunks[None, :], here, there, step))
+        step, distance = step + 1, 2 * distance
+    return joined(parts)
+
+
+def pat_moves(n: int, owners: Ints, *, most_chunks: int | None = None) -> Moves:
+    """A binomial tree for each owner, far ranks first, so that long ways carry few chunks.
+
+    A message carries at most ``most_chunks`` chunks of different owners: the upper part of the
+    trees takes a logarithmic number of steps, the rest goes one edge of the subtrees at a time.
+    """
+    bits = max(n - 1, 0).bit_length()
+    top = bits
+    if most_chunks is not None and most_chunks < 1 << max(bits - 1, 0):
+        top = most_chunks.bit_length() - 1
+    offsets = np.arange(1, n, dtype=np.int32)
+    lowest = offsets & -offsets
+    below = 1 << (bits - top)
+    # Edges among multiples of `below` are one step for each bit, from the highest down; an edge
+    # within a subtree is a step of its own, the same in all subtrees.
+    high = np.int32(bits) - np.ceil(np.log2(lowest + 1)).astype(np.int32)
+    steps = np.where(lowest >= below, high, np.int32(top) + offsets % np.int32(below) - 1)
+    here = (owners[None, :] + (offsets - lowest)[:, None]) % np.int32(n)
+    there = (owners[None, :] + offsets[:, None]) % np.int32(n)
+    chunks = np.arange(owners.size, dtype=np.int32)
+    return moves_of(chunks[None, :], here, there, steps[:, None])
+
+
+def binomial_moves(n: int, owners: Ints) -> Moves:
+    """A binomial tree from each owner; chunks of one owner are pipelined."""
+    plain = pat_moves(n, owners)
+    return moves_of(
+        plain.chunks, plain.sources, plain.targets, plain.steps + _stagger(owners)[plain.chunks]
+    )
+
+
+def direct_moves(n: int, owners: Ints) -> Moves:
+    """Every owner sends to every other rank in one step, nearest rank number first."""
+    offsets = np.arange(1, n, dtype=np.int32)[:, None]
+    chunks = np.arange(owners.size, dtype=np.int32)
+    return moves_of(chunks[None, :], owners[None, :], (owners[None, :] + offsets) % np.int32(n), 0)
+
+
+def _down_a_tree(parents: Ints, chunks: Ints) -> Moves:
+    """Chunks from the root down to all, one step later for each chunk."""
+    depths = np.full(parents.size, -1, dtype=np.int32)
+    depths[parents < 0] = 0
+    while (depths < 0).any():
+        known = (depths < 0) & (parents >= 0)
+        known &= depths[parents] >= 0
+        assert known.any(), "the parents form a tree"
+        depths[known] = depths[parents[known]] + 1
+    children = np.flatnonzero(parents >= 0).astype(np.int32)
+    order = np.arange(chunks.size, dtype=np.int32)
+    return moves_of(
+        chunks[None, :],
+        parents[children][:, None],
+        children[:, None],
+        (depths[children] - 1)[:, None] + order[None, :],
+    )
+
+
+def binary_tree_moves(n: int, owners: Ints) -> Moves:
+    """Chunks go down a complete binary tree whose root owns them all."""
+    if n < 2 or not owners.size:
+        return no_moves()
+    places = np.arange(n, dtype=np.int32)
+    parents = np.where(places > 0, (places - 1) // 2, -1).astype(np.int32)
+    moves = _down_a_tree(parents, np.arange(owners.size, dtype=np.int32))
+    return moves.renamed((places + owners[0]) % np.int32(n))
+
+
+def _in_order_parents(n: int) -> Ints:
+    """A binary tree whose leaves are the odd places: parent by the lowest bit that is set."""
+    parents = np.full(n, -1, dtype=np.int32)
+    for place in range(1, n):
+        bit = place & -place
+        above = (place ^ bit) | (bit << 1)
+        parents[place] = above if above < n else place ^ bit
+    return parents
+
+
+def double_tree_moves(n: int, owners: Ints) -> Moves:
+    """Even and odd chunks go down two trees; a leaf of one forwards in the other.
+
+    The owner of all chunks stands outside both trees and feeds their roots.
+    """
+    if n < 2 or not owners.size:
+        return no_moves()
+    root = int(owners[0])
+    others = np.delete(np.arange(n, dtype=np.int32), root)
+    chunks = np.arange(owners.size, dtype=np.int32)
+    return joined(
+        [
+            _fed_tree(root, others, chunks[0::2]),
+            _fed_tree(root, _mirrored(others), chunks[1::2]).later(1),
+        ]
+    )
+
+
+def _mirrored(places: Ints) -> Ints:
+    """The order in which leaves become inner places: mirrored, or where n is odd shifted."""
+    return places[::-1] if places.size % 2 == 0 else np.roll(places, 1)
+
+
+def _fed_tree(root: int, places: Ints, chunks: Ints) -> Moves:
+    order = 2 * np.arange(chunks.size, dtype=np.int32)
+    feed = moves_of(chunks, root, places[0], order)
+    down = _down_a_tree(_in_order_parents(places.size), chunks).renamed(places)
+    within = np.searchsorted(chunks, down.chunks).astype(np.int32)
+    # Each tree takes every other step, so that two chunks never leave the root at once.
+    later = moves_of(down.chunks, down.sources, down.targets, down.steps + within + 1)
+    return joined([feed, later])
