@@ -28,6 +28,7 @@ __all__ = ["Router", "Routes"]
 _TICKS_PER_S = 1e15
 _MAX_TICKS = 2**60  # sums over a route stay well inside int64
 _KEPT_SOURCES = 64
+_NODES_PER_SEARCH = 512  # a search from both ends costs about as much as this part of a tree
 
 
 @dataclass(frozen=True)
@@ -82,25 +83,25 @@ class Router:
         through_ranks: bool = True,
     ) -> Routes:
         """Routes of many pairs, see :meth:`Topology.routes`."""
-        pairs = self._pairs(sources, targets)
-        first, last = pairs
+        first, last = self._pairs(sources, targets)
         lengths = np.zeros(len(first), np.int64)
         pieces: list[tuple[npt.NDArray[np.int64], IntArray]] = []
         order = np.argsort(first, kind="stable")
         bounds = np.flatnonzero(np.diff(first[order], prepend=-1, append=-1))
+        few: list[npt.NDArray[np.int64]] = []
         for start, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
             wanted = order[start:end]
-            counts, links = self._from_one(int(first[wanted[0]]), last[wanted], through_ranks)
-            lengths[wanted] = counts
+            rank = int(first[wanted[0]])
+            if end - start <= self._few and (rank, through_ranks) not in self._kept:
+                few.append(wanted)
+                continue
+            lengths[wanted], links = self._from_one(rank, last[wanted], through_ranks)
             pieces.append((wanted, links))
-        offsets = np.zeros(len(first) + 1, np.int64)
-        np.cumsum(lengths, out=offsets[1:])
-        links_of_all = np.empty(offsets[-1], np.int32)
-        for wanted, links in pieces:
-            each = lengths[wanted]
-            within = np.arange(len(links)) - np.repeat(np.cumsum(each) - each, each)
-            links_of_all[np.repeat(offsets[wanted], each) + within] = links
-        return Routes(first, last, offsets, links_of_all)
+        if few:
+            wanted = np.concatenate(few)
+            lengths[wanted], links = self._from_both(first[wanted], last[wanted], through_ranks)
+            pieces.append((wanted, links))
+        return _gathered(first, last, lengths, pieces)
 
     def distances(
         self, rank: int, *, through_ranks: bool = True
@@ -120,7 +121,7 @@ class Router:
             topology.outgoing.links,
             topology.link_targets,
             self._ticks,
-            topology.is_rank if not through_ranks else np.zeros(topology.num_nodes, np.bool_),
+            self._blocked(through_ranks),
             int(topology.rank_nodes[rank]),
         )
         self._kept[key] = found
@@ -185,22 +186,78 @@ class Router:
         nodes = topology.rank_nodes[targets]
         counts = hops[nodes]
         if (counts < 0).any():
-            lost = topology.ranks[int(targets[int(np.argmin(counts))])]
-            through = "" if through_ranks else " through switches only"
-            raise InfeasibleError(
-                f"topology {topology.name!r} has no route from {topology.ranks[rank]!r} to "
-                f"{lost!r}{through}",
-                hint="add the links that are missing",
-            )
-        blocked = topology.is_rank if not through_ranks else np.zeros(topology.num_nodes, np.bool_)
+            raise self._no_route(rank, int(targets[int(np.argmin(counts))]), through_ranks)
         links: IntArray = walk_back(
             (topology.incoming.offsets, topology.incoming.links, topology.link_sources),
-            (self._ticks, ticks, hops, blocked),
+            (self._ticks, ticks, hops, self._blocked(through_ranks)),
             int(topology.rank_nodes[rank]),
             nodes,
             targets,
         )
         return counts, links
+
+    def _from_both(
+        self,
+        first: IntArray,
+        last: IntArray,
+        through_ranks: bool,  # noqa: FBT001 - passed on
+    ) -> tuple[npt.NDArray[np.int64], IntArray]:
+        from fivefold.network.topology._meeting import (  # noqa: PLC0415 - brings numba
+            meeting_routes,
+        )
+
+        topology = self._topology
+        leave, enter, nodes = topology.outgoing, topology.incoming, topology.rank_nodes
+        offsets, links, lost = meeting_routes(
+            (leave.offsets, leave.links, topology.link_targets, self._ticks),
+            (enter.offsets, enter.links, topology.link_sources, self._ticks),
+            self._blocked(through_ranks),
+            (nodes[first], nodes[last]),
+            last,
+        )
+        if lost >= 0:
+            raise self._no_route(int(first[lost]), int(last[lost]), through_ranks)
+        return np.diff(offsets), links
+
+    @property
+    def _few(self) -> int:
+        """Up to so many routes from a source are found one by one, not by its whole tree."""
+        return self._topology.num_nodes // _NODES_PER_SEARCH
+
+    def _blocked(self, through_ranks: bool) -> npt.NDArray[np.bool_]:  # noqa: FBT001 - passed on
+        topology = self._topology
+        return np.zeros(topology.num_nodes, np.bool_) if through_ranks else topology.is_rank
+
+    def _no_route(
+        self,
+        rank: int,
+        lost: int,
+        through_ranks: bool,  # noqa: FBT001 - passed on
+    ) -> InfeasibleError:
+        ranks = self._topology.ranks
+        through = "" if through_ranks else " through switches only"
+        return InfeasibleError(
+            f"topology {self._topology.name!r} has no route from {ranks[rank]!r} to "
+            f"{ranks[lost]!r}{through}",
+            hint="add the links that are missing",
+        )
+
+
+def _gathered(
+    first: IntArray,
+    last: IntArray,
+    lengths: npt.NDArray[np.int64],
+    pieces: list[tuple[npt.NDArray[np.int64], IntArray]],
+) -> Routes:
+    """Routes found in pieces, in the order that they were asked for."""
+    offsets = np.zeros(len(first) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    links_of_all = np.empty(offsets[-1], np.int32)
+    for wanted, links in pieces:
+        each = lengths[wanted]
+        within = np.arange(len(links)) - np.repeat(np.cumsum(each) - each, each)
+        links_of_all[np.repeat(offsets[wanted], each) + within] = links
+    return Routes(first, last, offsets, links_of_all)
 
 
 def _tick_rate(latencies_s: npt.NDArray[np.float64], num_nodes: int) -> float:

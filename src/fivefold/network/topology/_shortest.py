@@ -10,13 +10,13 @@ import numpy.typing as npt
 from fivefold._compiler import njit
 from fivefold.network.topology._graph import IntArray
 
-__all__ = ["shortest_distances", "walk_back"]
+__all__ = ["LongArray", "before", "rise", "shortest_distances", "sink", "walk_back"]
 
 LongArray = npt.NDArray[np.int64]
 
 
 @njit
-def _before(ticks: Any, hops: Any, a: int, b: int) -> bool:
+def before(ticks: Any, hops: Any, a: int, b: int) -> bool:
     """Whether node a is nearer than node b; equals are ordered by index."""
     if ticks[a] != ticks[b]:
         return bool(ticks[a] < ticks[b])
@@ -26,11 +26,12 @@ def _before(ticks: Any, hops: Any, a: int, b: int) -> bool:
 
 
 @njit
-def _rise(heap: Any, places: Any, ticks: Any, hops: Any, place: int) -> None:
+def rise(heap: Any, places: Any, ticks: Any, hops: Any, place: int) -> None:
+    """Move a node of a heap up to where it belongs."""
     node = heap[place]
     while place > 0:
         above = (place - 1) // 2
-        if not _before(ticks, hops, node, heap[above]):
+        if not before(ticks, hops, node, heap[above]):
             break
         heap[place] = heap[above]
         places[heap[place]] = place
@@ -40,14 +41,15 @@ def _rise(heap: Any, places: Any, ticks: Any, hops: Any, place: int) -> None:
 
 
 @njit
-def _sink(heap: Any, places: Any, ticks: Any, hops: Any, size: int) -> None:
+def sink(heap: Any, places: Any, ticks: Any, hops: Any, size: int) -> None:
+    """Move the first node of a heap down to where it belongs."""
     node = heap[0]
     place = 0
     while 2 * place + 1 < size:
         below = 2 * place + 1
-        if below + 1 < size and _before(ticks, hops, heap[below + 1], heap[below]):
+        if below + 1 < size and before(ticks, hops, heap[below + 1], heap[below]):
             below += 1
-        if not _before(ticks, hops, heap[below], node):
+        if not before(ticks, hops, heap[below], node):
             break
         heap[place] = heap[below]
         places[heap[place]] = place
@@ -83,7 +85,7 @@ def shortest_distances(
         size -= 1
         if size > 0:
             heap[0] = heap[size]
-            _sink(heap, places, ticks, hops, size)
+            sink(heap, places, ticks, hops, size)
         if blocked[node] and node != source:
             continue
         for position in range(offsets[node], offsets[node + 1]):
@@ -99,7 +101,7 @@ def shortest_distances(
             elif through > ticks[target] or (through == ticks[target] and length >= hops[target]):
                 continue
             ticks[target], hops[target] = through, length
-            _rise(heap, places, ticks, hops, places[target])
+            rise(heap, places, ticks, hops, places[target])
     return ticks, hops
 
 
@@ -117,12 +119,12 @@ def _choose(
     equals, found = 0, -1
     for position in range(offsets[node], offsets[node + 1]):
         link = in_links[position]
-        before = link_sources[link]
-        if hops[before] < 0 or hops[before] + 1 != hops[node]:
+        previous = link_sources[link]
+        if hops[previous] < 0 or hops[previous] + 1 != hops[node]:
             continue
-        if ticks[before] + link_ticks[link] != ticks[node]:
+        if ticks[previous] + link_ticks[link] != ticks[node]:
             continue
-        if blocked[before] and before != source:
+        if blocked[previous] and previous != source:
             continue
         if equals == wanted:
             found = link
