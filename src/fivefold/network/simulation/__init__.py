@@ -1,3 +1,20 @@
 """The fluid simulator: max-min fair rates of flows over paths, event by event."""
 
-__all__: list[str] = []
+from fivefold.network.simulation._rates import Routes, max_min_rates
+from fivefold.network.simulation._result import RateRecord, SimulationResult, Span
+from fivefold.network.simulation._simulate import simulate
+from fivefold.network.simulation._table import FlowTable
+from fivefold.network.simulation._tasks import AggregationRequest, Compute, Flow
+
+__all__ = [
+    "AggregationRequest",
+    "Compute",
+    "Flow",
+    "FlowTable",
+    "RateRecord",
+    "Routes",
+    "SimulationResult",
+    "Span",
+    "max_min_rates",
+    "simulate",
+]

@@ -1,0 +1,333 @@
+"""From flows and their routes to bundles: what needs a level of its own, on which links.
+
+Two reductions keep the problem small, and neither changes a rate. A link is left out where every
+flow on it also passes a link that is at least as tight for each of them: it can never fill up
+first. Flows that then load the same links in the same way share one bundle. So a thousand senders
+to one receiver, or a thousand chunks over one path, are one unknown.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fivefold._compiler import njit
+from fivefold.network.simulation._records import (
+    BLANK,
+    BUNDLE,
+    COUNTERS,
+    ENTRY,
+    LEVEL_CLASS,
+    LINK,
+    PAIR,
+    Loads,
+)
+
+__all__ = ["Bundles", "Incidence", "form_bundles", "make_loads"]
+
+
+class Incidence(NamedTuple):
+    """Which rows load which links: a sparse matrix by rows.
+
+    Attributes:
+        offsets: int64 [rows + 1].
+        links: int32 [entries].
+        amounts: Load of the link per unit of the row's rate; float64 [entries].
+    """
+
+    offsets: Any
+    links: Any
+    amounts: Any
+
+
+class Bundles(NamedTuple):
+    """The bundle of each flow, and where its loads go.
+
+    Attributes:
+        of_row: Bundle of each flow, -1 where nothing limits it; int64 [flows].
+        entries: Links of each bundle; amounts are unused.
+        row_offsets: Slice of ``row_entries`` of each flow; int64 [flows + 1].
+        row_entries: Entries that each flow loads; int64.
+        row_usages: Load per level: weight times amount; float64.
+        first_rows: A flow of each bundle; int64 [bundles].
+        member_offsets: Slice of ``members`` of each bundle; int64 [bundles + 1].
+        members: Flows by bundle; int64.
+    """
+
+    of_row: Any
+    entries: Incidence
+    row_offsets: Any
+    row_entries: Any
+    row_usages: Any
+    first_rows: Any
+    member_offsets: Any
+    members: Any
+
+
+def form_bundles(
+    routes: Incidence, capacities: Any, *, keys: Any, groups: Any, weights: Any
+) -> Bundles:
+    """Bundle flows.
+
+    Args:
+        routes: Links of each flow, in any order; a link may be listed more than once.
+        capacities: Bytes per second of each link.
+        keys: Flows with different keys never share a bundle; int64 [flows]. A negative key marks
+            a row that is no flow.
+        groups: Coupled flows have the same number here, others -1; int64 [flows].
+        weights: Rate of each flow is weight times level; float64 [flows].
+
+    Returns:
+        The bundles.
+    """
+    merged = _merged(routes, len(capacities))
+    kept = _undominated(merged, np.asarray(capacities), _transposed(merged, len(capacities)))
+    reduced = _without(merged, kept)
+    of_row, first_rows = _classes(reduced, keys, groups, np.empty(_table_size(len(keys)), np.int64))
+    order = np.argsort(of_row, kind="stable")
+    members = order[np.searchsorted(of_row[order], 0) :]
+    counts = np.bincount(of_row[members], minlength=len(first_rows))
+    member_offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    offsets, links, row_entries = _entries(reduced, member_offsets, members, len(capacities))
+    return Bundles(
+        of_row=of_row,
+        entries=Incidence(offsets, links, np.empty(0)),
+        row_offsets=reduced.offsets,
+        row_entries=row_entries,
+        row_usages=reduced.amounts * np.repeat(weights, np.diff(reduced.offsets)),
+        first_rows=first_rows,
+        member_offsets=member_offsets,
+        members=members,
+    )
+
+
+def make_loads(bundles: Bundles, capacities: Any, *, priorities: Any, queue_room: int) -> Loads:
+    """The solver's arrays, with no member under way.
+
+    Args:
+        bundles: From :func:`form_bundles`.
+        capacities: Bytes per second of each link.
+        priorities: Class of each bundle, from 0.
+        queue_room: Room for further heaps behind those of the bundles.
+
+    Returns:
+        The arrays; heaps of bundles and queues begin where their records say.
+    """
+    num_links, num_bundles = len(capacities), len(bundles.first_rows)
+    entry_links = bundles.entries.links
+    records = np.zeros(num_bundles + 1, BUNDLE)
+    records["first_entry"] = bundles.entries.offsets
+    records["first_member"] = num_links + num_bundles + bundles.member_offsets
+    records["priority"][:-1] = priorities
+    records["bottleneck"] = BLANK
+    records["cap"] = np.inf
+    links = np.zeros(num_links + 1, LINK)
+    links["capacity"][:-1] = capacities
+    links["first_entry"][1:] = np.cumsum(np.bincount(entry_links, minlength=num_links))
+    link_entries = np.argsort(entry_links, kind="stable").astype(np.int64)
+    entries = np.zeros(len(entry_links), ENTRY)
+    entries["link"] = entry_links
+    entries["bundle"] = np.repeat(np.arange(num_bundles), np.diff(bundles.entries.offsets))
+    entries["place"][link_entries] = np.arange(len(entry_links))
+    room = num_links + num_bundles + len(bundles.members) + queue_room
+    return Loads(
+        bundles=records,
+        entries=entries,
+        links=links,
+        link_entries=link_entries,
+        # Bundles are no more than flows; as many requests may stand in line.
+        lists=np.zeros((5, max(num_links, len(bundles.of_row), 1)), np.int64),
+        heaps=np.zeros(room, PAIR),
+        classes=np.zeros(int(np.max(priorities, initial=0)) + 1, LEVEL_CLASS),
+        counts=np.zeros(COUNTERS, np.int64),
+    )
+
+
+def _table_size(rows: int) -> int:
+    return 1 << max(4, (2 * rows).bit_length())
+
+
+@njit
+def _merged(routes: Incidence, num_links: int) -> Incidence:
+    """Each link once a row, ascending, its amounts added."""
+    offsets = np.zeros_like(routes.offsets)
+    links = np.empty_like(routes.links)
+    amounts = np.empty_like(routes.amounts)
+    sums = np.zeros(num_links)
+    marks = np.full(num_links, -1, np.int64)
+    size = 0
+    for row in range(routes.offsets.size - 1):
+        start = size
+        for at in range(routes.offsets[row], routes.offsets[row + 1]):
+            link = routes.links[at]
+            if marks[link] != row:
+                marks[link] = row
+                sums[link] = 0.0
+                links[size] = link
+                size += 1
+            sums[link] += routes.amounts[at]
+        links[start:size] = np.sort(links[start:size])
+        for at in range(start, size):
+            amounts[at] = sums[links[at]]
+        offsets[row + 1] = size
+    return Incidence(offsets, links[:size].copy(), amounts[:size].copy())
+
+
+@njit
+def _transposed(routes: Incidence, num_links: int) -> Incidence:
+    """Rows of each link; the field ``links`` holds rows here."""
+    offsets = np.zeros(num_links + 1, np.int64)
+    for link in routes.links:
+        offsets[link + 1] += 1
+    offsets = np.cumsum(offsets)
+    filled = offsets[:-1].copy()
+    rows = np.empty(routes.links.size, np.int32)
+    amounts = np.empty(routes.links.size, np.float64)
+    for row in range(routes.offsets.size - 1):
+        for at in range(routes.offsets[row], routes.offsets[row + 1]):
+            place = filled[routes.links[at]]
+            rows[place] = row
+            amounts[place] = routes.amounts[at]
+            filled[routes.links[at]] += 1
+    return Incidence(offsets, rows, amounts)
+
+
+@njit
+def _undominated(routes: Incidence, capacities: Any, by_link: Incidence) -> Any:
+    """Whether each link can be the first to fill up."""
+    kept = np.ones(capacities.size, np.uint8)
+    for link in range(capacities.size):
+        start, end = by_link.offsets[link], by_link.offsets[link + 1]
+        if start == end:
+            continue
+        shortest = by_link.links[start]
+        for at in range(start, min(end, start + 8)):
+            row = by_link.links[at]
+            length = routes.offsets[row + 1] - routes.offsets[row]
+            if length < routes.offsets[shortest + 1] - routes.offsets[shortest]:
+                shortest = row
+        for at in range(routes.offsets[shortest], routes.offsets[shortest + 1]):
+            other = routes.links[at]
+            if _covers(routes, capacities, by_link, (link, other)):
+                kept[link] = 0
+                break
+    return kept
+
+
+@njit
+def _covers(routes: Incidence, capacities: Any, by_link: Incidence, pair: tuple[int, int]) -> bool:
+    """Whether the second link fills up no later than the first, whatever the flows do."""
+    link, other = pair
+    mine = by_link.offsets[link + 1] - by_link.offsets[link]
+    others = by_link.offsets[other + 1] - by_link.offsets[other]
+    if link == other or capacities[other] > capacities[link] or others < mine:
+        return False
+    equal = capacities[other] == capacities[link] and others == mine
+    for at in range(by_link.offsets[link], by_link.offsets[link + 1]):
+        row = by_link.links[at]
+        low, high = routes.offsets[row], routes.offsets[row + 1]
+        place = low + np.searchsorted(routes.links[low:high], other)
+        if place >= high or routes.links[place] != other:
+            return False
+        if routes.amounts[place] < by_link.amounts[at]:
+            return False
+        equal = equal and routes.amounts[place] == by_link.amounts[at]
+    # Of two that are the same for everyone the first stays.
+    return not equal or other < link
+
+
+@njit
+def _without(routes: Incidence, kept: Any) -> Incidence:
+    offsets = np.zeros_like(routes.offsets)
+    links = np.empty_like(routes.links)
+    amounts = np.empty_like(routes.amounts)
+    size = 0
+    for row in range(routes.offsets.size - 1):
+        for at in range(routes.offsets[row], routes.offsets[row + 1]):
+            if kept[routes.links[at]]:
+                links[size] = routes.links[at]
+                amounts[size] = routes.amounts[at]
+                size += 1
+        offsets[row + 1] = size
+    return Incidence(offsets, links[:size].copy(), amounts[:size].copy())
+
+
+@njit
+def _same_row(routes: Incidence, left: int, right: int) -> bool:
+    shift = routes.offsets[right] - routes.offsets[left]
+    if routes.offsets[right + 1] - routes.offsets[left + 1] != shift:
+        return False
+    for at in range(routes.offsets[left], routes.offsets[left + 1]):
+        same = routes.links[at] == routes.links[at + shift]
+        if not same or routes.amounts[at] != routes.amounts[at + shift]:
+            return False
+    return True
+
+
+@njit
+def _hash_row(routes: Incidence, row: int, key: int) -> Any:
+    mixed = np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)
+    for at in range(routes.offsets[row], routes.offsets[row + 1]):
+        mixed ^= np.uint64(routes.links[at] + 1)
+        mixed *= np.uint64(0xBF58476D1CE4E5B9)
+        mixed ^= mixed >> np.uint64(29)
+    return mixed
+
+
+@njit
+def _classes(routes: Incidence, keys: Any, groups: Any, table: Any) -> Any:
+    """Number the bundles: by group, or by equal key and route, through an open hash table."""
+    of_row = np.full(keys.size, -1, np.int64)
+    firsts = np.empty(keys.size, np.int64)
+    of_group = np.full(max(0, groups.max()) + 1 if groups.size else 1, -1, np.int64)
+    table[:] = -1
+    mask = np.uint64(table.size - 1)
+    count = 0
+    for row in range(keys.size):
+        if keys[row] < 0:
+            continue
+        group = groups[row]
+        if group >= 0:
+            if of_group[group] < 0:
+                of_group[group] = count
+                firsts[count] = row
+                count += 1
+            of_row[row] = of_group[group]
+            continue
+        place = _hash_row(routes, row, keys[row]) & mask
+        while table[place] >= 0:
+            first = firsts[table[place]]
+            if keys[first] == keys[row] and _same_row(routes, first, row):
+                break
+            place = (place + np.uint64(1)) & mask
+        if table[place] < 0:
+            table[place] = count
+            firsts[count] = row
+            count += 1
+        of_row[row] = table[place]
+    return of_row, firsts[:count].copy()
+
+
+@njit
+def _entries(routes: Incidence, member_offsets: Any, members: Any, num_links: int) -> Any:
+    """The links of each bundle, and for each flow which of these entries it loads."""
+    row_entries = np.empty(routes.links.size, np.int64)
+    links = np.empty(routes.links.size, np.int32)
+    offsets = np.zeros(member_offsets.size, np.int64)
+    marks = np.full(num_links, -1, np.int64)
+    places = np.empty(num_links, np.int64)
+    size = 0
+    for bundle in range(member_offsets.size - 1):
+        for member in range(member_offsets[bundle], member_offsets[bundle + 1]):
+            row = members[member]
+            for at in range(routes.offsets[row], routes.offsets[row + 1]):
+                link = routes.links[at]
+                if marks[link] != bundle:
+                    marks[link] = bundle
+                    places[link] = size
+                    links[size] = link
+                    size += 1
+                row_entries[at] = places[link]
+        offsets[bundle + 1] = size
+    return offsets, links[:size].copy(), row_entries

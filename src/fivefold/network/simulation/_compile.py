@@ -1,0 +1,240 @@
+"""From tasks by name to arrays: ids become positions, and every reference is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fivefold.errors import ConfigurationError
+from fivefold.network.simulation._aggregation import Tree, plan_tree
+from fivefold.network.simulation._bundles import Incidence
+from fivefold.network.simulation._rates import Routes
+from fivefold.network.simulation._table import FlowTable
+from fivefold.network.simulation._tasks import AggregationRequest, Compute, Flow, Task
+
+if TYPE_CHECKING:
+    from fivefold.network.topology import Topology
+
+__all__ = ["Requests", "compile_tasks"]
+
+
+@dataclass(frozen=True, eq=False)
+class Requests:
+    """Slots and fallbacks of in-network sums, beside a table.
+
+    Attributes:
+        slots: Slots that each task takes; ``links`` holds switches, ``amounts`` slots.
+        fallbacks: Flows that stand in for each task; ``links`` holds tasks.
+        fallback_of: The request of each such flow, else -1; int64 [tasks].
+        free_slots: Slots of each switch; int64 [switches].
+        adder_rates_bytes_per_s: Rate of each switch's adders, as links behind the real ones.
+    """
+
+    slots: Incidence
+    fallbacks: Incidence
+    fallback_of: npt.NDArray[np.int64]
+    free_slots: npt.NDArray[np.int64]
+    adder_rates_bytes_per_s: npt.NDArray[np.float64]
+
+    @classmethod
+    def none(cls, tasks: int) -> Requests:
+        """No task asks for a sum."""
+        empty = _incidence([], tasks)
+        nothing = np.zeros(0, np.int64)
+        return cls(empty, empty, np.full(tasks, -1, np.int64), nothing, np.zeros(0))
+
+
+def compile_tasks(
+    topology: Topology, tasks: Iterable[Task]
+) -> tuple[FlowTable, Requests, tuple[Hashable, ...]]:
+    """Check tasks against a topology and turn them into arrays.
+
+    Args:
+        topology: Whose links the routes use.
+        tasks: Flows, computations and in-network sums.
+
+    Returns:
+        The table, the slots and fallbacks, and the names of the jobs by number.
+
+    Raises:
+        ConfigurationError: A task is of the wrong type, an id repeats or is unknown, a route does
+            not lead from source to target, or a fallback depends on others.
+        InfeasibleError: A sum cannot be made where it is asked for, and has no fallback.
+    """
+    listed = list(tasks)
+    for task in listed:
+        if not isinstance(task, Flow | Compute | AggregationRequest):
+            raise ConfigurationError(
+                f"a task must be a Flow, a Compute or an AggregationRequest; got {task!r}"
+            )
+    requests = [task for task in listed if isinstance(task, AggregationRequest)]
+    stand_ins = [
+        replace(flow, job=request.job) for request in requests for flow in request.fallback or ()
+    ]
+    every: list[Any] = [*listed, *stand_ins]
+    names = tuple(_id_of(task) for task in every)
+    positions = _positions(names)
+    _check_fallbacks(listed, requests, positions)
+    trees = {request.request_id: plan_tree(topology, request) for request in requests}
+    jobs = _numbers(task.job for task in every)
+    table = _table(topology, every, (names, positions, trees, jobs))
+    return table, _requests(topology, every, trees, positions), tuple(jobs)
+
+
+def _id_of(task: Task) -> Hashable:
+    if isinstance(task, Flow):
+        return task.flow_id
+    return task.task_id if isinstance(task, Compute) else task.request_id
+
+
+def _positions(names: tuple[Hashable, ...]) -> dict[Hashable, int]:
+    positions: dict[Hashable, int] = {}
+    for position, name in enumerate(names):
+        if positions.setdefault(name, position) != position:
+            raise ConfigurationError(
+                f"two tasks have the id {name!r}", hint="give each task its own id"
+            )
+    return positions
+
+
+def _check_fallbacks(
+    listed: list[Any], requests: list[AggregationRequest], positions: dict[Hashable, int]
+) -> None:
+    owner = {
+        flow.flow_id: request.request_id for request in requests for flow in request.fallback or ()
+    }
+    for task in [*listed, *(flow for request in requests for flow in request.fallback or ())]:
+        mine = owner.get(_id_of(task))
+        for needed in task.depends_on:
+            if needed not in positions:
+                raise ConfigurationError(
+                    f"task {_id_of(task)!r} waits for {needed!r}, which is no task",
+                    hint="depends_on takes ids of tasks of the same simulation",
+                )
+            if owner.get(needed) != mine:
+                raise ConfigurationError(
+                    f"task {_id_of(task)!r} waits for {needed!r} across a fallback",
+                    hint="wait for the request itself; fallback flows wait for one another only",
+                )
+
+
+def _numbers(keys: Iterable[Hashable | None]) -> dict[Hashable, int]:
+    found: dict[Hashable, int] = {}
+    for key in keys:
+        if key is not None:
+            found.setdefault(key, len(found))
+    return found
+
+
+def _table(topology: Topology, every: list[Any], known: tuple[Any, ...]) -> FlowTable:
+    names, positions, trees, jobs = known
+    groups = _numbers(getattr(task, "group", None) for task in every)
+    processors = _numbers(getattr(task, "processor", None) for task in every)
+    routes = [_route_of(topology, task, trees) for task in every]
+
+    def column(read: Callable[[Any], Any]) -> list[Any]:
+        return [read(task) for task in every]
+
+    return FlowTable.build(
+        sizes=column(_size_of),
+        routes=Routes.of(routes),
+        names=names,
+        dependencies=column(lambda task: [positions[name] for name in task.depends_on]),
+        is_compute=column(lambda task: isinstance(task, Compute)),
+        latencies_s=column(lambda task: _latency_of(task, trees)),
+        weights=column(lambda task: getattr(task, "weight", 1.0)),
+        rate_caps_bytes_per_s=column(lambda task: _cap_of(task, trees)),
+        priorities=column(lambda task: task.priority),
+        groups=column(lambda task: groups.get(getattr(task, "group", None), -1)),
+        jobs=column(lambda task: jobs.get(task.job, -1)),
+        releases_s=column(lambda task: task.release_s),
+        processors=column(lambda task: processors.get(getattr(task, "processor", None), -1)),
+    )
+
+
+def _size_of(task: Any) -> float:
+    return float(task.duration_s if isinstance(task, Compute) else task.size_bytes)
+
+
+def _latency_of(task: Any, trees: Mapping[Hashable, Tree]) -> float:
+    if isinstance(task, AggregationRequest):
+        return trees[task.request_id].latency_s
+    return 0.0 if isinstance(task, Compute) else float("nan")
+
+
+def _cap_of(task: Any, trees: Mapping[Hashable, Tree]) -> float:
+    if isinstance(task, AggregationRequest):
+        return trees[task.request_id].pool_rate_bytes_per_s
+    cap = getattr(task, "rate_cap_bytes_per_s", None)
+    return float("inf") if cap is None else float(cap)
+
+
+def _route_of(topology: Topology, task: Any, trees: Mapping[Hashable, Tree]) -> Sequence[int]:
+    if isinstance(task, AggregationRequest):
+        return trees[task.request_id].route
+    if isinstance(task, Compute):
+        return ()
+    here, target = topology.index(task.source), topology.index(task.target)
+    for link in task.route:
+        if isinstance(link, bool) or not 0 <= link < topology.num_links:
+            raise ConfigurationError(
+                f"flow {task.flow_id!r} uses link {link!r}, but {topology.name!r} has "
+                f"{topology.num_links} links",
+                hint=f"links are numbered from 0 to {topology.num_links - 1}",
+            )
+        if topology.link_sources[link] != here:
+            raise ConfigurationError(
+                f"the route of flow {task.flow_id!r} is at {topology.nodes[here].name!r}, but its "
+                f"next link {link} starts at {topology.links[link].source!r}",
+                hint="list the links in order from source to target",
+            )
+        here = int(topology.link_targets[link])
+    if here != target:
+        raise ConfigurationError(
+            f"the route of flow {task.flow_id!r} ends at {topology.nodes[here].name!r}, not at "
+            f"{task.target!r}",
+            hint="topology.shortest_route(rank_a, rank_b) gives a whole route",
+        )
+    return tuple(task.route)
+
+
+def _requests(
+    topology: Topology,
+    every: list[Any],
+    trees: Mapping[Hashable, Tree],
+    positions: Mapping[Hashable, int],
+) -> Requests:
+    slots: list[list[tuple[int, float]]] = []
+    fallbacks: list[list[tuple[int, float]]] = []
+    fallback_of = np.full(len(every), -1, np.int64)
+    for position, task in enumerate(every):
+        is_request = isinstance(task, AggregationRequest)
+        slots.append(list(trees[task.request_id].slots) if is_request else [])
+        chosen = [positions[flow.flow_id] for flow in task.fallback or ()] if is_request else []
+        fallbacks.append([(flow, 1.0) for flow in chosen])
+        fallback_of[chosen] = position
+    pools = [ability.aggregation for ability in topology.switches]
+    rates = [
+        np.inf if pool is None or pool.rate_bytes_per_s is None else pool.rate_bytes_per_s
+        for pool in pools
+    ]
+    return Requests(
+        slots=_incidence(slots, len(every)),
+        fallbacks=_incidence(fallbacks, len(every)),
+        fallback_of=fallback_of,
+        # The last is the switch of requests that can never run: it has none.
+        free_slots=np.array([*(0 if pool is None else pool.slots for pool in pools), 0], np.int64),
+        adder_rates_bytes_per_s=np.array(rates, np.float64),
+    )
+
+
+def _incidence(rows: list[list[tuple[int, float]]], count: int) -> Incidence:
+    lengths = [len(row) for row in rows] or [0] * count
+    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
+    flat = [pair for row in rows for pair in row]
+    links = np.array([link for link, _ in flat], np.int32)
+    return Incidence(offsets, links, np.array([amount for _, amount in flat], np.float64))

@@ -1,0 +1,351 @@
+"""The event loop: releases, rates, ends, slots, processors and repeated iterations, compiled.
+
+Between two events every rate is constant. A bundle advances by virtual time, the integral of its
+level: a member of weight w that joins at virtual time V with n bytes is through at V + n / w,
+whatever the level does meanwhile. So a change of level touches one number a bundle, not each of
+its members, and each bundle has one pending event.
+
+Events of the same time, up to rounding, are processed together before rates are solved again.
+Ends never begin another task in the same call: they put it into the queue. So nothing recurses.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fivefold._compiler import njit
+from fivefold.network.simulation._book import carry, enter_links, exit_links, log_level
+from fivefold.network.simulation._filling import change_bundle, join_entry, leave_entry, resolve
+from fivefold.network.simulation._heap import pop_pair, push_pair, remove_event, schedule_event
+from fivefold.network.simulation._records import (
+    EVENTS,
+    IN_LINE,
+    LINE,
+    LOGGED,
+    PENDING,
+    REFUSALS,
+    REGION,
+    SCANS,
+    TICKETS,
+    WAITS,
+    World,
+)
+
+__all__ = [
+    "FINISHED",
+    "LOG_FULL",
+    "SKIPPED",
+    "STOPPED",
+    "bring_up_to_date",
+    "release_roots",
+    "run",
+]
+
+# States of a task.
+WAITING, SCHEDULED, QUEUED, RUNNING, ENDING, ENDED, SKIPPED = 0, 1, 2, 3, 4, 5, 6
+# What ended the loop.
+FINISHED, STOPPED, LOG_FULL = 0, 1, 2
+# Events this close, relative to the time, are one: rounding must not split what is simultaneous.
+_SAME = 1e-12
+_QUEUE_CLASS = 2.0**40  # tickets of one priority stay below those of the next
+_JOINED = 1  # bundles change before the solver's rounds begin
+
+
+@njit
+def release_roots(world: World) -> None:
+    """Put every task that waits for none into the queue."""
+    for task in range(world.tasks.size - 1):
+        if world.tasks[task].needs == 0:
+            _release(world, task, 0.0)
+
+
+@njit
+def run(world: World, until_s: float) -> int:
+    """Process events up to a time; may be called again after the log was emptied."""
+    events, counts = world.events, world.loads.counts
+    num_tasks = world.tasks.size - 1
+    room = world.log.size - 2 * world.loads.bundles.size
+    while counts[PENDING] > 0:
+        first_s = events[events[0].order].time_s
+        if first_s > until_s:
+            return STOPPED
+        if world.log.size > 0 and counts[LOGGED] > room:
+            return LOG_FULL
+        limit_s = min(until_s, first_s * (1.0 + _SAME))
+        now_s = first_s
+        while counts[PENDING] > 0 and events[events[0].order].time_s <= limit_s:
+            slot = events[0].order
+            now_s = events[slot].time_s
+            remove_event(events, counts, slot)
+            counts[EVENTS] += 1
+            if slot >= num_tasks:
+                _end_members(world, slot - num_tasks, now_s)
+            elif world.tasks[slot].state == SCHEDULED:
+                _begin(world, slot, now_s)
+            else:
+                _finish(world, slot, now_s)
+        _settle(world, now_s)
+    return FINISHED
+
+
+@njit
+def _settle(world: World, now_s: float) -> None:
+    """Solve rates, and move the events of the bundles whose rate or members changed."""
+    loads, num_tasks = world.loads, world.tasks.size - 1
+    resolve(loads)
+    for at in range(loads.counts[REGION]):
+        number = loads.lists[REGION, at]
+        bundle = loads.bundles[number]
+        bundle.inside = 0
+        if bundle.level != bundle.before:
+            bring_up_to_date(world, number, now_s, bundle.before)
+            log_level(world, number, now_s)
+        if bundle.level > 0.0 and bundle.members > 0:
+            left = loads.heaps[bundle.first_member].key - bundle.virtual
+            due_s = max(now_s, bundle.updated_s + left / bundle.level)
+            schedule_event(world.events, loads.counts, num_tasks + number, due_s)
+        else:
+            remove_event(world.events, loads.counts, num_tasks + number)
+    loads.counts[REGION] = 0
+
+
+@njit
+def bring_up_to_date(world: World, number: int, now_s: float, level: float) -> None:
+    """Advance a bundle's virtual time, at the level that it had."""
+    bundle = world.loads.bundles[number]
+    bundle.virtual += level * (now_s - bundle.updated_s)
+    bundle.updated_s = now_s
+
+
+@njit
+def _release(world: World, task: int, now_s: float) -> None:
+    world.tasks[task].state = SCHEDULED
+    due_s = max(now_s, world.tasks[task].release_s)
+    schedule_event(world.events, world.loads.counts, task, due_s)
+
+
+@njit
+def _satisfy(world: World, task: int, now_s: float) -> None:
+    world.tasks[task].pending -= 1
+    if world.tasks[task].pending == 0:
+        _release(world, task, now_s)
+
+
+@njit
+def _end_at(world: World, task: int, due_s: float) -> None:
+    world.tasks[task].state = ENDING
+    schedule_event(world.events, world.loads.counts, task, due_s)
+
+
+@njit
+def _begin(world: World, number: int, now_s: float) -> None:
+    task, counts = world.tasks[number], world.loads.counts
+    if task.first_slot == world.tasks[number + 1].first_slot:
+        _start(world, number, now_s)
+        return
+    task.state = QUEUED
+    world.loads.lists[LINE, counts[IN_LINE]] = number
+    counts[IN_LINE] += 1
+    _serve_line(world, now_s)
+    if task.state != QUEUED:
+        return
+    end = world.tasks[number + 1].first_fallback
+    if task.first_fallback == end:
+        counts[WAITS] += 1
+        return
+    counts[IN_LINE] -= 1  # it was the last in line
+    counts[REFUSALS] += 1
+    task.state = RUNNING
+    task.start_s = now_s
+    task.fallback_left = end - task.first_fallback
+    for at in range(task.first_fallback, end):
+        _satisfy(world, world.others[at], now_s)
+
+
+@njit
+def _serve_line(world: World, now_s: float) -> None:
+    """Start requests whose slots are free; none overtakes one that waits for the same switch."""
+    counts, line = world.loads.counts, world.loads.lists[LINE]
+    counts[SCANS] += 1
+    kept = 0
+    for place in range(counts[IN_LINE]):
+        number = line[place]
+        first, end = world.tasks[number].first_slot, world.tasks[number + 1].first_slot
+        fits = True
+        for at in range(first, end):
+            switch = world.switches[world.slots[at].switch]
+            if switch.blocked == counts[SCANS] or switch.free < world.slots[at].slots:
+                fits = False
+        if not fits:
+            for at in range(first, end):
+                world.switches[world.slots[at].switch].blocked = counts[SCANS]
+            line[kept] = number
+            kept += 1
+            continue
+        for at in range(first, end):
+            world.switches[world.slots[at].switch].free -= world.slots[at].slots
+        world.tasks[number].held = 1
+        _skip_fallbacks(world, number)
+        _start(world, number, now_s)
+    counts[IN_LINE] = kept
+
+
+@njit
+def _skip_fallbacks(world: World, number: int) -> None:
+    first, end = world.tasks[number].first_fallback, world.tasks[number + 1].first_fallback
+    for at in range(first, end):
+        task = world.tasks[world.others[at]]
+        task.state = SKIPPED
+        if task.job >= 0:
+            world.jobs[task.job].left -= 1
+
+
+@njit
+def _start(world: World, number: int, now_s: float) -> None:
+    task = world.tasks[number]
+    task.start_s = now_s
+    if task.is_compute:
+        _start_compute(world, number, now_s)
+    elif task.size == 0.0 or task.bundle < 0:
+        task.sent_s = now_s
+        carry(world, number, task.size)
+        _end_at(world, number, now_s + task.latency_s)
+    else:
+        task.state = RUNNING
+        _join(world, number, now_s)
+
+
+@njit
+def _start_compute(world: World, number: int, now_s: float) -> None:
+    task, counts = world.tasks[number], world.loads.counts
+    if task.processor >= 0:
+        processor = world.processors[task.processor]
+        if processor.is_busy:
+            task.state = QUEUED
+            key = task.priority * _QUEUE_CLASS + counts[TICKETS]
+            counts[TICKETS] += 1
+            place = processor.first_place
+            push_pair(world.loads.heaps, place, processor.waiting, (key, number))
+            processor.waiting += 1
+            return
+        processor.is_busy = 1
+    task.sent_s = now_s + task.size
+    _end_at(world, number, task.sent_s)
+
+
+@njit
+def _join(world: World, number: int, now_s: float) -> None:
+    task, loads = world.tasks[number], world.loads
+    bundle = loads.bundles[task.bundle]
+    change_bundle(loads, task.bundle, _JOINED)
+    if bundle.members == 0:
+        bundle.virtual = 0.0
+        bundle.updated_s = now_s
+        bundle.level = 0.0
+        bundle.before = 0.0
+        bundle.cap = np.inf
+    bring_up_to_date(world, task.bundle, now_s, bundle.level)
+    key = bundle.virtual + task.size / task.weight
+    push_pair(loads.heaps, bundle.first_member, bundle.members, (key, number))
+    bundle.members += 1
+    bundle.cap = min(bundle.cap, task.cap_level)
+    for at in range(task.first_row, world.tasks[number + 1].first_row):
+        join_entry(loads, world.rows[at].entry, world.rows[at].usage)
+    enter_links(world, number, now_s)
+
+
+@njit
+def _end_members(world: World, number: int, now_s: float) -> None:
+    bundle, heaps = world.loads.bundles[number], world.loads.heaps
+    first = bundle.first_member
+    change_bundle(world.loads, number, _JOINED)
+    # The event is the end of this member: its key is more exact than the sum of steps.
+    bundle.virtual = heaps[first].key
+    bundle.updated_s = now_s
+    limit = bundle.virtual * (1.0 + _SAME)
+    while bundle.members > 0 and heaps[first].key <= limit:
+        ended = heaps[first].id
+        pop_pair(heaps, first, bundle.members)
+        bundle.members -= 1
+        _leave(world, ended, now_s)
+        task = world.tasks[ended]
+        task.sent_s = now_s
+        carry(world, ended, task.size)
+        if task.latency_s > 0.0:
+            _end_at(world, ended, now_s + task.latency_s)
+        else:
+            _finish(world, ended, now_s)
+
+
+@njit
+def _leave(world: World, number: int, now_s: float) -> None:
+    task, loads = world.tasks[number], world.loads
+    bundle = loads.bundles[task.bundle]
+    for at in range(task.first_row, world.tasks[number + 1].first_row):
+        leave_entry(loads, world.rows[at].entry, world.rows[at].usage)
+    if bundle.members == 0:
+        bundle.level = 0.0
+        bundle.before = 0.0
+        log_level(world, task.bundle, now_s)
+    elif bundle.caps_differ:
+        first = bundle.first_member
+        bundle.cap = np.inf
+        for place in range(first, first + bundle.members):
+            bundle.cap = min(bundle.cap, world.tasks[loads.heaps[place].id].cap_level)
+    exit_links(world, number, now_s)
+
+
+@njit
+def _finish(world: World, number: int, now_s: float) -> None:
+    task = world.tasks[number]
+    task.state = ENDED
+    task.finish_s = now_s
+    if task.held:
+        task.held = 0
+        for at in range(task.first_slot, world.tasks[number + 1].first_slot):
+            world.switches[world.slots[at].switch].free += world.slots[at].slots
+        _serve_line(world, now_s)
+    if task.is_compute and task.processor >= 0:
+        _free_processor(world, task.processor, now_s)
+    for at in range(task.first_dependent, world.tasks[number + 1].first_dependent):
+        _satisfy(world, world.others[at], now_s)
+    if task.fallback_of >= 0:
+        request = world.tasks[task.fallback_of]
+        request.fallback_left -= 1
+        if request.fallback_left == 0:
+            request.sent_s = now_s
+            _end_at(world, task.fallback_of, now_s)
+    if task.job >= 0:
+        _count_job(world, task.job, now_s)
+
+
+@njit
+def _free_processor(world: World, number: int, now_s: float) -> None:
+    processor = world.processors[number]
+    processor.is_busy = 0
+    if processor.waiting > 0:
+        task = world.loads.heaps[processor.first_place].id
+        pop_pair(world.loads.heaps, processor.first_place, processor.waiting)
+        processor.waiting -= 1
+        _start(world, task, now_s)
+
+
+@njit
+def _count_job(world: World, number: int, now_s: float) -> None:
+    job = world.jobs[number]
+    job.left -= 1
+    if job.left > 0:
+        return
+    world.iteration_finish_s[job.first_iteration + job.done] = now_s
+    job.done += 1
+    if job.done == job.iterations:
+        return
+    end = world.jobs[number + 1].first_task
+    job.left = end - job.first_task
+    for at in range(job.first_task, end):
+        task = world.tasks[world.others[at]]
+        task.state = WAITING
+        task.pending = task.needs
+    for at in range(job.first_task, end):
+        if world.tasks[world.others[at]].needs == 0:
+            _release(world, world.others[at], now_s)

@@ -1,0 +1,215 @@
+"""The state of a simulation: a handful of record arrays, one record a thing.
+
+A *bundle* is what shares one level: flows over the same links, or a coupled group. Its members run
+at weight times level, and it loads link l with usage(l) times level. An *entry* is a pair of a
+bundle and a link. Records keep what belongs to one thing in one cache line, and the compiler's
+time grows with the number of arrays that are handed about, so there are few.
+
+Names that begin with ``first_`` are offsets: what belongs to record i lies from ``first_x`` of i
+to that of i + 1, so these arrays have one record more than there are things.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+__all__ = [
+    "BLANK",
+    "BUNDLE",
+    "CAPPED",
+    "COUNTERS",
+    "DIRTY",
+    "ENTRY",
+    "EVENT",
+    "EVENTS",
+    "FILLED",
+    "FILLING",
+    "IN_LINE",
+    "JOB",
+    "LEVEL_CLASS",
+    "LINE",
+    "LINK",
+    "LINK_USE",
+    "LOG",
+    "LOGGED",
+    "PAIR",
+    "PASS",
+    "PENDING",
+    "PROCESSOR",
+    "REFUSALS",
+    "REGION",
+    "ROUNDS",
+    "ROW",
+    "SCANS",
+    "SLOT_NEED",
+    "SOLVES",
+    "SWITCH",
+    "TASK",
+    "TICKETS",
+    "TOUCHED",
+    "WAITS",
+    "Loads",
+    "World",
+]
+
+CAPPED = -2  # a bundle's bottleneck is its own cap
+BLANK = -1  # none
+
+# Rows of Loads.lists, and their lengths in Loads.counts.
+REGION, DIRTY, TOUCHED, FILLING, LINE = 0, 1, 2, 3, 4
+# Further counters: requests in line share the place of their list.
+IN_LINE = LINE
+PASS, SOLVES, ROUNDS, FILLED = 5, 6, 7, 8
+EVENTS, TICKETS, SCANS, WAITS, REFUSALS, LOGGED, PENDING = 9, 10, 11, 12, 13, 14, 15
+COUNTERS = 16
+
+BUNDLE = np.dtype(
+    [
+        ("first_entry", "i8"),
+        ("first_member", "i8"),  # slice of Loads.heaps: (virtual end, task)
+        ("members", "i8"),  # under way
+        ("priority", "i8"),  # 0 first
+        ("bottleneck", "i8"),  # the link that limits it, CAPPED or BLANK
+        ("inside", "i8"),  # whether it is in the region that is solved
+        ("frozen", "i8"),  # the pass in which its level was set
+        ("caps_differ", "i8"),
+        ("cap", "f8"),  # highest level
+        ("level", "f8"),
+        ("before", "f8"),  # level before the region was solved
+        ("virtual", "f8"),  # integral of the level since it was last empty
+        ("updated_s", "f8"),  # when that was brought up to date
+    ]
+)
+ENTRY = np.dtype(
+    [
+        ("link", "i4"),
+        ("bundle", "i4"),
+        ("place", "i8"),  # where it is in Loads.link_entries
+        ("count", "i8"),  # members that use the link now
+        ("usage", "f8"),  # load per level
+    ]
+)
+LINK = np.dtype(
+    [
+        ("first_entry", "i8"),  # slice of Loads.link_entries, entries in use first
+        ("active", "i8"),  # entries in use
+        ("is_dirty", "i8"),
+        ("touched", "i8"),  # marks: the pass that set them
+        ("filling", "i8"),
+        ("open", "i8"),  # bundles whose level is open
+        ("capacity", "f8"),
+        ("residual", "f8"),  # capacity left for those
+        ("unfrozen", "f8"),  # their load per level
+        ("unfrozen_start", "f8"),
+    ]
+)
+LEVEL_CLASS = np.dtype([("load", "f8"), ("highest", "f8"), ("lowest", "f8")])
+PAIR = np.dtype([("key", "f8"), ("id", "i8")])
+TASK = np.dtype(
+    [
+        ("size", "f8"),  # bytes or seconds
+        ("latency_s", "f8"),
+        ("weight", "f8"),
+        ("cap_level", "f8"),  # rate cap over weight
+        ("alone", "f8"),  # rate that it would have alone
+        ("release_s", "f8"),
+        ("start_s", "f8"),
+        ("sent_s", "f8"),
+        ("finish_s", "f8"),
+        ("first_use", "i8"),  # all links of its route, in World.uses
+        ("first_row", "i8"),  # entries that it loads, in World.rows
+        ("first_dependent", "i8"),  # in World.others
+        ("first_fallback", "i8"),  # in World.others
+        ("first_slot", "i8"),  # in World.slots
+        ("needs", "i4"),  # dependencies
+        ("pending", "i4"),  # dependencies still open
+        ("bundle", "i4"),
+        ("job", "i4"),
+        ("processor", "i4"),
+        ("priority", "i4"),
+        ("fallback_of", "i4"),
+        ("fallback_left", "i4"),
+        ("state", "i4"),
+        ("held", "i2"),  # whether it holds its slots
+        ("is_compute", "i2"),
+    ]
+)
+ROW = np.dtype([("entry", "i8"), ("usage", "f8")])
+LINK_USE = np.dtype([("link", "i8"), ("amount", "f8")])
+SLOT_NEED = np.dtype([("switch", "i8"), ("slots", "i8")])
+EVENT = np.dtype([("time_s", "f8"), ("place", "i8"), ("order", "i8")])
+JOB = np.dtype(
+    [
+        ("first_task", "i8"),  # in World.others
+        ("first_iteration", "i8"),  # in World.iteration_finish_s
+        ("iterations", "i8"),
+        ("done", "i8"),
+        ("left", "i8"),  # tasks of this iteration still open
+    ]
+)
+PROCESSOR = np.dtype([("first_place", "i8"), ("waiting", "i8"), ("is_busy", "i8")])
+SWITCH = np.dtype([("free", "i8"), ("blocked", "i8")])
+LOG = np.dtype([("time_s", "f8"), ("level", "f8"), ("bundle", "i8")])
+
+
+class Loads(NamedTuple):
+    """What the solver of rates reads and writes.
+
+    Attributes:
+        bundles: BUNDLE [bundles + 1].
+        entries: ENTRY [entries].
+        links: LINK [links + 1].
+        link_entries: Entries by link; int64 [entries].
+        lists: Bundles in the region, dirty links, touched links, links being filled, requests in
+            line; int64 [5, longest].
+        heaps: PAIR: first the solver's own heap of links and caps, then the members of each
+            bundle, then the queues of processors.
+        classes: LEVEL_CLASS [priorities].
+        counts: int64 [COUNTERS].
+    """
+
+    bundles: Any
+    entries: Any
+    links: Any
+    link_entries: Any
+    lists: Any
+    heaps: Any
+    classes: Any
+    counts: Any
+
+
+class World(NamedTuple):
+    """The whole state.
+
+    Attributes:
+        loads: What the solver needs.
+        tasks: TASK [tasks + 1].
+        uses: LINK_USE of all routes.
+        rows: ROW of all flows.
+        others: Dependents and fallbacks of tasks, tasks of jobs; int32.
+        slots: SLOT_NEED of all requests.
+        events: EVENT [tasks + bundles].
+        jobs: JOB [jobs + 1].
+        iteration_finish_s: float64.
+        processors: PROCESSOR [processors + 1].
+        switches: SWITCH [switches].
+        book: What each link carried: flows under way, since when, busy time, demand, since when it
+            is above capacity, time above, bytes; float64 [links, 7].
+        log: LOG [room]; no room records nothing.
+    """
+
+    loads: Loads
+    tasks: Any
+    uses: Any
+    rows: Any
+    others: Any
+    slots: Any
+    events: Any
+    jobs: Any
+    iteration_finish_s: Any
+    processors: Any
+    switches: Any
+    book: Any
+    log: Any
