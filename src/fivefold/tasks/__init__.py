@@ -6,25 +6,50 @@ communication is left exposed. Durations come from below (``collectives`` and ``
 them); this room knows neither topologies nor algorithms.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from fivefold.tasks._exact import exact_schedule
 from fivefold.tasks._graph import CommunicationTask, ComputeTask, TaskGraph
 from fivefold.tasks._iteration import LayerCost, iteration_graph
+from fivefold.tasks._order import BucketCost, SendOrder, plan_send_order
 from fivefold.tasks._ordering import Ordering
 from fivefold.tasks._partition import PartitionChoice, best_partition
 from fivefold.tasks._schedule import TaskSchedule, TaskSpan
 from fivefold.tasks._scheduler import schedule_tasks
 
+if TYPE_CHECKING:
+    from fivefold.tasks._hook import ScheduledReduction
+    from fivefold.tasks._sender import SentChunk
+
 __all__ = [
+    "BucketCost",
     "CommunicationTask",
     "ComputeTask",
     "LayerCost",
     "Ordering",
     "PartitionChoice",
+    "ScheduledReduction",
+    "SendOrder",
+    "SentChunk",
     "TaskGraph",
     "TaskSchedule",
     "TaskSpan",
     "best_partition",
     "exact_schedule",
     "iteration_graph",
+    "plan_send_order",
     "schedule_tasks",
 ]
+
+_RUNNING = {"ScheduledReduction": "_hook", "SentChunk": "_sender"}  # those load torch
+
+
+def __getattr__(name: str) -> Any:
+    if name in _RUNNING:
+        module = importlib.import_module(f"fivefold.tasks.{_RUNNING[name]}")
+        return getattr(module, name)
+    message = f"module 'fivefold.tasks' has no attribute {name!r}"
+    raise AttributeError(message)

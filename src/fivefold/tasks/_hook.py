@@ -1,0 +1,336 @@
+"""The running half: a DDP communication hook that follows a planned order of chunks.
+
+Plain DDP all-reduces each bucket whole, in the order in which gradients become ready, and waits for
+all of them before the optimizer. The hook cuts buckets into chunks and sends them in the planned
+order. With ``update`` the wait at the end of the backward pass is gone as well: the optimizer
+works bucket by bucket as they arrive, and each layer's forward pass waits for its own buckets
+only (P3, arXiv 1905.03960; ByteScheduler, SOSP 2019).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from fivefold.errors import CommunicationError, ConfigurationError, UnsupportedError
+from fivefold.tasks._order import BucketCost, SendOrder, plan_send_order
+from fivefold.tasks._ordering import Ordering
+from fivefold.tasks._sender import Bucket, ChunkSender, SentChunk
+
+__all__ = ["ScheduledReduction"]
+
+# DDP arranges its buckets anew in the forward pass after the first backward pass: the gradients
+# move to other memory then, so nothing may be on its way.
+_ARRANGED_AFTER = 2
+_GRACE_S = 5.0  # the thread notices a silent peer after the timeout, and says more about it
+Update = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+
+
+class ScheduledReduction:
+    """All-reduces a DDP model's gradients in chunks, in an order that all ranks share.
+
+    Until :meth:`plan` was called, buckets go as they become ready.
+
+    Args:
+        model: Wrapped with ``gradient_as_bucket_view=True``; on CPU, over gloo.
+        update: Makes the optimizer of one parameter, given in a list. Where it is given, ``step``
+            and the forward hooks of this object take the place of an optimizer: a parameter is
+            updated when its gradient has arrived, at the latest before its layer's next forward
+            pass. So norms over all gradients are not to be had.
+        chunk_bytes: Largest chunk; None for whole buckets.
+        credit: Chunks in flight at once.
+        timeout_s: Longest wait for gradients and for a peer.
+
+    Raises:
+        ConfigurationError: The model is not as required, or a number is not allowed.
+        UnsupportedError: The model is not on CPU.
+
+    Example:
+        >>> reduction = ScheduledReduction(ddp, chunk_bytes=1 << 20)   # doctest: +SKIP
+        >>> for inputs, targets in data:                               # doctest: +SKIP
+        ...     loss(ddp(inputs), targets).backward()
+        ...     optimizer.step()
+
+    References:
+        P3, arXiv 1905.03960; ByteScheduler, SOSP 2019.
+    """
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        *,
+        update: Update | None = None,
+        chunk_bytes: int | None = None,
+        credit: int = 2,
+        timeout_s: float = 300.0,
+    ) -> None:
+        _check(model, chunk_bytes, credit)
+        self._model, self._update, self._timeout_s = model, update, timeout_s
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._ranks = self._group.size()
+        self._sender = ChunkSender(
+            self._group, chunk_bytes=chunk_bytes, credit=credit, timeout_s=timeout_s
+        )
+        self._order: SendOrder | None = None
+        self._chunk_bytes = chunk_bytes
+        self._flying: dict[int, Bucket] = {}  # those whose parameters are not updated yet
+        # One per parameter: DDP arranges its buckets anew after the first pass.
+        self._optimizers = {
+            id(parameter): update([parameter])
+            for parameter in (model.parameters() if update is not None else ())
+            if update is not None and parameter.requires_grad
+        }
+        self._members: dict[int, list[torch.Tensor]] = {}  # of each bucket
+        self._owner: dict[int, int] = {}  # parameter id to its bucket
+        self._sizes: list[int] = []  # of the last whole pass
+        self._ready_s: list[float] = []
+        self._passes = 0
+        self._pass_sizes: list[int] = []
+        self._pass_ready_s: list[float] = []
+        self._forward_ends_s = time.perf_counter()
+        self._entered_s: dict[int, float] = {}  # bucket to when its first layer began
+        self._handles = [
+            model.register_forward_pre_hook(self._before_forward),
+            model.register_forward_hook(self._after_forward),
+        ]
+        for module in model.module.modules():
+            if list(module.parameters(recurse=False)):
+                self._handles.append(module.register_forward_pre_hook(self._before_layer))
+        # A lambda: DDP inspects a hook's annotations and refuses postponed ones, which are text.
+        model.register_comm_hook(None, lambda state, bucket: self._reduce(bucket))  # noqa: ARG005 - DDP asks for these two names
+
+    @property
+    def order(self) -> SendOrder | None:
+        """The planned order; None where buckets go as they become ready."""
+        return self._order
+
+    def sent(self) -> list[SentChunk]:
+        """The all-reduces since the last call, with their times."""
+        taken, self._sender.sent = self._sender.sent, []
+        return taken
+
+    def measured(self) -> list[BucketCost]:
+        """What this rank saw of each bucket in the last whole backward pass."""
+        entered = sorted(self._entered_s.items(), key=lambda item: item[1])
+        ends_s = [start_s for _, start_s in entered[1:]] + [self._forward_ends_s]
+        forward_s = {
+            number: max(0.0, end_s - start_s)
+            for (number, start_s), end_s in zip(entered, ends_s, strict=False)
+        }
+        return [
+            BucketCost(size_bytes=size, ready_s=ready_s, forward_s=forward_s.get(number, 0.0))
+            for number, (size, ready_s) in enumerate(zip(self._sizes, self._ready_s, strict=True))
+        ]
+
+    def plan(
+        self,
+        *,
+        cost_s_per_byte: float | None = None,
+        latency_s: float = 0.0,
+        ordering: Ordering = "priority",
+        chunk_bytes: int | None = None,
+    ) -> SendOrder:
+        """Plan the order of all later passes from rank 0's measurements; all ranks call it.
+
+        Args:
+            cost_s_per_byte: Seconds per byte of an all-reduce; None takes the mean of the chunks
+                sent since ``sent`` was last called.
+            latency_s: Seconds of each all-reduce beside its bytes.
+            ordering: What goes first where several wait.
+            chunk_bytes: Largest chunk; None sends whole buckets.
+
+        Returns:
+            The order that all ranks follow from the next backward pass on.
+
+        Raises:
+            ConfigurationError: No backward pass was seen yet.
+            CommunicationError: A peer died or did not answer.
+        """
+        self.finish()
+        made: list[Any] = [None]
+        if self._group.rank() == 0:
+            made = [self._planned(cost_s_per_byte, latency_s, ordering, chunk_bytes)]
+        try:
+            dist.broadcast_object_list(made, group=self._group, group_src=0)
+        except RuntimeError as error:
+            raise CommunicationError(f"the plan did not reach all ranks: {error}") from error
+        if isinstance(made[0], ConfigurationError):
+            raise made[0]
+        order: SendOrder = made[0]
+        self._sender.set_chunk_bytes(order.chunk_bytes)
+        self._order, self._chunk_bytes = order, order.chunk_bytes
+        return order
+
+    def step(self) -> None:
+        """In place of ``optimizer.step()`` and ``zero_grad()`` where ``update`` was given.
+
+        Updates what has arrived; the rest is updated before the forward pass that needs it.
+
+        Raises:
+            ConfigurationError: ``update`` was not given.
+            CommunicationError: A peer died or did not answer.
+        """
+        if self._update is None:
+            message = "step() needs update=..."
+            raise ConfigurationError(message, hint="or call your optimizer's own step()")
+        for number in [n for n, bucket in self._flying.items() if bucket.done.is_set()]:
+            self._apply(number)
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers that ``update`` made, one per parameter: for learning-rate schedules."""
+        return list(self._optimizers.values())
+
+    def finish(self) -> None:
+        """Wait for all gradients and apply them: before evaluation, checkpoints and the end.
+
+        Raises:
+            CommunicationError: A peer died or did not answer.
+        """
+        for number in list(self._flying):
+            self._apply(number)
+
+    def close(self) -> None:
+        """Apply what is on its way and end the thread.
+
+        Raises:
+            CommunicationError: A peer died or did not answer.
+        """
+        try:
+            self.finish()
+        finally:
+            for handle in self._handles:
+                handle.remove()
+            self._sender.close()
+
+    def _planned(
+        self,
+        cost_s_per_byte: float | None,
+        latency_s: float,
+        ordering: Ordering,
+        chunk_bytes: int | None,
+    ) -> SendOrder | ConfigurationError:
+        """The plan, or what is wrong, for the other ranks must hear of it too."""
+        if not self._sizes:
+            message = "no backward pass was seen yet"
+            return ConfigurationError(message, hint="train a step or two, then plan")
+        try:
+            return plan_send_order(
+                self.measured(),
+                cost_s_per_byte=(
+                    _mean_cost(self._sender.sent) if cost_s_per_byte is None else cost_s_per_byte
+                ),
+                latency_s=latency_s,
+                ordering=ordering,
+                chunk_bytes=chunk_bytes,
+                overlap_forward=self._update is not None,
+            )
+        except ConfigurationError as error:
+            return error
+
+    def _reduce(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        """DDP's hook: called when all gradients of a bucket are there."""
+        number, buffer = bucket.index(), bucket.buffer()
+        now_s = time.perf_counter()
+        if number == 0:
+            self._begin_pass()
+        self._pass_sizes.append(buffer.nbytes)
+        self._pass_ready_s.append(now_s - self._forward_ends_s)
+        self._members[number] = bucket.parameters()
+        self._owner |= {id(parameter): number for parameter in self._members[number]}
+        buffer.div_(self._ranks)
+        entry = Bucket(number, buffer, now_s)
+        if self._order is None:
+            chunks = range(len(self._sender.chunks_of(buffer)))
+            self._sender.begin([(number, chunk) for chunk in chunks])
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        if self._update is None:
+            entry.future = future
+        else:
+            self._flying[number] = entry
+            future.set_result(buffer)  # DDP goes on; the sums come into the same memory
+        self._sender.add(entry)
+        if bucket.is_last():
+            self._sizes, self._ready_s = self._pass_sizes, self._pass_ready_s
+            self._passes += 1
+        return future
+
+    def _begin_pass(self) -> None:
+        self.finish()  # nothing of the pass before may be left when gradients are overwritten
+        self._pass_sizes, self._pass_ready_s = [], []
+        if self._order is not None:
+            chunks = {bucket for bucket, _ in self._order.chunks}
+            if len(chunks) != len(self._sizes):
+                raise ConfigurationError(
+                    f"the order is for {len(chunks)} buckets, the model has {len(self._sizes)}",
+                    hint="call plan() again",
+                )
+            self._sender.begin(self._order.chunks)
+
+    def _apply(self, number: int) -> None:
+        bucket = self._flying.pop(number)
+        if not bucket.done.wait(self._timeout_s + _GRACE_S):
+            raise CommunicationError(
+                f"the gradients of bucket {number} did not arrive within {self._timeout_s:g} s"
+            )
+        if bucket.error is not None:
+            raise bucket.error
+        for parameter in self._members[number]:
+            optimizer = self._optimizers[id(parameter)]
+            optimizer.step()
+            # In place: the memory is the bucket's, and the next pass adds to it.
+            optimizer.zero_grad(set_to_none=False)
+
+    def _before_layer(self, module: torch.nn.Module, _arguments: object) -> None:
+        now_s = time.perf_counter()
+        for parameter in module.parameters(recurse=False):
+            number = self._owner.get(id(parameter))
+            if number is None:
+                continue
+            if number in self._flying:
+                self._apply(number)
+                now_s = time.perf_counter()
+            self._entered_s.setdefault(number, now_s)
+
+    def _before_forward(self, *_arguments: object) -> None:
+        self._entered_s = {}
+        if self._passes < _ARRANGED_AFTER:
+            self.finish()
+
+    def _after_forward(self, *_arguments: object) -> None:
+        self._forward_ends_s = time.perf_counter()
+
+
+def _mean_cost(sent: list[SentChunk]) -> float:
+    """Seconds per byte while anything was on its way."""
+    if not sent:
+        message = "nothing was sent since sent() was last called"
+        raise ConfigurationError(message, hint="train a step, or give cost_s_per_byte")
+    busy_s, until_s = 0.0, 0.0
+    for chunk in sorted(sent, key=lambda chunk: chunk.start_s):
+        busy_s += max(0.0, chunk.end_s - max(chunk.start_s, until_s))
+        until_s = max(until_s, chunk.end_s)
+    return busy_s / max(1, sum(chunk.size_bytes for chunk in sent))
+
+
+def _check(model: DistributedDataParallel, chunk_bytes: int | None, credit: int) -> None:
+    if not isinstance(model, DistributedDataParallel) or not model.gradient_as_bucket_view:
+        raise ConfigurationError(
+            f"ScheduledReduction needs DDP whose gradients live in its buckets; got {type(model)}",
+            hint="wrap the model: DistributedDataParallel(model, gradient_as_bucket_view=True)",
+        )
+    if (chunk_bytes is not None and chunk_bytes < 1) or credit < 1:
+        raise ConfigurationError(
+            f"chunk_bytes and credit must be at least 1; got {chunk_bytes} and {credit}"
+        )
+    devices = {parameter.device.type for parameter in model.parameters()}
+    if devices - {"cpu"}:
+        raise UnsupportedError(
+            f"ScheduledReduction sends from host memory over gloo; the model is on {devices}",
+            hint="use DDP's own all-reduce there",
+        )
