@@ -1,5 +1,7 @@
 """Layer 1: how model, data and states are split over GPUs, at what cost, and which is best."""
 
+from fivefold.strategy._calibration import Fit, MeasuredRun, fit_constants, with_constants
+from fivefold.strategy._cluster import Cluster, load_cluster, named_clusters
 from fivefold.strategy._cost import Prediction, TimeUse, evaluate_plan
 from fivefold.strategy._device import DeviceSpec
 from fivefold.strategy._fabric import FabricSpec, Group, Tier, collective_time_s
@@ -12,16 +14,27 @@ from fivefold.strategy._model import (
 )
 from fivefold.strategy._pipeline import PipelineShape, pipeline_shape
 from fivefold.strategy._plan import ParallelPlan, plan_problem
+from fivefold.strategy._presets import (
+    load_model,
+    model_from_hugging_face,
+    named_model,
+    named_models,
+)
+from fivefold.strategy._search import SearchResult, search_plans
+from fivefold.strategy._space import SearchSpace
 from fivefold.strategy._table import PlanTable
 from fivefold.strategy._table_cost import CostTable, evaluate_table
 
 __all__ = [
+    "Cluster",
     "ConvolutionStage",
     "CostTable",
     "DeviceSpec",
     "FabricSpec",
+    "Fit",
     "Group",
     "LatentAttention",
+    "MeasuredRun",
     "MemoryUse",
     "MixtureOfExperts",
     "ModelSpec",
@@ -29,11 +42,22 @@ __all__ = [
     "PipelineShape",
     "PlanTable",
     "Prediction",
+    "SearchResult",
+    "SearchSpace",
     "Tier",
     "TimeUse",
     "collective_time_s",
     "evaluate_plan",
     "evaluate_table",
+    "fit_constants",
+    "load_cluster",
+    "load_model",
+    "model_from_hugging_face",
+    "named_clusters",
+    "named_model",
+    "named_models",
     "pipeline_shape",
     "plan_problem",
+    "search_plans",
+    "with_constants",
 ]

@@ -16,6 +16,8 @@ from fivefold.errors import ConfigurationError
 
 __all__ = ["FabricSpec", "Group", "Tier", "collective_time_s"]
 
+_TREE_SHARE = 0.92  # of the bandwidth, as NCCL's tuner has it
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tier:
@@ -219,14 +221,28 @@ def _gather_s(fabric: FabricSpec, size_bytes: float, group: Group) -> float:
 
 def _all_reduce_s(fabric: FabricSpec, size_bytes: float, group: Group) -> float:
     crossed = _crossed(fabric, group)
+    gain = crossed[0][0].all_reduce_gain if len(crossed) == 1 else 1.0
     moved = 2.0 * size_bytes * (group.size - 1) / group.size
-    rate = _ring_rate(crossed)
-    if len(crossed) == 1:
-        rate *= crossed[0][0].all_reduce_gain
-    ring_s = 2.0 * _latency_s(crossed, group, tree=False) + moved / rate
+    ring_s = 2.0 * _latency_s(crossed, group, tree=False) + moved / (gain * _ring_rate(crossed))
+    tree_s = (
+        2.0 * _latency_s(crossed, group, tree=True) + _tree_s(crossed, size_bytes, group) / gain
+    )
     base_s = max(tier.base_s for tier, _ in crossed)
-    tree_s = 2.0 * _latency_s(crossed, group, tree=True) + moved / (0.92 * rate)
     return min(ring_s, tree_s) - base_s + _fill_s(crossed, size_bytes)
+
+
+def _tree_s(crossed: list[tuple[Tier, int]], size_bytes: float, group: Group) -> float:
+    """Two trees, each with half the data up and down: a unit sends 2 (units - 1) / units of it.
+
+    Over two nodes that is half of what the ring carries, for the ring passes by every member.
+    """
+    outside, slowest = group.size, 0.0
+    for tier, members in reversed(crossed):
+        units = outside / members
+        share = 2.0 * (units - 1.0) / units
+        slowest = max(slowest, share * size_bytes / (tier.rate_bytes_per_s * members))
+        outside = members
+    return slowest / _TREE_SHARE
 
 
 def _all_to_all_s(fabric: FabricSpec, size_bytes: float, group: Group) -> float:

@@ -58,6 +58,16 @@ class _Ring:
             left -= mask
         return self.base_s + total
 
+    def tree_s(self, size_bytes: Floats) -> Floats:
+        """Two trees of half the data each, at the slowest tier."""
+        outside, slowest = self.size.copy(), np.zeros(self.size.shape)
+        for tier, mask, members in reversed(self.crossed):
+            units = outside / members
+            sent_s = 2.0 * (units - 1) / units * size_bytes / (tier.rate_bytes_per_s * members)
+            slowest = np.where(mask, np.maximum(slowest, sent_s), slowest)
+            outside = np.where(mask, members, outside)
+        return slowest / 0.92
+
     def filling_s(self, size_bytes: Floats) -> Floats:
         """What a pipelined collective needs to fill."""
         filling: Floats = 2.0 * np.sqrt(self.fill_s * size_bytes / self.rate)
@@ -77,10 +87,10 @@ def all_reduce_column_s(
 ) -> Floats:
     """All-reduces of one group each, by ring or by tree."""
     ring = _Ring(fabric, size, stride)
-    rate = np.where(ring.num_crossed == 1, ring.rate * ring.gain, ring.rate)
+    gain = np.where(ring.num_crossed == 1, ring.gain, 1.0)
     moved = 2.0 * size_bytes * (size - 1) / size
-    ring_s = 2.0 * ring.latency_s(tree=False) + moved / rate
-    tree_s = 2.0 * ring.latency_s(tree=True) + moved / (0.92 * rate)
+    ring_s = 2.0 * ring.latency_s(tree=False) + moved / (ring.rate * gain)
+    tree_s = 2.0 * ring.latency_s(tree=True) + ring.tree_s(size_bytes) / gain
     time_s = np.minimum(ring_s, tree_s) - ring.base_s + ring.filling_s(size_bytes)
     return np.where((size > 1) & (size_bytes > 0), time_s, 0.0)
 

@@ -24,6 +24,8 @@ from fivefold.strategy._plan import ParallelPlan
 
 __all__ = ["LayerCost", "LayerKey", "head_cost", "layer_cost"]
 
+_CAST_BYTES = 4.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerKey:
@@ -186,12 +188,7 @@ def _timed(
 
 def _operator_times(device: DeviceSpec, op: Operator, *, dtype: str, causal: bool) -> _Times:
     if op.kind == "gemm":
-        sizes = {"batch": op.batch, "dtype": dtype}
-        return _Times(
-            forward_s=gemm_time_s(device, m=op.m, n=op.n, k=op.k, **sizes),
-            input_s=gemm_time_s(device, m=op.m, n=op.k, k=op.n, **sizes),
-            weight_s=gemm_time_s(device, m=op.k, n=op.n, k=op.m, **sizes),
-        )
+        return _product_times(device, op, dtype=dtype)
     if op.kind == "attention":
         return _attention_times(device, op, causal=causal)
     if op.kind == "memory":
@@ -201,6 +198,17 @@ def _operator_times(device: DeviceSpec, op: Operator, *, dtype: str, causal: boo
             input_s=memory_time_s(device, op.backward_moved_bytes) + gap_s,
         )
     return _Times()
+
+
+def _product_times(device: DeviceSpec, op: Operator, *, dtype: str) -> _Times:
+    forward_s = gemm_time_s(device, m=op.m, n=op.n, k=op.k, batch=op.batch, dtype=dtype)
+    input_s = gemm_time_s(device, m=op.m, n=op.k, k=op.n, batch=op.batch, dtype=dtype)
+    weight_s = gemm_time_s(device, m=op.k, n=op.n, k=op.m, batch=op.batch, dtype=dtype)
+    if dtype == "fp8":
+        # Inputs and their gradients are read at 16 bits and written twice, once transposed.
+        forward_s += memory_time_s(device, _CAST_BYTES * op.batch * op.m * op.k)
+        input_s += memory_time_s(device, _CAST_BYTES * op.batch * op.m * op.n)
+    return _Times(forward_s=forward_s, input_s=input_s, weight_s=weight_s)
 
 
 def _attention_times(device: DeviceSpec, op: Operator, *, causal: bool) -> _Times:

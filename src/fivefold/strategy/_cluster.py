@@ -1,0 +1,166 @@
+"""A cluster: one GPU with its software stack, the tiers that join it, and where each number is from.
+
+A file names a known cluster in ``base`` and changes some of it, or says everything. The known ones
+lie in ``devices/``, one file per pair of GPU and software stack.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from fivefold.errors import ConfigurationError, DataError
+from fivefold.strategy._device import DeviceSpec
+from fivefold.strategy._fabric import FabricSpec, Tier
+from fivefold.units import parse_bytes, parse_bytes_per_s, parse_duration_s
+
+__all__ = ["Cluster", "load_cluster", "named_clusters"]
+
+_TOP = {"name", "base", "gpus", "device", "tier", "sources"}
+_TEXT_TIER = {
+    "bandwidth": "bandwidth_bytes_per_s",
+    "base": "base_s",
+    "hop": "hop_s",
+    "fill": "fill_s",
+}
+_TEXT_DEVICE = {
+    "memory": "memory_bytes", "memory_bandwidth": "memory_bandwidth_bytes_per_s",
+    "kernel_gap": "kernel_gap_s", "host_kernel": "host_kernel_s", "reserved": "reserved_bytes",
+    "host_bandwidth": "host_bandwidth_bytes_per_s", "step_overhead": "step_overhead_s",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """GPUs of one kind and what joins them.
+
+    Args:
+        name: For people.
+        device: The GPU with its stack.
+        fabric: The tiers.
+        num_gpus: How many there are; None where it does not matter.
+
+    Example:
+        >>> load_cluster("a100-megatron").fabric.gpus_per_node
+        8
+    """
+
+    name: str
+    device: DeviceSpec
+    fabric: FabricSpec
+    num_gpus: int | None = None
+
+
+def named_clusters() -> tuple[str, ...]:
+    """Names of the known pairs of GPU and stack.
+
+    Example:
+        >>> "h100-nemo" in named_clusters()
+        True
+    """
+    folder = files("fivefold.strategy") / "devices"
+    found = [entry.name.removesuffix(".toml") for entry in folder.iterdir()]
+    return tuple(sorted(name for name in found if not name.startswith("_")))
+
+
+def load_cluster(source: str | Path) -> Cluster:
+    """A known cluster, or one from a TOML file.
+
+    Args:
+        source: A name of ``named_clusters()`` or a path.
+
+    Raises:
+        ConfigurationError: A name or key is unknown, or a value is not allowed.
+        DataError: The file is missing or not TOML.
+
+    Example:
+        >>> load_cluster("h100-nemo").device.peak_flops
+        989000000000000.0
+    """
+    if str(source) in named_clusters():
+        text = (files("fivefold.strategy") / "devices" / f"{source}.toml").read_text()
+        return _cluster(tomllib.loads(text), name=str(source))
+    path = Path(source)
+    if path.suffix != ".toml":
+        near = difflib.get_close_matches(str(source), named_clusters(), n=1, cutoff=0.0)[0]
+        message = f"cluster {str(source)!r} is unknown"
+        raise ConfigurationError(message, hint=f"did you mean {near!r}? Or give a TOML file")
+    try:
+        table = tomllib.loads(path.read_text())
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        message = f"{path} is not a readable TOML file: {error}"
+        raise DataError(message, hint="check the path and the syntax") from error
+    return _cluster(table, name=path.stem)
+
+
+def _cluster(table: Mapping[str, Any], *, name: str) -> Cluster:
+    check_keys(table, _TOP, where="the cluster")
+    base = load_cluster(table["base"]) if "base" in table else None
+    fields: dict[str, Any] = {}
+    tiers: dict[str, dict[str, Any]] = {}
+    if base is not None:
+        fields = {f.name: getattr(base.device, f.name) for f in dataclasses.fields(base.device)}
+        tiers = {t.name: dataclasses.asdict(t) for t in base.fabric.tiers}
+    sources = dict(fields.get("sources", ())) | dict(table.get("sources", {}))
+    fields |= _read(table.get("device", {}), DeviceSpec, _TEXT_DEVICE, where="device")
+    for entry in table.get("tier", []):
+        values = _read(entry, Tier, _TEXT_TIER, where="tier")
+        named = str(values.get("name", ""))
+        tiers[named] = tiers.get(named, {}) | values
+    fields |= {"name": table.get("name", name), "sources": tuple(sorted(sources.items()))}
+    device = _build(DeviceSpec, fields, where="device")
+    joined = tuple(_build(Tier, tier, where="tier") for tier in tiers.values())
+    fabric = FabricSpec(
+        name=str(fields["name"]), tiers=tuple(sorted(joined, key=lambda tier: tier.gpus))
+    )
+    count = table.get("gpus", base.num_gpus if base is not None else None)
+    if count is not None and (not isinstance(count, int) or not 1 <= count <= fabric.num_gpus):
+        message = f"gpus={count!r} of cluster {name!r} is out of range"
+        raise ConfigurationError(message, hint=f"the fabric joins at most {fabric.num_gpus}")
+    return Cluster(name=str(fields["name"]), device=device, fabric=fabric, num_gpus=count)
+
+
+def check_keys(table: Mapping[str, Any], allowed: set[str], *, where: str) -> None:
+    """Refuse unknown keys, with the nearest known one as a hint.
+
+    Raises:
+        ConfigurationError: A key is unknown.
+    """
+    for key in table:
+        if key not in allowed:
+            near = difflib.get_close_matches(key, sorted(allowed), n=1, cutoff=0.0)[0]
+            message = f"{where} has no key {key!r}"
+            raise ConfigurationError(message, hint=f"did you mean {near!r}?")
+
+
+def _read(
+    table: Mapping[str, Any], kind: type, texts: Mapping[str, str], *, where: str
+) -> dict[str, Any]:
+    names = {field.name for field in dataclasses.fields(kind)} - {"sources"}
+    check_keys(table, names | set(texts), where=where)
+    values = {}
+    for key, value in table.items():
+        name = texts.get(key, key)
+        if key in texts and name.endswith("_bytes_per_s"):
+            values[name] = parse_bytes_per_s(value)
+        elif key in texts and name.endswith("_bytes"):
+            values[name] = float(parse_bytes(value))
+        elif key in texts:
+            values[name] = parse_duration_s(value)
+        else:
+            values[name] = value
+    return values
+
+
+def _build(kind: type, fields: Mapping[str, Any], *, where: str) -> Any:
+    try:
+        return kind(**fields)
+    except TypeError as error:
+        message = f"{where} {fields.get('name', '')!r} is incomplete: {error}"
+        raise ConfigurationError(message, hint="name a base, or give every size") from error
