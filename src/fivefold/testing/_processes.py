@@ -25,13 +25,20 @@ __all__ = ["run_processes"]
 T = TypeVar("T")
 
 
-def run_processes(world_size: int, work: Callable[[int], T], *, timeout_s: float = 60.0) -> list[T]:
-    """Run ``work(rank)`` in ``world_size`` processes joined by a gloo group.
+def run_processes(
+    world_size: int,
+    work: Callable[[int], T],
+    *,
+    timeout_s: float = 60.0,
+    backend: str = "gloo",
+) -> list[T]:
+    """Run ``work(rank)`` in ``world_size`` processes joined by a process group.
 
     Args:
         world_size: Number of processes.
         work: Called with the rank; the result must be picklable.
         timeout_s: Bound on the whole run and on each collective, in seconds.
+        backend: Backend of the group; it must be known to torch already.
 
     Returns:
         The results by rank.
@@ -47,7 +54,9 @@ def run_processes(world_size: int, work: Callable[[int], T], *, timeout_s: float
     results: Any = context.Queue()
     port = _free_port()
     processes = [
-        context.Process(target=_rank_main, args=(rank, world_size, port, work, results, timeout_s))
+        context.Process(
+            target=_rank_main, args=(rank, world_size, port, work, results, timeout_s, backend)
+        )
         for rank in range(world_size)
     ]
     for process in processes:
@@ -73,6 +82,7 @@ def _rank_main(
     work: Callable[[int], Any],
     results: Any,
     timeout_s: float,
+    backend: str,
 ) -> None:
     parent = os.getppid()
     torch.set_num_threads(1)
@@ -80,7 +90,7 @@ def _rank_main(
     outcome: tuple[int, bool, bytes | str]
     try:
         dist.init_process_group(
-            "gloo",
+            backend,
             init_method=f"tcp://127.0.0.1:{port}",
             rank=rank,
             world_size=world_size,

@@ -1,3 +1,34 @@
-"""Algorithms under torch.distributed: a backend that DDP, FSDP2 and the rest use unchanged."""
+"""Algorithms under torch.distributed: a backend that DDP, FSDP2 and the rest use unchanged.
 
-__all__: list[str] = []
+Importing this room registers the backend: ``init_process_group(backend="fivefold")``.
+"""
+
+from fivefold.collectives.execution._backend import BACKEND, FivefoldGroup, register_backend
+from fivefold.collectives.execution._choose import Choice, choose
+from fivefold.collectives.execution._cost import LinkClock, predict_s
+from fivefold.collectives.execution._run import CollectiveError
+from fivefold.collectives.execution._settings import (
+    Settings,
+    configure,
+    current_settings,
+    lab_topology,
+    register_algorithm,
+)
+
+__all__ = [
+    "BACKEND",
+    "Choice",
+    "CollectiveError",
+    "FivefoldGroup",
+    "LinkClock",
+    "Settings",
+    "choose",
+    "configure",
+    "current_settings",
+    "lab_topology",
+    "predict_s",
+    "register_algorithm",
+    "register_backend",
+]
+
+register_backend()

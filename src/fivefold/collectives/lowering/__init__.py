@@ -5,7 +5,7 @@ from fivefold.collectives.lowering._interpreter import interpret
 from fivefold.collectives.lowering._lower import lower
 from fivefold.collectives.lowering._mscclpp_in import from_mscclpp_json
 from fivefold.collectives.lowering._mscclpp_out import to_mscclpp_json
-from fivefold.collectives.lowering._order import Executed, ProgramError, run_order
+from fivefold.collectives.lowering._order import Arrival, Executed, ProgramError, run_order
 from fivefold.collectives.lowering._program import (
     Buffer,
     Operation,
@@ -17,6 +17,7 @@ from fivefold.collectives.lowering._program import (
 from fivefold.collectives.lowering._xml import from_msccl_xml, to_msccl_xml
 
 __all__ = [
+    "Arrival",
     "Buffer",
     "Executed",
     "OpKind",

@@ -140,7 +140,8 @@ def plan_moves(
 
 def _keys(schedule: Schedule) -> tuple[list[tuple[float, int]], list[tuple[float, int]]]:
     """When each transfer reads and when it writes, so that sorting gives the schedule's meaning."""
-    if schedule.starts_s is not None and schedule.ends_s is not None:
+    timed = not schedule.has_steps  # steps say more than times, where there are both
+    if timed and schedule.starts_s is not None and schedule.ends_s is not None:
         unit = max(float(schedule.ends_s.max(initial=0.0)), 1e-300)
         starts = np.round(schedule.starts_s / unit, _TIME_DIGITS).tolist()
         ends = np.round(schedule.ends_s / unit, _TIME_DIGITS).tolist()
@@ -157,7 +158,7 @@ def _lanes(schedule: Schedule, *, channels: int, instances: int) -> list[int]:
     parts = schedule.chunks % instances
     whole = schedule.chunks // instances
     dealt: list[int] = (parts * channels + whole % channels).tolist()
-    if not schedule.has_times:
+    if schedule.has_steps or not schedule.has_times:
         return dealt
     # A queue hands over in the order of sending. Transfers that overtake others need another one.
     last: dict[tuple[int, int, int], float] = {}

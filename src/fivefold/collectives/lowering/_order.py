@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from fivefold.collectives.lowering._program import Operation, Program, ThreadBlock
 from fivefold.errors import DataError
 
-__all__ = ["Executed", "ProgramError", "run_order"]
+__all__ = ["Arrival", "Executed", "ProgramError", "run_order"]
 
-MessageTime = Callable[[int, int, int], float]
+Arrival = Callable[[float, int, int, int], float]
 _SHOWN = 4
 
 
@@ -59,14 +59,14 @@ class Executed:
 
 
 def run_order(
-    program: Program, *, message_s: MessageTime | None = None, queue_slots: int | None = None
+    program: Program, *, arrival_s: Arrival | None = None, queue_slots: int | None = None
 ) -> list[Executed]:
     """Every operation of the program in an order in which it can be carried out.
 
     Args:
         program: The program.
-        message_s: Time that ``count`` chunks from one rank to another are under way, as a
-            function of (sender, receiver, count); None takes one second for every message.
+        arrival_s: When a message of ``count`` chunks arrives, as a function of (time of sending,
+            sender, receiver, count), called in the order of time; None takes one second each.
         queue_slots: Messages that a queue between two blocks holds before the sender waits; None
             has no limit.
 
@@ -84,17 +84,17 @@ def run_order(
         >>> [step.rank for step in run_order(lower(ring(all_gather(2))))][:2]
         [0, 1]
     """
-    return _Runner(program, message_s=message_s, queue_slots=queue_slots).run()
+    return _Runner(program, arrival_s=arrival_s, queue_slots=queue_slots).run()
 
 
 class _Runner:
     """State of one run: how far each block is, what is in each queue, who waits for what."""
 
     def __init__(
-        self, program: Program, *, message_s: MessageTime | None, queue_slots: int | None
+        self, program: Program, *, arrival_s: Arrival | None, queue_slots: int | None
     ) -> None:
         self._program = program
-        self._message_s = message_s or (lambda *_: 1.0)
+        self._arrival_s = arrival_s or (lambda sent_s, *_: sent_s + 1.0)
         self._queue_slots = queue_slots
         self._blocks: list[tuple[int, int, ThreadBlock]] = list(program.blocks())
         self._place = {(rank, number): at for at, (rank, number, _) in enumerate(self._blocks)}
@@ -143,7 +143,7 @@ class _Runner:
         self._order.append(Executed(rank, number, step, operation, taken, now_s))
         if operation.kind.sends:
             key = (rank, block.send_peer, block.channel)
-            arrival_s = now_s + self._message_s(rank, block.send_peer, operation.count)
+            arrival_s = self._arrival_s(now_s, rank, block.send_peer, operation.count)
             queue = self._queues.setdefault(key, deque())
             # One queue keeps its order, whatever the time of each message.
             arrival_s = max(arrival_s, queue[-1][0]) if queue else arrival_s

@@ -1,0 +1,225 @@
+"""Which algorithm for which message size: the cost model decides, once per power of two.
+
+Candidates are the library's algorithms, tree packings of the topology, and what was registered;
+each in several numbers of parts for the pipeline. The inner backend is priced as the algorithm
+that it is known to use, and wins unless another one is predicted to be faster by a margin. All of
+that is deterministic: the same job on the same topology chooses the same in every run, which
+bitwise equal results need.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from fivefold.collectives.algorithms import available_algorithms, build_algorithm
+from fivefold.collectives.execution._cost import predict_s
+from fivefold.collectives.execution._settings import Settings, registered_algorithms
+from fivefold.collectives.lowering import Program, lower
+from fivefold.collectives.schedules import (
+    Collective,
+    Schedule,
+    broadcast,
+    named_collective,
+)
+from fivefold.errors import ConfigurationError, FivefoldError
+from fivefold.network.topology import Topology
+
+__all__ = ["Choice", "choose", "size_class"]
+
+_log = logging.getLogger(__name__)
+_IN_PLACE = ("all_reduce", "broadcast")
+_MAX_OPERATIONS = 60_000  # a longer program takes seconds to price and to order
+_SKIPPED = ("in_network_tree", "hierarchical")  # need more than a collective and a topology
+_INNER_PIECES = 2  # gloo's ring cuts each share in two
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What runs a collective of one size class.
+
+    Args:
+        label: Name of the algorithm; ``"inner"`` for the inner backend's own.
+        program: The program; None for the inner backend.
+        predicted_s: Predicted time.
+        inner_s: Predicted time of the inner backend.
+        size_bytes: Size that it was chosen for.
+        others: Predicted times of the other candidates.
+
+    Example:
+        >>> Choice.from_bytes(Choice("inner", None, 1.0, 1.0, 4).to_bytes()).label
+        'inner'
+    """
+
+    label: str
+    program: Program | None
+    predicted_s: float
+    inner_s: float
+    size_bytes: int
+    others: dict[str, float] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """What rank 0 tells the others."""
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        fields["program"] = None if self.program is None else self.program.to_json()
+        return zlib.compress(json.dumps(fields).encode())
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Choice:
+        """Read it back."""
+        fields = json.loads(zlib.decompress(data))
+        text = fields.pop("program")
+        return cls(program=None if text is None else Program.from_json(text), **fields)
+
+
+def size_class(size_bytes: int) -> int:
+    """The power of two that stands for a size.
+
+    Example:
+        >>> size_class(1000), size_class(1024), size_class(0)
+        (1024, 1024, 1)
+    """
+    return 1 << max(size_bytes - 1, 0).bit_length()
+
+
+def choose(
+    name: str, *, topology: Topology, settings: Settings, size_bytes: int, root: int = 0
+) -> Choice:
+    """The algorithm for a collective of a size on a topology.
+
+    Args:
+        name: Name of the collective.
+        topology: Network between the group's ranks, in the group's order.
+        settings: What was asked for.
+        size_bytes: Size, as :meth:`Collective.chunk_bytes` counts it.
+        root: The root of a broadcast.
+
+    Returns:
+        The choice.
+
+    Raises:
+        ConfigurationError: The algorithm that was asked for does not exist or does not fit.
+
+    Example:
+        >>> from fivefold.network.topology import switch
+        >>> network = switch(4, bandwidth="100 MB/s")
+        >>> asked = Settings(algorithms={"all_reduce": "ring"})
+        >>> choose("all_reduce", topology=network, settings=asked, size_bytes=1 << 20).label
+        'ring'
+    """
+    asked = settings.algorithm_of(name)
+    num_ranks = topology.num_ranks
+    inner_s = _inner_s(name, topology, settings, size_bytes=size_bytes, root=root)
+    if asked == "inner" or num_ranks == 1 or not topology.is_connected():
+        return Choice("inner", None, inner_s, inner_s, size_bytes)
+    collective = named_collective(name, num_ranks, root=root)
+    times: dict[str, float] = {}
+    best: tuple[float, str, Program] | None = None
+    for label, program, time_s in _candidates(collective, topology, settings, asked, size_bytes):
+        times[label] = time_s
+        if best is None or time_s < best[0]:
+            best = (time_s, label, program)
+    if best is None:
+        if asked == "auto":
+            return Choice("inner", None, inner_s, inner_s, size_bytes)
+        raise ConfigurationError(
+            f"there is no algorithm {asked!r} for {name} of {num_ranks} ranks",
+            hint=f"there are {', '.join(_names(collective))}",
+        )
+    if asked == "auto" and best[0] > inner_s * (1 - settings.margin):
+        return Choice("inner", None, inner_s, inner_s, size_bytes, times)
+    return Choice(best[1], best[2], best[0], inner_s, size_bytes, times)
+
+
+def _names(collective: Collective) -> list[str]:
+    own = [
+        name
+        for name, (program, _, _) in registered_algorithms().items()
+        if program.collective.name == collective.name
+    ]
+    library = [name for name in available_algorithms(collective) if name not in _SKIPPED]
+    return ["auto", "inner", "trees", *library, *own]
+
+
+def _candidates(
+    collective: Collective, topology: Topology, settings: Settings, asked: str, size_bytes: int
+) -> Iterator[tuple[str, Program, float]]:
+    """What fits, each in the number of parts that is fastest, with its predicted time."""
+    for name, (program, least, most) in registered_algorithms().items():
+        fits = (program.collective.name, program.num_ranks) == (
+            collective.name,
+            collective.num_ranks,
+        ) and program.collective.root == collective.root
+        in_range = least <= size_bytes and (most == 0 or size_bytes <= most)
+        if fits and (asked == name or (asked == "auto" and in_range)):
+            yield name, program, _time_s(program, topology, settings, size_bytes)
+    library = [name for name in available_algorithms(collective) if name not in _SKIPPED]
+    for name in [*library, "trees"]:
+        if asked in ("auto", name):
+            try:
+                schedule = _schedule(name, collective, topology)
+            except FivefoldError as error:
+                _log.debug("%s does not fit %s: %s", name, topology.name, error)
+                continue
+            found = _in_pieces(schedule, topology, settings, size_bytes)
+            if found is not None:
+                yield name, *found
+
+
+def _time_s(program: Program, topology: Topology, settings: Settings, size_bytes: int) -> float:
+    return predict_s(program, topology, size_bytes=size_bytes, message_s=settings.message_s)
+
+
+def _in_pieces(
+    schedule: Schedule, topology: Topology, settings: Settings, size_bytes: int
+) -> tuple[Program, float] | None:
+    """Twice as many parts as long as that helps."""
+    in_place = schedule.collective.name in _IN_PLACE
+    best: tuple[Program, float] | None = None
+    pieces = 1
+    while pieces <= settings.max_pieces:
+        chunk_bytes = float(schedule.collective.chunk_bytes(size_bytes).max(initial=0.0))
+        too_small = pieces > 1 and chunk_bytes / pieces < settings.min_piece_bytes
+        if too_small or 2 * schedule.num_transfers * pieces > _MAX_OPERATIONS:
+            return best
+        program = lower(schedule, instances=pieces, in_place=in_place)
+        time_s = _time_s(program, topology, settings, size_bytes)
+        if best is not None and time_s >= best[1]:
+            return best
+        best = (program, time_s)
+        pieces *= 2
+    return best
+
+
+def _schedule(name: str, collective: Collective, topology: Topology) -> Schedule:
+    if name != "trees":
+        return build_algorithm(name, collective, topology)
+    from fivefold.collectives.synthesis import spanning_trees  # noqa: PLC0415 - loads a solver
+
+    if collective.name == "all_to_all":
+        raise ConfigurationError(f"trees do not do {collective.name}")
+    root = collective.root if collective.name == "broadcast" else None
+    return spanning_trees(topology, root=root).to_schedule(collective)
+
+
+def _inner_s(
+    name: str, topology: Topology, settings: Settings, *, size_bytes: int, root: int
+) -> float:
+    """Predicted time of the inner backend, priced as what gloo does."""
+    count = topology.num_ranks
+    if count == 1 or not topology.is_connected():
+        return 0.0
+    if name == "broadcast":
+        whole = broadcast(count, root=root)  # gloo sends whole buffers down a binomial tree
+        program = lower(build_algorithm("binomial_tree", whole), in_place=True)
+    else:
+        # gloo: all-reduce and all-gather are rings, reduce-scatter is an all-reduce of its input.
+        same = {"reduce_scatter": "all_reduce"}.get(name, name)
+        algorithm = "pairwise" if name == "all_to_all" else "ring"
+        schedule = build_algorithm(algorithm, named_collective(same, count))
+        pieces = _INNER_PIECES if same == "all_reduce" else 1
+        program = lower(schedule, instances=pieces, in_place=same == "all_reduce")
+    return predict_s(program, topology, size_bytes=size_bytes, message_s=settings.inner_message_s)

@@ -1,0 +1,309 @@
+"""What one rank does for a program: its operations in one order, with tags and hazards.
+
+The order is that of :func:`run_order` over all ranks, so a rank that waits for one operation after
+the other waits only for messages whose sending comes earlier in the common order: no deadlock.
+Chunks need not be equal: a buffer of n elements is cut into C chunks of floor or ceiling of n / C
+elements in the same way on every rank, so nothing is padded. Knows nothing of torch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+
+from fivefold.collectives.lowering import (
+    Arrival,
+    Buffer,
+    Executed,
+    OpKind,
+    Program,
+    run_order,
+)
+from fivefold.collectives.schedules import Collective
+
+__all__ = ["Layout", "RankPlan", "Span", "Task", "plan_rank"]
+
+_PER_RANK = {"all_gather", "reduce_scatter"}
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Adjacent chunk slots of a buffer: from ``first`` up to, and without, ``last``.
+
+    Example:
+        >>> Span(Buffer.OUTPUT, 0, 2).last
+        2
+    """
+
+    buffer: Buffer
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One operation of this rank.
+
+    Args:
+        kind: What it does.
+        read: Slots that are read; None where it reads none.
+        write: Slots that are written; None where it writes none.
+        receive_peer: Rank that it receives from; -1 none.
+        send_peer: Rank that it sends to; -1 none.
+        receive_channel: Queue of what it receives.
+        send_channel: Queue of what it sends.
+        free_after: Tasks before this one may still use the slots that it writes: data may arrive
+            there only when they are done.
+        settle: Earlier tasks whose sends read the slots that it writes.
+        level: Round in which it runs, where all ranks go in rounds.
+        sent_level: Round in which what it receives was sent; -1 where it receives nothing.
+
+    Example:
+        >>> Task(OpKind.SEND, Span(Buffer.INPUT, 0, 1), None, -1, 1, 0, 0, 0, (), 0, -1).send_peer
+        1
+    """
+
+    kind: OpKind
+    read: Span | None
+    write: Span | None
+    receive_peer: int
+    send_peer: int
+    receive_channel: int
+    send_channel: int
+    free_after: int
+    settle: tuple[int, ...]
+    level: int
+    sent_level: int
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """All that one rank needs to run a program.
+
+    Args:
+        tasks: In the order in which they are carried out.
+        layout: Where chunks lie for a given number of elements.
+        num_rounds: Rounds, where all ranks go in rounds.
+
+    Example:
+        >>> from fivefold.collectives.algorithms import ring
+        >>> from fivefold.collectives.lowering import lower
+        >>> from fivefold.collectives.schedules import all_gather
+        >>> plan_rank(lower(ring(all_gather(2))), rank=0).tasks[0].send_peer
+        1
+    """
+
+    tasks: tuple[Task, ...]
+    layout: Layout
+    num_rounds: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Chunk of every slot, from which follows where each slot begins.
+
+    Args:
+        inputs: Chunk of each input slot.
+        outputs: Chunk of each output slot.
+        scratch: Chunk of each scratch slot; -1 where it holds several over time.
+        parts: Chunks that one rank's unit of elements is cut into.
+
+    Example:
+        >>> layout = Layout(np.array([0, 1]), np.array([0, 1]), np.array([], int), parts=2)
+        >>> layout.offsets(5)[Buffer.OUTPUT]
+        [0, 2, 5]
+    """
+
+    inputs: np.ndarray
+    outputs: np.ndarray
+    scratch: np.ndarray
+    parts: int
+
+    @property
+    def even_only(self) -> bool:
+        """Whether the unit must be a multiple of ``parts``: some slot holds chunks of two sizes."""
+        return bool((self.scratch < 0).any())
+
+    def offsets(self, unit: int) -> dict[Buffer, list[int]]:
+        """Element at which each slot begins, and the end of the last one.
+
+        Args:
+            unit: Elements of an all-reduce's or a broadcast's buffer, of one rank's share of an
+                all-gather or a reduce-scatter, of what goes from one rank to another in an
+                all-to-all.
+
+        Returns:
+            Offsets by buffer.
+        """
+        edges = np.arange(self.parts + 1, dtype=np.int64) * unit // self.parts
+        widths = np.diff(edges)
+        found = {}
+        for buffer, chunks in (
+            (Buffer.INPUT, self.inputs),
+            (Buffer.OUTPUT, self.outputs),
+            (Buffer.SCRATCH, np.maximum(self.scratch, 0)),
+        ):
+            ends = np.cumsum(widths[chunks % self.parts]) if chunks.size else np.zeros(0, int)
+            found[buffer] = [0, *(int(end) for end in ends)]
+        return found
+
+
+def plan_rank(program: Program, *, rank: int, arrival_s: Arrival | None = None) -> RankPlan:
+    """Compile a program for one rank.
+
+    Args:
+        program: A program that :func:`check_program` accepts.
+        rank: The rank.
+        arrival_s: When messages arrive, for the order; see :func:`run_order`.
+
+    Returns:
+        The plan.
+
+    Example:
+        >>> from fivefold.collectives.algorithms import ring
+        >>> from fivefold.collectives.lowering import lower
+        >>> from fivefold.collectives.schedules import all_reduce
+        >>> [task.kind.value for task in plan_rank(lower(ring(all_reduce(2))), rank=1).tasks]
+        ['s', 'rrcs', 'r']
+    """
+    order = run_order(program, arrival_s=arrival_s)
+    chunks = _chunks_of_cells(program, order, rank)
+    rounds = _rounds(order)
+    compiler = _Compiler(program, rank)
+    for place, executed in enumerate(order):
+        if executed.rank == rank and executed.operation.kind is not OpKind.NOP:
+            sent = rounds[executed.taken] if executed.taken >= 0 else -1
+            compiler.add(executed, level=rounds[place], sent_level=sent)
+    return RankPlan(
+        tuple(compiler.tasks),
+        _layout(program, rank, chunks),
+        max(rounds, default=-1) + 1,
+    )
+
+
+def _rounds(order: list[Executed]) -> list[int]:
+    """The round of each operation if a message takes one round and all ranks go in step.
+
+    An operation comes no earlier than those before it in its block and those it waits for.
+    """
+    rounds: list[int] = []
+    last: dict[tuple[int, int], int] = defaultdict(int)
+    ended: dict[tuple[int, int, int], int] = {}
+    for executed in order:
+        operation = executed.operation
+        key = (executed.rank, executed.block)
+        at = last[key]
+        if operation.wait_block >= 0:
+            at = max(at, ended[executed.rank, operation.wait_block, operation.wait_step])
+        if executed.taken >= 0:
+            at = max(at, rounds[executed.taken] + 1)
+        rounds.append(at)
+        last[key] = at
+        ended[(*key, executed.step)] = at
+    return rounds
+
+
+class _Compiler:
+    """Collects one rank's tasks and what each of them has to wait for."""
+
+    def __init__(self, program: Program, rank: int) -> None:
+        self.tasks: list[Task] = []
+        self._slots = program.slots(rank)
+        self._blocks = program.ranks[rank].blocks
+        self._last_use: dict[int, int] = {}
+        self._sent_from: dict[int, list[int]] = defaultdict(list)
+
+    def add(self, executed: Executed, *, level: int, sent_level: int) -> None:
+        operation, kind = executed.operation, executed.operation.kind
+        block, number = self._blocks[executed.block], len(self.tasks)
+        first, count = operation.source_offset, operation.count
+        read = Span(operation.source, first, first + count) if kind.reads_source else None
+        first = operation.target_offset
+        write = Span(operation.target, first, first + count) if kind.writes_target else None
+        cells = self._cells(write)
+        settle = sorted({sender for cell in cells for sender in self._sent_from.pop(cell, ())})
+        self.tasks.append(
+            Task(
+                kind=kind,
+                read=read,
+                write=write,
+                receive_peer=block.receive_peer if kind.receives else -1,
+                send_peer=block.send_peer if kind.sends else -1,
+                receive_channel=block.channel,
+                send_channel=block.channel,
+                free_after=1 + max((self._last_use.get(cell, -1) for cell in cells), default=-1),
+                settle=tuple(settle),
+                level=level,
+                sent_level=sent_level,
+            )
+        )
+        for cell in [*self._cells(read), *cells]:
+            self._last_use[cell] = number
+        if kind.sends:  # what it sends lies in what it writes, or else in what it reads
+            for cell in cells or (self._cells(read) if kind is OpKind.SEND else []):
+                self._sent_from[cell].append(number)
+
+    def _cells(self, span: Span | None) -> list[int]:
+        if span is None:
+            return []
+        return [int(cell) for cell in self._slots[span.buffer][span.first : span.last]]
+
+
+def _chunks_of_cells(program: Program, order: list[Executed], rank: int) -> list[int]:
+    """Chunk that each memory cell of a rank holds; -1 where several do over time."""
+    collective = program.collective
+    memory = [
+        [-2] * (part.input_slots + part.output_slots + part.scratch_slots) for part in program.ranks
+    ]
+    addresses = collective.input_address(collective.pre_chunks, collective.pre_ranks)
+    pairs = zip(
+        collective.pre_chunks.tolist(),
+        collective.pre_ranks.tolist(),
+        addresses.tolist(),
+        strict=True,
+    )
+    for chunk, holder, address in pairs:
+        memory[holder][int(program.slots(holder)[Buffer.INPUT][address])] = chunk
+    held = list(memory[rank])
+    messages: dict[int, list[int]] = {}
+    for place, executed in enumerate(order):
+        operation, kind = executed.operation, executed.operation.kind
+        cells, slots = memory[executed.rank], program.slots(executed.rank)
+        values = messages.pop(executed.taken) if executed.taken >= 0 else []
+        if kind.reads_source:
+            read = slots[operation.source][operation.source_offset :][: operation.count]
+            values = [cells[int(cell)] for cell in read]
+        if kind.writes_target:
+            write = slots[operation.target][operation.target_offset :][: operation.count]
+            for cell, value in zip(write.tolist(), values, strict=True):
+                cells[cell] = value
+                if executed.rank == rank:
+                    held[cell] = value if held[cell] in (-2, value) else -1
+        if kind.sends:
+            messages[place] = values
+    return held
+
+
+def _layout(program: Program, rank: int, chunks: list[int]) -> Layout:
+    collective, scratch = program.collective, program.slots(rank)[Buffer.SCRATCH]
+    mine = collective.pre_ranks == rank
+    wanted = collective.post_ranks == rank
+    inputs = np.zeros(program.ranks[rank].input_slots, dtype=np.int64)
+    inputs[: int(mine.sum())] = np.sort(collective.pre_chunks[mine])
+    outputs = np.zeros(program.ranks[rank].output_slots, dtype=np.int64)
+    outputs[: int(wanted.sum())] = np.sort(collective.post_chunks[wanted])
+    scratched = np.array([chunks[int(cell)] for cell in scratch], dtype=np.int64)
+    scratched[scratched == -2] = 0  # never used
+    return Layout(inputs, outputs, scratched, parts=_parts(collective))
+
+
+def _parts(collective: Collective) -> int:
+    """Chunks of one rank's unit of elements."""
+    units = 1
+    if collective.name in _PER_RANK:
+        units = collective.num_ranks
+    if collective.name == "all_to_all":
+        units = collective.num_ranks**2
+    return max(collective.num_chunks // units, 1)

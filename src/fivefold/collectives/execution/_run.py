@@ -1,0 +1,279 @@
+"""Carries out one rank's plan over an inner process group with its sends and receives.
+
+Receives are posted as early as the memory they write is free, and a window ahead, so that data
+is taken off the wire while earlier chunks are still being added: the pipeline. Sends are not waited
+for until their memory is needed again, or too many are under way to one peer. Sums are formed in
+the program's order, whatever arrives first, so results are the same bits in every run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fivefold.collectives.execution._plan import RankPlan, Span, Task
+from fivefold.collectives.lowering import Buffer, OpKind
+from fivefold.errors import CommunicationError
+
+__all__ = [
+    "PLAIN_RECEIVES",
+    "TAG",
+    "CollectiveError",
+    "Runner",
+    "Transfers",
+    "as_bytes",
+    "run_plan",
+]
+
+TAG = 1 << 29  # user's sends on the same inner group keep the tags below
+_AHEAD = 16  # receives posted ahead of the one that is waited for
+_UNDER_WAY = 8  # sends to one peer that have not been waited for
+
+Combine = Callable[..., Any]
+PLAIN_RECEIVES = {OpKind.RECEIVE, OpKind.RECEIVE_COPY_SEND}
+
+
+class CollectiveError(CommunicationError, dist.DistBackendError):
+    """A collective failed or timed out: names collective, rank and peer.
+
+    It is also what torch raises for failures of a backend, hence a ``RuntimeError``.
+
+    Example:
+        >>> issubclass(CollectiveError, RuntimeError), issubclass(CollectiveError, OSError)
+        (True, True)
+    """
+
+
+@dataclass
+class Transfers:
+    """What one collective works on.
+
+    Args:
+        inner: Group that carries the messages.
+        inputs: Input buffer, flat.
+        outputs: Output buffer, flat; the input again where the program runs in place.
+        unit: Elements of the unit that is cut into chunks; see :meth:`Layout.offsets`.
+        combine: ``combine(first, second, out=...)``; None where nothing is added.
+        timeout: Longest wait for one message.
+        what: Name of the collective for messages.
+
+    Example:
+        >>> Transfers.__dataclass_fields__["what"].type
+        'str'
+    """
+
+    inner: Any
+    inputs: torch.Tensor
+    outputs: torch.Tensor
+    unit: int
+    combine: Combine | None
+    timeout: timedelta
+    what: str
+    keep: list[Any] = field(default_factory=list)
+
+
+def run_plan(plan: RankPlan, transfers: Transfers) -> None:
+    """Run a plan, one task after another.
+
+    Args:
+        plan: The rank's plan.
+        transfers: Buffers and the inner group.
+
+    Raises:
+        CollectiveError: A peer is gone, or a message did not come in time.
+
+    Example:
+        See ``examples/collectives_backend.py``: it takes several processes.
+    """
+    Runner(plan, transfers).run()
+
+
+class _Memory:
+    """Slices of the buffers by chunk slots."""
+
+    def __init__(self, plan: RankPlan, transfers: Transfers) -> None:
+        self._offsets = plan.layout.offsets(transfers.unit)
+        size = self._offsets[Buffer.SCRATCH][-1]
+        scratch = transfers.inputs.new_empty(size) if size else transfers.inputs
+        self._buffers = {
+            Buffer.INPUT: transfers.inputs,
+            Buffer.OUTPUT: transfers.outputs,
+            Buffer.SCRATCH: scratch,
+        }
+
+    def view(self, span: Span) -> torch.Tensor:
+        offsets = self._offsets[span.buffer]
+        return self._buffers[span.buffer][offsets[span.first] : offsets[span.last]]
+
+
+class Runner:
+    """One run of one plan.
+
+    Args:
+        plan: The rank's plan.
+        transfers: Buffers and the inner group.
+
+    Example:
+        See ``examples/collectives_backend.py``: it takes several processes.
+    """
+
+    def __init__(self, plan: RankPlan, transfers: Transfers) -> None:
+        self._tasks = plan.tasks
+        self._transfers = transfers
+        self._memory = _Memory(plan, transfers)
+        self._receives = [at for at, task in enumerate(plan.tasks) if task.receive_peer >= 0]
+        self._next_receive = 0
+        self._posted: dict[int, tuple[Any, torch.Tensor]] = {}
+        self._sends: dict[int, Any] = {}
+        self._to_peer: dict[int, deque[int]] = {}
+
+    def run(self) -> None:
+        """Carry out all tasks.
+
+        Raises:
+            CollectiveError: A peer is gone, or a message did not come in time.
+        """
+        for at, task in enumerate(self._tasks):
+            self._post_receives(at)
+            data = self._result_of(at, task)
+            if task.send_peer >= 0:
+                self._send(at, task, data)
+        for at in list(self._sends):
+            self._finish_send(at)
+
+    # -- receiving -----------------------------------------------------------------------------
+
+    def _post_receives(self, at: int) -> None:
+        """Post what may arrive now; in order, since a queue hands over in order."""
+        while self._next_receive < len(self._receives):
+            later = self._receives[self._next_receive]
+            if len(self._posted) >= _AHEAD and later != at:
+                return
+            task = self._tasks[later]
+            if not self._needs_staging(task):
+                if task.free_after > at:
+                    return
+                if later != at and any(sender in self._sends for sender in task.settle):
+                    return
+                self._settle(task)
+            self._post(later, task)
+            self._next_receive += 1
+
+    def _needs_staging(self, task: Task) -> bool:
+        return task.kind.reduces
+
+    def _post(self, at: int, task: Task) -> None:
+        span = task.read if self._needs_staging(task) else task.write
+        assert span is not None, "what is received is written or added to what is read"
+        target = self._memory.view(span)
+        if self._needs_staging(task):
+            target = torch.empty_like(target)
+        work = None
+        if target.numel():
+            tag = TAG + task.receive_channel
+            work = self._call(
+                lambda: self._transfers.inner.recv([as_bytes(target)], task.receive_peer, tag), task
+            )
+        self._posted[at] = (work, target)
+
+    def _result_of(self, at: int, task: Task) -> torch.Tensor:
+        """Carry out a task up to its sending; what it would send."""
+        received = self._received(at, task)
+        if task.kind in PLAIN_RECEIVES:
+            assert received is not None, "it has received"
+            return received
+        assert task.read is not None, "all others read"
+        own = self._memory.view(task.read)
+        if task.kind is OpKind.SEND:
+            return own
+        self._settle(task)
+        return self._combined(task, own, received)
+
+    def _received(self, at: int, task: Task) -> torch.Tensor | None:
+        if task.receive_peer < 0:
+            return None
+        work, received = self._posted.pop(at)
+        if work is not None:
+            self._wait(work, task, f"data from rank {task.receive_peer}")
+        return received
+
+    def _combined(
+        self, task: Task, own: torch.Tensor, received: torch.Tensor | None
+    ) -> torch.Tensor:
+        target = received if task.write is None else self._memory.view(task.write)
+        assert target is not None, "it writes, or sends what it received"
+        if task.kind is OpKind.COPY:
+            if target.data_ptr() != own.data_ptr():
+                target.copy_(own)
+            return target
+        combine = self._transfers.combine
+        assert combine is not None, "only reductions have tasks that add"
+        first = target if received is None else received
+        combine(first, own, out=target)
+        return target
+
+    # -- sending -------------------------------------------------------------------------------
+
+    def _send(self, at: int, task: Task, data: torch.Tensor) -> None:
+        if not data.numel():
+            return
+        queue = self._to_peer.setdefault(task.send_peer, deque())
+        while len(queue) >= _UNDER_WAY:
+            self._finish_send(queue.popleft())
+        tag = TAG + task.send_channel
+        work = self._call(
+            lambda: self._transfers.inner.send([as_bytes(data)], task.send_peer, tag), task
+        )
+        # The data goes with the work: what was staged must live until it is sent.
+        self._sends[at] = (work, data)
+        queue.append(at)
+
+    def _settle(self, task: Task) -> None:
+        for sender in task.settle:
+            self._finish_send(sender)
+
+    def _finish_send(self, at: int) -> None:
+        found = self._sends.pop(at, None)
+        if found is not None:
+            task = self._tasks[at]
+            self._wait(found[0], task, f"rank {task.send_peer} to take data")
+
+    # -- waiting -------------------------------------------------------------------------------
+
+    def _wait(self, work: Any, task: Task, for_what: str) -> None:
+        started_s = time.monotonic()
+        try:
+            work.wait(self._transfers.timeout)
+        except RuntimeError as error:
+            waited_s = time.monotonic() - started_s
+            self._fail(task, f"after waiting {waited_s:.1f} s for {for_what}", error)
+
+    def _call(self, post: Callable[[], Any], task: Task) -> Any:
+        try:
+            return post()
+        except RuntimeError as error:
+            peer = task.send_peer if task.send_peer >= 0 else task.receive_peer
+            self._fail(task, f"talking to rank {peer}", error)
+
+    def _fail(self, task: Task, how: str, error: RuntimeError) -> None:
+        # Receives under way may still write: their memory must outlive this call.
+        self._transfers.keep += [self._posted, self._sends, self._memory]
+        number = self._tasks.index(task)
+        cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CollectiveError(
+            f"{self._transfers.what} failed {how} (operation {number} of {len(self._tasks)}): "
+            f"{cause}",
+            hint="a peer ended, is stuck, or called another collective; the group cannot go on",
+        ) from error
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Messages are bytes: gloo has no float8, and a bool or complex is none of its business."""
+    return tensor.view(torch.uint8)

@@ -1,0 +1,253 @@
+"""What the backend is told: by :func:`configure`, by environment variables, or nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from fivefold.collectives.lowering import Program, check_program, from_msccl_xml, lower
+from fivefold.collectives.schedules import Schedule
+from fivefold.errors import ConfigurationError
+from fivefold.network.topology import Topology, parse_topology, switch
+
+__all__ = ["Settings", "configure", "current_settings", "lab_topology", "register_algorithm"]
+
+CHOOSABLE = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+_TOPOLOGY = "FIVEFOLD_TOPOLOGY"
+_ALGORITHMS = "FIVEFOLD_ALGORITHMS"
+_LAB = "FIVEFOLD_LAB"
+_ASSUMED_BYTES_PER_S = 1.25e9
+_ASSUMED_LATENCY_S = 25e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Settings of the backend; groups keep those of the moment in which they were made.
+
+    Args:
+        topology: Network between the ranks of the whole job; None asks ``FIVEFOLD_TOPOLOGY``, then
+            the lab, and else assumes equal links.
+        inner: Backend that carries messages and does what fivefold does not: ``"gloo"``,
+            ``"nccl"``; None takes gloo on CPUs and NCCL on GPUs.
+        algorithms: For each collective ``"auto"``, ``"inner"``, or the name of an algorithm of
+            the library, of ``"trees"`` or of a registered one.
+        message_s: Software cost of one of the backend's messages, for predictions.
+        inner_message_s: Software cost of one of the inner backend's messages.
+        margin: Share by which an algorithm must be predicted faster than the inner backend.
+        max_pieces: Largest number of parts that chunks are cut into to be pipelined.
+        min_piece_bytes: No part is smaller.
+
+    Raises:
+        ConfigurationError: A value is not allowed.
+
+    Example:
+        >>> Settings(algorithms={"all_reduce": "ring"}).algorithm_of("all_gather")
+        'auto'
+    """
+
+    topology: Topology | None = None
+    inner: str | None = None
+    algorithms: Mapping[str, str] = field(default_factory=dict)
+    message_s: float = 4e-4
+    inner_message_s: float = 1.5e-4
+    margin: float = 0.03
+    max_pieces: int = 8
+    min_piece_bytes: int = 1 << 16
+
+    def __post_init__(self) -> None:
+        if self.inner not in (None, "gloo", "nccl"):
+            raise ConfigurationError(f"inner must be 'gloo' or 'nccl'; got {self.inner!r}")
+        for name in self.algorithms:
+            if name not in CHOOSABLE:
+                raise ConfigurationError(
+                    f"algorithms names {name!r}", hint=f"it may name {', '.join(CHOOSABLE)}"
+                )
+        for what, least in (("max_pieces", 1), ("min_piece_bytes", 1)):
+            if getattr(self, what) < least:
+                raise ConfigurationError(f"{what} must be at least {least}")
+        if not 0 <= self.margin < 1 or self.message_s < 0 or self.inner_message_s < 0:
+            raise ConfigurationError(
+                "margin must be in [0, 1), message_s and inner_message_s at least 0; got "
+                f"{self.margin}, {self.message_s}, {self.inner_message_s}"
+            )
+
+    def algorithm_of(self, collective: str) -> str:
+        """What is asked for one collective."""
+        return self.algorithms.get(collective, "auto")
+
+
+_current = Settings()
+_registered: dict[str, tuple[Program, int, int]] = {}
+
+
+def configure(**changes: Any) -> Settings:
+    """Change the settings of groups that are made from now on.
+
+    Args:
+        **changes: Fields of :class:`Settings`; ``topology`` may also be what
+            :func:`parse_topology` reads, such as a path.
+
+    Returns:
+        The settings.
+
+    Raises:
+        ConfigurationError: There is no such setting, or a value is not allowed.
+
+    Example:
+        >>> before = current_settings()
+        >>> configure(algorithms={"all_reduce": "ring"}).algorithm_of("all_reduce")
+        'ring'
+        >>> _ = configure(algorithms=before.algorithms)
+    """
+    global _current  # noqa: PLW0603 - torch makes the groups: there is no other way to tell them
+    unknown = sorted(set(changes) - set(Settings.__dataclass_fields__))
+    if unknown:
+        known = ", ".join(Settings.__dataclass_fields__)
+        raise ConfigurationError(f"there is no setting {unknown[0]!r}", hint=f"there are {known}")
+    if isinstance(changes.get("topology"), str | Path):
+        changes["topology"] = parse_topology(str(changes["topology"]))
+    _current = replace(_current, **changes)
+    return _current
+
+
+def current_settings() -> Settings:
+    """What groups made now would use, environment included.
+
+    Raises:
+        ConfigurationError: An environment variable cannot be understood.
+
+    Example:
+        >>> current_settings().margin
+        0.03
+    """
+    algorithms = {**_algorithms_from(os.environ.get(_ALGORITHMS, "")), **_current.algorithms}
+    topology = _current.topology
+    if topology is None and os.environ.get(_TOPOLOGY):
+        topology = parse_topology(os.environ[_TOPOLOGY])
+    return replace(_current, algorithms=algorithms, topology=topology)
+
+
+def _algorithms_from(text: str) -> dict[str, str]:
+    found = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        name, sign, algorithm = item.partition("=")
+        if not sign:
+            raise ConfigurationError(
+                f"{_ALGORITHMS} holds {item!r}", hint="write it as all_reduce=ring,all_gather=inner"
+            )
+        found[name.strip()] = algorithm.strip()
+    return found
+
+
+def topology_of(settings: Settings, world_size: int) -> tuple[Topology, bool]:
+    """The network between all ranks of a job.
+
+    Args:
+        settings: The settings.
+        world_size: Ranks of the job.
+
+    Returns:
+        The topology, and whether it is known (or only assumed).
+
+    Raises:
+        ConfigurationError: The topology has another number of ranks.
+
+    Example:
+        >>> topology_of(Settings(), 3)[0].num_ranks
+        3
+    """
+    if settings.topology is not None:
+        found = settings.topology
+        if found.num_ranks != world_size:
+            raise ConfigurationError(
+                f"the topology {found.name} has {found.num_ranks} ranks, the job {world_size}",
+                hint="start as many processes, or describe the network that the job runs on",
+            )
+        return found, True
+    lab = lab_topology(os.environ.get(_LAB, ""), world_size)
+    if lab is not None:
+        return lab, True
+    assumed = switch(world_size, bandwidth=_ASSUMED_BYTES_PER_S, latency=_ASSUMED_LATENCY_S)
+    return assumed, False
+
+
+def lab_topology(facts: str, world_size: int) -> Topology | None:
+    """The network that the lab says it emulates.
+
+    Args:
+        facts: The variable ``FIVEFOLD_LAB``.
+        world_size: Ranks of the job.
+
+    Returns:
+        The topology; None outside the lab, and where the lab has several processes a host or
+        does not shape its links.
+
+    Example:
+        >>> lab_topology("", 4) is None
+        True
+    """
+    if not facts:
+        return None
+    data = json.loads(facts)
+    text = data.get("topology")
+    if not data.get("shaped") or data.get("nproc_per_host") != 1 or not text:
+        return None
+    topology = Topology.from_toml(text)
+    return topology if topology.num_ranks == world_size else None
+
+
+def register_algorithm(
+    name: str, source: Schedule | Program | str | Path, *, min_bytes: int = 0, max_bytes: int = 0
+) -> Program:
+    """Add an algorithm that groups of its size may choose, or be told to take.
+
+    Args:
+        name: Name to choose it by.
+        source: A schedule, a program, or the path of an MSCCL XML file.
+        min_bytes: Smallest message that it is for.
+        max_bytes: Largest message that it is for; 0 has no limit.
+
+    Returns:
+        The program, checked.
+
+    Raises:
+        ConfigurationError: The name is taken by the backend itself.
+        ProgramError: The program does not compute what it says.
+
+    Example:
+        >>> from fivefold.collectives.algorithms import ring
+        >>> from fivefold.collectives.schedules import all_reduce
+        >>> register_algorithm("my ring", ring(all_reduce(4))).num_ranks
+        4
+    """
+    if name in {"auto", "inner", "trees"}:
+        raise ConfigurationError(f"the name {name!r} has a meaning already")
+    if isinstance(source, Schedule):
+        program = lower(source, in_place=source.collective.name in {"all_reduce", "broadcast"})
+    elif isinstance(source, Program):
+        program = source
+    else:
+        program = from_msccl_xml(source)
+    if program.collective.name not in CHOOSABLE:
+        raise ConfigurationError(
+            f"{name} computes {program.collective.name}",
+            hint=f"the backend runs {', '.join(CHOOSABLE)}",
+        )
+    check_program(program)
+    largest = max_bytes or program.max_bytes
+    _registered[name] = (program, min_bytes or program.min_bytes, largest)
+    return program
+
+
+def registered_algorithms() -> dict[str, tuple[Program, int, int]]:
+    """All that were registered: program, smallest and largest message.
+
+    Example:
+        >>> isinstance(registered_algorithms(), dict)
+        True
+    """
+    return dict(_registered)

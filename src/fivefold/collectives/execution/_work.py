@@ -1,0 +1,197 @@
+"""Work objects, and the thread that runs collectives which were called with ``async_op=True``.
+
+A synchronous call runs in the caller's thread, which costs nothing; an asynchronous one is queued
+for the group's own thread. Both keep one order, the order of calls, which is the same on all
+ranks. A failure is kept: it is raised by ``wait``, by the future, and by every later call, since
+what is left of a broken collective may still be under way.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fivefold.collectives.execution._run import CollectiveError
+
+__all__ = ["FivefoldWork", "WorkQueue"]
+
+
+class FivefoldWork(dist.Work):
+    """A collective that is under way, or over.
+
+    Args:
+        results: Tensors that its future resolves to.
+        what: Name for messages.
+
+    Example:
+        >>> work = FivefoldWork([torch.ones(1)], what="all_reduce")
+        >>> work.finish(None)
+        >>> work.wait(), work.is_completed(), work.get_future().value()[0].item()
+        (True, True, 1.0)
+    """
+
+    def __init__(self, results: list[Any], *, what: str) -> None:
+        super().__init__()
+        self._results = results
+        self._what = what
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        self._future: Any = None
+        self._lock = threading.Lock()
+
+    def finish(self, error: BaseException | None) -> None:
+        """Say that it is over."""
+        with self._lock:
+            self._error = error
+            self._done.set()
+            future = self._future
+        if future is not None:
+            self._resolve(future)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Block until it is over.
+
+        Args:
+            timeout: Longest wait; zero waits as long as the collective itself may take.
+
+        Returns:
+            True.
+
+        Raises:
+            CollectiveError: It failed, or it is not over in time.
+        """
+        limit_s = timeout.total_seconds() if timeout > timedelta(0) else None
+        if not self._done.wait(limit_s):
+            raise CollectiveError(f"{self._what} is not over after {limit_s:g} s")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it is over, well or not."""
+        return self._done.is_set()
+
+    def is_success(self) -> bool:
+        """Whether it is over and well."""
+        return self._done.is_set() and self._error is None
+
+    def exception(self) -> Any:
+        """What went wrong, if anything did."""
+        return self._error
+
+    def result(self) -> list[Any]:
+        """The tensors, when it is over."""
+        self.wait()
+        return self._results
+
+    def synchronize(self) -> None:
+        """As :meth:`wait`: there is no stream to hand over to."""
+        self.wait()
+
+    def get_future(self) -> Any:
+        """A future of the tensors; DDP's reducer chains on it."""
+        with self._lock:
+            if self._future is None:
+                self._future = torch.futures.Future()
+                resolve = self._done.is_set()
+            else:
+                resolve = False
+        if resolve:
+            self._resolve(self._future)
+        return self._future
+
+    def _resolve(self, future: Any) -> None:
+        if self._error is not None:
+            future.set_exception(self._error)
+        else:
+            future.set_result(self._results)
+
+
+Job = Callable[[], None]
+
+
+class WorkQueue:
+    """Runs jobs in the order of their calls: at once in the caller's thread, or in its own.
+
+    Args:
+        name: Name of the thread.
+
+    Example:
+        >>> jobs = WorkQueue(name="example")
+        >>> work = FivefoldWork([], what="nothing")
+        >>> jobs.submit(lambda: None, work, in_thread=True)
+        >>> work.wait()
+        True
+        >>> jobs.close()
+    """
+
+    def __init__(self, *, name: str) -> None:
+        self._name = name
+        self._jobs: queue.Queue[tuple[Job, FivefoldWork] | None] = queue.Queue()
+        self._turn = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._waiting = 0
+        self._count = threading.Lock()
+        self.failure: BaseException | None = None
+
+    def submit(self, job: Job, work: FivefoldWork, *, in_thread: bool) -> None:
+        """Run a job, or queue it.
+
+        Args:
+            job: What to do.
+            work: Finished when it is done.
+            in_thread: Whether the caller goes on at once.
+
+        Raises:
+            CollectiveError: An earlier collective of this group has failed.
+        """
+        if self.failure is not None:
+            raise CollectiveError(
+                f"an earlier collective of this group failed: {self.failure}",
+                hint="destroy the process group and make a new one",
+            ) from self.failure
+        if not in_thread and self._waiting == 0:
+            with self._turn:
+                self._run(job, work)
+            return
+        self._start_thread()
+        with self._count:
+            self._waiting += 1
+        self._jobs.put((job, work))
+
+    def close(self) -> None:
+        """End the thread when its jobs are done."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join(timeout=1.0)
+            self._thread = None
+
+    def _start_thread(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
+            self._thread.start()
+
+    def _loop(self) -> None:
+        while (item := self._jobs.get()) is not None:
+            job, work = item
+            with self._turn:
+                self._run(job, work)
+            with self._count:
+                self._waiting -= 1
+
+    def _run(self, job: Job, work: FivefoldWork) -> None:
+        error: BaseException | None = self.failure
+        if error is None:
+            try:
+                with torch.no_grad():
+                    job()
+            except BaseException as caught:  # noqa: BLE001 - handed to whoever waits
+                error = caught
+                self.failure = caught
+        work.finish(error)
