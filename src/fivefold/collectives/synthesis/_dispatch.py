@@ -1,0 +1,244 @@
+"""Times for transfers whose routes are known: whoever is ready and finds its links free goes.
+
+A schedule by steps has no order within a step, and behind switches the listed order makes
+transfers wait for one another needlessly. Here every rank keeps the transfers that it could send
+now, in order of priority, and sends the first whose whole route is free. The result has times, and
+with them an order that `evaluate` keeps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold._compiler import njit
+from fivefold.collectives.schedules import Schedule
+from fivefold.collectives.synthesis._events import pop_event, push_event
+from fivefold.errors import ConfigurationError
+
+__all__ = ["dispatch"]
+
+_WINDOW = 64
+"""How many ready transfers of one port are looked at for a free route."""
+
+
+def dispatch(schedule: Schedule, *, size_bytes: float) -> Schedule:
+    """The same transfers with times in the serial model, listed by their starts.
+
+    Args:
+        schedule: A schedule of copies with routes in which no rank gets a chunk twice; the order
+            of its transfers is their priority.
+        size_bytes: Size of the collective.
+
+    Returns:
+        The schedule, without steps.
+
+    Raises:
+        ConfigurationError: The schedule sums, has no routes or no topology.
+    """
+    topology = schedule.topology
+    if schedule.collective.reducing or topology is None or schedule.route_offsets is None:
+        message = "only copies with routes in a topology can be dispatched"
+        raise ConfigurationError(
+            message, hint="dispatch the inverse of a reduction and invert it back"
+        )
+    offsets, links = schedule.route_offsets, schedule.route_links
+    assert links is not None, "routes come in two arrays"
+    starts_s, ends_s = _run(
+        _predecessors(schedule),
+        (offsets, links),
+        (topology.capacities_bytes_per_s, topology.latencies_s),
+        schedule.collective.chunk_bytes(size_bytes)[schedule.chunks],
+    )
+    order = np.argsort(starts_s, kind="stable")
+    lengths = np.diff(offsets)[order]
+    new_offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    within = np.arange(new_offsets[-1]) - np.repeat(new_offsets[:-1], lengths)
+    return schedule.replaced(
+        chunks=schedule.chunks[order],
+        sources=schedule.sources[order],
+        targets=schedule.targets[order],
+        reduces=None,
+        steps=None,
+        starts_s=starts_s[order],
+        ends_s=ends_s[order],
+        route_offsets=new_offsets,
+        route_links=links[np.repeat(offsets[:-1][order], lengths) + within],
+        attributes={**schedule.attributes, "model": "serial", "size_bytes": float(size_bytes)},
+    )
+
+
+def _predecessors(schedule: Schedule) -> NDArray[np.int64]:
+    """For each transfer the one that brings the chunk to its source; -1 where it is there."""
+    ranks = np.int64(schedule.collective.num_ranks)
+    arrives = schedule.chunks.astype(np.int64) * ranks + schedule.targets
+    leaves = schedule.chunks.astype(np.int64) * ranks + schedule.sources
+    order = np.argsort(arrives, kind="stable")
+    place = np.minimum(np.searchsorted(arrives[order], leaves), max(0, len(order) - 1))
+    if not len(order):
+        return np.zeros(0, np.int64)
+    found: NDArray[np.int64] = np.where(arrives[order][place] == leaves, order[place], -1)
+    return found
+
+
+@njit
+def _insert(queues: Any, ends: tuple[Any, Any, Any], port: int, number: int) -> None:
+    """Put a transfer into its port's queue, which is sorted by number, from the nearer side."""
+    begins, heads, tails = ends
+    low, high = heads[port], tails[port]
+    while low < high:
+        middle = (low + high) // 2
+        if queues[middle] < number:
+            low = middle + 1
+        else:
+            high = middle
+    if heads[port] > begins[port] and low - heads[port] < tails[port] - low:
+        heads[port] -= 1
+        for place in range(heads[port], low - 1):
+            queues[place] = queues[place + 1]
+        queues[low - 1] = number
+    else:
+        for place in range(tails[port], low, -1):
+            queues[place] = queues[place - 1]
+        queues[low] = number
+        tails[port] += 1
+
+
+@njit
+def _remove(queues: Any, heads: Any, port: int, place: int) -> Any:
+    """Take a transfer out of its port's queue; it stands near the front."""
+    number = queues[place]
+    for later in range(place, heads[port], -1):
+        queues[later] = queues[later - 1]
+    heads[port] += 1
+    return number
+
+
+@njit
+def _first_free(
+    queues: Any, begin: int, end: int, routes: tuple[Any, Any], free_s: Any, now_s: float
+) -> int:
+    """Place of the first transfer of a queue whose links are all free; -1 for none."""
+    offsets, links = routes
+    for place in range(begin, min(end, begin + _WINDOW)):
+        number = queues[place]
+        ready = True
+        for hop in range(offsets[number], offsets[number + 1]):
+            if free_s[links[hop]] > now_s:
+                ready = False
+                break
+        if ready:
+            return place
+    return -1
+
+
+@njit
+def _followers(predecessors: Any) -> tuple[Any, Any]:
+    """Transfers that wait for each transfer, as offsets and members."""
+    count = len(predecessors)
+    offsets = np.zeros(count + 1, np.int64)
+    for before in predecessors:
+        if before >= 0:
+            offsets[before + 1] += 1
+    for place in range(count):
+        offsets[place + 1] += offsets[place]
+    members, filled = np.empty(offsets[count], np.int64), offsets[:-1].copy()
+    for number in range(count):
+        before = predecessors[number]
+        if before >= 0:
+            members[filled[before]] = number
+            filled[before] += 1
+    return offsets, members
+
+
+@njit
+def _start(
+    number: int, now_s: float, routes: tuple[Any, Any], costs: tuple[Any, Any], size: float,
+    free_s: Any,
+) -> float:  # fmt: skip
+    """Occupy the route of a transfer; when it arrives."""
+    offsets, links = routes
+    capacities, latencies_s = costs
+    latency_s, bytes_s = 0.0, 0.0
+    for hop in range(offsets[number], offsets[number + 1]):
+        latency_s += latencies_s[links[hop]]
+        bytes_s = max(bytes_s, size / capacities[links[hop]])
+    for hop in range(offsets[number], offsets[number + 1]):
+        free_s[links[hop]] = now_s + latency_s + size / capacities[links[hop]]
+    return now_s + latency_s + bytes_s
+
+
+@njit
+def _port_queues(predecessors: Any, routes: tuple[Any, Any], num_links: int) -> tuple[Any, ...]:
+    """Each transfer's first link, and a queue per link of those that are ready from the start."""
+    offsets, links = routes
+    count = len(predecessors)
+    port_of, begins = np.empty(count, np.int64), np.zeros(num_links + 1, np.int64)
+    for number in range(count):
+        port_of[number] = links[offsets[number]]
+        begins[port_of[number] + 1] += 1
+    for link in range(num_links):
+        begins[link + 1] += begins[link]
+    queues, ends = np.empty(count, np.int64), (begins, begins[:-1].copy(), begins[:-1].copy())
+    for number in range(count):
+        if predecessors[number] < 0:
+            _insert(queues, ends, port_of[number], number)
+    return port_of, queues, ends
+
+
+@njit
+def _serve(
+    port: int,
+    now_s: float,
+    ready: tuple[Any, Any],
+    routes: tuple[Any, Any],
+    loads: tuple[Any, Any],
+    result: tuple[Any, Any, Any],
+    events: tuple[Any, int],
+) -> int:
+    """Start what the port can send now; the number of events then."""
+    queues, (_, heads, tails) = ready
+    starts_s, ends_s, free_s = result
+    heap, waiting = events
+    while heads[port] < tails[port] and free_s[port] <= now_s:
+        place = _first_free(queues, heads[port], tails[port], routes, free_s, now_s)
+        if place < 0:
+            break
+        number = _remove(queues, heads, port, place)
+        ends_s[number] = _start(number, now_s, routes, loads[1], loads[0][number], free_s)
+        starts_s[number] = now_s
+        waiting = push_event(heap, waiting, ends_s[number], number)
+        for hop in range(routes[0][number], routes[0][number + 1]):
+            if free_s[routes[1][hop]] < ends_s[number]:
+                waiting = push_event(heap, waiting, free_s[routes[1][hop]], -1)
+    return waiting
+
+
+@njit
+def _run(
+    predecessors: Any, routes: tuple[Any, Any], costs: tuple[Any, Any], sizes: Any
+) -> tuple[Any, Any]:
+    """Starts and arrivals of all transfers."""
+    count, num_links = len(predecessors), len(costs[0])
+    after, members = _followers(predecessors)
+    port_of, queues, ends = _port_queues(predecessors, routes, num_links)
+    result = (np.zeros(count), np.zeros(count), np.zeros(num_links))
+    room = len(routes[1]) + count + 1
+    heap, waiting, now_s = (np.empty(room), np.empty(room, np.int64)), 0, 0.0
+    while True:
+        for port in range(num_links):
+            waiting = _serve(
+                port, now_s, (queues, ends), routes, (sizes, costs), result, (heap, waiting)
+            )
+        if waiting == 0:
+            return result[0], result[1]
+        # What differs by rounding only happens together, and now is the last of it.
+        together_s = heap[0][0] * (1 + 1e-12)
+        while waiting and heap[0][0] <= together_s:
+            now_s, item = heap[0][0], heap[1][0]
+            waiting = pop_event(heap, waiting)
+            if item >= 0:
+                for place in range(after[item], after[item + 1]):
+                    _insert(queues, ends, port_of[members[place]], members[place])

@@ -1,0 +1,269 @@
+"""Greedy matching in time: schedules for thousands of ranks in seconds.
+
+Time advances from one completion to the next, and every link that is free is given a chunk that
+its source holds and its target neither has nor awaits, the rarest first. Nothing is solved, so
+the cost grows with the number of transfers only. Several random seeds and two rules are tried,
+and the best schedule is kept; with the lower bound beside it one sees what is left to gain.
+
+Reductions are the reversed schedule of the reversed topology. Ranks behind switches are matched
+over whichever links are free at the moment.
+
+References: TACOS, arXiv 2304.05301.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from fivefold.collectives.schedules import (
+    Collective,
+    Schedule,
+    all_gather,
+    compose_all_reduce,
+    discrete_ingress_bound,
+)
+from fivefold.collectives.synthesis._matching_fabric import build_fabric, build_neighbourhoods
+from fivefold.collectives.synthesis._matching_kernel import (
+    Fabric,
+    Holdings,
+    Neighbourhoods,
+    Rules,
+    Transfers,
+    match,
+)
+from fivefold.errors import ConfigurationError, InfeasibleError
+from fivefold.network.topology import Topology
+
+__all__ = ["matching"]
+
+_GATHERING = ("all_gather", "broadcast")
+_REDUCING = ("reduce_scatter", "reduce")
+_MUCH_FASTER = 4.0
+_MOST_SEEDS = 256
+_SEEDED_TRANSFERS = 2_000_000  # decided in about two seconds
+_ROUTE_LINKS = 8  # room per transfer behind switches, on average
+
+
+def matching(
+    collective: Collective,
+    topology: Topology,
+    *,
+    size_bytes: float,
+    seeds: int | None = None,
+    seed: int = 0,
+    time_limit_s: float | None = None,
+) -> Schedule:
+    """Match chunks with free links, time after time.
+
+    Args:
+        collective: All-gather, reduce-scatter, all-reduce, broadcast or reduce.
+        topology: The network.
+        size_bytes: Size of the collective, as `Collective.buffer_weight` counts it.
+        seeds: Random runs, the best of which is kept; fewer where one meets the lower bound. None
+            for 1 to 256, fewer the more transfers there are.
+        seed: Of the random choices; the same seed gives the same schedule.
+        time_limit_s: No new run begins after this time; None for no limit.
+
+    Returns:
+        The schedule with its times in the serial model, every transfer with its route.
+
+    Raises:
+        ConfigurationError: The collective is none of these, or an argument is out of range.
+        InfeasibleError: Some rank cannot be reached.
+
+    Example:
+        >>> from fivefold.network.topology import torus
+        >>> found = matching(all_gather(9), torus((3, 3), bandwidth=1.0), size_bytes=9.0)
+        >>> float(found.ends_s.max())
+        2.0
+    """
+    _check(collective, topology, size_bytes, seeds)
+    options = {"size_bytes": size_bytes, "seeds": seeds, "seed": seed}
+    if collective.name == "all_reduce":
+        limit_s = None if time_limit_s is None else time_limit_s / 2
+        gather = all_gather(collective.num_ranks, _per_rank(collective))
+        parts = [
+            matching(part, topology, **options, time_limit_s=limit_s)  # type: ignore[arg-type]
+            for part in (gather.inverted(), gather)
+        ]
+        return compose_all_reduce(*parts)
+    if collective.name in _REDUCING:
+        turned = matching(
+            collective.inverted(), topology.reversed(), **options, time_limit_s=time_limit_s  # type: ignore[arg-type]
+        )  # fmt: skip
+        return turned.inverted().replaced(topology=topology, name="matching")
+    if seeds is None:
+        seeds = min(_MOST_SEEDS, max(1, _SEEDED_TRANSFERS // max(1, collective.post_chunks.size)))
+    return _best(collective, topology, size_bytes, _Tries(seeds, seed, time_limit_s))
+
+
+def _per_rank(collective: Collective) -> int:
+    chunks, rest = divmod(collective.num_chunks, collective.num_ranks)
+    if rest or not chunks:
+        raise ConfigurationError(
+            f"{collective.num_chunks} chunks do not divide among {collective.num_ranks} ranks",
+            hint=f"use a positive multiple of {collective.num_ranks} chunks",
+        )
+    return chunks
+
+
+def _check(
+    collective: Collective, topology: Topology, size_bytes: float, seeds: int | None
+) -> None:
+    known = (*_GATHERING, *_REDUCING, "all_reduce")
+    if collective.name not in known:
+        raise ConfigurationError(
+            f"matching does no {collective.name}", hint=f"it does {', '.join(known)}"
+        )
+    if collective.num_ranks != topology.num_ranks:
+        raise ConfigurationError(
+            f"the collective has {collective.num_ranks} ranks, the topology {topology.num_ranks}",
+            hint="make the collective for topology.num_ranks ranks",
+        )
+    if np.unique(collective.chunk_weights).size > 1:
+        message = "the chunks have different sizes"
+        raise ConfigurationError(message, hint="matching needs chunks of one size")
+    if seeds is not None and (isinstance(seeds, bool) or not isinstance(seeds, int) or seeds < 1):
+        raise ConfigurationError(f"seeds is {seeds!r}", hint="give a whole number from 1")
+    if not 0 <= size_bytes < np.inf:
+        raise ConfigurationError(f"size_bytes is {size_bytes}", hint="give a finite size >= 0")
+    topology.require_connected()
+
+
+@dataclass(frozen=True)
+class _Tries:
+    """How many runs, from which seed, and for how long."""
+
+    seeds: int
+    seed: int
+    limit_s: float | None
+
+    def numbers(self) -> Iterator[int]:
+        """A number for each run, until the time is over."""
+        started_s = time.monotonic()
+        for number in range(self.seeds):
+            if number and self.limit_s is not None and time.monotonic() - started_s > self.limit_s:
+                return
+            yield number
+
+
+def _best(collective: Collective, topology: Topology, size_bytes: float, tries: _Tries) -> Schedule:
+    near = build_neighbourhoods(topology)
+    fabric = build_fabric(topology, near)
+    chunk_bytes = float(collective.chunk_bytes(size_bytes)[0]) if collective.num_chunks else 0.0
+    bound_s = discrete_ingress_bound(collective, topology, size_bytes=size_bytes).seconds
+    best: Transfers | None = None
+    best_s, fresh = np.inf, _prefers_fresh(near)
+    for number in tries.numbers():
+        # The second run turns the rule round; later ones keep what was better.
+        fresh = fresh if number != 1 else not fresh
+        seed = (tries.seed * 1_000_003 + number) * 2 + 1
+        rules = Rules(collective.num_chunks, chunk_bytes, seed, fresh, np.inf)
+        found = _run(collective, fabric, near, rules)
+        end_s = float(found.times[1].max(initial=0.0)) if found is not None else np.inf
+        if end_s < best_s or best is None:
+            best, best_s = found, end_s
+        elif number == 1:
+            fresh = not fresh
+        if best_s <= bound_s * (1 + 1e-9):
+            break
+    if best is None:
+        message = "matching could not complete the collective"
+        raise InfeasibleError(message, hint="check that links go both ways")
+    return _schedule(collective, topology, fabric, best, size_bytes)
+
+
+def _prefers_fresh(near: Neighbourhoods) -> bool:
+    """Whether links between neighbourhoods are so slow that each chunk should cross once."""
+    rates = near.rates[1:]
+    return len(rates) > 1 and bool(rates[0] >= _MUCH_FASTER * rates[-1])
+
+
+def _run(
+    collective: Collective, fabric: Fabric, near: Neighbourhoods, rules: Rules
+) -> Transfers | None:
+    holdings, counted = _start(collective, near)
+    total = len(collective.post_chunks) - int(_held_at_first(collective))
+    room = total + 1
+    switched = fabric.hops.size > 0
+    transfers = Transfers(
+        chunks=np.empty(room, np.int32),
+        ports=np.empty(room, np.int32),
+        ends=np.empty(room, np.int32),
+        times=np.empty((2, room)),
+        route_offsets=np.zeros(room + 1 if switched else 0, np.int64),
+        route_links=np.empty(_ROUTE_LINKS * room if switched else 0, np.int32),
+    )
+    done = match(fabric, counted, holdings, transfers, rules)
+    if done < total:
+        # The rule kept a chunk from crossing where its neighbourhood cannot pass it on.
+        return (
+            _run(collective, fabric, near, rules._replace(fresh_only=False))
+            if rules.fresh_only
+            else None
+        )
+    return Transfers(
+        transfers.chunks[:total], transfers.ports[:total], transfers.ends[:total],
+        transfers.times[:, :total], transfers.route_offsets[: total + 1], transfers.route_links,
+    )  # fmt: skip
+
+
+def _held_at_first(collective: Collective) -> int:
+    """How many postconditions hold from the start."""
+    pre = collective.pre_chunks.astype(np.int64) * collective.num_ranks + collective.pre_ranks
+    post = collective.post_chunks.astype(np.int64) * collective.num_ranks + collective.post_ranks
+    return int(np.isin(pre, post, assume_unique=True).sum())
+
+
+def _start(collective: Collective, near: Neighbourhoods) -> tuple[Holdings, Neighbourhoods]:
+    """Bit sets and counts before anything is sent."""
+    chunks, ranks = collective.num_chunks, collective.num_ranks
+    words = max(1, -(-chunks // 64))
+    held = np.zeros((ranks, words), np.uint64)
+    bits = np.uint64(1) << (collective.pre_chunks & 63).astype(np.uint64)
+    np.bitwise_or.at(held, (collective.pre_ranks, collective.pre_chunks >> 6), bits)
+    taken = held.copy()
+    taken[:, -1] |= ~np.uint64(0) << np.uint64(chunks % 64) if chunks % 64 else np.uint64(0)
+    sizes = [0, *((near.member[1:].max(axis=1) + 1).astype(np.int64) * chunks).tolist()]
+    offsets = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
+    offsets = np.cumsum([0, 0, *sizes[1:-1]]).astype(np.int64)
+    counts = np.zeros(sum(sizes), np.int32)
+    for level in range(1, len(near.member)):
+        sets = near.member[level, collective.pre_ranks].astype(np.int64)
+        np.add.at(counts, offsets[level] + sets * chunks + collective.pre_chunks, 1)
+    return Holdings(held, taken), near._replace(offsets=offsets, counts=counts)
+
+
+def _schedule(
+    collective: Collective,
+    topology: Topology,
+    fabric: Fabric,
+    found: Transfers,
+    size_bytes: float,
+) -> Schedule:
+    links = fabric.ports[found.ports]
+    if len(found.route_offsets):
+        offsets, route_links = (
+            found.route_offsets,
+            found.route_links[: found.route_offsets[-1]].copy(),
+        )
+    else:
+        offsets, route_links = np.arange(len(links) + 1, dtype=np.int64), links
+    return Schedule(
+        collective=collective,
+        chunks=found.chunks,
+        sources=topology.rank_of_node[topology.link_sources[links]],
+        targets=found.ends,
+        starts_s=found.times[0],
+        ends_s=found.times[1],
+        route_offsets=offsets,
+        route_links=route_links,
+        topology=topology,
+        name="matching",
+        solver="TACOS",
+        attributes={"model": "serial", "size_bytes": float(size_bytes)},
+    )

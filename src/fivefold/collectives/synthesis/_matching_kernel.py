@@ -1,0 +1,463 @@
+"""The compiled loop of greedy matching: whenever a port is free, give it a chunk that helps.
+
+A *port* is a link that leaves a rank. A port that ends at a rank serves that rank only; one that
+ends at a switch serves all ranks that it reaches through switches, over whichever links are free.
+Which chunks a rank holds, and which it holds or awaits, are bit sets; the chunks that a port may
+send are one word-wise difference. Of these the rarest is sent: first the one that fewest ranks of
+the target's own neighbourhood have, then the one that fewest of the next larger have (see
+``_matching`` for neighbourhoods), ties at random.
+
+References: TACOS, arXiv 2304.05301 (matching in a time-expanded network). The rarest-first rule
+is BitTorrent's.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold._compiler import njit
+from fivefold.collectives.synthesis._events import pop_event, push_event
+
+__all__ = ["Fabric", "Holdings", "Neighbourhoods", "Rules", "Transfers", "match"]
+
+Ints = NDArray[np.int32]
+Longs = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Words = NDArray[np.uint64]
+
+_ONE = np.uint64(1)
+_ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
+_DE_BRUIJN = np.uint64(0x03F79D71B4CB0A89)
+_TOP = np.uint64(58)
+_BIT = np.zeros(64, np.int64)
+for _place in range(64):
+    _BIT[(int(_DE_BRUIJN) << _place & int(_ALL)) >> 58] = _place
+_FIRST, _SECOND, _THIRD = np.uint64(13), np.uint64(7), np.uint64(17)
+_LONGEST_ROUTE = 16
+_MOST_STEPS = 256  # of one search for free links
+
+
+class Fabric(NamedTuple):
+    """The network as the loop sees it.
+
+    Args:
+        sources: Node where each link begins.
+        targets: Node where each link ends.
+        costs: Capacity in bytes per second and latency of each link, float64 [2, links].
+        rank_of_node: Rank of each node, -1 for switches.
+        ports: Link of each port; sorted by rank.
+        port_offsets: Where the ports of each rank begin.
+        wish_offsets: Where the ranks that each port may serve begin in ``wishes``.
+        wishes: Ranks in order of preference.
+        out_offsets: Where the links that leave each node begin in ``out_links``.
+        out_links: Links by the node that they leave.
+        last_offsets: Where the links from switches into each rank begin in ``last_links``.
+        last_links: Links by the rank that they enter.
+        hops: Links from each node to each rank through switches only, int16 [ranks, nodes]; -1
+            where there is no way. Empty without switches.
+    """
+
+    sources: Ints
+    targets: Ints
+    costs: Floats
+    rank_of_node: Ints
+    ports: Ints
+    port_offsets: Longs
+    wish_offsets: Longs
+    wishes: Ints
+    out_offsets: Longs
+    out_links: Ints
+    last_offsets: Longs
+    last_links: Ints
+    hops: NDArray[np.int16]
+
+
+class Neighbourhoods(NamedTuple):
+    """Sets of ranks joined by fast links, coarser and coarser; level 0 are the single ranks.
+
+    Args:
+        member: Set of each rank at each level, int32 [levels, ranks].
+        offsets: Where the counts of each level begin in ``counts``.
+        counts: Ranks of a set that hold or await a chunk: set * chunks + chunk, by level.
+        rates: Bandwidth that holds each level's sets together.
+    """
+
+    member: Ints
+    offsets: Longs
+    counts: Ints
+    rates: Floats
+
+
+class Holdings(NamedTuple):
+    """Bit sets of chunks.
+
+    Args:
+        held: What each rank has, uint64 [ranks, words].
+        taken: What each rank has, awaits or must not get, uint64 [ranks, words].
+    """
+
+    held: Words
+    taken: Words
+
+
+class Transfers(NamedTuple):
+    """What is decided, in order of start; the arrays have room for all of it.
+
+    Args:
+        chunks: Chunk.
+        ports: Port that sends it.
+        ends: Target rank.
+        times: Start and arrival, float64 [2, transfers].
+        route_offsets: Where each route begins; empty where all routes are single links.
+        route_links: Links of the routes.
+    """
+
+    chunks: Ints
+    ports: Ints
+    ends: Ints
+    times: Floats
+    route_offsets: Longs
+    route_links: Ints
+
+
+class Rules(NamedTuple):
+    """How to decide.
+
+    Args:
+        num_chunks: Number of chunks.
+        chunk_bytes: Size of a chunk.
+        seed: Of the random choices, more than zero.
+        fresh_only: Whether a link between neighbourhoods carries only what the target's has not.
+        deadline_s: No transfer may arrive later.
+    """
+
+    num_chunks: int
+    chunk_bytes: float
+    seed: int
+    fresh_only: bool
+    deadline_s: float
+
+
+@njit(inline="always")
+def _random(state: Any, below: int) -> int:
+    """The next number of a xorshift generator, below a bound."""
+    value = state[0]
+    value ^= value << _FIRST
+    value ^= value >> _SECOND
+    value ^= value << _THIRD
+    state[0] = value
+    return int((value >> np.uint64(33)) % np.uint64(below))
+
+
+@njit(inline="always")
+def _lowest(word: Any) -> int:
+    """Place of the lowest bit that is set."""
+    return int(_BIT[((word & (~word + _ONE)) * _DE_BRUIJN) >> _TOP])
+
+
+@njit
+def _level(member: Any, rank: int, other: int) -> int:
+    """The finest level at which two ranks are in one set."""
+    level = 1
+    while level < len(member) - 1 and member[level, rank] != member[level, other]:
+        level += 1
+    return level
+
+
+@njit(inline="always")
+def _key(near: Any, places: tuple[int, int], chunk: int, rules: Any) -> int:
+    """How common a chunk is where it would go; negative where it is not to go there."""
+    common = int(near.counts[places[0] + chunk])
+    if places[1] >= 0:
+        there = int(near.counts[places[1] + chunk])
+        if rules.fresh_only and there > 0:
+            return -1
+        common += there << 32
+    return common
+
+
+@njit
+def _rarest(
+    holdings: Any, near: Any, pair: tuple[int, int], level: int, rules: Any, state: Any
+) -> Any:
+    """The rarest chunk that the first of a pair has and the second lacks; -1 for none."""
+    held, taken = holdings.held[pair[0]], holdings.taken[pair[1]]
+    words, chunks = len(held), rules.num_chunks
+    wide = near.offsets[level] + int(near.member[level, pair[1]]) * chunks
+    fine = -1
+    if level > 1:
+        fine = near.offsets[level - 1] + int(near.member[level - 1, pair[1]]) * chunks
+    best, least = -1, 1 << 62
+    # The scan starts anywhere, so that the first of equals is a random one.
+    start, turn = _random(state, words), np.uint64(_random(state, 64))
+    for step in range(words + 1):
+        place = start + step - (words if start + step >= words else 0)
+        word = held[place] & ~taken[place]
+        if step == 0:
+            word &= _ALL << turn
+        elif step == words:
+            word &= ~(_ALL << turn)
+        while word:
+            chunk = (place << 6) + _lowest(word)
+            word &= word - _ONE
+            key = _key(near, (wide, fine), chunk, rules)
+            if 0 <= key < least:
+                best, least = chunk, key
+                if key <= 1:  # nobody but the source has it
+                    return best
+    return best
+
+
+@njit
+def _find_route(fabric: Any, free_s: Any, now_s: float, target: int, path: Any, state: Any) -> int:
+    """Complete ``path``, whose first link is given, by free links; its length, 0 for none."""
+    node_hops = fabric.hops[target]
+    tried = np.zeros(_LONGEST_ROUTE, np.int64)
+    turns = np.zeros(_LONGEST_ROUTE, np.int64)
+    depth = 1
+    for _ in range(_MOST_STEPS):
+        node = fabric.targets[path[depth - 1]]
+        if fabric.rank_of_node[node] == target:
+            return depth
+        first, last = fabric.out_offsets[node], fabric.out_offsets[node + 1]
+        if tried[depth] == 0:
+            turns[depth] = _random(state, max(1, last - first))
+        found = False
+        while tried[depth] < last - first and not found:
+            place = first + (tried[depth] + turns[depth]) % (last - first)
+            tried[depth] += 1
+            link = fabric.out_links[place]
+            nearer = node_hops[fabric.targets[link]] == node_hops[node] - 1
+            found = nearer and free_s[link] <= now_s
+        if found and depth < _LONGEST_ROUTE - 1:
+            path[depth] = link
+            depth += 1
+            tried[depth] = 0
+        else:
+            depth -= 1
+            if depth == 0:
+                return 0
+    return 0
+
+
+@njit
+def _last_link_free(fabric: Any, free_s: Any, now_s: float, rank: int) -> bool:
+    for place in range(fabric.last_offsets[rank], fabric.last_offsets[rank + 1]):
+        if free_s[fabric.last_links[place]] <= now_s:
+            return True
+    return False
+
+
+class Loop(NamedTuple):
+    """What changes while time passes.
+
+    Args:
+        free_s: When each link is free.
+        heap: Events, times and items: an arriving transfer, or -1 - link where a link is free
+            before what it carried arrives.
+        queue: Ports to be served now.
+        queued: The last turn in which each port was queued.
+        idle: Ports that found nothing in this turn.
+        path: Room for one route.
+        state: Of the random numbers.
+        numbers: Events in the heap, ports in the queue, idle ports, transfers decided, turn.
+        port_of_link: Port that each link is, -1 for none.
+    """
+
+    free_s: Floats
+    heap: tuple[Floats, Longs]
+    queue: Longs
+    queued: Longs
+    idle: Longs
+    path: Longs
+    state: Words
+    numbers: Longs
+    port_of_link: Longs
+
+
+_EVENTS, _QUEUED, _IDLE, _DONE, _TURN = range(5)
+
+
+@njit
+def _new_loop(fabric: Any, transfers: Any, seed: int) -> Any:
+    num_ports, num_links = len(fabric.ports), len(fabric.sources)
+    per_transfer = 1 if len(transfers.route_offsets) == 0 else 4
+    room = len(transfers.chunks) * per_transfer + num_links
+    port_of_link = np.full(num_links, -1, np.int64)
+    for port in range(num_ports):
+        port_of_link[fabric.ports[port]] = port
+    numbers = np.zeros(5, np.int64)
+    numbers[_QUEUED] = num_ports
+    return Loop(
+        np.zeros(num_links),
+        (np.empty(room), np.empty(room, np.int64)),
+        np.arange(num_ports),
+        np.zeros(num_ports, np.int64),
+        np.empty(num_ports, np.int64),
+        np.empty(_LONGEST_ROUTE, np.int64),
+        np.array([seed], np.uint64),
+        numbers,
+        port_of_link,
+    )
+
+
+@njit
+def _choose(
+    fabric: Any, near: Any, holdings: Any, loop: Any, rules: Any, port: int, now_s: float
+) -> tuple[int, int, int]:
+    """Target, chunk and length of the route that a free port takes; target -1 for nothing."""
+    link = fabric.ports[port]
+    source = fabric.rank_of_node[fabric.sources[link]]
+    direct = fabric.rank_of_node[fabric.targets[link]] >= 0
+    loop.path[0] = link
+    for place in range(fabric.wish_offsets[port], fabric.wish_offsets[port + 1]):
+        target = fabric.wishes[place]
+        if not direct and not _last_link_free(fabric, loop.free_s, now_s, target):
+            continue
+        level = _level(near.member, source, target)
+        # A slow way round within a set that fast links hold together would only block a chunk.
+        slow = fabric.costs[0, link] < near.rates[level]
+        if slow and rules.fresh_only and not direct:
+            continue
+        chunk = _rarest(holdings, near, (source, target), level, rules, loop.state)
+        if chunk < 0:
+            continue
+        length = 1
+        if not direct:
+            length = _find_route(fabric, loop.free_s, now_s, target, loop.path, loop.state)
+        if length:
+            return target, chunk, length
+    return -1, -1, 0
+
+
+@njit
+def _cost(fabric: Any, path: Any, length: int, size: float) -> tuple[float, float]:
+    """Latency of a route, and the time that its narrowest link needs."""
+    latency_s, bytes_s = 0.0, 0.0
+    for place in range(length):
+        latency_s += fabric.costs[1, path[place]]
+        bytes_s = max(bytes_s, size / fabric.costs[0, path[place]])
+    return latency_s, bytes_s
+
+
+@njit
+def _take(holdings: Any, near: Any, rank: int, chunk: int, num_chunks: int) -> None:
+    """The rank awaits the chunk: count it in all its sets."""
+    holdings.taken[rank, chunk >> 6] |= _ONE << np.uint64(chunk & 63)
+    for level in range(1, len(near.member)):
+        first = near.offsets[level] + np.int64(near.member[level, rank]) * num_chunks
+        near.counts[first + chunk] += 1
+
+
+@njit
+def _send(
+    fabric: Any, transfers: Any, loop: Any, what: tuple[int, int, int], length: int,
+    when: tuple[float, float, float], size: float,
+) -> None:  # fmt: skip
+    """Write a transfer down, occupy its links and announce its arrival."""
+    number = loop.numbers[_DONE]
+    transfers.chunks[number], transfers.ports[number], transfers.ends[number] = what
+    now_s, held_s, end_s = when
+    transfers.times[0, number], transfers.times[1, number] = now_s, end_s
+    if len(transfers.route_offsets):
+        first = transfers.route_offsets[number]
+        transfers.route_offsets[number + 1] = first + length
+        for place in range(length):
+            transfers.route_links[first + place] = loop.path[place]
+    waiting = push_event(loop.heap, loop.numbers[_EVENTS], end_s, number)
+    for place in range(length):
+        link = loop.path[place]
+        loop.free_s[link] = held_s + size / fabric.costs[0, link]
+        if loop.free_s[link] < end_s:
+            waiting = push_event(loop.heap, waiting, loop.free_s[link], -1 - link)
+    loop.numbers[_EVENTS] = waiting
+    loop.numbers[_DONE] += 1
+
+
+@njit
+def _serve_queue(
+    fabric: Any, near: Any, holdings: Any, transfers: Any, loop: Any, rules: Any, now_s: float
+) -> None:
+    """Give every queued port something to send, in random order."""
+    size = loop.numbers[_QUEUED]
+    for place in range(size - 1, 0, -1):
+        other = _random(loop.state, place + 1)
+        loop.queue[place], loop.queue[other] = loop.queue[other], loop.queue[place]
+    loop.numbers[_IDLE] = 0
+    for place in range(size):
+        port = loop.queue[place]
+        target, chunk, length = _choose(fabric, near, holdings, loop, rules, port, now_s)
+        latency_s, bytes_s = _cost(fabric, loop.path, length, rules.chunk_bytes)
+        end_s = now_s + latency_s + bytes_s
+        if target < 0 or end_s > rules.deadline_s:
+            loop.idle[loop.numbers[_IDLE]] = port
+            loop.numbers[_IDLE] += 1
+            continue
+        when = (now_s, now_s + latency_s, end_s)
+        _send(fabric, transfers, loop, (chunk, port, target), length, when, rules.chunk_bytes)
+        _take(holdings, near, target, chunk, rules.num_chunks)
+
+
+@njit
+def _enqueue(fabric: Any, loop: Any, port: int, now_s: float) -> None:
+    """Queue a port for this turn if its link is free."""
+    if port < 0 or loop.queued[port] == loop.numbers[_TURN]:
+        return
+    if loop.free_s[fabric.ports[port]] <= now_s:
+        loop.queued[port] = loop.numbers[_TURN]
+        loop.queue[loop.numbers[_QUEUED]] = port
+        loop.numbers[_QUEUED] += 1
+
+
+@njit
+def _advance(fabric: Any, holdings: Any, transfers: Any, loop: Any) -> float:
+    """Let everything happen that happens next, and queue the ports that it concerns; the time."""
+    loop.numbers[_TURN] += 1
+    loop.numbers[_QUEUED] = 0
+    waiting, now_s = loop.numbers[_EVENTS], 0.0
+    # What differs by rounding only happens together, and now is the last of it.
+    together_s = loop.heap[0][0] * (1 + 1e-12)
+    while waiting and loop.heap[0][0] <= together_s:
+        now_s, item = loop.heap[0][0], loop.heap[1][0]
+        waiting = pop_event(loop.heap, waiting)
+        if item < 0:
+            _enqueue(fabric, loop, loop.port_of_link[-1 - item], together_s)
+            continue
+        chunk, rank = transfers.chunks[item], transfers.ends[item]
+        holdings.held[rank, chunk >> 6] |= _ONE << np.uint64(chunk & 63)
+        _enqueue(fabric, loop, transfers.ports[item], together_s)
+        # What arrives may be what the rank's idle ports wait for.
+        for port in range(fabric.port_offsets[rank], fabric.port_offsets[rank + 1]):
+            _enqueue(fabric, loop, port, together_s)
+    loop.numbers[_EVENTS] = waiting
+    # Behind switches a port may also wait for links that others use: try again.
+    for place in range(loop.numbers[_IDLE]):
+        port = loop.idle[place]
+        if fabric.rank_of_node[fabric.targets[fabric.ports[port]]] < 0:
+            _enqueue(fabric, loop, port, now_s)
+    return now_s
+
+
+@njit
+def match(fabric: Any, near: Any, holdings: Any, transfers: Any, rules: Any) -> int:
+    """Decide transfers until every chunk has arrived or nothing more can be sent.
+
+    Args:
+        fabric: The network.
+        near: Neighbourhoods; the counts must be those of ``holdings`` and are changed.
+        holdings: Who has what; changed.
+        transfers: Room for the result.
+        rules: How to decide.
+
+    Returns:
+        Number of transfers decided.
+    """
+    loop, now_s = _new_loop(fabric, transfers, rules.seed), 0.0
+    while True:
+        _serve_queue(fabric, near, holdings, transfers, loop, rules, now_s)
+        if loop.numbers[_EVENTS] == 0:
+            return int(loop.numbers[_DONE])
+        now_s = _advance(fabric, holdings, transfers, loop)

@@ -1,0 +1,350 @@
+"""Spanning-tree packing: collectives at the throughput optimum of a topology, in polynomial time.
+
+Every rank is the root of ``k`` out-trees that span all ranks, and no link is in more trees than
+``U`` times its capacity. A shard of one byte then takes ``U / k`` seconds, however large the
+message; the least such quotient is the optimum of the cuts, and there are always trees that
+reach it where switches let out no more than they let in. The numbers are exact fractions.
+
+The steps: the optimum fixes ``k`` and ``U``; switches are removed (``_trees_split``); trees are
+packed into what is left (``_trees_pack``); paths through switches are put back.
+
+References: ForestColl, arXiv 2402.06787. Edmonds, "Edge-disjoint branchings", 1973, for one root.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from fivefold.collectives.schedules import Collective, Schedule, throughput_optimum
+from fivefold.collectives.synthesis._trees_fixed import FixedRate, least_rate, next_rate
+from fivefold.collectives.synthesis._trees_network import FlowSolver, Network, integer_network
+from fivefold.collectives.synthesis._trees_pack import PackedTree, pack_trees
+from fivefold.collectives.synthesis._trees_schedule import schedule_trees
+from fivefold.collectives.synthesis._trees_split import Bundle, Path, remove_switches
+from fivefold.errors import ConfigurationError, InfeasibleError
+from fivefold.network.topology import Topology
+
+__all__ = ["SpanningTree", "TreePacking", "spanning_trees"]
+
+Connections = Literal["auto", "many", "few"]
+
+_LARGEST_EXACT = 4096
+"""Trees per root up to which the exact number is used when none is asked for."""
+
+_FIXED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpanningTree:
+    """One out-tree; edges are listed parents first.
+
+    Args:
+        root: Rank it begins at.
+        multiplicity: How many of the root's ``k`` trees it stands for.
+        sources: Sending rank of each edge.
+        targets: Receiving rank of each edge.
+        routes: Links of each edge in order, through switches where there are any.
+
+    Example:
+        >>> tree = SpanningTree(
+        ...     root=0, multiplicity=1, sources=(0, 1), targets=(1, 2), routes=((0,), (1,))
+        ... )
+        >>> tree.depths, tree.height
+        ((1, 2), 2)
+    """
+
+    root: int
+    multiplicity: int
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+    routes: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Number of edges from the root to the end of each edge."""
+        depth = {self.root: 0}
+        for source, target in zip(self.sources, self.targets, strict=True):
+            depth[target] = depth[source] + 1
+        return tuple(depth[target] for target in self.targets)
+
+    @property
+    def height(self) -> int:
+        """Edges on the longest path from the root; 0 for a single rank."""
+        return max(self.depths, default=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreePacking:
+    """Trees that share the links of a topology without exceeding its rate.
+
+    Args:
+        topology: The network.
+        trees: The trees, those of a root next to one another.
+        root: The only root, or None where every rank is one.
+        k: Trees of each root, counted with multiplicity.
+        u_s: Seconds per byte of one tree's share: link e is in at most ``u_s * capacity`` trees.
+        optimum_s_per_byte: Least time per byte of shard that any algorithm needs (a cut).
+
+    Example:
+        >>> from fivefold.network.topology import torus
+        >>> packing = spanning_trees(torus((4, 4), bandwidth=1.0))
+        >>> packing.k, packing.inverse_rate_s_per_byte, packing.is_optimal
+        (4, Fraction(15, 4), True)
+    """
+
+    topology: Topology
+    trees: tuple[SpanningTree, ...]
+    root: int | None
+    k: int
+    u_s: Fraction
+    optimum_s_per_byte: Fraction
+
+    @property
+    def inverse_rate_s_per_byte(self) -> Fraction:
+        """Seconds per byte of one root's shard, ``U / k``."""
+        return self.u_s / self.k
+
+    @property
+    def algorithm_bandwidth_bytes_per_s(self) -> float:
+        """Size over time of large messages: the gathered output, or the buffer of the one root."""
+        roots = 1 if self.root is not None else self.topology.num_ranks
+        rate = self.inverse_rate_s_per_byte
+        return float(roots / rate) if rate else math.inf
+
+    @property
+    def is_optimal(self) -> bool:
+        """Whether no algorithm at all can be faster on large messages."""
+        return self.inverse_rate_s_per_byte == self.optimum_s_per_byte
+
+    @property
+    def height(self) -> int:
+        """Edges on the longest path of all trees."""
+        return max((tree.height for tree in self.trees), default=0)
+
+    @cached_property
+    def backwards(self) -> TreePacking:
+        """Trees of the reversed topology, which reductions run backwards."""
+        return spanning_trees(
+            self.topology.reversed(), k=None if self.is_optimal else self.k, root=self.root
+        )
+
+    def check(self) -> None:
+        """Do nothing where all trees span, every root has ``k``, and no link has too many.
+
+        Raises:
+            InfeasibleError: One of these does not hold; names it.
+        """
+        ranks, loads = self.topology.num_ranks, Counter[int]()
+        found = Counter[int]()
+        for number, tree in enumerate(self.trees):
+            found[tree.root] += tree.multiplicity
+            covered = {tree.root}
+            for source, target in zip(tree.sources, tree.targets, strict=True):
+                if source not in covered or target in covered:
+                    raise InfeasibleError(f"tree {number} has no use for {source} -> {target}")
+                covered.add(target)
+            if len(covered) != ranks:
+                raise InfeasibleError(f"tree {number} covers {len(covered)} of {ranks} ranks")
+            for route in tree.routes:
+                for link in route:
+                    loads[link] += tree.multiplicity
+        roots = range(ranks) if self.root is None else (self.root,)
+        if any(found[root] != self.k for root in roots) and ranks > 1:
+            raise InfeasibleError(f"the roots have {dict(found)} trees instead of {self.k}")
+        for link, load in loads.items():
+            if load > self.u_s * Fraction(float(self.topology.capacities_bytes_per_s[link])):
+                raise InfeasibleError(f"link {link} is in {load} trees, too many for its capacity")
+
+    def to_schedule(
+        self,
+        collective: Collective | str,
+        *,
+        chunks: int | None = None,
+        size_bytes: float | None = None,
+    ) -> Schedule:
+        """Send the chunks of each root down its trees, one after another.
+
+        Reductions run the trees of the reversed topology backwards; an all-reduce is a
+        reduce-scatter, then an all-gather.
+
+        Args:
+            collective: All-gather, reduce-scatter or all-reduce where every rank is a root,
+                broadcast or reduce where one is; or its name.
+            chunks: Chunks of each root's shard; None for those of the collective, or for a name
+                as many as suit ``size_bytes``. Multiples of ``k`` use the trees evenly.
+            size_bytes: Size for which transfers get times in the serial model, and for which the
+                number of chunks is chosen; None for steps without times, one chunk per tree.
+
+        Returns:
+            The schedule, with steps or with times.
+
+        Raises:
+            ConfigurationError: The collective does not fit the roots or the topology.
+        """
+        return schedule_trees(self, collective, chunks=chunks, size_bytes=size_bytes)
+
+
+def spanning_trees(
+    topology: Topology,
+    *,
+    k: int | None = None,
+    root: int | None = None,
+    connections: Connections = "auto",
+) -> TreePacking:
+    """Pack spanning trees: at the throughput optimum, or with a given number per root.
+
+    Args:
+        topology: The network; every rank must reach every other.
+        k: Trees of each root; None for the number that reaches the optimum exactly, or, where
+            that exceeds 4,096, for the best of some small numbers.
+        root: The only root, as a broadcast needs; None makes every rank one.
+        connections: ``"many"`` spreads what goes through a switch over all its neighbours, which
+            keeps trees flat; ``"few"`` keeps the number of peers small; ``"auto"`` is many for
+            switches of up to 22 neighbours.
+
+    Returns:
+        The trees. ``is_optimal`` is false where ``k`` does not allow the optimum, and where a
+        switch can send more than it receives, for then copies must be made in the switch.
+
+    Raises:
+        InfeasibleError: Some rank cannot be reached.
+        ConfigurationError: An argument is out of range.
+
+    Example:
+        >>> from fivefold.network.topology import switch
+        >>> packing = spanning_trees(switch(4, bandwidth=3.0))
+        >>> packing.inverse_rate_s_per_byte, packing.height
+        (Fraction(1, 1), 1)
+    """
+    _check_arguments(topology, k, root, connections)
+    if topology.num_ranks == 1:
+        return TreePacking(
+            topology=topology, trees=(), root=root, k=k or 1, u_s=Fraction(0),
+            optimum_s_per_byte=Fraction(0),
+        )  # fmt: skip
+    topology.require_connected()
+    network = integer_network(topology)
+    optimum = _optimum(topology, network, root)
+    roots = [int(root is None or rank == root) for rank in range(topology.num_ranks)]
+    rate, trees = _search(network, roots, _plans(network, roots, optimum, k), connections)
+    return TreePacking(
+        topology=topology,
+        trees=tuple(trees),
+        root=root,
+        k=rate.k,
+        u_s=rate.u / network.unit,
+        optimum_s_per_byte=optimum / network.unit,
+    )
+
+
+def _check_arguments(topology: Topology, k: int | None, root: int | None, connections: str) -> None:
+    if k is not None and (isinstance(k, bool) or not isinstance(k, int) or k < 1):
+        raise ConfigurationError(f"k is {k!r}", hint="the number of trees is a whole number from 1")
+    if root is not None and not 0 <= root < topology.num_ranks:
+        raise ConfigurationError(
+            f"root is {root}, but there are {topology.num_ranks} ranks",
+            hint=f"choose a root from 0 to {topology.num_ranks - 1}",
+        )
+    if connections not in {"auto", "many", "few"}:
+        raise ConfigurationError(
+            f"connections is {connections!r}", hint='use "auto", "many" or "few"'
+        )
+
+
+def _optimum(topology: Topology, network: Network, root: int | None) -> Fraction:
+    """Least time per unit of shard, in the network's own unit."""
+    if root is None:
+        return throughput_optimum(topology).inverse_rate * network.unit
+    solver = FlowSolver()
+    solver.add(network.tails.tolist(), network.heads.tolist(), network.capacities.tolist())
+    ends = [node for rank, node in enumerate(network.terminals.tolist()) if rank != root]
+    start = int(network.terminals[root])
+    return Fraction(1, min(solver.flow(start, end) for end in ends))
+
+
+def _plans(network: Network, roots: list[int], optimum: Fraction, k: int | None) -> list[FixedRate]:
+    """Pairs of k and U to try, the best first."""
+    if k is not None:
+        return [least_rate(network, roots, k=k, bound=optimum)]
+    common = math.gcd(*network.capacities.tolist(), optimum.denominator)
+    exact = FixedRate(optimum.denominator // common, Fraction(optimum.numerator, common))
+    if exact.k <= _LARGEST_EXACT:
+        return [exact]
+    plans = [least_rate(network, roots, k=count, bound=optimum) for count in _FIXED]
+    return sorted(plans, key=lambda plan: (plan.u / plan.k, plan.k))[:1]
+
+
+def _search(
+    network: Network, roots: list[int], plans: list[FixedRate], connections: str
+) -> tuple[FixedRate, list[SpanningTree]]:
+    """The first plan that can be packed; slower and slower ones where switches copy too little."""
+    for plan in plans:
+        rate = plan
+        for _ in range(_ATTEMPTS):
+            try:
+                return rate, _pack(
+                    network, [rate.k * number for number in roots], rate, connections
+                )
+            except InfeasibleError:
+                rate = next_rate(network, rate)
+    message = "no trees were found at any rate that was tried"
+    raise InfeasibleError(message, hint="give switches as much capacity in as out")
+
+
+_ATTEMPTS = 64
+
+
+def _pack(
+    network: Network, roots: list[int], rate: FixedRate, connections: str
+) -> list[SpanningTree]:
+    scaled = network.with_capacities(rate.capacities(network))
+    joined = remove_switches(scaled, roots, spread=connections)
+    ranks = {node: rank for rank, node in enumerate(network.terminals.tolist())}
+    pairs = list(joined)
+    latencies_s = np.array(
+        [max(network.latencies_s[list(path)].sum() for path, _ in joined[p].paths) for p in pairs]
+    )
+    ends = ([ranks[u] for u, _ in pairs], [ranks[t] for _, t in pairs])
+    packed = pack_trees(
+        network.num_terminals,
+        ends,
+        capacities=[joined[pair].capacity for pair in pairs],
+        latencies_s=latencies_s,
+        roots=roots,
+    )
+    bundles = [joined[pair] for pair in pairs]
+    found = [part for tree in packed for part in _with_routes(tree, ends, bundles)]
+    return sorted(found, key=lambda tree: tree.root)
+
+
+def _with_routes(
+    tree: PackedTree, ends: tuple[list[int], list[int]], bundles: list[Bundle]
+) -> list[SpanningTree]:
+    """Cut a tree into parts whose every edge takes one path only."""
+    paths: list[list[tuple[Path, int]]] = [
+        bundles[arc].take(tree.multiplicity) for arc in tree.arcs
+    ]
+    parts = []
+    left = tree.multiplicity
+    while left:
+        amount = min(edge[0][1] for edge in paths) if paths else left
+        parts.append(
+            SpanningTree(
+                root=tree.root,
+                multiplicity=amount,
+                sources=tuple(ends[0][arc] for arc in tree.arcs),
+                targets=tuple(ends[1][arc] for arc in tree.arcs),
+                routes=tuple(edge[0][0] for edge in paths),
+            )
+        )
+        for edge in paths:
+            Bundle.take(Bundle(edge), amount)
+        left -= amount
+    return parts

@@ -1,0 +1,152 @@
+"""A topology in whole numbers, as the tree algorithms need it, and one max-flow solver for all.
+
+Capacities are floats in a topology and become exact integers here, so that every quotient of the
+tree algorithms is a fraction without rounding. The solver keeps its arcs and changes capacities
+only, for building a graph costs more than solving one. This module knows no trees.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.errors import UnsupportedError
+from fivefold.network.topology import Topology
+
+try:
+    from ortools.graph.python import max_flow
+except ImportError as error:  # pragma: no cover - the development environment has it
+    message = "ortools is not installed, and spanning trees are found with its max-flow solver"
+    raise UnsupportedError(message, hint="pip install 'fivefold[collectives]'") from error
+
+__all__ = ["INFINITE", "FlowSolver", "Longs", "Network", "integer_network"]
+
+Longs = NDArray[np.int64]
+
+INFINITE = 1 << 58
+"""More than every sum of capacities that is let in; sums of a few of it still fit 64 bits."""
+
+_LARGEST_CAPACITY = 1 << 36
+"""Capacities of more digits than this are rounded down to it, a change of 2e-11 at most."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """Nodes and capacitated arcs; arc i is link i of the topology it was made from.
+
+    Args:
+        num_nodes: Number of nodes, compute nodes and switches.
+        terminals: Node of each rank, in order of ranks.
+        tails: Source node of each arc, int64.
+        heads: Target node of each arc, int64.
+        capacities: Whole numbers of ``unit``, int64.
+        latencies_s: Latency of each arc.
+        unit: Bytes per second of capacity 1.
+    """
+
+    num_nodes: int
+    terminals: Longs
+    tails: Longs
+    heads: Longs
+    capacities: Longs
+    latencies_s: NDArray[np.float64]
+    unit: Fraction
+
+    @property
+    def num_terminals(self) -> int:
+        """Number of ranks."""
+        return len(self.terminals)
+
+    @cached_property
+    def switches(self) -> list[int]:
+        """Nodes that only forward."""
+        ranks = set(self.terminals.tolist())
+        return [node for node in range(self.num_nodes) if node not in ranks]
+
+    def with_capacities(self, capacities: Longs) -> Network:
+        """The same arcs with other capacities; the unit is 1 then, for it has no meaning more."""
+        return replace(self, capacities=np.asarray(capacities, np.int64), unit=Fraction(1))
+
+    def excess(self, node: int) -> int:
+        """Capacity into a node less the capacity out of it."""
+        entering = int(self.capacities[self.heads == node].sum())
+        return entering - int(self.capacities[self.tails == node].sum())
+
+
+def integer_network(topology: Topology) -> Network:
+    """The topology with its capacities as the smallest whole numbers of one common unit.
+
+    Args:
+        topology: Any topology.
+
+    Returns:
+        The network. Capacities that share no unit near them are rounded down, by 2e-11 of the
+        largest at most.
+    """
+    rates = [Fraction(rate) for rate in topology.capacities_bytes_per_s.tolist()]
+    unit = Fraction(1)
+    if rates:
+        numerator = math.gcd(*(rate.numerator for rate in rates))
+        unit = Fraction(numerator, math.lcm(*(rate.denominator for rate in rates)))
+        # No common unit of use: floats that were computed have one of 2**-k.
+        unit = max(unit, max(rates) / _LARGEST_CAPACITY)
+    units = [int(rate / unit) for rate in rates]
+    common = math.gcd(*units) if units else 1
+    return Network(
+        num_nodes=topology.num_nodes,
+        terminals=topology.rank_nodes.astype(np.int64),
+        tails=topology.link_sources.astype(np.int64),
+        heads=topology.link_targets.astype(np.int64),
+        capacities=np.array([value // common for value in units], np.int64),
+        latencies_s=np.asarray(topology.latencies_s),
+        unit=unit * common,
+    )
+
+
+class FlowSolver:
+    """Maximum flows on arcs that stay while their capacities change.
+
+    Example:
+        >>> solver = FlowSolver()
+        >>> arcs = solver.add([0, 1], [1, 2], [3, 2])
+        >>> solver.flow(0, 2)
+        2
+        >>> solver.set(arcs[1], 5)
+        >>> solver.flow(0, 2)
+        3
+    """
+
+    def __init__(self) -> None:
+        self._solver = max_flow.SimpleMaxFlow()
+        self.flows = 0
+        self.num_arcs = 0
+
+    def add(
+        self, tails: Iterable[int], heads: Iterable[int], capacities: Iterable[int]
+    ) -> Sequence[int]:
+        """Add arcs; gives their numbers."""
+        first = self.num_arcs
+        self._solver.add_arcs_with_capacity(
+            np.fromiter(tails, np.int32),
+            np.fromiter(heads, np.int32),
+            np.fromiter(capacities, np.int64),
+        )
+        self.num_arcs = self._solver.num_arcs()
+        return range(first, self.num_arcs)
+
+    def set(self, arc: int, capacity: int) -> None:
+        """Change the capacity of one arc."""
+        self._solver.set_arc_capacity(arc, capacity)
+
+    def flow(self, source: int, target: int) -> int:
+        """The maximum flow from one node to another."""
+        self.flows += 1
+        status = self._solver.solve(source, target)
+        assert status == self._solver.OPTIMAL, f"max-flow ended with {status}"
+        return int(self._solver.optimal_flow())

@@ -1,0 +1,237 @@
+"""Removing switches: what went through a switch becomes direct arcs between its neighbours.
+
+Splitting an arc u->w and an arc w->t of a switch w moves capacity to a direct arc u->t. It is done
+only as far as no cut becomes too small for the trees: every set X of nodes that holds a compute
+node v must still let in all trees that begin outside it. Two kinds of sets lose capacity, those
+that hold w but neither u nor t, and those that hold u and t but not w; a maximum flow finds the
+smallest of each. Every direct arc remembers the paths through switches that it stands for.
+
+References: ForestColl, arXiv 2402.06787 (edge splitting); Bang-Jensen, Frank and Jackson,
+"Preserving and increasing local edge-connectivity in mixed graphs", 1995.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from fivefold.collectives.synthesis._trees_network import (
+    INFINITE,
+    FlowSolver,
+    Longs,
+    Network,
+)
+
+__all__ = ["Bundle", "Path", "SplitNetwork", "remove_switches"]
+
+Path = tuple[int, ...]
+
+_MANY_PAIRS = 512
+"""Pairs of neighbours of one switch up to which ``auto`` joins all of them."""
+
+
+@dataclass
+class Bundle:
+    """Paths side by side between the same two nodes, each with a capacity.
+
+    Args:
+        paths: Pairs of a path (link numbers in order) and its capacity.
+    """
+
+    paths: list[tuple[Path, int]] = field(default_factory=list)
+
+    @property
+    def capacity(self) -> int:
+        """Capacity of all paths together."""
+        return sum(amount for _, amount in self.paths)
+
+    def take(self, amount: int) -> list[tuple[Path, int]]:
+        """Remove capacity from the first paths; gives what was removed."""
+        taken = []
+        while amount > 0:
+            path, available = self.paths[0]
+            part = min(available, amount)
+            taken.append((path, part))
+            amount -= part
+            if part == available:
+                self.paths.pop(0)
+            else:
+                self.paths[0] = (path, available - part)
+        return taken
+
+
+SplitNetwork = dict[tuple[int, int], Bundle]
+
+
+def remove_switches(
+    network: Network, roots: Sequence[int], *, spread: str = "auto"
+) -> SplitNetwork:
+    """Direct arcs between compute nodes that let in as many trees as the network with switches.
+
+    Args:
+        network: Capacities count trees: each arc may be in that many.
+        roots: How many trees begin at each rank.
+        spread: ``"many"`` joins each neighbour of a switch to as many others as it can, ``"few"``
+            to as few, ``"auto"`` does the first for small switches.
+
+    Returns:
+        For each pair of compute nodes its paths. Where a switch lets out more than it lets in,
+        or the capacities do not suffice for ``roots``, the result may be too small; the packing
+        then finds out.
+    """
+    arcs: SplitNetwork = defaultdict(Bundle)
+    for link in range(len(network.tails)):
+        if amount := int(network.capacities[link]):
+            pair = (int(network.tails[link]), int(network.heads[link]))
+            arcs[pair].paths.append(((link,), amount))
+    # Few neighbours first: their splits are few, and they make the rest smaller.
+    degree = {node: sum(1 for u, t in arcs if node in {u, t}) for node in network.switches}
+    for node in sorted(network.switches, key=lambda switch: degree[switch]):
+        _Splitter(network, roots, arcs, node).run(spread)
+    return {pair: bundle for pair, bundle in arcs.items() if bundle.paths}
+
+
+class _Splitter:
+    """All splits of one switch."""
+
+    def __init__(
+        self, network: Network, roots: Sequence[int], arcs: SplitNetwork, switch: int
+    ) -> None:
+        self.arcs, self.switch = arcs, switch
+        self.ends = (network.tails, network.heads)
+        self.terminals = network.terminals.tolist()
+        self.needed = sum(roots)
+        self.sources = sorted({u for u, t in arcs if t == switch and arcs[u, t].paths})
+        self.targets = sorted({t for u, t in arcs if u == switch and arcs[u, t].paths})
+        self.super_source, self.gate = network.num_nodes, network.num_nodes + 1
+        self._build(roots)
+
+    def _build(self, roots: Sequence[int]) -> None:
+        self.solver = FlowSolver()
+        pairs = set(self.arcs) | {(u, t) for u in self.sources for t in self.targets if u != t}
+        ordered = sorted(pairs)
+        self.number = dict(
+            zip(ordered, self._add(ordered, [self.arcs[pair].capacity for pair in ordered]),
+                strict=True)
+        )  # fmt: skip
+        self._add([(self.super_source, node) for node in self.terminals], roots)
+        # Helpers, closed until a flow needs them: from a neighbour or the switch to the super
+        # source, from a compute node to the gate, from the gate to the switch or a neighbour.
+        near = [*self.sources, self.switch]
+        self.to_source = self._helpers([(node, self.super_source) for node in near])
+        self.to_gate = self._helpers([(node, self.gate) for node in self.terminals])
+        self.from_gate = self._helpers([(self.gate, node) for node in {*self.targets, self.switch}])
+
+    def _add(self, pairs: Iterable[tuple[int, int]], capacities: Iterable[int]) -> Sequence[int]:
+        pairs = list(pairs)
+        return self.solver.add((u for u, _ in pairs), (t for _, t in pairs), capacities)
+
+    def _helpers(self, pairs: list[tuple[int, int]]) -> dict[tuple[int, int], int]:
+        return dict(zip(pairs, self._add(pairs, [0] * len(pairs)), strict=True))
+
+    def run(self, spread: str) -> None:
+        """Split until nothing is left to move, then drop the switch."""
+        if spread == "auto":
+            pairs = len(self.sources) * len(self.targets)
+            spread = "many" if pairs <= _MANY_PAIRS else "few"
+        for shared in (True, False) if spread == "many" else (False,):
+            quota = self._shares() if shared else {}
+            for t in self.targets:
+                for u in self.sources:
+                    if u != t:
+                        self._split(u, t, quota.get((u, t), INFINITE))
+        for pair in [pair for pair in self.arcs if self.switch in pair]:
+            del self.arcs[pair]
+
+    def _shares(self) -> dict[tuple[int, int], int]:
+        """Each pair's part when every source spreads over all targets: this keeps trees flat."""
+        entering = {u: self.arcs[u, self.switch].capacity for u in self.sources}
+        leaving = {t: self.arcs[self.switch, t].capacity for t in self.targets}
+        total = sum(leaving.values())
+        return {
+            (u, t): max(1, entering[u] * leaving[t] // max(1, total - leaving.get(u, 0)))
+            for u in self.sources
+            for t in self.targets
+        }
+
+    def _split(self, u: int, t: int, most: int) -> None:
+        into, out_of = self.arcs[u, self.switch], self.arcs[self.switch, t]
+        room = min(into.capacity, out_of.capacity, most)
+        if room > 0:
+            room = min(room, self._slack_beside(u, t))
+            room = self._slack_around(u, t, room)
+            if room > 0:
+                self._move(u, t, room)
+
+    def _slack_beside(self, u: int, t: int) -> int:
+        """What sets that hold u and t but not the switch can lose."""
+        opened = [self.to_source[self.switch, self.super_source]]
+        if u in self.terminals or t in self.terminals:
+            return self._flow(self.switch, t, opened, (u, t)) - self.needed
+        opened.append(self.from_gate[self.gate, t])
+        gates = [self.to_gate[v, self.gate] for v in self.terminals]
+        flows = [self._flow(self.switch, t, [*opened, gate], (u, t)) for gate in gates]
+        return min(flows) - self.needed
+
+    def _slack_around(self, u: int, t: int, room: int) -> int:
+        """What sets that hold the switch but neither u nor t can lose, ``room`` at most."""
+        opened = [self.to_source[u, self.super_source], self.from_gate[self.gate, self.switch]]
+        for v in list(self.terminals):
+            if room <= 0:
+                break
+            if v not in {u, t}:
+                gate = self.to_gate[v, self.gate]
+                slack = self._flow(u, self.switch, [*opened, gate], (u, t)) - self.needed
+                if slack < room:
+                    room = slack
+                    # The same cut is often the tight one for the next pair as well.
+                    self.terminals.remove(v)
+                    self.terminals.insert(0, v)
+        return room
+
+    def _flow(self, source: int, target: int, opened: list[int], pair: tuple[int, int]) -> int:
+        for arc in [*opened, self.number[pair]]:
+            self.solver.set(arc, INFINITE)
+        found = self.solver.flow(source, target)
+        for arc in opened:
+            self.solver.set(arc, 0)
+        self._set_pair(pair)
+        return found
+
+    def _set_pair(self, pair: tuple[int, int]) -> None:
+        self.solver.set(self.number[pair], self.arcs[pair].capacity)
+
+    def _move(self, u: int, t: int, amount: int) -> None:
+        arcs, switch = self.arcs, self.switch
+        first, second = arcs[u, switch].take(amount), arcs[switch, t].take(amount)
+        for path, part in _joined(first, second):
+            arcs[u, t].paths.append((_without_loops(path, self.ends), part))
+        for pair in ((u, switch), (switch, t), (u, t)):
+            self._set_pair(pair)
+
+
+def _joined(
+    first: list[tuple[Path, int]], second: list[tuple[Path, int]]
+) -> list[tuple[Path, int]]:
+    """Paths end to end, matched in order."""
+    joined = []
+    left, right = Bundle(first), Bundle(second)
+    while left.paths:
+        part = min(left.paths[0][1], right.paths[0][1])
+        ((before, _),), ((after, _),) = left.take(part), right.take(part)
+        joined.append((before + after, part))
+    return joined
+
+
+def _without_loops(path: Path, ends: tuple[Longs, Longs]) -> Path:
+    """The path without what lies between two visits to one node."""
+    tails, heads = ends
+    kept: list[int] = []
+    for link in path:
+        kept.append(link)
+        for place in range(len(kept)):
+            if tails[kept[place]] == heads[link]:
+                del kept[place:]
+                break
+    return tuple(kept)
