@@ -35,7 +35,7 @@ def hierarchical_moves(owners: Ints, groups: list[Ints], *, intra: Spread, inter
         place_of[group] = np.arange(group.size, dtype=np.int32)
     places = place_of[owners]
     across = [
-        _across(owners, np.flatnonzero(places == place), groups, group_of, inter)
+        _across(owners, np.flatnonzero(places == place).astype(np.int32), groups, group_of, inter)
         for place in np.unique(places)
     ]
     inside = []

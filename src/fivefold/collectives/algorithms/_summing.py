@@ -33,7 +33,9 @@ def doubling_sums(n: int, num_chunks: int) -> tuple[Moves, int]:
     partners = core[places[outside]]
     place = np.arange(core.size, dtype=np.int32)[:, None]
     parts = [moves_of(chunks, outside, partners, 0)]
-    for bit in range(core.size.bit_length() - 1):
-        parts.append(moves_of(chunks, core[place], core[place ^ np.int32(1 << bit)], 0))
+    parts += [
+        moves_of(chunks, core[place], core[place ^ np.int32(1 << bit)], 0)
+        for bit in range(core.size.bit_length() - 1)
+    ]
     sums = sum(part.chunks.size for part in parts)
     return one_after_another([*parts, moves_of(chunks, partners, outside, 0)]), sums

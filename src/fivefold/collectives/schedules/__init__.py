@@ -1,7 +1,6 @@
 """Collectives, schedules, the verifier, the cost of a schedule and the bounds no one can beat."""
 
 from fivefold.collectives.schedules._bounds import (
-    Bound,
     bandwidth_bound,
     discrete_ingress_bound,
     gap,
@@ -23,6 +22,9 @@ from fivefold.collectives.schedules._constructors import (
     reduce_scatter,
     scatter,
 )
+from fivefold.collectives.schedules._cuts import Bound
+from fivefold.collectives.schedules._data import verify_with_data
+from fivefold.collectives.schedules._draw import draw_schedule
 from fivefold.collectives.schedules._errors import ScheduleError
 from fivefold.collectives.schedules._evaluate import (
     MODELS,
@@ -62,6 +64,7 @@ __all__ = [
     "custom",
     "dependencies",
     "discrete_ingress_bound",
+    "draw_schedule",
     "evaluate",
     "gap",
     "gather",
@@ -74,5 +77,6 @@ __all__ = [
     "scatter",
     "throughput_optimum",
     "verify",
+    "verify_with_data",
     "with_times",
 ]

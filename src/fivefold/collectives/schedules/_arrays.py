@@ -19,7 +19,7 @@ Floats = NDArray[np.float64]
 
 def frozen(values: ArrayLike, dtype: type) -> Array:
     """A read-only view of the values; the caller's own array stays writeable."""
-    view = np.asarray(values, dtype=dtype).view()
+    view: Array = np.asarray(values, dtype=dtype).view()
     view.flags.writeable = False
     return view
 

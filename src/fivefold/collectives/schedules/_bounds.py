@@ -12,26 +12,31 @@ and Yuan, J. Parallel Distrib. Comput. 69(2), 2009 (the all-reduce).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fivefold.collectives.schedules._arrays import Array, Floats, Longs
+from fivefold.collectives.schedules._arrays import Floats, Longs
 from fivefold.collectives.schedules._collective import Collective
+from fivefold.collectives.schedules._cuts import (
+    NO_BOUND,
+    Bound,
+    exact_cuts,
+    group_capacities,
+    group_cuts,
+    groupings,
+    sweep_cuts,
+)
 from fivefold.collectives.schedules._evaluate import CostModel, evaluate
 from fivefold.collectives.schedules._routes import require_topology
 from fivefold.collectives.schedules._schedule import Schedule
-from fivefold.collectives.schedules._throughput import throughput_optimum
-from fivefold.collectives.schedules._traffic import group_traffic, sweep_traffic
+from fivefold.collectives.schedules._traffic import group_traffic
 from fivefold.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from fivefold.network.topology import Topology
 
 __all__ = [
-    "Bound",
     "bandwidth_bound",
     "discrete_ingress_bound",
     "gap",
@@ -39,36 +44,7 @@ __all__ = [
     "lower_bound",
 ]
 
-BoundKind = Literal["none", "latency", "cut", "messages", "chunks"]
 _EXACT_WORK = 15_000_000  # ranks times arcs up to which max-flows are run unasked
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bound:
-    """A time that no schedule of a collective can beat.
-
-    Args:
-        seconds: The time.
-        kind: ``"latency"``, ``"cut"``, ``"messages"`` (of an all-reduce among groups), ``"chunks"``
-            (whole ones over the links of a rank), or ``"none"`` where nothing has to move.
-        certificate: Node indices on the sending side of a cut; for a latency the two nodes; for
-            messages nothing; for chunks the node.
-        reason: The argument in one sentence.
-        optimal_cut: Whether no cut gives a higher bound.
-
-    Example:
-        >>> Bound(seconds=1e-6, kind="latency", certificate=(0, 1), reason="far apart").seconds
-        1e-06
-    """
-
-    seconds: float
-    kind: BoundKind
-    certificate: tuple[int, ...] = field(default=(), repr=False)
-    reason: str = ""
-    optimal_cut: bool = False
-
-
-_NOTHING = Bound(seconds=0.0, kind="none", reason="nothing has to move")
 
 
 def _require_match(collective: Collective, topology: Topology) -> None:
@@ -113,7 +89,7 @@ def latency_bound(collective: Collective, topology: Topology) -> Bound:
         if seconds > worst[0]:
             worst = (seconds, int(source), far)
     if worst[1] < 0:
-        return _NOTHING
+        return NO_BOUND
     names = topology.ranks
     return Bound(
         seconds=worst[0],
@@ -168,11 +144,11 @@ def bandwidth_bound(
     """
     _require_match(collective, topology)
     chunk_bytes = collective.chunk_bytes(size_bytes)
-    best = _NOTHING
-    candidates = [*_group_cuts(collective, topology, chunk_bytes)]
-    candidates += _sweep_cuts(collective, topology, chunk_bytes)
+    best = NO_BOUND
+    candidates = [*group_cuts(collective, topology, chunk_bytes)]
+    candidates += sweep_cuts(collective, topology, chunk_bytes)
     if exact or (exact is None and _worth_it(topology)):
-        candidates += _exact_cuts(collective, topology, chunk_bytes)
+        candidates += exact_cuts(collective, topology, chunk_bytes)
     for candidate in candidates:
         if candidate.seconds > best.seconds or (
             candidate.optimal_cut and candidate.seconds >= best.seconds * (1 - 1e-12)
@@ -186,163 +162,17 @@ def _worth_it(topology: Topology) -> bool:
     return topology.num_ranks * (topology.num_links + topology.num_ranks) <= _EXACT_WORK
 
 
-def _cut_bound(
-    topology: Topology, inside: Array, crossing_bytes: float, *, optimal: bool = False
-) -> Bound:
-    """The bound of one set of nodes, given what must leave it."""
-    links = inside[topology.link_sources] & ~inside[topology.link_targets]
-    capacity = float(topology.capacities_bytes_per_s[links].sum())
-    if crossing_bytes <= 0 or capacity <= 0:
-        return _NOTHING
-    seconds = crossing_bytes / capacity + float(topology.latencies_s[links].min())
-    few, side = (inside, "out of") if 2 * inside.sum() <= inside.size else (~inside, "into")
-    names = [topology.nodes[node].name for node in np.flatnonzero(few & topology.is_rank)[:3]]
-    more = int((few & topology.is_rank).sum()) - len(names)
-    return Bound(
-        seconds=seconds,
-        kind="cut",
-        certificate=tuple(int(node) for node in np.flatnonzero(inside)),
-        reason=(
-            f"{crossing_bytes:.6g} bytes must go {side} {', '.join(names)}"
-            f"{f' and {more} more' if more else ''} at {capacity:.6g} bytes/s"
-        ),
-        optimal_cut=optimal,
-    )
-
-
-def _groupings(topology: Topology) -> Iterator[tuple[Array, int, Array]]:
-    """Groups of ranks and the nodes of each group: single ranks, then hosts."""
-    nodes = np.full(topology.num_nodes, -1, dtype=np.int64)
-    nodes[topology.rank_nodes] = np.arange(topology.num_ranks)
-    yield np.arange(topology.num_ranks), topology.num_ranks, nodes
-    hosts = [node.host for node in topology.nodes]
-    numbers = {host: index for index, host in enumerate(topology.hosts)}
-    groups = np.array([numbers.get(hosts[node], -1) for node in topology.rank_nodes])
-    if 1 < len(numbers) < topology.num_ranks and (groups >= 0).all():
-        with_switches = np.array([numbers.get(host, -1) for host in hosts])
-        yield groups, len(numbers), with_switches
-        yield groups, len(numbers), np.where(topology.is_rank, with_switches, -1)
-
-
-def _group_capacities(topology: Topology, nodes: Array, count: int) -> tuple[Floats, Floats]:
-    """Capacity of the links into and out of each group of nodes; -1 is no group."""
-    first, last = nodes[topology.link_sources], nodes[topology.link_targets]
-    crossing, capacities = first != last, topology.capacities_bytes_per_s
-    entering, leaving = crossing & (last >= 0), crossing & (first >= 0)
-    into = np.bincount(last[entering], capacities[entering], count)
-    return into, np.bincount(first[leaving], capacities[leaving], count)
-
-
-def _group_cuts(collective: Collective, topology: Topology, chunk_bytes: Floats) -> Iterator[Bound]:
-    for groups, count, nodes in _groupings(topology):
-        if count < 2:
-            continue
-        traffic = group_traffic(collective, chunk_bytes, groups, num_groups=count)
-        capacities = _group_capacities(topology, nodes, count)
-        for carried, capacity, incoming in zip(traffic[:2], capacities, (True, False), strict=True):
-            seconds = np.divide(carried, capacity, out=np.zeros(count), where=capacity > 0)
-            worst = int(np.argmax(seconds))
-            members = nodes == worst
-            yield _cut_bound(topology, ~members if incoming else members, float(carried[worst]))
-
-
-def _sweep_cuts(collective: Collective, topology: Topology, chunk_bytes: Floats) -> Iterator[Bound]:
-    """Prefixes of orders of all nodes, both ways round."""
-    for order in _orders(topology):
-        for nodes in (order, order[::-1]):
-            place = np.empty(topology.num_nodes, dtype=np.int64)
-            place[nodes] = np.arange(topology.num_nodes)
-            ranks_before = np.concatenate([[0], np.cumsum(topology.is_rank[nodes])])
-            rank_place = ranks_before[place[topology.rank_nodes]]
-            carried = sweep_traffic(collective, chunk_bytes, rank_place)[ranks_before]
-            capacity = _prefix_capacities(topology, place)
-            fine = (capacity > 0) & (carried > 0)
-            if not fine.any():
-                continue
-            seconds = np.where(fine, carried / np.where(fine, capacity, 1.0), 0.0)
-            cut = int(np.argmax(seconds))
-            yield _cut_bound(topology, place < cut, float(carried[cut]))
-
-
-def _prefix_capacities(topology: Topology, place: Longs) -> Floats:
-    """Capacity from the first k nodes to the others, for k = 0..nodes."""
-    first, last = place[topology.link_sources], place[topology.link_targets]
-    change = np.zeros(topology.num_nodes + 2)
-    forward = last > first
-    np.add.at(change, first[forward] + 1, topology.capacities_bytes_per_s[forward])
-    np.add.at(change, last[forward] + 1, -topology.capacities_bytes_per_s[forward])
-    summed = np.cumsum(change)[:-1]
-    summed[np.abs(summed) < 1e-9 * np.abs(summed).max(initial=0.0)] = 0.0
-    return summed
-
-
-def _orders(topology: Topology) -> Iterator[Longs]:
-    """Orders of the nodes whose prefixes are promising cuts."""
-    yield np.arange(topology.num_nodes)
-    if topology.num_nodes > 3:
-        yield _spectral_order(topology)
-
-
-def _spectral_order(topology: Topology) -> Longs:
-    """Nodes along the slowest mode of the network, whose prefixes cut few links.
-
-    One inverse-iteration solve of the capacity graph's Laplacian for each of a few rounds.
-    """
-    from scipy import sparse  # noqa: PLC0415 - heavy
-    from scipy.sparse.linalg import splu  # noqa: PLC0415 - heavy
-
-    count = topology.num_nodes
-    weights = topology.capacities_bytes_per_s / topology.capacities_bytes_per_s.max(initial=1.0)
-    ends = (topology.link_sources, topology.link_targets)
-    graph = sparse.coo_matrix((weights, ends), shape=(count, count)).tocsr()
-    graph = graph + graph.T
-    degrees = np.asarray(graph.sum(axis=1)).ravel()
-    grounded = sparse.diags(degrees + 1e-6 * degrees.max(initial=1.0)) - graph
-    solve = splu(grounded.tocsc()).solve
-    mode = np.cos(np.arange(count) * np.pi / count) + 1e-3 * np.sin(np.arange(count))
-    for _ in range(12):
-        mode = solve(mode - mode.mean())
-        mode -= mode.mean()
-        mode /= max(float(np.abs(mode).max()), 1e-300)
-    return np.argsort(mode, kind="stable")
-
-
-def _exact_cuts(collective: Collective, topology: Topology, chunk_bytes: Floats) -> Iterator[Bound]:
-    """The worst cut of all, where the collective's optimum is one and its shares are equal."""
-    name = collective.name
-    if name not in ("all_gather", "reduce_scatter", "broadcast", "reduce", "scatter", "gather"):
-        return
-    if collective.num_ranks < 2 or collective.chunk_weights.strides != (0,):
-        return
-    optimum = throughput_optimum(
-        topology,
-        collective=name,
-        root=collective.root or 0,
-    )
-    inside = np.zeros(topology.num_nodes, dtype=np.bool_)
-    inside[list(optimum.cut)] = True
-    if name in ("reduce_scatter", "reduce", "gather"):
-        inside = ~inside  # found on the reversed network
-    share = float(chunk_bytes.sum())
-    if name not in ("broadcast", "reduce"):
-        share /= collective.num_ranks
-    carried = float(optimum.inverse_rate) * share
-    links = inside[topology.link_sources] & ~inside[topology.link_targets]
-    capacity = float(topology.capacities_bytes_per_s[links].sum())
-    yield _cut_bound(topology, inside, carried * capacity, optimal=True)
-
-
 def _message_bound(collective: Collective, topology: Topology, size_bytes: float) -> Bound:
     """An all-reduce among k groups: 2 (k - 1) messages for each byte, unless switches add up."""
     adding = any(switch.aggregation is not None for switch in topology.switches)
     if collective.name != "all_reduce" or adding:
-        return _NOTHING
+        return NO_BOUND
     copying = any(switch.multicast for switch in topology.switches)
-    best = _NOTHING
-    for _, count, nodes in _groupings(topology):
+    best = NO_BOUND
+    for _, count, nodes in groupings(topology):
         if count < 2:
             continue
-        into, out_of = _group_capacities(topology, nodes, count)
+        into, out_of = group_capacities(topology, nodes, count)
         # Where a switch copies, one message out may be several in.
         total = float(into.sum() if copying else min(into.sum(), out_of.sum()))
         seconds = 2 * (count - 1) * size_bytes / total if total > 0 else 0.0
@@ -385,11 +215,11 @@ def discrete_ingress_bound(collective: Collective, topology: Topology, size_byte
     _require_match(collective, topology)
     chunk_bytes = collective.chunk_bytes(size_bytes)
     if collective.num_ranks < 2 or collective.chunk_weights.strides != (0,) or not chunk_bytes.size:
-        return _NOTHING
+        return NO_BOUND
     everyone = np.arange(collective.num_ranks)
     traffic = group_traffic(collective, chunk_bytes, everyone, num_groups=everyone.size)
     lasts_s = topology.latencies_s + chunk_bytes[0] / topology.capacities_bytes_per_s
-    best = _NOTHING
+    best = NO_BOUND
     sides = ((traffic[2], topology.in_links, "enter"), (traffic[3], topology.out_links, "leave"))
     for counts, links_of, verb in sides:
         for rank in np.flatnonzero(counts):
@@ -447,8 +277,8 @@ def lower_bound(
         >>> from fivefold.collectives.schedules import all_gather
         >>> from fivefold.network.topology import ring
         >>> network = ring(8, bandwidth="1 GB/s", latency="1 us")
-        >>> lower_bound(all_gather(8), network, 8).kind, lower_bound(all_gather(8), network, 8e9).kind
-        ('latency', 'cut')
+        >>> [lower_bound(all_gather(8), network, size).kind for size in (8, 8e9)]
+        ['latency', 'cut']
     """
     found = [
         latency_bound(collective, topology),

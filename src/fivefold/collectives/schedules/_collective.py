@@ -385,7 +385,7 @@ def _check_pairs(side: str, chunks: Ints, ranks: Ints, collective: Collective) -
     if not ordered.all():
         at = int(np.argmin(ordered)) + 1
         raise ConfigurationError(
-            f"pair {at} of {side}, chunk {chunks[at]} at rank {ranks[at]}, is out of order or twice",
+            f"pair {at} of {side} (chunk {chunks[at]}, rank {ranks[at]}) is out of order or twice",
             hint="sort the pairs by chunk, then rank, each once; custom() does it",
         )
 

@@ -165,7 +165,7 @@ def all_to_all(num_ranks: int, chunks_per_pair: int = 1) -> Collective:
 
 
 def all_to_allv(sizes: ArrayLike) -> Collective:
-    """An all-to-all of uneven sizes: chunk ``source * N + target`` weighs ``sizes[source, target]``.
+    """An all-to-all of uneven sizes; chunk ``source * N + target`` has size [source, target].
 
     Pairs of size zero send nothing and appear in neither condition.
 

@@ -17,6 +17,7 @@ References: TACCL, arXiv 2111.04867; TE-CCL, arXiv 2305.13479; SCCL, arXiv 2008.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -220,8 +221,9 @@ def _synchronous(
     schedule: Schedule, topology: Topology, routes: RouteTable, chunk_bytes: Floats
 ) -> Times:
     if schedule.num_transfers and not schedule.has_steps:
+        message = "the synchronous model needs a step for each transfer"
         raise ConfigurationError(
-            "the synchronous model needs a step for each transfer",
+            message,
             hint="choose the serial, slotted or fluid model, or give the schedule steps",
         )
     starts_s, ends_s = np.zeros(schedule.num_transfers), np.zeros(schedule.num_transfers)
@@ -230,7 +232,7 @@ def _synchronous(
     order = np.argsort(schedule.steps, kind="stable")
     bounds = np.searchsorted(schedule.steps[order], np.arange(schedule.num_steps + 1))
     now_s = 0.0
-    for first, last in zip(bounds[:-1], bounds[1:], strict=True):
+    for first, last in pairwise(bounds):
         members = order[first:last]
         part = RouteTable(rows=routes.rows[members], offsets=routes.offsets, links=routes.links)
         loads = part.loads(chunk_bytes[schedule.chunks[members]], topology.num_links)

@@ -62,7 +62,8 @@ class RouteTable:
     def loads(self, transfer_bytes: Floats, num_links: int) -> Floats:
         """Bytes on each link when each transfer carries its bytes, float64 [num_links]."""
         per_row = np.bincount(self.rows, transfer_bytes, self.offsets.size - 1)
-        return np.bincount(self.links, np.repeat(per_row, np.diff(self.offsets)), num_links)
+        carried = np.repeat(per_row, np.diff(self.offsets))
+        return np.bincount(self.links, carried, num_links).astype(np.float64)
 
 
 def require_topology(schedule: Schedule, topology: Topology | None) -> Topology:
@@ -73,9 +74,8 @@ def require_topology(schedule: Schedule, topology: Topology | None) -> Topology:
     """
     found = topology if topology is not None else schedule.topology
     if found is None:
-        raise ConfigurationError(
-            "the schedule was made for no topology", hint="pass the topology it is to run on"
-        )
+        message = "the schedule was made for no topology"
+        raise ConfigurationError(message, hint="pass the topology it is to run on")
     if found.num_ranks != schedule.collective.num_ranks:
         raise ConfigurationError(
             f"the schedule has {schedule.collective.num_ranks} ranks, the topology "
@@ -173,6 +173,6 @@ def _check_paths(schedule: Schedule, topology: Topology, table: RouteTable) -> N
         raise ScheduleError(
             f"the route of transfer {owner}, links {list(move.route or ())}, does not lead from "
             f"rank {move.source} to rank {move.target}",
-            hint="a route lists the links from source to target, each beginning where the last ends",
+            hint="a route lists links, each beginning where the last one ends",
             transfer=owner,
         )

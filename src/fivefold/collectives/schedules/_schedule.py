@@ -129,9 +129,8 @@ class Schedule:
                 )
             object.__setattr__(self, name, array)
         if (self.starts_s is None) != (self.ends_s is None):
-            raise ConfigurationError(
-                "a schedule has starts_s or ends_s, but not both", hint="give both or none"
-            )
+            message = "a schedule has starts_s or ends_s, but not both"
+            raise ConfigurationError(message, hint="give both or none")
         object.__setattr__(self, "attributes", dict(self.attributes))
         self._check_ranges()
         self._check_routes()
@@ -151,7 +150,8 @@ class Schedule:
                     hint=f"the collective allows 0 to {limit - 1}",
                 )
         if self.steps.size and self.steps.min() < -1:
-            raise ConfigurationError("a step is below -1", hint="number steps from 0; -1 is none")
+            message = "a step is below -1"
+            raise ConfigurationError(message, hint="number steps from 0; -1 is none")
         if self.topology is not None and self.topology.num_ranks != self.collective.num_ranks:
             raise ConfigurationError(
                 f"the collective has {self.collective.num_ranks} ranks, "
@@ -161,17 +161,16 @@ class Schedule:
 
     def _check_routes(self) -> None:
         if (self.route_offsets is None) != (self.route_links is None):
-            raise ConfigurationError(
-                "a schedule has route_offsets or route_links, but not both", hint="give both"
-            )
+            message = "a schedule has route_offsets or route_links, but not both"
+            raise ConfigurationError(message, hint="give both")
         if self.route_offsets is None or self.route_links is None:
             return
         offsets, links = frozen(self.route_offsets, np.int64), frozen(self.route_links, np.int32)
         whole = offsets.shape == (self.num_transfers + 1,) and offsets[0] == 0
         if not whole or offsets[-1] != links.size or (np.diff(offsets) < 0).any():
+            message = "route_offsets do not cut route_links into one route for each transfer"
             raise ConfigurationError(
-                "route_offsets do not cut route_links into one route for each transfer",
-                hint="they start at 0, never fall and end at the number of route_links",
+                message, hint="they start at 0, never fall and end at the number of route_links"
             )
         object.__setattr__(self, "route_offsets", offsets)
         object.__setattr__(self, "route_links", links)

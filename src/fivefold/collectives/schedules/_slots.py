@@ -72,7 +72,7 @@ def wanted_slots(schedule: Schedule) -> Array:
         (collective.post_offsets, collective.post_ranks),
         collective.num_ranks,
     )
-    return wanted
+    return np.asarray(wanted)
 
 
 @njit
@@ -199,11 +199,37 @@ def dependencies(schedule: Schedule) -> Dependencies:
         (
             collective.num_ranks,
             order_of(schedule),
-            collective.reducing,
+            int(collective.reducing),
             0.0 if schedule.ends_s is None else 1e-9 * float(schedule.ends_s.max(initial=0.0)),
         ),
     )
     return Dependencies(offsets=offsets, transfers=transfers)
+
+
+@njit
+def _trace_chunk(
+    events: Any,
+    members: Any,
+    transfers: tuple[Any, Any, Any, int],
+    chains: tuple[Any, Any, Any, Any],
+) -> None:
+    """Chain the writes at each rank: what a read finds is the last write and how many count."""
+    sources, targets, reduces, reducing = transfers
+    newest, before, length, waits = chains
+    for event in events:
+        index = members[event >> 1]
+        if event & 1 == 0:
+            waits[index, 0] = max(length[sources[index]], 0)
+            waits[index, 1] = newest[sources[index]]
+            continue
+        target = targets[index]
+        if length[target] < 0 or (not reducing and length[target] > 0):
+            continue  # a copy of what is there already
+        if not reduces[index]:
+            length[target] = 0
+        before[index] = newest[target]
+        newest[target] = index
+        length[target] += 1
 
 
 @njit
@@ -214,49 +240,33 @@ def _find_dependencies(
     pre: tuple[Any, Any],
     shape: tuple[int, int, int, float],
 ) -> tuple[Any, Any]:
-    """Two passes over the events of each chunk: count, then fill; writers of a rank are chained."""
+    """How many writes each transfer waits for and the last of them, then their chains as lists."""
     sources, targets, reduces = transfers
     num_ranks, mode, reducing, slack_s = shape
     offsets, positions = grouped
-    count = sources.size
-    found = np.zeros(count + 1, np.int64)
-    listed = np.empty(0, np.int64)
     newest = np.full(num_ranks, -1, np.int64)  # last write at each rank
-    before = np.full(count, -1, np.int64)  # the write before each write at the same rank
-    length = np.zeros(num_ranks, np.int64)
-    for filling in (False, True):
-        if filling:
-            for index in range(count):
-                found[index + 1] += found[index]
-            listed = np.empty(found[count], np.int64)
-        for chunk in range(offsets.size - 1):
-            members = positions[offsets[chunk] : offsets[chunk + 1]]
-            holders = pre[1][pre[0][chunk] : pre[0][chunk + 1]]
-            if not reducing:
-                for rank in holders:
-                    length[rank] = -1  # held at first: never waits
-            for event in order_events(members, timing[0], (timing[1], timing[2]), mode, slack_s):
-                index = members[event >> 1]
-                if event & 1 == 0:
-                    source = sources[index]
-                    waits = max(length[source], 0)
-                    if not filling:
-                        found[index + 1] = waits
-                    writer = newest[source]
-                    for place in range(waits if filling else 0):
-                        listed[found[index + 1] - 1 - place] = writer
-                        writer = before[writer]
-                    continue
-                target = targets[index]
-                if length[target] < 0 or (not reducing and length[target] > 0):
-                    continue  # a copy of what is there already
-                if not reduces[index]:
-                    length[target] = 0
-                before[index] = newest[target]
-                newest[target] = index
-                length[target] += 1
-            for rank in holders:
-                length[rank], newest[rank] = 0, -1
-            for index in members:
-                length[targets[index]], newest[targets[index]] = 0, -1
+    length = np.zeros(num_ranks, np.int64)  # writes that count; -1: held at first
+    before = np.full(sources.size, -1, np.int64)  # the write before each write at the same rank
+    waits = np.zeros((sources.size, 2), np.int64)  # how many, and the last of them
+    for chunk in range(offsets.size - 1):
+        members = positions[offsets[chunk] : offsets[chunk + 1]]
+        if members.size == 0:
+            continue
+        holders = pre[1][pre[0][chunk] : pre[0][chunk + 1]]
+        if not reducing:
+            length[holders] = -1
+        events = order_events(members, timing[0], (timing[1], timing[2]), mode, slack_s)
+        moves = (sources, targets, reduces, reducing)
+        _trace_chunk(events, members, moves, (newest, before, length, waits))
+        length[holders] = 0
+        for index in members:
+            length[targets[index]], newest[targets[index]] = 0, -1
+    found = np.zeros(sources.size + 1, np.int64)
+    found[1:] = np.cumsum(waits[:, 0])
+    listed = np.empty(found[-1], np.int64)
+    for index in range(sources.size):
+        writer = waits[index, 1]
+        for place in range(waits[index, 0]):
+            listed[found[index + 1] - 1 - place] = writer
+            writer = before[writer]
     return found, listed

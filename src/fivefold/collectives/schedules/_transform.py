@@ -48,10 +48,8 @@ def concatenate(first: Schedule, second: Schedule, *, name: str = "") -> Schedul
     collective = _joined(first.collective, second.collective)
     topology = first.topology if first.topology is not None else second.topology
     if second.topology is not None and second.topology != topology:
-        raise ConfigurationError(
-            "the two schedules were made for different topologies",
-            hint="make both for the same one",
-        )
+        message = "the two schedules were made for different topologies"
+        raise ConfigurationError(message, hint="make both for the same one")
     stepped = all(part.has_steps or not part.num_transfers for part in (first, second))
     steps: list[Any] = [first.steps, second.steps + np.int32(first.num_steps)]
     times: dict[str, Any] = {"starts_s": None, "ends_s": None}
@@ -150,9 +148,8 @@ def _joined_routes(
     for part in (first, second):
         if part.route_offsets is None or part.route_links is None:
             if topology is None:
-                raise ConfigurationError(
-                    "only one of the two schedules has routes", hint="give both a topology"
-                )
+                message = "only one of the two schedules has routes"
+                raise ConfigurationError(message, hint="give both a topology")
             from fivefold.collectives.schedules._routes import (  # noqa: PLC0415 - only here
                 explicit_routes,
             )

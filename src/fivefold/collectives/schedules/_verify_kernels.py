@@ -139,7 +139,7 @@ def replay(
     state = np.zeros((num_ranks, words), np.uint64)
     held = np.zeros(num_ranks, np.bool_)
     redundant = 0
-    worst = (FINE, np.int64(-1), np.int64(-1), np.int64(-1))
+    worst: Any = (FINE, np.int64(-1), np.int64(-1), np.int64(-1))
     for chunk in range(offsets.size - 1):
         members = positions[offsets[chunk] : offsets[chunk + 1]]
         holders = pre[1][pre[0][chunk] : pre[0][chunk + 1]]

@@ -42,9 +42,8 @@ def size_of(schedule: Schedule, size_bytes: float | None) -> float:
     """
     found = schedule.attributes.get("size_bytes") if size_bytes is None else size_bytes
     if found is None:
-        raise ConfigurationError(
-            "the schedule does not say for which size it was made", hint="pass size_bytes"
-        )
+        message = "the schedule does not say for which size it was made"
+        raise ConfigurationError(message, hint="pass size_bytes")
     return float(found)
 
 
@@ -68,7 +67,7 @@ def messages_of(schedule: Schedule, transfer_bytes: Floats) -> Messages:
     for key in keys:
         changes[1:] |= key[order][1:] != key[order][:-1]
     leaders[order] = order[np.maximum.accumulate(np.where(changes, np.arange(count), 0))]
-    return leaders, np.bincount(leaders, transfer_bytes, count)
+    return leaders, np.bincount(leaders, transfer_bytes, count).astype(np.float64)
 
 
 def check_times_against_order(schedule: Schedule) -> None:
@@ -108,7 +107,8 @@ def check_times_against_links(
         ConfigurationError: The schedule has no times, or the size is not known.
     """
     if schedule.starts_s is None or schedule.ends_s is None:
-        raise ConfigurationError("the schedule has no times to check", hint="evaluate() gives some")
+        message = "the schedule has no times to check"
+        raise ConfigurationError(message, hint="evaluate() gives some")
     size = size_of(schedule, size_bytes)
     transfer_bytes = schedule.collective.chunk_bytes(size)[schedule.chunks]
     leaders, message_bytes = messages_of(schedule, transfer_bytes)
@@ -123,7 +123,7 @@ def check_times_against_links(
         at = int(np.argmax(fast))
         raise ScheduleError(
             f"transfer {at} takes {lasts_s[at]:.6g} s, but its route needs {least_s[at]:.6g} s",
-            hint="a message needs the latency of its route, and its bytes over the smallest capacity",
+            hint="a message needs its route's latency, and its bytes over the least capacity",
             transfer=at,
         )
     _check_room(schedule, topology, routes, np.flatnonzero(leading), message_bytes)
