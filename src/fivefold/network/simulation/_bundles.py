@@ -20,6 +20,7 @@ from fivefold.network.simulation._records import (
     ENTRY,
     LEVEL_CLASS,
     LINK,
+    LISTS,
     PAIR,
     Loads,
 )
@@ -137,7 +138,7 @@ def make_loads(bundles: Bundles, capacities: Any, *, priorities: Any, queue_room
         links=links,
         link_entries=link_entries,
         # Bundles are no more than flows; as many requests may stand in line.
-        lists=np.zeros((5, max(num_links, len(bundles.of_row), 1)), np.int64),
+        lists=np.zeros((LISTS, max(num_links, len(bundles.of_row), 1)), np.int64),
         heaps=np.zeros(room, PAIR),
         classes=np.zeros(int(np.max(priorities, initial=0)) + 1, LEVEL_CLASS),
         counts=np.zeros(COUNTERS, np.int64),

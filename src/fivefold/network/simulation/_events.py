@@ -18,6 +18,7 @@ from fivefold.network.simulation._book import carry, enter_links, exit_links, lo
 from fivefold.network.simulation._filling import change_bundle, join_entry, leave_entry, resolve
 from fivefold.network.simulation._heap import pop_pair, push_pair, remove_event, schedule_event
 from fivefold.network.simulation._records import (
+    ASKED,
     EVENTS,
     IN_LINE,
     LINE,
@@ -84,6 +85,7 @@ def run(world: World, until_s: float) -> int:
                 _begin(world, slot, now_s)
             else:
                 _finish(world, slot, now_s)
+        _serve_processors(world, now_s)
         _settle(world, now_s)
     return FINISHED
 
@@ -204,8 +206,11 @@ def _skip_fallbacks(world: World, number: int) -> None:
 def _start(world: World, number: int, now_s: float) -> None:
     task = world.tasks[number]
     task.start_s = now_s
-    if task.is_compute:
-        _start_compute(world, number, now_s)
+    if task.is_compute and task.processor >= 0:
+        _queue(world, number)
+    elif task.is_compute:
+        task.sent_s = now_s + task.size
+        _end_at(world, number, task.sent_s)
     elif task.size == 0.0 or task.bundle < 0:
         task.sent_s = now_s
         carry(world, number, task.size)
@@ -216,21 +221,42 @@ def _start(world: World, number: int, now_s: float) -> None:
 
 
 @njit
-def _start_compute(world: World, number: int, now_s: float) -> None:
+def _queue(world: World, number: int) -> None:
     task, counts = world.tasks[number], world.loads.counts
-    if task.processor >= 0:
-        processor = world.processors[task.processor]
-        if processor.is_busy:
-            task.state = QUEUED
-            key = task.priority * _QUEUE_CLASS + counts[TICKETS]
-            counts[TICKETS] += 1
-            place = processor.first_place
-            push_pair(world.loads.heaps, place, processor.waiting, (key, number))
-            processor.waiting += 1
-            return
+    processor = world.processors[task.processor]
+    task.state = QUEUED
+    key = task.priority * _QUEUE_CLASS + counts[TICKETS]
+    counts[TICKETS] += 1
+    push_pair(world.loads.heaps, processor.first_place, processor.waiting, (key, number))
+    processor.waiting += 1
+    _ask(world, task.processor)
+
+
+@njit
+def _ask(world: World, processor: int) -> None:
+    """Have a processor look at its queue once all events of this time are known."""
+    if not world.processors[processor].is_asked:
+        world.processors[processor].is_asked = 1
+        world.loads.lists[ASKED, world.loads.counts[ASKED]] = processor
+        world.loads.counts[ASKED] += 1
+
+
+@njit
+def _serve_processors(world: World, now_s: float) -> None:
+    for at in range(world.loads.counts[ASKED]):
+        processor = world.processors[world.loads.lists[ASKED, at]]
+        processor.is_asked = 0
+        if processor.is_busy or processor.waiting == 0:
+            continue
+        number = world.loads.heaps[processor.first_place].id
+        pop_pair(world.loads.heaps, processor.first_place, processor.waiting)
+        processor.waiting -= 1
         processor.is_busy = 1
-    task.sent_s = now_s + task.size
-    _end_at(world, number, task.sent_s)
+        task = world.tasks[number]
+        task.start_s = now_s
+        task.sent_s = now_s + task.size
+        _end_at(world, number, task.sent_s)
+    world.loads.counts[ASKED] = 0
 
 
 @njit
@@ -306,7 +332,8 @@ def _finish(world: World, number: int, now_s: float) -> None:
             world.switches[world.slots[at].switch].free += world.slots[at].slots
         _serve_line(world, now_s)
     if task.is_compute and task.processor >= 0:
-        _free_processor(world, task.processor, now_s)
+        world.processors[task.processor].is_busy = 0
+        _ask(world, task.processor)
     for at in range(task.first_dependent, world.tasks[number + 1].first_dependent):
         _satisfy(world, world.others[at], now_s)
     if task.fallback_of >= 0:
@@ -317,17 +344,6 @@ def _finish(world: World, number: int, now_s: float) -> None:
             _end_at(world, task.fallback_of, now_s)
     if task.job >= 0:
         _count_job(world, task.job, now_s)
-
-
-@njit
-def _free_processor(world: World, number: int, now_s: float) -> None:
-    processor = world.processors[number]
-    processor.is_busy = 0
-    if processor.waiting > 0:
-        task = world.loads.heaps[processor.first_place].id
-        pop_pair(world.loads.heaps, processor.first_place, processor.waiting)
-        processor.waiting -= 1
-        _start(world, task, now_s)
 
 
 @njit

@@ -121,7 +121,8 @@ def max_min_rates(
             their weights. -1 is a flow of its own, None is that for all.
 
     Returns:
-        Bytes per second of each flow; ``inf`` for one that neither a link nor a cap limits.
+        Bytes per second of each flow; ``inf`` for one that has neither a link nor a cap, whatever
+        its group.
 
     Raises:
         ConfigurationError: An array has the wrong length or a value is out of range.
@@ -189,21 +190,11 @@ def bundle_flows(
     cap_levels, cap_keys = np.unique(caps / weights, return_inverse=True)
     keys = ranks * len(cap_levels) + cap_keys
     limited = (np.diff(routes.offsets) > 0) | np.isfinite(caps)
-    limited = _with_their_groups(limited, groups)
     limited = limited if flows is None else limited & flows
     bundles = form_bundles(
         routes, capacities, keys=np.where(limited, keys, -1), groups=groups, weights=weights
     )
     return bundles, ranks[bundles.first_rows]
-
-
-def _with_their_groups(
-    limited: npt.NDArray[np.bool_], groups: npt.NDArray[np.int64]
-) -> npt.NDArray[np.bool_]:
-    """A flow that crosses no link keeps pace with its group all the same."""
-    of_group = np.zeros(max(0, int(groups.max(initial=-1))) + 1, np.bool_)
-    np.logical_or.at(of_group, groups[groups >= 0], limited[groups >= 0])
-    return limited | ((groups >= 0) & of_group[groups])
 
 
 def positive_array(name: str, values: npt.ArrayLike, size: int | None) -> FloatArray:

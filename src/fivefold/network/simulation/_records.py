@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 __all__ = [
+    "ASKED",
     "BLANK",
     "BUNDLE",
     "CAPPED",
@@ -32,6 +33,7 @@ __all__ = [
     "LINE",
     "LINK",
     "LINK_USE",
+    "LISTS",
     "LOG",
     "LOGGED",
     "PAIR",
@@ -58,12 +60,13 @@ CAPPED = -2  # a bundle's bottleneck is its own cap
 BLANK = -1  # none
 
 # Rows of Loads.lists, and their lengths in Loads.counts.
-REGION, DIRTY, TOUCHED, FILLING, LINE = 0, 1, 2, 3, 4
+REGION, DIRTY, TOUCHED, FILLING, LINE, ASKED = range(6)
+LISTS = 6
 # Further counters: requests in line share the place of their list.
 IN_LINE = LINE
-PASS, SOLVES, ROUNDS, FILLED = 5, 6, 7, 8
-EVENTS, TICKETS, SCANS, WAITS, REFUSALS, LOGGED, PENDING = 9, 10, 11, 12, 13, 14, 15
-COUNTERS = 16
+PASS, SOLVES, ROUNDS, FILLED = 6, 7, 8, 9
+EVENTS, TICKETS, SCANS, WAITS, REFUSALS, LOGGED, PENDING = 10, 11, 12, 13, 14, 15, 16
+COUNTERS = 17
 
 BUNDLE = np.dtype(
     [
@@ -149,7 +152,9 @@ JOB = np.dtype(
         ("left", "i8"),  # tasks of this iteration still open
     ]
 )
-PROCESSOR = np.dtype([("first_place", "i8"), ("waiting", "i8"), ("is_busy", "i8")])
+PROCESSOR = np.dtype(
+    [("first_place", "i8"), ("waiting", "i8"), ("is_busy", "i8"), ("is_asked", "i8")]
+)
 SWITCH = np.dtype([("free", "i8"), ("blocked", "i8")])
 LOG = np.dtype([("time_s", "f8"), ("level", "f8"), ("bundle", "i8")])
 
@@ -163,7 +168,7 @@ class Loads(NamedTuple):
         links: LINK [links + 1].
         link_entries: Entries by link; int64 [entries].
         lists: Bundles in the region, dirty links, touched links, links being filled, requests in
-            line; int64 [5, longest].
+            line, processors to serve; int64 [LISTS, longest].
         heaps: PAIR: first the solver's own heap of links and caps, then the members of each
             bundle, then the queues of processors.
         classes: LEVEL_CLASS [priorities].
