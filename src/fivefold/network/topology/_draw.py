@@ -82,7 +82,7 @@ def draw_topology(
     axes = figure.add_subplot()
     _draw_boxes(axes, layout)
     _draw_links(figure, axes, topology, layout, loads)
-    _draw_nodes(axes, topology, layout)
+    _draw_nodes(figure, axes, topology, layout)
     axes.set_title(title or _heading(topology), fontsize=11, loc="left", pad=14)
     axes.set_aspect("equal")
     axes.axis("off")
@@ -270,7 +270,7 @@ def _colour_bar(figure: Figure, axes: Axes, collection: Any, top: float) -> None
     bar.set_label("share of the capacity in use" if share else "carried per link")
 
 
-def _draw_nodes(axes: Axes, topology: Topology, layout: Layout) -> None:
+def _draw_nodes(figure: Figure, axes: Axes, topology: Topology, layout: Layout) -> None:
     first = [node for node, mark in enumerate(layout.marks) if node == mark]
     size = max(12.0, min(260.0, 9000.0 / len(first)))
     sizes = np.bincount(layout.marks, minlength=topology.num_nodes)
@@ -297,8 +297,14 @@ def _draw_nodes(axes: Axes, topology: Topology, layout: Layout) -> None:
         )
     if len(first) <= _LABELLED:
         _label_nodes(axes, topology, layout, first, above_points=math.sqrt(size) / 2 + 5)
+    width_inches = float(figure.get_size_inches()[0])
     legend = axes.legend(
-        loc="upper left", bbox_to_anchor=(0, 0), ncols=6, fontsize=8, frameon=False, borderpad=0.2
+        loc="upper left",
+        bbox_to_anchor=(0, 0),
+        ncols=max(1, int(width_inches / 1.8)),
+        fontsize=8,
+        frameon=False,
+        borderpad=0.2,
     )
     for handle in filter(None, legend.legend_handles):
         handle.set(sizes=[40.0])  # the marks of a large picture are too small for a legend

@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
+from fivefold.errors import ConfigurationError
 from fivefold.network.topology._build import Builder, Wire, check_count
 from fivefold.network.topology._topology import Topology
 
@@ -226,9 +227,13 @@ def _grid(name: str, shape: Sequence[int], *, wrap: bool, wire: Wire | list[Wire
     for size in shape:
         check_count(f"every dimension of a {name}", size)
     wires = wire if isinstance(wire, list) else [wire] * len(shape)
-    check_count(f"dimensions of a {name}", len(shape))
+    if not shape:
+        raise ConfigurationError(f"a {name} needs a shape", hint="such as (4, 4)")
     if len(wires) != len(shape):
-        check_count(f"bandwidths of a {name} with shape {tuple(shape)}", None, low=len(shape))
+        raise ConfigurationError(
+            f"a {name} of shape {tuple(shape)} got {len(wires)} bandwidths",
+            hint=f"give one for all, or {len(shape)}: one per dimension",
+        )
     builder = Builder()
     names = builder.row("gpu", math.prod(shape))
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
