@@ -122,4 +122,6 @@ def test_ranks_are_numbered_host_by_host_as_torchrun_does() -> None:
         "shaped": True,
         "means": "tbf",
         "reason": None,
+        "mtu": None,
+        "topology": None,
     }

@@ -6,7 +6,7 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -71,6 +71,14 @@ def run(  # noqa: PLR0913 - one parameter per option of the command line
             rich_help_panel=_CLUSTER,
         ),
     ] = None,
+    topology: Annotated[
+        str | None,
+        typer.Option(
+            help="A topology in place of one switch: a TOML file, or such as ring:4.",
+            show_default="none",
+            rich_help_panel=_CLUSTER,
+        ),
+    ] = None,
     nproc_per_host: Annotated[
         int, typer.Option(help="Processes per host.", rich_help_panel=_CLUSTER)
     ] = 1,
@@ -121,9 +129,11 @@ def run(  # noqa: PLR0913 - one parameter per option of the command line
     from fivefold.lab import LabSpec, run_lab  # noqa: PLC0415 - keeps --help fast
     from fivefold.units import parse_duration_s  # noqa: PLC0415 - as above
 
+    links: dict[str, Any] = {"hosts": hosts, "rate": rate}
+    if topology is not None:
+        links = _links_of(topology, rate)
     spec = LabSpec(
-        hosts=hosts,
-        rate=rate,
+        **links,
         delay=delay,
         jitter=jitter,
         loss=loss,
@@ -177,6 +187,14 @@ def clean() -> None:
     if not (report.removed or report.failed):
         typer.echo("nothing to remove")
     raise typer.Exit(1 if report.failed else 0)
+
+
+def _links_of(topology: str, rate: str | None) -> dict[str, Any]:
+    """Hosts and links of a topology; ``--rate`` is that of a generated one's links."""
+    from fivefold.network.topology import parse_topology  # noqa: PLC0415 - keeps --help fast
+
+    described = parse_topology(topology, **({} if rate is None else {"bandwidth": rate}))
+    return {"hosts": described.num_ranks, "topology": described.to_toml()}
 
 
 def _host_rates(texts: list[str]) -> dict[int, str]:

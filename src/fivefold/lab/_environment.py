@@ -53,6 +53,8 @@ class LabFacts:
             "shaped": self.means is not None,
             "means": self.means,
             "reason": self.reason,
+            "mtu": spec.mtu,
+            "topology": spec.topology,
         }
 
 

@@ -17,6 +17,7 @@ from fivefold.errors import UnsupportedError
 from fivefold.lab._capabilities import find_tool
 from fivefold.lab._linux import entered, new_network_namespace, open_tun
 from fivefold.lab._plan import SWITCH, Step, host_name, plan_bridge, plan_relay
+from fivefold.lab._plan_topology import plan_topology
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,10 +37,12 @@ class Network:
     Args:
         host_fds: One descriptor of a network namespace per host.
         relay: The relay process, or None.
+        node_fds: One descriptor per node of a topology that is no host.
     """
 
     host_fds: list[int]
     relay: subprocess.Popen[bytes] | None = None
+    node_fds: list[int] = field(default_factory=list)
     _tools: dict[str, str] = field(default_factory=dict)
 
     def apply(self, steps: list[Step]) -> None:
@@ -64,9 +67,7 @@ class Network:
     def _apply_step(self, step: Step) -> None:
         own = f"/proc/{os.getpid()}/fd"
         argv = [
-            f"{own}/{self.host_fds[int(word.removeprefix('@host'))]}"
-            if word.startswith("@host")
-            else word
+            f"{own}/{self._fd_of(word.removeprefix('@'))}" if word.startswith("@") else word
             for word in step.argv
         ]
         argv[0] = self._tool(argv[0])
@@ -86,7 +87,11 @@ class Network:
             )
 
     def _fd_of(self, namespace: str) -> int | None:
-        return None if namespace == SWITCH else self.host_fds[int(namespace.removeprefix("host"))]
+        if namespace == SWITCH:
+            return None
+        if namespace.startswith("node"):
+            return self.node_fds[int(namespace.removeprefix("node"))]
+        return self.host_fds[int(namespace.removeprefix("host"))]
 
     def _tool(self, name: str) -> str:
         if name not in self._tools:
@@ -113,7 +118,11 @@ def build_network(spec: LabSpec, *, means: str | None, counts_path: Path) -> Net
     """
     try:
         network = Network([new_network_namespace() for _ in range(spec.hosts)])
-        if means == "relay":
+        if spec.topology is not None and means is not None:
+            count, steps = plan_topology(spec)
+            network.node_fds = [new_network_namespace() for _ in range(count)]
+            network.apply(steps)
+        elif means == "relay":
             network.relay = _start_relay(network, spec, counts_path)
         else:
             network.apply(plan_bridge(spec, netem=means == "tbf+netem"))

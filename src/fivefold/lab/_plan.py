@@ -29,6 +29,7 @@ __all__ = [
     "plan_relay",
     "queue_bytes",
     "relay_mtu",
+    "shaper",
 ]
 
 SWITCH = "switch"
@@ -176,7 +177,23 @@ def _plan_uplink(spec: LabSpec, host: int, *, netem: bool) -> list[Step]:
 
 
 def _tbf(spec: LabSpec, host: int) -> str:
-    rate = spec.rate_of(host) or 0.0
+    return shaper(spec, spec.rate_of(host) or 0.0)
+
+
+def shaper(spec: LabSpec, rate: float) -> str:
+    """The ``tbf`` queue of one direction of a link.
+
+    Args:
+        spec: The cluster: its packet size and queue.
+        rate: Rate in bytes per second.
+
+    Returns:
+        The words that follow ``tc qdisc add dev NAME root``.
+
+    Example:
+        >>> shaper(LabSpec(), 1e6)
+        'tbf rate 8000000bit burst 3028b latency 50000us'
+    """
     mtu = spec.mtu or _ETHERNET_MTU
     burst = max(rate * BURST_S, 2 * (mtu + FRAME_OVERHEAD_BYTES))
     if rate * LARGE_PACKET_S >= _LARGE_PACKET_BYTES:

@@ -1,11 +1,15 @@
 """What the emulated cluster looks like: hosts, links and processes per host.
 
+Hosts hang on one switch, each by a link of its own, or they are the ranks of a topology whose
+links are all made, one by one.
+
 The specification is validated once, here; everything behind it may trust it. It knows nothing of
 how links are made: the same specification is served by ``tbf``, by ``netem`` or by the relay.
 """
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -24,6 +28,7 @@ _MAX_HOSTS = 253  # addresses 10.77.0.1 to 10.77.0.253 of one /24 network
 _MIN_RATE_BYTES_PER_S = 1000.0  # one full frame then takes 1.5 s; below that TCP only times out
 _MIN_MTU = 576  # every IPv4 host must take this size (RFC 791)
 _MAX_MTU = 65000
+_LONGEST_LATENCY_S = 1e-4  # about what veth and gloo add themselves
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +52,9 @@ class LabSpec:
         mtu: Largest packet in bytes; None chooses (see the guide).
         seed: Seed of jitter and loss, where the relay makes them.
         host_rates: Rates of single hosts by index, in place of ``rate``: a host with a slow link.
+        topology: A topology as TOML text, in place of one switch: its ranks are the hosts, every
+            link is made with its own rate, and nodes pass on what goes farther. See
+            :meth:`of_topology`.
 
     Raises:
         ConfigurationError: A value is not allowed.
@@ -67,6 +75,7 @@ class LabSpec:
     mtu: int | None = None
     seed: int = 0
     host_rates: Mapping[int, str | float] = field(default_factory=dict)
+    topology: str | None = None
 
     def __post_init__(self) -> None:
         _check_integer("hosts", self.hosts, low=1, high=_MAX_HOSTS)
@@ -78,6 +87,8 @@ class LabSpec:
             _check_rate(self.rate_of(host))
         self._check_host_rates()
         self._check_path()
+        if self.topology is not None:
+            self._check_topology()
 
     def _check_host_rates(self) -> None:
         for host in self.host_rates:
@@ -102,6 +113,55 @@ class LabSpec:
             raise ConfigurationError(
                 f"queue must be more than zero; got {self.queue}", hint="the default is '50ms'"
             )
+
+    def _check_topology(self) -> None:
+        from fivefold.network.topology import Topology  # noqa: PLC0415 - only here it needs numpy
+
+        if self.rate is not None or self.host_rates or self.delays_or_loses:
+            raise ConfigurationError(
+                f"a topology brings its own links; got rate={self.rate}, delay={self.delay}, "
+                f"loss={self.loss:g} and {len(self.host_rates)} host_rates besides",
+                hint="write the rates into the topology",
+            )
+        topology = Topology.from_toml(str(self.topology))
+        if topology.num_ranks != self.hosts:
+            raise ConfigurationError(
+                f"the topology {topology.name} has {topology.num_ranks} ranks, but hosts is "
+                f"{self.hosts}",
+                hint="use LabSpec.of_topology",
+            )
+        if any(topology.latencies_s > _LONGEST_LATENCY_S):
+            raise ConfigurationError(
+                f"the topology has latencies up to {max(topology.latencies_s):g} s, which the lab "
+                "does not emulate on topologies",
+                hint="set them to zero: the machine's own latency is what runs will have",
+            )
+        both_ways = {(link.source, link.target) for link in topology.links}
+        for source, target in sorted(both_ways):
+            if (target, source) not in both_ways:
+                raise ConfigurationError(
+                    f"the link from {source} to {target} has none back",
+                    hint="TCP needs both directions: add the link back",
+                )
+        topology.require_connected()
+
+    @classmethod
+    def of_topology(cls, topology: Any, **fields: Any) -> LabSpec:
+        """The cluster that a topology describes, one host for each rank.
+
+        Args:
+            topology: A :class:`fivefold.network.topology.Topology`.
+            **fields: Other fields, such as ``mtu`` and ``nproc_per_host``.
+
+        Returns:
+            The specification.
+
+        Example:
+            >>> from fivefold.network.topology import ring
+            >>> LabSpec.of_topology(ring(4, bandwidth="100 Mbit/s")).describe()
+            '4 hosts on ring:4'
+        """
+        return cls(hosts=topology.num_ranks, topology=topology.to_toml(), **fields)
 
     @property
     def rate_bytes_per_s(self) -> float | None:
@@ -136,7 +196,9 @@ class LabSpec:
     @property
     def shapes(self) -> bool:
         """Whether anything at all is asked of the links."""
-        return self.delays_or_loses or any(self.rate_of(i) is not None for i in range(self.hosts))
+        if self.topology is not None or self.delays_or_loses:
+            return True
+        return any(self.rate_of(host) is not None for host in range(self.hosts))
 
     def rate_of(self, host: int) -> float | None:
         """Rate of one host's link in bytes per second; None is unlimited."""
@@ -173,9 +235,12 @@ class LabSpec:
         """
         rate = self.rate_bytes_per_s
         parts = [f"{self.hosts} host{'s' if self.hosts > 1 else ''}"]
+        if self.topology is not None:
+            parts = [f"{parts[0]} on {tomllib.loads(self.topology).get('name', 'a topology')}"]
         if self.nproc_per_host > 1:
             parts.append(f"{self.nproc_per_host} processes each")
-        parts.append("no rate limit" if rate is None else format_bytes_per_s(rate))
+        if self.topology is None:
+            parts.append("no rate limit" if rate is None else format_bytes_per_s(rate))
         parts += [
             f"host{host} {format_bytes_per_s(parse_bytes_per_s(own))}"
             for host, own in sorted(self.host_rates.items())

@@ -12,7 +12,7 @@ from typing import Any
 from fivefold.collectives.lowering import Program, check_program, from_msccl_xml, lower
 from fivefold.collectives.schedules import Schedule
 from fivefold.errors import ConfigurationError
-from fivefold.network.topology import Topology, parse_topology, switch
+from fivefold.network.topology import Link, Node, Topology, parse_topology, switch
 
 __all__ = ["Settings", "configure", "current_settings", "lab_topology", "register_algorithm"]
 
@@ -22,6 +22,8 @@ _ALGORITHMS = "FIVEFOLD_ALGORITHMS"
 _LAB = "FIVEFOLD_LAB"
 _ASSUMED_BYTES_PER_S = 1.25e9
 _ASSUMED_LATENCY_S = 25e-6
+_UNSHAPED_BYTES_PER_S = 1e9  # about what one machine's processors carry
+_ETHERNET_MTU, _TCP_HEADER_BYTES, _FRAME_HEADER_BYTES = 1500, 52, 14
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,11 +195,27 @@ def lab_topology(facts: str, world_size: int) -> Topology | None:
     if not facts:
         return None
     data = json.loads(facts)
-    text = data.get("topology")
-    if not data.get("shaped") or data.get("nproc_per_host") != 1 or not text:
+    if not data.get("shaped") or data.get("nproc_per_host") != 1:
         return None
-    topology = Topology.from_toml(text)
-    return topology if topology.num_ranks == world_size else None
+    if data.get("topology"):
+        topology = Topology.from_toml(data["topology"])
+    else:
+        topology = _star(data)
+    # Rates count whole Ethernet frames; of a frame only this share is a program's data.
+    mtu = data.get("mtu") or _ETHERNET_MTU
+    whole = topology.scaled(bandwidth=(mtu - _TCP_HEADER_BYTES) / (mtu + _FRAME_HEADER_BYTES))
+    return whole if whole.num_ranks == world_size else None
+
+
+def _star(data: dict[str, Any]) -> Topology:
+    own = data["host_rates_bytes_per_s"]
+    middle, links = Node("switch", "switch"), []
+    hosts = [Node(f"host{host}", "gpu") for host in range(data["hosts"])]
+    for host, node in enumerate(hosts):
+        rate = own.get(str(host), data["rate_bytes_per_s"]) or _UNSHAPED_BYTES_PER_S
+        for ends in ((node.name, middle.name), (middle.name, node.name)):
+            links.append(Link(*ends, bandwidth_bytes_per_s=rate, latency_s=data["delay_s"] / 2))
+    return Topology("lab", [*hosts, middle], links)
 
 
 def register_algorithm(
