@@ -1,9 +1,10 @@
 """How fast one GPU with one software stack computes: a few constants, each with its source.
 
 A matrix product is timed by tiles: its output is cut into tiles, tiles fill waves of
-multiprocessors, each tile costs its depth and a fixed start. So small, thin and shallow products
-are slow for their geometry's sake, not by a fitted curve. Everything else moves bytes. The room
-knows no model and no plan. Constants live in one TOML file per (GPU, stack) in ``devices/``.
+multiprocessors, each tile costs its depth, a fixed start and the writing of its result, which no
+multiplication hides. So small, thin and shallow products are slow for their geometry's sake, and
+weight gradients that add to 32 bits slower still, not by a fitted curve. Everything else moves
+bytes. The room knows no model and no plan. Constants live in one TOML file per (GPU, stack) in ``devices/``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from fivefold.errors import ConfigurationError
 __all__ = ["DeviceSpec", "gemm_time_s", "memory_time_s"]
 
 # Rows, columns, share of the best tile's speed: smaller tiles reuse less of what they load.
-_TILES = ((256, 128, 1.0), (128, 128, 0.94), (128, 64, 0.8), (64, 64, 0.62))
+_TILES = (
+    (256, 128, 1.0), (128, 256, 1.0), (192, 128, 0.98), (128, 192, 0.98), (128, 128, 0.94),
+    (256, 64, 0.85), (64, 256, 0.85), (128, 64, 0.8), (64, 64, 0.62),
+)  # fmt: skip
 _MATRIX_BYTES = {"bf16": 2.0, "fp8": 1.0, "fp32": 4.0}
 
 
@@ -34,7 +38,8 @@ class DeviceSpec:
         multiprocessors: How many tiles run at a time.
         gemm_efficiency: Share of the peak that an endless product reaches.
         gemm_efficiency_fp8: The same for 8-bit products, casts included.
-        gemm_start_depth: What starting and ending a tile costs, in columns of depth.
+        tile_start_s: Fixed time of a tile: first loads, no multiplication yet.
+        epilogue_share: Share of writing the results that multiplication does not hide.
         attention_efficiency: Share of the peak inside a fused attention kernel.
         fused_attention: Attention never writes scores to memory (FlashAttention).
         causal_skips: The attention kernel skips what the mask hides.
@@ -50,6 +55,7 @@ class DeviceSpec:
         host_bandwidth_bytes_per_s: To host memory, for offloading.
         shard_gather_share: Share of a ring's rate that gathers of shared parameters reach (ZeRO-3).
         splits_stage_messages: Tensor ranks send a share each to the next stage, gathered there.
+        expert_imbalance: Tokens of the fullest rank of an expert group, over the mean.
         slices: Into how many pieces pipelined tensor overlap cuts a product; one stays exposed.
         step_overhead_s: Fixed time of an iteration: data, logging, norms, synchronisation.
         jitter: Share that the slowest of many ranks lags behind the mean, per doubling of nodes.
@@ -61,7 +67,7 @@ class DeviceSpec:
     Example:
         >>> device = DeviceSpec(name="x", peak_flops=312e12, memory_bytes=80e9,
         ...                     memory_bandwidth_bytes_per_s=2.0e12, multiprocessors=108)
-        >>> 0.2e-3 < gemm_time_s(device, m=4096, n=4096, k=1024) < 0.3e-3
+        >>> 0.15e-3 < gemm_time_s(device, m=4096, n=4096, k=1024) < 0.3e-3
         True
     """
 
@@ -73,7 +79,8 @@ class DeviceSpec:
     peak_flops_fp8: float = 0.0
     gemm_efficiency: float = 0.75
     gemm_efficiency_fp8: float = 0.6
-    gemm_start_depth: float = 160.0
+    tile_start_s: float = 1e-6
+    epilogue_share: float = 1.0
     attention_efficiency: float = 0.5
     fused_attention: bool = False
     causal_skips: bool = False
@@ -89,6 +96,7 @@ class DeviceSpec:
     host_bandwidth_bytes_per_s: float = 25e9
     shard_gather_share: float = 1.0
     splits_stage_messages: bool = True
+    expert_imbalance: float = 1.0
     slices: int = 4
     step_overhead_s: float = 0.0
     jitter: float = 0.0
@@ -128,7 +136,14 @@ def _check(device: DeviceSpec, name: str, *, low: float, high: float) -> None:
 
 @functools.lru_cache(maxsize=200_000)
 def gemm_time_s(
-    device: DeviceSpec, *, m: float, n: float, k: float, batch: float = 1.0, dtype: str = "bf16"
+    device: DeviceSpec,
+    *,
+    m: float,
+    n: float,
+    k: float,
+    batch: float = 1.0,
+    dtype: str = "bf16",
+    output_bytes: float = 2.0,
 ) -> float:
     """Time of ``batch`` products of m x k with k x n, as waves of tiles or as bytes moved.
 
@@ -142,6 +157,7 @@ def gemm_time_s(
         k: Depth.
         batch: How many such products run as one kernel.
         dtype: ``"bf16"`` or ``"fp8"``.
+        output_bytes: Moved per element of the result: 2 to write it, 8 to add to 32 bits.
 
     Example:
         >>> device = DeviceSpec(name="x", peak_flops=312e12, memory_bytes=80e9,
@@ -157,9 +173,11 @@ def gemm_time_s(
         tiles = math.ceil(m / rows) * math.ceil(n / columns) * batch
         waves = math.ceil(tiles / device.multiprocessors)
         work = waves * device.multiprocessors * 2.0 * rows * columns
-        best_s = min(best_s, work * (k + device.gemm_start_depth) / (rate * speed))
-    moved = batch * (_MATRIX_BYTES[dtype] * (m * k + k * n) + 2.0 * m * n)
-    return max(best_s, memory_time_s(device, moved)) + device.kernel_gap_s
+        best_s = min(best_s, work * k / (rate * speed) + waves * device.tile_start_s)
+    written_s = memory_time_s(device, output_bytes * batch * m * n)
+    loaded_s = memory_time_s(device, _MATRIX_BYTES[dtype] * batch * (m * k + k * n))
+    slow_s = best_s + device.epilogue_share * written_s
+    return max(slow_s, loaded_s + written_s) + device.kernel_gap_s
 
 
 def memory_time_s(device: DeviceSpec, size_bytes: float) -> float:

@@ -58,7 +58,7 @@ class LayerKey:
         return LayerShape(
             micro_batch=self.micro_batch, tensor=self.tensor, context=self.context,
             expert=self.expert, sequence_parallel=self.sequence_parallel,
-            fused_attention=device.fused_attention,
+            fused_attention=device.fused_attention, imbalance=device.expert_imbalance,
         )  # fmt: skip
 
 
@@ -203,7 +203,11 @@ def _operator_times(device: DeviceSpec, op: Operator, *, dtype: str, causal: boo
 def _product_times(device: DeviceSpec, op: Operator, *, dtype: str) -> _Times:
     forward_s = gemm_time_s(device, m=op.m, n=op.n, k=op.k, batch=op.batch, dtype=dtype)
     input_s = gemm_time_s(device, m=op.m, n=op.k, k=op.n, batch=op.batch, dtype=dtype)
-    weight_s = gemm_time_s(device, m=op.k, n=op.n, k=op.m, batch=op.batch, dtype=dtype)
+    # Weight gradients add up over micro-batches: read and written at their own width.
+    weight_s = gemm_time_s(
+        device, m=op.k, n=op.n, k=op.m, batch=op.batch, dtype=dtype,
+        output_bytes=2.0 * device.gradient_bytes,
+    )  # fmt: skip
     if dtype == "fp8":
         # Inputs and their gradients are read at 16 bits and written twice, once transposed.
         forward_s += memory_time_s(device, _CAST_BYTES * op.batch * op.m * op.k)

@@ -7,6 +7,7 @@ and sequence parallelism (Korthikanti et al., arXiv 2205.05198). The module know
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,6 +30,7 @@ class LayerShape:
         expert: Degree of expert parallelism.
         sequence_parallel: Norms and dropouts are split over the tensor group too.
         fused_attention: Scores are never stored.
+        imbalance: Tokens that this rank's experts get, over the mean.
 
     Example:
         >>> LayerShape(micro_batch=4, tensor=8).sequence_split
@@ -41,6 +43,7 @@ class LayerShape:
     expert: int = 1
     sequence_parallel: bool = False
     fused_attention: bool = False
+    imbalance: float = 1.0
 
     @property
     def sequence_split(self) -> int:
@@ -286,9 +289,8 @@ def _dense_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ...
     )
 
 
-def _storing(operator: Operator, stored_bytes: float) -> Operator:
-    fields = {name: getattr(operator, name) for name in operator.__dataclass_fields__}
-    return Operator(**{**fields, "stored_bytes": stored_bytes})
+def _storing(operator: Operator, stored_bytes: float, **changed: float) -> Operator:
+    return dataclasses.replace(operator, stored_bytes=stored_bytes, **changed)  # type: ignore[arg-type]
 
 
 def _expert_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ...]:
@@ -296,11 +298,12 @@ def _expert_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ..
     moe = model.experts
     assert moe is not None, "only called for expert layers"
     tokens, t = tokens_of(model, shape), shape.tensor
-    visits = tokens * moe.top_k / (t if shape.sequence_parallel else 1)
+    busy = shape.imbalance if shape.expert > 1 else 1.0  # the group waits for its fullest rank
+    visits = busy * tokens * moe.top_k / (t if shape.sequence_parallel else 1)
     visit_bytes = ELEMENT_BYTES * visits * model.hidden
     local = moe.num_experts / shape.expert
     # The whole expert group's tokens meet this rank's experts; t ranks split each expert.
-    rows = tokens * moe.top_k * shape.expert / moe.num_experts
+    rows = busy * tokens * moe.top_k * shape.expert / moe.num_experts
     exchange = (
         Operator(name="exchange", kind="message", message="expert", message_bytes=visit_bytes),
     ) * (shape.expert > 1)
@@ -319,10 +322,18 @@ def _expert_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ..
             name="router", kind="gemm", m=tokens / shape.sequence_split, n=moe.num_experts,
             k=model.hidden, stored_bytes=_input_bytes(model, shape), kernels=6,
         ),
-        moves, *exchange, *_tensor_message(model, shape, "experts"),
+        moves, *exchange, *_visit_message(model, shape, busy * moe.top_k),
         _storing(up, ELEMENT_BYTES * rows * local * model.hidden), *rest,
         *exchange, moves, *shared,
     )  # fmt: skip
+
+
+def _visit_message(model: ModelSpec, shape: LayerShape, visits: float) -> tuple[Operator, ...]:
+    """Tensor ranks gather the tokens of their experts: each token as often as it visits one."""
+    return tuple(
+        _storing(op, 0.0, message_bytes=op.message_bytes * visits)
+        for op in _tensor_message(model, shape, "experts")
+    )
 
 
 def _convolution_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ...]:
@@ -363,9 +374,10 @@ def head_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ...]:
             name="head", kind="gemm", m=tokens, n=columns, k=model.hidden,
             stored_bytes=_input_bytes(model, shape),
         ),
-        # 32-bit logits: largest, exponentials, sum; then the gradient in place.
+        # Logits widened to 32 bits (6 bytes), largest (4), difference (8), exponentials (8), sum
+        # (4); backward: the softmax's gradient (8), its scaling (8), narrowed again (6).
         Operator(
-            name="loss", kind="memory", moved_bytes=4 * logits, backward_moved_bytes=2 * logits,
+            name="loss", kind="memory", moved_bytes=7.5 * logits, backward_moved_bytes=5.5 * logits,
             stored_bytes=logits, kernels=6,
         ),
         *_tensor_message(model, shape, "head"),
