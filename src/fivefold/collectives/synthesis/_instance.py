@@ -8,7 +8,7 @@ no solver.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -81,6 +81,21 @@ class Reach:
 
     earliest: NDArray[np.int64]
     remaining: NDArray[np.int64]
+
+    def windows(
+        self, instance: Instance, delays: NDArray[np.int64], length: int
+    ) -> Iterator[tuple[int, int, int, int]]:
+        """(chunk, link, first start, last start + 1) of all transfers that can be of use.
+
+        A transfer starts once its source can hold the chunk, and early enough for some rank that
+        wants the chunk; nobody sends to a rank that holds it from the start.
+        """
+        for chunk, holders in enumerate(instance.holders):
+            first = self.earliest[chunk, instance.sources]
+            end = length - self.remaining[chunk, instance.targets] - delays + 1
+            useful = (end > first) & ~np.isin(instance.targets, sorted(holders))
+            for link in np.flatnonzero(useful).tolist():
+                yield chunk, link, int(first[link]), int(end[link])
 
     def horizon(self, instance: Instance) -> int:
         """Least time by which each chunk can be wherever it is wanted (the latency bound)."""

@@ -118,6 +118,8 @@ def _find(
     what = f"{logical.collective.name} in {steps} steps and {rounds} rounds"
     if _hops(logical.instance) > steps:
         raise Refuted(f"{what}: some chunk has {_hops(logical.instance)} hops")
+    if time_limit_s <= 0:
+        raise Undecided(f"{what}: not decided, for there was no time")
     if steps == 0:
         return _schedule(logical, StepPlan((), ()), unit_bytes_per_s), 0.0
     outcome, plan = search_steps(
@@ -273,6 +275,8 @@ def pareto_synthesis(
             except NoSchedule as no:
                 if no.status == "unknown":
                     undecided.append((chunks, steps, rounds))
+                if left_s <= 0:
+                    break
                 continue
             points.append(ParetoPoint(chunks, steps, rounds, schedule))
             break

@@ -48,16 +48,12 @@ class _Model:
 
     def _add_sends(self) -> None:
         instance = self.instance
-        window = reach(instance, np.ones(instance.num_links, np.int64))
-        for chunk in range(instance.num_chunks):
-            firsts = window.earliest[chunk, instance.sources].tolist()
-            lasts = (self.steps - window.remaining[chunk, instance.targets]).tolist()
-            for link, target in enumerate(instance.targets.tolist()):
-                if target in instance.holders[chunk]:
-                    continue
-                for step in range(firsts[link], lasts[link]):
-                    self.active.append((chunk, link, step))
-                    self._variable(chunk, link, step, make=True)
+        hops = np.ones(instance.num_links, np.int64)
+        windows = reach(instance, hops).windows(instance, hops, self.steps)
+        for chunk, link, first, end in windows:
+            for step in range(first, end):
+                self.active.append((chunk, link, step))
+                self._variable(chunk, link, step, make=True)
 
     def _variable(self, chunk: int, link: int, step: int, *, make: bool = False) -> Any:
         key = (int(self.orbits.link_orbits[chunk, link]), step)

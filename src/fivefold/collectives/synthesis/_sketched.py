@@ -265,12 +265,22 @@ def _equal_boxes(topology: Topology) -> int:
 
 
 def _connections(logical: Logical, size: int) -> Connections:
+    """Rails where every rank has one and a box can spread what came in, or where all are many.
+
+    Behind a switch between boxes a rank's connections share its own link, so that a copy for
+    every rank of the other box costs as much as all of them together.
+    """
     instance = logical.instance
-    if int(logical.crosses.sum()) <= _CHEAP_CONNECTIONS or size == instance.num_ranks:
+    if size == instance.num_ranks:
         return "all"
-    rails = instance.sources[logical.crosses] % size == instance.targets[logical.crosses] % size
+    crossing = np.flatnonzero(logical.crosses)
+    rails = instance.sources[crossing] % size == instance.targets[crossing] % size
     boxes = instance.num_ranks // size
-    return "direct-map" if int(rails.sum()) >= boxes * (boxes - 1) * size else "all"
+    railed = int(rails.sum()) >= boxes * (boxes - 1) * size and not bool(rails.all())
+    switched = all(len(instance.resources[link]) > 1 for link in crossing.tolist())
+    copies = max((len(ranks) for ranks in instance.wanted), default=0) > 1
+    many = len(crossing) > _CHEAP_CONNECTIONS
+    return "direct-map" if railed and ((switched and copies) or many) else "all"
 
 
 def _switches(logical: Logical, size: int, size_bytes: float) -> tuple[SwitchSketch, ...]:

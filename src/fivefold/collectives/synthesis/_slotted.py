@@ -38,7 +38,8 @@ from fivefold.network.topology import Topology
 
 __all__ = ["SlotModel", "slot_length_s", "slotted"]
 
-_MOST_VARIABLES = 2_000_000
+_MOST_VARIABLES = 1_500_000
+_VARIABLES_PER_S = 15_000  # at which a model is built, with its constraints
 _TOLERANCE = 1e-9
 
 
@@ -247,13 +248,12 @@ class _Search:
 
     def _ask(self, slots: int) -> tuple[str, list[tuple[int, int, int]] | None]:
         instance = self.logical.instance
-        size = instance.num_chunks * instance.num_links * slots
-        merged = max(len(self.question.model.symmetries), 1)
-        if size > _MOST_VARIABLES * 4 * merged:
-            message = f"{instance.num_chunks} chunks on {instance.num_links} links in {slots} slots"
-            hint = "use method='trees' or 'matching', or give symmetries"
-            raise ConfigurationError(f"{message} are too many for an exact search", hint=hint)
         left_s = self.deadline_s - time.perf_counter()
+        size = self._variables(slots)
+        if size > _MOST_VARIABLES or size > max(left_s, 1.0) * _VARIABLES_PER_S:
+            message = f"{instance.num_chunks} chunks on {instance.num_links} links in {slots} slots"
+            hint = "allow more time, give symmetries, or use method='trees' or 'matching'"
+            raise ConfigurationError(f"{message} are too many for an exact search", hint=hint)
         # A length that stays undecided must leave time for the next ones.
         limit_s = left_s if self.question.slots is not None else max(left_s / 3, 1.0)
         outcome, transfers = search_slots(
@@ -269,6 +269,14 @@ class _Search:
         if self.question.progress is not None:
             self.question.progress(f"{slots} slots: {outcome.status}, {outcome.solver_s:.1f} s")
         return outcome.status, transfers if outcome.found else None
+
+    def _variables(self, slots: int) -> int:
+        """How many (chunk, link, slot) there are, symmetric ones counted once."""
+        instance, window = self.logical.instance, reach(self.logical.instance, self.times.delays)
+        first = window.earliest[:, instance.sources]
+        last = slots - window.remaining[:, instance.targets] - self.times.delays
+        kept = self.orbits.link_orbits == np.arange(first.size).reshape(first.shape)
+        return int(np.clip(last - first + 1, 0, None)[kept].sum())
 
     def _schedule(self, transfers: list[tuple[int, int, int]], slots: int, bound: int) -> Schedule:
         size_bytes = self.question.size_bytes

@@ -50,19 +50,13 @@ class _Model:
         self._add_loads()
 
     def _add_sends(self) -> None:
-        instance, window = self.instance, self.window
-        for chunk in range(instance.num_chunks):
-            firsts = window.earliest[chunk, instance.sources].tolist()
-            ends = self.slots - window.remaining[chunk, instance.targets] - self.times.delays + 1
-            lasts = ends.tolist()
-            for link, target in enumerate(instance.targets.tolist()):
-                if target in instance.holders[chunk]:
-                    continue
-                orbit = int(self.orbits.link_orbits[chunk, link])
-                for slot in range(firsts[link], lasts[link]):
-                    self.active.append((chunk, link, slot))
-                    if (orbit, slot) not in self.sends:
-                        self.sends[orbit, slot] = self.model.new_bool_var(f"y{orbit}.{slot}")
+        windows = self.window.windows(self.instance, self.times.delays, self.slots)
+        for chunk, link, first, end in windows:
+            orbit = int(self.orbits.link_orbits[chunk, link])
+            for slot in range(first, end):
+                self.active.append((chunk, link, slot))
+                if (orbit, slot) not in self.sends:
+                    self.sends[orbit, slot] = self.model.new_bool_var(f"y{orbit}.{slot}")
 
     def _variable(self, chunk: int, link: int, slot: int) -> Any:
         return self.sends[int(self.orbits.link_orbits[chunk, link]), slot]
@@ -218,11 +212,19 @@ def ingress_bound(instance: Instance, times: SlotTimes, inside: frozenset[int]) 
     if not lacking or not entries:
         return 0
     periods = _entry_periods(instance, times, entries)
-    slots = 0
-    while sum((slots - extra) // busy for busy, extra in periods if slots > extra) < len(lacking):
-        slots += 1
+    slots = _slots_to_enter(periods, len(lacking))
     ends = {int(instance.targets[link]) for link in entries}
     return slots + (_tail(instance, times, lacking, ends.pop()) if len(ends) == 1 else 0)
+
+
+def _slots_to_enter(periods: list[tuple[int, int]], chunks: int) -> int:
+    """Least slots in which so many chunks can have come in, by bisection."""
+    least, most = 0, max(extra for _, extra in periods) + chunks * max(busy for busy, _ in periods)
+    while least < most:
+        middle = (least + most) // 2
+        entered = sum((middle - extra) // busy for busy, extra in periods if middle > extra)
+        least, most = (least, middle) if entered >= chunks else (middle + 1, most)
+    return least
 
 
 def _tail(instance: Instance, times: SlotTimes, chunks: list[int], entry: int) -> int:

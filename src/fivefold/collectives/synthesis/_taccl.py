@@ -15,7 +15,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fivefold.collectives.schedules import Collective, Schedule, evaluate, verify, with_times
+from fivefold.collectives.schedules import (
+    Collective,
+    Schedule,
+    evaluate,
+    lower_bound,
+    verify,
+    with_times,
+)
 from fivefold.collectives.synthesis._logical import by_inversion, schedule_of
 from fivefold.collectives.synthesis._sketch import Sketch
 from fivefold.collectives.synthesis._sketched import Sketched, derive_sketch, sketched
@@ -142,6 +149,8 @@ class _Run:
     def find(self, sketch: Sketched) -> Schedule:
         deadline_s = time.perf_counter() + self.time_limit_s
         prices = prices_of(sketch.logical, size_bytes=self.size_bytes)
+        logical = sketch.logical
+        least_s = lower_bound(logical.collective, logical.topology, self.size_bytes).seconds
         best: Schedule | None = None
         best_s, bounds_s = float("inf"), []
         for routing, symmetric in self._routings(sketch, prices, deadline_s):
@@ -152,6 +161,8 @@ class _Run:
                 if length_s < best_s:
                     best, best_s = schedule, length_s
                     self._say(f"schedule of {length_s:.6g} s")
+            if best_s <= least_s * (1 + 1e-9):
+                break
         assert best is not None, "the greedy routing always gives a schedule"
         self.bound_s += min(bounds_s, default=0.0)
         return best

@@ -1,0 +1,300 @@
+"""One door to all synthesisers: the best verified schedule within a time limit, with its gap."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fivefold.collectives.schedules import (
+    MODELS,
+    Bound,
+    Collective,
+    CostModel,
+    Schedule,
+    evaluate,
+    lower_bound,
+    named_collective,
+    verify,
+    with_times,
+)
+from fivefold.collectives.synthesis._cache import cache_key, load, store
+from fivefold.collectives.synthesis._methods import METHODS, in_auto
+from fivefold.collectives.synthesis._request import Request
+from fivefold.collectives.synthesis._sketch import Sketch
+from fivefold.errors import (
+    ConfigurationError,
+    InfeasibleError,
+    UnsupportedError,
+)
+from fivefold.network.topology import Topology
+
+__all__ = ["Attempt", "Synthesis", "SynthesisOptions", "synthesize"]
+
+_OPTIMAL = 1e-9  # relative: a schedule this close to the bound is optimal
+
+
+@dataclass(frozen=True, kw_only=True)
+class SynthesisOptions:
+    """How to search.
+
+    Args:
+        model: Cost model by which schedules are compared and timed.
+        seed: Seed of everything random.
+        cache: Folder of known answers; None: none. A known answer is taken if it is optimal or
+            was searched for at least as long.
+        progress: Called with one line per step of the work.
+
+    Raises:
+        ConfigurationError: The model is unknown.
+
+    Example:
+        >>> SynthesisOptions(seed=7).model
+        'serial'
+    """
+
+    model: CostModel = "serial"
+    seed: int = 0
+    cache: Path | None = None
+    progress: Callable[[str], None] | None = None
+
+    def __post_init__(self) -> None:
+        if self.model not in MODELS or self.model == "synchronous":
+            known = ", ".join(model for model in MODELS if model != "synchronous")
+            raise ConfigurationError(f"cost model {self.model!r} is unknown", hint=f"use {known}")
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What one method came to.
+
+    Args:
+        method: The method.
+        time_s: Time of its best schedule, None where it has none.
+        spent_s: Wall-clock time that it took.
+        note: The name of the schedule, or why there is none.
+
+    Example:
+        >>> Attempt("flow", None, 0.0, "does not do all_gather").time_s is None
+        True
+    """
+
+    method: str
+    time_s: float | None
+    spent_s: float
+    note: str
+
+
+@dataclass(frozen=True)
+class Synthesis:
+    """The best schedule that was found, and how good it is.
+
+    Args:
+        schedule: The verified schedule, with times in the cost model.
+        time_s: Its time.
+        bound: The best lower bound, with its certificate.
+        method: The method that found it.
+        solver_s: Seconds of the solver that found it.
+        log: What every method came to.
+        cached: Whether it was read from the cache.
+
+    Example:
+        >>> from fivefold.network.topology import ring
+        >>> found = synthesize("all_gather", ring(4, bandwidth=1e9, latency=0), size_bytes=4e6)
+        >>> found.optimal, found.gap
+        (True, 0.0)
+    """
+
+    schedule: Schedule
+    time_s: float
+    bound: Bound
+    method: str
+    solver_s: float
+    log: tuple[Attempt, ...]
+    cached: bool = False
+
+    @property
+    def gap(self) -> float:
+        """Time over bound, less one; 0 is optimal, infinite where the bound is 0."""
+        if self.time_s <= self.bound.seconds * (1 + _OPTIMAL):
+            return 0.0
+        return self.time_s / self.bound.seconds - 1 if self.bound.seconds > 0 else float("inf")
+
+    @property
+    def optimal(self) -> bool:
+        """Whether no schedule can be faster: its time meets the bound."""
+        return self.gap == 0.0
+
+
+def synthesize(
+    collective: Collective | str,
+    topology: Topology,
+    *,
+    size_bytes: float,
+    method: str = "auto",
+    sketch: Sketch | None = None,
+    time_limit_s: float = 60.0,
+    options: SynthesisOptions | None = None,
+) -> Synthesis:
+    """Find a fast schedule for a collective on a topology.
+
+    With ``method="auto"`` the library, spanning trees, matching, flows, TACCL and the exact
+    searches are tried, as far as they fit the collective and the number of ranks, until one meets
+    the lower bound or time is over. Every schedule is verified before it counts.
+
+    Args:
+        collective: A collective with its chunks, or its name (root 0) to have the number of
+            chunks chosen too.
+        topology: Where.
+        size_bytes: Size of the collective, as ``Collective.buffer_weight`` counts it.
+        method: "auto", "library", "trees", "matching", "flow", "taccl", "slotted" or
+            "k_synchronous".
+        sketch: For TACCL; given with "auto" only TACCL is asked.
+        time_limit_s: Limit of the whole search. A method that has begun ends its current step.
+        options: Cost model, seed, cache, progress.
+
+    Returns:
+        The best schedule with its gap to the lower bound.
+
+    Raises:
+        ConfigurationError: The method is unknown or does not fit, or a number is out of range.
+        InfeasibleError: Some rank cannot be reached, or nothing was found in time.
+
+    Example:
+        >>> from fivefold.network.topology import named_topology
+        >>> found = synthesize("broadcast", named_topology("dgx1"), size_bytes=1e3,
+        ...                    method="library")
+        >>> found.method, found.time_s >= found.bound.seconds
+        ('library', True)
+    """
+    chosen = SynthesisOptions() if options is None else options
+    if method not in METHODS and method != "auto":
+        hint = f"use auto, {', '.join(METHODS)}"
+        raise ConfigurationError(f"method {method!r} is unknown", hint=hint)
+    if not 0 <= size_bytes < float("inf"):
+        raise ConfigurationError(f"size_bytes must be a size; got {size_bytes}")
+    if not 0 <= time_limit_s < float("inf"):
+        raise ConfigurationError(f"time_limit_s must not be negative; got {time_limit_s}")
+    named = isinstance(collective, str)
+    plain = named_collective(collective, topology.num_ranks) if named else collective  # type: ignore[arg-type]
+    request = Request(
+        collective=plain,  # type: ignore[arg-type]
+        free=named,
+        topology=topology,
+        size_bytes=float(size_bytes),
+        model=chosen.model,
+        sketch=sketch,
+        deadline_s=time.perf_counter() + time_limit_s,
+        seed=chosen.seed,
+        progress=chosen.progress,
+    )
+    bound = lower_bound(request.collective, topology, request.size_bytes)
+    method = "taccl" if sketch is not None and method == "auto" else method
+    return _Search(request, method, bound).cached(chosen.cache, time_limit_s)
+
+
+class _Search:
+    """Asks the methods one after another and keeps the best verified schedule."""
+
+    def __init__(self, request: Request, method: str, bound: Bound) -> None:
+        self.request, self.method, self.bound = request, method, bound
+        self.best: tuple[Schedule, float, str, float] | None = None
+        self.log: list[Attempt] = []
+
+    def cached(self, folder: Path | None, time_limit_s: float) -> Synthesis:
+        """The answer from the cache, else from the search, which is then stored."""
+        if folder is None:
+            return self.run()
+        key = self._key()
+        known = load(folder, key)
+        if known is not None:
+            schedule, notes = known
+            found = self._result(schedule, notes["method"], notes["solver_s"], cached=True)
+            if found.optimal or notes["time_limit_s"] >= time_limit_s:
+                return found
+        found = self.run()
+        notes = {
+            "method": found.method,
+            "solver_s": found.solver_s,
+            "time_s": found.time_s,
+            "time_limit_s": time_limit_s,
+        }
+        store(folder, key, found.schedule, notes)
+        return found
+
+    def _key(self) -> str:
+        request = self.request
+        parts: dict[str, Any] = {
+            "topology": request.topology.fingerprint,
+            "collective": request.collective.fingerprint,
+            "free": request.free,
+            "size_bytes": request.size_bytes,
+            "method": self.method,
+            "model": request.model,
+            "seed": request.seed,
+            "sketch": request.sketch.to_toml() if request.sketch is not None else None,
+        }
+        return cache_key(parts)
+
+    def run(self) -> Synthesis:
+        """Ask the methods.
+
+        Raises:
+            InfeasibleError: Nothing was found.
+        """
+        names = list(METHODS) if self.method == "auto" else [self.method]
+        for name in names:
+            left_out = in_auto(name, self.request) if self.method == "auto" else None
+            late = self.best is not None and self.request.left_s() <= 0
+            if left_out is not None or late:
+                self.log.append(Attempt(name, None, 0.0, left_out or "no time left"))
+                continue
+            self._ask(name)
+            if self.best is not None and self.best[1] <= self.bound.seconds * (1 + _OPTIMAL):
+                break
+        if self.best is None:
+            reasons = "; ".join(f"{attempt.method}: {attempt.note}" for attempt in self.log)
+            message = f"nothing does {self.request.collective.name} on {self.request.topology.name}"
+            raise InfeasibleError(f"{message}: {reasons}", hint="allow more time or another method")
+        schedule, time_s, name, solver_s = self.best
+        return Synthesis(schedule, time_s, self.bound, name, solver_s, tuple(self.log))
+
+    def _ask(self, name: str) -> None:
+        started_s = time.perf_counter()
+        best_s, note = None, "nothing fits"
+        try:
+            for schedule, solver_s in METHODS[name](self.request):
+                time_s = self._consider(schedule, name, solver_s)
+                if best_s is None or time_s < best_s:
+                    best_s, note = time_s, schedule.name
+                if time_s <= self.bound.seconds * (1 + _OPTIMAL):
+                    break
+        except (ConfigurationError, InfeasibleError, UnsupportedError) as error:
+            if best_s is None:
+                note = error.message
+                if self.method != "auto":
+                    raise
+        spent_s = time.perf_counter() - started_s
+        self.log.append(Attempt(name, best_s, spent_s, note))
+        self.request.say(f"{name}: {note}" + ("" if best_s is None else f", {best_s:.6g} s"))
+
+    def _consider(self, schedule: Schedule, name: str, solver_s: float) -> float:
+        request = self.request
+        verify(schedule, topology=request.topology)
+        found = self._result(schedule, name, solver_s, cached=False)
+        if self.best is None or found.time_s < self.best[1]:
+            self.best = (found.schedule, found.time_s, name, solver_s)
+        return found.time_s
+
+    def _result(
+        self, schedule: Schedule, method: str, solver_s: float, *, cached: bool
+    ) -> Synthesis:
+        request = self.request
+        verify(schedule, topology=request.topology)
+        timing = evaluate(
+            schedule, request.topology, size_bytes=request.size_bytes, model=request.model
+        )
+        timed = with_times(schedule, timing).replaced(topology=request.topology)
+        return Synthesis(timed, timing.total_s, self.bound, method, solver_s, (), cached)
