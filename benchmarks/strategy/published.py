@@ -1,0 +1,205 @@
+"""Predicts published training times row by row and judges on rows that no constant was fitted to.
+
+Every table is split into rows to fit and rows to judge. Committed constants were fitted on rows to
+fit only; vTrain's table is fitted here, in three ways: six named rows, one half to the other, and
+with each model left out in turn. Peers' errors on the same rows stand beside ours.
+
+    python benchmarks/strategy/published.py [--vtrain FOLDER]
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from pathlib import Path
+
+from _rows import Row, predict, read_table, read_vtrain
+
+from fivefold.report import BenchmarkRow, write_results
+from fivefold.strategy import Cluster, fit_constants, load_cluster, with_constants
+
+RESULTS = Path(__file__).parents[1] / "results" / "strategy" / "published.json"
+# One row per model, and one each for tensor parallelism across nodes and a deep pipeline.
+SIX = (0, 16, 20, 48, 56, 62)
+LIMITS = {
+    "gemm_efficiency": (0.5, 1.0),
+    "memory_efficiency": (0.4, 0.95),
+    "cluster.efficiency": (0.3, 1.0),
+}
+SINGLE_LIMITS = {
+    "gemm_efficiency": (0.5, 1.0),
+    "memory_efficiency": (0.4, 0.95),
+    "node.efficiency": (0.4, 1.0),
+    "host_kernel_s": (5e-6, 2e-4),
+}
+VTRAIN_START = {"gemm_efficiency": 0.859, "memory_efficiency": 0.718, "cluster.efficiency": 0.6}
+PEERS = {
+    "vTrain multi-node": {"vTrain, as published": 14.73, "Calculon 25 GB/s": 17.0,
+                          "Calculon 12.5 GB/s": 22.1},
+    "vTrain single-node": {"vTrain, as published": 8.37, "Calculon": 38.9},
+}  # fmt: skip
+
+
+def note(text: str) -> None:
+    """Say how far it is."""
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
+
+
+def error(cluster: Cluster, row: Row) -> float:
+    """Predicted over measured time, less one, in percent."""
+    return 100.0 * (predict(cluster, row) / row.measured_s - 1.0)
+
+
+def judged(
+    case: str, errors: list[float], *, target: float | None = None, median: bool = False,
+    peers: dict[str, float] | None = None,
+) -> BenchmarkRow:  # fmt: skip
+    """The mean or median size of the errors of judged rows."""
+    sizes = [abs(one) for one in errors]
+    ours = statistics.median(sizes) if median else statistics.fmean(sizes)
+    note(f"{case}: {ours:.2f} % over {len(sizes)} rows (median {statistics.median(sizes):.2f})")
+    return BenchmarkRow(
+        case=f"{case}, {len(sizes)} judged rows",
+        metric=f"{'median' if median else 'mean'} error of predicted iteration time", unit="%",
+        ours=ours, spread=(min(sizes), max(sizes)), peers=peers or {}, target=target,
+        met=None if target is None else ours <= target,
+    )  # fmt: skip
+
+
+def table_rows(
+    name: str, title: str, *, target: float | None = None, median: bool = False, only: str = ""
+) -> list[BenchmarkRow]:
+    """Every row of a committed table, and its judged rows in one figure."""
+    rows = [row for row in read_table(name) if not only or row.cluster == only]
+    clusters = {row.cluster: load_cluster(row.cluster) for row in rows}
+    lines, ours, theirs = [], [], []
+    for row in rows:
+        mine = error(clusters[row.cluster], row)
+        peers = {p: 100 * (s / row.measured_s - 1) for p, s in row.peers_s.items()}
+        lines.append(
+            BenchmarkRow(
+                case=f"{title}, {row.case} ({row.role})", metric="error of predicted iteration time",
+                unit="%", ours=mine, peers=peers,
+            )
+        )  # fmt: skip
+        if row.role == "judge":
+            ours.append(mine)
+            theirs += [abs(value) for value in peers.values()]
+    mean_peers = {"Calculon": statistics.fmean(theirs)} if theirs else {}
+    return [judged(title, ours, target=target, median=median, peers=mean_peers), *lines]
+
+
+def falls() -> list[BenchmarkRow]:
+    """ZeRO-3's throughput per GPU relative to the row that was fitted."""
+    rows = [row for row in read_table("megatron_zero3") if row.cluster == "a100-deepspeed"]
+    cluster, lines = load_cluster("a100-deepspeed"), []
+    for first in (0, 3):
+        for later in (first + 1, first + 2):
+            published = _fall(rows[first], rows[later], None)
+            ours = _fall(rows[first], rows[later], cluster)
+            lines.append(
+                BenchmarkRow(
+                    case=f"{rows[later].case} against {rows[first].case}",
+                    metric="error of predicted fall of throughput", unit="%",
+                    ours=100 * (ours / published - 1), target=15.0,
+                    met=abs(ours / published - 1) <= 0.15,
+                )
+            )  # fmt: skip
+            note(f"{lines[-1].case}: {lines[-1].ours:+.1f} %")
+    return lines
+
+
+def _fall(first: Row, later: Row, cluster: Cluster | None) -> float:
+    def per_gpu(row: Row) -> float:
+        seconds = row.measured_s if cluster is None else predict(cluster, row)
+        plan = row.plans[0]
+        return plan.global_batch / (seconds * plan.num_gpus)
+
+    return per_gpu(later) / per_gpu(first)
+
+
+def regret(cluster: Cluster, rows: list[Row]) -> float:
+    """How much slower the plan that the model picks is than the best measured one, in percent."""
+    pick = min(rows, key=lambda row: predict(cluster, row))
+    return 100 * (pick.measured_s / min(row.measured_s for row in rows) - 1)
+
+
+def vtrain_multi(folder: Path) -> list[BenchmarkRow]:
+    """Zero-shot, half to half, and each model left out."""
+    rows = read_vtrain(folder, multi=True)
+    start = with_constants(load_cluster("a100-vtrain"), VTRAIN_START)
+    peers = PEERS["vTrain multi-node"]
+
+    def fitted(chosen: list[Row]) -> Cluster:
+        return fit_constants(start, [row.run() for row in chosen], limits=LIMITS).cluster
+
+    zero = fitted([rows[i] for i in SIX])
+    left = [row for i, row in enumerate(rows) if i not in SIX]
+    lines = [judged("vTrain multi-node, six rows to the rest", [error(zero, r) for r in left],
+                    target=12.0, peers=peers)]  # fmt: skip
+    half = fitted([row for row in rows if row.role == "fit"])
+    odd = [row for row in rows if row.role == "judge"]
+    lines.append(judged("vTrain multi-node, even rows to odd rows", [error(half, r) for r in odd],
+                        target=6.0))  # fmt: skip
+    lines.append(judged("vTrain multi-node, even rows to odd rows, median",
+                        [error(half, r) for r in odd], median=True))  # fmt: skip
+    for seed in range(3):
+        order = random.Random(seed).sample(rows, len(rows))  # noqa: S311 - a split
+        cluster = fitted(order[::2])
+        lines.append(judged(f"vTrain multi-node, random half {seed} to the other",
+                            [error(cluster, row) for row in order[1::2]]))  # fmt: skip
+    for hidden in sorted({row.model.hidden for row in rows}):
+        cluster = fitted([row for row in rows if row.model.hidden != hidden])
+        chosen = [row for row in rows if row.model.hidden == hidden]
+        lines.append(judged(f"vTrain multi-node, hidden {hidden} left out",
+                            [error(cluster, row) for row in chosen]))  # fmt: skip
+        slower = regret(zero, chosen)
+        note(f"hidden {hidden}: regret {slower:.2f} %")
+        lines.append(BenchmarkRow(case=f"vTrain, hidden {hidden}, six rows", unit="%", ours=slower,
+                                  metric="regret of the predicted best plan", target=1.0,
+                                  met=slower <= 1.0))  # fmt: skip
+    return lines
+
+
+def vtrain_single(folder: Path) -> list[BenchmarkRow]:
+    """Even rows to odd rows, and each hidden size left out, on one node."""
+    rows = read_vtrain(folder, multi=False)
+    start = with_constants(load_cluster("a100-vtrain"), {**VTRAIN_START, "host_kernel_s": 5e-5})
+
+    def fitted(chosen: list[Row]) -> Cluster:
+        return fit_constants(start, [row.run() for row in chosen], limits=SINGLE_LIMITS).cluster
+
+    cluster = fitted([row for row in rows if row.role == "fit"][::2])
+    odd = [error(cluster, row) for row in rows if row.role == "judge"]
+    lines = [judged("vTrain single-node, even rows to odd rows", odd, target=9.0,
+                    peers=PEERS["vTrain single-node"])]  # fmt: skip
+    for hidden in (1024, 2048):
+        others = fitted([row for row in rows if row.model.hidden != hidden][::4])
+        lines.append(judged(f"vTrain single-node, hidden {hidden} left out",
+                            [error(others, r) for r in rows if r.model.hidden == hidden]))  # fmt: skip
+    return lines
+
+
+def main() -> None:
+    """Run everything and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--vtrain", type=Path, help="folder with vTrain's ground truth")
+    arguments = parser.parse_args()
+    lines = table_rows("megatron_sc21", "Megatron SC'21, table 1", target=6.0)
+    lines += table_rows("megatron_zero3", "Megatron SC'21, table 2, PTD", only="a100-megatron")
+    lines += table_rows("megatron_zero3", "Megatron SC'21, table 2, ZeRO-3", only="a100-deepspeed")
+    lines += falls()
+    lines += table_rows("korthikanti", "Korthikanti", target=4.0)
+    lines += table_rows("nvidia_h100", "NVIDIA H100", target=4.0, median=True)
+    lines += table_rows("megatron_core", "Megatron-Core H100", target=10.0)
+    if arguments.vtrain is not None:
+        lines += vtrain_multi(arguments.vtrain)
+        lines += vtrain_single(arguments.vtrain)
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    write_results(RESULTS, topic="strategy/published", rows=lines)
+
+
+if __name__ == "__main__":
+    main()
