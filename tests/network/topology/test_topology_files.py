@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
+import subprocess
+import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -230,3 +234,23 @@ def test_only_generators_take_rates():
         parse_topology("dgx1", bandwidth="1 GB/s")
     with pytest.raises(ConfigurationError, match="is no topology"):
         generator_usage("dgx1")
+
+
+def test_the_guide_says_what_works():
+    guide = (Path(__file__).parents[3] / "docs" / "guides" / "topology.md").read_text()
+    (table,) = re.findall(r"```toml\n(.*?)```", guide, re.DOTALL)
+    assert Topology.from_toml(table).is_connected()
+    spellings = re.findall(r"`([a-z_0-9]+:\d[^`]*)`", guide)
+    assert len(spellings) > 15
+    for text in spellings:
+        assert parse_topology(text).num_ranks > 1
+
+
+def test_the_room_is_light():
+    code = (
+        "import sys, fivefold.network.topology as t; t.torus((4, 4)).to_toml(); "
+        "print(sorted({'torch', 'numba', 'scipy', 'matplotlib', 'networkx'} & set(sys.modules)))"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"

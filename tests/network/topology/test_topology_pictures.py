@@ -90,6 +90,9 @@ def test_files_are_written(tmp_path, ending):
     draw_topology(ring(4), path, title="A ring")
     start = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[ending]
     assert path.read_bytes().startswith(start)
+    again = tmp_path / f"again.{ending}"
+    draw_topology(ring(4), again, title="A ring")
+    assert again.read_bytes() == path.read_bytes()
 
 
 @pytest.mark.parametrize("text", ["ring:1", "torus:4x4", "dgx_a100:2", "dragonfly:2", "fat_tree:6"])

@@ -22,7 +22,17 @@ __all__ = ["PORT", "Port", "add_clos", "check_oversubscription", "clos", "fat_tr
 
 @dataclass(frozen=True)
 class Port:
-    """A host's link to its switch and how the fabric scales with it."""
+    """A host's link to its switch and how the fabric scales with it.
+
+    Args:
+        bandwidth: Rate of the link in each direction.
+        latency: Of this link and of all links of the fabric.
+        oversubscription: A rack switch's capacity downwards over that upwards.
+
+    Example:
+        >>> Port("25 GB/s", oversubscription=2).uplink(8, uplinks=4).bandwidth
+        25000000000.0
+    """
 
     bandwidth: str | float = DEFAULT_BANDWIDTH
     latency: str | float = 0.0

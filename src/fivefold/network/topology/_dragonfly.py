@@ -55,11 +55,7 @@ def dragonfly(
     a = routers_per_group
     p = max(a // 2, 1) if ranks_per_router is None else ranks_per_router
     h = max(a // 2, 1) if global_links is None else global_links
-    for what, value in (
-        ("routers_per_group", a),
-        ("ranks_per_router", p),
-        ("global_links", h),
-    ):
+    for what, value in (("routers_per_group", a), ("ranks_per_router", p), ("global_links", h)):
         check_count(what, value)
     most = a * h + 1
     number = most if groups is None else groups
@@ -69,9 +65,8 @@ def dragonfly(
             f"{a} routers with {h} global links each join at most {most} groups; got {number}",
             hint="use fewer groups, or more routers or global links",
         )
-    near = Wire(bandwidth, latency)
+    builder, near = Builder(), Wire(bandwidth, latency)
     far = Wire(bandwidth, latency if global_latency is None else global_latency)
-    builder = Builder()
     routers = [_add_group(builder, group, (a, p), near) for group in range(number)]
     if number > 1:
         _join_groups(builder, routers, global_links=h, wire=far)

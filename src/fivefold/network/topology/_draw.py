@@ -39,6 +39,7 @@ _LABELLED = 80  # marks; beyond, names would lie on one another
 _ASIDE = 0.07  # how far a direction's line keeps to the right
 _WHOLE = 1.0 + 1e-9  # loads up to here are shares
 _MAX_ARROWS = 300
+_UNDATED = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 
 
 def draw_topology(
@@ -83,7 +84,7 @@ def draw_topology(
     _draw_boxes(axes, layout)
     _draw_links(figure, axes, topology, layout, loads)
     _draw_nodes(figure, axes, topology, layout)
-    axes.set_title(title or _heading(topology), fontsize=11, loc="left", pad=14)
+    axes.set_title(title or _heading(topology), fontsize=9.5, loc="left", pad=14)
     axes.set_aspect("equal")
     axes.axis("off")
     if path is not None:
@@ -116,7 +117,7 @@ def _checked_loads(topology: Topology, link_loads: npt.ArrayLike | None) -> Floa
 def _size(layout: Layout) -> tuple[float, float]:
     spans = np.ptp(layout.places, axis=0) + 1.5
     scale = min(14 / spans[0], 10 / spans[1], 1.2)
-    return max(6.0, spans[0] * scale), max(4.0, spans[1] * scale + 0.8)
+    return max(6.0, spans[0] * scale), max(4.0, spans[1] * scale + 1.4)
 
 
 def _heading(topology: Topology) -> str:
@@ -126,8 +127,8 @@ def _heading(topology: Topology) -> str:
     more = ", ..." if len(rates) > 4 else ""
     links = f"{topology.num_links} directed links" + (f" ({shown}{more})" if rates else "")
     others = topology.num_nodes - topology.num_ranks
-    forwarding = f", {others} forwarding nodes" if others else ""
-    return f"{topology.name}: {ranks}{forwarding}, {links}"
+    forwarding = f", {others} forwarding node{'s' if others != 1 else ''}" if others else ""
+    return f"{topology.name}\n{ranks}{forwarding}\n{links}"
 
 
 def _draw_boxes(axes: Axes, layout: Layout) -> None:
@@ -300,7 +301,7 @@ def _draw_nodes(figure: Figure, axes: Axes, topology: Topology, layout: Layout) 
     width_inches = float(figure.get_size_inches()[0])
     legend = axes.legend(
         loc="upper left",
-        bbox_to_anchor=(0, 0),
+        bbox_to_anchor=(0, -0.04),
         ncols=max(1, int(width_inches / 1.8)),
         fontsize=8,
         frameon=False,
@@ -340,5 +341,11 @@ def _save(figure: Figure, path: Path) -> None:
         raise ConfigurationError(
             f"a picture cannot be saved as {path.name!r}", hint="use .png, .svg or .pdf"
         )
+    import matplotlib as mpl  # noqa: PLC0415 - as above
+
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    # The same picture is the same file: no date, and ids that do not depend on the run.
+    with mpl.rc_context({"svg.hashsalt": "fivefold"}):
+        figure.savefig(
+            path, bbox_inches="tight", pad_inches=0.15, metadata=_UNDATED.get(path.suffix.lower())
+        )

@@ -28,6 +28,8 @@ __all__ = ["Router", "Routes"]
 _TICKS_PER_S = 1e15
 _MAX_TICKS = 2**60  # sums over a route stay well inside int64
 _KEPT_SOURCES = 64
+# Odd constants of splitmix64.
+_MIX = tuple(map(np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)))
 _NODES_PER_SEARCH = 512  # a search from both ends costs about as much as this part of a tree
 
 
@@ -62,7 +64,16 @@ class Routes:
 
 
 class Router:
-    """Shortest routes of one topology; distances from recent sources are kept."""
+    """Shortest routes of one topology; distances from recent sources are kept.
+
+    Args:
+        topology: The network.
+
+    Example:
+        >>> from fivefold.network.topology import line
+        >>> Router(line(3)).distances(0)[1].tolist()
+        [0, 1, 2]
+    """
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
@@ -192,7 +203,7 @@ class Router:
             (self._ticks, ticks, hops, self._blocked(through_ranks)),
             int(topology.rank_nodes[rank]),
             nodes,
-            targets,
+            self._selectors(np.full(len(targets), rank, np.int32), targets),
         )
         return counts, links
 
@@ -213,11 +224,25 @@ class Router:
             (enter.offsets, enter.links, topology.link_sources, self._ticks),
             self._blocked(through_ranks),
             (nodes[first], nodes[last]),
-            last,
+            self._selectors(first, last),
         )
         if lost >= 0:
             raise self._no_route(int(first[lost]), int(last[lost]), through_ranks)
         return np.diff(offsets), links
+
+    def _selectors(self, sources: IntArray, targets: IntArray) -> IntArray:
+        """What decides among equals: the target where switches are, else a hash of the pair.
+
+        In a grid of ranks the target alone would send all its traffic through the same neighbour.
+        """
+        if not self._topology.is_rank.all():
+            return targets
+        mixed = (sources.astype(np.uint64) + 1) * _MIX[0] ^ (targets.astype(np.uint64) + 1) * _MIX[
+            1
+        ]
+        mixed = (mixed ^ mixed >> np.uint64(29)) * _MIX[2]
+        selectors: IntArray = (mixed >> np.uint64(33)).astype(np.int32)
+        return selectors
 
     @property
     def _few(self) -> int:

@@ -31,7 +31,11 @@ _TIMES = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
 
 
 def read_topology(source: str | Path) -> Topology:
-    """Read a topology from a file or from text, see :meth:`Topology.from_toml`."""
+    """Read a topology from a file or from text, see :meth:`Topology.from_toml`.
+
+    Raises:
+        ConfigurationError: The file is missing, is not TOML, or describes no topology.
+    """
     text, place = _text_of(source)
     try:
         tables = tomllib.loads(text)

@@ -176,8 +176,8 @@ class Topology(TopologyViews):
     ) -> tuple[int, ...]:
         """Links from one rank to another: least latency, then fewest links.
 
-        Among equals the choice follows the destination, so that different destinations use
-        different ones of equal switches and links (see :meth:`routes`).
+        Among equals the destination decides, so that different destinations use different ones
+        of equal switches and links; between ranks without switches a hash of the pair does.
 
         Args:
             rank_a: Where it begins.
