@@ -1,13 +1,22 @@
 """The mixture-of-experts operator: routing, experts and combination as one differentiable call.
 
 A reference that runs on any device, every routing in common use, and the forward as one persistent
-kernel for NVIDIA GPUs (after FlashMoE, arXiv 2506.04667). The exchange between ranks is to come.
+kernel for NVIDIA GPUs (after FlashMoE, arXiv 2506.04667), also with the experts spread over ranks
+that reach each other's memory.
 """
 
 from fivefold.moe._activations import ACTIVATIONS, Activation, activation_named
 from fivefold.moe._backends import backends
 from fivefold.moe._capacity import capacity_for, drop_beyond_capacity
 from fivefold.moe._checkpoints import LAYOUTS, convert_checkpoint, export_checkpoint
+from fivefold.moe._exchange import ExpertExchange
+from fivefold.moe._exchange_layout import ExchangeConfig
+from fivefold.moe._heap import (
+    SharedMemoryHeap,
+    SymmetricHeap,
+    TorchSymmetricHeap,
+    VirtualHeap,
+)
 from fivefold.moe._module import MoE, MoEConfig
 from fivefold.moe._operator import fused_moe
 from fivefold.moe._reference import experts_one_by_one
@@ -25,10 +34,16 @@ __all__ = [
     "ACTIVATIONS",
     "LAYOUTS",
     "Activation",
+    "ExchangeConfig",
+    "ExpertExchange",
     "MoE",
     "MoEConfig",
     "Router",
     "Routing",
+    "SharedMemoryHeap",
+    "SymmetricHeap",
+    "TorchSymmetricHeap",
+    "VirtualHeap",
     "Workspace",
     "activation_named",
     "backends",

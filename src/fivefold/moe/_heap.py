@@ -1,0 +1,285 @@
+"""Symmetric heaps: memory of every rank that every rank can write to, at the same offsets.
+
+Three kinds behind one interface. A kernel gets nothing but a table of addresses, one per rank, so
+it does not know which kind it works on.
+
+- ``VirtualHeap``: all ranks in one process and one launch, on one device. For tests, and for one
+  GPU.
+- ``SharedMemoryHeap``: processes on one machine, on the CPU, through files that are mapped.
+- ``TorchSymmetricHeap``: GPUs of one machine that reach each other's memory, through
+  ``torch.distributed._symmetric_memory``.
+
+Setting a heap up is collective and its waits are bounded. Using it is not: who may write what, and
+when, is the business of the exchange.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from fivefold.errors import CommunicationError, ConfigurationError, UnsupportedError
+
+__all__ = ["SharedMemoryHeap", "SymmetricHeap", "TorchSymmetricHeap", "VirtualHeap"]
+
+_ALIGNMENT_BYTES = 256
+_LOOK_EVERY_S = 0.005
+
+
+class SymmetricHeap:
+    """Memory of ``ranks`` ranks, as one of them sees it. Use one of its kinds.
+
+    Attributes:
+        ranks: How many there are, P.
+        first_rank: The first one that this process works for.
+        num_local: How many it works for: all of a virtual heap, one otherwise.
+        nbytes: Of every rank.
+        bases: int64 [P], the address of every rank's memory in this process, on the device.
+        own: uint8 [num_local, nbytes], the memory of the ranks that this process works for.
+
+    Example:
+        >>> heap = VirtualHeap(3, nbytes=1024)
+        >>> heap.ranks, heap.num_local, heap.own.shape
+        (3, 3, torch.Size([3, 1024]))
+    """
+
+    def __init__(self, own: torch.Tensor, addresses: list[int], *, first_rank: int) -> None:
+        self.ranks = len(addresses)
+        self.first_rank = first_rank
+        self.num_local, self.nbytes = own.shape
+        self.own = own
+        self.bases = torch.tensor(addresses, dtype=torch.int64, device=own.device)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the memory is."""
+        return self.own.device
+
+    def close(self) -> None:
+        """Let go of the memory; no rank may write to it any more."""
+        self.own = self.own.new_empty(0)
+        self.bases = self.bases.new_empty(0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _check_sizes(ranks: int, nbytes: int, rank: int = 0) -> None:
+    if ranks < 1 or nbytes < 1:
+        raise ConfigurationError(f"a heap needs ranks and bytes; got {ranks} and {nbytes}")
+    if not 0 <= rank < ranks:
+        raise ConfigurationError(f"rank is {rank}, there are {ranks} ranks")
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+class VirtualHeap(SymmetricHeap):
+    """All ranks in this process: one launch does the work of all of them.
+
+    Args:
+        ranks: P.
+        nbytes: Of each.
+        device: Where.
+
+    Raises:
+        ConfigurationError: A size is not positive.
+
+    Example:
+        >>> with VirtualHeap(2, nbytes=64) as heap:
+        ...     int(heap.bases[1] - heap.bases[0]) == heap.nbytes
+        True
+    """
+
+    def __init__(self, ranks: int, *, nbytes: int, device: str | torch.device = "cpu") -> None:
+        _check_sizes(ranks, nbytes)
+        nbytes = _rounded(nbytes)
+        own = torch.zeros(ranks, nbytes, dtype=torch.uint8, device=device)
+        addresses = [own.data_ptr() + rank * nbytes for rank in range(ranks)]
+        super().__init__(own, addresses, first_rank=0)
+
+
+class SharedMemoryHeap(SymmetricHeap):
+    """Processes of one machine, on the CPU: every rank maps every rank's file.
+
+    The files are unlinked as soon as all ranks have mapped them, so nothing stays behind. Where
+    triton interprets the kernels (``TRITON_INTERPRET=1``) the exchange between real processes runs
+    on it: for tests, not for speed.
+
+    Args:
+        folder: An empty folder that all ranks see, best in memory (``/dev/shm``).
+        rank: Of this process.
+        ranks: P.
+        nbytes: Of each; the same on all ranks.
+        tag: What else must be the same on all ranks.
+        timeout_s: Longest wait for the other ranks.
+
+    Raises:
+        CommunicationError: A rank did not come in time.
+        ConfigurationError: Sizes or tags differ, or the folder was used before.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     heap = SharedMemoryHeap(folder, rank=0, ranks=1, nbytes=64)
+        >>> heap.own.shape, heap.num_local
+        (torch.Size([1, 256]), 1)
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        rank: int,
+        ranks: int,
+        nbytes: int,
+        tag: str = "",
+        timeout_s: float = 60.0,
+    ) -> None:
+        _check_sizes(ranks, nbytes, rank)
+        nbytes = _rounded(nbytes)
+        self._folder = Path(folder)
+        self._rank = rank
+        deadline_s = time.monotonic() + timeout_s
+        path = self._folder / f"rank-{rank}"
+        try:
+            with path.open("xb") as file:
+                file.truncate(nbytes)
+        except FileExistsError:
+            raise ConfigurationError(
+                f"rank {rank} has been here before: {path} exists",
+                hint="give every run an empty folder, and every process a rank of its own",
+            ) from None
+        self._say("ready", json.dumps({"nbytes": nbytes, "tag": tag}))
+        parts = []
+        for peer in range(ranks):
+            said = json.loads(self._hear("ready", peer, deadline_s, timeout_s))
+            if said != {"nbytes": nbytes, "tag": tag}:
+                raise ConfigurationError(
+                    f"rank {peer} has {said}, rank {rank} {nbytes} bytes and tag {tag!r}",
+                    hint="make the heap with the same sizes on all ranks",
+                )
+            file_of_peer = str(self._folder / f"rank-{peer}")
+            part = torch.from_file(file_of_peer, shared=True, size=nbytes, dtype=torch.uint8)
+            parts.append(part)
+        self._say("mapped", "")
+        for peer in range(ranks):
+            self._hear("mapped", peer, deadline_s, timeout_s)
+        path.unlink()
+        self._parts = parts  # keeps the mappings
+        addresses = [part.data_ptr() for part in parts]
+        super().__init__(parts[rank][None], addresses, first_rank=rank)
+
+    def _say(self, what: str, text: str) -> None:
+        path = self._folder / f"{what}-{self._rank}"
+        draft = path.with_name(f"{path.name}.{os.getpid()}")
+        draft.write_text(text)
+        draft.replace(path)
+
+    def _hear(self, what: str, peer: int, deadline_s: float, timeout_s: float) -> str:
+        path = self._folder / f"{what}-{peer}"
+        while True:
+            try:
+                return path.read_text()
+            except FileNotFoundError:
+                if time.monotonic() > deadline_s:
+                    raise CommunicationError(
+                        f"rank {self._rank} waited {timeout_s:g} s for rank {peer} to be {what} "
+                        "while the shared heap was set up",
+                        hint="start all ranks with the same folder; look at that rank's log",
+                    ) from None
+                time.sleep(_LOOK_EVERY_S)
+
+    def close(self) -> None:
+        """Unmap all ranks' memory."""
+        super().close()
+        self._parts = []
+
+
+class TorchSymmetricHeap(SymmetricHeap):
+    """GPUs of one machine, by ``torch.distributed._symmetric_memory``: peers write over NVLink.
+
+    This needs CUDA devices; it has not run anywhere yet.
+
+    Args:
+        nbytes: Of each rank; the same on all ranks.
+        device: The CUDA device of this process.
+        group: A process group that is set up; None for the default one.
+
+    Raises:
+        ConfigurationError: There is no process group, or a size is not positive.
+        UnsupportedError: This machine or this torch cannot do it; says why.
+
+    Example:
+        >>> TorchSymmetricHeap.missing(torch.device("cpu"))
+        'torch symmetric memory needs a CUDA device; cpu is none'
+    """
+
+    def __init__(
+        self, *, nbytes: int, device: str | torch.device = "cuda", group: Any = None
+    ) -> None:
+        place = torch.device(device)
+        reason = self.missing(place)
+        if reason is not None:
+            raise UnsupportedError(
+                reason, hint="VirtualHeap has all ranks on one device, SharedMemoryHeap on the CPU"
+            )
+        distributed = torch.distributed
+        if not distributed.is_initialized():
+            message = "there is no process group"
+            raise ConfigurationError(message, hint="call torch.distributed.init_process_group")
+        group = distributed.group.WORLD if group is None else group
+        _check_sizes(group.size(), nbytes)
+        module = importlib.import_module("torch.distributed._symmetric_memory")
+        memory = module.empty(_rounded(nbytes), dtype=torch.uint8, device=place)
+        memory.zero_()
+        handle = module.rendezvous(memory, group)
+        # All ranks' zeros are there before anyone writes.
+        torch.cuda.synchronize(place)
+        distributed.barrier(group)
+        self._handle = handle
+        super().__init__(memory[None], list(handle.buffer_ptrs), first_rank=handle.rank)
+
+    @staticmethod
+    def missing(device: torch.device) -> str | None:
+        """Why it cannot work on a device, or None where it can.
+
+        Args:
+            device: Of this process.
+
+        Returns:
+            The reason.
+        """
+        if device.type != "cuda":
+            return f"torch symmetric memory needs a CUDA device; {device.type} is none"
+        if not torch.cuda.is_available():
+            return "torch symmetric memory needs a CUDA device; torch finds none"
+        if not torch.distributed.is_available():
+            return "torch symmetric memory needs torch.distributed, which this torch lacks"
+        try:
+            module = importlib.import_module("torch.distributed._symmetric_memory")
+        except ImportError as error:
+            return f"this torch has no symmetric memory: {error}"
+        lacking = [name for name in ("empty", "rendezvous") if not hasattr(module, name)]
+        return f"this torch's symmetric memory lacks {', '.join(lacking)}" if lacking else None
+
+    def close(self) -> None:
+        """Let go of the memory, after all ranks' launches have ended."""
+        super().close()
+        self._handle = None

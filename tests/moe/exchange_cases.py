@@ -1,0 +1,323 @@
+# ruff: noqa: E402 - the environment is looked at first
+"""The exchange between virtual ranks in Triton's CPU interpreter: a child of ``test_moe_exchange``.
+
+Prints one line of JSON per case. The interpreter has to be chosen before triton is imported.
+"""
+
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+
+assert os.environ["TRITON_INTERPRET"] == "1"
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+from moe_oracle import expected, operands, relative
+
+from fivefold.errors import FivefoldError
+from fivefold.moe import ACTIVATIONS, ExchangeConfig, ExpertExchange, VirtualHeap, fused_moe
+from fivefold.moe._exchange_layout import heap_layout
+from fivefold.moe._exchange_sync_triton import QUEUES
+from fivefold.moe._fused import forward_fused
+
+torch.set_num_threads(1)
+CASES = {}
+
+
+def case(function):
+    CASES[function.__name__.replace("_", " ")] = function
+    return function
+
+
+def poisoned(like, **options):
+    value = float("nan") if like.is_floating_point() else 1
+    return torch.full(like.shape, value, dtype=options.get("dtype", like.dtype))
+
+
+def on_one_rank(given, activation="swiglu", **options):
+    names = ("x", "w13", "w2", "topk_ids", "topk_weights")
+    biases = {name: given.get(name) for name in ("b13", "b2")}
+    return forward_fused(
+        *(given[name] for name in names), activation=ACTIVATIONS[activation], **biases, **options
+    )
+
+
+def exchange_for(given, ranks, activation="swiglu", *, max_tokens=None, **options):
+    tokens, top_k = given["topk_ids"].shape
+    experts, hidden, inner = given["w2"].shape
+    config = ExchangeConfig(
+        ranks=ranks,
+        experts=experts,
+        hidden=hidden,
+        intermediate=inner,
+        top_k=top_k,
+        max_tokens=max_tokens or max(tokens, 1),
+        dtype=given["x"].dtype,
+        activation=activation,
+        debug=True,
+        **options,
+    )
+    exchange = ExpertExchange(
+        config, VirtualHeap(ranks, nbytes=config.heap_bytes()), timeout_s=0.05
+    )
+    spoil(exchange)
+    return exchange
+
+
+def spoil(exchange):
+    """Rows and tables of earlier calls become NaN or nonsense; words that count stay."""
+    exchange._scratch.fill_(0xFF)
+    sections = heap_layout(exchange.config).sections
+    first, last = sections["at_weights"][0], sections["at_shadow"][0]
+    exchange.heap.own[:, first:last] = 0xFF
+
+
+def uneven(tokens, ranks):
+    """Tokens per rank: all different, the second rank has none."""
+    counts = [tokens // ranks] * ranks
+    if ranks > 1:
+        counts[1] = 0
+    counts[0] += tokens - sum(counts)
+    return counts
+
+
+def same_bits(shape, activation="swiglu", *, ranks=(1, 2, 4), layouts=(None, 1), **options):
+    """All numbers of ranks and both layouts against one rank, and that against float64."""
+    dtype = options.pop("dtype", torch.float32)
+    given = operands(shape, activation, bias=options.pop("bias", True), dtype=dtype)
+    known = {k: v for k, v in options.items() if k == "weight_on_input"}
+    wanted = on_one_rank(given, activation, **known)
+    for number in ranks:
+        for layout in layouts:
+            capacity = None if layout is None else max(shape[0], 1)
+            exchange = exchange_for(given, number, activation, capacity=capacity)
+            counts = uneven(shape[0], number)
+            found = exchange(**given, num_tokens=counts, **known)
+            assert torch.equal(found, wanted), (number, layout)
+            check_bytes(exchange, given, counts, weight_on_input=bool(known))
+    return {"error": relative(wanted, expected(given, activation, **known))}
+
+
+def check_bytes(exchange, given, counts, *, weight_on_input=False, calls=1):
+    """Payload = routed rows x H x bytes of an element, for every pair of ranks."""
+    config = exchange.config
+    row_bytes = config.hidden * given["x"].dtype.itemsize
+    local = config.local_experts
+    found = exchange.statistics()
+    for rank, ids in enumerate(given["topk_ids"].split(counts)):
+        for peer in range(config.ranks):
+            routed = int(((ids >= peer * local) & (ids < (peer + 1) * local)).sum()) * calls
+            sent = found["sent_bytes"][rank][peer]
+            assert sent == routed * (row_bytes + 4 * weight_on_input), (rank, peer)
+            assert found["returned_bytes"][peer][rank] == routed * row_bytes, (rank, peer)
+
+
+SHAPES = {  # T, H, I, E, K; tiles are 16 x 16 x 16, counting tasks 32 assignments
+    "one token": (1, 16, 16, 4, 1),
+    "every expert": (7, 16, 24, 4, 4),
+    "more experts than used": (9, 32, 16, 16, 2),
+    "odd sizes without descriptors": (19, 17, 7, 4, 3),
+    "all sizes one": (3, 1, 1, 4, 1),
+}
+for name, shape in SHAPES.items():
+    few = {"ranks": (1, 2, 4) if name == "one token" else (4,)}
+    CASES[name] = lambda shape=shape, few=few: same_bits(shape, **few)
+for kind in ("bfloat16", "float16"):
+    CASES[kind] = lambda kind=kind: same_bits(
+        (37, 16, 32, 4, 2), dtype=getattr(torch, kind), ranks=(2,)
+    )
+
+
+@case
+def several_tiles_per_expert():
+    return same_bits((90, 16, 16, 4, 2), ranks=(4,), bias=False)
+
+
+@case
+def a_plain_activation_with_weights_on_the_input():
+    return same_bits((9, 16, 16, 4, 1), "gelu", ranks=(2,), weight_on_input=True)
+
+
+@case
+def no_tokens_at_all():
+    given = operands((5, 16, 16, 4, 2), dtype=torch.float32)
+    given |= {name: given[name][:0] for name in ("x", "topk_ids", "topk_weights")}
+    return {"holds": exchange_for(given, 2)(**given).shape == (0, 16)}
+
+
+@case
+def dropped_ids():
+    given = operands((20, 16, 16, 4, 2), bias=True, dtype=torch.float32)
+    given["topk_ids"][::3] = -1
+    given["topk_ids"][1, 0] = -1
+    given["topk_weights"][1, 0] = float("inf")
+    found = exchange_for(given, 2)(**given)
+    assert torch.equal(found[::3], torch.zeros_like(found[::3]))
+    return {"error": relative(found, expected(given, "swiglu"))}
+
+
+@case
+def skewed_calls_one_after_the_other():
+    """Every call another routing: all to one expert, none, one rank only; no call sees another."""
+    given = operands((12, 16, 16, 4, 2), dtype=torch.float32)
+    exchanges = [exchange_for(given, 4), exchange_for(given, 4, capacity=12)]
+    generator = torch.Generator().manual_seed(1)
+    skews = [
+        torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(12)]),
+        torch.tensor([[2, -1]]).repeat(12, 1),
+        torch.full((12, 2), -1),
+        torch.tensor([[0, 3]]).repeat(12, 1),
+    ]
+    for call, ids in enumerate(skews):
+        now = given | {"topk_ids": ids}
+        wanted = on_one_rank(now)
+        for exchange in exchanges:
+            found = exchange(**now, num_tokens=[0, 1, 3, 8], programs=1 + call % 3)
+            assert torch.equal(found, wanted), call
+            spoil(exchange)
+    return {"holds": all(exchange.epoch == 4 for exchange in exchanges)}
+
+
+@case
+def capacity_drops_by_its_rule_on_every_rank():
+    given = operands((20, 16, 16, 4, 2), dtype=torch.float32)
+    counts = [12, 8]
+    for policy in ("position", "weight"):
+        found = exchange_for(given, 2, capacity=4)(**given, num_tokens=counts, drop_policy=policy)
+        parts = zip(
+            *(given[n].split(counts) for n in ("x", "topk_ids", "topk_weights")), strict=True
+        )
+        weights = {name: given[name] for name in ("w13", "w2")}
+        wanted = [
+            fused_moe(
+                x,
+                topk_ids=ids,
+                topk_weights=values,
+                capacity=4,
+                drop_policy=policy,
+                backend="fused",
+                **weights,
+            )
+            for x, ids, values in parts
+        ]
+        assert torch.equal(found, torch.cat(wanted)), policy
+    return {"holds": True}
+
+
+@case
+def every_row_has_the_writer_that_its_index_says():
+    """Theorem 3.1: a valid index carries its writer, so the map of owners is the index itself."""
+    given = operands((40, 16, 24, 8, 3), dtype=torch.float32)
+    exchange = exchange_for(given, 4, capacity=20)
+    exchange(**given, num_tokens=[10, 10, 13, 7])
+    config, sections = exchange.config, heap_layout(exchange.config).sections
+    owners = {}
+    for name in ("at_shadow", "at_return_shadow"):
+        first, count, _ = sections[name]
+        owners[name] = exchange.heap.own[:, first : first + 4 * count].view(torch.int32)
+    cell, local = config.cell_rows, config.local_experts
+    ids = given["topk_ids"].split([10, 10, 13, 7])
+    for target in range(4):
+        # receive[source, local expert, place]
+        found = owners["at_shadow"][target].view(4, local, cell)
+        for source in range(4):
+            for expert in range(local):
+                rows = int((ids[source] == target * local + expert).sum())
+                assert bool((found[source, expert, :rows] == 4 + source + 1).all())
+                assert not bool(found[source, expert, rows:].any())
+        # returned[writer, its local expert, place], one word per column tile
+        back = owners["at_return_shadow"][target].view(4, local, cell, -1)
+        for writer in range(4):
+            written = back[writer][back[writer] > 0]
+            assert bool((written == 4 + writer + 1).all())
+            rows = int((ids[target] // local == writer).sum())
+            assert written.numel() == rows * back.shape[-1]
+    return {"holds": True}
+
+
+@case
+def a_second_writer_is_found():
+    given = operands((8, 16, 16, 4, 2), dtype=torch.float32)
+    exchange = exchange_for(given, 2)
+    first, count, _ = heap_layout(exchange.config).sections["at_shadow"]
+    exchange.heap.own[:, first : first + 4 * count].view(torch.int32).fill_(1 * 2 + 1 + 1)
+    return {"refused": refusal(lambda: exchange(**given))}
+
+
+@case
+def more_rows_than_room():
+    given = operands((20, 16, 16, 4, 2), dtype=torch.float32)
+    given["topk_ids"] = torch.tensor([[0, 1]]).repeat(20, 1)
+    exchange = exchange_for(given, 2, max_rows=30)
+    found = refusal(lambda: exchange(**given))
+    even = given | {"topk_ids": torch.tensor([[0, 1], [2, 3]]).repeat(10, 1)[:14].repeat(2, 1)[:20]}
+    fits = even | {name: even[name][:14] for name in ("x", "topk_ids", "topk_weights")}
+    after = exchange(**fits)  # it can go on
+    return {"refused": found, "holds": torch.equal(after, on_one_rank(fits))}
+
+
+@case
+def a_task_that_no_one_does():
+    given = operands((8, 16, 16, 4, 2), dtype=torch.float32)
+    exchange = exchange_for(given, 2)
+    exchange._control[1, QUEUES.value] = 1  # as if a program had taken the first task and died
+    found = refusal(lambda: exchange(**given))
+    again = refusal(lambda: exchange(**given))
+    return {"refused": found, "holds": "has failed before" in again}
+
+
+@case
+def operands_that_do_not_fit():
+    given = operands((8, 16, 16, 4, 2), dtype=torch.float32)
+    exchange = exchange_for(given, 2)
+    wrong = {
+        "cannot be shared out evenly": {name: given[name][:7] for name in PER_TOKEN},
+        "the exchange was made for 8": {"num_tokens": [9, 0]}
+        | {name: torch.cat([given[name], given[name][:1]]) for name in PER_TOKEN},
+        "are not those of the exchange": {name: given[name][:2] for name in ("w13", "w2")},
+        "num_tokens is (3, 3)": {"num_tokens": [3, 3]},
+        "has no backward": {"x": given["x"].clone().requires_grad_()},
+        "there are 4 experts": {"topk_ids": given["topk_ids"] + 3},
+        "weight_on_input needs top_k 1": {"weight_on_input": True},
+    }
+    for part, change in wrong.items():
+        found = refusal(lambda change=change: exchange(**(given | change)))
+        assert part in found, found
+    nothing = refusal(lambda: ExpertExchange(exchange.config, VirtualHeap(4, nbytes=10**6)))
+    small = refusal(lambda: ExpertExchange(exchange.config, VirtualHeap(2, nbytes=100)))
+    assert "the heap has 4 ranks" in nothing, nothing
+    assert "nbytes=config.heap_bytes()" in small, small
+    exchange.close()
+    return {"refused": refusal(lambda: exchange(**given))}
+
+
+PER_TOKEN = ("x", "topk_ids", "topk_weights")
+
+
+def refusal(call):
+    try:
+        call()
+    except FivefoldError as found:
+        return str(found)
+    return "nothing"
+
+
+def main():
+    torch.empty_like = poisoned  # an output starts as NaN
+    wanted = sys.argv[1:] or CASES
+    for name in wanted:
+        began = time.process_time()
+        try:
+            result = CASES[name]()
+        except Exception:  # noqa: BLE001 - the parent shows it
+            result = {"failed": traceback.format_exc()}
+        result |= {"case": name, "cpu_s": round(time.process_time() - began, 2)}
+        sys.stdout.write(json.dumps(result) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

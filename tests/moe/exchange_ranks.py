@@ -1,0 +1,191 @@
+# ruff: noqa: E402 - the environment is looked at first
+"""One rank of the exchange between processes, in Triton's CPU interpreter.
+
+    TRITON_INTERPRET=1 python exchange_ranks.py FOLDER RANK [LAUNCHES]
+
+Plays the scenes below with 2, 3 and 4 ranks; prints one line of JSON per scene. With a number of
+launches it plays one scene only, of two ranks, for so long. Nothing but the heaps' words keeps the
+ranks in step: no barrier stands between the launches.
+"""
+
+import json
+import os
+import random
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+assert os.environ["TRITON_INTERPRET"] == "1"
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+from moe_oracle import expected, operands, relative
+
+from fivefold.errors import CommunicationError
+from fivefold.moe import ExchangeConfig, ExpertExchange
+from fivefold.moe._heap import SharedMemoryHeap
+
+torch.set_num_threads(1)
+TIMEOUT_S = 60.0
+HIDDEN, INNER, TOP_K = 16, 16, 2
+
+
+def inputs(ranks, epoch, *, most):
+    """All ranks' tokens of an epoch: as many as it happens, routed as skewed as it happens."""
+    draw = random.Random(1000 * ranks + epoch)  # noqa: S311 - a test
+    experts = 2 * ranks
+    counts = [draw.choice([0, 1, most]) for _ in range(ranks)]
+    given = operands(
+        (sum(counts), HIDDEN, INNER, experts, TOP_K), bias=True, dtype=torch.float32, seed=epoch
+    )
+    popular = draw.randrange(experts)
+    skew = draw.choice(["none", "one expert", "one rank", "dropped"])
+    ids = given["topk_ids"]
+    if skew == "one expert":
+        ids[:, 0], ids[:, 1] = popular, -1
+    elif skew == "one rank":
+        ids[:, 0], ids[:, 1] = popular - popular % 2, popular - popular % 2 + 1
+    elif skew == "dropped":
+        ids[::2] = -1
+    return given, counts
+
+
+def part_of(given, counts, rank, ranks):
+    first = sum(counts[:rank])
+    local = len(given["w2"]) // ranks
+    own = {n: given[n][first : first + counts[rank]] for n in ("x", "topk_ids", "topk_weights")}
+    weights = ("w13", "w2", "b13", "b2")
+    return own | {n: given[n][rank * local : (rank + 1) * local] for n in weights}
+
+
+def open_exchange(folder, rank, ranks, *, capacity=None, most=5, timeout_s=TIMEOUT_S):
+    config = ExchangeConfig(
+        ranks=ranks,
+        experts=2 * ranks,
+        hidden=HIDDEN,
+        intermediate=INNER,
+        top_k=TOP_K,
+        max_tokens=most,
+        dtype=torch.float32,
+        capacity=capacity,
+        debug=True,
+    )
+    return ExpertExchange.between_processes(config, folder, rank=rank, timeout_s=timeout_s)
+
+
+def play(folder, rank, ranks, *, epochs, capacity=None, most=5, stir_s=0.02):
+    """Launch after launch without a barrier; every rank looks at its own results."""
+    exchange = open_exchange(folder, rank, ranks, capacity=capacity, most=most)
+    stir = random.Random(rank)  # noqa: S311 - a test
+    worst, routed = 0.0, 0
+    for epoch in range(epochs):
+        given, counts = inputs(ranks, epoch, most=most)
+        own = part_of(given, counts, rank, ranks)
+        time.sleep(stir.random() * stir_s)  # ranks come early and late
+        found = exchange(**own)
+        assert bool(torch.isfinite(found).all()), epoch
+        wanted = expected(given | {n: own[n] for n in ("x", "topk_ids", "topk_weights")}, "swiglu")
+        if bool(wanted.any()):
+            worst = max(worst, relative(found, wanted))
+        else:
+            assert not bool(found.any()), epoch
+        routed += int((own["topk_ids"] >= 0).sum())
+    sent = exchange.statistics()["sent_bytes"][0]
+    return {
+        "error": worst,
+        "epochs": exchange.epoch,
+        "sent_bytes": sum(sent),
+        "formula_bytes": routed * HIDDEN * 4,
+    }
+
+
+def die(folder, rank, ranks):
+    """The last rank is gone in the middle of its second launch; the others say so, and when."""
+    exchange = open_exchange(folder, rank, ranks, timeout_s=4.0)
+    given = operands((3, HIDDEN, INNER, 2 * ranks, TOP_K), bias=True, dtype=torch.float32)
+    given["topk_ids"][:] = torch.tensor([0, 2 * ranks - 1])  # the last rank's expert among them
+    own = part_of(given, [3, *[0] * (ranks - 1)], 0, ranks) | {
+        n: part_of(given, [3], rank, ranks)[n] if rank == 0 else given[n][rank * 2 : rank * 2 + 2]
+        for n in ("w13", "w2", "b13", "b2")
+    }
+    exchange(**own)
+    if rank == ranks - 1:
+        threading.Timer(0.2, os._exit, [9]).start()  # it waits for the others' counts by then
+    else:
+        time.sleep(1.0)
+    began = time.monotonic()
+    try:
+        exchange(**own)
+    except CommunicationError as error:
+        return {"refused": str(error), "waited_s": time.monotonic() - began}
+    return {"refused": "nothing"}
+
+
+def scenes(folder, rank):
+    for ranks in (2, 3, 4):
+        for capacity in (None, 5):
+            if rank < ranks:
+                name = f"{ranks} ranks, {'compact' if capacity is None else 'capacity'}"
+                place = folder / name
+                epochs = 5 if ranks == 2 else 3
+                yield (
+                    name,
+                    lambda p=place, r=ranks, c=capacity, e=epochs: play(
+                        p, rank, r, epochs=e, capacity=c
+                    ),
+                )
+    yield "a rank that never comes", lambda: never_comes(folder / "a rank that never comes", rank)
+    yield "sizes that differ", lambda: differing(folder / "sizes that differ", rank)
+    yield "a rank dies", lambda: die(folder / "a rank dies", rank, 4)
+
+
+def never_comes(folder, rank):
+    if rank != 0:
+        return {"refused": "not asked"}
+    try:
+        SharedMemoryHeap(folder, rank=0, ranks=2, nbytes=64, timeout_s=0.1)
+    except CommunicationError as error:
+        return {"refused": str(error)}
+    return {"refused": "nothing"}
+
+
+def differing(folder, rank):
+    if rank > 1:
+        return {"refused": "not asked"}
+    try:
+        SharedMemoryHeap(folder, rank=rank, ranks=2, nbytes=64, tag=str(rank), timeout_s=TIMEOUT_S)
+    except ValueError as error:
+        return {"refused": str(error)}
+    return {"refused": "nothing"}
+
+
+def main():
+    folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+    if len(sys.argv) > 3:
+        (folder / "stress").mkdir(exist_ok=True)
+        launches = int(sys.argv[3])
+        work = lambda: play(folder / "stress", rank, 2, epochs=launches, most=3, stir_s=0.002)  # noqa: E731
+        todo = [("stress", work)]
+    else:
+        todo = list(scenes(folder, rank))
+    for name, scene in todo:
+        (folder / name).mkdir(exist_ok=True)
+        began, cpu = time.monotonic(), time.process_time()
+        try:
+            result = scene()
+        except Exception:  # noqa: BLE001 - the parent shows it
+            result = {"failed": traceback.format_exc()}
+        result |= {
+            "scene": name,
+            "rank": rank,
+            "wall_s": round(time.monotonic() - began, 2),
+            "cpu_s": round(time.process_time() - cpu, 2),
+        }
+        sys.stdout.write(json.dumps(result) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

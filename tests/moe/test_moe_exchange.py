@@ -1,0 +1,220 @@
+"""The exchange between ranks: against one rank bit for bit, and against one token at a time."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from fivefold.errors import ConfigurationError, UnsupportedError
+from fivefold.moe import (
+    ExchangeConfig,
+    ExpertExchange,
+    SharedMemoryHeap,
+    TorchSymmetricHeap,
+    VirtualHeap,
+)
+from fivefold.moe._heap import torch as torch_of_heap
+
+pytest.importorskip("triton")
+
+HERE = Path(__file__).parent
+TOLERANCE = {"bfloat16": 5e-3, "float16": 1e-3}
+ACCURATE = [
+    "one token",
+    "every expert",
+    "more experts than used",
+    "odd sizes without descriptors",
+    "all sizes one",
+    "several tiles per expert",
+    "bfloat16",
+    "float16",
+    "a plain activation with weights on the input",
+    "dropped ids",
+]
+HOLDING = [
+    "no tokens at all",
+    "skewed calls one after the other",
+    "capacity drops by its rule on every rank",
+    "every row has the writer that its index says",
+]
+REFUSED = {
+    "a second writer is found": "rank 0 wrote a row that rank 1 had written in epoch 1",
+    "more rows than room": "more rows than the 30 it has room for (rank 0, epoch 1)",
+    "a task that no one does": "rank 0 waited 0.05 s for the counts of rank 1 in epoch 1",
+    "operands that do not fit": "it is closed",
+}
+SCENES = [f"{n} ranks, {layout}" for n in (2, 3, 4) for layout in ("compact", "capacity")]
+
+
+def interpreter():
+    return os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+
+
+def started(script, *arguments):
+    return subprocess.Popen(
+        [sys.executable, str(HERE / script), *map(str, arguments)],
+        env=interpreter(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def virtual():
+    process = started("exchange_cases.py")
+    out, problems = process.communicate(timeout=280)
+    assert process.returncode == 0, problems
+    return {line["case"]: line for line in map(json.loads, out.splitlines())}
+
+
+@pytest.fixture(scope="module")
+def processes():
+    """Four processes play all scenes; the last one of them dies in the last scene."""
+    memory = Path("/dev/shm")  # noqa: S108 - a folder of our own in it
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
+        ranks = [started("exchange_ranks.py", folder, rank) for rank in range(4)]
+        try:
+            outputs = [process.communicate(timeout=280) for process in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
+        left = sorted(path.name for path in Path(folder).glob("* ranks, */rank-*"))
+    codes = [process.returncode for process in ranks]
+    assert codes == [0, 0, 0, 9], [problems for _, problems in outputs]
+    assert left == []  # nothing of the heaps stays behind
+    lines = [json.loads(line) for out, _ in outputs for line in out.splitlines()]
+    return {(line["scene"], line["rank"]): line for line in lines}
+
+
+@pytest.mark.parametrize("name", ACCURATE)
+def test_ranks_give_the_bits_of_one_rank(virtual, name):
+    found = virtual[name]
+    assert "failed" not in found, found["failed"]
+    assert found["error"] < TOLERANCE.get(name, 2e-6)
+
+
+@pytest.mark.parametrize("name", HOLDING)
+def test_holds(virtual, name):
+    found = virtual[name]
+    assert "failed" not in found, found["failed"]
+    assert found["holds"]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_is_refused_with_a_reason(virtual, name):
+    found = virtual[name]
+    assert "failed" not in found, found["failed"]
+    assert REFUSED[name] in found["refused"]
+    assert found.get("holds", True)
+
+
+def test_every_case_is_looked_at(virtual):
+    assert set(virtual) == {*ACCURATE, *HOLDING, *REFUSED}
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_processes_without_a_barrier(processes, scene):
+    number = int(scene[0])
+    for rank in range(number):
+        found = processes[scene, rank]
+        assert "failed" not in found, found["failed"]
+        assert found["error"] < 2e-6
+        assert found["epochs"] == (5 if number == 2 else 3)
+        assert found["sent_bytes"] == found["formula_bytes"] > 0
+
+
+def test_who_waits_for_a_dead_rank_is_told(processes):
+    for rank in range(3):
+        found = processes["a rank dies", rank]
+        assert "failed" not in found, found["failed"]
+        assert f"rank {rank} waited 4 s for" in found["refused"]
+        assert "rank 3" in found["refused"]
+        assert "in epoch 2" in found["refused"]
+        assert found["waited_s"] < 30
+
+
+def test_setting_a_heap_up_is_bounded_and_compared(processes):
+    assert (
+        "waited 0.1 s for rank 1 to be ready" in processes["a rank that never comes", 0]["refused"]
+    )
+    for rank in range(2):
+        assert "the same sizes on all ranks" in processes["sizes that differ", rank]["refused"]
+
+
+def test_a_folder_serves_once(tmp_path):
+    SharedMemoryHeap(tmp_path, rank=0, ranks=1, nbytes=10).close()
+    (tmp_path / "rank-0").touch()
+    with pytest.raises(ConfigurationError, match="rank 0 has been here before"):
+        SharedMemoryHeap(tmp_path, rank=0, ranks=1, nbytes=10)
+    with pytest.raises(ConfigurationError, match="rank is 2, there are 2 ranks"):
+        SharedMemoryHeap(tmp_path, rank=2, ranks=2, nbytes=10)
+    with pytest.raises(ConfigurationError, match="needs ranks and bytes"):
+        VirtualHeap(0, nbytes=10)
+
+
+def test_memory_of_a_peer_is_the_same_memory(tmp_path):
+    heap = SharedMemoryHeap(tmp_path, rank=0, ranks=1, nbytes=300)
+    assert heap.nbytes == 512
+    assert int(heap.bases[0]) == heap.own.data_ptr()
+    assert not heap.own.any()
+    assert not (tmp_path / "rank-0").exists()
+
+
+def test_symmetric_memory_of_torch_says_what_is_missing(monkeypatch):
+    with pytest.raises(UnsupportedError, match="cpu is none"):
+        TorchSymmetricHeap(nbytes=64, device="cpu")
+    monkeypatch.setattr(torch_of_heap.cuda, "is_available", lambda: False)
+    with pytest.raises(UnsupportedError, match="torch finds none"):
+        TorchSymmetricHeap(nbytes=64)
+    monkeypatch.setattr(torch_of_heap.cuda, "is_available", lambda: True)
+    assert TorchSymmetricHeap.missing(torch.device("cuda")) is None
+    with pytest.raises(ConfigurationError, match="init_process_group"):
+        TorchSymmetricHeap(nbytes=64)
+
+
+def sizes(**changes):
+    usual = {"ranks": 4, "experts": 8, "hidden": 64, "intermediate": 32, "top_k": 2}
+    return usual | {"max_tokens": 10} | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"experts": 9}, "9 experts cannot be shared out evenly among 4 ranks"),
+        ({"top_k": 9}, "top_k is 9, there are 8 experts"),
+        ({"hidden": 0}, "hidden must be positive; got 0"),
+        ({"dtype": torch.float64}, "dtype is torch.float64"),
+        ({"capacity": 0}, "capacity must be positive or None; got 0"),
+        ({"capacity": 4, "max_rows": 4}, "give one of them"),
+        ({"activation": "sin"}, "no activation 'sin'"),
+        ({"precision": "fp8"}, "no precision 'fp8'"),
+        ({"max_tokens": 2**30}, "must be below 2"),
+    ],
+)
+def test_sizes_that_cannot_be(changes, message):
+    with pytest.raises(ConfigurationError, match=message):
+        ExchangeConfig(**sizes(**changes))
+
+
+def test_room_is_for_the_worst_routing_and_no_more():
+    assert ExchangeConfig(**sizes()).room_rows == 4 * 10 * 2  # all ranks' rows may come
+    one_each = ExchangeConfig(**sizes(experts=4))
+    assert one_each.room_rows == 4 * 10  # a token's experts are distinct: one of a rank's one
+    assert ExchangeConfig(**sizes(max_rows=30)).room_rows == 30
+    capacity = ExchangeConfig(**sizes(capacity=200))
+    # The paper's L without its outgoing buffers: 2 P L C H elements, C in whole tiles.
+    assert capacity.room_rows == capacity.return_rows == 8 * 256
+    assert 0 < capacity.heap_bytes() - 2 * 8 * 256 * 64 * 2 < 0.1 * capacity.heap_bytes()
+
+
+def test_cannot_be_had_without_a_gpu(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    config = ExchangeConfig(**sizes())
+    with pytest.raises(UnsupportedError, match="the exchange cannot work here: it needs a CUDA"):
+        ExpertExchange(config, VirtualHeap(4, nbytes=config.heap_bytes()))
