@@ -23,8 +23,6 @@ __all__ = ["Row", "predict", "read_table", "read_vtrain"]
 
 TABLES = Path(__file__).parents[2] / "tests" / "strategy" / "tables"
 _BATCHES = (1, 2, 4, 8)
-_MOST_CHUNKS = 8
-_CHUNKED_VOCAB = 100_000  # the table of 2024 leaves virtual stages open; that of 2021 has none
 
 
 @dataclass(frozen=True)
@@ -87,20 +85,12 @@ def _candidates(
     model: ModelSpec, plan: dict[str, Any], batches: tuple[int, ...]
 ) -> list[ParallelPlan]:
     local = plan["global_batch"] // plan.get("data", 1)
-    chunks: list[dict[str, Any]] = [{}]
-    if plan.get("pipeline", 1) > 1 and "virtual" not in plan and model.vocab > _CHUNKED_VOCAB:
-        chunks += [{"schedule": "interleaved", "virtual": v} for v in range(2, _MOST_CHUNKS + 1)]
-    plans = [
-        ParallelPlan(**plan, **chunk, micro_batch=size, pipeline_overlap=bool(chunk))
-        for size in batches
-        for chunk in chunks
-        if local % size == 0
-    ]
+    plans = [ParallelPlan(**plan, micro_batch=size) for size in batches if local % size == 0]
     return [one for one in plans if plan_problem(model, one) is None]
 
 
 def read_vtrain(folder: Path, *, multi: bool) -> list[Row]:
-    """vTrain's measured rows: even ones to fit, odd ones to judge."""
+    """Rows that vTrain measured: even ones to fit, odd ones to judge."""
     name = "multi" if multi else "single"
     rows = []
     with (folder / f"ground_truth_{name}.csv").open() as file:

@@ -80,7 +80,8 @@ def table_rows(
         peers = {p: 100 * (s / row.measured_s - 1) for p, s in row.peers_s.items()}
         lines.append(
             BenchmarkRow(
-                case=f"{title}, {row.case} ({row.role})", metric="error of predicted iteration time",
+                case=f"{title}, {row.case} ({row.role})",
+                metric="error of predicted iteration time",
                 unit="%", ours=mine, peers=peers,
             )
         )  # fmt: skip
@@ -177,8 +178,8 @@ def vtrain_single(folder: Path) -> list[BenchmarkRow]:
                     peers=PEERS["vTrain single-node"])]  # fmt: skip
     for hidden in (1024, 2048):
         others = fitted([row for row in rows if row.model.hidden != hidden][::4])
-        lines.append(judged(f"vTrain single-node, hidden {hidden} left out",
-                            [error(others, r) for r in rows if r.model.hidden == hidden]))  # fmt: skip
+        errors = [error(others, row) for row in rows if row.model.hidden == hidden]
+        lines.append(judged(f"vTrain single-node, hidden {hidden} left out", errors))
     return lines
 
 

@@ -5,6 +5,7 @@ from fivefold.strategy._cluster import Cluster, load_cluster, named_clusters
 from fivefold.strategy._cost import Prediction, TimeUse, evaluate_plan
 from fivefold.strategy._device import DeviceSpec
 from fivefold.strategy._fabric import FabricSpec, Group, Tier, collective_time_s
+from fivefold.strategy._job import Job, load_job, plan_to_toml
 from fivefold.strategy._memory import MemoryUse
 from fivefold.strategy._model import (
     ConvolutionStage,
@@ -33,6 +34,7 @@ __all__ = [
     "FabricSpec",
     "Fit",
     "Group",
+    "Job",
     "LatentAttention",
     "MeasuredRun",
     "MemoryUse",
@@ -51,6 +53,7 @@ __all__ = [
     "evaluate_table",
     "fit_constants",
     "load_cluster",
+    "load_job",
     "load_model",
     "model_from_hugging_face",
     "named_clusters",
@@ -58,6 +61,7 @@ __all__ = [
     "named_models",
     "pipeline_shape",
     "plan_problem",
+    "plan_to_toml",
     "search_plans",
     "with_constants",
 ]

@@ -1,4 +1,4 @@
-"""A cluster: one GPU with its software stack, the tiers that join it, and where each number is from.
+"""A cluster: one GPU with its software stack, the tiers that join it, and its numbers' sources.
 
 A file names a known cluster in ``base`` and changes some of it, or says everything. The known ones
 lie in ``devices/``, one file per pair of GPU and software stack.

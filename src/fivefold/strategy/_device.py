@@ -4,7 +4,8 @@ A matrix product is timed by tiles: its output is cut into tiles, tiles fill wav
 multiprocessors, each tile costs its depth, a fixed start and the writing of its result, which no
 multiplication hides. So small, thin and shallow products are slow for their geometry's sake, and
 weight gradients that add to 32 bits slower still, not by a fitted curve. Everything else moves
-bytes. The room knows no model and no plan. Constants live in one TOML file per (GPU, stack) in ``devices/``.
+bytes. The module knows no model and no plan. Constants live in one TOML file per pair of GPU and
+stack in ``devices/``.
 """
 
 from __future__ import annotations

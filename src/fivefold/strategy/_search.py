@@ -113,8 +113,10 @@ class _Found:
             self._keep_front(table, rows, costs.time_s[rows], costs.memory_bytes[rows])
 
     def _keep_best(self, table: PlanTable, rows: npt.NDArray[np.int64], times: Floats) -> None:
-        few = np.argsort(times, kind="stable")[: self.top]
-        few = few[times[few] < self.worst_s]
+        # Switches without effect (selective recomputation of fused attention) give equal times:
+        # the first, plainest one of each is kept.
+        unique, first = np.unique(times, return_index=True)
+        few = first[(unique < self.worst_s) & ~np.isin(unique, self.times)][: self.top]
         if not len(few):
             return
         self.plans += [table.plan(int(rows[i])) for i in few]

@@ -150,8 +150,10 @@ def _add_replicas(
                 if model.experts is not None:
                     outer.ruled_out["experts are not split evenly"] += 1
                 continue
-            degrees: dict[str, Any] = {"tensor": tensor, "pipeline": pipeline, "context": context, "data": data,
-                       "expert": expert}  # fmt: skip
+            degrees = {
+                "tensor": tensor, "pipeline": pipeline, "context": context, "data": data,
+                "expert": expert,
+            }  # fmt: skip
             _add_schedules(model, space, outer, degrees=degrees)
 
 

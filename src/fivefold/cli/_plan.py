@@ -1,0 +1,208 @@
+"""``fivefold plan``: how to split one job over a cluster, what it costs and what was ruled out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from fivefold.strategy import Cluster, Job, Prediction, SearchResult
+
+__all__ = ["plan_command"]
+
+_PARTS = {
+    "compute_s": "compute", "recompute_s": "recomputation", "tensor_s": "tensor communication",
+    "context_s": "context communication", "expert_s": "expert exchange",
+    "boundary_s": "stage to stage", "idle_s": "pipeline idle", "data_s": "gradients, parameters",
+    "offload_s": "host transfers", "optimizer_s": "optimizer", "overhead_s": "overhead, lag",
+}  # fmt: skip
+
+
+def plan_command(  # noqa: PLR0913 - the command's options
+    job: Annotated[Path, typer.Argument(help="Job file (TOML).", exists=True, dir_okay=False)],
+    *,
+    cluster: Annotated[
+        str, typer.Option(help="Cluster file (TOML), or the name of a known GPU and stack.")
+    ],
+    top: Annotated[int, typer.Option(min=1, help="How many of the fastest plans to show.")] = 5,
+    front: Annotated[
+        bool, typer.Option("--front", help="Show the front of time against memory too.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option(help="Write the fastest plan to this TOML file.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Write the result as JSON.")] = False,
+) -> None:
+    """Search all ways to split a job over a cluster for the fastest that fits in memory.
+
+    With a [plan] table in the job file nothing is searched: that plan is judged.
+
+    Raises:
+        FivefoldError: Whatever planning met; the entry point prints it.
+    """
+    from fivefold.runs import write_text  # noqa: PLC0415 - keeps --help fast
+    from fivefold.strategy import load_cluster, load_job, plan_to_toml  # noqa: PLC0415
+
+    where = load_cluster(cluster)
+    what = load_job(job, cluster=where)
+    if what.plan is not None:
+        best, result = (_judge(what, where),), None
+    else:
+        result = _search(what, where, top=top, front=front)
+        best = result.best
+    if output is not None:
+        write_text(output, plan_to_toml(best[0].plan))
+    if as_json:
+        typer.echo(json.dumps(_document(what, where, best, result), indent=2))
+    else:
+        _show(what, where, best, result)
+
+
+def _search(job: Job, cluster: Cluster, *, top: int, front: bool) -> SearchResult:
+    from fivefold.strategy import search_plans  # noqa: PLC0415 - keeps --help fast
+
+    return search_plans(
+        job.model, cluster.device, cluster.fabric, space=job.space, top=top, front=front
+    )
+
+
+def _judge(job: Job, cluster: Cluster) -> Prediction:
+    from fivefold.errors import InfeasibleError  # noqa: PLC0415 - keeps --help fast
+    from fivefold.strategy import evaluate_plan  # noqa: PLC0415
+    from fivefold.units import format_bytes  # noqa: PLC0415
+
+    assert job.plan is not None, "only called with a plan"
+    found = evaluate_plan(job.model, cluster.device, cluster.fabric, plan=job.plan)
+    if not found.fits:
+        message = (
+            f"the plan does not fit: memory binds; it needs "
+            f"{format_bytes(found.memory.total_bytes)} a GPU, {cluster.name!r} has "
+            f"{format_bytes(cluster.device.memory_bytes)}"
+        )
+        raise InfeasibleError(message, hint="leave out [plan] to search for one that fits")
+    return found
+
+
+def _document(
+    job: Job, cluster: Cluster, best: tuple[Prediction, ...], result: SearchResult | None
+) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "model": job.model.name, "parameters": job.model.num_parameters, "cluster": cluster.name,
+        "best": [_facts(one) for one in best],
+    }  # fmt: skip
+    if result is not None:
+        document |= {
+            "front": [_facts(one) for one in result.front], "num_plans": result.num_plans,
+            "num_evaluated": result.num_evaluated, "ruled_out": result.ruled_out,
+            "seconds": result.seconds,
+        }  # fmt: skip
+    return document
+
+
+def _facts(found: Prediction) -> dict[str, Any]:
+    import dataclasses  # noqa: PLC0415 - keeps --help fast
+
+    memory = dataclasses.asdict(found.memory) | {"total_bytes": found.memory.total_bytes}
+    return {
+        "plan": dataclasses.asdict(found.plan), "time_s": found.time_s, "mfu": found.mfu,
+        "time": dataclasses.asdict(found.time), "memory": memory,
+    }  # fmt: skip
+
+
+def _show(
+    job: Job, cluster: Cluster, best: tuple[Prediction, ...], result: SearchResult | None
+) -> None:
+    from rich.console import Console  # noqa: PLC0415 - keeps --help fast
+
+    console = Console(highlight=False)
+    billions = job.model.num_parameters / 1e9
+    console.print(
+        f"[bold]{job.model.name}[/bold], {billions:.1f} B parameters, "
+        f"{job.space.num_gpus} GPUs of {cluster.name}, batch {job.space.global_batch}"
+    )
+    console.print(_plans("fastest plans" if result else "the plan", best))
+    console.print(_breakdown(best[0]))
+    if result is None:
+        return
+    if result.front:
+        console.print(_plans("front of time against memory, in steps", _thinned(result.front)))
+    console.print("d data, t tensor, p pipeline, c context, e expert, b micro-batch")
+    console.print(
+        f"{result.num_plans:,} plans in {result.seconds:.1f} s: {result.num_evaluated:,} "
+        f"evaluated, {result.num_bounded:,} ruled out by bounds"
+    )
+    for reason, count in sorted(result.ruled_out.items(), key=lambda item: -item[1])[:8]:
+        console.print(f"  {count:>12,}  {reason}", soft_wrap=True)
+
+
+def _plans(title: str, found: tuple[Prediction, ...]) -> Any:
+    from rich.table import Table  # noqa: PLC0415 - keeps --help fast
+
+    table = Table(title=title, title_justify="left")
+    for name in ("time", "MFU", "memory"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("split", no_wrap=True)
+    table.add_column("how")
+    for one in found:
+        table.add_row(
+            f"{one.time_s:.4g} s", f"{100 * one.mfu:.1f} %",
+            f"{one.memory.total_bytes / 2**30:.1f} GiB", _split(one), _words(one),
+        )  # fmt: skip
+    return table
+
+
+def _split(found: Prediction) -> str:
+    """Degrees over 1, and the micro-batch."""
+    plan = found.plan
+    degrees = (("d", plan.data), ("t", plan.tensor), ("p", plan.pipeline), ("c", plan.context),
+               ("e", plan.expert))  # fmt: skip
+    words = [f"{letter}{degree}" for letter, degree in degrees if degree > 1]
+    return " ".join([*words, f"b{plan.micro_batch}"])
+
+
+def _thinned(front: tuple[Prediction, ...]) -> tuple[Prediction, ...]:
+    """Points of the front that save at least a twentieth of the memory of the one before."""
+    shown: list[Prediction] = []
+    for one in front:
+        if not shown or one.memory.total_bytes < 0.95 * shown[-1].memory.total_bytes:
+            shown.append(one)
+    return tuple(shown)
+
+
+def _words(found: Prediction) -> str:
+    plan = found.plan
+    words = []
+    if plan.pipeline > 1:
+        words.append(plan.schedule + (f" x{plan.virtual}" if plan.virtual > 1 else ""))
+    if plan.zero:
+        words.append(f"ZeRO-{plan.zero}" + (f" over {plan.shard}" if plan.shard else ""))
+    if plan.sequence_parallel:
+        words.append("sequence parallel")
+    if plan.recompute != "none":
+        words.append(f"recompute {plan.recompute}")
+    if plan.tau > 1:
+        words.append(f"tau {plan.tau}")
+    words += [
+        f"offload {name}"
+        for name in ("weights", "activations", "optimizer")
+        if getattr(plan, f"offload_{name}")
+    ]
+    return ", ".join(words) or "plain"
+
+
+def _breakdown(found: Prediction) -> Any:
+    from rich.table import Table  # noqa: PLC0415 - keeps --help fast
+
+    table = Table(title="where the time of the first goes", title_justify="left", show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(no_wrap=True)
+    for name, label in _PARTS.items():
+        seconds = getattr(found.time, name)
+        share = seconds / found.time_s
+        if share >= 5e-4:
+            table.add_row(label, f"{seconds:.4g} s", "#" * round(40 * share))
+    return table
