@@ -15,8 +15,9 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from fivefold.collectives.algorithms import available_algorithms, build_algorithm
-from fivefold.collectives.execution._cost import predict_s
+from fivefold.collectives.algorithms import build_algorithm
+from fivefold.collectives.execution._candidates import candidate_schedules, library_names
+from fivefold.collectives.execution._cost import load_bound_s, predict_s, schedule_s
 from fivefold.collectives.execution._settings import Settings, registered_algorithms
 from fivefold.collectives.lowering import Program, lower
 from fivefold.collectives.schedules import (
@@ -25,7 +26,7 @@ from fivefold.collectives.schedules import (
     broadcast,
     named_collective,
 )
-from fivefold.errors import ConfigurationError, FivefoldError
+from fivefold.errors import ConfigurationError
 from fivefold.network.topology import Topology
 
 __all__ = ["Choice", "choose", "size_class"]
@@ -33,8 +34,8 @@ __all__ = ["Choice", "choose", "size_class"]
 _log = logging.getLogger(__name__)
 _IN_PLACE = ("all_reduce", "broadcast")
 _MAX_OPERATIONS = 60_000  # a longer program takes seconds to price and to order
-_SKIPPED = ("in_network_tree", "hierarchical")  # need more than a collective and a topology
 _INNER_PIECES = 2  # gloo's ring cuts each share in two
+_WORTH_IT = 0.98  # twice the messages must save at least this much
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def choose(
     times: dict[str, float] = {}
     best: tuple[float, str, Program] | None = None
     for label, program, time_s in _candidates(collective, topology, settings, asked, size_bytes):
-        times[label] = time_s
+        times[label] = min(times.get(label, time_s), time_s)
         if best is None or time_s < best[0]:
             best = (time_s, label, program)
     if best is None:
@@ -140,8 +141,7 @@ def _names(collective: Collective) -> list[str]:
         for name, (program, _, _) in registered_algorithms().items()
         if program.collective.name == collective.name
     ]
-    library = [name for name in available_algorithms(collective) if name not in _SKIPPED]
-    return ["auto", "inner", "trees", *library, *own]
+    return ["auto", "inner", *library_names(collective), *own]
 
 
 def _candidates(
@@ -156,17 +156,18 @@ def _candidates(
         in_range = least <= size_bytes and (most == 0 or size_bytes <= most)
         if fits and (asked == name or (asked == "auto" and in_range)):
             yield name, program, _time_s(program, topology, settings, size_bytes)
-    library = [name for name in available_algorithms(collective) if name not in _SKIPPED]
-    for name in [*library, "trees"]:
-        if asked in ("auto", name):
-            try:
-                schedule = _schedule(name, collective, topology)
-            except FivefoldError as error:
-                _log.debug("%s does not fit %s: %s", name, topology.name, error)
-                continue
-            found = _in_pieces(schedule, topology, settings, size_bytes)
-            if found is not None:
-                yield name, *found
+    bounded = [
+        (load_bound_s(schedule, topology, size_bytes), name, schedule)
+        for name, schedule in candidate_schedules(collective, topology, asked)
+    ]
+    fastest_s = float("inf")
+    for bound_s, name, schedule in sorted(bounded, key=lambda item: item[0]):
+        if bound_s > fastest_s:  # no number of parts makes it faster than its fullest link
+            break
+        found = _in_pieces(schedule, topology, settings, size_bytes)
+        if found is not None:
+            yield name, *found
+            fastest_s = min(fastest_s, found[1])
 
 
 def _time_s(program: Program, topology: Topology, settings: Settings, size_bytes: int) -> float:
@@ -177,32 +178,23 @@ def _in_pieces(
     schedule: Schedule, topology: Topology, settings: Settings, size_bytes: int
 ) -> tuple[Program, float] | None:
     """Twice as many parts as long as that helps."""
-    in_place = schedule.collective.name in _IN_PLACE
-    best: tuple[Program, float] | None = None
+    best: tuple[int, float] | None = None
     pieces = 1
     while pieces <= settings.max_pieces:
         chunk_bytes = float(schedule.collective.chunk_bytes(size_bytes).max(initial=0.0))
         too_small = pieces > 1 and chunk_bytes / pieces < settings.min_piece_bytes
         if too_small or 2 * schedule.num_transfers * pieces > _MAX_OPERATIONS:
-            return best
-        program = lower(schedule, instances=pieces, in_place=in_place)
-        time_s = _time_s(program, topology, settings, size_bytes)
-        if best is not None and time_s >= best[1]:
-            return best
-        best = (program, time_s)
+            break
+        finer = schedule.replicated(pieces) if pieces > 1 else schedule
+        time_s = schedule_s(finer, topology, size_bytes=size_bytes, message_s=settings.message_s)
+        if best is not None and time_s > best[1] * _WORTH_IT:
+            break
+        best = (pieces, time_s)
         pieces *= 2
-    return best
-
-
-def _schedule(name: str, collective: Collective, topology: Topology) -> Schedule:
-    if name != "trees":
-        return build_algorithm(name, collective, topology)
-    from fivefold.collectives.synthesis import spanning_trees  # noqa: PLC0415 - loads a solver
-
-    if collective.name == "all_to_all":
-        raise ConfigurationError(f"trees do not do {collective.name}")
-    root = collective.root if collective.name == "broadcast" else None
-    return spanning_trees(topology, root=root).to_schedule(collective)
+    if best is None:
+        return None
+    in_place = schedule.collective.name in _IN_PLACE
+    return lower(schedule, instances=best[0], in_place=in_place), best[1]
 
 
 def _inner_s(
@@ -212,14 +204,13 @@ def _inner_s(
     count = topology.num_ranks
     if count == 1 or not topology.is_connected():
         return 0.0
-    if name == "broadcast":
-        whole = broadcast(count, root=root)  # gloo sends whole buffers down a binomial tree
-        program = lower(build_algorithm("binomial_tree", whole), in_place=True)
+    if name == "broadcast":  # gloo sends whole buffers down a binomial tree
+        schedule = build_algorithm("binomial_tree", broadcast(count, root=root))
     else:
         # gloo: all-reduce and all-gather are rings, reduce-scatter is an all-reduce of its input.
         same = {"reduce_scatter": "all_reduce"}.get(name, name)
         algorithm = "pairwise" if name == "all_to_all" else "ring"
         schedule = build_algorithm(algorithm, named_collective(same, count))
-        pieces = _INNER_PIECES if same == "all_reduce" else 1
-        program = lower(schedule, instances=pieces, in_place=same == "all_reduce")
-    return predict_s(program, topology, size_bytes=size_bytes, message_s=settings.inner_message_s)
+        if same == "all_reduce":
+            schedule = schedule.replicated(_INNER_PIECES)
+    return schedule_s(schedule, topology, size_bytes=size_bytes, message_s=settings.inner_message_s)

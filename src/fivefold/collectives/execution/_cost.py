@@ -1,24 +1,29 @@
-"""Predicts how long a program takes on a topology, message by message.
+"""Predicts how long a schedule takes, and when a rank should expect its messages.
 
-A message starts when its sender has what it sends and every link of its route is free; it keeps
-each link busy for its bytes over that link's capacity and arrives after the slowest link and the
-latencies, plus a fixed software cost. The same clock gives the order in which a rank expects its
-messages, so what is predicted is what is run.
+Predictions are those of the fluid model: messages that share a link share it fairly, as TCP
+connections do, and every message has a software cost besides. The order in which a rank waits for
+its messages comes from a simpler clock of the same idea, which sees them one after the other.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from fivefold.collectives.lowering import Program, run_order
+from fivefold.collectives.schedules import Schedule, evaluate
 from fivefold.network.topology import Topology
 
-__all__ = ["LinkClock", "predict_s"]
+__all__ = ["LinkClock", "load_bound_s", "predict_s", "schedule_s", "with_message_cost"]
 
 
 @dataclass
 class LinkClock:
     """When messages arrive, given those sent before; an ``arrival_s`` of :func:`run_order`.
+
+    Those between the same two ranks follow one another; on a link that several pairs use at that
+    moment each gets an equal share.
 
     Args:
         topology: The network; its ranks are the program's.
@@ -35,34 +40,39 @@ class LinkClock:
     topology: Topology
     chunk_bytes: float
     message_s: float
-    _free_s: dict[int, float] = field(default_factory=dict)
+    _free_s: dict[tuple[int, int], float] = field(default_factory=dict)
+    _users: dict[int, set[tuple[int, int]]] = field(default_factory=dict)
     _routes: dict[tuple[int, int], tuple[tuple[int, ...], float]] = field(default_factory=dict)
 
     def __call__(self, sent_s: float, source: int, target: int, count: int) -> float:
         """Arrival of a message; see :func:`run_order`."""
-        route, latency_s = self._route(source, target)
+        pair = (source, target)
+        route, latency_s = self._route(pair)
+        start_s = max(sent_s, self._free_s.get(pair, 0.0))
         size_bytes = count * self.chunk_bytes
-        start_s = max([sent_s, *(self._free_s.get(link, 0.0) for link in route)])
-        end_s = start_s
+        longest_s = 0.0
         for link in route:
-            busy_s = size_bytes / float(self.topology.capacities_bytes_per_s[link])
-            self._free_s[link] = start_s + busy_s
-            end_s = max(end_s, start_s + busy_s)
-        return end_s + latency_s + self.message_s
+            users = self._users.setdefault(link, set())
+            users.add(pair)
+            busy = {other for other in users if other == pair or self._free_s[other] > sent_s}
+            self._users[link] = busy
+            rate = float(self.topology.capacities_bytes_per_s[link]) / len(busy)
+            longest_s = max(longest_s, size_bytes / rate)
+        self._free_s[pair] = start_s + longest_s
+        return start_s + longest_s + latency_s + self.message_s
 
-    def _route(self, source: int, target: int) -> tuple[tuple[int, ...], float]:
-        key = (source, target)
-        if key not in self._routes:
-            links = tuple(int(link) for link in self.topology.shortest_route(source, target))
+    def _route(self, pair: tuple[int, int]) -> tuple[tuple[int, ...], float]:
+        if pair not in self._routes:
+            links = tuple(int(link) for link in self.topology.shortest_route(*pair))
             latency_s = float(sum(self.topology.latencies_s[link] for link in links))
-            self._routes[key] = (links, latency_s)
-        return self._routes[key]
+            self._routes[pair] = (links, latency_s)
+        return self._routes[pair]
 
 
 def predict_s(
     program: Program, topology: Topology, *, size_bytes: float, message_s: float = 0.0
 ) -> float:
-    """Time that a program takes for a message size.
+    """Time that a program takes, where no schedule is known.
 
     Args:
         program: The program.
@@ -87,3 +97,76 @@ def predict_s(
     chunk_bytes = float(program.collective.chunk_bytes(size_bytes).max())
     clock = LinkClock(topology, chunk_bytes, message_s)
     return max((step.end_s for step in run_order(program, arrival_s=clock)), default=0.0)
+
+
+def load_bound_s(schedule: Schedule, topology: Topology, size_bytes: float) -> float:
+    """Time of a schedule's fullest link: no order and no pipeline makes it faster.
+
+    Args:
+        schedule: The schedule; messages take the topology's shortest routes.
+        topology: The network.
+        size_bytes: Size of the collective.
+
+    Returns:
+        Seconds.
+
+    Example:
+        >>> from fivefold.collectives.algorithms import ring
+        >>> from fivefold.collectives.schedules import all_reduce
+        >>> from fivefold.network.topology import switch
+        >>> load_bound_s(ring(all_reduce(4)), switch(4, bandwidth="1 MB/s"), 1e6)
+        1.5
+    """
+    count = topology.num_ranks
+    sizes = np.asarray(schedule.collective.chunk_bytes(size_bytes))[schedule.chunks]
+    pairs = schedule.sources.astype(np.int64) * count + schedule.targets
+    sent = np.bincount(pairs, weights=sizes, minlength=count * count)
+    load = np.zeros(topology.num_links)
+    for pair in np.flatnonzero(sent):
+        for link in topology.shortest_route(int(pair) // count, int(pair) % count):
+            load[link] += sent[pair]
+    return float((load / topology.capacities_bytes_per_s).max(initial=0.0))
+
+
+def schedule_s(
+    schedule: Schedule, topology: Topology, *, size_bytes: float, message_s: float = 0.0
+) -> float:
+    """Time of a schedule in the fluid model.
+
+    Args:
+        schedule: The schedule; messages take the topology's shortest routes.
+        topology: The network.
+        size_bytes: Size of the collective.
+        message_s: Software cost of one message.
+
+    Returns:
+        Seconds.
+
+    Example:
+        >>> from fivefold.collectives.algorithms import ring
+        >>> from fivefold.collectives.schedules import all_reduce
+        >>> from fivefold.network.topology import switch
+        >>> network = switch(4, bandwidth="1 MB/s")
+        >>> round(schedule_s(ring(all_reduce(4)), network, size_bytes=1e6), 6)
+        1.5
+    """
+    bare = schedule.replaced(topology=None, route_offsets=None, route_links=None)
+    costed = with_message_cost(topology, message_s)
+    return float(evaluate(bare, costed, size_bytes=size_bytes, model="fluid").total_s)
+
+
+def with_message_cost(topology: Topology, message_s: float) -> Topology:
+    """The topology with a message's software cost on every link that leaves a rank.
+
+    Example:
+        >>> from fivefold.network.topology import switch
+        >>> sorted(set(with_message_cost(switch(2), 1e-3).latencies_s.tolist()))
+        [0.0, 0.001]
+    """
+    if not message_s:
+        return topology
+    ranks = {node.name for node in topology.nodes if node.is_rank}
+    return topology.with_links(
+        replace(link, latency_s=link.latency_s + message_s) if link.source in ranks else link
+        for link in topology.links
+    )

@@ -57,7 +57,7 @@ class Settings:
     message_s: float = 4e-4
     inner_message_s: float = 1.5e-4
     margin: float = 0.03
-    max_pieces: int = 8
+    max_pieces: int = 32
     min_piece_bytes: int = 1 << 16
 
     def __post_init__(self) -> None:
@@ -197,10 +197,8 @@ def lab_topology(facts: str, world_size: int) -> Topology | None:
     data = json.loads(facts)
     if not data.get("shaped") or data.get("nproc_per_host") != 1:
         return None
-    if data.get("topology"):
-        topology = Topology.from_toml(data["topology"])
-    else:
-        topology = _star(data)
+    described = data.get("topology")
+    topology = Topology.from_toml(described) if described else _star(data)
     # Rates count whole Ethernet frames; of a frame only this share is a program's data.
     mtu = data.get("mtu") or _ETHERNET_MTU
     whole = topology.scaled(bandwidth=(mtu - _TCP_HEADER_BYTES) / (mtu + _FRAME_HEADER_BYTES))
@@ -213,8 +211,11 @@ def _star(data: dict[str, Any]) -> Topology:
     hosts = [Node(f"host{host}", "gpu") for host in range(data["hosts"])]
     for host, node in enumerate(hosts):
         rate = own.get(str(host), data["rate_bytes_per_s"]) or _UNSHAPED_BYTES_PER_S
-        for ends in ((node.name, middle.name), (middle.name, node.name)):
-            links.append(Link(*ends, bandwidth_bytes_per_s=rate, latency_s=data["delay_s"] / 2))
+        half_s = data["delay_s"] / 2
+        links += [
+            Link(*ends, bandwidth_bytes_per_s=rate, latency_s=half_s)
+            for ends in ((node.name, middle.name), (middle.name, node.name))
+        ]
     return Topology("lab", [*hosts, middle], links)
 
 
