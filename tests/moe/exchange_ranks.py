@@ -1,7 +1,7 @@
 # ruff: noqa: E402 - the environment is looked at first
 """One rank of the exchange between processes, in Triton's CPU interpreter.
 
-    TRITON_INTERPRET=1 python exchange_ranks.py FOLDER RANK [LAUNCHES]
+    TRITON_INTERPRET=1 python exchange_ranks.py FOLDER RANK [LAUNCHES [capacity]]
 
 Plays the scenes below with 2, 3 and 4 ranks; prints one line of JSON per scene. With a number of
 launches it plays one scene only, of two ranks, for so long. Nothing but the heaps' words keeps the
@@ -37,9 +37,9 @@ def inputs(ranks, epoch, *, most):
     draw = random.Random(1000 * ranks + epoch)  # noqa: S311 - a test
     experts = 2 * ranks
     counts = [draw.choice([0, 1, most]) for _ in range(ranks)]
-    given = operands(
-        (sum(counts), HIDDEN, INNER, experts, TOP_K), bias=True, dtype=torch.float32, seed=epoch
-    )
+    shape = (max(1, sum(counts)), HIDDEN, INNER, experts, TOP_K)
+    given = operands(shape, bias=True, dtype=torch.float32, seed=epoch)
+    given |= {n: given[n][: sum(counts)] for n in ("x", "topk_ids", "topk_weights")}
     popular = draw.randrange(experts)
     skew = draw.choice(["none", "one expert", "one rank", "dropped"])
     ids = given["topk_ids"]
@@ -166,8 +166,21 @@ def main():
     if len(sys.argv) > 3:
         (folder / "stress").mkdir(exist_ok=True)
         launches = int(sys.argv[3])
-        work = lambda: play(folder / "stress", rank, 2, epochs=launches, most=3, stir_s=0.002)  # noqa: E731
-        todo = [("stress", work)]
+        capacity = 3 if "capacity" in sys.argv else None
+        todo = [
+            (
+                "stress",
+                lambda: play(
+                    folder / "stress",
+                    rank,
+                    2,
+                    epochs=launches,
+                    capacity=capacity,
+                    most=3,
+                    stir_s=0.002,
+                ),
+            )
+        ]
     else:
         todo = list(scenes(folder, rank))
     for name, scene in todo:

@@ -278,7 +278,7 @@ class ExpertExchange:
                 part, weight, num_experts=self.config.experts, capacity=capacity, policy=policy
             )
             for part, weight in zip(
-                torch.split(ids, counts), torch.split(weights, counts), strict=True
+                torch.split(ids, list(counts)), torch.split(weights, list(counts)), strict=True
             )
         ]
         return ids.masked_fill(~torch.cat(kept), -1)

@@ -299,8 +299,8 @@ def _products(
         rank = first_rank + v
         base = tl.load(bases + rank)
         first_done = own + SENT + E
-        apart = scratch_words.to(tl.int64) * v * (4 // BYTES)
-        rows_of_rank = inner + tl.multiple_of(apart, 16)
+        apart = tl.multiple_of(scratch_words.to(tl.int64) * (4 // BYTES) * v, 16)
+        rows_of_rank = inner + apart
         tiles = 0
         if C > 0:
             tiles += P * L * (C // BM)

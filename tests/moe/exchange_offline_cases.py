@@ -1,0 +1,42 @@
+"""Compiles the exchange for sm_90a: a child process of ``test_moe_exchange_offline``.
+
+Prints one line of JSON per variant.
+"""
+
+import json
+import sys
+
+import torch
+
+from fivefold.moe import ExchangeConfig
+from fivefold.moe._exchange_offline import compile_exchange
+
+SIZES = {"hidden": 2048, "intermediate": 2048, "top_k": 2, "max_tokens": 8192}
+VARIANTS = {
+    "compact, bf16 swiglu, 8 ranks": {"ranks": 8, "experts": 64},
+    "capacity, bf16 relu, 8 ranks": {
+        "ranks": 8,
+        "experts": 64,
+        "activation": "relu",
+        "capacity": 1024,
+    },
+    "compact, fp32 swiglu in tf32, 4 virtual ranks": {
+        "ranks": 4,
+        "experts": 8,
+        "dtype": torch.float32,
+        "precision": "tf32",
+    },
+}
+
+
+def main():
+    for name, sizes in VARIANTS.items():
+        config = ExchangeConfig(**(SIZES | sizes))
+        num_local = config.ranks if "virtual" in name else 1
+        found = compile_exchange(config, num_local=num_local)
+        line = vars(found) | {"variant": name, "products": sorted(found.products)}
+        sys.stdout.write(json.dumps(line) + "\n")
+
+
+if __name__ == "__main__":
+    main()
