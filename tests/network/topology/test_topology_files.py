@@ -236,10 +236,68 @@ def test_only_generators_take_rates():
         generator_usage("dgx1")
 
 
+def test_a_file_may_begin_with_a_generator():
+    text = """
+    generate = "ring:4,bandwidth=10GB/s"
+    nodes = [{ name = "spare", kind = "gpu" }]
+    links = [{ source = "spare", target = "gpu0", bandwidth = "5 GB/s", both_ways = true }]
+    changes = [
+      { source = "gpu0", target = "gpu1", bandwidth = "1 GB/s" },
+      { source = "gpu2", target = "gpu1", latency = "5 us", count = 2, both_ways = false },
+      { source = "gpu3", target = "gpu0", remove = true },
+    ]
+    """
+    found = Topology.from_toml(text)
+    assert (found.num_ranks, found.num_links) == (5, 2 * 3 + 2)
+    assert found.capacities_bytes_per_s[found.direct_links(1, 0)].tolist() == [1e9]
+    changed = found.links[found.direct_links(2, 1)[0]]
+    assert changed.latency_s == pytest.approx(5e-6)
+    assert (changed.count, changed.bandwidth_bytes_per_s) == (2, 10e9)
+    assert found.links[found.direct_links(1, 2)[0]].latency_s == 0.0
+    assert found.direct_links(3, 0).size == found.direct_links(0, 3).size == 0
+    assert Topology.from_toml(found.to_toml()) == found
+
+
+def test_a_generated_switch_may_be_made_to_sum():
+    text = """
+    generate = "leaf_spine:4,leaves=2,spines=1"
+    switches = [{ node = "spine0", aggregation = { slots = 8, slot_size = "1 KiB" } }]
+    """
+    assert Topology.from_toml(text).ability_of("spine0").aggregation.pool_bytes == 8192
+    h100 = 'generate = "dgx_h100"\nswitches = [{ node = "nvswitch0" }]'
+    assert Topology.from_toml(h100).ability_of("nvswitch0").aggregation is None
+    assert "H100" in Topology.from_toml(h100).source
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('generate = "own.toml"', "names the file 'own.toml'"),
+        ("generate = 4", "generate must be text"),
+        ('generate = "rng:4"', "did you mean 'ring'"),
+        ('source = "gpu0", target = "gpu2", count = 2', "no link 'gpu0' -> 'gpu2' to change"),
+        ('source = "gpu0", target = "gpu2", remove = true', "no link 'gpu0' -> 'gpu2' to remove"),
+        ('source = "gpu0", target = "gpu9", count = 2', "'gpu9' is no node"),
+        ('source = "gpu0", target = "gpu1"', "either change something or remove"),
+        ('source = "gpu0", target = "gpu1", count = 1, remove = true', "either change"),
+        ('source = "gpu0", target = "gpu1", bandwidth = 3', "must have a unit"),
+        ('source = "gpu0", target = "gpu1", count = 0', "count 0"),
+        ('source = "gpu0", target = "gpu1", remove = 1', "remove must be true or false"),
+        ('source = "gpu0", bandwidth = "1 GB/s"', "no target"),
+    ],
+)
+def test_wrong_beginnings_and_changes(line, words):
+    whole = (
+        line if line.startswith("generate") else f'generate = "ring:4"\nchanges = [{{ {line} }}]'
+    )
+    with pytest.raises(ConfigurationError, match=words):
+        Topology.from_toml(whole + "\n")
+
+
 def test_the_guide_says_what_works():
     guide = (Path(__file__).parents[3] / "docs" / "guides" / "topology.md").read_text()
-    (table,) = re.findall(r"```toml\n(.*?)```", guide, re.DOTALL)
-    assert Topology.from_toml(table).is_connected()
+    for table in re.findall(r"```toml\n(.*?)```", guide, re.DOTALL):
+        assert Topology.from_toml(table).is_connected()
     spellings = re.findall(r"`([a-z_0-9]+:\d[^`]*)`", guide)
     assert len(spellings) > 15
     for text in spellings:

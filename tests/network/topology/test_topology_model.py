@@ -189,6 +189,32 @@ def test_a_subset_renumbers_and_keeps_what_joins():
     assert len(hosts.shortest_route(0, 1)) == 2
 
 
+def test_a_slow_edge():
+    found = ring(4).with_changed_link("gpu1", "gpu2", bandwidth="1 GB/s", latency="5 us")
+    slow = sorted(index for index, rate in enumerate(found.capacities_bytes_per_s) if rate == 1e9)
+    assert slow == sorted([*found.direct_links(1, 2), *found.direct_links(2, 1)])
+    one_way = ring(4).with_changed_link("gpu1", "gpu2", count=3, both_ways=False)
+    assert sorted(one_way.link_counts.tolist()) == [1] * 7 + [3]
+    with pytest.raises(ConfigurationError, match="no link 'gpu0' -> 'gpu2'"):
+        ring(4).with_changed_link("gpu0", "gpu2", count=2)
+    with pytest.raises(ConfigurationError, match="'gpu7' is no node"):
+        ring(4).with_changed_link("gpu0", "gpu7", count=2)
+
+
+def test_switches_can_be_made_to_sum():
+    unit = Aggregation(slots=4, slot_bytes=256)
+    tree = fat_tree(4).with_aggregation(unit, kinds=["tor", "core"])
+    able = {ability.node for ability in tree.switches}
+    assert able == {node.name for node in tree.nodes if node.kind in ("tor", "core")}
+    assert tree.ability_of("core0") == SwitchAbility("core0", multicast=True, aggregation=unit)
+    assert tree.with_switches([]) == fat_tree(4)
+    again = tree.with_aggregation(Aggregation(slots=9, slot_bytes=1), kinds=["core"])
+    assert again.ability_of("core1").aggregation.slots == 9
+    assert again.ability_of("pod0/tor0").aggregation == unit
+    with pytest.raises(ConfigurationError, match="no switch of kind agg; it has gpu, switch"):
+        switch(3).with_aggregation(unit, kinds=["agg"])
+
+
 def test_switch_abilities_follow_their_switch():
     unit = Aggregation(slots=4, slot_bytes=256, dtypes=["int32"])
     abilities = [SwitchAbility("switch0", multicast=True, aggregation=unit)]

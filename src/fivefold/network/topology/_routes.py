@@ -144,6 +144,8 @@ class Router:
         """Largest latency from each rank to any rank; infinite where one cannot be reached."""
         topology = self._topology
         found = np.zeros(topology.num_ranks)
+        if not self._ticks.any() and topology.is_connected():
+            return found
         for rank in range(topology.num_ranks):
             ticks, hops = self.distances(rank)
             ranks = topology.rank_nodes

@@ -1,8 +1,9 @@
 """Topology files: TOML with a unit in every quantity, read strictly and written exactly.
 
-A file holds ``nodes``, ``links`` and ``switches`` as lists of small tables. Numbers are written so
-that reading them gives the same float to the last bit. Errors name the table, the key and the key
-that was probably meant.
+A file holds ``nodes``, ``links`` and ``switches`` as lists of small tables; ``generate`` begins
+with a topology in one line of text, and ``changes`` gives links other values. Numbers are written
+so that reading them gives the same float to the last bit. Errors name the table, the key and the
+key that was probably meant.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from fivefold.units import parse_bytes, parse_bytes_per_s, parse_duration_s
 
 __all__ = ["format_topology", "read_topology"]
 
-_TOP_KEYS = ("name", "source", "nodes", "links", "switches")
+_TOP_KEYS = ("name", "source", "generate", "nodes", "links", "switches", "changes")
 _NODE_KEYS = ("name", "kind", "host")
 _LINK_KEYS = ("source", "target", "bandwidth", "latency", "count", "both_ways")
+_CHANGE_KEYS = ("source", "target", "bandwidth", "latency", "count", "both_ways", "remove")
 _SWITCH_KEYS = ("node", "multicast", "aggregation")
 _AGGREGATION_KEYS = ("slots", "slot_size", "rate", "dtypes")
 _RATES = (("TB/s", 1e12), ("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3))
@@ -79,6 +81,7 @@ def _text_of(source: str | Path) -> tuple[str, str]:
 
 def _topology(tables: Mapping[str, Any], *, default_name: str) -> Topology:
     _check_keys(tables, _TOP_KEYS, "the file")
+    base = _generated(tables)
     nodes = [
         Node(
             _text(entry, "name", place),
@@ -97,14 +100,60 @@ def _topology(tables: Mapping[str, Any], *, default_name: str) -> Topology:
     ]
     name = _text(tables, "name", "the file") if "name" in tables else default_name or "topology"
     source = _text(tables, "source", "the file") if "source" in tables else ""
-    return Topology(name, nodes, links, switches=switches, source=source)
+    if base is not None:
+        described = {ability.node for ability in switches}
+        nodes, links = [*base.nodes, *nodes], [*base.links, *links]
+        switches = [*(one for one in base.switches if one.node not in described), *switches]
+        source = source or base.source
+    found = Topology(name, nodes, links, switches=switches, source=source)
+    for entry, place in _entries(tables, "changes", _CHANGE_KEYS):
+        found = _changed(found, entry, place)
+    return found
+
+
+def _generated(tables: Mapping[str, Any]) -> Topology | None:
+    if "generate" not in tables:
+        return None
+    from fivefold.network.topology._parse import parse_topology  # noqa: PLC0415 - a cycle
+
+    text = _text(tables, "generate", "the file")
+    if text.endswith(".toml") or Path(text).is_file():  # a file that names itself never ends
+        raise ConfigurationError(
+            f"generate names the file {text!r}", hint='write a generator, such as "torus:4x4"'
+        )
+    return parse_topology(text)
+
+
+def _changed(topology: Topology, entry: Mapping[str, Any], place: str) -> Topology:
+    """One of the ``changes``; both directions unless it says otherwise."""
+    ends = _text(entry, "source", place), _text(entry, "target", place)
+    both_ways, remove = (
+        _boolean(entry, key, place, default=key == "both_ways") for key in ("both_ways", "remove")
+    )
+    values = {
+        key: _quantity(entry, key, place, example)
+        for key, example in (("bandwidth", "25 GB/s"), ("latency", "1 us"))
+        if key in entry
+    }
+    if remove == bool(values or "count" in entry):
+        raise ConfigurationError(
+            f"{place} must either change something or remove the link",
+            hint='write bandwidth = "1 GB/s", or remove = true',
+        )
+    if not remove:
+        return topology.with_changed_link(
+            *ends, **values, count=entry.get("count"), both_ways=both_ways
+        )
+    gone = {ends, ends[::-1]} if both_ways else {ends}
+    kept = [link for link in topology.links if (link.source, link.target) not in gone]
+    if len(kept) == topology.num_links:
+        raise ConfigurationError(f"{place}: there is no link {ends[0]!r} -> {ends[1]!r} to remove")
+    return topology.with_links(kept)
 
 
 def _links(entry: Mapping[str, Any], place: str) -> Iterator[Link]:
     ends = _text(entry, "source", place), _text(entry, "target", place)
-    both_ways = entry.get("both_ways", False)
-    if not isinstance(both_ways, bool):
-        raise ConfigurationError(f"{place}: both_ways must be true or false; got {both_ways!r}")
+    both_ways = _boolean(entry, "both_ways", place, default=False)
     for first, second in (ends, ends[::-1]) if both_ways else (ends,):
         yield Link(
             first,
@@ -120,9 +169,8 @@ def _links(entry: Mapping[str, Any], place: str) -> Iterator[Link]:
 
 
 def _switch(entry: Mapping[str, Any], place: str) -> SwitchAbility:
-    node, multicast = _text(entry, "node", place), entry.get("multicast", False)
-    if not isinstance(multicast, bool):
-        raise ConfigurationError(f"{place}: multicast must be true or false; got {multicast!r}")
+    node = _text(entry, "node", place)
+    multicast = _boolean(entry, "multicast", place, default=False)
     if "aggregation" not in entry:
         return SwitchAbility(node, multicast=multicast)
     table, place = entry["aggregation"], f"{place}.aggregation"
@@ -181,6 +229,13 @@ def _text(table: Mapping[str, Any], key: str, place: str) -> str:
     value = _require(table, key, place)
     if not isinstance(value, str):
         raise ConfigurationError(f"{place}: {key} must be text in quotes; got {value!r}")
+    return value
+
+
+def _boolean(table: Mapping[str, Any], key: str, place: str, *, default: bool) -> bool:
+    value = table.get(key, default)
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{place}: {key} must be true or false; got {value!r}")
     return value
 
 

@@ -19,10 +19,17 @@ import numpy as np
 import numpy.typing as npt
 
 from fivefold.errors import ConfigurationError, InfeasibleError
+from fivefold.network.topology._changes import (
+    changed_links,
+    joined_names,
+    renamed_links,
+    scaled_links,
+)
 from fivefold.network.topology._checks import all_of, check_topology, listed
-from fivefold.network.topology._elements import Link, Node, SwitchAbility
+from fivefold.network.topology._elements import Aggregation, Link, Node, SwitchAbility
 from fivefold.network.topology._graph import reachable
 from fivefold.network.topology._views import FloatArray, TopologyViews, frozen
+from fivefold.units import parse_bytes_per_s, parse_duration_s
 
 if TYPE_CHECKING:
     from fivefold.network.topology._rank_graph import RankGraph
@@ -247,6 +254,63 @@ class Topology(TopologyViews):
         kept = [link for index, link in enumerate(self.links) if index not in gone]
         return self._changed(self.name, links=kept)
 
+    def with_changed_link(
+        self,
+        source: str,
+        target: str,
+        *,
+        bandwidth: str | float | None = None,
+        latency: str | float | None = None,
+        count: int | None = None,
+        both_ways: bool = True,
+    ) -> Topology:
+        """The link between two nodes with another bandwidth, latency or count: a slow edge.
+
+        Args:
+            source: Name of the node it leaves.
+            target: Name of the node it enters.
+            bandwidth: Such as ``"1 GB/s"`` or bytes per second; None keeps it.
+            latency: Such as ``"5 us"`` or seconds; None keeps it.
+            count: Number of physical links; None keeps it.
+            both_ways: Whether the link back is changed as well.
+
+        Returns:
+            The other topology; parallel links of the two nodes are all changed.
+
+        Raises:
+            ConfigurationError: There is no such link, or a value is not allowed.
+        """
+        values = {
+            "bandwidth_bytes_per_s": None if bandwidth is None else parse_bytes_per_s(bandwidth),
+            "latency_s": None if latency is None else parse_duration_s(latency),
+            "count": count,
+        }
+        ends = self.nodes[self.index(source)].name, self.nodes[self.index(target)].name
+        changed = changed_links(self.links, ends, both_ways=both_ways, values=values)
+        return self._changed(self.name, links=changed)
+
+    def with_switches(self, switches: Iterable[SwitchAbility]) -> Topology:
+        """The same graph with other switch abilities, in place of all it had."""
+        return Topology(self.name, self.nodes, self.links, switches=switches, source=self.source)
+
+    def with_aggregation(
+        self, aggregation: Aggregation, *, kinds: Collection[str] = ("tor",), multicast: bool = True
+    ) -> Topology:
+        """Every switch of some kinds able to sum (and to copy); others stay as they are.
+
+        Raises:
+            ConfigurationError: No switch is of these kinds.
+        """
+        able = [node.name for node in self.nodes if node.kind in kinds and not node.is_rank]
+        if not able:
+            raise ConfigurationError(
+                f"topology {self.name!r} has no switch of kind {', '.join(kinds)}",
+                hint=f"it has {', '.join(sorted({node.kind for node in self.nodes}))}",
+            )
+        others = [ability for ability in self.switches if ability.node not in set(able)]
+        new = [SwitchAbility(x, multicast=multicast, aggregation=aggregation) for x in able]
+        return self.with_switches([*others, *new])
+
     def renamed(
         self, name: str | None = None, *, nodes: Mapping[str, str] | None = None
     ) -> Topology:
@@ -255,30 +319,19 @@ class Topology(TopologyViews):
         Raises:
             ConfigurationError: An old name is no node, or new names collide.
         """
-        table = {old: new for old, new in (nodes or {}).items() if self.index(old) >= 0}
-
-        def new(old: str) -> str:
-            return table.get(old, old)
-
+        names = {old: new for old, new in (nodes or {}).items() if self.index(old) >= 0}
         return Topology(
             name or self.name,
-            [replace(node, name=new(node.name)) for node in self.nodes],
-            [replace(x, source=new(x.source), target=new(x.target)) for x in self.links],
-            switches=[replace(ability, node=new(ability.node)) for ability in self.switches],
+            [replace(node, name=names.get(node.name, node.name)) for node in self.nodes],
+            renamed_links(self.links, names),
+            switches=[replace(one, node=names.get(one.node, one.node)) for one in self.switches],
             source=self.source,
         )
 
     def scaled(self, *, bandwidth: float = 1.0, latency: float = 1.0) -> Topology:
         """All bandwidths and all latencies times a factor each."""
-        changed = [
-            replace(
-                link,
-                bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * bandwidth,
-                latency_s=link.latency_s * latency,
-            )
-            for link in self.links
-        ]
-        return self._changed(self.name, links=changed)
+        links = scaled_links(self.links, bandwidth=bandwidth, latency=latency)
+        return self._changed(self.name, links=links)
 
     def subset(self, ranks: Iterable[int]) -> Topology:
         """Only some ranks, numbered in the order given, and the switches that still join them.
@@ -302,7 +355,7 @@ class Topology(TopologyViews):
         inside = keep[self.link_sources] & keep[self.link_targets]
         links = [self.links[index] for index in np.flatnonzero(inside).tolist()]
         first = [self.nodes[index] for index in wanted]
-        joined = _joined(first, links)
+        joined = joined_names(first, links)
         switches = [node for node in self.nodes if not node.is_rank and node.name in joined]
         kept = {node.name for node in [*first, *switches]}
         return Topology(
@@ -350,19 +403,3 @@ def _rebuild(
     source: str,
 ) -> Topology:
     return Topology(name, nodes, links, switches=switches, source=source)
-
-
-def _joined(ranks: Iterable[Node], links: list[Link]) -> set[str]:
-    """Names that a rank can reach and that can reach a rank."""
-    reached = [{node.name for node in ranks} for _ in range(2)]
-    for seen, forward in zip(reached, (True, False), strict=True):
-        onward: dict[str, list[str]] = {}
-        for link in links:
-            ends = (link.source, link.target)
-            onward.setdefault(ends[not forward], []).append(ends[forward])
-        frontier = list(seen)
-        while frontier:
-            found = [name for name in onward.get(frontier.pop(), ()) if name not in seen]
-            seen.update(found)
-            frontier += found
-    return reached[0] & reached[1]
