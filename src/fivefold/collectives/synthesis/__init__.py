@@ -1,5 +1,7 @@
 """Algorithms made for a topology: sketches, trees, exact search, matching, flows."""
 
+from fivefold.collectives.synthesis._flow import FlowOptimum, all_to_all_optimum
+from fivefold.collectives.synthesis._flow_schedule import all_to_all_flow
 from fivefold.collectives.synthesis._front import (
     Attempt,
     Synthesis,
@@ -26,6 +28,7 @@ from fivefold.collectives.synthesis._trees import SpanningTree, TreePacking, spa
 
 __all__ = [
     "Attempt",
+    "FlowOptimum",
     "ParetoFront",
     "ParetoPoint",
     "SearchResult",
@@ -37,6 +40,8 @@ __all__ = [
     "SynthesisOptions",
     "TacclResult",
     "TreePacking",
+    "all_to_all_flow",
+    "all_to_all_optimum",
     "derive_sketch",
     "k_synchronous",
     "matching",

@@ -20,17 +20,19 @@ from fivefold.errors import ConfigurationError
 
 __all__ = ["dispatch"]
 
-_WINDOW = 64
+_WINDOW = 256
 """How many ready transfers of one port are looked at for a free route."""
 
 
-def dispatch(schedule: Schedule, *, size_bytes: float) -> Schedule:
+def dispatch(schedule: Schedule, *, size_bytes: float, by_load: bool = False) -> Schedule:
     """The same transfers with times in the serial model, listed by their starts.
 
     Args:
         schedule: A schedule of copies with routes in which no rank gets a chunk twice; the order
             of its transfers is their priority.
         size_bytes: Size of the collective.
+        by_load: Whether a port prefers, among what it could send, the transfer over the link that
+            has most left to carry; false for the order listed.
 
     Returns:
         The schedule, without steps.
@@ -51,6 +53,7 @@ def dispatch(schedule: Schedule, *, size_bytes: float) -> Schedule:
         (offsets, links),
         (topology.capacities_bytes_per_s, topology.latencies_s),
         schedule.collective.chunk_bytes(size_bytes)[schedule.chunks],
+        int(by_load),
     )
     order = np.argsort(starts_s, kind="stable")
     lengths = np.diff(offsets)[order]
@@ -118,20 +121,34 @@ def _remove(queues: Any, heads: Any, port: int, place: int) -> Any:
 
 @njit
 def _first_free(
-    queues: Any, begin: int, end: int, routes: tuple[Any, Any], free_s: Any, now_s: float
+    queues: Any,
+    span: tuple[int, int],
+    routes: tuple[Any, Any],
+    free_s: Any,
+    now_s: float,
+    left: Any,
 ) -> int:
-    """Place of the first transfer of a queue whose links are all free; -1 for none."""
+    """Place of the transfer of a queue to start, all links of which are free; -1 for none.
+
+    The first, or where ``left`` is given the one over the link with most left to carry.
+    """
     offsets, links = routes
-    for place in range(begin, min(end, begin + _WINDOW)):
+    best, most = -1, -1.0
+    for place in range(span[0], min(span[1], span[0] + _WINDOW)):
         number = queues[place]
-        ready = True
+        ready, load = True, 0.0
         for hop in range(offsets[number], offsets[number + 1]):
             if free_s[links[hop]] > now_s:
                 ready = False
                 break
-        if ready:
+            # The first link is the same for all of them.
+            if len(left) and hop > offsets[number]:
+                load = max(load, left[links[hop]])
+        if ready and len(left) == 0:
             return place
-    return -1
+        if ready and load > most:
+            best, most = place, load
+    return best
 
 
 @njit
@@ -171,6 +188,18 @@ def _start(
 
 
 @njit
+def _add_loads(left: Any, routes: tuple[Any, Any], costs: tuple[Any, Any], sizes: Any) -> None:
+    """Time that every link will be busy."""
+    offsets, links = routes
+    for number in range(len(sizes)):
+        latency_s = 0.0
+        for hop in range(offsets[number], offsets[number + 1]):
+            latency_s += costs[1][links[hop]]
+        for hop in range(offsets[number], offsets[number + 1]):
+            left[links[hop]] += latency_s + sizes[number] / costs[0][links[hop]]
+
+
+@njit
 def _port_queues(predecessors: Any, routes: tuple[Any, Any], num_links: int) -> tuple[Any, ...]:
     """Each transfer's first link, and a queue per link of those that are ready from the start."""
     offsets, links = routes
@@ -195,15 +224,16 @@ def _serve(
     ready: tuple[Any, Any],
     routes: tuple[Any, Any],
     loads: tuple[Any, Any],
-    result: tuple[Any, Any, Any],
+    result: tuple[Any, Any, Any, Any],
     events: tuple[Any, int],
 ) -> int:
     """Start what the port can send now; the number of events then."""
     queues, (_, heads, tails) = ready
-    starts_s, ends_s, free_s = result
+    starts_s, ends_s, free_s, left = result
     heap, waiting = events
     while heads[port] < tails[port] and free_s[port] <= now_s:
-        place = _first_free(queues, heads[port], tails[port], routes, free_s, now_s)
+        span = (heads[port], tails[port])
+        place = _first_free(queues, span, routes, free_s, now_s, left)
         if place < 0:
             break
         number = _remove(queues, heads, port, place)
@@ -211,24 +241,32 @@ def _serve(
         starts_s[number] = now_s
         waiting = push_event(heap, waiting, ends_s[number], number)
         for hop in range(routes[0][number], routes[0][number + 1]):
-            if free_s[routes[1][hop]] < ends_s[number]:
-                waiting = push_event(heap, waiting, free_s[routes[1][hop]], -1)
+            link = routes[1][hop]
+            if len(left):
+                left[link] -= free_s[link] - now_s
+            if free_s[link] < ends_s[number]:
+                waiting = push_event(heap, waiting, free_s[link], -1)
     return waiting
 
 
 @njit
 def _run(
-    predecessors: Any, routes: tuple[Any, Any], costs: tuple[Any, Any], sizes: Any
+    predecessors: Any, routes: tuple[Any, Any], costs: tuple[Any, Any], sizes: Any, by_load: int
 ) -> tuple[Any, Any]:
     """Starts and arrivals of all transfers."""
     count, num_links = len(predecessors), len(costs[0])
     after, members = _followers(predecessors)
     port_of, queues, ends = _port_queues(predecessors, routes, num_links)
-    result = (np.zeros(count), np.zeros(count), np.zeros(num_links))
+    left = np.zeros(num_links * by_load)
+    if by_load:
+        _add_loads(left, routes, costs, sizes)
+    result = (np.zeros(count), np.zeros(count), np.zeros(num_links), left)
     room = len(routes[1]) + count + 1
     heap, waiting, now_s = (np.empty(room), np.empty(room, np.int64)), 0, 0.0
     while True:
-        for port in range(num_links):
+        # Whoever has most left to send goes first where that counts.
+        ports = np.argsort(-left) if by_load else np.arange(num_links)
+        for port in ports:
             waiting = _serve(
                 port, now_s, (queues, ends), routes, (sizes, costs), result, (heap, waiting)
             )

@@ -27,13 +27,13 @@ from fivefold.collectives.schedules import (
     discrete_ingress_bound,
 )
 from fivefold.collectives.synthesis._matching_fabric import build_fabric, build_neighbourhoods
-from fivefold.collectives.synthesis._matching_kernel import (
+from fivefold.collectives.synthesis._matching_kernel import match
+from fivefold.collectives.synthesis._matching_state import (
     Fabric,
     Holdings,
     Neighbourhoods,
     Rules,
     Transfers,
-    match,
 )
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import Topology
@@ -77,9 +77,9 @@ def matching(
 
     Example:
         >>> from fivefold.network.topology import torus
-        >>> found = matching(all_gather(9), torus((3, 3), bandwidth=1.0), size_bytes=9.0)
+        >>> found = matching(all_gather(16), torus((4, 4), bandwidth=1.0), size_bytes=16.0)
         >>> float(found.ends_s.max())
-        2.0
+        4.0
     """
     _check(collective, topology, size_bytes, seeds)
     options = {"size_bytes": size_bytes, "seeds": seeds, "seed": seed}

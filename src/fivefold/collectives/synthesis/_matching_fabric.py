@@ -14,7 +14,7 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from fivefold._compiler import njit
-from fivefold.collectives.synthesis._matching_kernel import Fabric, Ints, Longs, Neighbourhoods
+from fivefold.collectives.synthesis._matching_state import Fabric, Ints, Longs, Neighbourhoods
 from fivefold.network.topology import Topology
 
 __all__ = ["build_fabric", "build_neighbourhoods"]
