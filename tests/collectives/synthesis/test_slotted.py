@@ -226,6 +226,13 @@ def test_orbits_are_the_classes_of_a_rotation():
     assert Orbits(instance).link_orbits.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
 
 
+def test_links_one_way_are_enough_for_a_broadcast():
+    nodes = [Node(name, "gpu") for name in "abc"]
+    wires = [Link(a, b, bandwidth_bytes_per_s=1e9) for a, b in ("ab", "bc")]
+    result = slotted(broadcast(3, 2), Topology("one-way", nodes, wires), size_bytes=2e9)
+    assert result.schedule.attributes["slots"] == 3  # two hops, and the second chunk behind
+
+
 def test_one_rank_and_nothing_to_do():
     result = slotted(all_gather(1), fully_connected(1), size_bytes=8.0)
     assert result.schedule.num_transfers == 0

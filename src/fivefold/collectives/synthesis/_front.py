@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,13 @@ from fivefold.collectives.schedules import (
     CostModel,
     Schedule,
     evaluate,
-    lower_bound,
     named_collective,
     verify,
     with_times,
 )
+from fivefold.collectives.synthesis._bound import bound_of
 from fivefold.collectives.synthesis._cache import cache_key, load, store
-from fivefold.collectives.synthesis._methods import METHODS, in_auto
+from fivefold.collectives.synthesis._methods import METHODS, SHARES, in_auto
 from fivefold.collectives.synthesis._request import Request
 from fivefold.collectives.synthesis._sketch import Sketch
 from fivefold.errors import (
@@ -190,7 +190,7 @@ def synthesize(
         seed=chosen.seed,
         progress=chosen.progress,
     )
-    bound = lower_bound(request.collective, topology, request.size_bytes)
+    bound = bound_of(request.collective, topology, request.size_bytes)
     method = "taccl" if sketch is not None and method == "auto" else method
     return _Search(request, method, bound).cached(chosen.cache, time_limit_s)
 
@@ -265,7 +265,7 @@ class _Search:
         started_s = time.perf_counter()
         best_s, note = None, "nothing fits"
         try:
-            for schedule, solver_s in METHODS[name](self.request):
+            for schedule, solver_s in METHODS[name](self._share(name)):
                 time_s = self._consider(schedule, name, solver_s)
                 if best_s is None or time_s < best_s:
                     best_s, note = time_s, schedule.name
@@ -279,6 +279,13 @@ class _Search:
         spent_s = time.perf_counter() - started_s
         self.log.append(Attempt(name, best_s, spent_s, note))
         self.request.say(f"{name}: {note}" + ("" if best_s is None else f", {best_s:.6g} s"))
+
+    def _share(self, name: str) -> Request:
+        """The request with the time that a method may take."""
+        if self.method != "auto" or name not in SHARES:
+            return self.request
+        ends_s = time.perf_counter() + self.request.left_s(SHARES[name])
+        return replace(self.request, deadline_s=ends_s)
 
     def _consider(self, schedule: Schedule, name: str, solver_s: float) -> float:
         request = self.request

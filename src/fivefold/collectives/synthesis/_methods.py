@@ -33,7 +33,7 @@ from fivefold.collectives.synthesis._trees import spanning_trees
 from fivefold.errors import ConfigurationError, InfeasibleError, UnsupportedError
 from fivefold.network.topology import Topology
 
-__all__ = ["METHODS", "in_auto"]
+__all__ = ["METHODS", "SHARES", "in_auto"]
 
 _TREE_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce")
 _FLOW_COLLECTIVES = ("all_to_all", "all_to_allv", "scatter", "gather")
@@ -74,7 +74,7 @@ def _matching(request: Request) -> Iterator[Candidate]:
             request.topology,
             size_bytes=request.size_bytes,
             seed=request.seed,
-            time_limit_s=request.left_s(0.3),
+            time_limit_s=request.left_s(0.5),
         )
         yield schedule, time.perf_counter() - started_s
         if request.left_s() < 2 * (time.perf_counter() - started_s):
@@ -197,11 +197,14 @@ METHODS: dict[str, Callable[[Request], Iterator[Candidate]]] = {
     "trees": _trees,
     "matching": _matching,
     "flow": _flow,
+    "k_synchronous": _k_synchronous,
     "taccl": _taccl,
     "slotted": _slotted,
-    "k_synchronous": _k_synchronous,
 }
 """The methods by name, in the order in which ``auto`` tries them."""
+
+SHARES = {"matching": 0.3, "k_synchronous": 0.4, "taccl": 0.6}
+"""Of the time that is left, how much ``auto`` gives to a method; all of it where not named."""
 
 
 def in_auto(method: str, request: Request) -> str | None:

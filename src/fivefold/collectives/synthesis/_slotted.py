@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.collectives.schedules import Collective, Schedule, evaluate, with_times
+from fivefold.collectives.synthesis._bound import bound_of
 from fivefold.collectives.synthesis._instance import Orbits, reach
 from fivefold.collectives.synthesis._logical import (
     Logical,
@@ -212,7 +213,10 @@ class _Search:
         everyone = frozenset(range(instance.num_ranks))
         for inside in [frozenset([rank]) for rank in everyone] + self._cuts():
             bound = max(bound, ingress_bound(instance, self.times, inside))
-        return bound
+        # Latencies may be left out of the slots, so they are left out of the bound as well.
+        place = self.logical.topology.scaled(latency=0.0)
+        least_s = bound_of(self.logical.collective, place, self.question.size_bytes).seconds
+        return max(bound, _slots(least_s, self.slot_s) if least_s > 0 else 0)
 
     def _cuts(self) -> list[frozenset[int]]:
         boxes = [frozenset(box) for box in self.logical.boxes]

@@ -229,18 +229,19 @@ def _slots_to_enter(periods: list[tuple[int, int]], chunks: int) -> int:
 
 def _tail(instance: Instance, times: SlotTimes, chunks: list[int], entry: int) -> int:
     """Time that every one of the chunks still needs from the entry to its last receiver."""
+    sides = {chunk: instance.wanted[chunk] - instance.holders[chunk] for chunk in chunks}
+    behind = _behind(instance, sides, entry)
+    none: frozenset[int] = frozenset()
+    everyone = range(instance.num_chunks)
     at_entry = replace(
         instance,
-        holders=tuple(frozenset([entry]) for _ in instance.holders),
-        wanted=tuple(
-            want if chunk in chunks else frozenset() for chunk, want in enumerate(instance.wanted)
-        ),
+        holders=tuple(frozenset([entry]) for _ in everyone),
+        wanted=tuple(behind.get(chunk, none) for chunk in everyone),
     )
-    window = reach(at_entry, times.delays)
-    sides = {chunk: instance.wanted[chunk] - instance.holders[chunk] for chunk in chunks}
+    earliest = reach(at_entry, times.delays).earliest
     return min(
-        max((int(window.earliest[chunk, rank]) for rank in ranks), default=0)
-        for chunk, ranks in _behind(instance, sides, entry).items()
+        max((int(earliest[chunk, rank]) for rank in ranks), default=0)
+        for chunk, ranks in behind.items()
     )
 
 

@@ -19,10 +19,10 @@ from fivefold.collectives.schedules import (
     Collective,
     Schedule,
     evaluate,
-    lower_bound,
     verify,
     with_times,
 )
+from fivefold.collectives.synthesis._bound import bound_of
 from fivefold.collectives.synthesis._logical import by_inversion, schedule_of
 from fivefold.collectives.synthesis._sketch import Sketch
 from fivefold.collectives.synthesis._sketched import Sketched, derive_sketch, sketched
@@ -150,7 +150,7 @@ class _Run:
         deadline_s = time.perf_counter() + self.time_limit_s
         prices = prices_of(sketch.logical, size_bytes=self.size_bytes)
         logical = sketch.logical
-        least_s = lower_bound(logical.collective, logical.topology, self.size_bytes).seconds
+        least_s = bound_of(logical.collective, logical.topology, self.size_bytes).seconds
         best: Schedule | None = None
         best_s, bounds_s = float("inf"), []
         for routing, symmetric in self._routings(sketch, prices, deadline_s):

@@ -1,0 +1,270 @@
+"""TACCL's stages: published instances, closed forms, invariants, bad input."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fivefold.collectives.schedules import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    all_to_allv,
+    broadcast,
+    custom,
+    evaluate,
+    gather,
+    lower_bound,
+    reduce,
+    reduce_scatter,
+    scatter,
+    verify,
+)
+from fivefold.collectives.synthesis import Sketch, SwitchSketch, published_sketch, taccl
+from fivefold.collectives.synthesis._sketched import sketched
+from fivefold.collectives.synthesis._taccl_ordering import best_order, parents_of
+from fivefold.collectives.synthesis._taccl_prices import prices_of
+from fivefold.collectives.synthesis._taccl_routing import candidates, greedy_routes, route
+from fivefold.collectives.synthesis._taccl_scheduling import improve_order, join_messages
+from fivefold.errors import ConfigurationError, InfeasibleError
+from fivefold.network.topology import (
+    Link,
+    Node,
+    TacclProfile,
+    Topology,
+    fully_connected,
+    line,
+    named_topology,
+    ring,
+    switch,
+    torus,
+)
+
+# Section 8.7: final times of TACCL in its own model, in the units of its profile files; sketch,
+# profile, boxes, connections, collective.
+TACCL_FINALS = [
+    ("sk1-ndv2-n1", "ndv2_1MB", 1, "relay", all_gather, 92.0),
+    ("sk1-ndv2-n2", "ndv2_1MB", 2, "relay", all_gather, 945.0),
+    ("sk2-dgx2-n2", "dgx2_1KB", 2, "direct-map", all_gather, 1519.0),
+    ("sk1-ndv2-n1", "ndv2_1KB", 1, "relay", all_to_all, 196.0),
+]
+
+
+def profiled(profile, boxes, connections):
+    published = TacclProfile.published(profile)
+    topology = published.to_topology(boxes=boxes, connections=connections, as_solved=True)
+    return topology, published.chunk_bytes, published.time_scale * 1e6
+
+
+@pytest.mark.parametrize(
+    ("sketch", "profile", "boxes", "connections", "make", "final"),
+    TACCL_FINALS,
+    ids=[f"{row[0]}-{row[4].__name__}" for row in TACCL_FINALS],
+)
+def test_no_slower_than_taccl_in_its_own_model(sketch, profile, boxes, connections, make, final):
+    topology, chunk_bytes, unit = profiled(profile, boxes, connections)
+    collective = make(topology.num_ranks)
+    size_bytes = chunk_bytes * collective.buffer_weight
+    plan = published_sketch(sketch)
+    result = taccl(collective, topology, plan, size_bytes=size_bytes, time_limit_s=4)
+    verify(result.schedule, topology=topology, check_times=True)
+    assert result.time_s * unit <= final * (1 + 1e-9)
+    bound = lower_bound(collective, topology, size_bytes).seconds
+    assert bound <= result.time_s * (1 + 1e-9)
+    assert result.routing_bound_s <= result.time_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    "make", [all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, reduce, scatter, gather]
+)
+def test_every_collective_is_done_and_priced(make):
+    topology = ring(5, bandwidth=1e9, latency=1e-6)
+    collective = make(5)
+    result = taccl(collective, topology, size_bytes=5e3, time_limit_s=3)
+    verify(result.schedule, topology=topology, check_times=True)
+    again = evaluate(result.schedule, topology, size_bytes=5e3, model="serial")
+    assert result.time_s == pytest.approx(again.total_s)
+    assert result.time_s >= lower_bound(collective, topology, 5e3).seconds * (1 - 1e-9)
+
+
+def test_messages_between_boxes_pay_their_latency_once():
+    """Two boxes of one rank: all chunks in one message, and never more than six."""
+    nodes = [Node("a", "gpu", host="x"), Node("b", "gpu", host="y")]
+    links = [
+        Link(a, b, bandwidth_bytes_per_s=1e9, latency_s=1.0) for a, b in (("a", "b"), ("b", "a"))
+    ]
+    pair = Topology("pair", nodes, links)
+    four = taccl(broadcast(2, 4), pair, size_bytes=4e9, time_limit_s=3)
+    assert four.time_s == pytest.approx(1.0 + 4.0)
+    assert len(set(four.schedule.starts_s.tolist())) == 1
+    seven = taccl(broadcast(2, 7), pair, size_bytes=7e9, time_limit_s=3)
+    assert seven.time_s == pytest.approx(2 * 1.0 + 7.0)
+
+
+def test_one_box_sends_chunk_by_chunk():
+    """Inside a box nothing is joined, as in TACCL."""
+    pair = line(2, bandwidth=1e9, latency=1.0)
+    result = taccl(broadcast(2, 4), pair, size_bytes=4e9, time_limit_s=3)
+    assert result.time_s == pytest.approx(4 * 2.0)
+
+
+def test_a_line_pipelines_chunks():
+    """3 hops and 2 chunks of time 1: 2 + 3 - 1."""
+    result = taccl(broadcast(4, 2), line(4, bandwidth=1e9, latency=0), size_bytes=2e9)
+    assert result.time_s == pytest.approx(4.0)
+
+
+def test_the_optimum_of_the_torus_is_found():
+    """Section 1: greedy matching takes 5 link times; 4 are enough."""
+    topology = torus((4, 4), bandwidth=1e9, latency=0)
+    result = taccl(all_gather(16), topology, size_bytes=16e9, time_limit_s=8)
+    assert result.time_s == pytest.approx(4.0)
+
+
+def test_without_time_the_greedy_schedule_is_returned():
+    topology = named_topology("ndv2", boxes=2)
+    result = taccl(all_gather(16), topology, size_bytes=16e6, time_limit_s=0)
+    verify(result.schedule, topology=topology, check_times=True)
+    assert result.time_s >= lower_bound(all_gather(16), topology, 16e6).seconds
+
+
+def test_policies_choose_many_or_few_connections():
+    """With time to spare uc-max uses more of the plane's connections than uc-min."""
+    topology = switch(5, bandwidth=1e9, latency=1e-6)
+    used = {}
+    for policy in ("uc-min", "uc-max"):
+        plan = Sketch(switches=(SwitchSketch(ranks=tuple(range(5)), policy=policy),))
+        found = sketched(broadcast(5, 2), topology, plan)
+        prices = prices_of(found.logical, size_bytes=2e3)
+        routing = route(found, prices, detour=2, time_limit_s=5)
+        used[policy] = len({link for _, link in routing.moves})
+    assert used["uc-min"] < used["uc-max"]
+
+
+def test_balance_spreads_the_load():
+    """Two equal ways from 0 to 3: minmax puts one chunk on each."""
+    names = ["a", "b", "c", "d"]
+    links = [
+        Link(x, y, bandwidth_bytes_per_s=1e9) for x, y in ("ab", "bd", "ac", "cd", "da", "ba", "ca")
+    ]
+    diamond = Topology("diamond", [Node(name, "gpu") for name in names], links)
+    both = custom(4, [(0, 0), (1, 0)], post=[(0, 3), (1, 3)])
+    found = sketched(both, diamond, Sketch(balance="minmax"))
+    prices = prices_of(found.logical, size_bytes=2e9)
+    routing = route(found, prices, time_limit_s=3)
+    loads = np.bincount([link for _, link in routing.moves], minlength=7)
+    into_d = [
+        loads[link]
+        for link in range(7)
+        if found.logical.instance.targets[link] == 3 and loads[link]
+    ]
+    assert into_d == [1, 1]
+
+
+@st.composite
+def random_networks(draw):
+    count = draw(st.integers(2, 4))
+    names = [f"r{i}" for i in range(count)]
+    ring_links = {(i, (i + 1) % count) for i in range(count)}
+    pairs = list(itertools.permutations(range(count), 2))
+    extra = draw(st.sets(st.sampled_from(pairs), max_size=4))
+    hosts = draw(st.sampled_from([[None] * count, [f"h{2 * i // count}" for i in range(count)]]))
+    links = [
+        Link(
+            names[a],
+            names[b],
+            bandwidth_bytes_per_s=draw(st.sampled_from([1e9, 5e8, 3e9])),
+            latency_s=draw(st.sampled_from([0.0, 1e-6, 1e-3])),
+        )
+        for a, b in sorted(ring_links | extra)
+    ]
+    nodes = [Node(name, "gpu", host=host) for name, host in zip(names, hosts, strict=True)]
+    return Topology("random", nodes, links)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(random_networks(), st.sampled_from([all_gather, all_reduce, all_to_all, reduce]))
+def test_stages_never_break_or_lengthen_a_schedule(topology, make):
+    collective = make(topology.num_ranks)
+    result = taccl(collective, topology, size_bytes=1e6, time_limit_s=1)
+    verify(result.schedule, topology=topology, check_times=True)
+    assert result.time_s >= lower_bound(collective, topology, 1e6).seconds * (1 - 1e-9)
+
+
+def test_each_stage_is_no_longer_than_the_one_before():
+    topology = named_topology("ndv2", boxes=2)
+    found = sketched(all_gather(16), topology, published_sketch("sk1-ndv2-n2"))
+    prices = prices_of(found.logical, size_bytes=16e6)
+    routing = greedy_routes(found, prices)
+    assert len(routing.moves) == 16 * 15
+    parents = parents_of(found.logical.instance, routing.moves)
+    assert all(parent < number for number, parent in enumerate(parents))
+    ordered = best_order(found, prices, routing.moves, time_limit_s=0)
+    improved, _ = improve_order(found, prices, ordered, time_limit_s=2)
+    joined = join_messages(found, prices, improved, time_limit_s=2)
+    assert joined.timed.length <= improved.length <= ordered.length
+
+
+def test_candidates_are_the_shortest_paths():
+    """On a ring of 4 a chunk goes both ways, and to the far side over either neighbour."""
+    found = sketched(all_gather(4), ring(4), Sketch())
+    kept = candidates(found)
+    instance = found.logical.instance
+    ends = {
+        (int(instance.sources[link]), int(instance.targets[link]))
+        for link in np.flatnonzero(kept[0])
+    }
+    assert ends == {(0, 1), (0, 3), (1, 2), (3, 2)}
+    assert candidates(found, detour=4)[0].sum() == 8 - 2  # all but those into the holder
+
+
+def test_own_chunks_leave_first():
+    topology, chunk_bytes, _ = profiled("dgx2_1MB", 2, "relay")
+    plan = published_sketch("sk1-dgx2-n2").with_chunks(1)
+    collective = all_gather(32)
+    result = taccl(
+        collective,
+        topology,
+        plan,
+        size_bytes=chunk_bytes * collective.buffer_weight,
+        time_limit_s=4,
+    )
+    crossing = result.schedule.sources // 16 != result.schedule.targets // 16
+    for rank in range(1, 32, 2):
+        mine = crossing & (result.schedule.sources == rank)
+        order = np.argsort(result.schedule.starts_s[mine], kind="stable")
+        assert result.schedule.chunks[mine][order][0] == rank
+
+
+def test_one_rank_and_chunks_of_no_bytes():
+    assert taccl(all_gather(1), fully_connected(1), size_bytes=8).schedule.num_transfers == 0
+    empty = taccl(all_gather(3), ring(3, latency=1e-6, bandwidth=1e9), size_bytes=0)
+    verify(empty.schedule)
+    assert empty.time_s == pytest.approx(1e-6)
+
+
+def test_too_large_instances_are_refused(monkeypatch):
+    monkeypatch.setattr("fivefold.collectives.synthesis._taccl._MOST_PAIRS", 10)
+    with pytest.raises(ConfigurationError, match="too many"):
+        taccl(all_gather(4), ring(4), size_bytes=8)
+
+
+def test_parallel_links_are_used_side_by_side():
+    nodes = [Node("a", "gpu"), Node("b", "gpu")]
+    links = [Link(a, b, bandwidth_bytes_per_s=1e9) for a, b in (("a", "b"), ("a", "b"), ("b", "a"))]
+    result = taccl(broadcast(2, 4), Topology("pair", nodes, links), size_bytes=4e9, time_limit_s=3)
+    assert result.time_s == pytest.approx(2.0)
+
+
+def test_bad_input_says_what_to_do():
+    with pytest.raises(ConfigurationError, match="equal chunks"):
+        taccl(all_to_allv([[0, 1], [2, 0]]), line(2), size_bytes=8)
+    one_way = Topology(
+        "one-way",
+        [Node("a", "gpu"), Node("b", "gpu")],
+        [Link("a", "b", bandwidth_bytes_per_s=1e9)],
+    )
+    with pytest.raises(InfeasibleError, match="no way"):
+        taccl(all_gather(2), one_way, size_bytes=8)
