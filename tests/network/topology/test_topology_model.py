@@ -252,6 +252,18 @@ def test_connected_topologies_pass():
     assert one_way.is_connected()
 
 
+def test_numbers_of_numpy_become_plain_ones():
+    found = link(
+        "a", "b", bandwidth_bytes_per_s=np.float32(2), latency_s=np.int64(1), count=np.int8(3)
+    )
+    assert found == link("a", "b", bandwidth_bytes_per_s=2.0, latency_s=1.0, count=3)
+    assert [type(x) for x in (found.bandwidth_bytes_per_s, found.latency_s, found.count)] == [
+        float,
+        float,
+        int,
+    ]
+
+
 def test_other_links_on_the_same_nodes():
     found = ring(3).with_links([link("gpu2", "gpu0")])
     assert (found.num_nodes, found.num_links) == (3, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from fivefold.errors import ConfigurationError
 from fivefold.network.topology._elements import Link, Node, NodeKind, SwitchAbility
@@ -20,13 +21,21 @@ class Wire:
     latency: str | float = 0.0
     count: int = 1
 
+    @cached_property
+    def _bandwidth_bytes_per_s(self) -> float:
+        return parse_bytes_per_s(self.bandwidth)
+
+    @cached_property
+    def _latency_s(self) -> float:
+        return parse_duration_s(self.latency)
+
     def link(self, source: str, target: str) -> Link:
         """The link of this kind between two nodes."""
         return Link(
             source,
             target,
-            bandwidth_bytes_per_s=parse_bytes_per_s(self.bandwidth),
-            latency_s=parse_duration_s(self.latency),
+            bandwidth_bytes_per_s=self._bandwidth_bytes_per_s,
+            latency_s=self._latency_s,
             count=self.count,
         )
 

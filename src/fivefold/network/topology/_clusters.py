@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from fivefold.errors import ConfigurationError
@@ -38,7 +39,7 @@ class Port:
     latency: str | float = 0.0
     oversubscription: float = 1.0
 
-    @property
+    @cached_property
     def wire(self) -> Wire:
         """The link itself."""
         return Wire(self.bandwidth, self.latency)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Literal, get_args
 
 from fivefold.errors import ConfigurationError
@@ -26,6 +27,7 @@ __all__ = [
 NodeKind = Literal["gpu", "cpu", "pcie", "nvswitch", "nic", "tor", "agg", "core", "switch"]
 NODE_KINDS: tuple[str, ...] = get_args(NodeKind)
 COMPUTE_KINDS = ("gpu", "cpu")
+_PLAIN = (("count", int), ("latency_s", float), ("bandwidth_bytes_per_s", float))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +118,16 @@ class Link:
                 f"{place} has latency {self.latency_s!r}",
                 hint="seconds must be finite and at least zero",
             )
-        if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 1:
+        if isinstance(self.count, bool) or not isinstance(self.count, Integral) or self.count < 1:
             raise ConfigurationError(
                 f"{place} has count {self.count!r}",
                 hint="the number of physical links is a whole number from 1",
             )
+        # Numbers of numpy become plain ones: they are written to files and compared.
+        for key, kind in _PLAIN:
+            value = getattr(self, key)
+            if type(value) is not kind:
+                object.__setattr__(self, key, kind(value))
 
     @property
     def capacity_bytes_per_s(self) -> float:
@@ -195,6 +202,6 @@ class SwitchAbility:
 
 
 def _is_number(value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, Real):
         return False
     return math.isfinite(value)
