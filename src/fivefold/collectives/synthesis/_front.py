@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from fivefold.collectives.synthesis._request import Request
 from fivefold.collectives.synthesis._sketch import Sketch
 from fivefold.errors import (
     ConfigurationError,
+    FivefoldError,
     InfeasibleError,
     UnsupportedError,
 )
@@ -33,6 +35,7 @@ from fivefold.network.topology import Topology
 
 __all__ = ["Attempt", "Synthesis", "SynthesisOptions", "synthesize"]
 
+_LOG = logging.getLogger(__name__)
 _OPTIMAL = 1e-9  # relative: a schedule this close to the bound is optimal
 
 
@@ -208,12 +211,9 @@ class _Search:
         if folder is None:
             return self.run()
         key = self._key()
-        known = load(folder, key)
+        known = self._known(folder, key, time_limit_s)
         if known is not None:
-            schedule, notes = known
-            found = self._result(schedule, notes["method"], notes["solver_s"], cached=True)
-            if found.optimal or notes["time_limit_s"] >= time_limit_s:
-                return found
+            return known
         found = self.run()
         notes = {
             "method": found.method,
@@ -223,6 +223,29 @@ class _Search:
         }
         store(folder, key, found.schedule, notes)
         return found
+
+    def _known(self, folder: Path, key: str, time_limit_s: float) -> Synthesis | None:
+        """The stored answer, if it is one to this question and as good as a new search may be."""
+        stored = load(folder, key)
+        if stored is None:
+            return None
+        schedule, notes = stored
+        try:
+            if not self._answers(schedule.collective):
+                _LOG.warning("ignoring %s of cache %s: it does another collective", key, folder)
+                return None
+            found = self._result(schedule, notes["method"], notes["solver_s"], cached=True)
+            return found if found.optimal or notes["time_limit_s"] >= time_limit_s else None
+        except (FivefoldError, KeyError, TypeError) as error:
+            _LOG.warning("ignoring %s of cache %s: %s", key, folder, error)
+            return None
+
+    def _answers(self, collective: Collective) -> bool:
+        asked = self.request.collective
+        if not self.request.free:
+            return collective == asked
+        alike = (collective.name, collective.num_ranks, collective.root)
+        return alike == (asked.name, asked.num_ranks, asked.root)
 
     def _key(self) -> str:
         request = self.request
