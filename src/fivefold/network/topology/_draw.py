@@ -161,7 +161,9 @@ def _draw_links(
     widths = 0.5 + 3.0 * np.sqrt(capacities / capacities.max()) / (1 + len(ends) / 400)
     wraps = _is_wrap(starts, stops) if layout.grid else np.zeros(len(ends), np.bool_)
     if carried is None:
-        _draw_plain(axes, ends, (starts, stops, wraps), widths)
+        # Thousands of lines lie on one another, but in a grid: let each shine through.
+        alpha = 1.0 if layout.grid else float(np.clip(1800 / len(ends), 0.25, 1.0))
+        _draw_plain(axes, ends, (starts, stops, wraps), widths, alpha=alpha)
     else:
         top = 1.0 if carried.max(initial=0.0) <= _WHOLE else float(carried.max())
         lines = [*_curves(starts[~wraps], stops[~wraps]), *_stubs(starts[wraps], stops[wraps])]
@@ -181,6 +183,8 @@ def _draw_plain(
     ends: npt.NDArray[np.int64],
     geometry: tuple[FloatArray, FloatArray, npt.NDArray[np.bool_]],
     widths: FloatArray,
+    *,
+    alpha: float,
 ) -> None:
     """Links without loads: one line for both directions, an arrow where there is only one."""
     starts, stops, wraps = geometry
@@ -190,9 +194,7 @@ def _draw_plain(
     stubs = _stubs(starts[wraps], stops[wraps], aside=0.0)
     _lines(axes, stubs, np.ones(len(stubs)), color=_WRAP)
     straight = np.stack([starts[once], stops[once]], axis=1)
-    # Thousands of lines lie on one another: let each shine through.
-    through = float(np.clip(900 / max(len(straight), 1), 0.25, 1.0))
-    _lines(axes, straight, widths[once], color=_LINK, alpha=through)
+    _lines(axes, straight, widths[once], color=_LINK, alpha=alpha)
     if alone.sum() <= _MAX_ARROWS:
         _arrows(axes, starts[alone & ~wraps], stops[alone & ~wraps])
 
