@@ -95,6 +95,7 @@ def test_every_device_of_a_box_has_its_links(name, ranks, out_bytes_per_s):
         ("ndv2", 2, 12.5e9),
         ("ndv2", 4, 12.5e9),
         ("dgx2", 2, 8 * 12.5e9),
+        ("dgx2", 5, 8 * 12.5e9),
         ("dgx_a100", 4, 8 * 25e9),
         ("dgx_h100", 4, 8 * 50e9),
         ("mi250", 3, 16 * 16e9),
@@ -124,6 +125,13 @@ def test_ndv2_sends_from_gpu_0_to_gpu_1():
         ("box1/gpu0", "box0/gpu1"),
     ]
     assert {link.latency_s for link in between} == {1.3e-6}
+
+
+def test_a_nic_has_the_same_latency_among_many_boxes():
+    for boxes in (2, 3):
+        machine = named_topology("dgx2", boxes=boxes)
+        route = list(machine.shortest_route(1, 16))
+        assert machine.latencies_s[route].sum() == pytest.approx(2.6e-6)
 
 
 def test_every_machine_says_where_it_is_from():

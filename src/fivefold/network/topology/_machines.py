@@ -146,15 +146,27 @@ def _switched_box(
     return add
 
 
-def _relay(pairs: list[tuple[int, int]], wire: Wire) -> Callable[[Builder, list[list[str]]], None]:
-    """A link from a sender of each box to a receiver of each other box."""
+def _relay(
+    pairs: list[tuple[int, int]], wire: Wire, *, switched: Wire
+) -> Callable[[Builder, list[list[str]]], None]:
+    """A sender of each box to a receiver of each other box.
+
+    Two boxes are joined by links, more by a switch for each pair of sender and receiver, so that a
+    NIC has its rate once, however many boxes there are.
+    """
 
     def add(builder: Builder, boxes: list[list[str]]) -> None:
-        for sending in boxes:
-            for receiving in boxes:
-                if sending is not receiving:
-                    for sender, receiver in pairs:
-                        builder.send(sending[sender], receiving[receiver], wire)
+        if len(boxes) == 2:
+            for sending, receiving in (boxes, boxes[::-1]):
+                for sender, receiver in pairs:
+                    builder.send(sending[sender], receiving[receiver], wire)
+            return
+        for middle, (sender, receiver) in zip(
+            builder.row("ib", len(pairs), kind="tor"), pairs, strict=True
+        ):
+            for names in boxes:
+                builder.send(names[sender], middle, switched)
+                builder.send(middle, names[receiver], switched)
 
     return add
 
@@ -185,17 +197,6 @@ def _dgx1_fabric(builder: Builder, boxes: list[list[str]]) -> None:
             builder.join(nic, middle, port)
 
 
-def _ndv2_fabric(builder: Builder, boxes: list[list[str]]) -> None:
-    wire = Wire("12.5 GB/s", "1.3 us")
-    if len(boxes) == 2:
-        _relay([(0, 1)], wire)(builder, boxes)
-        return
-    middle = builder.node("ib0", "tor")
-    for names in boxes:
-        builder.send(names[0], middle, wire)
-        builder.send(middle, names[1], wire)
-
-
 @dataclass(frozen=True)
 class _Machine:
     box: Callable[[Builder, str, str], list[str]]
@@ -218,14 +219,19 @@ _MACHINES: Mapping[str, _Machine] = {
     ),
     "dgx2": _Machine(
         _switched_box(16, Wire("125 GB/s", "0.35 us")),
-        _relay([(odd, odd - 1) for odd in range(1, 16, 2)], Wire("12.5 GB/s", "2.6 us")),
+        _relay(
+            [(odd, odd - 1) for odd in range(1, 16, 2)],
+            Wire("12.5 GB/s", "2.6 us"),
+            switched=Wire("12.5 GB/s", "1.3 us"),
+        ),
         "16 V100 on one NVSwitch plane, 125 GB/s per GPU: microsoft/TE-CCL (topologies/dgx2.py). "
         "Between boxes: odd GPU to the even GPU below it, 8 NICs, as there and in the sketch "
-        "sk1-dgx2-n2 of microsoft/taccl (both for 2 boxes).",
+        "sk1-dgx2-n2 of microsoft/taccl (both for 2 boxes; here more boxes are joined by a switch "
+        "for each such pair, with the latency shared by its two links).",
     ),
     "ndv2": _Machine(
         _wired_box(_DGX1_NVLINKS, Wire("25 GB/s", "0.7 us")),
-        _ndv2_fabric,
+        _relay([(0, 1)], Wire("12.5 GB/s", "1.3 us"), switched=Wire("12.5 GB/s", "1.3 us")),
         "Azure NDv2: the NVLink graph of DGX-1, one 12.5 GB/s NIC: GPU 0 sends to GPU 1 of other "
         "boxes, through one switch from 3 boxes on; microsoft/TE-CCL (topologies/ndv2.py, after "
         "the transposition it applies).",
