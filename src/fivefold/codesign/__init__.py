@@ -1,3 +1,32 @@
-"""The coordinator over the five layers: plan down, cost up, until nothing is gained."""
+"""The coordinator over the five layers: plan down, cost up, until nothing is gained.
 
-__all__: list[str] = []
+Every layer has a null form (today's practice), so the uncoordinated stack (B0) and every layer at
+its best alone (B1) are special cases; the four co-designs are what information may cross which
+boundary. Plans are judged by one simulation of all jobs on the cluster.
+"""
+
+from fivefold.codesign._arbiter import PlanningOptions
+from fivefold.codesign._codesigns import CoDesigns
+from fivefold.codesign._compile import Outcome, run_plan
+from fivefold.codesign._coordinator import CoDesignResult, plan_cluster
+from fivefold.codesign._jobs import JobSpec, check_jobs
+from fivefold.codesign._modules import best_alone_plan, null_plan
+from fivefold.codesign._plans import ClusterPlan, JobPlan
+from fivefold.codesign._records import DecisionRecord, decisions_to_json
+
+__all__ = [
+    "ClusterPlan",
+    "CoDesignResult",
+    "CoDesigns",
+    "DecisionRecord",
+    "JobPlan",
+    "JobSpec",
+    "Outcome",
+    "PlanningOptions",
+    "best_alone_plan",
+    "check_jobs",
+    "decisions_to_json",
+    "null_plan",
+    "plan_cluster",
+    "run_plan",
+]

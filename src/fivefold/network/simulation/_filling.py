@@ -32,9 +32,6 @@ from fivefold.network.simulation._records import (
 
 __all__ = ["change_bundle", "join_entry", "leave_entry", "resolve"]
 
-# Levels and loads that differ by less are equal. Too small a value costs time, never the result:
-# a bundle that is filled again for nothing gets the level that it had.
-_TOLERANCE = 1e-11
 _NOTHING = 1e-12  # of a capacity: what rounding leaves of a link that is full
 _CANCELLED = 1e-4  # of a sum: what is left is then summed anew
 _IN, _NEW = 1, 2  # inside: filled in this round, or to be filled in the next
@@ -186,6 +183,8 @@ def _residual(loads: Loads, link: int, priority: int) -> float:
         if other.priority < priority or (other.priority == priority and not other.inside):
             used += entry.usage * other.level
     left = capacity - used
+    if left == np.inf:  # adders at line rate
+        return left
     return left if left > _NOTHING * capacity else 0.0
 
 
@@ -290,6 +289,7 @@ def _survey(loads: Loads, link: int) -> None:
 @njit
 def _take_in(loads: Loads, link: int) -> None:
     capacity, first = loads.links[link].capacity, loads.links[link].first_entry
+    less, more = 1.0 - loads.tolerance, 1.0 + loads.tolerance
     for place in range(first, first + loads.links[link].active):
         number = loads.entries[loads.link_entries[place]].bundle
         bundle = loads.bundles[number]
@@ -297,10 +297,9 @@ def _take_in(loads: Loads, link: int) -> None:
             continue
         found = loads.classes[bundle.priority]
         lost = bundle.bottleneck == link and (
-            found.load < capacity * (1.0 - _TOLERANCE)
-            or found.highest > bundle.level * (1.0 + _TOLERANCE)
+            found.load < capacity * less or found.highest > bundle.level * more
         )
-        too_much = bundle.level > 0.0 and found.load > capacity * (1.0 + _TOLERANCE)
-        above = bundle.level > found.lowest * (1.0 + _TOLERANCE)
+        too_much = bundle.level > 0.0 and found.load > capacity * more
+        above = bundle.level > found.lowest * more
         if lost or too_much or above:
             change_bundle(loads, number, _NEW)

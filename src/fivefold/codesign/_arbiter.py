@@ -1,0 +1,246 @@
+"""Horizontal: jobs share paths, classes, times and slots so that none loses.
+
+Every proposal is judged by simulating all jobs together, and taken only where the weighted mean
+completion improves and no job ends later than under the baseline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from fivefold.codesign._codesigns import CoDesigns
+from fivefold.codesign._compile import run_plan
+from fivefold.codesign._jobs import JobSpec
+from fivefold.codesign._modules import job_traffic, routed
+from fivefold.codesign._plans import ClusterPlan
+from fivefold.codesign._records import DecisionRecord, Layer
+from fivefold.errors import ConfigurationError
+from fivefold.flows import Routing, priority_classes, time_shifts
+from fivefold.network.topology import Topology
+
+__all__ = ["Arbiter", "PlanningOptions", "Prediction", "objective_s"]
+
+_TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanningOptions:
+    """How hard the coordinator tries.
+
+    Args:
+        guard: With Horizontal on: whether nobody may end later than under the baseline.
+        iterations: Iterations that are simulated to judge a proposal.
+        budget: Most simulations while planning.
+
+    Raises:
+        ConfigurationError: A number is below one.
+
+    Example:
+        >>> PlanningOptions(budget=10).guard
+        True
+    """
+
+    guard: bool = True
+    iterations: int = 6
+    budget: int = 60
+
+    def __post_init__(self) -> None:
+        if self.iterations < 1 or self.budget < 1:
+            raise ConfigurationError(
+                f"iterations and budget must be at least 1; got {self.iterations} and {self.budget}"
+            )
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Completion of each job under a plan."""
+
+    plan: ClusterPlan
+    completion_s: Mapping[str, float]
+
+
+def objective_s(jobs: Sequence[JobSpec], completion_s: Mapping[str, float]) -> float:
+    """Weighted mean completion time."""
+    weight = sum(job.weight for job in jobs)
+    return sum(job.weight * completion_s[job.job_id] for job in jobs) / weight
+
+
+@dataclass
+class Arbiter:
+    """Improves a plan for all jobs at once.
+
+    Args:
+        topology: The cluster.
+        jobs: The jobs.
+        baseline: What nobody may be worse than.
+        co_designs: What may be used.
+        options: How hard to try.
+    """
+
+    topology: Topology
+    jobs: Sequence[JobSpec]
+    baseline: ClusterPlan
+    co_designs: CoDesigns
+    options: PlanningOptions
+    log: list[DecisionRecord] = field(default_factory=list)
+    simulations: int = 0
+
+    def __post_init__(self) -> None:
+        self._known: dict[ClusterPlan, Prediction] = {}
+        self.floor = self.predict(self.baseline)
+        self.history = [self.floor]  # plans that were accepted, each better than the one before
+
+    def predict(self, plan: ClusterPlan) -> Prediction:
+        """Simulate all jobs together."""
+        if plan not in self._known:
+            self.simulations += 1
+            found = run_plan(self.topology, self.jobs, plan, iterations=self.options.iterations)
+            self._known[plan] = Prediction(plan, found.completion_s)
+        return self._known[plan]
+
+    def worse(self, found: Mapping[str, float], floor: Mapping[str, float]) -> list[str]:
+        """Jobs that end later than they may, the worst first."""
+        late = [name for name in floor if found[name] > floor[name] * (1 + _TOLERANCE)]
+        return sorted(late, key=lambda name: -found[name] / floor[name])
+
+    def consider(self, layer: Layer, decision: str, plan: ClusterPlan) -> bool:
+        """Take a proposal where it helps and hurts nobody, after trying to mend what it hurts."""
+        if self.simulations >= self.options.budget or plan == self.best.plan:
+            return False
+        candidate = self.predict(plan)
+        if self.options.guard:
+            candidate = self._mended(candidate)
+        before = objective_s(self.jobs, self.best.completion_s)
+        after = objective_s(self.jobs, candidate.completion_s)
+        late = (
+            self.worse(candidate.completion_s, self.floor.completion_s)
+            if self.options.guard
+            else []
+        )
+        taken = after < before * (1 - _TOLERANCE) and not late
+        if taken:
+            self.history.append(candidate)
+        self.log.append(
+            DecisionRecord(
+                layer=layer,
+                entity="all jobs",
+                decision=decision if taken else f"not {decision}",
+                alternatives={"as before": before, decision: after},
+                inputs=(("LinkState.load_Bps", "network"), ("FlowSet.flows", "collectives")),
+                co_designs=("H",),
+                round=len(self.history) - 1,
+            )
+        )
+        return taken
+
+    def _late(self, candidate: Prediction) -> list[str]:
+        """Jobs that the guard does not let through."""
+        if not self.options.guard:
+            return []
+        return self.worse(candidate.completion_s, self.floor.completion_s)
+
+    @property
+    def best(self) -> Prediction:
+        """The last plan that was accepted."""
+        return self.history[-1]
+
+    def improve(self, plan: ClusterPlan) -> None:
+        """Bring in what single jobs planned, then share the network among them."""
+        self.consider("coordinator", "what each job planned for itself", plan)
+        for policy in ("intensity", "least_loaded"):
+            routes = routed(self.topology, self.jobs, plan, policy=policy)
+            name = "paths by intensity" if policy == "intensity" else "paths by load of all jobs"
+            self.consider("flows", name, routes)
+        if self.co_designs.host_net:
+            self._share_slots()
+        gained = True
+        while gained and self.simulations < self.options.budget:
+            gained = self.consider("flows", "priority classes", self._with_classes())
+            gained |= self.consider("flows", "time shifts", self._with_shifts())
+            gained |= self.consider("flows", "equal priorities", self._with_classes(plain=True))
+
+    def _mended(self, candidate: Prediction) -> Prediction:
+        """Help the jobs that a proposal hurts: give back what others changed, nearest first."""
+        tried = 0
+        while tried < len(self.jobs) and self.simulations < self.options.budget:
+            late = self.worse(candidate.completion_s, self.floor.completion_s)
+            if not late:
+                return candidate
+            tried += 1
+            better = self._without_harm(candidate, late[0])
+            if better is None:
+                return candidate
+            candidate = better
+        return candidate
+
+    def _without_harm(self, candidate: Prediction, name: str) -> Prediction | None:
+        """The candidate with the hurt job first in line, or with its neighbours as they were."""
+        moves: list[Callable[[], ClusterPlan]] = [
+            lambda: self._ahead(candidate.plan, name),
+            lambda: self._as_before(candidate.plan, [name]),
+            lambda: self._as_before(candidate.plan, [name, *self._neighbours(candidate, name)]),
+        ]
+        before = candidate.completion_s[name]
+        for move in moves:
+            found = self.predict(move())
+            others = len(self.worse(found.completion_s, self.floor.completion_s))
+            now = len(self.worse(candidate.completion_s, self.floor.completion_s))
+            if found.completion_s[name] < before and others < now:
+                return found
+        return None
+
+    def _ahead(self, plan: ClusterPlan, name: str) -> ClusterPlan:
+        jobs = {
+            other: old if other == name else replace(old, priority=old.priority + 1)
+            for other, old in plan.jobs.items()
+        }
+        return ClusterPlan({**jobs, name: replace(plan.jobs[name], priority=0)})
+
+    def _as_before(self, plan: ClusterPlan, names: Sequence[str]) -> ClusterPlan:
+        return ClusterPlan({**plan.jobs, **{n: self.best.plan.jobs[n] for n in names}})
+
+    def _neighbours(self, candidate: Prediction, name: str) -> list[str]:
+        routing = self._routing(candidate.plan)
+        others = (job.job_id for job in self.jobs if job.job_id != name)
+        return [other for other in others if len(routing.shared_links(name, other))]
+
+    def _routing(self, plan: ClusterPlan) -> Routing:
+        traffic = [job_traffic(self.topology, j, plan.jobs[j.job_id]) for j in self.jobs]
+        paths = {
+            job.job_id: tuple(
+                plan.jobs[job.job_id].paths.get((flow.source, flow.target))
+                or self.topology.shortest_route(flow.source, flow.target)
+                for flow in job.flows
+            )
+            for job in traffic
+        }
+        return Routing(self.topology, tuple(traffic), paths, "as planned")
+
+    def _with_classes(self, *, plain: bool = False) -> ClusterPlan:
+        plan = self.best.plan
+        if plain:
+            classes = dict.fromkeys(plan.jobs, 0)
+        else:
+            classes = dict(priority_classes(self._routing(plan)).classes)
+        return ClusterPlan({n: replace(p, priority=classes[n]) for n, p in plan.jobs.items()})
+
+    def _with_shifts(self) -> ClusterPlan:
+        plan = self.best.plan
+        shifts = time_shifts(self._routing(plan)).shift_s
+        return ClusterPlan({n: replace(p, shift_s=shifts[n]) for n, p in plan.jobs.items()})
+
+    def _share_slots(self) -> None:
+        """Jobs that sum in the network compete for slots: the one that gains least gives way."""
+        for _ in range(len(self.jobs)):
+            plan = self.best.plan
+            summing = [n for n, p in plan.jobs.items() if p.algorithm == "in_network"]
+            if not summing or self.simulations >= self.options.budget:
+                return
+            gains = {n: self.floor.completion_s[n] / self.best.completion_s[n] for n in summing}
+            name = min(gains, key=lambda n: gains[n])
+            host = replace(plan.jobs[name], algorithm="ring", root=None, slots=0)
+            if not self.consider("network", f"{name} leaves its slots", plan.changed(
+                name, algorithm=host.algorithm, root=None, slots=0
+            )):  # fmt: skip
+                return

@@ -1,0 +1,315 @@
+"""A plan as tasks of the simulator: layer 5 runs what layers 1 to 4 decided."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fivefold.codesign._iteration import Quote, communication_order, schedule_iteration
+from fivefold.codesign._jobs import JobSpec
+from fivefold.codesign._plans import ClusterPlan, JobPlan
+from fivefold.codesign._traffic import Phase, phases_of
+from fivefold.network.simulation import (
+    AggregationRequest,
+    Compute,
+    Flow,
+    SimulationResult,
+    simulate,
+)
+from fivefold.network.topology import Topology
+from fivefold.tasks import CommunicationTask, ComputeTask
+
+__all__ = ["Outcome", "alone_quote", "compile_job", "edge_route", "run_plan"]
+
+SimulatorTask = Flow | Compute | AggregationRequest
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a simulation of a plan found.
+
+    Attributes:
+        completion_s: By job, seconds from its arrival to the end of its last iteration.
+        iteration_s: By job, mean seconds of an iteration.
+        result: The simulation.
+
+    Example:
+        >>> Outcome({"a": 2.0}, {"a": 1.0}, None).completion_s["a"]
+        2.0
+    """
+
+    completion_s: Mapping[str, float]
+    iteration_s: Mapping[str, float]
+    result: SimulationResult | None
+
+
+def run_plan(
+    topology: Topology,
+    jobs: Sequence[JobSpec],
+    plan: ClusterPlan,
+    *,
+    iterations: int | None = None,
+) -> Outcome:
+    """Simulate jobs under a plan.
+
+    Args:
+        topology: The cluster.
+        jobs: The jobs that run.
+        plan: Decisions for each of them.
+        iterations: Most iterations per job; None for all.
+
+    Returns:
+        When each job ended. With fewer iterations than a job has, its completion is extrapolated
+        from the mean iteration.
+
+    Raises:
+        InfeasibleError: A plan is not possible on this cluster.
+
+    Example:
+        >>> from fivefold.network.topology import switch
+        >>> from fivefold.tasks import LayerCost
+        >>> layer = LayerCost(forward_s=1.0, backward_s=1.0, gradient_bytes=10**9)
+        >>> job = JobSpec(job_id="a", ranks=(0, 1), layers=(layer,), iterations=3)
+        >>> plan = ClusterPlan({"a": JobPlan(order=(0, 1))})
+        >>> run_plan(switch(2, bandwidth="1 GB/s"), [job], plan).completion_s
+        {'a': 9.0}
+    """
+    tasks: list[SimulatorTask] = []
+    for job in jobs:
+        tasks += compile_job(topology, job, plan.jobs[job.job_id])
+    counts: dict[Hashable, int] = {
+        job.job_id: job.iterations if iterations is None else min(iterations, job.iterations)
+        for job in jobs
+    }
+    result = simulate(topology, tasks, iterations=counts)
+    completion_s, iteration_s = {}, {}
+    for job in jobs:
+        begun_s = job.arrival_s + plan.jobs[job.job_id].shift_s
+        mean_s = (result.job_finish_s(job.job_id) - begun_s) / counts[job.job_id]
+        left = job.iterations - counts[job.job_id]
+        end_s = result.job_finish_s(job.job_id) + left * mean_s
+        completion_s[job.job_id] = end_s - job.arrival_s
+        iteration_s[job.job_id] = mean_s
+    return Outcome(completion_s, iteration_s, result)
+
+
+def compile_job(topology: Topology, job: JobSpec, plan: JobPlan) -> list[SimulatorTask]:
+    """Tasks of one iteration of a job.
+
+    Raises:
+        InfeasibleError: The plan is not possible on this cluster.
+    """
+    return _Compiler(topology, job, plan).tasks()
+
+
+def alone_quote(topology: Topology, job: JobSpec, plan: JobPlan) -> Quote:
+    """Seconds of the job's collectives with the network to itself: the price that layer 3 quotes.
+
+    Side-by-side flows of a phase add up on the links that they share; phases follow one another.
+    """
+    found: dict[tuple[str, float], float] = {}
+
+    def quote(kind: str, size_bytes: float) -> float:
+        if (kind, size_bytes) not in found:
+            steps = phases_of(topology, job, plan, kind=kind, size_bytes=size_bytes)
+            found[kind, size_bytes] = sum(_alone_s(topology, plan, phases) for phases in steps)
+        return found[kind, size_bytes]
+
+    return quote
+
+
+def edge_route(topology: Topology, plan: JobPlan, edge: tuple[int, int]) -> tuple[int, ...]:
+    """Links of an edge: as planned, else the shortest."""
+    planned = plan.paths.get(edge)
+    return planned if planned is not None else topology.shortest_route(*edge)
+
+
+def _alone_s(topology: Topology, plan: JobPlan, phases: Sequence[Phase]) -> float:
+    loads = np.zeros(topology.num_links)
+    slowest_s = latency_s = 0.0
+    for phase in phases:
+        if phase.tree is not None:
+            rate, delay_s = _tree_rate(topology, plan, phase.tree)
+            slowest_s = max(slowest_s, phase.edge_bytes / rate)
+            latency_s = max(latency_s, delay_s)
+            continue
+        for edge in phase.edges:
+            route = np.asarray(edge_route(topology, plan, edge), np.intp)
+            np.add.at(loads, route, phase.edge_bytes)
+            delay_s = float(topology.latencies_s[route].sum())
+            latency_s = max(latency_s, phase.steps * delay_s)
+    busiest_s = float((loads / topology.capacities_bytes_per_s).max(initial=0.0))
+    return max(slowest_s, busiest_s) + latency_s
+
+
+def _tree_rate(
+    topology: Topology, plan: JobPlan, tree: tuple[tuple[str, str], ...]
+) -> tuple[float, float]:
+    """Rate and latency of an aggregation tree that nobody else uses."""
+    rate, delay_s = np.inf, 0.0
+    depth: dict[str, float] = {}
+    above = dict(tree)
+    for child, parent in tree:
+        for ends in ((child, parent), (parent, child)):
+            source, target = topology.index(ends[0]), topology.index(ends[1])
+            links = topology.out_links(source)
+            links = links[topology.link_targets[links] == target]
+            best = links[np.argmax(topology.capacities_bytes_per_s[links])]
+            rate = min(rate, float(topology.capacities_bytes_per_s[best]))
+            depth[child] = depth.get(child, 0.0) + float(topology.latencies_s[best])
+    for child in above:
+        node, total = child, 0.0
+        while node in above:
+            total += depth[node]
+            node = above[node]
+        delay_s = max(delay_s, total)
+    for node in set(above.values()):
+        ability = topology.ability_of(node).aggregation
+        assert ability is not None, "the tree was checked"
+        if ability.rate_bytes_per_s is not None:
+            rate = min(rate, ability.rate_bytes_per_s)
+        if delay_s > 0:
+            rate = min(rate, plan.slots * ability.slot_bytes / delay_s)
+    return rate, delay_s
+
+
+class _Compiler:
+    """Turns the tasks of an iteration into those of the simulator."""
+
+    def __init__(self, topology: Topology, job: JobSpec, plan: JobPlan) -> None:
+        self._topology, self._job, self._plan = topology, job, plan
+        self._schedule = schedule_iteration(job, plan, alone_quote(topology, job, plan))
+        self._out: list[SimulatorTask] = []
+        self._ends: dict[str, Hashable] = {}  # of each task, what stands for its end
+
+    def tasks(self) -> list[SimulatorTask]:
+        """The iteration."""
+        graph = self._schedule.graph
+        before = None  # the channel takes one communication at a time, in the planned order
+        channel: dict[str, str | None] = {}
+        for name in communication_order(self._schedule):
+            channel[name], before = before, name
+        for name in graph.order:
+            self._ends[name] = (self._job.job_id, name, "end")
+        for name in graph.order:
+            task = graph.by_id[name]
+            after = [self._ends[other] for other in task.depends_on]
+            if isinstance(task, ComputeTask):
+                self._compute(task, after)
+            else:
+                previous = channel[name]
+                if previous is not None:
+                    after.append(self._ends[previous])
+                self._communicate(task, after)
+        return self._out
+
+    def _compute(self, task: ComputeTask, after: Sequence[Hashable]) -> None:
+        job = self._job
+        self._out.append(
+            Compute(
+                self._ends[task.task_id],
+                task.duration_s,
+                processor=job.job_id,
+                depends_on=tuple(after),
+                release_s=job.arrival_s + self._plan.shift_s,
+                job=job.job_id,
+            )
+        )
+
+    def _communicate(self, task: CommunicationTask, after: Sequence[Hashable]) -> None:
+        steps = phases_of(
+            self._topology, self._job, self._plan, kind=task.kind, size_bytes=task.size_bytes
+        )
+        last = len(steps) - 1
+        end = self._ends[task.task_id]
+        if not steps:
+            self._delay(end, 0.0, after)
+        for number, phases in enumerate(steps):
+            start = (self._job.job_id, task.task_id, number, "start")
+            # A flow adds its route's latency once, at its end; the other steps pay it before.
+            self._delay(start, self._waits_s(phases), after)
+            flows = [
+                name
+                for place, phase in enumerate(phases)
+                for name in self._phase(phase, (task.task_id, number, place), start)
+            ]
+            joint = end if number == last else (self._job.job_id, task.task_id, number, "end")
+            self._delay(joint, 0.0, flows)
+            after = [joint]
+
+    def _delay(self, name: Hashable, seconds: float, after: Sequence[Hashable]) -> None:
+        self._out.append(
+            Compute(
+                name,
+                seconds,
+                depends_on=tuple(after),
+                job=self._job.job_id,
+                release_s=self._job.arrival_s + self._plan.shift_s,
+            )
+        )
+
+    def _waits_s(self, phases: Sequence[Phase]) -> float:
+        waits_s = 0.0
+        for phase in phases:
+            if phase.tree is None and phase.steps > 1:
+                for edge in phase.edges:
+                    route = list(edge_route(self._topology, self._plan, edge))
+                    delay_s = float(self._topology.latencies_s[route].sum())
+                    waits_s = max(waits_s, (phase.steps - 1) * delay_s)
+        return waits_s
+
+    def _phase(self, phase: Phase, name: tuple[Hashable, ...], start: Hashable) -> list[Hashable]:
+        if phase.tree is not None:
+            return [self._sum(phase, name, start)]
+        flows = self._flows(phase, name, after=(start,))
+        self._out += flows
+        return [flow.flow_id for flow in flows]
+
+    def _flows(
+        self, phase: Phase, name: tuple[Hashable, ...], *, after: tuple[Hashable, ...]
+    ) -> list[Flow]:
+        job = self._job
+        group = (job.job_id, *name) if phase.coupled else None
+        ranks = self._topology.ranks
+        return [
+            Flow(
+                (job.job_id, *name, edge),
+                ranks[edge[0]],
+                ranks[edge[1]],
+                phase.edge_bytes,
+                edge_route(self._topology, self._plan, edge),
+                depends_on=after,
+                group=group,
+                priority=self._plan.priority,
+                job=job.job_id,
+            )
+            for edge in phase.edges
+        ]
+
+    def _sum(self, phase: Phase, name: tuple[Hashable, ...], start: Hashable) -> Hashable:
+        """A sum in the network; a ring of the same ranks where slots are short."""
+        assert phase.tree is not None, "asked for trees only"
+        leaves = [edge[0] for edge in phase.edges]
+        number = len(leaves)
+        ring = Phase(
+            tuple((leaves[i], leaves[(i + 1) % number]) for i in range(number)),
+            2 * phase.edge_bytes * (number - 1) / number,
+            steps=2 * (number - 1),
+        )
+        request = (self._job.job_id, *name, "sum")
+        self._out.append(
+            AggregationRequest(
+                request,
+                dict(phase.tree),
+                [self._topology.ranks[leaf] for leaf in leaves],
+                phase.edge_bytes,
+                slots=self._plan.slots,
+                depends_on=(start,),
+                priority=self._plan.priority,
+                job=self._job.job_id,
+                fallback=self._flows(ring, (*name, "fallback"), after=()) if number > 1 else None,
+            )
+        )
+        return request

@@ -1,0 +1,171 @@
+"""Plan down, cost up, until nothing is gained: the coordinator over the layers.
+
+Which information a planner may use, also to predict, is what the co-designs let through. With
+Horizontal off every job is planned and predicted as if it were alone; with Vertical off nothing is
+predicted and rules decide. What comes out is then judged by the same full simulation for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from fivefold.codesign._arbiter import Arbiter, PlanningOptions, objective_s
+from fivefold.codesign._codesigns import CoDesigns
+from fivefold.codesign._compile import Outcome, run_plan
+from fivefold.codesign._jobs import JobSpec, check_jobs
+from fivefold.codesign._modules import best_alone_plan, null_plan, routed_one_by_one
+from fivefold.codesign._plans import ClusterPlan
+from fivefold.codesign._records import DecisionRecord
+from fivefold.codesign._single import plan_single
+from fivefold.network.topology import Topology
+
+__all__ = ["CoDesignResult", "plan_cluster"]
+
+Start = Literal["null", "best"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoDesignResult:
+    """A plan for all jobs, with what it was compared to.
+
+    Attributes:
+        plan: The decisions.
+        baseline: The plan that it started from.
+        decisions: Who decided what from which information.
+        outcome: The full simulation of the plan.
+        baseline_outcome: The full simulation of the baseline.
+        simulations: How many simulations planning took.
+
+    Example:
+        >>> CoDesignResult.__name__
+        'CoDesignResult'
+    """
+
+    plan: ClusterPlan
+    baseline: ClusterPlan
+    decisions: tuple[DecisionRecord, ...]
+    outcome: Outcome
+    baseline_outcome: Outcome
+    simulations: int
+
+    @property
+    def worse(self) -> tuple[str, ...]:
+        """Jobs that end later than under the baseline."""
+        before = self.baseline_outcome.completion_s
+        after = self.outcome.completion_s
+        return tuple(name for name in before if after[name] > before[name] * (1 + 1e-6))
+
+    def mean_completion_s(self, jobs: Sequence[JobSpec]) -> float:
+        """Weighted mean completion of the plan."""
+        return objective_s(jobs, self.outcome.completion_s)
+
+
+def plan_cluster(
+    topology: Topology,
+    jobs: Sequence[JobSpec],
+    co_designs: CoDesigns | None = None,
+    *,
+    start: Start = "null",
+    seed: int = 0,
+    options: PlanningOptions | None = None,
+) -> CoDesignResult:
+    """Plan all jobs on a cluster.
+
+    Args:
+        topology: The cluster.
+        jobs: The jobs.
+        co_designs: What may be exchanged; None for everything.
+        start: Baseline: every layer as today (``"null"``, B0) or at its best alone (``"best"``,
+            B1).
+        seed: Of hashed paths.
+        options: How hard to try; None for the defaults.
+
+    Returns:
+        The plan; with Horizontal on never worse than the baseline.
+
+    Raises:
+        ConfigurationError: The jobs are not allowed.
+        InfeasibleError: A job does not fit the cluster.
+
+    References:
+        arXiv 2403.07585 (five layers, four co-designs); the algorithms are named where they are
+        used: Crux, CASSINI, SwitchML, ATP.
+
+    Example:
+        >>> from fivefold.network.topology import switch
+        >>> from fivefold.tasks import LayerCost
+        >>> layers = (LayerCost(forward_s=0.5, backward_s=1.0, gradient_bytes=10**9),) * 2
+        >>> jobs = [JobSpec(job_id=n, ranks=(0, 1), layers=layers, iterations=9) for n in "ab"]
+        >>> found = plan_cluster(switch(2, bandwidth="1 GB/s"), jobs)
+        >>> found.mean_completion_s(jobs) < found.baseline_outcome.completion_s["a"]
+        True
+    """
+    check_jobs(topology, jobs)
+    options = PlanningOptions() if options is None else options
+    allowed = CoDesigns.all() if co_designs is None else co_designs
+    make = null_plan if start == "null" else best_alone_plan
+    baseline = make(topology, jobs, seed=seed)
+    plan, decisions = _plan_singles(topology, jobs, baseline, allowed, seed)
+    simulations = 0
+    if allowed.horizontal:
+        arbiter = Arbiter(topology, jobs, baseline, allowed, options)
+        arbiter.improve(plan)
+        decisions += arbiter.log
+        plan, outcome, floor = _keep_promise(topology, jobs, arbiter)
+        simulations = arbiter.simulations
+    else:
+        outcome = run_plan(topology, jobs, plan)
+        floor = run_plan(topology, jobs, baseline)
+    return CoDesignResult(
+        plan=plan,
+        baseline=baseline,
+        decisions=tuple(decisions),
+        outcome=outcome,
+        baseline_outcome=floor,
+        simulations=simulations,
+    )
+
+
+def _plan_singles(
+    topology: Topology,
+    jobs: Sequence[JobSpec],
+    baseline: ClusterPlan,
+    allowed: CoDesigns,
+    seed: int,
+) -> tuple[ClusterPlan, list[DecisionRecord]]:
+    """Layers 2 and 3 of each job, and with Vertical its paths, as if it were alone."""
+    plan, decisions = baseline, []
+    for job in jobs:
+        found, records = plan_single(topology, job, plan.jobs[job.job_id], allowed)
+        plan = ClusterPlan({**plan.jobs, job.job_id: found})
+        decisions += records
+    if allowed.vertical and plan != baseline:
+        plan = routed_one_by_one(topology, jobs, plan, seed=seed)
+        decisions.append(
+            DecisionRecord(
+                layer="flows",
+                entity="each job",
+                decision="paths by the job's own load",
+                alternatives={},
+                inputs=(("FlowSet.flows", "collectives"), ("ClusterGraph.links", "network")),
+                co_designs=("V",),
+            )
+        )
+    return plan, decisions
+
+
+def _keep_promise(
+    topology: Topology, jobs: Sequence[JobSpec], arbiter: Arbiter
+) -> tuple[ClusterPlan, Outcome, Outcome]:
+    """The last accepted plan that also in full simulation hurts nobody; the baseline hurts none."""
+    floor = run_plan(topology, jobs, arbiter.baseline)
+    before = objective_s(jobs, floor.completion_s)
+    for accepted in reversed(arbiter.history[1:]):
+        found = run_plan(topology, jobs, accepted.plan)
+        outcome = found.completion_s
+        late = arbiter.worse(outcome, floor.completion_s)
+        if objective_s(jobs, outcome) <= before and not (arbiter.options.guard and late):
+            return accepted.plan, found, floor
+    return arbiter.baseline, floor, floor

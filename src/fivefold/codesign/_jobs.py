@@ -1,0 +1,110 @@
+"""Jobs on a shared cluster: what each computes and reduces, where it runs, when it arrives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fivefold.errors import ConfigurationError, InfeasibleError
+from fivefold.network.topology import Topology
+from fivefold.tasks import LayerCost
+
+__all__ = ["JobSpec", "check_jobs"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSpec:
+    """A data-parallel job.
+
+    Args:
+        job_id: Its name.
+        ranks: Ranks of the topology that it runs on, in its own rank order.
+        layers: What one rank computes and reduces per iteration, from input to output.
+        iterations: How many it does.
+        arrival_s: When it arrives.
+        weight: How much a second of it counts.
+
+    Raises:
+        ConfigurationError: A value is not allowed.
+
+    Example:
+        >>> layer = LayerCost(forward_s=0.1, backward_s=0.2, gradient_bytes=10**9)
+        >>> job = JobSpec(job_id="a", ranks=(0, 1), layers=(layer,) * 2)
+        >>> round(job.compute_s, 3), job.gradient_bytes
+        (0.6, 2000000000)
+    """
+
+    job_id: str
+    ranks: tuple[int, ...]
+    layers: tuple[LayerCost, ...]
+    iterations: int = 1
+    arrival_s: float = 0.0
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("ranks", "layers"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        who = f"job {self.job_id!r}"
+        if not self.job_id or not self.ranks or not self.layers:
+            raise ConfigurationError(f"{who} needs a name, ranks and layers")
+        if len(set(self.ranks)) != len(self.ranks):
+            raise ConfigurationError(f"{who} names a rank twice", hint="each rank once")
+        if self.iterations < 1 or not self.weight > 0:
+            raise ConfigurationError(
+                f"{who} needs iterations and a weight above 0; got {self.iterations} and "
+                f"{self.weight}"
+            )
+        if not math.isfinite(self.arrival_s) or self.arrival_s < 0:
+            raise ConfigurationError(f"{who} arrives at {self.arrival_s}", hint="0 or later")
+        for layer in self.layers:
+            numbers = (layer.forward_s, layer.backward_s, layer.gradient_bytes)
+            if any(not math.isfinite(n) or n < 0 for n in (*numbers, layer.all_to_all_bytes)):
+                raise ConfigurationError(f"{who} has a layer with a negative cost: {layer}")
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of compute per iteration."""
+        return sum(layer.forward_s + layer.backward_s for layer in self.layers)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes that an iteration reduces."""
+        return sum(layer.gradient_bytes for layer in self.layers)
+
+
+def check_jobs(topology: Topology, jobs: Sequence[JobSpec]) -> None:
+    """Refuse jobs that the cluster cannot run.
+
+    Ranks may be shared by jobs: then they share links, and their compute runs side by side.
+
+    Args:
+        topology: The cluster.
+        jobs: The jobs.
+
+    Raises:
+        ConfigurationError: There is no job, or two have one name.
+        InfeasibleError: A job wants ranks that the cluster does not have.
+
+    Example:
+        >>> from fivefold.network.topology import switch
+        >>> layer = LayerCost(forward_s=0.1, backward_s=0.2)
+        >>> check_jobs(switch(2), [JobSpec(job_id="a", ranks=(0, 1), layers=(layer,))])
+    """
+    if not jobs:
+        message = "there is no job"
+        raise ConfigurationError(message, hint="give one or more jobs")
+    names = [job.job_id for job in jobs]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise ConfigurationError(
+            f"two jobs are called {twice[0]!r}", hint="give each a name of its own"
+        )
+    for job in jobs:
+        outside = [rank for rank in job.ranks if not 0 <= rank < topology.num_ranks]
+        if outside:
+            raise InfeasibleError(
+                f"job {job.job_id!r} wants rank {outside[0]}, but {topology.name!r} has ranks 0 to "
+                f"{topology.num_ranks - 1}",
+                hint="give the job fewer ranks, or plan for a larger cluster",
+            )

@@ -1,0 +1,150 @@
+"""What the layers decided: one plan per job, and all of them together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, Literal
+
+from fivefold.errors import ConfigurationError
+from fivefold.tasks import Ordering
+
+__all__ = ["Algorithm", "ClusterPlan", "JobPlan"]
+
+Algorithm = Literal["ring", "hierarchical", "in_network"]
+"""``"ring"``: one ring over all ranks. ``"hierarchical"``: inside hosts first, then one ring per
+place in the host. ``"in_network"``: switches sum."""
+
+_SCHEMA = "fivefold.codesign/1"
+Path = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobPlan:
+    """How one job communicates.
+
+    Attributes:
+        ordering: Layer 2: which communication goes first where several wait.
+        bucket_bytes: Layer 2: gradients are fused until a bucket has so many bytes; None reduces
+            each layer by itself, 0 all of them together.
+        overlap_forward: Layer 2: whether a layer's forward pass waits for its own gradients only.
+        algorithm: Layer 3.
+        order: Layer 3: ranks along the ring.
+        root: Layers 3 to 5: the switch at the root of the aggregation tree, if any.
+        slots: Layers 4 and 5: slots at each switch of the tree.
+        paths: Layer 4: links of each edge, by source and target rank; an edge that is not named
+            takes the shortest route.
+        priority: Layer 4: class, 0 the most urgent.
+        shift_s: Layer 4: by how much the job begins later.
+
+    Example:
+        >>> JobPlan(order=(0, 1)).algorithm
+        'ring'
+    """
+
+    order: tuple[int, ...]
+    ordering: Ordering = "fifo"
+    bucket_bytes: int | None = 25_000_000
+    overlap_forward: bool = False
+    algorithm: Algorithm = "ring"
+    root: str | None = None
+    slots: int = 0
+    paths: Mapping[tuple[int, int], Path] = field(default_factory=dict)
+    priority: int = 0
+    shift_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "order", tuple(self.order))
+        object.__setattr__(self, "paths", MappingProxyType(dict(self.paths)))
+        if self.algorithm == "in_network" and (self.root is None or self.slots < 1):
+            message = "in-network aggregation needs a root and slots"
+            raise ConfigurationError(message, hint="or choose a host algorithm")
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a mapping proxy cannot be pickled
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return _job_plan, (values | {"paths": dict(self.paths)},)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Everything that was decided, hashable."""
+        return (
+            self.order, self.ordering, self.bucket_bytes, self.overlap_forward, self.algorithm,
+            self.root, self.slots, tuple(sorted(self.paths.items())), self.priority, self.shift_s,
+        )  # fmt: skip
+
+
+def _job_plan(values: dict[str, Any]) -> JobPlan:
+    return JobPlan(**values)
+
+
+@dataclass(frozen=True)
+class ClusterPlan:
+    """The plans of all jobs.
+
+    Example:
+        >>> plan = ClusterPlan({"a": JobPlan(order=(0, 1))})
+        >>> ClusterPlan.from_json(plan.to_json()) == plan
+        True
+    """
+
+    jobs: Mapping[str, JobPlan]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "jobs", MappingProxyType(dict(self.jobs)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ClusterPlan) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ClusterPlan, (dict(self.jobs),)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Everything that was decided, hashable."""
+        return tuple((name, plan.key) for name, plan in sorted(self.jobs.items()))
+
+    def changed(self, job_id: str, **changes: Any) -> ClusterPlan:
+        """The same with other decisions for one job."""
+        return ClusterPlan({**self.jobs, job_id: replace(self.jobs[job_id], **changes)})
+
+    def to_json(self) -> str:
+        """The plan as text that ``from_json`` reads."""
+        jobs = {}
+        for name, plan in self.jobs.items():
+            record = {key: getattr(plan, key) for key in plan.__dataclass_fields__}
+            record["paths"] = [[*edge, *path] for edge, path in sorted(plan.paths.items())]
+            jobs[name] = record
+        return json.dumps({"schema": _SCHEMA, "jobs": jobs}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> ClusterPlan:
+        """Read what ``to_json`` wrote.
+
+        Args:
+            text: JSON.
+
+        Returns:
+            The plan.
+
+        Raises:
+            ConfigurationError: It is not such a text.
+        """
+        hint = f"give what ClusterPlan.to_json wrote (schema {_SCHEMA})"
+        try:
+            record = json.loads(text)
+            if record["schema"] != _SCHEMA:
+                raise ConfigurationError(f"unknown schema {record['schema']!r}", hint=hint)
+            jobs = {}
+            for name, values in record["jobs"].items():
+                paths = {(a, b): tuple(links) for a, b, *links in values["paths"]}
+                jobs[name] = JobPlan(**{**values, "paths": paths})
+        except (ValueError, KeyError, TypeError) as error:
+            if isinstance(error, ConfigurationError):
+                raise
+            raise ConfigurationError(f"this is no plan: {error}", hint=hint) from error
+        return cls(jobs)
