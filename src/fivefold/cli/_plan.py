@@ -21,7 +21,7 @@ _PARTS = {
 }  # fmt: skip
 
 
-def plan_command(  # noqa: PLR0913 - the command's options
+def plan_command(
     job: Annotated[Path, typer.Argument(help="Job file (TOML).", exists=True, dir_okay=False)],
     *,
     cluster: Annotated[
@@ -48,11 +48,8 @@ def plan_command(  # noqa: PLR0913 - the command's options
 
     where = load_cluster(cluster)
     what = load_job(job, cluster=where)
-    if what.plan is not None:
-        best, result = (_judge(what, where),), None
-    else:
-        result = _search(what, where, top=top, front=front)
-        best = result.best
+    result = None if what.plan is not None else _search(what, where, top=top, front=front)
+    best = (_judge(what, where),) if result is None else result.best
     if output is not None:
         write_text(output, plan_to_toml(best[0].plan))
     if as_json:

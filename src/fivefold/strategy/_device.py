@@ -23,6 +23,7 @@ _TILES = (
     (256, 128, 1.0), (128, 256, 1.0), (192, 128, 0.98), (128, 192, 0.98), (128, 128, 0.94),
     (256, 64, 0.85), (64, 256, 0.85), (128, 64, 0.8), (64, 64, 0.62),
 )  # fmt: skip
+_LEAST_DEPTH = 1024
 _MATRIX_BYTES = {"bf16": 2.0, "fp8": 1.0, "fp32": 4.0}
 
 
@@ -174,7 +175,11 @@ def gemm_time_s(
         tiles = math.ceil(m / rows) * math.ceil(n / columns) * batch
         waves = math.ceil(tiles / device.multiprocessors)
         work = waves * device.multiprocessors * 2.0 * rows * columns
-        best_s = min(best_s, work * k / (rate * speed) + waves * device.tile_start_s)
+        # Few tiles of a deep product share their depth out, and add the parts up afterwards.
+        parts = max(1, min(int(device.multiprocessors // max(tiles, 1)), int(k // _LEAST_DEPTH)))
+        added_s = memory_time_s(device, 8.0 * (parts - 1) * batch * m * n)
+        deep_s = work * k / (parts * rate * speed) + added_s
+        best_s = min(best_s, deep_s + waves * device.tile_start_s)
     written_s = memory_time_s(device, output_bytes * batch * m * n)
     loaded_s = memory_time_s(device, _MATRIX_BYTES[dtype] * batch * (m * k + k * n))
     slow_s = best_s + device.epilogue_share * written_s

@@ -97,6 +97,8 @@ class _Found:
 
     def look_at(self, table: PlanTable, *, front: bool) -> None:
         """Evaluate a block and keep what is best."""
+        if not len(table):
+            return
         costs = evaluate_table(self.model, self.device, self.fabric, table=table)
         fits = costs.memory_bytes <= self.device.memory_bytes
         self.evaluated += len(table)
@@ -271,7 +273,9 @@ def _raise_no_fit(found: _Found, space: SearchSpace) -> None:
     """Say what binds, and look for the nearest change that helps."""
     device = found.device
     changes = []
-    if space.offload == (False,) and _fits(found, dataclasses.replace(space, offload=(True,))):
+    if space.offload == (False,) and _fits(
+        found, dataclasses.replace(space, offload=(False, True))
+    ):
         changes.append("allow offloading to host memory")
     if 3 not in space.zero and _fits(found, dataclasses.replace(space, zero=(0, 1, 2, 3))):
         changes.append("allow ZeRO-3")

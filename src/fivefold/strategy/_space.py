@@ -237,8 +237,9 @@ def inner_table(space: SearchSpace, pattern: Pattern) -> dict[str, npt.NDArray[n
             space.offload,
             space.offload,
         )
-        # Nothing is left to offload of a fully recomputed layer; local steps need whole states.
-        if not (rest[2] and layer[0] == "full") and not (tau > 1 and zero > 1)
+        # Little is left to offload of a fully recomputed layer; local steps need whole states.
+        if not (rest[2] and layer[0] == "full" and False in space.offload)
+        and not (tau > 1 and zero > 1)
     ]
     names = (*LAYER_SWITCHES, "zero", "shard", "data_overlap", "pipeline_overlap",
              "offload_weights", "offload_activations", "offload_optimizer", "tau")  # fmt: skip

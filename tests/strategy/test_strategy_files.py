@@ -1,0 +1,136 @@
+"""Clusters, job files and the command line."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from fivefold.cli._main import app
+from fivefold.errors import ConfigurationError, DataError, InfeasibleError
+from fivefold.strategy import (
+    load_cluster,
+    load_job,
+    named_clusters,
+    plan_to_toml,
+)
+
+JOB = 'model = "llama3-8b"\ngpus = 16\nglobal_batch = 32\n'
+
+
+def write(folder, text, name="job.toml"):
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("name", named_clusters())
+def test_every_known_cluster_loads_and_names_its_sources(name):
+    cluster = load_cluster(name)
+    sources = dict(cluster.device.sources)
+    assert {"gemm_efficiency"} <= set(sources) or name == "cpu-lab"
+    assert all(sources.values())
+
+
+def test_a_cluster_file_changes_what_it_names(tmp_path):
+    path = write(tmp_path, 'base = "h100-nemo"\ngpus = 64\n[device]\nmemory = "40 GB"\n'
+                 '[[tier]]\nname = "cluster"\nbandwidth = "100 Gbit/s"\n', "c.toml")  # fmt: skip
+    cluster, base = load_cluster(path), load_cluster("h100-nemo")
+    assert cluster.device.memory_bytes == 40e9
+    assert cluster.fabric.tiers[1].bandwidth_bytes_per_s == 12.5e9
+    assert cluster.fabric.tiers[0] == base.fabric.tiers[0]
+    assert (cluster.num_gpus, cluster.name) == (64, "c")
+    assert cluster.device.peak_flops == base.device.peak_flops
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('base = "h100-nemo"\n[device]\nmemroy = "1 GB"\n', "did you mean 'memory'"),
+        ('base = "h100"\n', "did you mean 'h100-nemo'"),
+        ('gpus = 8\n[[tier]]\nname = "x"\n', "incomplete"),
+        ('base = "h100-nemo"\ngpus = 0\n', "out of range"),
+        ('base = "h100-nemo"\n[device]\ngemm_efficiency = 2\n', "between"),
+        ('base = "h100-nemo"\n[device]\nmemory = "many"\n', "not a size"),
+    ],
+)
+def test_a_bad_cluster_file_is_explained(tmp_path, text, words):
+    with pytest.raises(ConfigurationError) as caught:
+        load_cluster(write(tmp_path, text, "c.toml"))
+    assert words in str(caught.value)
+
+
+def test_a_broken_cluster_file_is_a_data_error(tmp_path):
+    with pytest.raises(DataError, match="not a readable TOML"):
+        load_cluster(write(tmp_path, "= 3", "c.toml"))
+
+
+def test_a_job_with_its_own_model_and_space(tmp_path):
+    job = load_job(write(tmp_path, """
+        gpus = 8
+        global_batch = 16
+        [model]
+        num_layers = 8
+        hidden = 512
+        num_heads = 8
+        seq_len = 1024
+        vocab = 32000
+        experts = {num_experts = 8, top_k = 2, expert_ffn = 1024}
+        [search]
+        zero = [0, 1]
+        recompute = "none"
+    """))  # fmt: skip
+    assert job.model.experts.top_k == 2
+    assert (job.space.zero, job.space.recompute) == ((0, 1), ("none",))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("gpus = 8\nglobal_batch = 8\n", "does not say 'model'"),
+        (JOB + "batch = 3\n", "did you mean"),
+        (JOB + "[search]\nzeros = [1]\n", "did you mean 'zero'"),
+        (JOB + "[plan]\ndata = 2\n", "takes 2 GPUs"),
+        ('model = "llama3-9b"\ngpus = 8\nglobal_batch = 8\n', "did you mean"),
+        ("gpus = 8\nglobal_batch = 8\n[model]\nhidden = 8\n", "incomplete"),
+    ],
+)
+def test_a_bad_job_file_is_explained(tmp_path, text, words):
+    with pytest.raises(ConfigurationError) as caught:
+        load_job(write(tmp_path, text))
+    assert words in str(caught.value)
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["plan", *map(str, arguments)])
+
+
+def test_the_command_shows_the_plan_its_parts_and_reasons(tmp_path):
+    result = run(write(tmp_path, JOB), "--cluster", "h100-nemo", "--front")
+    assert result.exit_code == 0, result.output
+    for words in ("fastest plans", "where the time", "ruled out by bounds", "cannot run"):
+        assert words in result.output
+    assert max(map(len, result.output.splitlines())) < 120
+
+
+def test_the_written_plan_can_be_judged_again(tmp_path):
+    job, plan = write(tmp_path, JOB), tmp_path / "plan.toml"
+    first = run(job, "--cluster", "h100-nemo", "--json", "--output", plan)
+    found = json.loads(first.stdout)["best"][0]
+    again = run(write(tmp_path, JOB + plan.read_text(), "again.toml"), "--cluster", "h100-nemo",
+                "--json")  # fmt: skip
+    judged = json.loads(again.stdout)["best"]
+    assert len(judged) == 1
+    assert judged[0]["time_s"] == pytest.approx(found["time_s"])
+    assert judged[0]["plan"] == found["plan"]
+    job = load_job(tmp_path / "again.toml")
+    assert plan_to_toml(job.plan) == plan.read_text()
+
+
+def test_what_does_not_fit_is_refused(tmp_path):
+    tight = 'model = "llama3-70b"\ngpus = 1\nglobal_batch = 8\n'
+    result = run(write(tmp_path, tight), "--cluster", "h100-nemo")
+    assert isinstance(result.exception, InfeasibleError)
+    assert result.exception.exit_code == 2
+    forced = run(write(tmp_path, tight + "[plan]\nmicro_batch = 8\n"), "--cluster", "h100-nemo")
+    assert isinstance(forced.exception, InfeasibleError)
+    assert "memory binds" in str(forced.exception)

@@ -1,0 +1,118 @@
+"""Models: parameters and FLOPs of known ones, files, bad input."""
+
+import json
+
+import pytest
+
+from fivefold.errors import ConfigurationError, DataError
+from fivefold.strategy import (
+    MixtureOfExperts,
+    ModelSpec,
+    load_model,
+    model_from_hugging_face,
+    named_model,
+    named_models,
+)
+
+# Billions, from each model's paper or card.
+KNOWN = {
+    "gpt3-175b": 174.6, "llama2-7b": 6.74, "llama2-70b": 68.98, "llama3-8b": 8.03,
+    "llama3-70b": 70.55, "llama3-405b": 405.85, "mixtral-8x7b": 46.70, "mixtral-8x22b": 140.62,
+    "qwen3-30b-a3b": 30.53, "qwen3-235b-a22b": 235.09, "deepseek-v3": 671.03, "vit-b16": 0.0866,
+    "vit-l16": 0.304, "resnet50": 0.0256, "resnet101": 0.0445,
+}  # fmt: skip
+
+
+def gpt(h, layers, a, *, seq=2048, vocab=51200):
+    return ModelSpec(name="gpt", num_layers=layers, hidden=h, num_heads=a, seq_len=seq, vocab=vocab)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_known_models_have_their_published_parameters(name):
+    assert named_model(name).num_parameters / 1e9 == pytest.approx(KNOWN[name], rel=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("h", "layers", "a", "billions"),
+    [(2304, 24, 24, 1.7), (4096, 36, 32, 7.5), (10240, 60, 80, 76.1), (25600, 128, 160, 1008.0)],
+)
+def test_gpt_sizes_of_narayanan(h, layers, a, billions):
+    model = gpt(h, layers, a)
+    closed = 12 * layers * h**2 * (1 + 13 / (12 * h) + (51200 + 2048) / (12 * layers * h))
+    assert model.num_parameters == pytest.approx(closed, rel=1e-4)
+    assert model.num_parameters / 1e9 == pytest.approx(billions, abs=0.06)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_flops_equal_the_closed_forms(recompute):
+    h, layers, s, v = 6144, 40, 2048, 51200
+    form = 96 if recompute else 72
+    head = 16 if recompute else 12
+    expected = form * s * layers * h**2 * (1 + s / (6 * h) + v / (head * layers * h))
+    assert gpt(h, layers, 48).flops_per_sequence(recompute=recompute) == pytest.approx(expected)
+
+
+def test_nvidia_form_of_llama_flops():
+    model = named_model("llama3-70b")
+    s, h, layers, ffn, v = 8192, 8192, 80, 28672, 128256
+    expected = s * (12 * layers * h**2 * (1 + 8 / 64 + s / h) + 18 * layers * ffn * h + 6 * v * h)
+    assert model.flops_per_sequence() == pytest.approx(expected)
+
+
+def test_deepseek_activates_its_published_37_billion():
+    assert named_model("deepseek-v3").active_parameters / 1e9 == pytest.approx(37.5, rel=0.02)
+
+
+def test_a_hugging_face_file_gives_the_preset(tmp_path):
+    config = {
+        "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2,
+        "max_position_embeddings": 32768, "hidden_act": "silu", "tie_word_embeddings": False,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = load_model(str(tmp_path), seq_len=4096)
+    assert model.num_parameters == named_model("mixtral-8x7b").num_parameters
+    assert model.seq_len == 4096
+
+
+def test_hugging_face_gpt2_is_a_gpt():
+    config = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024,
+              "vocab_size": 50257, "activation_function": "gelu_new"}  # fmt: skip
+    assert model_from_hugging_face(config).num_parameters == 124_439_808
+
+
+def test_hugging_face_deepseek_is_the_preset():
+    config = {
+        "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
+        "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128,
+        "vocab_size": 129280, "n_routed_experts": 256, "num_experts_per_tok": 8,
+        "n_shared_experts": 1, "first_k_dense_replace": 3, "q_lora_rank": 1536,
+        "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+        "max_position_embeddings": 4096, "hidden_act": "silu", "moe_layer_freq": 1,
+    }  # fmt: skip
+    assert (
+        model_from_hugging_face(config).num_parameters == named_model("deepseek-v3").num_parameters
+    )
+
+
+@pytest.mark.parametrize("name", named_models())
+def test_every_preset_has_operators(name):
+    assert named_model(name).flops_per_sequence() > 0
+
+
+def test_bad_input_is_explained(tmp_path):
+    with pytest.raises(ConfigurationError, match="did you mean 'llama3-8b'"):
+        named_model("lama3-8b")
+    with pytest.raises(ConfigurationError, match="positive integer"):
+        gpt(0, 2, 1)
+    with pytest.raises(ConfigurationError, match="not a multiple"):
+        gpt(100, 2, 3)
+    with pytest.raises(ConfigurationError, match="more than num_experts"):
+        MixtureOfExperts(num_experts=2, top_k=3, expert_ffn=8)
+    with pytest.raises(DataError, match="hidden_size"):
+        model_from_hugging_face({})
+    broken = tmp_path / "config.json"
+    broken.write_text("{")
+    with pytest.raises(DataError, match="not a readable"):
+        load_model(str(broken))

@@ -1,0 +1,229 @@
+"""Search: columns equal the readable evaluator, bounds lose nothing, refusals say why."""
+
+import dataclasses
+from typing import get_args
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from fivefold.errors import ConfigurationError, InfeasibleError
+from fivefold.strategy import (
+    FabricSpec,
+    MixtureOfExperts,
+    ModelSpec,
+    ParallelPlan,
+    PlanTable,
+    SearchSpace,
+    Tier,
+    evaluate_plan,
+    evaluate_table,
+    load_cluster,
+    named_model,
+    plan_problem,
+    search_plans,
+)
+from fivefold.strategy._plan import PipelineSchedule
+
+GPT = ModelSpec(name="gpt", num_layers=24, hidden=2048, num_heads=16, seq_len=2048, vocab=51200)
+MOE = dataclasses.replace(
+    GPT, gated=True, tied=False, learned_positions=False, dropout=False, num_kv_heads=8,
+    experts=MixtureOfExperts(num_experts=16, top_k=2, expert_ffn=4096, shared_ffn=512,
+                             dense_layers=2),
+)  # fmt: skip
+A100 = load_cluster("a100-megatron")
+H100 = load_cluster("h100-nemo")
+DEVICES = {
+    "gpt": dataclasses.replace(A100.device, jitter=0.01, step_overhead_s=0.02),
+    "moe": dataclasses.replace(H100.device, splits_stage_messages=False),
+}
+FABRIC = FabricSpec(
+    name="three",
+    tiers=(
+        A100.fabric.tiers[0],
+        Tier(name="pod", gpus=64, bandwidth_bytes_per_s=25e9, fill_s=1e-7),
+        Tier(name="top", gpus=4096, bandwidth_bytes_per_s=10e9),
+    ),
+)
+TWO_CHUNKS = ("zb_v", "v_half", "v_min", "dualpipe_v")
+POWERS = st.integers(0, 4).map(lambda n: 2**n)
+
+
+@st.composite
+def plans(draw):
+    t, p, d, c = (draw(POWERS) for _ in range(4))
+    schedule = draw(st.sampled_from(get_args(PipelineSchedule))) if p > 1 else "1f1b"
+    virtual = {"interleaved": draw(st.sampled_from([2, 3]))}.get(schedule, 1)
+    flag = st.booleans()
+    words = {
+        "recompute": draw(st.sampled_from(["none", "selective", "full"])),
+        "tensor_overlap": draw(st.sampled_from(["none", "ring", "pipe"])),
+        "order": draw(st.sampled_from(["tcdp", "tcpd"])),
+    }
+    flags = {
+        name: draw(flag)
+        for name in ("regather", "data_overlap", "pipeline_overlap", "offload_weights",
+                     "offload_activations", "offload_optimizer", "embedding_layers")
+    }  # fmt: skip
+    try:
+        return ParallelPlan(
+            global_batch=d * draw(st.sampled_from([16, 32, 48])), data=d, tensor=t, pipeline=p,
+            micro_batch=draw(st.sampled_from([1, 2, 4])), context=c,
+            expert=draw(st.sampled_from([1, 2, 4])), schedule=schedule,
+            virtual=2 if schedule in TWO_CHUNKS else virtual, zero=draw(st.integers(0, 3)),
+            shard=draw(st.sampled_from([None, max(d * c // 2, 1)])),
+            sequence_parallel=t > 1 and draw(flag), tau=draw(st.sampled_from([1, 1, 8])),
+            **words, **flags,
+        )  # fmt: skip
+    except ConfigurationError:
+        return assume(condition=False)
+
+
+@given(st.lists(plans(), min_size=1, max_size=8), st.sampled_from(["gpt", "moe"]))
+@settings(deadline=None, max_examples=80, suppress_health_check=list(HealthCheck))
+def test_columns_equal_the_readable_evaluator(found, name):
+    model, device = {"gpt": GPT, "moe": MOE}[name], DEVICES[name]
+    found = [plan for plan in found if plan_problem(model, plan) is None]
+    assume(found)
+    one_by_one = [evaluate_plan(model, device, FABRIC, plan=plan) for plan in found]
+    table = PlanTable.of(found)
+    costs = evaluate_table(model, device, FABRIC, table=table)
+    assert costs.time_s == pytest.approx([one.time_s for one in one_by_one], rel=1e-12)
+    bytes_ = [one.memory.total_bytes for one in one_by_one]
+    assert costs.memory_bytes == pytest.approx(bytes_, rel=1e-12)
+    assert [table.plan(row) for row in range(len(table))] == found
+
+
+def space(**changed):
+    return SearchSpace(**{
+        "num_gpus": 16, "global_batch": 32, "zero": (0, 1, 3), "offload": (False, True),
+        "data_overlap": (False, True), "tensor_overlap": ("none", "pipe"),
+        "schedules": ("1f1b", "interleaved", "zb_1p"), **changed,
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize("model", [GPT, MOE], ids=["gpt", "moe"])
+def test_bounds_lose_nothing(model):
+    wide = space(micro_batch=(1, 2, 4), context=(1, 2))
+    quick, whole = (
+        search_plans(model, A100.device, A100.fabric, space=wide, top=3, front=True, bounds=b)
+        for b in (True, False)
+    )
+    assert whole.num_evaluated == whole.num_plans == quick.num_plans
+    assert quick.num_evaluated + quick.num_bounded == quick.num_plans
+    assert [one.time_s for one in quick.best] == [one.time_s for one in whole.best]
+    assert [one.time_s for one in quick.front] == [one.time_s for one in whole.front]
+    assert [one.memory for one in quick.front] == [one.memory for one in whole.front]
+
+
+def test_the_front_is_what_no_other_plan_beats():
+    found = search_plans(GPT, A100.device, A100.fabric, space=space(), front=True).front
+    times = np.array([one.time_s for one in found])
+    memory = np.array([one.memory.total_bytes for one in found])
+    assert (np.diff(times) > 0).all()
+    assert (np.diff(memory) < 0).all()
+    assert found[0].time_s == search_plans(
+        GPT, A100.device, A100.fabric, space=space()
+    ).best[0].time_s  # fmt: skip
+
+
+def test_every_plan_that_is_returned_fits_and_runs():
+    result = search_plans(GPT, A100.device, A100.fabric, space=space(), top=20)
+    assert len({one.time_s for one in result.best}) == 20
+    for one in result.best:
+        assert one.fits
+        assert one.plan.num_gpus == 16
+        assert plan_problem(GPT, one.plan) is None
+        assert 0 < one.mfu < 1
+    assert all(one.plan.tau == 1 for one in result.best)
+
+
+def test_parts_of_the_time_add_up_and_are_not_negative():
+    for plan in search_plans(MOE, H100.device, H100.fabric, space=space(), top=10).best:
+        parts = [getattr(plan.time, name) for name in plan.time.__dataclass_fields__]
+        assert sum(parts) == pytest.approx(plan.time_s)
+        assert min(parts) >= -1e-12
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 3, 6, 7, 12])
+def test_odd_numbers_of_gpus(gpus):
+    odd = SearchSpace(num_gpus=gpus, global_batch=84)
+    best = search_plans(named_model("gpt3-1.3b"), H100.device, H100.fabric, space=odd).best[0]
+    assert best.plan.num_gpus == gpus
+
+
+def test_more_bandwidth_is_never_slower():
+    plan = ParallelPlan(global_batch=64, data=8, tensor=16, zero=1)
+    times = []
+    for rate in (1e9, 1e10, 1e11, 1e12):
+        tiers = (A100.fabric.tiers[0], dataclasses.replace(
+            A100.fabric.tiers[1], bandwidth_bytes_per_s=rate))  # fmt: skip
+        fabric = FabricSpec(name="x", tiers=tiers)
+        times.append(evaluate_plan(GPT, A100.device, fabric, plan=plan).time_s)
+    assert times == sorted(times, reverse=True)
+
+
+def test_a_convolution_network_is_planned():
+    best = search_plans(
+        named_model("resnet50"), A100.device, A100.fabric,
+        space=SearchSpace(num_gpus=8, global_batch=2048),
+    ).best[0]  # fmt: skip
+    # Eight A100 train roughly 20,000 images a second; the model must be of that order.
+    assert 10_000 < 2048 / best.time_s < 40_000
+
+
+def test_memory_that_binds_is_named_with_the_nearest_change():
+    with pytest.raises(InfeasibleError, match="memory binds") as caught:
+        search_plans(
+            named_model("llama3-70b"), A100.device, A100.fabric,
+            space=SearchSpace(num_gpus=2, global_batch=8),
+        )  # fmt: skip
+    assert caught.value.exit_code == 2
+    assert "GPUs" in caught.value.hint
+
+
+def test_offloading_is_offered_where_it_helps():
+    tight = SearchSpace(num_gpus=8, global_batch=8, zero=(0,), recompute=("full",))
+    with pytest.raises(InfeasibleError) as caught:
+        search_plans(named_model("llama3-70b"), A100.device, A100.fabric, space=tight)
+    assert "ZeRO-3" in caught.value.hint or "offloading" in caught.value.hint
+
+
+def test_a_job_larger_than_the_cluster_and_a_split_that_cannot_run():
+    with pytest.raises(InfeasibleError, match="70000 GPUs"):
+        search_plans(GPT, A100.device, A100.fabric,
+                     space=SearchSpace(num_gpus=70_000, global_batch=70_000))  # fmt: skip
+    with pytest.raises(InfeasibleError, match="no split of 7 GPUs"):
+        search_plans(GPT, A100.device, A100.fabric,
+                     space=SearchSpace(num_gpus=7, global_batch=3, pipeline=(1,)))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"data": 3}, "not a multiple"),
+        ({"micro_batch": 0}, "positive integer"),
+        ({"schedule": "2f2b"}, "unknown"),
+        ({"virtual": 2}, "no virtual stages"),
+        ({"schedule": "interleaved"}, "needs virtual"),
+        ({"sequence_parallel": True}, "needs tensor"),
+        ({"expert": 3}, "does not divide"),
+        ({"data": 4, "shard": 3}, "does not divide"),
+        ({"tau": 4, "zero": 3}, "whole gradients"),
+        ({"zero": 4}, "unknown"),
+    ],
+)
+def test_contradictory_plans_are_refused(changed, words):
+    with pytest.raises(ConfigurationError, match=words):
+        ParallelPlan(**{"global_batch": 16, **changed})
+
+
+def test_plans_that_a_model_cannot_run_are_refused():
+    with pytest.raises(ConfigurationError, match="does not divide num_heads"):
+        evaluate_plan(GPT, A100.device, A100.fabric, plan=ParallelPlan(global_batch=1, tensor=3))
+    with pytest.raises(ConfigurationError, match="needs a model with experts"):
+        evaluate_plan(GPT, A100.device, A100.fabric,
+                      plan=ParallelPlan(global_batch=2, data=2, expert=2))  # fmt: skip
+    with pytest.raises(ConfigurationError, match="empty"):
+        SearchSpace(num_gpus=1, global_batch=1, zero=())
