@@ -177,27 +177,28 @@ def _spread_out(
     name: str, collective: Collective, spread: Spread, ranks: Sequence[int] | None
 ) -> tuple[Moves, Any]:
     """Moves of a spreading algorithm, run forwards, backwards or both, and which of them add."""
-    owners = _owners(name, collective)
-    if ranks is None:
-        moves = spread(collective.num_ranks, owners)
-    else:
-        order = np.asarray(ranks, dtype=np.int32)
-        if not np.array_equal(np.sort(order), np.arange(collective.num_ranks)):
-            raise ConfigurationError(
-                f"order is {list(ranks)}", hint="name each rank once, in the order of the ring"
-            )
-        places = np.argsort(order).astype(np.int32)
-        moves = spread(collective.num_ranks, places[owners]).renamed(order)
+    n, owners = collective.num_ranks, _owners(name, collective)
+    order = np.arange(n) if ranks is None else np.asarray(ranks)
+    if not np.array_equal(np.sort(order), np.arange(n)):
+        raise ConfigurationError(
+            f"order is {list(order)!r:.80}", hint="name each rank once, in the order of the ring"
+        )
+
+    def run(along: Ints) -> Moves:
+        return spread(n, np.argsort(along).astype(np.int32)[owners]).renamed(along)
+
+    forward = order.astype(np.int32)
     if not collective.reducing:
-        return moves, 0
+        return run(forward), 0
+    # Sums run backwards: on a ring the other way round, so that they take the same links.
+    up = backwards(run(forward[::-1] if name == "ring" else forward))
     if collective.name != "all_reduce":
-        return backwards(moves), moves.chunks.size
-    return _there_and_back(moves, owners)
+        return up, up.chunks.size
+    return _there_and_back(up, run(forward), owners)
 
 
-def _there_and_back(moves: Moves, owners: Ints) -> tuple[Moves, Any]:
-    """Sum backwards, then spread; each chunk's spreading starts as early as its sum allows."""
-    up = backwards(moves)
+def _there_and_back(up: Moves, moves: Moves, owners: Ints) -> tuple[Moves, Any]:
+    """Sum, then spread; each chunk's spreading starts as early as its sum allows."""
     count = owners.size
     if count and (owners == owners[0]).all():
         # Backwards the last chunk comes first: number them so that sums end in the order in

@@ -2,7 +2,7 @@
 
 A search for a Hamiltonian cycle along the widest links that allow one: depth first, inside a host
 before leaving it, first where fewest ways lead on (Warnsdorff), with a limit on the work. Where
-the ranks' own order is as wide, it is kept.
+the ranks' own order is as good, it is kept.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ def ring_order(topology: Topology) -> list[int]:
     by_host = _by_host(topology)
     if count < 4 or (topology.num_nodes > count > _MOST_RANKS_SWITCHED):
         return by_host
-    near = _neighbours(topology)
+    near, hosts = _neighbours(topology), [topology.host_of(rank) for rank in range(count)]
     widths = sorted({width for ways in near for width in ways.values()}, reverse=True)
     widest = min(max(ways.values(), default=0.0) for ways in near)
     for width in [value for value in widths if value <= widest][:_MOST_WIDTHS]:
-        for plain in (list(range(count)), by_host):
-            if _is_ring(plain, near, width):
-                return plain
-        found = _search(near, width, [topology.host_of(rank) for rank in range(count)])
-        if found is not None:
-            return found
-    return by_host
+        plain = [order for order in (list(range(count)), by_host) if _is_ring(order, near, width)]
+        found = _search(near, width, hosts, closed=True)
+        candidates = plain if found is None else [*plain, found]
+        if candidates:
+            return min(candidates, key=lambda order: _slowness(order, near))
+    # No cycle: a path, whose ends the network joins as it can.
+    return _search(near, 0.0, hosts, closed=False) or by_host
 
 
 def _by_host(topology: Topology) -> list[int]:
@@ -79,8 +79,16 @@ def _is_ring(order: list[int], near: Neighbours, width: float) -> bool:
     return all(near[a].get(b, 0.0) >= width for a, b in zip(order, following, strict=True))
 
 
-def _search(near: Neighbours, width: float, hosts: list[str | None]) -> list[int] | None:
-    """A cycle along links of at least this width, or None if none was found in time."""
+def _slowness(order: list[int], near: Neighbours) -> float:
+    """Sum of the hops' times for one byte."""
+    following = [*order[1:], order[0]]
+    return sum(1.0 / near[a][b] for a, b in zip(order, following, strict=True))
+
+
+def _search(
+    near: Neighbours, width: float, hosts: list[str | None], *, closed: bool
+) -> list[int] | None:
+    """A cycle (or path) along links of at least this width; None if none was found in time."""
     count = len(near)
     ways = [[to for to, wide in near[rank].items() if wide >= width] for rank in range(count)]
     entering = [0] * count
@@ -93,7 +101,7 @@ def _search(near: Neighbours, width: float, hosts: list[str | None]) -> list[int
     used[0] = True
     options = [_ranked(0, ways, near, used, hosts)]
     for _ in range(_WORK * count):
-        if len(path) == count and path[0] in ways[path[-1]]:
+        if len(path) == count and (not closed or path[0] in ways[path[-1]]):
             return path
         if options[-1] and len(path) < count:
             step = options[-1].pop()

@@ -85,6 +85,8 @@ def draw_schedule(
     scale, unit = _time_scale(timing.total_s)
     _paint(axes, schedule, timing, bars, scale)
     _label(axes, network, rows, unit)
+    if schedule.reduces.any() and not schedule.reduces.all():
+        _explain_colours(axes)
     axes.set_xlim(0, max(timing.total_s, 1e-12) * scale)
     axes.set_title(title or _title(schedule, timing), fontsize=10, loc="left")
     if len(rows) < int((timing.link_busy_s > 0).sum()):
@@ -155,6 +157,25 @@ def _paint(
                 ha="center",
                 va="center",
             )
+
+
+def _explain_colours(axes: Axes) -> None:
+    import matplotlib as mpl  # noqa: PLC0415 - heavy and optional
+    from matplotlib.patches import Patch  # noqa: PLC0415 - heavy and optional
+
+    patches = [
+        Patch(color=mpl.colormaps[colours](0.6), label=label)
+        for colours, label in ((_SUMS, "adds"), (_COPIES, "copies"))
+    ]
+    axes.legend(
+        handles=patches,
+        loc="lower right",
+        bbox_to_anchor=(1.0, 1.0),
+        ncols=2,
+        fontsize=8,
+        frameon=False,
+        borderaxespad=0.2,
+    )
 
 
 def _label(axes: Axes, topology: Topology, rows: Ints, unit: str) -> None:

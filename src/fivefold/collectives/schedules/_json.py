@@ -65,8 +65,15 @@ def _collective_to_data(collective: Collective) -> dict[str, Any]:
         "root": collective.root,
         "pre": np.stack([collective.pre_chunks, collective.pre_ranks], axis=1).tolist(),
         "post": np.stack([collective.post_chunks, collective.post_ranks], axis=1).tolist(),
-        "weights": None if weights.strides == (0,) else weights.tolist(),
+        "weights": _short_weights(weights),
     }
+
+
+def _short_weights(weights: Array) -> float | list[float] | None:
+    """One number where all are that number by construction."""
+    if weights.size and weights.strides == (0,):
+        return float(weights[0])
+    return [float(weight) for weight in weights] or None
 
 
 def _collective_from_data(data: dict[str, Any]) -> Collective:

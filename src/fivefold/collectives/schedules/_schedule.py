@@ -303,6 +303,10 @@ class Schedule:
 
         Returns:
             Transfers in reverse, each from target to source; copies to many become sums.
+
+        Raises:
+            ConfigurationError: The collective has no inverse, or an all-reduce sums in more than
+                one place and cannot be run backwards.
         """
         from fivefold.collectives.schedules._transform import inverted  # noqa: PLC0415 - needs this
 

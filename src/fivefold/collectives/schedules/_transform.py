@@ -165,6 +165,8 @@ def _joined_routes(
 def inverted(schedule: Schedule) -> Schedule:
     """The schedule run backwards; see `Schedule.inverted`."""
     collective = schedule.collective.inverted()
+    if schedule.collective.name == "all_reduce":
+        _require_two_trees(schedule)
     lean = schedule if schedule.collective.reducing else schedule.pruned()
     if not collective.reducing:
         flags: Array = np.zeros(lean.num_transfers, dtype=np.bool_)
@@ -196,6 +198,20 @@ def inverted(schedule: Schedule) -> Schedule:
         solver=lean.solver,
         attributes=lean.attributes,
     )
+
+
+def _require_two_trees(schedule: Schedule) -> None:
+    """Every chunk is summed once, in one tree, and copied in one: else backwards is no sum."""
+    sums = np.bincount(schedule.chunks[schedule.reduces], minlength=schedule.collective.num_chunks)
+    moves = np.bincount(schedule.chunks, minlength=schedule.collective.num_chunks)
+    edges = schedule.collective.num_ranks - 1
+    if (sums != edges).any() or (moves != 2 * edges).any():
+        chunk = int(np.argmax((sums != edges) | (moves != 2 * edges)))
+        raise ConfigurationError(
+            f"chunk {chunk} is summed in {sums[chunk]} and copied in {moves[chunk] - sums[chunk]} "
+            f"transfers, so the all-reduce cannot be run backwards",
+            hint=f"only one made of a reduce-scatter and an all-gather can: {edges} of each",
+        )
 
 
 def replicated(schedule: Schedule, pieces: int) -> Schedule:

@@ -53,14 +53,18 @@ Messages = tuple[Longs, Floats]
 def messages_of(schedule: Schedule, transfer_bytes: Floats) -> Messages:
     """Transfers that travel as one message: (leader of each transfer, bytes of each leader).
 
-    Transfers of the same source, target, start and end are one; the first of them leads. Bytes of
-    followers are 0.
+    Transfers of the same source, target, start and end that leave on the same link are one; the
+    first of them leads. Bytes of followers are 0.
     """
     count = schedule.num_transfers
     leaders = np.arange(count, dtype=np.int64)
     if schedule.starts_s is None or schedule.ends_s is None or count == 0:
         return leaders, transfer_bytes
+    keys: tuple[Array, ...]
     keys = (schedule.ends_s, schedule.starts_s, schedule.targets, schedule.sources)
+    if schedule.route_offsets is not None and schedule.route_links is not None:
+        filled = np.minimum(schedule.route_offsets[:-1], schedule.route_links.size - 1)
+        keys = (schedule.route_links[filled], *keys)  # parallel links carry messages side by side
     order = np.lexsort((leaders, *keys))
     changes = np.zeros(count, dtype=np.bool_)
     changes[0] = True

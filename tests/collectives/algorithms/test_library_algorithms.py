@@ -1,0 +1,315 @@
+"""Every algorithm of the library, for every collective it does, any number of ranks."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fivefold.collectives.algorithms import (
+    available_algorithms,
+    bidirectional_ring,
+    binary_tree,
+    binomial_tree,
+    bruck,
+    build_algorithm,
+    direct,
+    direct_all_to_all,
+    double_binary_tree,
+    hierarchical,
+    one_shot,
+    pairwise_all_to_all,
+    pat,
+    recursive_doubling,
+    recursive_halving_doubling,
+    ring,
+    ring_order,
+)
+from fivefold.collectives.schedules import (
+    COLLECTIVES,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    all_to_allv,
+    broadcast,
+    custom,
+    evaluate,
+    gather,
+    lower_bound,
+    named_collective,
+    reduce,
+    reduce_scatter,
+    scatter,
+    verify,
+    verify_with_data,
+)
+from fivefold.errors import ConfigurationError
+from fivefold.network.topology import (
+    fully_connected,
+    hypercube,
+    mesh,
+    named_topology,
+    switch,
+    torus,
+)
+from fivefold.network.topology import ring as ring_network
+
+
+@st.composite
+def groups_of(draw, n):
+    order = draw(st.permutations(range(n)))
+    cuts = sorted(draw(st.sets(st.integers(1, n - 1), max_size=3))) if n > 1 else []
+    return [order[a:b] for a, b in zip([0, *cuts], [*cuts, n], strict=True)]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    n=st.integers(1, 11),
+    name=st.sampled_from(COLLECTIVES),
+    chunks=st.integers(1, 5),
+    data=st.data(),
+)
+def test_every_algorithm_does_its_collective(n, name, chunks, data):
+    root = data.draw(st.integers(0, n - 1))
+    collective = named_collective(name, n, chunks=chunks, root=root)
+    algorithm = data.draw(st.sampled_from(available_algorithms(collective)))
+    options = {}
+    if algorithm == "hierarchical":
+        levels = st.sampled_from(["ring", "direct", "bruck", "pat", "recursive_doubling"])
+        options = {"groups": data.draw(groups_of(n))}
+        if name != "all_to_all":
+            options |= {"intra": data.draw(levels), "inter": data.draw(levels)}
+    if algorithm == "pat":
+        options = {"most_chunks": data.draw(st.sampled_from([None, 1, 2, 3, 8]))}
+    if algorithm in ("ring", "bidirectional_ring"):
+        options = {"order": data.draw(st.permutations(range(n)))}
+    if algorithm == "bruck" and name == "all_to_all":
+        options = {"radix": data.draw(st.integers(2, 5))}
+    schedule = build_algorithm(algorithm, collective, **options)
+    assert verify(schedule).num_redundant == 0
+    verify_with_data(schedule, seed=n)
+    assert schedule.has_steps or schedule.num_transfers == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(n=st.integers(1, 6), data=st.data())
+def test_uneven_all_to_alls(n, data):
+    sizes = data.draw(st.lists(st.integers(0, 3), min_size=n * n, max_size=n * n))
+    collective = all_to_allv(np.array(sizes).reshape(n, n))
+    for algorithm in available_algorithms(collective):
+        options = {"groups": [range(n)]} if algorithm == "hierarchical" else {}
+        schedule = build_algorithm(algorithm, collective, **options)
+        verify(schedule)
+        verify_with_data(schedule)
+        sent = collective.chunk_weights[schedule.chunks]
+        assert (sent > 0).all()
+
+
+def log2(n):
+    return (n - 1).bit_length()
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 8, 12, 16])
+def test_steps_are_those_of_the_literature(n):
+    assert ring(all_gather(n)).num_steps == n - 1
+    assert ring(reduce_scatter(n)).num_steps == n - 1
+    assert ring(all_reduce(n)).num_steps == 2 * (n - 1)
+    assert bidirectional_ring(all_gather(n)).num_steps == n // 2
+    assert bruck(all_gather(n)).num_steps == log2(n)
+    assert bruck(all_to_all(n)).num_steps == log2(n)
+    assert pat(all_gather(n)).num_steps == log2(n)
+    assert binomial_tree(broadcast(n)).num_steps == log2(n)
+    assert binomial_tree(scatter(n)).num_steps == log2(n)
+    assert binomial_tree(gather(n)).num_steps == log2(n)
+    assert direct(all_gather(n)).num_steps == 1
+    assert direct(all_reduce(n)).num_steps == 2
+    assert one_shot(all_reduce(n)).num_steps == 1
+    assert pairwise_all_to_all(all_to_all(n)).num_steps == n - 1
+    assert direct_all_to_all(all_to_all(n)).num_steps == 1
+    power = n & (n - 1) == 0
+    folded = 0 if power else 2
+    bits = n.bit_length() - 1
+    assert recursive_doubling(all_reduce(n, 1)).num_steps == bits + folded
+    assert recursive_halving_doubling(all_reduce(n)).num_steps == 2 * bits + folded
+    depth = n.bit_length() - 1
+    assert binary_tree(broadcast(n, 5)).num_steps == depth + 4
+
+
+@pytest.mark.parametrize("n", [2, 4, 8, 16])
+def test_nobody_sends_more_than_it_must(n):
+    chunks = 2 * n
+    for algorithm in (ring, bidirectional_ring, recursive_halving_doubling, bruck, pat, direct):
+        schedule = algorithm(all_reduce(n, chunks))
+        sent = np.bincount(schedule.sources, minlength=n)
+        assert sent.tolist() == [2 * (n - 1) * chunks // n] * n
+        gathering = algorithm(all_gather(n, 2))
+        assert np.bincount(gathering.sources, minlength=n).tolist() == [2 * (n - 1)] * n
+
+
+@pytest.mark.parametrize("n", [3, 4, 6, 7, 9, 16])
+def test_a_leaf_of_one_tree_forwards_in_the_other(n):
+    schedule = double_binary_tree(broadcast(n, 2))
+    forwards = [set(schedule.sources[schedule.chunks == chunk].tolist()) - {0} for chunk in (0, 1)]
+    assert len(forwards[0] & forwards[1]) <= 1  # the odd one out, where others are odd
+    sent = np.bincount(schedule.sources, minlength=n)
+    assert sent.max() <= 4  # two children in one tree, at most two more for the odd one
+
+
+def test_far_ranks_get_one_block_by_pat_and_half_of_them_by_bruck():
+    n = 16
+    for algorithm, most in ((pat, 1), (bruck, n // 2)):
+        schedule = algorithm(all_gather(n))
+        hops = (schedule.targets - schedule.sources) % n
+        far = np.minimum(hops, n - hops) == n // 2
+        messages = np.bincount(schedule.sources[far], minlength=n)
+        assert messages.tolist() == [most] * n
+
+
+@pytest.mark.parametrize(("n", "limit"), [(16, 1), (16, 2), (16, 4), (13, 2), (32, 8)])
+def test_a_message_of_pat_carries_no_more_than_it_may(n, limit):
+    schedule = pat(all_gather(n), most_chunks=limit)
+    keys = schedule.steps.astype(np.int64) * n * n + schedule.sources * n + schedule.targets
+    assert np.unique(keys, return_counts=True)[1].max() <= limit
+    bits, top = log2(n), limit.bit_length() - 1
+    assert schedule.num_steps <= top + 2 ** (bits - top) - 1
+
+
+def test_pairwise_steps_are_permutations():
+    for n in (5, 8):
+        schedule = pairwise_all_to_all(all_to_all(n))
+        for step in range(n - 1):
+            chosen = schedule.steps == step
+            assert sorted(schedule.sources[chosen]) == sorted(schedule.targets[chosen])
+            assert sorted(schedule.targets[chosen]) == list(range(n))
+    swaps = pairwise_all_to_all(all_to_all(8))
+    pairs = set(zip(swaps.steps, swaps.sources, swaps.targets, strict=True))
+    assert all((step, target, source) in pairs for step, source, target in pairs)
+
+
+def test_hierarchies_keep_traffic_inside():
+    network = named_topology("dgx_a100", boxes=2)
+    size = 1e9
+    flat = evaluate(ring(all_reduce(16), order=range(16)), network, size_bytes=size).total_s
+    levels = hierarchical(all_reduce(16), network)
+    group = levels.sources // 8 != levels.targets // 8
+    crossing = levels.collective.chunk_bytes(size)[levels.chunks[group]].sum()
+    assert crossing == pytest.approx(2 * size)  # the sums, once each way
+    assert evaluate(levels, size_bytes=size).total_s < flat / 2
+    exchange = hierarchical(all_to_all(16), network)
+    partners = {
+        (s, t) for s, t in zip(exchange.sources, exchange.targets, strict=True) if s // 8 != t // 8
+    }
+    assert len(partners) == 16  # each rank has one partner outside
+
+
+def test_a_closed_form_of_the_hierarchy():
+    g, m, size, a, b = 4, 2, 8e6, 1e-6, 1e9
+    network = fully_connected(g * m, bandwidth=b, latency=a)
+    schedule = hierarchical(all_reduce(g * m), groups=[range(g), range(g, g * m)])
+    timing = evaluate(schedule, network, size_bytes=size, model="synchronous")
+    inside = 2 * (g - 1) * a + 2 * size * (g - 1) / g / b
+    across = 2 * (m - 1) * a + 2 * (size / g) * (m - 1) / m / b
+    assert timing.total_s == pytest.approx(inside + across)
+
+
+@pytest.mark.parametrize(
+    "network",
+    [
+        ring_network(6),
+        named_topology("dgx1"),
+        named_topology("mi250"),
+        torus((4, 4)),
+        torus((3, 5)),
+        hypercube(4),
+        mesh((4, 3)),
+        torus((16, 16)),
+    ],
+    ids=lambda network: network.name,
+)
+def test_ring_neighbours_are_neighbours_where_there_is_such_a_ring(network):
+    order = ring_order(network)
+    assert sorted(order) == list(range(network.num_ranks))
+    for a, b in zip(order, [*order[1:], order[0]], strict=True):
+        assert network.direct_links(a, b).size
+
+
+def test_the_ring_of_dgx1_uses_the_widest_links():
+    network = named_topology("dgx1")
+    schedule = ring(all_gather(8), network)
+    timing = evaluate(schedule, size_bytes=8e9)
+    assert timing.total_s == pytest.approx(7 * 1e9 / 50e9)
+
+
+def test_rings_fall_back_to_hosts_and_to_paths():
+    boxes = named_topology("dgx_a100", boxes=2)
+    order = ring_order(boxes)
+    hosts = [boxes.host_of(rank) for rank in order]
+    assert sum(a != b for a, b in zip(hosts, [*hosts[1:], hosts[0]], strict=True)) == 2
+    odd = mesh((3, 3))  # an odd grid has no ring: a path that ends somewhere
+    assert all(odd.direct_links(a, b).size for a, b in pairwise(ring_order(odd)))
+    assert ring_order(switch(3)) == [0, 1, 2]
+    assert ring_order(switch(1)) == [0]
+
+
+def test_sums_go_round_the_same_way_as_copies():
+    schedule = ring(all_reduce(5))
+    assert ((schedule.targets - schedule.sources) % 5 == 1).all()
+
+
+def test_optimal_where_theory_says_so():
+    for network, algorithm in (
+        (ring_network(7, latency=0.0), bidirectional_ring),
+        (switch(6, latency=0.0), ring),
+    ):
+        n, size = network.num_ranks, 1e7
+        for collective in (all_gather(n), reduce_scatter(n), all_reduce(n)):
+            schedule = algorithm(collective, order=range(n))
+            timing = evaluate(schedule, network, size_bytes=size)
+            assert timing.total_s == pytest.approx(lower_bound(collective, network, size).seconds)
+
+
+def test_large_rings_are_arrays():
+    schedule = ring(all_reduce(512))
+    assert schedule.num_transfers == 2 * 511 * 512
+    assert verify(schedule).num_redundant == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: ring(all_to_all(4)), "ring does not do all_to_all"),
+        (lambda: binary_tree(all_gather(4)), "binary_tree does not do all_gather"),
+        (lambda: double_binary_tree(reduce_scatter(4)), "does not do reduce_scatter"),
+        (lambda: pairwise_all_to_all(all_gather(4)), "does not do all_gather"),
+        (lambda: direct_all_to_all(broadcast(4)), "does not do broadcast"),
+        (lambda: one_shot(all_gather(4)), "one_shot does not do all_gather"),
+        (lambda: recursive_doubling(scatter(4)), "does not do scatter"),
+        (lambda: bruck(all_to_all(4), radix=1), "radix is 1"),
+        (lambda: pat(all_gather(4), most_chunks=0), "most_chunks is 0"),
+        (lambda: ring(all_gather(3), order=[0, 1, 1]), "name each rank once"),
+        (lambda: ring(all_gather(3), order=[0, 1]), "name each rank once"),
+        (lambda: hierarchical(all_reduce(4)), "needs groups"),
+        (lambda: hierarchical(all_reduce(4), groups=[[0, 1], [2]]), "hold each of 4 ranks"),
+        (lambda: hierarchical(all_reduce(2), groups=[[0, 1], []]), "none may|no group"),
+        (lambda: hierarchical(all_reduce(2), groups=[[0], [1]], intra="tree"), "'tree' cannot"),
+        (lambda: hierarchical(all_reduce(2), groups=[[0], [1]], inter="binary_tree"), "cannot be"),
+        (lambda: build_algorithm("magic", all_reduce(2)), "no algorithm 'magic'"),
+        (lambda: build_algorithm("ring", all_reduce(2), radix=3), "no such option"),
+        (lambda: build_algorithm("ring", all_reduce(4), ring_network(3)), "topology 3"),
+        (lambda: direct(custom(2, [(0, 0), (0, 1)], post=[(0, 1)], reducing=True)), "direct does"),
+    ],
+)
+def test_what_no_algorithm_can_do_is_refused(make, words):
+    with pytest.raises(ConfigurationError, match=words):
+        make()
+
+
+def test_names_and_aliases():
+    assert build_algorithm("Direct All-to-All", all_to_all(3)).name == "direct"
+    assert build_algorithm("pairwise-all-to-all", all_to_all(3)).name == "pairwise"
+    assert available_algorithms(custom(2, [(0, 0)], post=[(0, 1)])) == ("direct",)
+    either = custom(3, [(0, 0), (0, 2)], post=[(0, 1), (0, 2)])
+    assert direct(either).num_transfers == 1
+    verify(direct(either))
+    assert available_algorithms(reduce(3))[:2] == ("ring", "bidirectional_ring")

@@ -1,0 +1,364 @@
+"""Bounds against all cuts of small graphs, and against the published tables."""
+
+import itertools
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fivefold.collectives.schedules import (
+    COLLECTIVES,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    all_to_allv,
+    bandwidth_bound,
+    broadcast,
+    custom,
+    discrete_ingress_bound,
+    latency_bound,
+    lower_bound,
+    named_collective,
+    reduce,
+    throughput_optimum,
+)
+from fivefold.errors import ConfigurationError, InfeasibleError
+from fivefold.network.topology import (
+    Link,
+    Node,
+    SwitchAbility,
+    Topology,
+    fully_connected,
+    hypercube,
+    line,
+    mesh,
+    named_topology,
+    ring,
+    switch,
+    torus,
+)
+
+
+def graph(edges, num_ranks, num_switches=0):
+    names = [*(f"r{i}" for i in range(num_ranks)), *(f"s{i}" for i in range(num_switches))]
+    nodes = [Node(name, "gpu" if name[0] == "r" else "switch") for name in names]
+    links = [
+        Link(names[a], names[b], bandwidth_bytes_per_s=float(width), latency_s=delay)
+        for a, b, width, delay in edges
+    ]
+    return Topology("graph", nodes, links)
+
+
+@st.composite
+def graphs(draw):
+    ranks, switches = draw(st.integers(2, 4)), draw(st.integers(0, 2))
+    count = ranks + switches
+    width = st.integers(1, 6)
+    delay = st.sampled_from([0.0, 1.0, 2.5])
+    edges = [(i, (i + 1) % count, draw(width), draw(delay)) for i in range(count)]
+    for _ in range(draw(st.integers(0, 6))):
+        a, b = draw(st.integers(0, count - 1)), draw(st.integers(0, count - 1))
+        if a != b:
+            edges.append((a, b, draw(width), draw(delay)))
+    return graph(edges, ranks, switches)
+
+
+def subsets(network):
+    for chosen in itertools.product([False, True], repeat=network.num_nodes):
+        yield np.array(chosen)
+
+
+def capacity_out(network, inside):
+    leaving = inside[network.link_sources] & ~inside[network.link_targets]
+    return int(network.capacities_bytes_per_s[leaving].sum())
+
+
+def slow_optimum(network, starts, ends):
+    """Largest bytes over capacity of all sets: bytes of rank i start there and go to ``ends``."""
+    best = Fraction(0)
+    nodes = network.rank_nodes
+    for inside in subsets(network):
+        outside = [rank for rank in ends if not inside[nodes[rank]]]
+        if outside and (weight := sum(w for rank, w in starts.items() if inside[nodes[rank]])):
+            best = max(best, Fraction(weight, capacity_out(network, inside)))
+    return best
+
+
+@settings(max_examples=80, deadline=None)
+@given(network=graphs(), data=st.data())
+def test_the_optimum_is_the_worst_of_all_cuts(network, data):
+    n = network.num_ranks
+    ranks = range(n)
+    weights = data.draw(st.lists(st.integers(0, 5), min_size=n, max_size=n))
+    starts = dict(enumerate(weights))
+    optimum = throughput_optimum(network, weights)
+    assert optimum.inverse_rate == slow_optimum(network, starts, ranks)
+    assert optimum.exact
+    if optimum.cut:
+        inside = np.isin(np.arange(network.num_nodes), optimum.cut)
+        weight = sum(w for rank, w in starts.items() if inside[network.rank_nodes[rank]])
+        assert Fraction(weight, capacity_out(network, inside)) == optimum.inverse_rate
+    root = data.draw(st.integers(0, n - 1))
+    spread = throughput_optimum(network, collective="broadcast", root=root)
+    assert spread.inverse_rate == slow_optimum(network, {root: 1}, ranks)
+    collected = throughput_optimum(network, collective="reduce", root=root)
+    assert collected.inverse_rate == slow_optimum(network.reversed(), {root: 1}, ranks)
+    summed = throughput_optimum(network, weights, collective="reduce_scatter")
+    assert summed.inverse_rate == slow_optimum(network.reversed(), starts, ranks)
+    others = {rank: weight for rank, weight in starts.items() if rank != root}
+    gathered = throughput_optimum(network, weights, collective="gather", root=root)
+    expected = slow_optimum(network, others, [root])
+    assert gathered.inverse_rate == expected
+    scattered = throughput_optimum(network, weights, collective="scatter", root=root)
+    assert scattered.inverse_rate == slow_optimum(network.reversed(), others, [root])
+
+
+def slow_cut_bound(collective, network, size):
+    """Largest time of all cuts, by the definition of what must cross."""
+    best, sizes = 0.0, collective.chunk_bytes(size)
+    for inside in subsets(network):
+        side = inside[network.rank_nodes]
+        crossing = 0.0
+        for chunk in range(collective.num_chunks):
+            starts, ends = collective.holders(chunk), collective.receivers(chunk)
+            leaves = side[starts].any() if collective.reducing else side[starts].all()
+            if starts.size and leaves and not side[ends].all():
+                crossing += sizes[chunk]
+        if crossing > 0:
+            best = max(best, crossing / capacity_out(network, inside))
+    return best
+
+
+@settings(max_examples=80, deadline=None)
+@given(network=graphs(), name=st.sampled_from(COLLECTIVES), data=st.data())
+def test_the_bandwidth_bound_never_exceeds_a_true_cut(network, name, data):
+    root = data.draw(st.integers(0, network.num_ranks - 1))
+    collective = named_collective(name, network.num_ranks, chunks=2, root=root)
+    quick = network.with_links([_without_latency(link) for link in network.links])
+    best = slow_cut_bound(collective, quick, 60.0)
+    for exact in (False, True):
+        bound = bandwidth_bound(collective, quick, 60.0, exact=exact)
+        if bound.kind == "messages":
+            assert name == "all_reduce"
+            continue
+        assert bound.seconds <= best * (1 + 1e-9)
+        if exact and name not in ("all_to_all", "all_reduce"):
+            assert bound.optimal_cut
+            assert bound.seconds == pytest.approx(best)
+        inside = np.isin(np.arange(network.num_nodes), bound.certificate)
+        assert 0 < inside.sum() < network.num_nodes
+
+
+def _without_latency(link):
+    return Link(link.source, link.target, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s)
+
+
+@settings(max_examples=60, deadline=None)
+@given(network=graphs(), name=st.sampled_from(COLLECTIVES), data=st.data())
+def test_the_latency_bound_is_the_farthest_pair(network, name, data):
+    n = network.num_ranks
+    collective = named_collective(name, n, root=data.draw(st.integers(0, n - 1)))
+    away = np.full((network.num_nodes, network.num_nodes), np.inf)
+    np.fill_diagonal(away, 0.0)
+    for link in range(network.num_links):
+        ends = network.link_sources[link], network.link_targets[link]
+        away[ends] = min(away[ends], network.latencies_s[link])
+    for k in range(network.num_nodes):
+        away = np.minimum(away, away[:, k, None] + away[None, k, :])
+    nodes = network.rank_nodes
+    farthest = 0.0
+    for chunk in range(collective.num_chunks):
+        for end in collective.receivers(chunk):
+            ways = [away[nodes[start], nodes[end]] for start in collective.holders(chunk)]
+            farthest = max(farthest, max(ways) if collective.reducing else min(ways))
+    bound = latency_bound(collective, network)
+    assert bound.seconds == pytest.approx(farthest)
+    if farthest:
+        assert away[bound.certificate] == pytest.approx(farthest)
+
+
+GB = 10**9
+
+# 1/x* of the reference's table of throughput optima: seconds for each GB of a node's share, or
+# link times for each chunk where links have 1 GB/s.
+OPTIMA = [
+    ("dgx_a100:1", Fraction(7, 300), Fraction(2400, 7)),
+    ("dgx_a100:2", Fraction(3, 65), Fraction(1040, 3)),
+    ("dgx_a100:4", Fraction(3, 25), Fraction(800, 3)),
+    ("dgx_a100:16", Fraction(3, 5), Fraction(640, 3)),
+    ("dgx_a100:32", Fraction(31, 25), Fraction(6400, 31)),
+    ("mi250:1", Fraction(7, 150), Fraction(2400, 7)),
+    ("mi250:2", Fraction(15, 166), Fraction(5312, 15)),
+    ("mi250:8", Fraction(7, 16), Fraction(2048, 7)),
+    ("mi250:16", Fraction(15, 16), Fraction(4096, 15)),
+    ("dgx2:1", Fraction(3, 25), Fraction(400, 3)),
+    ("dgx2:2", Fraction(31, 125), Fraction(4000, 31)),
+]
+
+
+@pytest.mark.parametrize(("machine", "inverse_rate", "bandwidth"), OPTIMA)
+def test_throughput_optima_of_machines_are_the_published_fractions(
+    machine, inverse_rate, bandwidth
+):
+    name, boxes = machine.split(":")
+    network = named_topology(name, boxes=int(boxes))
+    optimum = throughput_optimum(network)
+    assert optimum.inverse_rate * GB == inverse_rate
+    assert optimum.algorithm_bandwidth_bytes_per_s == bandwidth * GB
+    summed = throughput_optimum(network, collective="reduce_scatter")
+    if name != "dgx2" or boxes == "1":  # all others look the same backwards
+        assert summed.inverse_rate == optimum.inverse_rate
+
+
+def test_the_optimum_of_dgx1_is_seven_sixths_of_a_link_time():
+    optimum = throughput_optimum(named_topology("dgx1"))
+    assert optimum.inverse_rate * 25 * GB == Fraction(7, 6)
+
+
+@pytest.mark.parametrize("dims", [(4, 4), (8, 8), (16, 16), (4, 4, 4), (3, 3, 3), (3, 4, 5)])
+def test_a_torus_is_limited_by_what_enters_a_node(dims):
+    n = int(np.prod(dims))
+    optimum = throughput_optimum(torus(dims, bandwidth="1 GB/s"))
+    assert optimum.inverse_rate * GB == Fraction(n - 1, 2 * len(dims))
+    assert optimum.algorithm_bandwidth_bytes_per_s == Fraction(n, n - 1) * 2 * len(dims) * GB
+
+
+@pytest.mark.parametrize("dims", [(4, 4), (5, 5), (8, 8), (10, 10), (7, 12), (3, 3, 3), (4, 2, 3)])
+def test_a_mesh_is_limited_by_its_corner(dims):
+    optimum = throughput_optimum(mesh(dims, bandwidth="1 GB/s"))
+    assert optimum.inverse_rate * GB == Fraction(int(np.prod(dims)) - 1, len(dims))
+
+
+def test_large_regular_networks_have_their_optimum_in_seconds():
+    assert throughput_optimum(torus((32, 32), bandwidth="1 GB/s")).inverse_rate * GB == Fraction(
+        1023, 4
+    )
+    cube = throughput_optimum(hypercube(10, bandwidth="1 GB/s"))
+    assert cube.inverse_rate * GB == Fraction(1023, 10)
+
+
+# Time of an all-to-all of one unit chunk for each ordered pair: the reference's table.
+EXCHANGES = [
+    (named_topology("dgx1"), 25e9, 8 / 3),
+    (ring(8, bandwidth=1.0), 1.0, 8.0),
+    (torus((4, 4), bandwidth=1.0), 1.0, 8.0),
+    (torus((8, 8), bandwidth=1.0), 1.0, 64.0),
+    (hypercube(6, bandwidth=1.0), 1.0, 32.0),
+    (mesh((4, 4), bandwidth=1.0), 1.0, 16.0),
+    (mesh((8, 8), bandwidth=1.0), 1.0, 128.0),
+    (named_topology("dgx_a100", boxes=2), 1e9, 0.32),
+]
+
+
+@pytest.mark.parametrize(("network", "chunk", "seconds"), EXCHANGES)
+def test_all_to_all_cuts_reach_the_concurrent_flow_optimum(network, chunk, seconds):
+    n = network.num_ranks
+    assert bandwidth_bound(all_to_all(n), network, n * chunk).seconds == pytest.approx(seconds)
+
+
+GIB, US, MIB = 2**30, 1e-6, 2**20
+
+# TACOS' own regression values (v. its repository), each the discrete ingress bound.
+TACOS = [
+    (mesh((3, 3, 3), bandwidth=50.0 * GIB, latency=0.5 * US), 1024, 1, 6671.17),
+    (mesh((3, 4, 5), bandwidth=50.0 * GIB, latency=0.5 * US), 2048, 2, 13353.33),
+    (mesh((4, 2, 3), bandwidth=50.0 * GIB, latency=0.5 * US), 3072, 3, 19178.17),
+    (mesh((5, 5), bandwidth=50.0 * GIB, latency=0.5 * US), 1024, 1, 9606.0),
+    (mesh((10, 10), bandwidth=100.0 * GIB, latency=US), 1024, 2, 5049.0),
+    (mesh((5, 5), bandwidth=[50.0 * GIB, 75.0 * GIB], latency=0.5 * US), 1024, 1, 8005.0),
+    (mesh((8, 5), bandwidth=[80.0 * GIB, 35.0 * GIB], latency=US), 1024, 2, 8595.43),
+    (torus((3, 3, 3), bandwidth=50.0 * GIB, latency=0.5 * US), 1024, 1, 3706.20),
+    (torus((4, 2, 3), bandwidth=50.0 * GIB, latency=0.5 * US), 3072, 3, 11673.67),
+]
+
+
+@pytest.mark.parametrize(("network", "mib", "chunks", "time_us"), TACOS)
+def test_whole_chunks_give_the_values_of_tacos(network, mib, chunks, time_us):
+    collective = all_gather(network.num_ranks, chunks)
+    bound = discrete_ingress_bound(collective, network, mib * MIB)
+    assert bound.seconds / US == pytest.approx(time_us, rel=2e-5)
+    assert bound.kind == "chunks"
+
+
+def test_an_all_reduce_needs_twice_the_messages():
+    n, size = 8, 8e9
+    one = switch(n, bandwidth="1 GB/s")
+    assert lower_bound(all_reduce(n), one, size).seconds == pytest.approx(2 * (n - 1) / n * 8)
+    assert lower_bound(all_reduce(n), one, size).kind == "messages"
+    boxes = named_topology("dgx_a100", boxes=4)
+    bound = lower_bound(all_reduce(32), boxes, 1e9)
+    assert bound.seconds == pytest.approx(2 * 3 / 4 * 1e9 / 200e9)  # 4 boxes of 8 x 25 GB/s
+    copying = Topology(
+        "copying", one.nodes, one.links, switches=[SwitchAbility("switch0", multicast=True)]
+    )
+    assert lower_bound(all_reduce(n), copying, size).seconds == pytest.approx(14.0)
+
+
+def test_bounds_say_why():
+    bound = lower_bound(all_gather(4), ring(4, bandwidth="1 GB/s", latency="1 us"), 4e9)
+    assert bound.reason == "3e+09 bytes must go into gpu0 at 2e+09 bytes/s"
+    assert bound.optimal_cut
+    assert bound.seconds == pytest.approx(1.5 + 1e-6)  # the last byte pays its latency as well
+    far = lower_bound(all_gather(4), ring(4, bandwidth="1 GB/s", latency="1 s"), 4.0)
+    assert far.kind == "latency"
+    assert far.seconds == 2.0
+
+
+def test_uneven_and_custom_collectives_are_bounded_too():
+    network = line(3, bandwidth=1.0, latency=0.0)
+    sizes = [[0, 0, 6], [0, 0, 0], [2, 0, 0]]
+    bound = bandwidth_bound(all_to_allv(sizes), network, 6.0)
+    assert bound.seconds == pytest.approx(6.0)
+    either = custom(3, [(0, 0), (0, 2)], post=[(0, 1)])
+    assert bandwidth_bound(either, network, 4.0).seconds == pytest.approx(2.0)  # from both sides
+    assert latency_bound(either, line(3, latency="1 s")).kind == "none"
+
+
+def test_odd_capacities_are_close_and_say_so():
+    network = ring(4, bandwidth=1e9 / 3)
+    optimum = throughput_optimum(network)
+    assert not optimum.exact
+    assert float(optimum.inverse_rate) == pytest.approx(4.5e-9, rel=1e-8)
+
+
+def test_nothing_to_move_needs_no_time():
+    alone = Topology("alone", [Node("a", "gpu")], [])
+    for name in COLLECTIVES:
+        bound = lower_bound(named_collective(name, 1), alone, 1e9, whole_chunks=True)
+        assert (bound.seconds, bound.kind) == (0.0, "none")
+    assert throughput_optimum(alone).inverse_rate == 0
+    assert throughput_optimum(alone).algorithm_bandwidth_bytes_per_s == float("inf")
+    assert lower_bound(all_gather(3), ring(3, latency=0.0), 0).seconds == 0.0
+
+
+def test_what_has_no_bound_is_refused():
+    apart = graph([(0, 1, 1, 0.0)], 2)
+    for make in (latency_bound, lambda c, t: lower_bound(c, t, 1.0)):
+        with pytest.raises(InfeasibleError, match="disconnected"):
+            make(all_gather(2), apart)
+    with pytest.raises(InfeasibleError, match="disconnected"):
+        throughput_optimum(apart)
+    with pytest.raises(ConfigurationError, match="3 ranks, the topology 4"):
+        lower_bound(all_gather(3), ring(4), 1.0)
+    with pytest.raises(ConfigurationError, match="no throughput optimum"):
+        throughput_optimum(ring(4), collective="all_to_all")
+    for weights in ([1, 2], [1, -1, 1, 1], [0.5, 1, 1, 1]):
+        with pytest.raises(ConfigurationError, match="4 integers"):
+            throughput_optimum(ring(4), weights)
+
+
+def test_rooted_bounds_follow_the_direction_of_the_links():
+    fast_out = fully_connected(3, bandwidth=1.0)
+    slow_in = [
+        Link(
+            link.source,
+            link.target,
+            bandwidth_bytes_per_s=0.25 if link.target == "gpu0" else 1.0,
+        )
+        for link in fast_out.links
+    ]
+    network = fast_out.with_links(slow_in)
+    assert bandwidth_bound(broadcast(3), network, 4.0).seconds == pytest.approx(2.0)
+    assert bandwidth_bound(reduce(3), network, 4.0).seconds == pytest.approx(8.0)
