@@ -139,6 +139,16 @@ def test_other_cost_models(model):
     assert found.schedule.attributes["model"] == model
 
 
+def test_a_gap_that_is_enough_ends_the_search():
+    options = SynthesisOptions(gap=0.5)
+    topology = named_topology("dgx_a100", boxes=2)
+    found = synthesize("all_gather", topology, size_bytes=1e9, time_limit_s=20, options=options)
+    assert found.gap <= 0.5
+    assert [attempt.method for attempt in found.log if attempt.time_s] == ["library", "trees"]
+    with pytest.raises(ConfigurationError, match="gap"):
+        SynthesisOptions(gap=-1)
+
+
 def test_one_rank_two_ranks_and_no_bytes():
     assert synthesize("all_reduce", fully_connected(1), size_bytes=8).time_s == 0.0
     two = fully_connected(2, bandwidth=1e9, latency=1e-6)

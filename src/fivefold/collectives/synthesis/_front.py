@@ -46,12 +46,13 @@ class SynthesisOptions:
     Args:
         model: Cost model by which schedules are compared and timed.
         seed: Seed of everything random.
+        gap: The search ends at the first schedule that is at most this share above the bound.
         cache: Folder of known answers; None: none. A known answer is taken if it is optimal or
             was searched for at least as long.
         progress: Called with one line per step of the work.
 
     Raises:
-        ConfigurationError: The model is unknown.
+        ConfigurationError: The model is unknown, or the gap is negative.
 
     Example:
         >>> SynthesisOptions(seed=7).model
@@ -60,6 +61,7 @@ class SynthesisOptions:
 
     model: CostModel = "serial"
     seed: int = 0
+    gap: float = 0.0
     cache: Path | None = None
     progress: Callable[[str], None] | None = None
 
@@ -67,6 +69,8 @@ class SynthesisOptions:
         if self.model not in MODELS or self.model == "synchronous":
             known = ", ".join(model for model in MODELS if model != "synchronous")
             raise ConfigurationError(f"cost model {self.model!r} is unknown", hint=f"use {known}")
+        if not self.gap >= 0:
+            raise ConfigurationError(f"gap must not be negative; got {self.gap}")
 
 
 @dataclass(frozen=True)
@@ -195,14 +199,16 @@ def synthesize(
     )
     bound = bound_of(request.collective, topology, request.size_bytes)
     method = "taccl" if sketch is not None and method == "auto" else method
-    return _Search(request, method, bound).cached(chosen.cache, time_limit_s)
+    search = _Search(request, method, bound, enough=chosen.gap)
+    return search.cached(chosen.cache, time_limit_s)
 
 
 class _Search:
     """Asks the methods one after another and keeps the best verified schedule."""
 
-    def __init__(self, request: Request, method: str, bound: Bound) -> None:
+    def __init__(self, request: Request, method: str, bound: Bound, *, enough: float) -> None:
         self.request, self.method, self.bound = request, method, bound
+        self.enough_s = bound.seconds * (1 + max(enough, _OPTIMAL))
         self.best: tuple[Schedule, float, str, float] | None = None
         self.log: list[Attempt] = []
 
@@ -235,10 +241,11 @@ class _Search:
                 _LOG.warning("ignoring %s of cache %s: it does another collective", key, folder)
                 return None
             found = self._result(schedule, notes["method"], notes["solver_s"], cached=True)
-            return found if found.optimal or notes["time_limit_s"] >= time_limit_s else None
-        except (FivefoldError, KeyError, TypeError) as error:
+            searched_s = float(notes["time_limit_s"])
+        except (FivefoldError, KeyError, TypeError, ValueError) as error:
             _LOG.warning("ignoring %s of cache %s: %s", key, folder, error)
             return None
+        return found if found.time_s <= self.enough_s or searched_s >= time_limit_s else None
 
     def _answers(self, collective: Collective) -> bool:
         asked = self.request.collective
@@ -275,7 +282,7 @@ class _Search:
                 self.log.append(Attempt(name, None, 0.0, left_out or "no time left"))
                 continue
             self._ask(name)
-            if self.best is not None and self.best[1] <= self.bound.seconds * (1 + _OPTIMAL):
+            if self.best is not None and self.best[1] <= self.enough_s:
                 break
         if self.best is None:
             reasons = "; ".join(f"{attempt.method}: {attempt.note}" for attempt in self.log)
@@ -292,7 +299,7 @@ class _Search:
                 time_s = self._consider(schedule, name, solver_s)
                 if best_s is None or time_s < best_s:
                     best_s, note = time_s, schedule.name
-                if time_s <= self.bound.seconds * (1 + _OPTIMAL):
+                if time_s <= self.enough_s:
                     break
         except (ConfigurationError, InfeasibleError, UnsupportedError) as error:
             if best_s is None:

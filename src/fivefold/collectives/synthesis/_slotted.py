@@ -54,6 +54,7 @@ class SlotModel:
         symmetries: Permutations of the ranks that the schedule must keep. They make a search
             small; that there is no symmetric schedule proves nothing about the others.
         seed: Seed of the solver.
+        use_bounds: Whether lengths below a bound by arithmetic are refused without the solver.
 
     Raises:
         ConfigurationError: A length is not positive.
@@ -67,6 +68,7 @@ class SlotModel:
     negligible_latency: float = 0.1
     symmetries: Sequence[NDArray[np.int32]] = ()
     seed: int = 0
+    use_bounds: bool = True
 
     def __post_init__(self) -> None:
         if self.slot_s is not None and not self.slot_s > 0:
@@ -210,6 +212,8 @@ class _Search:
     def _bound(self) -> int:
         instance = self.logical.instance
         bound = reach(instance, self.times.delays).horizon(instance)
+        if not self.question.model.use_bounds:
+            return bound
         everyone = frozenset(range(instance.num_ranks))
         for inside in [frozenset([rank]) for rank in everyone] + self._cuts():
             bound = max(bound, ingress_bound(instance, self.times, inside))
