@@ -45,6 +45,7 @@ _REDUCING = ("reduce_scatter", "reduce")
 _MUCH_FASTER = 4.0
 _MOST_SEEDS = 256
 _SEEDED_TRANSFERS = 2_000_000  # decided in about two seconds
+_DEADLINES = (1.0, 0.99, 0.9, 0.7)  # of the best time so far, in turn
 _ROUTE_LINKS = 8  # room per transfer behind switches, on average
 
 
@@ -162,7 +163,9 @@ def _best(collective: Collective, topology: Topology, size_bytes: float, tries: 
         # The second run turns the rule round; later ones keep what was better.
         fresh = fresh if number != 1 else not fresh
         seed = (tries.seed * 1_000_003 + number) * 2 + 1
-        rules = Rules(collective.num_chunks, chunk_bytes, seed, fresh, np.inf)
+        # A slow link that takes a chunk late holds up the end: a deadline leaves it to others.
+        deadline_s = best_s * _DEADLINES[number % len(_DEADLINES)] if number > 1 else np.inf
+        rules = Rules(collective.num_chunks, chunk_bytes, seed, fresh, deadline_s)
         found = _run(collective, fabric, near, rules)
         end_s = float(found.times[1].max(initial=0.0)) if found is not None else np.inf
         if end_s < best_s or best is None:
@@ -199,13 +202,11 @@ def _run(
         route_links=np.empty(_ROUTE_LINKS * room if switched else 0, np.int32),
     )
     done = match(fabric, counted, holdings, transfers, rules)
-    if done < total:
+    if done < total and rules.fresh_only and np.isinf(rules.deadline_s):
         # The rule kept a chunk from crossing where its neighbourhood cannot pass it on.
-        return (
-            _run(collective, fabric, near, rules._replace(fresh_only=False))
-            if rules.fresh_only
-            else None
-        )
+        return _run(collective, fabric, near, rules._replace(fresh_only=False))
+    if done < total:
+        return None
     return Transfers(
         transfers.chunks[:total], transfers.ports[:total], transfers.ends[:total],
         transfers.times[:, :total], transfers.route_offsets[: total + 1], transfers.route_links,

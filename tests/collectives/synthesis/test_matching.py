@@ -1,0 +1,207 @@
+"""Greedy matching: TACOS' own regression values, validity everywhere, thousands of ranks."""
+
+import math
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fivefold.collectives.schedules import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    discrete_ingress_bound,
+    evaluate,
+    lower_bound,
+    reduce,
+    reduce_scatter,
+    verify,
+)
+from fivefold.collectives.synthesis import matching
+from fivefold.errors import ConfigurationError, InfeasibleError
+from fivefold.network.topology import (
+    Link,
+    Node,
+    Topology,
+    dragonfly,
+    fat_tree,
+    mesh,
+    named_topology,
+    ring,
+    switch,
+    torus,
+)
+
+GIB, MIB = 2**30, 2**20
+
+
+def grid(make, shape, rate, latency_us):
+    rates = [value * GIB for value in rate] if isinstance(rate, tuple) else rate * GIB
+    return make(shape, bandwidth=rates, latency=latency_us * 1e-6)
+
+
+# Topology, MiB in all, chunks per node, microseconds. A mesh "x by y" has shape (y, x) here.
+PUBLISHED = [
+    (mesh, (3, 3, 3), 50.0, 0.5, 1024, 1, 6671.17),
+    (mesh, (3, 4, 5), 50.0, 0.5, 2048, 2, 13353.33),
+    (mesh, (4, 2, 3), 50.0, 0.5, 3072, 3, 19178.17),
+    (mesh, (5, 5), 50.0, 0.5, 1024, 1, 9606.0),
+    (mesh, (10, 10), 100.0, 1.0, 1024, 2, 5049.0),
+    (mesh, (5, 5), (75.0, 50.0), 0.5, 1024, 1, 8005.0),
+    (mesh, (5, 8), (35.0, 80.0), 1.0, 1024, 2, 8595.43),
+    (torus, (3, 3, 3), 50.0, 0.5, 1024, 1, 3706.20),
+    (torus, (4, 2, 3), 50.0, 0.5, 3072, 3, 11673.67),
+    (mesh, (3, 4), 50.0, 0.5, 12, 3, 119.18),
+]
+
+
+@pytest.mark.parametrize("case", PUBLISHED, ids=lambda case: f"{case[0].__name__}{case[1]}")
+def test_published_times(case):
+    make, shape, rate, latency_us, size_mib, chunks, expected_us = case
+    topology = grid(make, shape, rate, latency_us)
+    collective, size_bytes = all_gather(math.prod(shape), chunks), size_mib * MIB
+    schedule = matching(collective, topology, size_bytes=size_bytes)
+    verify(schedule, check_times=True)
+    found_us = evaluate(schedule, size_bytes=size_bytes).total_s * 1e6
+    assert found_us == pytest.approx(expected_us, rel=0.01)
+    bound = discrete_ingress_bound(collective, topology, size_bytes)
+    assert found_us >= bound.seconds * 1e6 * (1 - 1e-9)
+
+
+def test_the_4x4_torus_takes_four_link_times():
+    schedule = matching(all_gather(16), torus((4, 4), bandwidth=1.0), size_bytes=16.0)
+    assert schedule.ends_s.max() == 4.0
+
+
+@st.composite
+def networks(draw):
+    """Connected, lopsided, with switches, parallel links and latencies."""
+    ranks, switches = draw(st.integers(2, 6)), draw(st.integers(0, 2))
+    names = [f"g{number}" for number in range(ranks)] + [f"s{number}" for number in range(switches)]
+    nodes = [Node(name, "gpu" if name[0] == "g" else "switch") for name in names]
+    pairs = [(place, (place + 1) % len(names)) for place in range(len(names))]
+    pairs += [(second, first) for first, second in pairs]
+    pairs += draw(st.lists(st.tuples(*[st.integers(0, len(names) - 1)] * 2), max_size=5))
+    links = [
+        Link(
+            names[first], names[second],
+            bandwidth_bytes_per_s=draw(st.sampled_from([1.0, 2.5, 40.0])),
+            latency_s=draw(st.sampled_from([0.0, 0.1, 30.0])), count=draw(st.integers(1, 2)),
+        )
+        for first, second in pairs
+        if first != second
+    ]  # fmt: skip
+    return Topology("random", nodes, links)
+
+
+@settings(max_examples=25, deadline=None)
+@given(networks(), st.integers(1, 3), st.sampled_from([0.0, 6.0, 100.0]))
+def test_every_collective_on_random_networks(topology, chunks, size_bytes):
+    ranks = topology.num_ranks
+    for collective in (
+        all_gather(ranks, chunks),
+        reduce_scatter(ranks, chunks),
+        all_reduce(ranks, chunks * ranks),
+        broadcast(ranks, chunks, root=ranks - 1),
+        reduce(ranks, chunks),
+    ):
+        schedule = matching(collective, topology, size_bytes=size_bytes, seeds=3)
+        verify(schedule, check_times=True)
+        total_s = float(schedule.ends_s.max(initial=0.0))
+        if size_bytes:
+            total_s = evaluate(schedule, size_bytes=size_bytes).total_s
+        assert total_s >= lower_bound(collective, topology, size_bytes).seconds * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("topology", "most"),
+    [
+        (switch(16, bandwidth=1e9, latency=1e-6), 1.001),
+        (fat_tree(4), 1.001),
+        (named_topology("dgx_a100"), 1.001),
+        (named_topology("dgx_a100", boxes=2), 1.15),
+        (named_topology("ndv2", boxes=2), 1.15),
+        (dragonfly(2), None),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_switches(topology, most):
+    collective = all_gather(topology.num_ranks, 4)
+    schedule = matching(collective, topology, size_bytes=1e9)
+    verify(schedule, check_times=True)
+    if most is not None:
+        bound_s = lower_bound(collective, topology, 1e9).seconds
+        assert schedule.ends_s.max() <= most * bound_s
+
+
+def test_a_slow_edge_does_not_hold_up_the_end():
+    links = []
+    for place in range(6):
+        for ends in ((place, (place + 1) % 6), ((place + 1) % 6, place)):
+            rate = 1.0 if place == 0 else 10.0
+            links.append(Link(f"g{ends[0]}", f"g{ends[1]}", bandwidth_bytes_per_s=rate))
+    topology = Topology("slow edge", [Node(f"g{n}", "gpu") for n in range(6)], links)
+    schedule = matching(reduce_scatter(6), topology, size_bytes=60.0)
+    assert schedule.ends_s.max() <= 6.0  # six chunks over the fast edges, the slow one unused
+
+
+def test_a_thousand_ranks_in_seconds():
+    collective = all_gather(1024)
+    for topology in (torus((32, 32), bandwidth=1.0), fat_tree(16, bandwidth=1.0)):
+        started_s = time.perf_counter()
+        schedule = matching(collective, topology, size_bytes=1024.0, seeds=1)
+        assert time.perf_counter() - started_s < 60
+        assert schedule.num_transfers == 1024 * 1023
+        degree = len(topology.in_links(topology.node_of_rank(0)))
+        assert 1023 / degree <= schedule.ends_s.max() <= 1.02 * 1023 / degree
+
+
+def test_the_same_seed_gives_the_same_schedule():
+    topology = mesh((3, 4), bandwidth=1.0)
+    found = [
+        matching(all_gather(12), topology, size_bytes=12.0, seeds=2, seed=seed)
+        for seed in (0, 0, 1)
+    ]
+    assert found[0] == found[1]
+    assert found[0] != found[2]
+    assert np.array_equal(np.sort(found[0].chunks), np.sort(found[2].chunks))
+
+
+def test_time_limit_still_gives_a_schedule():
+    schedule = matching(all_gather(9), torus((3, 3)), size_bytes=9.0, seeds=100, time_limit_s=0.0)
+    verify(schedule, check_times=True)
+
+
+def test_one_rank():
+    topology = Topology("one", [Node("g", "gpu")], [])
+    for collective in (all_gather(1), all_reduce(1), broadcast(1)):
+        assert matching(collective, topology, size_bytes=8.0).num_transfers == 0
+
+
+@pytest.mark.parametrize(
+    ("collective", "options"),
+    [
+        (all_to_all(4), {}),
+        (all_gather(5), {}),
+        (all_reduce(4, 6), {}),
+        (all_gather(4), {"seeds": 0}),
+        (all_gather(4), {"size_bytes": -1.0}),
+        (all_gather(4), {"size_bytes": math.nan}),
+    ],
+)
+def test_bad_arguments(collective, options):
+    with pytest.raises(ConfigurationError):
+        matching(collective, ring(4), **{"size_bytes": 8.0, **options})
+
+
+def test_a_rank_that_cannot_be_reached():
+    nodes = [Node(f"g{number}", "gpu") for number in range(3)]
+    links = [
+        Link("g0", "g1", bandwidth_bytes_per_s=1.0),
+        Link("g1", "g0", bandwidth_bytes_per_s=1.0),
+    ]
+    with pytest.raises(InfeasibleError, match="g2"):
+        matching(all_gather(3), Topology("apart", nodes, links), size_bytes=3.0)
