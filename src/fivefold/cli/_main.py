@@ -18,6 +18,7 @@ from fivefold.cli._gnn import app as gnn_app
 from fivefold.cli._help import help_text
 from fivefold.cli._lab import app as lab_app
 from fivefold.cli._plan import plan_command
+from fivefold.cli._profile import profile_command
 from fivefold.cli._report import report_command
 from fivefold.cli._topology import app as topology_app
 from fivefold.cli._train import train_command
@@ -39,6 +40,7 @@ app = typer.Typer(
 app.command("demo", help=help_text(demo_command))(demo_command)
 app.command("train", help=help_text(train_command))(train_command)
 app.command("plan", help=help_text(plan_command))(plan_command)
+app.command("profile", help=help_text(profile_command))(profile_command)
 app.command("report", help=help_text(report_command))(report_command)
 app.command("bench", help=help_text(bench_command), context_settings=BENCH_CONTEXT)(bench_command)
 app.add_typer(lab_app)

@@ -62,7 +62,10 @@ def plan_tree(topology: Topology, request: AggregationRequest) -> Tree:
             )
         # One slot of a switch that has none: the fallback always runs.
         return Tree(tuple(links), 0.0, np.inf, ((len(topology.switches), 1.0),))
-    adders = [topology.num_links + numbers[node] for node in request.summing]
+    # Adders at line rate limit nothing.
+    adders = [
+        topology.num_links + numbers[node] for node in request.summing if _adds(topology, node)
+    ]
     rise = max(_path_s(topology, request, (up, leaf)) for leaf in request.leaves)
     fall = max(_path_s(topology, request, (down, leaf)) for leaf in request.leaves)
     return Tree(
@@ -97,6 +100,11 @@ def _why_impossible(
         if request.dtype is not None and pool.dtypes and request.dtype not in pool.dtypes:
             return f"{node!r} cannot add {request.dtype}"
     return None
+
+
+def _adds(topology: Topology, node: str) -> bool:
+    pool = topology.ability_of(node).aggregation
+    return pool is not None and pool.rate_bytes_per_s is not None
 
 
 def _path_s(

@@ -22,6 +22,7 @@ from fivefold.network.simulation._records import (
     LINK,
     LISTS,
     PAIR,
+    ROUNDING,
     Loads,
 )
 
@@ -142,6 +143,7 @@ def make_loads(bundles: Bundles, capacities: Any, *, priorities: Any, queue_room
         heaps=np.zeros(room, PAIR),
         classes=np.zeros(int(np.max(priorities, initial=0)) + 1, LEVEL_CLASS),
         counts=np.zeros(COUNTERS, np.int64),
+        tolerance=ROUNDING,
     )
 
 

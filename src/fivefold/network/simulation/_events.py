@@ -21,6 +21,7 @@ from fivefold.network.simulation._records import (
     ASKED,
     EVENTS,
     IN_LINE,
+    JOINS,
     LINE,
     LOGGED,
     PENDING,
@@ -48,6 +49,7 @@ WAITING, SCHEDULED, QUEUED, RUNNING, ENDING, ENDED, SKIPPED = 0, 1, 2, 3, 4, 5, 
 FINISHED, STOPPED, LOG_FULL = 0, 1, 2
 # Events this close, relative to the time, are one: rounding must not split what is simultaneous.
 _SAME = 1e-12
+_LOOSE = 0.5  # of the tolerance: how late, relative to the time, an end may change rates
 _QUEUE_CLASS = 2.0**40  # tickets of one priority stay below those of the next
 _JOINED = 1  # bundles change before the solver's rounds begin
 
@@ -73,10 +75,15 @@ def run(world: World, until_s: float) -> int:
         if world.log.size > 0 and counts[LOGGED] > room:
             return LOG_FULL
         limit_s = min(until_s, first_s * (1.0 + _SAME))
-        now_s = first_s
-        while counts[PENDING] > 0 and events[events[0].order].time_s <= limit_s:
+        # Ends may wait a little for their effect on rates, where that is allowed; starts may not.
+        loose_s = min(until_s, first_s * (1.0 + max(_SAME, _LOOSE * world.loads.tolerance)))
+        joins, now_s = counts[JOINS], first_s
+        while counts[PENDING] > 0:
+            due_s = events[events[0].order].time_s
+            if due_s > limit_s and (due_s > loose_s or counts[JOINS] != joins):
+                break
             slot = events[0].order
-            now_s = events[slot].time_s
+            now_s = due_s
             remove_event(events, counts, slot)
             counts[EVENTS] += 1
             if slot >= num_tasks:
@@ -263,6 +270,7 @@ def _serve_processors(world: World, now_s: float) -> None:
 def _join(world: World, number: int, now_s: float) -> None:
     task, loads = world.tasks[number], world.loads
     bundle = loads.bundles[task.bundle]
+    loads.counts[JOINS] += 1
     change_bundle(loads, task.bundle, _JOINED)
     if bundle.members == 0:
         bundle.virtual = 0.0

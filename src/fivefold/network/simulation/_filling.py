@@ -184,8 +184,8 @@ def _residual(loads: Loads, link: int, priority: int) -> float:
             used += entry.usage * other.level
     left = capacity - used
     if left == np.inf:  # adders at line rate
-        return left
-    return left if left > _NOTHING * capacity else 0.0
+        return np.inf
+    return float(left) if left > _NOTHING * capacity else 0.0
 
 
 @njit

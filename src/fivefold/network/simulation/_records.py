@@ -29,6 +29,7 @@ __all__ = [
     "FILLING",
     "IN_LINE",
     "JOB",
+    "JOINS",
     "LEVEL_CLASS",
     "LINE",
     "LINK",
@@ -42,6 +43,7 @@ __all__ = [
     "PROCESSOR",
     "REFUSALS",
     "REGION",
+    "ROUNDING",
     "ROUNDS",
     "ROW",
     "SCANS",
@@ -58,6 +60,9 @@ __all__ = [
 
 CAPPED = -2  # a bundle's bottleneck is its own cap
 BLANK = -1  # none
+# Loads.tolerance of exact rates. Too small a value costs time, never the result: a bundle that is
+# filled again for nothing gets the level that it had.
+ROUNDING = 1e-11
 
 # Rows of Loads.lists, and their lengths in Loads.counts.
 REGION, DIRTY, TOUCHED, FILLING, LINE, ASKED = range(6)
@@ -65,8 +70,8 @@ LISTS = 6
 # Further counters: requests in line share the place of their list.
 IN_LINE = LINE
 PASS, SOLVES, ROUNDS, FILLED = 6, 7, 8, 9
-EVENTS, TICKETS, SCANS, WAITS, REFUSALS, LOGGED, PENDING = 10, 11, 12, 13, 14, 15, 16
-COUNTERS = 17
+EVENTS, TICKETS, SCANS, WAITS, REFUSALS, LOGGED, PENDING, JOINS = 10, 11, 12, 13, 14, 15, 16, 17
+COUNTERS = 18
 
 BUNDLE = np.dtype(
     [
@@ -173,6 +178,7 @@ class Loads(NamedTuple):
             bundle, then the queues of processors.
         classes: LEVEL_CLASS [priorities].
         counts: int64 [COUNTERS].
+        tolerance: Levels and loads that differ by less than this share count as equal.
     """
 
     bundles: Any
@@ -183,6 +189,7 @@ class Loads(NamedTuple):
     heaps: Any
     classes: Any
     counts: Any
+    tolerance: float
 
 
 class World(NamedTuple):

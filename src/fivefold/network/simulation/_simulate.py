@@ -18,6 +18,7 @@ from fivefold.network.simulation._records import (
     LOG,
     LOGGED,
     REFUSALS,
+    ROUNDING,
     SOLVES,
     WAITS,
     World,
@@ -43,6 +44,7 @@ def simulate(
     aggregation: Sequence[AggregationRequest] = (),
     iterations: int | Mapping[Hashable, int] = 1,
     record_rates: bool = False,
+    tolerance: float = 0.0,
 ) -> SimulationResult:
     """Run flows, computations and in-network sums, and say when each ends.
 
@@ -59,6 +61,8 @@ def simulate(
             starts when the last task of this one has ended; release times only hold back the
             first. Times of tasks are then those of the last iteration.
         record_rates: Keep every change of rate, for pictures.
+        tolerance: A rate may stay this share away from the fair one where that saves work: in a
+            crowded network one end moves thousands of rates a little. 0 is exact.
 
     Returns:
         Start and end of each task, and what each link carried.
@@ -92,6 +96,7 @@ def simulate(
     repeats = _iterations(iterations, jobs)
     _check_jobs(table, repeats)
     world = build_world(topology, table, requests, iterations=repeats)
+    world = world._replace(loads=world.loads._replace(tolerance=_checked_tolerance(tolerance)))
     release_roots(world)
     end_s = np.inf if until_s is None else float(until_s)
     stopped, records = _run(world, end_s, record_rates=record_rates)
@@ -125,6 +130,15 @@ def _iterations(
         if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < 1:
             raise ConfigurationError(f"iterations must be whole numbers from 1; got {count!r}")
     return np.array(counts, np.int64)
+
+
+def _checked_tolerance(tolerance: float) -> float:
+    if not 0.0 <= tolerance < 0.5:
+        raise ConfigurationError(
+            f"tolerance must be a share from 0 to below 0.5; got {tolerance!r}",
+            hint="0 is exact; 1e-3 lets a rate stay a thousandth away",
+        )
+    return max(float(tolerance), ROUNDING)
 
 
 def _check_jobs(table: FlowTable, repeats: np.ndarray[Any, np.dtype[np.int64]]) -> None:

@@ -6,6 +6,7 @@ Plain checked values for people; large sets are given as arrays (``FlowTable``).
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -121,8 +122,8 @@ class AggregationRequest(_Released):
 
     Each tree link carries the bytes once up and, for an all-reduce, once down; all of them move
     at one rate. The rate is at most what the links leave, each switch's adders, and the pool of
-    slots over the round trip to the leaf furthest away. Every summing switch of the tree lends
-    ``slots`` slots from start to end. Where they are not free the request waits its turn, or its
+    slots over the round trip to the leaf furthest away. Every switch of the tree in which
+    streams meet lends ``slots`` slots from start to end. Where they are not free the request waits its turn, or its
     ``fallback`` runs instead.
 
     Args:
@@ -208,8 +209,14 @@ class AggregationRequest(_Released):
 
     @property
     def summing(self) -> tuple[str, ...]:
-        """The nodes that add: those with a child, in order of name."""
-        return tuple(sorted(set(self.tree.values())))
+        """The nodes that add, in order of name: the root, and where two or more streams meet.
+
+        A node with one child that contributes nothing itself only forwards.
+        """
+        streams = Counter([*self.tree.values(), *self.leaves])
+        parents = set(self.tree.values())
+        adding = {node for node in parents if streams[node] > 1 or node == self.root}
+        return tuple(sorted(adding))
 
 
 Task = Flow | Compute | AggregationRequest

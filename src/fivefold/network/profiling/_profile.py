@@ -1,0 +1,280 @@
+"""What was measured between ranks, and the topology that explains it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fivefold.errors import ConfigurationError, DataError
+from fivefold.network.profiling._fit import LineFit, fit_line
+from fivefold.network.topology import Link, Node, Topology
+
+__all__ = ["Contention", "Profile"]
+
+FloatArray = npt.NDArray[np.float64]
+# A rank that sends to all at once and gets less than this times its best pair has one port.
+_ONE_PORT = 1.5
+_NEAR_BEST = 0.9
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Contention:
+    """Rates with several transfers at once, bytes per second.
+
+    Attributes:
+        out_bytes_per_s: What each rank sends when it sends to all others at once; float64 [ranks].
+        in_bytes_per_s: What each rank receives when all others send to it; float64 [ranks].
+        all_bytes_per_s: What each rank sends when all send to all.
+        host_out_bytes_per_s: What each host sends to the others when all its ranks do; by host.
+
+    Example:
+        >>> Contention(out_bytes_per_s=np.ones(2), in_bytes_per_s=np.ones(2), all_bytes_per_s=1.0,
+        ...            host_out_bytes_per_s={}).all_bytes_per_s
+        1.0
+    """
+
+    out_bytes_per_s: FloatArray
+    in_bytes_per_s: FloatArray
+    all_bytes_per_s: float
+    host_out_bytes_per_s: Mapping[str, float]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Profile:
+    """Alpha and beta between each pair of ranks, alone and under contention.
+
+    Attributes:
+        hosts: Host of each rank.
+        backend: What carried the data: ``"gloo"``, ``"nccl"``, ...
+        sizes_bytes: Message sizes, ascending.
+        times_s: Median time from sender to receiver; float64 [ranks, ranks, sizes], NaN on the
+            diagonal.
+        contention: Rates under contention; None where they were not measured.
+
+    Raises:
+        DataError: The arrays do not fit together.
+
+    Example:
+        >>> sizes = (1000, 1_000_000)
+        >>> times = np.full((2, 2, 2), np.nan)
+        >>> times[0, 1] = times[1, 0] = [2e-6, 1.001e-3]
+        >>> profile = Profile(hosts=("a", "b"), backend="gloo", sizes_bytes=sizes, times_s=times)
+        >>> round(profile.alpha_s[0, 1], 9), round(1 / profile.beta_s_per_byte[0, 1])
+        (1e-06, 1000000000)
+    """
+
+    hosts: tuple[str, ...]
+    backend: str
+    sizes_bytes: tuple[int, ...]
+    times_s: FloatArray
+    contention: Contention | None = None
+
+    def __post_init__(self) -> None:
+        shape = (self.num_ranks, self.num_ranks, len(self.sizes_bytes))
+        if self.times_s.shape != shape:
+            raise DataError(f"times_s must have shape {shape}; got {self.times_s.shape}")
+        fits = [[self._fit(a, b) for b in range(shape[1])] for a in range(shape[0])]
+        object.__setattr__(self, "_fits", fits)
+
+    def _fit(self, source: int, target: int) -> LineFit:
+        if source == target:
+            return LineFit(0.0, 0.0, (0.0,) * len(self.sizes_bytes))
+        return fit_line(self.sizes_bytes, self.times_s[source, target])
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks that were measured."""
+        return len(self.hosts)
+
+    @property
+    def alpha_s(self) -> FloatArray:
+        """Latency from each rank to each other; float64 [ranks, ranks]."""
+        return self._table(lambda fit: fit.alpha_s)
+
+    @property
+    def beta_s_per_byte(self) -> FloatArray:
+        """Time of a byte from each rank to each other; float64 [ranks, ranks]."""
+        return self._table(lambda fit: fit.beta_s_per_byte)
+
+    @property
+    def residuals(self) -> FloatArray:
+        """(measured - fitted) / the larger of both; float64 [ranks, ranks, sizes]."""
+        return self._table(lambda fit: fit.residuals)
+
+    def _table(self, read: Any) -> FloatArray:
+        fits: list[list[LineFit]] = getattr(self, "_fits")  # noqa: B009 - set in __post_init__
+        return np.array([[read(fit) for fit in row] for row in fits], np.float64)
+
+    def predict_s(self, source: int, target: int, size_bytes: float) -> float:
+        """Time of one message between two ranks, by the fitted line."""
+        fit: LineFit = getattr(self, "_fits")[source][target]  # noqa: B009 - as above
+        return fit.alpha_s + fit.beta_s_per_byte * size_bytes
+
+    @property
+    def rates_bytes_per_s(self) -> FloatArray:
+        """One over beta; ``inf`` where no time grew with the size; float64 [ranks, ranks]."""
+        with np.errstate(divide="ignore"):
+            return 1.0 / self.beta_s_per_byte
+
+    def shares_one_port(self) -> bool:
+        """Whether a rank's transfers share its port, rather than have links of their own.
+
+        Decided by contention: a rank that sends to all others at once is as fast as to one.
+        Without that measurement, or with two ranks, the answer is True.
+        """
+        if self.contention is None or self.num_ranks < 3:
+            return True
+        best = self._off_diagonal(self.rates_bytes_per_s)
+        gain_out = self.contention.out_bytes_per_s / best.max(axis=1)
+        gain_in = self.contention.in_bytes_per_s / best.max(axis=0)
+        return float(np.median(np.concatenate([gain_out, gain_in]))) < _ONE_PORT
+
+    @staticmethod
+    def _off_diagonal(values: FloatArray) -> FloatArray:
+        return np.where(np.eye(len(values), dtype=bool), -np.inf, values)
+
+    def to_topology(self, name: str = "profiled") -> Topology:
+        """The topology that explains the measurements.
+
+        One rank a host, or all on one: ranks that share one port are joined by a switch, each by
+        the rate of its port; others by a direct link for each ordered pair. Several ranks on
+        several hosts: direct links within each host, and a network card for each host, which its
+        ranks share, joined by a switch.
+
+        Args:
+            name: Of the topology.
+
+        Returns:
+            The topology; its source says how it came about.
+
+        Raises:
+            ConfigurationError: A rate could not be measured because times did not grow with sizes.
+
+        Example:
+            >>> times = np.full((2, 2, 2), 1e-3) * [1, 2]
+            >>> profile = Profile(hosts=("a", "b"), backend="gloo", sizes_bytes=(1000, 2000),
+            ...                   times_s=times)
+            >>> profile.to_topology().num_links
+            2
+        """
+        rates = self.rates_bytes_per_s[~np.eye(self.num_ranks, dtype=bool)]
+        if not np.isfinite(rates).all():
+            message = "the time of some messages did not grow with their size"
+            raise ConfigurationError(message, hint="measure again with larger sizes")
+        kind: Any = "gpu" if self.backend == "nccl" else "cpu"
+        nodes = [Node(f"rank{r}", kind, host=host) for r, host in enumerate(self.hosts)]
+        several = len(set(self.hosts)) > 1
+        if several and len(set(self.hosts)) < self.num_ranks:
+            switches, links = self._joined_hosts()
+            how = "direct links inside hosts, one network card a host"
+        elif self.num_ranks > 2 and self.shares_one_port():
+            switches, links = [Node("switch", "switch")], self._star(range(self.num_ranks))
+            how = "one port a rank on one switch"
+        else:
+            switches, links = [], self._direct(range(self.num_ranks))
+            how = "a direct link for each ordered pair"
+        source = f"measured with {self.backend} between {self.num_ranks} ranks; {how}"
+        return Topology(name, [*nodes, *switches], links, source=source)
+
+    def _direct(self, ranks: Any) -> list[Link]:
+        return [
+            Link(
+                f"rank{a}",
+                f"rank{b}",
+                bandwidth_bytes_per_s=float(self.rates_bytes_per_s[a, b]),
+                latency_s=float(self.alpha_s[a, b]),
+            )
+            for a in ranks
+            for b in ranks
+            if a != b
+        ]
+
+    def _star(self, ranks: Any, hub: str = "switch") -> list[Link]:
+        chosen = list(ranks)
+        rates, alphas = self.rates_bytes_per_s, self.alpha_s
+        rise_s, fall_s = split_latencies(alphas[np.ix_(chosen, chosen)])
+        links = []
+        for place, rank in enumerate(chosen):
+            others = [other for other in chosen if other != rank]
+            up, down = _best(rates[rank, others]), _best(rates[others, rank])
+            name = f"rank{rank}"
+            links.append(Link(name, hub, bandwidth_bytes_per_s=up, latency_s=float(rise_s[place])))
+            links.append(
+                Link(hub, name, bandwidth_bytes_per_s=down, latency_s=float(fall_s[place]))
+            )
+        return links
+
+    def _joined_hosts(self) -> tuple[list[Node], list[Link]]:
+        hosts = np.array(self.hosts)
+        rates, alphas = self.rates_bytes_per_s, self.alpha_s
+        outside = hosts[:, None] != hosts[None, :]
+        rise_s, fall_s = split_latencies(np.where(outside, alphas, np.nan))
+        nodes, links = [Node("switch", "switch")], []
+        for host in dict.fromkeys(self.hosts):
+            ranks = np.flatnonzero(hosts == host).tolist()
+            card = f"{host} card"
+            nodes.append(Node(card, "nic", host=host))
+            links += self._direct(ranks)
+            ups = [_best(rates[rank, outside[rank]]) for rank in ranks]
+            downs = [_best(rates[outside[:, rank], rank]) for rank in ranks]
+            for rank, up, down in zip(ranks, ups, downs, strict=True):
+                here, up_s, down_s = f"rank{rank}", float(rise_s[rank]), float(fall_s[rank])
+                links.append(Link(here, card, bandwidth_bytes_per_s=up, latency_s=up_s))
+                links.append(Link(card, here, bandwidth_bytes_per_s=down, latency_s=down_s))
+            shared = None if self.contention is None else self.contention.host_out_bytes_per_s
+            port = max([*ups, shared[host]] if shared else ups)
+            links.append(Link(card, "switch", bandwidth_bytes_per_s=port))
+            links.append(Link("switch", card, bandwidth_bytes_per_s=max(port, *downs)))
+        return nodes, links
+
+    def to_dict(self) -> dict[str, Any]:
+        """All that was measured and fitted, as JSON can hold it."""
+        found: dict[str, Any] = {
+            "hosts": list(self.hosts),
+            "backend": self.backend,
+            "sizes_bytes": list(self.sizes_bytes),
+            "times_s": np.nan_to_num(self.times_s).tolist(),
+            "alpha_s": self.alpha_s.tolist(),
+            "beta_s_per_byte": self.beta_s_per_byte.tolist(),
+            "contention": None,
+        }
+        if self.contention is not None:
+            found["contention"] = {
+                "out_bytes_per_s": self.contention.out_bytes_per_s.tolist(),
+                "in_bytes_per_s": self.contention.in_bytes_per_s.tolist(),
+                "all_bytes_per_s": self.contention.all_bytes_per_s,
+                "host_out_bytes_per_s": dict(self.contention.host_out_bytes_per_s),
+            }
+        return found
+
+
+def _best(rates: FloatArray) -> float:
+    """The port's rate: the middle of the pairs that no slower partner held back."""
+    return float(np.median(rates[rates >= _NEAR_BEST * rates.max()]))
+
+
+def split_latencies(alpha_s: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Share each pair's latency out to the way up and the way down.
+
+    The least squares of alpha[a, b] = up[a] + down[b], with the sum split evenly between the two.
+
+    Args:
+        alpha_s: Float64 [ranks, ranks]; the diagonal and NaN are left out.
+
+    Returns:
+        The way up and the way down of each rank, at least 0.
+    """
+    count = len(alpha_s)
+    known = ~np.isnan(alpha_s) & ~np.eye(count, dtype=bool)
+    rows, columns = np.nonzero(known)
+    matrix = np.zeros((rows.size, 2 * count))
+    matrix[np.arange(rows.size), rows] = 1.0
+    matrix[np.arange(rows.size), count + columns] = 1.0
+    # Of all solutions the smallest: it halves what only the sum is known of.
+    found = np.linalg.lstsq(matrix, alpha_s[known], rcond=None)[0]
+    found = np.maximum(found, 0.0)
+    return found[:count], found[count:]
