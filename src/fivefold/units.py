@@ -33,7 +33,9 @@ _PREFIXES = {
     "Gi": 2**30,
     "Ti": 2**40,
 }
-_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+# Small units as exponents: "5e-6" is read exactly, 5 * 1e-6 is not.
+_EXPONENTS = {"ns": -9, "us": -6, "µs": -6, "ms": -3, "s": 0}
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 _BITS_PER_BYTE = 8
 _NUMBER = r"(?P<number>[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?|\.[0-9]+)"
 _SIZE = re.compile(rf"{_NUMBER}\s*(?P<prefix>[kKMGT]i?)?(?P<unit>B|bytes?|bits?|b)")
@@ -96,7 +98,7 @@ def parse_duration_s(text: str | float) -> float:
         (0.005, 2.0)
     """
     if isinstance(text, str) and (match := _TIME.fullmatch(text.strip())):
-        return _finite(float(match["number"]) * _SECONDS[match["unit"]], text, "duration", "5 ms")
+        return _finite(_seconds(match["number"], match["unit"]), text, "duration", "5 ms")
     return _plain_number(text, kind="duration", example="5 ms")
 
 
@@ -146,6 +148,13 @@ def _parse_scaled(text: str | float, *, pattern: re.Pattern[str], kind: str, exa
         divisor = 1 if match["unit"].startswith(("B", "byte")) else _BITS_PER_BYTE
         return _finite(float(match["number"]) * scale / divisor, text, kind, example)
     return _plain_number(text, kind=kind, example=example)
+
+
+def _seconds(number: str, unit: str) -> float:
+    if unit not in _EXPONENTS:
+        return float(number) * _SECONDS[unit]
+    digits, _, exponent = number.lower().partition("e")
+    return float(f"{digits}e{int(exponent or 0) + _EXPONENTS[unit]}")
 
 
 def _plain_number(text: str | float, *, kind: str, example: str) -> float:

@@ -83,7 +83,7 @@ def test_a_period_and_its_double_share_a_circle():
 def test_the_score_is_that_of_continuous_time(kinds):
     jobs = [job(f"j{n}", c / 4, m / 4) for n, (c, m) in enumerate(kinds)]
     routing = on_one_link(*jobs)
-    found = time_shifts(routing, slots_per_period=24, period_tolerance=0.0)
+    found = time_shifts(routing, slots_per_period=96, period_tolerance=0.0)
     if found.left_out:
         return
     assert score(routing, found.shift_s) == pytest.approx(found.score, abs=0.02)

@@ -145,13 +145,18 @@ class Arbiter:
         """The last plan that was accepted."""
         return self.history[-1]
 
-    def improve(self, plan: ClusterPlan) -> None:
-        """Bring in what single jobs planned, then share the network among them."""
-        self.consider("coordinator", "what each job planned for itself", plan)
-        for policy in ("intensity", "least_loaded"):
-            routes = routed(self.topology, self.jobs, plan, policy=policy)
-            name = "paths by intensity" if policy == "intensity" else "paths by load of all jobs"
-            self.consider("flows", name, routes)
+    def improve(self, plans: Mapping[str, ClusterPlan]) -> None:
+        """Take the best of what single jobs planned, then share the network among them.
+
+        Args:
+            plans: What jobs planned for themselves, by what they were allowed to use.
+        """
+        for name, plan in plans.items():
+            self.consider("coordinator", f"what each job planned with {name}", plan)
+            routes = routed(self.topology, self.jobs, plan, policy="intensity")
+            self.consider("flows", f"plans with {name}, paths by intensity", routes)
+        everywhere = routed(self.topology, self.jobs, self.best.plan, policy="least_loaded")
+        self.consider("flows", "paths by the load of all jobs", everywhere)
         if self.co_designs.host_net:
             self._share_slots()
         gained = True

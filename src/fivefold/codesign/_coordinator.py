@@ -111,7 +111,13 @@ def plan_cluster(
     simulations = 0
     if allowed.horizontal:
         arbiter = Arbiter(topology, jobs, baseline, allowed, options)
-        arbiter.improve(plan)
+        arbiter.improve(
+            {
+                subset.label: _plan_singles(topology, jobs, baseline, subset, seed)[0]
+                for subset in CoDesigns.combinations()
+                if subset in allowed and not subset.horizontal
+            }
+        )
         decisions += arbiter.log
         plan, outcome, floor = _keep_promise(topology, jobs, arbiter)
         simulations = arbiter.simulations

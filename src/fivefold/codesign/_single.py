@@ -133,15 +133,15 @@ def slots_for(topology: Topology, tree: tuple[tuple[str, str], ...]) -> int:
     """
     above = dict(tree)
     delays_s, wanted, most = [], 0.0, math.inf
-    for child in above:
+    for child, parent in tree:
         node, delay_s = child, 0.0
         while node in above:
             link = _link_between(topology, node, above[node])
             delay_s += 2 * float(topology.latencies_s[link])
             node = above[node]
         delays_s.append(delay_s)
-        rate = float(topology.capacities_bytes_per_s[_link_between(topology, child, above[child])])
-        pool = topology.ability_of(above[child]).aggregation
+        rate = float(topology.capacities_bytes_per_s[_link_between(topology, child, parent)])
+        pool = topology.ability_of(parent).aggregation
         assert pool is not None, "trees lead over switches that sum"
         wanted, most = max(wanted, rate / pool.slot_bytes), min(most, pool.slots)
     return int(max(1, min(most, math.ceil(wanted * max(delays_s)))))

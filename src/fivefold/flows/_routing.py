@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from fivefold.errors import ConfigurationError
 from fivefold.flows._paths import equal_cost_paths
-from fivefold.flows._traffic import JobTraffic
+from fivefold.flows._traffic import FlowDemand, JobTraffic
 from fivefold.network.topology import Topology
 
 __all__ = ["RoutePolicy", "Routing", "route_flows"]
@@ -166,7 +166,7 @@ def route_flows(
         # published; equal jobs in the order given.
         ordered = sorted(traffic, key=lambda job: -start.intensity(job.job_id))
         groups = [[job] for job in ordered]
-    return Routing(topology, tuple(traffic), _least_loaded(topology, groups, choices), policy)
+    return Routing(topology, tuple(traffic), _least_loaded(start, groups, choices), policy)
 
 
 class _Choices:
@@ -189,9 +189,14 @@ def _hashed(paths: tuple[Path, ...], key: tuple[object, ...]) -> Path:
 
 
 def _least_loaded(
-    topology: Topology, groups: Sequence[Sequence[JobTraffic]], choices: _Choices
+    hashed: Routing, groups: Sequence[Sequence[JobTraffic]], choices: _Choices
 ) -> dict[str, tuple[Path, ...]]:
-    """Group by group, the largest flows first; each where the fullest link stays emptiest."""
+    """Group by group, the largest flows first; each where the fullest link stays emptiest.
+
+    Among equals the hashed path is taken, so that jobs that do not see one another do not all
+    choose the first one.
+    """
+    topology = hashed.topology
     busy_s = np.zeros(topology.num_links)  # seconds that the bytes put on each link so far take
     chosen: dict[str, dict[int, Path]] = {}
     for group in groups:
@@ -199,7 +204,7 @@ def _least_loaded(
         flows.sort(key=lambda entry: -entry[2].size_bytes)
         for job, number, flow in flows:
             best: tuple[float, float, Path] | None = None
-            for path in choices.of(flow.source, flow.target):
+            for path in _first(hashed.paths[job.job_id][number], choices, flow):
                 links = np.asarray(path)
                 after = busy_s[links] + flow.size_bytes / topology.capacities_bytes_per_s[links]
                 key = float(after.max()), float(after.sum())
@@ -214,6 +219,13 @@ def _least_loaded(
         for group in groups
         for job in group
     }
+
+
+def _first(preferred: Path, choices: _Choices, flow: FlowDemand) -> tuple[Path, ...]:
+    """The choices, from the preferred one on and then from the front."""
+    paths = choices.of(flow.source, flow.target)
+    at = paths.index(preferred)
+    return paths[at:] + paths[:at]
 
 
 def _loads(job: JobTraffic, paths: Sequence[Path], num_links: int) -> FloatArray:
