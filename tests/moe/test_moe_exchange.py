@@ -23,7 +23,7 @@ from fivefold.moe._heap import torch as torch_of_heap
 pytest.importorskip("triton")
 
 HERE = Path(__file__).parent
-TOLERANCE = {"bfloat16": 5e-3, "float16": 1e-3}
+TOLERANCE = {"bfloat16": 5e-3, "gate: bfloat16": 5e-3, "float16": 1e-3}
 ACCURATE = [
     "one token",
     "every expert",
@@ -35,12 +35,20 @@ ACCURATE = [
     "float16",
     "a plain activation with weights on the input",
     "dropped ids",
+    "gate: softmax",
+    "gate: not normalised",
+    "gate: top k, then softmax",
+    "gate: sigmoid in groups by two",
+    "gate: softmax in groups by one",
+    "gate: bfloat16",
 ]
 HOLDING = [
     "no tokens at all",
     "skewed calls one after the other",
     "capacity drops by its rule on every rank",
     "every row has the writer that its index says",
+    "a gate without numbers",
+    "a gate that does not fit",
 ]
 REFUSED = {
     "a second writer is found": "rank 0 wrote a row that rank 1 had written in epoch 1",

@@ -14,8 +14,8 @@ from typing import Any, Self
 import torch
 
 from fivefold.errors import CommunicationError, ConfigurationError, DataError, UnsupportedError
-from fivefold.moe._activations import activation_named
 from fivefold.moe._capacity import DropPolicy, drop_beyond_capacity
+from fivefold.moe._exchange_checks import check_call, check_gate, described
 from fivefold.moe._exchange_layout import (
     ExchangeConfig,
     constants_of,
@@ -30,17 +30,12 @@ from fivefold.moe._fused import (
     missing_fused,
 )
 from fivefold.moe._heap import SharedMemoryHeap, SymmetricHeap, VirtualHeap
-from fivefold.moe._operands import check_ids, check_operands
+from fivefold.moe._operands import check_ids
+from fivefold.moe._routing import Router
 from fivefold.moe._tiles import debugging, interpreting
 
 __all__ = ["ExpertExchange"]
 
-_KINDS = {
-    1: "a task of its own",
-    2: "the counts",
-    3: "rows",
-    4: "the rows it sent to come back",
-}
 _STATISTICS = ("sent_bytes", "returned_bytes", "sent_signals", "returned_signals")
 
 
@@ -203,17 +198,11 @@ class ExpertExchange:
             DataError: A rank would get more rows than ``max_rows`` (raised where the above is).
             UnsupportedError: A gradient is wanted.
         """
-        if self._broken is not None:
-            raise CommunicationError(
-                f"this exchange has failed before: {self._broken}",
-                hint="close it on all ranks and set up a new one",
-            )
         operands = (x, w13, w2, topk_ids, topk_weights)
-        given = [t for t in (*operands, b13, b2) if t is not None]
-        if torch.is_grad_enabled() and any(t.requires_grad for t in given):
-            message = "the exchange has no backward"
-            raise UnsupportedError(message, hint="call it under torch.no_grad()")
-        counts = self._check(operands, b13, b2, num_tokens)
+        self._check_usable((*operands, b13, b2))
+        counts = check_call(
+            self.config, self.heap, operands, biases=(b13, b2), num_tokens=num_tokens
+        )
         if weight_on_input and topk_ids.shape[1] != 1:
             raise ConfigurationError(f"weight_on_input needs top_k 1; got {topk_ids.shape[1]}")
         if check or (check is None and x.device.type == "cpu"):
@@ -221,52 +210,73 @@ class ExpertExchange:
         if self.config.capacity is not None:
             topk_ids = self._dropped(topk_ids, topk_weights, counts, drop_policy)
             operands = (x, w13, w2, topk_ids, topk_weights)
-        out = self._launch(
+        return self._launch(
             operands, (b13, b2), counts, weight_on_input=weight_on_input, programs=programs
         )
-        if interpreting() or debugging():
-            self.check()
-        return out
 
-    def _check(
+    def routed(  # noqa: PLR0913 - the operator's own operands
         self,
-        operands: tuple[torch.Tensor, ...],
-        b13: torch.Tensor | None,
-        b2: torch.Tensor | None,
-        num_tokens: Sequence[int] | None,
-    ) -> tuple[int, ...]:
-        config, heap = self.config, self.heap
-        x, w13, w2, ids, weights = operands
-        kind = activation_named(config.activation)
-        check_operands(x, w13, w2, ids, weights, activation=kind, b13=b13, b2=b2)
-        wanted = (heap.num_local * config.local_experts, config.hidden, config.intermediate)
-        if tuple(w2.shape) != wanted or ids.shape[1] != config.top_k or x.dtype != config.dtype:
-            raise ConfigurationError(
-                f"w2 {tuple(w2.shape)}, top_k {ids.shape[1]} and {x.dtype} are not those of the "
-                f"exchange: {wanted}, {config.top_k}, {config.dtype}",
-                hint="a rank passes the weights of its own experts, a virtual heap those of all",
+        x: torch.Tensor,
+        w13: torch.Tensor,
+        w2: torch.Tensor,
+        gate: torch.Tensor,
+        router: Router,
+        *,
+        selection_bias: torch.Tensor | None = None,
+        b13: torch.Tensor | None = None,
+        b2: torch.Tensor | None = None,
+        num_tokens: Sequence[int] | None = None,
+        programs: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The same with the router's gate in the launch as well.
+
+        Equal to ``route(x.float() @ gate.float().T, router)`` and a call with what it gives; the
+        logits are in float32 and are added up in another order, so that near ties may differ.
+
+        Args:
+            x: As in a call.
+            w13: As in a call.
+            w2: As in a call.
+            gate: The router's weight [E, H], of all E experts on every rank, in x's data type.
+            router: How logits become a routing; its top_k is the exchange's.
+            selection_bias: As in ``route``, [E].
+            b13: As in a call.
+            b2: As in a call.
+            num_tokens: As in a call.
+            programs: As in a call.
+
+        Returns:
+            Results [T, H], ids int32 [T, K], weights float32 [T, K].
+
+        Raises:
+            CommunicationError: As in a call.
+            ConfigurationError: Operands do not fit.
+            DataError: As in a call.
+            UnsupportedError: As in a call, or the capacity might drop something.
+        """
+        config = self.config
+        check_gate(config, x, gate, router, selection_bias=selection_bias)
+        ids = torch.empty(len(x), config.top_k, dtype=torch.int32, device=x.device)
+        weights = torch.empty(len(x), config.top_k, dtype=torch.float32, device=x.device)
+        operands = (x, w13, w2, ids, weights)
+        self._check_usable((*operands, gate, selection_bias, b13, b2))
+        counts = check_call(
+            self.config, self.heap, operands, biases=(b13, b2), num_tokens=num_tokens
+        )
+        out = self._launch(
+            operands, (b13, b2), counts, programs=programs, routing=(gate, selection_bias, router)
+        )
+        return out, ids, weights
+
+    def _check_usable(self, operands: tuple[torch.Tensor | None, ...]) -> None:
+        if self._broken is not None:
+            raise CommunicationError(
+                f"this exchange has failed before: {self._broken}",
+                hint="close it on all ranks and set up a new one",
             )
-        if x.device != heap.device:
-            raise ConfigurationError(f"x is on {x.device}, the heap on {heap.device}")
-        if num_tokens is None:
-            if len(x) % heap.num_local:
-                raise ConfigurationError(
-                    f"{len(x)} tokens cannot be shared out evenly among {heap.num_local} ranks",
-                    hint="say with num_tokens how many each has",
-                )
-            num_tokens = [len(x) // heap.num_local] * heap.num_local
-        counts = tuple(num_tokens)
-        if len(counts) != heap.num_local or sum(counts) != len(x) or min(counts) < 0:
-            raise ConfigurationError(
-                f"num_tokens is {counts}, for {heap.num_local} ranks and {len(x)} tokens",
-                hint="give one count for every rank of this process; they add up to len(x)",
-            )
-        if max(counts) > config.max_tokens:
-            raise ConfigurationError(
-                f"a rank has {max(counts)} tokens, the exchange was made for {config.max_tokens}",
-                hint="make it with a larger max_tokens, on all ranks",
-            )
-        return counts
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands):
+            message = "the exchange has no backward"
+            raise UnsupportedError(message, hint="call it under torch.no_grad()")
 
     def _dropped(
         self, ids: torch.Tensor, weights: torch.Tensor, counts: tuple[int, ...], policy: DropPolicy
@@ -289,8 +299,9 @@ class ExpertExchange:
         biases: tuple[torch.Tensor | None, torch.Tensor | None],
         counts: tuple[int, ...],
         *,
-        weight_on_input: bool,
+        weight_on_input: bool = False,
         programs: int | None,
+        routing: tuple[torch.Tensor, torch.Tensor | None, Router] | None = None,
     ) -> torch.Tensor:
         from fivefold.moe._exchange_kernel_triton import exchange_kernel  # noqa: PLC0415 - optional
 
@@ -300,6 +311,7 @@ class ExpertExchange:
         b13, b2 = (None if bias is None else bias.contiguous() for bias in biases)
         programs = self._programs() if programs is None else programs
         out = torch.empty_like(x)
+        gate, selection_bias, router = routing or (None, None, None)
         known = self._known | {
             "x": x,
             "w13": self._weights(w13, tiles.columns),
@@ -308,14 +320,23 @@ class ExpertExchange:
             "weights": weights,
             "b13": b13,
             "b2": b2,
+            "gate": None if gate is None else gate.contiguous(),
+            "selection_bias": None if selection_bias is None else selection_bias.contiguous(),
             "out": out,
             "token_first": self._offsets(counts),
             "combine_columns": self._combine_columns(max(counts), programs),
-            **constants_of(config, num_local=self.heap.num_local, weight_on_input=weight_on_input),
+            **constants_of(
+                config,
+                num_local=self.heap.num_local,
+                weight_on_input=weight_on_input,
+                router=router,
+            ),
         }
         arguments = {name: known[name] for name in exchange_kernel.arg_names}
         with torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext():
             exchange_kernel[programs,](**arguments, **OPTIONS, num_warps=tiles.warps)
+        if interpreting() or debugging():
+            self.check()
         return out
 
     def _weights(self, weight: torch.Tensor, columns: int) -> Any:
@@ -383,22 +404,12 @@ class ExpertExchange:
                     f"(rank {rank}, epoch {self.epoch}); nothing was sent",
                     hint="raise max_rows, or leave it None for room for whatever may come",
                 )
-            self._broken = self._described(rank, kind, peer, detail)
+            self._broken = described(
+                rank, kind, peer, detail, timeout_s=self.timeout_s, epoch=self.epoch
+            )
             raise CommunicationError(
                 self._broken, hint="look at that rank's log; set up a new exchange on all ranks"
             )
-
-    def _described(self, rank: int, kind: int, peer: int, detail: int) -> str:
-        if kind not in _KINDS:
-            return f"rank {rank} wrote a row that rank {peer} had written in epoch {self.epoch}"
-        whom = "" if kind == 1 else f" of rank {peer}"
-        if kind == 4:
-            whom = f" from rank {peer}"
-        where = f" for its expert {detail}" if kind == 3 else ""
-        return (
-            f"rank {rank} waited {self.timeout_s:g} s for {_KINDS[kind]}{whom}{where} in "
-            f"epoch {self.epoch} and gave up"
-        )
 
     def close(self) -> None:
         """Give the memory back; no rank may be in a call."""

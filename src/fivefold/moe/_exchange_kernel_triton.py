@@ -5,8 +5,8 @@
 
 Phases, each with a queue of its own on every rank:
 
-    0 count chunks | 1 announce to peers, place chunks | 2 plan, dispatch row tiles
-    3 products on rows that came | 4 combine
+    0 gate blocks of tokens (by option), count chunks | 1 announce to peers, place chunks
+    2 plan, dispatch row tiles | 3 products on rows that came | 4 combine
 
 One launch serves V ranks: one where ranks are GPUs or processes, all of them where they
 are virtual and share a GPU. Private memory of the ranks of a launch lies ``scratch_words`` apart;
@@ -20,6 +20,7 @@ from fivefold.moe._exchange_sync_triton import (
     ANNOUNCED,
     COUNTED,
     EPOCH,
+    GATED_BLOCKS,
     LEFT,
     PLACED,
     PLANNED,
@@ -41,6 +42,7 @@ from fivefold.moe._exchange_tasks_triton import (
     second_product,
     section,
 )
+from fivefold.moe._gate_triton import route_block
 from fivefold.moe._kernels_triton import _product_task
 from fivefold.moe._tasks_triton import count_chunk, place_chunk
 
@@ -85,6 +87,8 @@ def exchange_kernel(
     weights,
     b13,
     b2,
+    gate,
+    selection_bias,
     out,
     token_first,
     bases,
@@ -163,17 +167,94 @@ def exchange_kernel(
     COPY: tl.constexpr,
     BT: tl.constexpr,
     BH: tl.constexpr,
+    SCORE: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    SCALE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    GROUP_SUM: tl.constexpr,
+    BG: tl.constexpr,
+    BD: tl.constexpr,
 ):
     """Count, announce, place, plan, dispatch, both products, combine: one launch."""
     epoch = tl.load(control + EPOCH) + 1
+    _place(
+        x, gate, selection_bias, ids, weights, token_first, bases, control, stats, counts, totals,
+        own_first, num_tiles, tile_expert, tile_first, tile_stop, slot_of_row, tile_of_slot, epoch,
+        scratch_words, control_words, first_rank, limit_ns, at_signals, at_counts, at_arrivals, V,
+        H, K, KP, E, EP, P, L, C, INTERPRETED, CHUNK, PART, READ, BM, SCORE, NORMALIZE, SCALE,
+        GROUPS, TOP_GROUPS, GROUP_SUM, BG, BD,
+    )  # fmt: skip
+    _send(
+        x, weights, token_first, bases, control, stats, totals, own_first, num_tiles, tile_expert,
+        tile_first, tile_stop, slot_of_row, return_row, expert_first, return_first, return_tile,
+        recv_tiles, recv_expert, recv_first, recv_stop, epoch, scratch_words, control_words,
+        first_rank, max_rows, limit_ns, at_signals, at_counts, at_arrivals, at_receive, at_weights,
+        at_shadow, V, H, K, E, EP, P, PP, L, LP, C, WEIGHT_ON_INPUT, SHADOW, CHUNK, BYTES, BM, COPY,
+    )  # fmt: skip
+    _products(
+        w13, w2, b13, b2, bases, control, stats, expert_first, return_first, return_tile,
+        return_address, shadow_address, count_address, count_rows, count_upper, recv_tiles,
+        recv_expert, recv_first, recv_stop, inner, epoch, scratch_words, control_words,
+        first_rank, max_lag, limit_ns, at_counts, at_arrivals, at_return_counts,
+        at_receive, at_weights, at_returned, at_return_shadow, V, H, I, E, P, PP, L, C, GATED,
+        ACTIVATION, WEIGHT_ON_INPUT, SHADOW, TMA, INTERPRETED, PRECISION, BYTES, BM, BN, BK, BN2,
+        STAGES, GROUP,
+    )  # fmt: skip
+    parts = (H + combine_columns - 1) // combine_columns
+    for v in range(V):
+        first, tokens, _slots_of_rank, _chunks = _slots(token_first, v, K, CHUNK)
+        own = control + v * control_words
+        at = scratch_words.to(tl.int64) * v
+        ticket = take(own, 4)
+        while ticket < (tokens + BT - 1) // BT * parts:
+            combine(
+                ticket // parts, ticket % parts * combine_columns, combine_columns,
+                tl.load(bases + first_rank + v), at_returned, at_return_counts,
+                weights + first * K, out + first * H, tile_of_slot + at, tile_expert + at,
+                tile_first + at, tile_stop + at, own_first + at, return_row + at, tokens, own,
+                limit_ns, H, K, KP, L, C, WEIGHT_ON_INPUT, INTERPRETED, BYTES, BM, BN2, BT, BH,
+            )  # fmt: skip
+            ticket = take(own, 4)
+    _leave(
+        control, control_words, first_rank, bases, at_return_counts, num_return_counts,
+        epoch, max_tiles, V, E,
+    )  # fmt: skip
+
+
+@triton.jit
+def _place(
+    x, gate, selection_bias, ids, weights, token_first, bases, control, stats, counts, totals,
+    own_first, num_tiles, tile_expert, tile_first, tile_stop, slot_of_row, tile_of_slot, epoch,
+    scratch_words, control_words, first_rank, limit_ns, at_signals, at_counts, at_arrivals,
+    V: tl.constexpr, H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, E: tl.constexpr,
+    EP: tl.constexpr, P: tl.constexpr, L: tl.constexpr, C: tl.constexpr,
+    INTERPRETED: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr, READ: tl.constexpr,
+    BM: tl.constexpr, SCORE: tl.constexpr, NORMALIZE: tl.constexpr, SCALE: tl.constexpr,
+    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_SUM: tl.constexpr, BG: tl.constexpr,
+    BD: tl.constexpr,
+):  # fmt: skip
+    """Phases 0 and 1: gate and counts; what peers must know, and the places of the rank's rows."""
     for v in range(V):
         first, tokens, slots, chunks = _slots(token_first, v, K, CHUNK)
         own = control + v * control_words
         at = scratch_words.to(tl.int64) * v
+        gates = 0
+        if gate is not None:
+            gates += (tokens + BG - 1) // BG
         ticket = take(own, 0)
-        while ticket < chunks:
-            count_chunk(ticket, ids + first * K, counts + at, slots, E, EP, CHUNK)
-            publish(own + COUNTED)
+        while ticket < gates + chunks:
+            if ticket >= gates:
+                if wait(own + GATED_BLOCKS, gates, own, limit_ns):
+                    count_chunk(ticket - gates, ids + first * K, counts + at, slots, E, EP, CHUNK)
+                    publish(own + COUNTED)
+            elif gate is not None:
+                route_block(
+                    ticket, x + first * H, gate, selection_bias, ids + first * K,
+                    weights + first * K, tokens, H, K, KP, E, EP, SCORE, NORMALIZE, SCALE, GROUPS,
+                    TOP_GROUPS, GROUP_SUM, INTERPRETED, BG, BD,
+                )  # fmt: skip
+                publish(own + GATED_BLOCKS)
             ticket = take(own, 0)
     for v in range(V):
         first, tokens, slots, chunks = _slots(token_first, v, K, CHUNK)
@@ -196,41 +277,6 @@ def exchange_kernel(
                 )  # fmt: skip
                 publish(own + PLACED)
             ticket = take(own, 1)
-    _send(
-        x, weights, token_first, bases, control, stats, totals, own_first, num_tiles, tile_expert,
-        tile_first, tile_stop, slot_of_row, return_row, expert_first, return_first, return_tile,
-        recv_tiles, recv_expert, recv_first, recv_stop, epoch, scratch_words, control_words,
-        first_rank, max_rows, limit_ns, at_signals, at_counts, at_arrivals, at_receive, at_weights,
-        at_shadow, V, H, K, E, EP, P, PP, L, LP, C, WEIGHT_ON_INPUT, SHADOW, CHUNK, BYTES, BM, COPY,
-    )  # fmt: skip
-    _products(
-        w13, w2, b13, b2, bases, control, stats, expert_first, return_first, return_tile,
-        return_address, shadow_address, count_address, count_rows, count_upper, recv_tiles,
-        recv_expert, recv_first, recv_stop, inner, epoch, scratch_words, control_words,
-        first_rank, max_lag, limit_ns, at_counts, at_arrivals, at_return_counts,
-        at_receive, at_weights, at_returned, at_return_shadow, V, H, I, E, P, PP, L, C, GATED,
-        ACTIVATION, WEIGHT_ON_INPUT, SHADOW, TMA, INTERPRETED, PRECISION, BYTES, BM, BN, BK, BN2,
-        STAGES, GROUP,
-    )  # fmt: skip
-    parts = (H + combine_columns - 1) // combine_columns
-    for v in range(V):
-        first, tokens, slots, chunks = _slots(token_first, v, K, CHUNK)
-        own = control + v * control_words
-        at = scratch_words.to(tl.int64) * v
-        ticket = take(own, 4)
-        while ticket < (tokens + BT - 1) // BT * parts:
-            combine(
-                ticket // parts, ticket % parts * combine_columns, combine_columns,
-                tl.load(bases + first_rank + v), at_returned, at_return_counts,
-                weights + first * K, out + first * H, tile_of_slot + at, tile_expert + at,
-                tile_first + at, tile_stop + at, own_first + at, return_row + at, tokens, own,
-                limit_ns, H, K, KP, L, C, WEIGHT_ON_INPUT, INTERPRETED, BYTES, BM, BN2, BT, BH,
-            )  # fmt: skip
-            ticket = take(own, 4)
-    _leave(
-        control, control_words, first_rank, bases, at_return_counts, num_return_counts,
-        epoch, max_tiles, V, E,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -370,6 +416,7 @@ def _leave(
             own = control + v * control_words
             for phase in range(5):
                 tl.store(own + QUEUES + phase * 32, 0)
+            tl.store(own + GATED_BLOCKS, 0)
             tl.store(own + COUNTED, 0)
             tl.store(own + ANNOUNCED, 0)
             tl.store(own + PLACED, 0)

@@ -24,6 +24,7 @@ from fivefold.errors import ConfigurationError
 from fivefold.moe._activations import activation_named
 from fivefold.moe._fused import DTYPES
 from fivefold.moe._operands import check_precision
+from fivefold.moe._routing import Router
 from fivefold.moe._tiles import Tiles, constants_for, interpreting, tiles_for
 from fivefold.moe._workspace import CHUNK_SLOTS, Layout
 
@@ -297,7 +298,7 @@ def private_layout(config: ExchangeConfig) -> Layout:
 
 
 def constants_of(
-    config: ExchangeConfig, *, num_local: int, weight_on_input: bool
+    config: ExchangeConfig, *, num_local: int, weight_on_input: bool, router: Router | None = None
 ) -> dict[str, Any]:
     """The kernel's compile-time arguments by name.
 
@@ -305,10 +306,12 @@ def constants_of(
         config: Sizes.
         num_local: Ranks of a launch.
         weight_on_input: As in ``fused_moe``.
+        router: Of the gate in the launch; None where ids and weights are given.
 
     Returns:
         Values by name.
     """
+    router = router or Router(top_k=config.top_k)
     constants = constants_for(
         config.tiles,
         activation=activation_named(config.activation),
@@ -332,6 +335,14 @@ def constants_of(
         "SHADOW": config.debug,
         "BYTES": config.dtype.itemsize,
         "COPY": 16 if interpreting() else 64,
+        "SCORE": router.score,
+        "NORMALIZE": router.normalize,
+        "SCALE": router.scale,
+        "GROUPS": router.groups,
+        "TOP_GROUPS": router.top_groups,
+        "GROUP_SUM": router.group_score == "top2_sum",
+        "BG": 16 if interpreting() or constants["EP"] > 256 else 32,
+        "BD": 16 if interpreting() else 64,
     }
 
 

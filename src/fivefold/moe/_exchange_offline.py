@@ -8,17 +8,22 @@ from typing import Any
 from fivefold.errors import UnsupportedError
 from fivefold.moe._exchange_layout import ExchangeConfig, constants_of, heap_layout, private_layout
 from fivefold.moe._offline import _TYPES, OfflineKernel, _compiled
+from fivefold.moe._routing import Router
 
 __all__ = ["compile_exchange"]
 
-_DATA = frozenset({"x", "b13", "b2", "out", "inner"})
-_POINTERS = {"ids": "*i64", "weights": "*fp32", "bases": "*i64", "stats": "*i64"} | dict.fromkeys(
-    ("return_address", "shadow_address", "count_address"), "*i64"
-)
+_DATA = frozenset({"x", "gate", "b13", "b2", "out", "inner"})
+_POINTERS = {
+    "ids": "*i64",
+    "weights": "*fp32",
+    "selection_bias": "*fp32",
+    "bases": "*i64",
+    "stats": "*i64",
+} | dict.fromkeys(("return_address", "shadow_address", "count_address"), "*i64")
 
 
 def compile_exchange(
-    config: ExchangeConfig, *, num_local: int = 1, biases: bool = True, capability: int = 90
+    config: ExchangeConfig, *, num_local: int = 1, biases: bool = True, router: Router | None = None
 ) -> OfflineKernel:
     """Compile the kernel that a configuration would use.
 
@@ -26,7 +31,7 @@ def compile_exchange(
         config: Sizes.
         num_local: Ranks of a launch: 1, or all of them where they are virtual.
         biases: Whether there are any.
-        capability: 90 for Hopper.
+        router: Of the gate in the launch; None for none.
 
     Returns:
         The kernel.
@@ -38,9 +43,13 @@ def compile_exchange(
     if type(kernel).__name__ != "JITFunction":
         message = "kernels cannot be compiled while TRITON_INTERPRET=1"
         raise UnsupportedError(message, hint="unset it and start again")
-    constants: dict[str, Any] = constants_of(config, num_local=num_local, weight_on_input=False)
+    constants: dict[str, Any] = constants_of(
+        config, num_local=num_local, weight_on_input=False, router=router
+    )
     if not biases:
         constants |= {"b13": None, "b2": None}
+    if router is None:
+        constants |= {"gate": None, "selection_bias": None}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     data, tiles = _TYPES[config.dtype], config.tiles
     weights = {"w13": f"*{data}", "w2": f"*{data}"}
@@ -61,4 +70,4 @@ def compile_exchange(
         name: "constexpr" if name in constants else known.get(name, "i32")
         for name in kernel.arg_names
     }
-    return _compiled(kernel, signature, constants, warps=tiles.warps, capability=capability)
+    return _compiled(kernel, signature, constants, warps=tiles.warps, capability=90)
