@@ -168,7 +168,7 @@ def judge(folder: Path, executions: list[dict[str, Any]]) -> list[tuple[float | 
 
 def best_of(folder: Path, plan: ParallelPlan) -> float | None:
     """Calculon's time of a plan on the networks that suit it best."""
-    nets = itertools.product((0, 1), repeat=3)
+    nets = itertools.product((0, 1), (0, 1), (0, 1))
     found = judge(folder, [execution(plan, chosen) for chosen in nets])
     times = [seconds for seconds, _ in found if seconds is not None]
     return min(times) if times else None
@@ -224,8 +224,8 @@ def beside_calculon(folder: Path, plan: ParallelPlan, count: int) -> list[Benchm
     """Calculon's rate, and both plans before both judges."""
     plans = [*sample_plans(count), *neighbours(plan)]
     # As Calculon's user would set it: tensor groups within the node, if they fit there.
-    nets = [(int(one.tensor > 8), 1, 1) for one in plans]
-    answers = judge(folder, [execution(*pair) for pair in zip(plans, nets, strict=True)])
+    chosen = [execution(one, (int(one.tensor > 8), 1, 1)) for one in plans]
+    answers = judge(folder, chosen)
     took = [seconds for _, seconds in answers]
     rate = len(took) / sum(took)
     note(f"Calculon: {len(took)} configurations, {rate:.1f} a second")

@@ -11,13 +11,15 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from fivefold.strategy._columns import Columns
 from fivefold.strategy._device import DeviceSpec
 from fivefold.strategy._fabric import FabricSpec
 from fivefold.strategy._memory import OPTIMIZER_BYTES, WEIGHT_BYTES
 from fivefold.strategy._model import ModelSpec
 from fivefold.strategy._plan import ParallelPlan
 from fivefold.strategy._space import Pattern, SearchSpace, block_table, layer_table
-from fivefold.strategy._table_cost import Columns, least_time_column, stored_column
+from fivefold.strategy._table_cost import least_time_column
+from fivefold.strategy._table_memory import stored_column
 
 __all__ = ["lower_bounds"]
 

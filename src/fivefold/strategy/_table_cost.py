@@ -6,13 +6,13 @@ on columns. It is written apart from ``_cost`` and ``_memory``, which say what i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from fivefold.strategy._cost import mean_layer_cost
+from fivefold.strategy._columns import Columns
 from fivefold.strategy._device import DeviceSpec
 from fivefold.strategy._fabric import FabricSpec
 from fivefold.strategy._fabric_table import (
@@ -20,17 +20,15 @@ from fivefold.strategy._fabric_table import (
     gather_column_s,
     point_to_point_column_s,
 )
-from fivefold.strategy._layer import LayerCost, LayerKey, head_cost
-from fivefold.strategy._memory import OPTIMIZER_BYTES, WEIGHT_BYTES
+from fivefold.strategy._memory import WEIGHT_BYTES
 from fivefold.strategy._model import ModelSpec
-from fivefold.strategy._table import PlanTable, decode
+from fivefold.strategy._table import PlanTable
+from fivefold.strategy._table_memory import memory_column
 
-__all__ = ["CostTable", "evaluate_table"]
+__all__ = ["CostTable", "evaluate_table", "least_time_column"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-_COSTS = tuple(field.name for field in fields(LayerCost))
-_KEYED = ("micro_batch", "sequence_parallel", "regather", "recompute", "tensor_overlap", "dtype")
 
 
 @dataclass(frozen=True)
@@ -44,92 +42,6 @@ class CostTable:
 
     time_s: Floats
     memory_bytes: Floats
-
-
-@dataclass
-class Columns:
-    """A table with what several formulas need, computed once."""
-
-    model: ModelSpec
-    device: DeviceSpec
-    fabric: FabricSpec
-    table: PlanTable
-
-    def __post_init__(self) -> None:
-        t = self.table
-        self.replicas: Ints = t.data * t.context
-        self.shards: Ints = np.where(t.shard == 0, self.replicas, t.shard)
-        tcdp = t.is_word("order", "tcdp")
-        self.data_stride: Ints = np.where(tcdp, t.tensor, t.tensor * t.pipeline)
-        # Where nothing but the tensor group talks inside a layer, its place does not matter.
-        self.layer_stride: Ints = np.where(t.context * t.expert > 1, self.data_stride, 0)
-        self.pipe_stride: Ints = np.where(tcdp, t.tensor * self.replicas, t.tensor)
-        self.micro_batches: Ints = t.global_batch // (t.data * t.micro_batch)
-        self.expert_replicas: Ints = np.maximum(self.replicas // t.expert, 1)
-        self.expert_shards: Floats = np.maximum(self.shards / t.expert, 1.0)
-        self.counts = self._stage_layers()
-
-    def _stage_layers(self) -> tuple[Ints, Ints, Ints]:
-        p, layers = self.table.pipeline, self.model.num_layers
-        outer = self.table.embedding_layers.astype(bool)
-        each, rest = np.divmod(np.where(outer, layers + 2, layers), p)
-        full = (rest > np.maximum(p - 2, 0)).astype(np.int64)
-        first = np.where(outer, each - 1, each) + full
-        middle = each + (rest > 0)
-        last = np.where(outer, each - 1, each)
-        one = p == 1
-        return tuple(np.where(one, layers, count) for count in (first, middle, last))  # type: ignore[return-value]
-
-    def layer(self) -> tuple[dict[str, Floats], dict[str, Floats]]:
-        """Costs of the mean layer and of the head, looked up by what they depend on."""
-        t = self.table
-        place = ((t.tensor * 4096 + t.context) * 4096 + t.expert) * 2**28 + self.layer_stride
-        _, place_id = np.unique(place, return_inverse=True)
-        key = place_id.astype(np.int64)
-        for name, size in zip(_KEYED, (2**14, 2, 2, 4, 4, 4), strict=True):
-            key = key * size + t.columns[name]
-        _, first, index = np.unique(key, return_index=True, return_inverse=True)
-        costs, heads = [], []
-        for row in first:
-            plan = _key_plan(t, int(row), stride=int(self.layer_stride[row]))
-            costs.append(mean_layer_cost(self.model, self.device, self.fabric, key=plan))
-            heads.append(head_cost(self.model, self.device, self.fabric, key=plan))
-        return _gather(costs, index), _gather(heads, index)
-
-    def parameters(self, stage: int) -> tuple[Floats, Floats]:
-        """Parameters on one GPU of the first, middle or last stage, kept and routed."""
-        model, t = self.model, self.table
-        if model.stages:
-            return model.num_parameters / t.pipeline, np.zeros(len(t))
-        share = model.num_expert_layers / model.num_layers
-        split = (
-            model.attention_parameters
-            + (1 - share) * model.dense_parameters
-            + share * model.unrouted_parameters
-        )
-        kept = self.counts[stage] * (split / t.tensor + model.norm_parameters)
-        routed = self.counts[stage] * share * model.routed_parameters / (t.tensor * t.expert)
-        copy = np.where((t.pipeline > 1) & model.tied, model.vocab * model.hidden, 0)
-        head = (model.head_parameters + copy) / t.tensor
-        embedding = model.embedding_parameters / t.tensor
-        one = t.pipeline == 1
-        kept = kept + np.where(one | (stage == 0), embedding, 0.0)
-        return kept + np.where(one | (stage == 2), head, 0.0), routed
-
-
-def _key_plan(table: PlanTable, row: int, *, stride: int) -> LayerKey:
-    words: dict[str, Any] = {name: decode(name, int(table.columns[name][row])) for name in _KEYED}
-    degrees: dict[str, Any] = {
-        name: int(table.columns[name][row]) for name in ("tensor", "context", "expert")
-    }
-    return LayerKey(**words, **degrees, data_stride=stride)
-
-
-def _gather(costs: list[LayerCost], index: Ints) -> dict[str, Floats]:
-    return {
-        name: np.array([getattr(cost, name) for cost in costs])[index.reshape(-1)]
-        for name in _COSTS
-    }
 
 
 def evaluate_table(
@@ -159,7 +71,7 @@ def evaluate_table(
     """
     columns = Columns(model, device, fabric, table)
     layer, head = columns.layer()
-    memory = _memory_column(columns, layer, head)
+    memory = memory_column(columns, layer, head)
     layer = _gathering_layer(columns, layer)
     return CostTable(time_s=_time_column(columns, layer, head), memory_bytes=memory)
 
@@ -406,66 +318,3 @@ def _beside(columns: Columns, compute_s: Floats, sent_s: Floats) -> Floats:
     slowdown_s = columns.device.overlap_slowdown * np.minimum(compute_s, sent_s)
     beside_s = np.maximum(compute_s, sent_s) + slowdown_s
     return np.where(columns.table.data_overlap == 1, beside_s, compute_s + sent_s)
-
-
-def _memory_column(columns: Columns, layer: dict[str, Floats], head: dict[str, Floats]) -> Floats:
-    t = columns.table
-    first = _stage_bytes(columns, layer, head, stage=0)
-    middle = np.where(t.pipeline > 2, _stage_bytes(columns, layer, head, stage=1), 0.0)
-    last = _stage_bytes(columns, layer, head, stage=2)
-    return np.maximum(np.maximum(first, middle), last)
-
-
-def _stage_bytes(
-    columns: Columns, layer: dict[str, Floats], head: dict[str, Floats], *, stage: int
-) -> Floats:
-    t, device = columns.table, columns.device
-    kept, routed = columns.parameters(stage)
-    states, shared = kept + routed, kept / columns.shards + routed / columns.expert_shards
-    copies = np.where(t.is_word("schedule", "dualpipe") & (t.pipeline > 1), 2.0, 1.0)
-    weights = copies * WEIGHT_BYTES * np.where(t.zero >= 3, shared, states)
-    gradients = copies * device.gradient_bytes * np.where(t.zero >= 2, shared, states)
-    optimizer = OPTIMIZER_BYTES * np.where(t.zero >= 1, shared, states)
-    stored = stored_column(columns, layer, head, stage=stage)
-    layers = np.maximum(columns.model.num_layers / t.pipeline, 1.0)
-    gathered = 2.0 * (WEIGHT_BYTES + device.gradient_bytes) * states / layers
-    working = layer["working_bytes"] + np.where(t.zero == 3, gathered, 0.0)
-    working = working + np.where(t.tau > 1, 2.0 * WEIGHT_BYTES * states, 0.0)
-    weights = np.where(t.offload_weights == 1, weights * np.minimum(2.0 / layers, 1.0), weights)
-    optimizer = np.where(t.offload_optimizer == 1, 0.0, optimizer)
-    flying = np.minimum(stored, 2.0 * layer["stored_bytes"])
-    stored = np.where(t.offload_activations == 1, flying, stored)
-    return weights + gradients + optimizer + stored + working + device.reserved_bytes
-
-
-def stored_column(
-    columns: Columns, layer: dict[str, Floats], head: dict[str, Floats], *, stage: int
-) -> Floats:
-    """Activations that the first, second or last stage keeps."""
-    t, model = columns.table, columns.model
-    flying = _flying(columns, stage)
-    stored = flying * columns.counts[stage] * layer["stored_bytes"]
-    first = (t.pipeline >= 1) if stage == 0 else (t.pipeline < 0)
-    if model.dropout and not model.stages:
-        split = t.context * np.where(t.sequence_parallel == 1, t.tensor, 1)
-        marks = flying * t.micro_batch * model.seq_len * model.hidden / split
-        stored = stored + np.where(first | ((stage == 2) & (t.pipeline == 1)), marks, 0.0)
-    heads = np.where(t.is_word("schedule", "gpipe"), flying, 1.0) * head["stored_bytes"]
-    is_last = (t.pipeline == 1) | (stage == 2)
-    return stored + np.where(is_last, heads, 0.0)
-
-
-def _flying(columns: Columns, stage: int) -> Floats:
-    """Micro-batches of a whole stage that are in flight on the first, second or last stage."""
-    t, m = columns.table, columns.micro_batches
-    p, v = t.pipeline, t.virtual
-    last = p - 1 - (p - 1 if stage == 2 else stage)
-    counts = {
-        "gpipe": m, "1f1b": last + 1, "zb_1p": last + 1, "zb_2p": 2 * last + 1,
-        "interleaved": p + (2 * last - (p - 1)) / v, "zb_v": p, "v_half": p / 2, "v_min": p / 3,
-        "dualpipe": p + 1, "dualpipe_v": p + 0.5,
-    }  # fmt: skip
-    flying = np.ones(len(t))
-    for word, column in counts.items():
-        flying = np.where(t.is_word("schedule", word), np.minimum(column, m), flying)
-    return np.where(p == 1, 1.0, flying)

@@ -1,0 +1,112 @@
+"""A table of plans with what several formulas need: groups, strides, layers of a stage, parameters.
+
+Layers are looked up: the few hundred that differ are computed by ``_layer``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fivefold.strategy._cost import mean_layer_cost
+from fivefold.strategy._device import DeviceSpec
+from fivefold.strategy._fabric import FabricSpec
+from fivefold.strategy._layer import LayerCost, LayerKey, head_cost
+from fivefold.strategy._model import ModelSpec
+from fivefold.strategy._table import PlanTable, decode
+
+__all__ = ["Columns"]
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+_COSTS = tuple(field.name for field in fields(LayerCost))
+_KEYED = ("micro_batch", "sequence_parallel", "regather", "recompute", "tensor_overlap", "dtype")
+
+
+@dataclass
+class Columns:
+    """A table with what several formulas need, computed once."""
+
+    model: ModelSpec
+    device: DeviceSpec
+    fabric: FabricSpec
+    table: PlanTable
+
+    def __post_init__(self) -> None:
+        t = self.table
+        self.replicas: Ints = t.data * t.context
+        self.shards: Ints = np.where(t.shard == 0, self.replicas, t.shard)
+        tcdp = t.is_word("order", "tcdp")
+        self.data_stride: Ints = np.where(tcdp, t.tensor, t.tensor * t.pipeline)
+        # Where nothing but the tensor group talks inside a layer, its place does not matter.
+        self.layer_stride: Ints = np.where(t.context * t.expert > 1, self.data_stride, 0)
+        self.pipe_stride: Ints = np.where(tcdp, t.tensor * self.replicas, t.tensor)
+        self.micro_batches: Ints = t.global_batch // (t.data * t.micro_batch)
+        self.expert_replicas: Ints = np.maximum(self.replicas // t.expert, 1)
+        self.expert_shards: Floats = np.maximum(self.shards / t.expert, 1.0)
+        self.counts = self._stage_layers()
+
+    def _stage_layers(self) -> tuple[Ints, Ints, Ints]:
+        p, layers = self.table.pipeline, self.model.num_layers
+        outer = self.table.embedding_layers.astype(bool)
+        each, rest = np.divmod(np.where(outer, layers + 2, layers), p)
+        full = (rest > np.maximum(p - 2, 0)).astype(np.int64)
+        first = np.where(outer, each - 1, each) + full
+        middle = each + (rest > 0)
+        last = np.where(outer, each - 1, each)
+        one = p == 1
+        return tuple(np.where(one, layers, count) for count in (first, middle, last))  # type: ignore[return-value]
+
+    def layer(self) -> tuple[dict[str, Floats], dict[str, Floats]]:
+        """Costs of the mean layer and of the head, looked up by what they depend on."""
+        t = self.table
+        place = ((t.tensor * 4096 + t.context) * 4096 + t.expert) * 2**28 + self.layer_stride
+        _, place_id = np.unique(place, return_inverse=True)
+        key = place_id.astype(np.int64)
+        for name, size in zip(_KEYED, (2**14, 2, 2, 4, 4, 4), strict=True):
+            key = key * size + t.columns[name]
+        _, first, index = np.unique(key, return_index=True, return_inverse=True)
+        costs, heads = [], []
+        for row in first:
+            plan = _key_plan(t, int(row), stride=int(self.layer_stride[row]))
+            costs.append(mean_layer_cost(self.model, self.device, self.fabric, key=plan))
+            heads.append(head_cost(self.model, self.device, self.fabric, key=plan))
+        return _gather(costs, index), _gather(heads, index)
+
+    def parameters(self, stage: int) -> tuple[Floats, Floats]:
+        """Parameters on one GPU of the first, middle or last stage, kept and routed."""
+        model, t = self.model, self.table
+        if model.stages:
+            return model.num_parameters / t.pipeline, np.zeros(len(t))
+        share = model.num_expert_layers / model.num_layers
+        split = (
+            model.attention_parameters
+            + (1 - share) * model.dense_parameters
+            + share * model.unrouted_parameters
+        )
+        kept = self.counts[stage] * (split / t.tensor + model.norm_parameters)
+        routed = self.counts[stage] * share * model.routed_parameters / (t.tensor * t.expert)
+        copy = np.where((t.pipeline > 1) & model.tied, model.vocab * model.hidden, 0)
+        head = (model.head_parameters + copy) / t.tensor
+        embedding = model.embedding_parameters / t.tensor
+        one = t.pipeline == 1
+        kept = kept + np.where(one | (stage == 0), embedding, 0.0)
+        return kept + np.where(one | (stage == 2), head, 0.0), routed
+
+
+def _key_plan(table: PlanTable, row: int, *, stride: int) -> LayerKey:
+    words: dict[str, Any] = {name: decode(name, int(table.columns[name][row])) for name in _KEYED}
+    degrees: dict[str, Any] = {
+        name: int(table.columns[name][row]) for name in ("tensor", "context", "expert")
+    }
+    return LayerKey(**words, **degrees, data_stride=stride)
+
+
+def _gather(costs: list[LayerCost], index: Ints) -> dict[str, Floats]:
+    return {
+        name: np.array([getattr(cost, name) for cost in costs])[index.reshape(-1)]
+        for name in _COSTS
+    }
