@@ -307,3 +307,11 @@ def test_nothing_takes_no_time():
     assert evaluate(empty, alone, size_bytes=8).busiest_link is None
     assert evaluate(empty, alone, size_bytes=8).bandwidth_bytes_per_s == float("inf")
     assert gap(empty, alone, size_bytes=8) == 0
+
+
+def test_messages_of_no_duration_stay_apart():
+    network = ring(4, bandwidth=1.0, latency=0.0)
+    schedule = build_algorithm("ring", all_gather(4), network)
+    timed_schedule = with_times(schedule, evaluate(schedule, size_bytes=0.0)).replaced(steps=None)
+    verify(timed_schedule, check_times=True)
+    assert evaluate(timed_schedule, size_bytes=0.0).total_s == 0.0

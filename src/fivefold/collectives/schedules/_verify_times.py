@@ -70,6 +70,8 @@ def messages_of(schedule: Schedule, transfer_bytes: Floats) -> Messages:
     changes[0] = True
     for key in keys:
         changes[1:] |= key[order][1:] != key[order][:-1]
+    # What takes no time needs no company, and may well carry on what came at the same instant.
+    changes |= (schedule.starts_s == schedule.ends_s)[order]
     leaders[order] = order[np.maximum.accumulate(np.where(changes, np.arange(count), 0))]
     return leaders, np.bincount(leaders, transfer_bytes, count).astype(np.float64)
 
