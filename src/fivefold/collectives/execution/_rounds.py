@@ -70,9 +70,6 @@ class _RoundRunner(Runner):
         del task  # what it received came with the last round
         return self._arrived.pop(at, None)
 
-    def _settle(self, task: Task) -> None:
-        """Every send has ended with its round."""
-
     def _exchange(self, receives: list[int]) -> None:
         """All messages of one round."""
         sends = sorted(self._outbox, key=lambda at: (*self._queue(at, sending=True), at))

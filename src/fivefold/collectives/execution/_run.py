@@ -1,15 +1,16 @@
 """Carries out one rank's plan over an inner process group with its sends and receives.
 
 Receives are posted as early as the memory they write is free, and a window ahead, so that data
-is taken off the wire while earlier chunks are still being added: the pipeline. Sends are not waited
-for until their memory is needed again, or too many are under way to one peer. Sums are formed in
-the program's order, whatever arrives first, so results are the same bits in every run.
+is taken off the wire while earlier chunks are still being added: the pipeline. No send is waited
+for before the end: gloo's sends end only when the peer takes them, and a rank that waited for
+that could wait in a circle. What is sent from memory that is written again is copied instead.
+Sums are formed in the program's order, whatever arrives first, so results are the same bits in
+every run.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -33,8 +34,7 @@ __all__ = [
 ]
 
 TAG = 1 << 29  # user's sends on the same inner group keep the tags below
-_AHEAD = 16  # receives posted ahead of the one that is waited for
-_UNDER_WAY = 8  # sends to one peer that have not been waited for
+_AHEAD = 32  # receives posted ahead of the one that is waited for
 
 Combine = Callable[..., Any]
 PLAIN_RECEIVES = {OpKind.RECEIVE, OpKind.RECEIVE_COPY_SEND}
@@ -132,7 +132,7 @@ class Runner:
         self._next_receive = 0
         self._posted: dict[int, tuple[Any, torch.Tensor]] = {}
         self._sends: dict[int, Any] = {}
-        self._to_peer: dict[int, deque[int]] = {}
+        self._copied = {sender for task in plan.tasks for sender in task.settle}
 
     def run(self) -> None:
         """Carry out all tasks.
@@ -157,12 +157,8 @@ class Runner:
             if len(self._posted) >= _AHEAD and later != at:
                 return
             task = self._tasks[later]
-            if not self._needs_staging(task):
-                if task.free_after > at:
-                    return
-                if later != at and any(sender in self._sends for sender in task.settle):
-                    return
-                self._settle(task)
+            if not self._needs_staging(task) and task.free_after > at:
+                return
             self._post(later, task)
             self._next_receive += 1
 
@@ -193,7 +189,6 @@ class Runner:
         own = self._memory.view(task.read)
         if task.kind is OpKind.SEND:
             return own
-        self._settle(task)
         return self._combined(task, own, received)
 
     def _received(self, at: int, task: Task) -> torch.Tensor | None:
@@ -224,20 +219,14 @@ class Runner:
     def _send(self, at: int, task: Task, data: torch.Tensor) -> None:
         if not data.numel():
             return
-        queue = self._to_peer.setdefault(task.send_peer, deque())
-        while len(queue) >= _UNDER_WAY:
-            self._finish_send(queue.popleft())
+        if at in self._copied:
+            data = data.clone()
         tag = TAG + task.send_channel
         work = self._call(
             lambda: self._transfers.inner.send([as_bytes(data)], task.send_peer, tag), task
         )
         # The data goes with the work: what was staged must live until it is sent.
         self._sends[at] = (work, data)
-        queue.append(at)
-
-    def _settle(self, task: Task) -> None:
-        for sender in task.settle:
-            self._finish_send(sender)
 
     def _finish_send(self, at: int) -> None:
         found = self._sends.pop(at, None)
