@@ -11,6 +11,7 @@ from typing import Any
 
 from fivefold.strategy import (
     Cluster,
+    LatentAttention,
     MeasuredRun,
     MixtureOfExperts,
     ModelSpec,
@@ -70,6 +71,8 @@ def _row(entry: dict[str, Any], batches: tuple[int, ...]) -> Row:
     shape = dict(entry["model"])
     if "experts" in shape:
         shape["experts"] = MixtureOfExperts(**shape["experts"])
+    if "latent" in shape:
+        shape["latent"] = LatentAttention(**shape["latent"])
     model = ModelSpec(name=entry["case"], **shape)
     if "micro_batch" in entry["plan"]:
         plans = [ParallelPlan(**entry["plan"])]

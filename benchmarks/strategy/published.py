@@ -195,6 +195,10 @@ def main() -> None:
     lines += table_rows("korthikanti", "Korthikanti", target=4.0)
     lines += table_rows("nvidia_h100", "NVIDIA H100", target=4.0, median=True)
     lines += table_rows("megatron_core", "Megatron-Core H100", target=10.0)
+    lines += table_rows("maxtext_h100", "MaxText H100")
+    lines += table_rows("nvidia_gb200", "NVIDIA GB200")
+    lines += table_rows("torchtitan", "torchtitan H100")
+    lines += table_rows("single_points", "single points")
     if arguments.vtrain is not None:
         lines += vtrain_multi(arguments.vtrain)
         lines += vtrain_single(arguments.vtrain)

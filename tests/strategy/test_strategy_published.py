@@ -7,6 +7,7 @@ from statistics import fmean, median
 import pytest
 
 from fivefold.strategy import (
+    LatentAttention,
     MeasuredRun,
     MixtureOfExperts,
     ModelSpec,
@@ -26,6 +27,8 @@ def rows_of(name, cluster=None):
         shape = dict(row["model"])
         if "experts" in shape:
             shape["experts"] = MixtureOfExperts(**shape["experts"])
+        if "latent" in shape:
+            shape["latent"] = LatentAttention(**shape["latent"])
         if cluster is None or row["cluster"] == cluster:
             yield row, ModelSpec(name=row["case"], **shape)
 
@@ -59,6 +62,8 @@ def judged_errors(name, cluster=None):
         ("megatron_zero3", "a100-megatron", 0.06),
         ("korthikanti", None, 0.04),
         ("megatron_core", None, 0.12),
+        ("maxtext_h100", None, 0.04),
+        ("nvidia_gb200", None, 0.04),
     ],
 )
 def test_mean_error_of_judged_rows(name, cluster, bar):

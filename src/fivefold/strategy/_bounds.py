@@ -18,7 +18,7 @@ from fivefold.strategy._memory import OPTIMIZER_BYTES, WEIGHT_BYTES
 from fivefold.strategy._model import ModelSpec
 from fivefold.strategy._plan import ParallelPlan
 from fivefold.strategy._space import Pattern, SearchSpace, block_table, layer_table
-from fivefold.strategy._table_cost import least_time_column
+from fivefold.strategy._table_cost import exchanging_layer, least_time_column
 from fivefold.strategy._table_memory import stored_column
 
 __all__ = ["lower_bounds"]
@@ -40,7 +40,8 @@ def lower_bounds(
         columns = Columns(model, device, fabric, table)
         layer, head = columns.layer()
         shape = (len(rows), len(inner["recompute"]))
-        times = least_time_column(columns, layer, head).reshape(shape)
+        faster = exchanging_layer(columns, layer)
+        times = least_time_column(columns, faster, head).reshape(shape)
         time_s[rows] = times.min(axis=1)
         stored = stored_column(columns, layer, head, stage=0)
         if True in space.offload:

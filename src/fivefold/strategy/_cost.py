@@ -7,6 +7,7 @@ uses ``_table``, which computes the same on columns and is tested equal to this.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -133,6 +134,7 @@ def evaluate_plan(
     layer = mean_layer_cost(model, device, fabric, key=LayerKey.of(plan))
     head = head_cost(model, device, fabric, key=LayerKey.of(plan))
     memory = memory_use(model, device, plan, layer=layer, head=head)
+    layer = _exchanging_layer(device, plan=plan, layer=layer)
     layer = _gathering_layer(model, device, fabric, plan=plan, layer=layer)
     time = _time_use(model, device, fabric, plan=plan, costs=(layer, head))
     peak = device.peak_flops_fp8 if plan.dtype == "fp8" else device.peak_flops
@@ -161,6 +163,20 @@ def mean_layer_cost(
             name: (1 - share) * getattr(dense, name) + share * getattr(expert, name)
             for name in dense.__dataclass_fields__
         }
+    )
+
+
+def _exchanging_layer(device: DeviceSpec, *, plan: ParallelPlan, layer: LayerCost) -> LayerCost:
+    """DualPipe runs a forward beside a backward, each computing while the other exchanges."""
+    if plan.schedule not in {"dualpipe", "dualpipe_v"} or plan.pipeline == 1:
+        return layer
+    computed_s = layer.forward_s + layer.input_s + layer.weight_s - layer.expert_s
+    hidden_s = (1.0 - device.overlap_slowdown) * min(layer.expert_s, computed_s)
+    return dataclasses.replace(
+        layer,
+        forward_s=layer.forward_s - hidden_s / 2,
+        input_s=layer.input_s - hidden_s / 2,
+        expert_s=layer.expert_s - hidden_s,
     )
 
 

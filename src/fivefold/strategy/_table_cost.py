@@ -25,7 +25,7 @@ from fivefold.strategy._model import ModelSpec
 from fivefold.strategy._table import PlanTable
 from fivefold.strategy._table_memory import memory_column
 
-__all__ = ["CostTable", "evaluate_table", "least_time_column"]
+__all__ = ["CostTable", "evaluate_table", "exchanging_layer", "least_time_column"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -72,7 +72,7 @@ def evaluate_table(
     columns = Columns(model, device, fabric, table)
     layer, head = columns.layer()
     memory = memory_column(columns, layer, head)
-    layer = _gathering_layer(columns, layer)
+    layer = _gathering_layer(columns, exchanging_layer(columns, layer))
     return CostTable(time_s=_time_column(columns, layer, head), memory_bytes=memory)
 
 
@@ -283,6 +283,23 @@ def _state_messages_s(columns: Columns, kept: Floats, routed: Floats) -> tuple[F
     scatter_s = np.where(t.zero == 2, columns.micro_batches, 1) * scatter_s + across_s
     reduce_s = np.where(t.zero == 0, plain_s, np.where(t.zero == 3, across_s, scatter_s))
     return reduce_s, np.where((t.zero == 1) | (t.zero == 2), gather_s, 0.0)
+
+
+def exchanging_layer(columns: Columns, layer: dict[str, Floats]) -> dict[str, Floats]:
+    """DualPipe computes beside the exchange of tokens."""
+    dual = columns.table.is_word("schedule", "dualpipe", "dualpipe_v")
+    dual &= columns.table.pipeline > 1
+    if not dual.any():
+        return layer
+    whole_s = layer["forward_s"] + layer["input_s"] + layer["weight_s"]
+    hidden_s = np.minimum(layer["expert_s"], whole_s - layer["expert_s"])
+    hidden_s = np.where(dual, (1.0 - columns.device.overlap_slowdown) * hidden_s, 0.0)
+    return {
+        **layer,
+        "forward_s": layer["forward_s"] - hidden_s / 2,
+        "input_s": layer["input_s"] - hidden_s / 2,
+        "expert_s": layer["expert_s"] - hidden_s,
+    }
 
 
 def _gathering_layer(columns: Columns, layer: dict[str, Floats]) -> dict[str, Floats]:
