@@ -14,6 +14,7 @@ ALONE = [
     "lab_two_hosts.py",
     "fsdp2_co2.py",
     "moe_layer.py",
+    "moe_expert_parallel.py",
     "gnn_pyg_model.py",
     "gnn_from_toml.py",
 ]
