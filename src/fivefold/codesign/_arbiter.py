@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fivefold.codesign._codesigns import CoDesigns
-from fivefold.codesign._compile import run_plan
+from fivefold.codesign._compile import edge_route, run_plan
 from fivefold.codesign._jobs import JobSpec
 from fivefold.codesign._modules import job_traffic, routed
 from fivefold.codesign._plans import ClusterPlan
@@ -214,8 +214,7 @@ class Arbiter:
         traffic = [job_traffic(self.topology, j, plan.jobs[j.job_id]) for j in self.jobs]
         paths = {
             job.job_id: tuple(
-                plan.jobs[job.job_id].paths.get((flow.source, flow.target))
-                or self.topology.shortest_route(flow.source, flow.target)
+                edge_route(self.topology, plan.jobs[job.job_id], (flow.source, flow.target))
                 for flow in job.flows
             )
             for job in traffic

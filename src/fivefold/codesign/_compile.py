@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from fivefold.codesign._iteration import Quote, communication_order, schedule_it
 from fivefold.codesign._jobs import JobSpec
 from fivefold.codesign._plans import ClusterPlan, JobPlan
 from fivefold.codesign._traffic import Phase, phases_of
+from fivefold.flows import equal_cost_paths
 from fivefold.network.simulation import (
     AggregationRequest,
     Compute,
@@ -121,9 +123,14 @@ def alone_quote(topology: Topology, job: JobSpec, plan: JobPlan) -> Quote:
 
 
 def edge_route(topology: Topology, plan: JobPlan, edge: tuple[int, int]) -> tuple[int, ...]:
-    """Links of an edge: as planned, else the shortest."""
+    """Links of an edge: as planned, else the first of the shortest paths."""
     planned = plan.paths.get(edge)
-    return planned if planned is not None else topology.shortest_route(*edge)
+    return planned if planned is not None else _first_path(topology, *edge)
+
+
+@functools.lru_cache(maxsize=1 << 17)
+def _first_path(topology: Topology, source: int, target: int) -> tuple[int, ...]:
+    return equal_cost_paths(topology, source, target)[0]
 
 
 def _alone_s(topology: Topology, plan: JobPlan, phases: Sequence[Phase]) -> float:

@@ -13,6 +13,9 @@ def equal_cost_paths(
 ) -> tuple[tuple[int, ...], ...]:
     """Paths of fewest links from one rank to another that no third rank forwards.
 
+    Between ranks of one host paths that stay inside it go before others of the same length, as
+    libraries use NVLink where it is there.
+
     Args:
         topology: The graph.
         source: Rank where they begin.
@@ -56,7 +59,22 @@ def equal_cost_paths(
             if hops.get(int(topology.link_targets[link]), len(hops) + 1) == hops[node] - 1
         ]
         stack.extend(reversed(nearer))
-    return tuple(found)
+    return _inside(topology, (begin, end), tuple(found))
+
+
+def _inside(
+    topology: Topology, ends: tuple[int, int], paths: tuple[tuple[int, ...], ...]
+) -> tuple[tuple[int, ...], ...]:
+    """Only the paths that stay in the host of both ends, where there are such."""
+    host = topology.nodes[ends[0]].host
+    if host is None or topology.nodes[ends[1]].host != host:
+        return paths
+    kept = [
+        path
+        for path in paths
+        if all(topology.nodes[int(topology.link_targets[link])].host == host for link in path)
+    ]
+    return tuple(kept) or paths
 
 
 def _hops_to(topology: Topology, end: int, begin: int) -> dict[int, int]:

@@ -1,0 +1,197 @@
+"""Plans, traffic and compilation against schedules, closed forms and bad input."""
+
+import pickle
+
+import numpy as np
+import pytest
+
+from fivefold.codesign import (
+    ClusterPlan,
+    CoDesigns,
+    JobPlan,
+    JobSpec,
+    PlanningOptions,
+    check_jobs,
+    decisions_to_json,
+    null_plan,
+    plan_cluster,
+    run_plan,
+)
+from fivefold.codesign._compile import alone_quote
+from fivefold.codesign._iteration import iteration_of, schedule_iteration
+from fivefold.codesign._traffic import aggregation_tree, host_groups, phases_of
+from fivefold.collectives.algorithms import build_algorithm
+from fivefold.collectives.schedules import all_reduce
+from fivefold.errors import ConfigurationError, InfeasibleError
+from fivefold.network.topology import (
+    Aggregation,
+    HostSpec,
+    SwitchAbility,
+    Topology,
+    leaf_spine,
+    line,
+    switch,
+)
+from fivefold.tasks import LayerCost
+
+
+def job(name="a", ranks=(0, 1), layers=1, size=10**9, **more):
+    layer = LayerCost(forward_s=0.5, backward_s=1.0, gradient_bytes=size)
+    return JobSpec(job_id=name, ranks=ranks, layers=(layer,) * layers, **more)
+
+
+@pytest.mark.parametrize("number", [2, 3, 5, 8])
+def test_a_ring_moves_what_the_schedule_moves(number):
+    """Bytes per edge and steps of the closed form are those of the verified schedule."""
+    schedule = build_algorithm("ring", all_reduce(number, chunks=number))
+    edges = {}
+    for move in schedule:
+        edges[move.source, move.target] = edges.get((move.source, move.target), 0) + 1
+    size = 12e9
+    (phase,) = phases_of(
+        switch(number), job(ranks=tuple(range(number))), JobPlan(order=tuple(range(number))),
+        kind="all_reduce", size_bytes=size,
+    )[0]  # fmt: skip
+    assert set(phase.edges) == set(edges)
+    for count in edges.values():
+        assert count * size / number == pytest.approx(phase.edge_bytes)
+    assert phase.steps == len(np.unique(schedule.steps))
+
+
+def test_a_hierarchy_has_the_closed_forms_volumes():
+    topology = leaf_spine(3, leaves=3, spines=1, host=HostSpec(gpus=2), bandwidth="1 GB/s")
+    ranks = tuple(range(6))
+    plan = JobPlan(order=ranks, algorithm="hierarchical")
+    inside, across, again = phases_of(
+        topology, job(ranks=ranks), plan, kind="all_reduce", size_bytes=6e9
+    )
+    assert [phase.edge_bytes for phase in inside] == [3e9] * 3  # S (g - 1) / g
+    assert [phase.edge_bytes for phase in across] == [4e9] * 2  # 2 (S / g) (m - 1) / m
+    assert inside == again
+    assert host_groups(topology, (0, 1, 2)) is None
+    uneven = JobPlan(order=(0, 1, 2), algorithm="hierarchical")
+    with pytest.raises(InfeasibleError, match="same number of ranks on each host"):
+        phases_of(topology, job(ranks=(0, 1, 2)), uneven, kind="all_reduce", size_bytes=1.0)
+
+
+def test_quotes_are_what_the_simulator_takes_alone():
+    """Layer 3's price and layer 5's time agree on an idle network, latency included."""
+    topology = leaf_spine(
+        4, leaves=2, spines=2, host=HostSpec(gpus=2), bandwidth="1 GB/s", latency="1 ms"
+    )
+    able = [
+        SwitchAbility(n.name, aggregation=Aggregation(slots=4096, slot_bytes=4096))
+        for n in topology.nodes if not n.is_rank and n.kind != "nvswitch"
+    ]  # fmt: skip
+    topology = Topology("s", topology.nodes, topology.links, switches=able)
+    spec = job(ranks=tuple(range(8)), layers=2, iterations=3)
+    for plan in (
+        JobPlan(order=spec.ranks, bucket_bytes=None),
+        JobPlan(order=spec.ranks, bucket_bytes=0, overlap_forward=True, ordering="priority"),
+        JobPlan(order=spec.ranks, algorithm="hierarchical"),
+        JobPlan(order=spec.ranks, algorithm="in_network", root="spine0", slots=2048),
+    ):
+        alone_s = schedule_iteration(spec, plan, alone_quote(topology, spec, plan)).end_s
+        found = run_plan(topology, [spec], ClusterPlan({"a": plan}))
+        assert found.iteration_s["a"] == pytest.approx(alone_s, rel=1e-6), plan.algorithm
+
+
+def test_all_to_all_layers_exchange_within_their_passes():
+    layer = LayerCost(forward_s=1.0, backward_s=1.0, all_to_all_bytes=2 * 10**9)
+    spec = JobSpec(job_id="a", ranks=(0, 1), layers=(layer,), iterations=2)
+    plan = JobPlan(order=(0, 1))
+    names = [t.task_id for t in iteration_of(spec, plan, lambda *_: 1.0).communication]
+    assert len(names) == 4
+    # Half of 2 GB goes to the other rank: 1 s at 1 GB/s, four times.
+    topology = switch(2, bandwidth="1 GB/s")
+    found = run_plan(topology, [spec], ClusterPlan({"a": plan}))
+    assert found.iteration_s["a"] == pytest.approx(2 + 4)
+
+
+def test_a_job_of_one_rank_only_computes():
+    found = plan_cluster(switch(2), [job(ranks=(1,), iterations=4)])
+    assert found.outcome.iteration_s["a"] == pytest.approx(1.5)
+
+
+def test_arrivals_count_from_the_arrival():
+    topology, late = switch(4, bandwidth="1 GB/s"), job("b", (2, 3), arrival_s=7.0, iterations=2)
+    found = run_plan(topology, [job(), late], null_plan(topology, [job(), late]))
+    assert found.completion_s["b"] == pytest.approx(2 * 2.5)
+
+
+def test_fewer_iterations_are_extrapolated():
+    topology, spec = switch(2, bandwidth="1 GB/s"), job(iterations=50)
+    plan = null_plan(topology, [spec])
+    whole = run_plan(topology, [spec], plan)
+    part = run_plan(topology, [spec], plan, iterations=3)
+    assert part.completion_s == pytest.approx(whole.completion_s)
+
+
+def test_a_tree_stops_at_switches_that_cannot_sum():
+    topology = leaf_spine(4, leaves=2, spines=1, bandwidth="1 GB/s")
+    able = Aggregation(slots=2, slot_bytes=512)
+    part = Topology("p", topology.nodes, topology.links,
+                    switches=[SwitchAbility("spine0", aggregation=able)])  # fmt: skip
+    assert aggregation_tree(part, (0, 1, 2, 3), "spine0") is None
+    assert aggregation_tree(line(3), (0, 2), "gpu1") is None
+
+
+def test_plans_survive_files_and_pickles():
+    topology = switch(4, bandwidth="1 GB/s")
+    found = plan_cluster(topology, [job("a", (0, 1)), job("b", (0, 2))])
+    assert ClusterPlan.from_json(found.plan.to_json()) == found.plan
+    assert pickle.loads(pickle.dumps(found.plan)) == found.plan  # noqa: S301 - our own
+    assert len(decisions_to_json(found.decisions).splitlines()) == len(found.decisions)
+    for text in ("{", "{}", '{"schema": "x"}'):
+        with pytest.raises(ConfigurationError):
+            ClusterPlan.from_json(text)
+
+
+def test_planning_is_deterministic():
+    topology = leaf_spine(6, leaves=3, spines=2, bandwidth="1 GB/s")
+    jobs = [job("a", (0, 2, 4)), job("b", (1, 3, 5)), job("c", (0, 5))]
+    once, again = (plan_cluster(topology, jobs, seed=4) for _ in range(2))
+    assert once.plan == again.plan
+    assert once.decisions == again.decisions
+
+
+def test_labels_and_subsets():
+    assert len(list(CoDesigns.combinations())) == 16
+    assert CoDesigns.all().label == "V+H+II+HN"
+    assert CoDesigns(vertical=True) in CoDesigns.all()
+    assert CoDesigns.all() not in CoDesigns(vertical=True)
+
+
+def test_every_mask_is_seen_in_the_log():
+    """A decision names only information that its co-designs let through."""
+    topology = leaf_spine(4, leaves=2, spines=2, host=HostSpec(gpus=2), bandwidth="1 GB/s")
+    jobs = [job("a", (0, 1, 4, 5), layers=2), job("b", (2, 3, 6, 7), layers=2)]
+    allowed = {"V": "vertical", "H": "horizontal", "II": "intra_inter", "HN": "host_net"}
+    for flags in CoDesigns.combinations():
+        found = plan_cluster(topology, jobs, flags)
+        for record in found.decisions:
+            assert all(getattr(flags, allowed[tag]) for tag in record.co_designs)
+        assert bool(found.decisions) or found.plan == found.baseline
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (lambda: job(""), ConfigurationError),
+        (lambda: job(ranks=()), ConfigurationError),
+        (lambda: job(ranks=(0, 0)), ConfigurationError),
+        (lambda: job(iterations=0), ConfigurationError),
+        (lambda: job(weight=0.0), ConfigurationError),
+        (lambda: job(arrival_s=-1.0), ConfigurationError),
+        (lambda: job(size=-1), ConfigurationError),
+        (lambda: PlanningOptions(budget=0), ConfigurationError),
+        (lambda: JobPlan(order=(0,), algorithm="in_network"), ConfigurationError),
+        (lambda: check_jobs(switch(2), []), ConfigurationError),
+        (lambda: check_jobs(switch(2), [job(), job()]), ConfigurationError),
+        (lambda: check_jobs(switch(2), [job(ranks=(0, 7))]), InfeasibleError),
+        (lambda: plan_cluster(line(3), [job(ranks=(0, 2))]), InfeasibleError),
+    ],
+)
+def test_bad_jobs_are_refused(make, error):
+    with pytest.raises(error):
+        make()
