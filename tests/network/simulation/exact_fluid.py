@@ -38,8 +38,8 @@ def _fill(own, flows, left):
                 used = sum(load[unit] * levels[unit] for unit in levels)
                 stops = [unit for unit in units if unit not in levels and load[unit]]
                 found.append(((capacity - used) / rest, stops))
-        for unit in units:
-            caps = [flows[n]["cap"] / flows[n]["weight"] for n in units[unit] if flows[n]["cap"]]
+        for unit, numbers in units.items():
+            caps = [flows[n]["cap"] / flows[n]["weight"] for n in numbers if flows[n]["cap"]]
             if unit not in levels and caps:
                 found.append((min(caps), [unit]))
         if not found:
@@ -69,9 +69,9 @@ def exact_times(tasks, capacities, latencies):
             world[name]["left"] -= (step - now) * rate
         now = step
         for state in world.values():
-            if state["flow"] and state["start"] is not None and state["sent"] is None:
-                if state["left"] == 0:
-                    state["sent"] = now
+            running = state["flow"] and state["start"] is not None and state["sent"] is None
+            if running and state["left"] == 0:
+                state["sent"] = now
             due = None if state["sent"] is None else state["sent"] + state["latency"]
             if state["finish"] is None and due is not None and due <= now:
                 state["finish"] = due

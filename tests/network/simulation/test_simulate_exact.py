@@ -77,7 +77,7 @@ def draw_flow(draw, topology, number, common):
     )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(cases())
 def test_times_are_those_of_the_exact_simulator(case):
     topology, tasks = case
@@ -88,7 +88,7 @@ def test_times_are_those_of_the_exact_simulator(case):
         np.testing.assert_allclose(found, [float(start), float(sent), float(finish)], rtol=1e-10)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(cases())
 def test_every_byte_is_counted_and_no_link_is_overloaded(case):
     topology, tasks = case
@@ -107,7 +107,7 @@ def test_every_byte_is_counted_and_no_link_is_overloaded(case):
         assert moved == pytest.approx(carried[link], rel=1e-9)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(cases(), st.floats(0.0, 12.0))
 def test_a_simulation_that_is_stopped_is_the_beginning_of_the_whole_one(case, until_s):
     topology, tasks = case

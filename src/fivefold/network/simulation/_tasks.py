@@ -122,8 +122,8 @@ class AggregationRequest(_Released):
 
     Each tree link carries the bytes once up and, for an all-reduce, once down; all of them move
     at one rate. The rate is at most what the links leave, each switch's adders, and the pool of
-    slots over the round trip to the leaf furthest away. Every switch of the tree in which
-    streams meet lends ``slots`` slots from start to end. Where they are not free the request waits its turn, or its
+    slots over the round trip to the leaf furthest away. Every switch in which streams meet lends
+    ``slots`` slots from start to end. Where they are not free the request waits its turn, or its
     ``fallback`` runs instead.
 
     Args:

@@ -1,0 +1,133 @@
+"""Real ranks: what is measured between processes, on shaped links, and with a dead peer."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from fivefold.errors import CommunicationError, ConfigurationError
+from fivefold.lab import LabSpec, probe_capabilities, run_lab
+from fivefold.network.profiling import profile_links
+from fivefold.network.topology import Topology
+from fivefold.testing import run_processes
+
+QUICK = {"sizes_bytes": (64, 65536), "repetitions": 2}
+
+
+@pytest.mark.distributed
+def test_all_ranks_get_the_same_profile():
+    def work(_rank):
+        steps = []
+        profile = profile_links(**QUICK, progress=lambda done, of: steps.append((done, of)))
+        return profile.to_dict(), steps
+
+    found = run_processes(3, work)
+    first, steps = found[0]
+    assert all(json.dumps(other) == json.dumps(first) for other, _ in found)
+    assert steps == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    times = np.array(first["times_s"])
+    assert times.shape == (3, 3, 2)
+    assert np.all(times[~np.eye(3, dtype=bool)] > 0)
+    assert min(first["contention"]["out_bytes_per_s"]) > 0
+    assert len(set(first["hosts"])) == 1
+
+
+@pytest.mark.distributed
+def test_a_group_of_some_ranks_can_be_measured_and_one_alone():
+    def work(rank):
+        import torch.distributed as dist
+
+        pair, alone = dist.new_group([0, 2]), dist.new_group([1])
+        group = alone if rank == 1 else pair
+        return profile_links(group, contention=False, **QUICK).num_ranks
+
+    assert run_processes(3, work) == [2, 1, 2]
+
+
+@pytest.mark.distributed
+def test_ranks_that_disagree_are_told_so():
+    def work(rank):
+        try:
+            profile_links(sizes_bytes=(64, 128 + rank), repetitions=1)
+        except ConfigurationError as error:
+            return str(error)
+        return "no error"
+
+    for message in run_processes(2, work):
+        assert "rank 1 measures with" in message
+
+
+@pytest.mark.distributed
+def test_a_dead_peer_is_an_error_that_names_the_place():
+    def work(rank):
+        import torch.distributed as dist
+
+        if rank == 1:
+            gathered = [None, None]
+            # As far as the first step of a profile, and then gone.
+            dist.all_gather_object(gathered, (((64, 65536), 2, True), "host"))
+            return "gone"
+        try:
+            profile_links(**QUICK)
+        except CommunicationError as error:
+            return str(error)
+        return "no error"
+
+    assert "rank 0 lost a peer while rank 0 to rank 1 was measured" in run_processes(2, work)[0]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"sizes_bytes": (64,)}, {"sizes_bytes": (0, 64)}, {"repetitions": 0}],
+)
+@pytest.mark.distributed
+def test_arguments_that_cannot_be_measured_are_refused(arguments):
+    def work(_rank):
+        with pytest.raises(ConfigurationError):
+            profile_links(**{**QUICK, **arguments})
+
+    run_processes(1, work)
+
+
+def test_without_a_process_group_there_is_nothing_to_measure():
+    with pytest.raises(ConfigurationError, match="no process group"):
+        profile_links()
+
+
+def test_the_command_says_how_it_is_started(monkeypatch, capsys):
+    from fivefold.cli import main
+
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "argv", ["fivefold", "profile"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 1
+    error = capsys.readouterr().err
+    assert "error: there are no ranks to measure" in error
+    assert "hint: start it as ranks" in error
+
+
+@pytest.mark.lab
+@pytest.mark.distributed
+def test_the_command_finds_the_rates_of_shaped_links(tmp_path):
+    able = probe_capabilities()
+    if not all(able[name].works for name in ("namespaces", "bridge", "veth", "tbf")):
+        pytest.skip("this machine cannot shape links")
+    path = tmp_path / "measured.toml"
+    command = [sys.executable, "-m", "fivefold", "profile", "-o", str(path), "--json"]
+    command += ["--sizes", "64B,128KiB,256KiB,512KiB", "--repetitions", "2"]
+    spec = LabSpec(hosts=3, rate="200Mbit/s", host_rates={2: "100Mbit/s"})
+    result = run_lab(spec, command, timeout_s=120, stream=False, log_folder=tmp_path / "logs")
+    found = json.loads(result.check().ranks[0].stdout())
+    beta = np.array(found["beta_s_per_byte"])
+    wanted = {(0, 1): 25e6, (1, 0): 25e6, (0, 2): 12.5e6, (2, 1): 12.5e6}
+    for (a, b), rate in wanted.items():
+        assert 1 / beta[a, b] == pytest.approx(rate, rel=0.15), (a, b)
+    topology = Topology.from_toml(path)
+    assert topology.num_ranks == 3
+    assert [topology.host_of(rank) for rank in range(3)] == ["host0", "host1", "host2"]
+    capacities = topology.capacities_bytes_per_s
+    slow = topology.out_links("rank2")
+    assert capacities[slow[0]] == pytest.approx(12.5e6, rel=0.15)
