@@ -54,7 +54,7 @@ from fivefold.network.topology import (
 )
 from fivefold.report import BenchmarkRow, write_results
 
-RESULTS = Path(__file__).parents[1] / "results" / "collectives" / "exact_search.json"
+RESULTS = Path(__file__).parents[1] / "results" / "collectives"
 Point = tuple[int, int, int]
 Make = Callable[..., Collective]
 GATHERED: list[Point] = [(1, 2, 2), (2, 2, 3), (3, 3, 4), (4, 3, 5), (6, 3, 7), (6, 7, 7)]
@@ -222,6 +222,22 @@ def slots(*, quick: bool) -> Iterator[BenchmarkRow]:
     yield summary("lengths in slots", verdicts)
 
 
+class Reached:
+    """Listens to a synthesis, and notes when a schedule was first as short as ``target_s``."""
+
+    def __init__(self, target_s: float) -> None:
+        self.target_s, self.started_s = target_s, time.perf_counter()
+        self.seconds: float | None = None
+
+    def __call__(self, line: str) -> None:
+        """Read one line of progress."""
+        words = line.split()
+        if words[:2] != ["schedule", "of"] or self.seconds is not None:
+            return
+        if float(words[2]) <= self.target_s * (1 + 1e-6):
+            self.seconds = time.perf_counter() - self.started_s
+
+
 def taccl_runs(*, quick: bool) -> Iterator[BenchmarkRow]:
     """TACCL's instances: length in its model, and seconds until it was reached."""
     for sketch, name, boxes, connections, make, final, peer_s in TACCL_RUNS:
@@ -233,18 +249,19 @@ def taccl_runs(*, quick: bool) -> Iterator[BenchmarkRow]:
         )
         collective = make(topology.num_ranks)
         size_bytes = profile.chunk_bytes * collective.buffer_weight
-        started_s = time.perf_counter()
+        unit = profile.time_scale * 1e6
+        reached = Reached(final / unit)
         result = taccl(
             collective,
             topology,
             published_sketch(sketch),
             size_bytes=size_bytes,
             time_limit_s=5 if quick else 20,
+            progress=reached,
         )
-        seconds = time.perf_counter() - started_s
         verify(result.schedule, topology=topology, check_times=True)
         case = f"{sketch} {make.__name__}"
-        length = result.time_s * profile.time_scale * 1e6
+        length = result.time_s * unit
         yield BenchmarkRow(
             case=case,
             metric="length in TACCL's model",
@@ -254,13 +271,14 @@ def taccl_runs(*, quick: bool) -> Iterator[BenchmarkRow]:
             target=final,
             met=length <= final * (1 + 1e-9),
         )
-        yield BenchmarkRow(
-            case=case,
-            metric="time of synthesis",
-            unit="s",
-            ours=round(seconds, 2),
-            peers={"TACCL with HiGHS (stages 1 and 3)": peer_s},
-        )
+        if reached.seconds is not None:
+            yield BenchmarkRow(
+                case=case,
+                metric="time until a schedule as short as TACCL's",
+                unit="s",
+                ours=round(reached.seconds, 2),
+                peers={"TACCL with HiGHS (stages 1 and 3)": peer_s},
+            )
 
 
 def sizes(*, quick: bool) -> Iterator[BenchmarkRow]:
@@ -306,13 +324,15 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="only what takes seconds")
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    rows = []
     for table in arguments.only.split(","):
+        rows = []
         for row in TABLES[table](quick=arguments.quick):
             print(f"{row.case}: {row.ours} {row.unit}, peers {dict(row.peers)}, met {row.met}")
             rows.append(row)
-    arguments.results.parent.mkdir(parents=True, exist_ok=True)
-    write_results(arguments.results, topic="collectives/exact_search", rows=rows)
+        name = f"exact_{table}"
+        path = arguments.results / f"{name}.json"
+        command = f"python benchmarks/collectives/exact_search.py --only {table}"
+        write_results(path, topic=f"collectives/{name}", rows=rows, command=command)
 
 
 if __name__ == "__main__":

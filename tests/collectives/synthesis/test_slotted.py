@@ -238,6 +238,12 @@ def test_one_rank_and_nothing_to_do():
     assert result.schedule.num_transfers == 0
     alone = slotted(custom(2, [(0, 0)], post=[(0, 0)]), line(2), size_bytes=8.0)
     assert alone.schedule.num_transfers == 0
+    nodes = [Node("a", "gpu"), Node("s", "switch")]
+    wires = [Link("a", "s", bandwidth_bytes_per_s=1e9), Link("s", "a", bandwidth_bytes_per_s=1e9)]
+    lonely = slotted(all_gather(1), Topology("lonely", nodes, wires), size_bytes=8.0)
+    assert lonely.schedule.num_transfers == 0
+    weightless = custom(2, [(0, 0), (1, 0)], post=[(0, 1)], chunk_weights=np.array([0.0, 0.0]))
+    assert slotted(weightless, line(2), size_bytes=8.0).schedule.num_transfers == 1
 
 
 def test_bad_input_says_what_to_do():

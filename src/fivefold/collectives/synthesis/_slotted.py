@@ -179,7 +179,9 @@ def logical_of_copy(collective: Collective, topology: Topology) -> Logical:
 
 def _slot_length_s(logical: Logical, size_bytes: float) -> float:
     chunk_bytes = logical.chunk_bytes(size_bytes)
-    rates = np.unique(1.0 / logical.seconds_per_byte()) if logical.instance.num_links else [1.0]
+    if not logical.instance.num_links or chunk_bytes <= 0:
+        return 1.0  # nothing moves, or nothing takes time but latencies
+    rates = np.unique(1.0 / logical.seconds_per_byte())
     fastest = float(max(rates))
     try:
         multiples, unit = integer_capacities(logical.topology)
