@@ -74,7 +74,8 @@ def table_rows(
     """Every row of a committed table, and its judged rows in one figure."""
     rows = [row for row in read_table(name) if not only or row.cluster == only]
     clusters = {row.cluster: load_cluster(row.cluster) for row in rows}
-    lines, ours, theirs = [], [], []
+    lines, ours = [], []
+    theirs: dict[str, list[float]] = {}
     for row in rows:
         mine = error(clusters[row.cluster], row)
         peers = {p: 100 * (s / row.measured_s - 1) for p, s in row.peers_s.items()}
@@ -87,8 +88,9 @@ def table_rows(
         )  # fmt: skip
         if row.role == "judge":
             ours.append(mine)
-            theirs += [abs(value) for value in peers.values()]
-    mean_peers = {"Calculon": statistics.fmean(theirs)} if theirs else {}
+            for peer, value in peers.items():
+                theirs.setdefault(peer, []).append(abs(value))
+    mean_peers = {peer: statistics.fmean(values) for peer, values in theirs.items()}
     return [judged(title, ours, target=target, median=median, peers=mean_peers), *lines]
 
 

@@ -42,6 +42,17 @@ def test_a_cluster_file_changes_what_it_names(tmp_path):
     assert cluster.device.peak_flops == base.device.peak_flops
 
 
+def test_a_cluster_file_may_name_a_topology(tmp_path):
+    path = write(tmp_path, 'base = "a100-megatron"\ntopology = "dgx_a100:4"\n', "c.toml")
+    tiers = load_cluster(path).fabric.tiers
+    assert [tier.gpus for tier in tiers] == [8, 32]
+    assert tiers[1].bandwidth_bytes_per_s == 25e9
+    assert tiers[1].efficiency == load_cluster("a100-megatron").fabric.tiers[1].efficiency
+    result = run(write(tmp_path, JOB.replace("16", "64")), "--cluster", path)
+    assert isinstance(result.exception, InfeasibleError)
+    assert "64 GPUs" in str(result.exception)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

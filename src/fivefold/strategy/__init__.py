@@ -5,6 +5,7 @@ from fivefold.strategy._cluster import Cluster, load_cluster, named_clusters
 from fivefold.strategy._cost import Prediction, TimeUse, evaluate_plan
 from fivefold.strategy._device import DeviceSpec
 from fivefold.strategy._fabric import FabricSpec, Group, Tier, collective_time_s
+from fivefold.strategy._fabric_topology import fabric_from_topology
 from fivefold.strategy._job import Job, load_job, plan_to_toml
 from fivefold.strategy._memory import MemoryUse
 from fivefold.strategy._model import (
@@ -51,6 +52,7 @@ __all__ = [
     "collective_time_s",
     "evaluate_plan",
     "evaluate_table",
+    "fabric_from_topology",
     "fit_constants",
     "load_cluster",
     "load_job",

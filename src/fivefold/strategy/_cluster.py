@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.errors import ConfigurationError, DataError
+from fivefold.network.topology import parse_topology
 from fivefold.strategy._device import DeviceSpec
 from fivefold.strategy._fabric import FabricSpec, Tier
+from fivefold.strategy._fabric_topology import fabric_from_topology
 from fivefold.units import parse_bytes, parse_bytes_per_s, parse_duration_s
 
 __all__ = ["Cluster", "load_cluster", "named_clusters"]
 
-_TOP = {"name", "base", "gpus", "device", "tier", "sources"}
+_TOP = {"name", "base", "gpus", "device", "tier", "sources", "topology"}
 _TEXT_TIER = {
     "bandwidth": "bandwidth_bytes_per_s",
     "base": "base_s",
@@ -115,15 +117,34 @@ def _cluster(table: Mapping[str, Any], *, name: str) -> Cluster:
         tiers[named] = tiers.get(named, {}) | values
     fields |= {"name": table.get("name", name), "sources": tuple(sorted(sources.items()))}
     device = _build(DeviceSpec, fields, where="device")
-    joined = tuple(_build(Tier, tier, where="tier") for tier in tiers.values())
-    fabric = FabricSpec(
-        name=str(fields["name"]), tiers=tuple(sorted(joined, key=lambda tier: tier.gpus))
-    )
+    fabric = _fabric(table, tiers, name=str(fields["name"]))
     count = table.get("gpus", base.num_gpus if base is not None else None)
     if count is not None and (not isinstance(count, int) or not 1 <= count <= fabric.num_gpus):
         message = f"gpus={count!r} of cluster {name!r} is out of range"
         raise ConfigurationError(message, hint=f"the fabric joins at most {fabric.num_gpus}")
     return Cluster(name=str(fields["name"]), device=device, fabric=fabric, num_gpus=count)
+
+
+def _fabric(
+    table: Mapping[str, Any], tiers: Mapping[str, Mapping[str, Any]], *, name: str
+) -> FabricSpec:
+    """Tiers of a topology, where one is named, changed by what the file says of them."""
+    settings = dict(tiers)
+    if "topology" in table:
+        found = fabric_from_topology(parse_topology(str(table["topology"])))
+        named = {tier.name: tier for tier in found.tiers}
+        settings = {
+            key: {**dataclasses.asdict(tier), **_kept(tiers.get(key, {}))}
+            for key, tier in named.items()
+        }
+    joined = tuple(_build(Tier, tier, where="tier") for tier in settings.values())
+    return FabricSpec(name=name, tiers=tuple(sorted(joined, key=lambda tier: tier.gpus)))
+
+
+def _kept(tier: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a base's tier only what no topology knows: how much of a link software reaches."""
+    known = ("efficiency", "exchange_efficiency", "base_s", "fill_s", "all_reduce_gain")
+    return {key: tier[key] for key in known if key in tier}
 
 
 def check_keys(table: Mapping[str, Any], allowed: set[str], *, where: str) -> None:
