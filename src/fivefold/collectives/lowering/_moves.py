@@ -134,7 +134,7 @@ def plan_moves(
         single[at] = Message(
             source, target, lanes[at], read[at], write, add, 1, sent[at], received[at]
         )
-    messages = _joined([m for m in _in_queue_order(single) if m is not None], max_count=max_count)
+    messages = _joined(_in_order(single), max_count=max_count)
     return Moves(messages, places.final_copies(max_count=max_count), places.scratch_slots)
 
 
@@ -176,24 +176,28 @@ def _lanes(schedule: Schedule, *, channels: int, instances: int) -> list[int]:
     return lanes
 
 
-def _in_queue_order(messages: list[Message | None]) -> list[Message | None]:
-    return sorted(
-        messages, key=lambda m: ((0.0, 0), (0.0, 0)) if m is None else (m.sent, m.received)
-    )
+def _in_order(messages: list[Message | None]) -> list[Message]:
+    """By the moments of sending and receiving; those of one moment as they are listed."""
+    whole = [message for message in messages if message is not None]
+    return sorted(whole, key=lambda message: (message.sent, message.received))
 
 
 def _joined(messages: list[Message], *, max_count: int) -> list[Message]:
     """Messages with those of adjacent slots at the same moments made one."""
     joined: list[Message] = []
     last: dict[tuple[int, int, int], int] = {}
+    written: dict[tuple[int, Place], int] = {}
     for message in messages:
         queue = (message.source, message.target, message.channel)
-        at = last.get(queue)
-        if at is not None and joined[at].count < max_count and _continues(joined[at], message):
+        at, slot = last.get(queue, -1), (message.target, message.write)
+        # A sum takes its parts in a fixed order: none may be drawn before an earlier one.
+        keeps_order = written.get(slot, -1) < at
+        if keeps_order and joined[at].count < max_count and _continues(joined[at], message):
             joined[at] = replace(joined[at], count=joined[at].count + 1)
-            continue
-        last[queue] = len(joined)
-        joined.append(message)
+        else:
+            last[queue] = at = len(joined)
+            joined.append(message)
+        written[slot] = at
     return joined
 
 
