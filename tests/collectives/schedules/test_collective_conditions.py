@@ -1,5 +1,6 @@
 """Collectives: numbering, conditions, sizes, buffers, inverses, and what is refused."""
 
+import dataclasses
 import pickle
 
 import numpy as np
@@ -142,6 +143,10 @@ def test_a_collective_survives_pickling_and_is_read_only():
     with pytest.raises(ValueError, match="read-only"):
         collective.pre_chunks[0] = 7
     assert collective != all_gather(2)
+    again = pickle.loads(pickle.dumps(all_gather(3)))  # noqa: S301 - our own bytes
+    assert again.has_equal_chunks
+    assert not again.pre_ranks.flags.writeable
+    assert all_to_allv([[1, 1], [1, 1]]).has_equal_chunks
     assert collective != "all_to_allv"
 
 
@@ -158,6 +163,10 @@ def test_a_collective_survives_pickling_and_is_read_only():
         (lambda: all_to_allv([[1, -2], [0, 0]]), "weight of chunk 1 is -2"),
         (lambda: all_to_allv([[1, np.nan], [0, 0]]), "weight of chunk 1 is nan"),
         (lambda: custom(2, [(0, 0)], post=[(1, 1)]), "chunk 1 must arrive"),
+        (
+            lambda: dataclasses.replace(all_gather(2), chunk_weights=[1.0]),
+            r"chunk_weights has the shape \(1,\)",
+        ),
         (lambda: custom(2, [(0, 0), (0, 0)], post=[]), "twice"),
         (lambda: custom(2, [(0, 2)], post=[]), "names rank 2 of 2"),
         (lambda: custom(2, [(-1, 0)], post=[]), "names chunk -1"),

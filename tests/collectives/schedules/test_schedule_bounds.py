@@ -313,7 +313,10 @@ def test_uneven_and_custom_collectives_are_bounded_too():
     assert bound.seconds == pytest.approx(6.0)
     either = custom(3, [(0, 0), (0, 2)], post=[(0, 1)])
     assert bandwidth_bound(either, network, 4.0).seconds == pytest.approx(2.0)  # from both sides
-    assert latency_bound(either, line(3, latency="1 s")).kind == "none"
+    assert latency_bound(either, line(3, latency="1 s")).seconds == 1.0
+    far = custom(4, [(0, 0), (0, 1)], post=[(0, 3), (0, 1)])
+    bound = latency_bound(far, line(4, latency="1 s"))
+    assert (bound.seconds, bound.certificate) == (2.0, (1, 3))
 
 
 def test_odd_capacities_are_close_and_say_so():

@@ -12,11 +12,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fivefold.errors import ConfigurationError, InfeasibleError
+from fivefold.network.topology import Aggregation
 
 if TYPE_CHECKING:
     from fivefold.network.topology import Topology
@@ -61,7 +63,7 @@ class InNetworkTree:
         """Links from the farthest rank up to the root."""
         return max(len(self._path(leaf)) for leaf in self.leaves)
 
-    @property
+    @cached_property
     def switches(self) -> tuple[int, ...]:
         """Node indices of the switches that add up: all inner nodes with several children."""
         parents, counts = np.unique(list(self.parents.values()), return_counts=True)
@@ -74,7 +76,7 @@ class InNetworkTree:
             node = self.parents[node]
         return path
 
-    @property
+    @cached_property
     def round_trip_s(self) -> float:
         """Latency from the farthest rank to the root and from the root to the farthest rank."""
         latencies = self.topology.latencies_s
@@ -87,14 +89,15 @@ class InNetworkTree:
             for links in sides
         )
 
-    @property
+    @cached_property
     def rate_bytes_per_s(self) -> float:
         """Bytes of result a second: the least of links, adders, and slots over the round trip."""
         capacities = self.topology.capacities_bytes_per_s
         links = [*self.up_links.values(), *self.down_links.values()]
         rate = float(capacities[links].min())
+        pools = {ability.node: ability.aggregation for ability in self.topology.switches}
         for node in self.switches:
-            pool = self.topology.ability_of(node).aggregation
+            pool = pools[self.topology.nodes[node].name]
             assert pool is not None, "in_network_tree takes only switches that add up"
             rate = min(rate, pool.rate_bytes_per_s or rate)
             if self.round_trip_s > 0:
@@ -175,29 +178,47 @@ def in_network_tree(
             f"no switch of topology {topology.name!r} adds up",
             hint="give one a SwitchAbility with an Aggregation, or use another algorithm",
         )
-    found = [tree for root in able if (tree := _tree(topology, root, leaves, slots)) is not None]
+    both = _two_way_links(topology)
+    pools = {topology.index(s.node): s.aggregation for s in topology.switches}
+    trees = (_tree(topology, root, (leaves, slots), (both, pools)) for root in able)
+    found = [tree for tree in trees if tree is not None]
     if not found:
         raise InfeasibleError(
             f"no tree of the {len(able)} aggregating switches of {topology.name!r} joins the ranks",
             hint="where branches meet, the switch must aggregate and have the slots asked for",
         )
-    return max(found, key=lambda tree: (tree.rate_bytes_per_s, -tree.round_trip_s))
+    return max(found, key=lambda tree: (tree.rate_bytes_per_s, -tree.round_trip_s, -tree.root))
 
 
-def _tree(
-    topology: Topology, root: int, leaves: tuple[int, ...], slots: int | None
-) -> InNetworkTree | None:
-    """The tree of fewest links to one root, or None where it does not do."""
-    both = _two_way_links(topology)
+Neighbours = dict[int, dict[int, tuple[int, int, float]]]
+Pools = dict[int, Aggregation | None]
+
+
+def _branches(topology: Topology, root: int, both: Neighbours) -> dict[int, int]:
+    """Parent of every node that reaches the root through forwarding nodes, fewest links first."""
     above = {root: -1}
     waiting = deque([root])
     while waiting:
         node = waiting.popleft()
+        if topology.is_rank[node]:  # a rank ends a branch: it does not forward for others
+            continue
         for below in sorted(both.get(node, {}), key=lambda other: both[node][other][2]):
-            # A rank ends a branch: it does not forward for others.
-            if below not in above and not topology.is_rank[node]:
+            if below not in above:
                 above[below] = node
                 waiting.append(below)
+    return above
+
+
+def _tree(
+    topology: Topology,
+    root: int,
+    wanted: tuple[tuple[int, ...], int | None],
+    network: tuple[Neighbours, Pools],
+) -> InNetworkTree | None:
+    """The tree of fewest links to one root, or None where it does not do."""
+    leaves, slots = wanted
+    both, pools = network
+    above = _branches(topology, root, both)
     parents: dict[int, int] = {}
     for leaf in leaves:
         node = leaf
@@ -207,10 +228,10 @@ def _tree(
             parents[node] = above[node]
             node = above[node]
     inner, counts = np.unique(list(parents.values()), return_counts=True)
-    pools = [topology.ability_of(int(node)).aggregation for node in inner[counts > 1]]
-    if any(pool is None or pool.slots < (slots or 1) for pool in pools):
+    adding = [pools.get(int(node)) for node in inner[counts > 1]]
+    if any(pool is None or pool.slots < (slots or 1) for pool in adding):
         return None
-    most = min((pool.slots for pool in pools if pool is not None), default=slots or 1)
+    most = min((pool.slots for pool in adding if pool is not None), default=slots or 1)
     return InNetworkTree(
         topology=topology,
         root=root,
@@ -222,7 +243,7 @@ def _tree(
     )
 
 
-def _two_way_links(topology: Topology) -> dict[int, dict[int, tuple[int, int, float]]]:
+def _two_way_links(topology: Topology) -> Neighbours:
     """For each node its neighbours both ways: widest link from the neighbour, to it, latency."""
     widest: dict[tuple[int, int], int] = {}
     capacities = topology.capacities_bytes_per_s
@@ -230,7 +251,7 @@ def _two_way_links(topology: Topology) -> dict[int, dict[int, tuple[int, int, fl
         ends = int(topology.link_sources[link]), int(topology.link_targets[link])
         if ends not in widest or capacities[link] > capacities[widest[ends]]:
             widest[ends] = link
-    found: dict[int, dict[int, tuple[int, int, float]]] = {}
+    found: Neighbours = {}
     for (source, target), down in widest.items():
         up = widest.get((target, source))
         if up is not None:

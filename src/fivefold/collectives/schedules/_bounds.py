@@ -12,6 +12,7 @@ and Yuan, J. Parallel Distrib. Comput. 69(2), 2009 (the all-reduce).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -79,39 +80,47 @@ def latency_bound(collective: Collective, topology: Topology) -> Bound:
     """
     _require_match(collective, topology)
     ranks, router = topology.rank_nodes, topology.router
-    pairs = _pairs_to_join(collective)
-    worst = (0.0, -1, -1)
-    for source in np.unique(pairs[0]):
-        targets = pairs[1][pairs[0] == source] if pairs[2] else np.arange(ranks.size)
-        ticks, _ = router.distances(int(source))
-        far = int(targets[int(np.argmax(ticks[ranks[targets]]))])
-        seconds = router.seconds(int(ticks[ranks[far]]))
-        if seconds > worst[0]:
-            worst = (seconds, int(source), far)
+    worst = (0, -1, -1)
+    for chunks_alike in _kinds_of_chunks(collective):
+        if chunks_alike is None:  # all start somewhere and all end everywhere
+            starts = ends = np.arange(collective.num_ranks)
+        else:
+            starts, ends = chunks_alike
+        nearest = np.full(ends.size, np.iinfo(np.int64).max)
+        origin = np.zeros(ends.size, dtype=np.int64)
+        for start in starts:
+            ticks = router.distances(int(start))[0][ranks[ends]]
+            far = int(np.argmax(ticks))
+            if ticks[far] > worst[0] and (chunks_alike is None or collective.reducing):
+                worst = (int(ticks[far]), int(start), int(ends[far]))
+            closer = ticks < nearest
+            nearest[closer], origin[closer] = ticks[closer], start
+        far = int(np.argmax(nearest))
+        if chunks_alike is not None and nearest[far] > worst[0]:
+            worst = (int(nearest[far]), int(origin[far]), int(ends[far]))
     if worst[1] < 0:
         return NO_BOUND
     names = topology.ranks
     return Bound(
-        seconds=worst[0],
+        seconds=router.seconds(worst[0]),
         kind="latency",
         certificate=(int(ranks[worst[1]]), int(ranks[worst[2]])),
         reason=f"the shortest way from {names[worst[1]]} to {names[worst[2]]} takes so long",
     )
 
 
-def _pairs_to_join(collective: Collective) -> tuple[Longs, Longs, bool]:
-    """Ranks that start a chunk and ranks that need it; False where all pairs meet."""
-    everyone = np.arange(collective.num_ranks)
+def _kinds_of_chunks(collective: Collective) -> Iterator[tuple[Longs, Longs] | None]:
+    """Where chunks start and must end, each combination once; None: every rank to every rank."""
     if collective.name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
-        return everyone, everyone, False
-    keys = []
+        yield None
+        return
+    seen = set()
     for chunk in range(collective.num_chunks):
-        holders, receivers = collective.holders(chunk), collective.receivers(chunk)
-        if not collective.reducing and holders.size > 1:
-            continue  # which holder is nearest is not told by pairs: no claim
-        keys.append(np.unique(np.add.outer(holders * np.int64(everyone.size), receivers)))
-    joined = np.unique(np.concatenate(keys)) if keys else np.zeros(0, dtype=np.int64)
-    return joined // everyone.size, joined % everyone.size, True
+        starts, ends = collective.holders(chunk), collective.receivers(chunk)
+        key = (starts.tobytes(), ends.tobytes())
+        if key not in seen and starts.size and ends.size:
+            seen.add(key)
+            yield starts.astype(np.int64), ends.astype(np.int64)
 
 
 def bandwidth_bound(
@@ -214,7 +223,7 @@ def discrete_ingress_bound(collective: Collective, topology: Topology, size_byte
     """
     _require_match(collective, topology)
     chunk_bytes = collective.chunk_bytes(size_bytes)
-    if collective.num_ranks < 2 or collective.chunk_weights.strides != (0,) or not chunk_bytes.size:
+    if collective.num_ranks < 2 or not collective.has_equal_chunks or not chunk_bytes.size:
         return NO_BOUND
     everyone = np.arange(collective.num_ranks)
     traffic = group_traffic(collective, chunk_bytes, everyone, num_groups=everyone.size)

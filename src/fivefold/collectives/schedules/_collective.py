@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -98,11 +99,14 @@ class Collective:
             _check_pairs(side, chunks, ranks, self)
             object.__setattr__(self, f"{side}_chunks", chunks)
             object.__setattr__(self, f"{side}_ranks", ranks)
-        weights = np.float64(1.0) if self.chunk_weights is None else self.chunk_weights
-        shaped = np.broadcast_to(np.asarray(weights, dtype=np.float64), (self.num_chunks,))
-        object.__setattr__(self, "chunk_weights", frozen(shaped, np.float64))
-        _check_weights(self.chunk_weights)
+        weights = _checked_weights(self.chunk_weights, self.num_chunks)
+        object.__setattr__(self, "chunk_weights", frozen(weights, np.float64))
         _check_sources(self)
+
+    # Made anew in another process: arrays would come back writable, equal weights as a list.
+    def __reduce__(self) -> tuple[Any, ...]:
+        names = tuple(self.__dataclass_fields__)
+        return _rebuild, ({name: getattr(self, name) for name in names},)
 
     # -- where chunks are ----------------------------------------------------------------------
 
@@ -123,6 +127,11 @@ class Collective:
     def receivers(self, chunk: int) -> Ints:
         """Ranks that must hold the chunk at last."""
         return self.post_ranks[self.post_offsets[chunk] : self.post_offsets[chunk + 1]]
+
+    @cached_property
+    def has_equal_chunks(self) -> bool:
+        """Whether all chunks have one size; the weights are then one number, repeated."""
+        return self.num_chunks < 2 or self.chunk_weights.strides == (0,)
 
     @cached_property
     def single_source(self) -> bool:
@@ -168,7 +177,7 @@ class Collective:
             )
         if self.num_chunks == 0 or self.buffer_weight == 0:
             return np.zeros(self.num_chunks)
-        if self.chunk_weights.strides == (0,):  # one number for all: keep it one number
+        if self.has_equal_chunks:  # one number for all: keep it one number
             share = self.chunk_weights[0] * size_bytes / self.buffer_weight
             return np.broadcast_to(np.float64(share), (self.num_chunks,))
         return self.chunk_weights * (size_bytes / self.buffer_weight)
@@ -224,7 +233,7 @@ class Collective:
         for array in (self.pre_chunks, self.pre_ranks, self.post_chunks, self.post_ranks):
             digest.update(np.ascontiguousarray(array).data)
         weights = self.chunk_weights
-        digest.update(np.unique(weights).data if _all_equal(weights) else weights.tobytes())
+        digest.update(weights[:1].tobytes() if self.has_equal_chunks else weights.tobytes())
         return digest.hexdigest()[:32]
 
     def __eq__(self, other: object) -> bool:
@@ -277,7 +286,7 @@ class Collective:
         pre, post = (self.post_chunks, self.post_ranks), (self.pre_chunks, self.pre_ranks)
         if (numbers := self.inverse_numbering) is not None:
             pre, post = _renumbered(pre, numbers), _renumbered(post, numbers)
-            if weights.strides != (0,):
+            if not self.has_equal_chunks:
                 weights = weights[np.argsort(numbers)]
         return Collective(
             name=name,
@@ -324,16 +333,16 @@ class Collective:
             post_chunks=cut[1][0],
             post_ranks=cut[1][1],
             chunk_weights=(
-                self.chunk_weights[:1]
-                if self.chunk_weights.strides == (0,)
+                np.broadcast_to(self.chunk_weights[:1], (self.num_chunks * count,))
+                if self.has_equal_chunks
                 else np.repeat(self.chunk_weights / count, count)
             ),
             root=self.root,
         )
 
 
-def _all_equal(weights: Floats) -> bool:
-    return weights.strides == (0,) or weights.size == 0 or bool((weights == weights[0]).all())
+def _rebuild(fields: dict[str, Any]) -> Collective:
+    return Collective(**fields)
 
 
 def _renumbered(pairs: tuple[Ints, Ints], numbers: Ints) -> tuple[Ints, Ints]:
@@ -390,12 +399,23 @@ def _check_pairs(side: str, chunks: Ints, ranks: Ints, collective: Collective) -
         )
 
 
-def _check_weights(weights: Floats) -> None:
-    if weights.size and not (np.isfinite(weights).all() and (weights >= 0).all()):
-        bad = int(np.argmin(np.isfinite(weights) & (weights >= 0)))
+def _checked_weights(weights: ArrayLike | None, num_chunks: int) -> Floats:
+    """Weights of all chunks; equal ones become one number that is repeated without memory."""
+    given = np.asarray(1.0 if weights is None else weights, dtype=np.float64)
+    if given.shape not in ((), (num_chunks,)):
         raise ConfigurationError(
-            f"the weight of chunk {bad} is {weights[bad]}", hint="weights are finite and >= 0"
+            f"chunk_weights has the shape {given.shape}", hint=f"give {num_chunks} weights"
         )
+    fine = np.isfinite(given) & (given >= 0)
+    if not fine.all():
+        bad = int(np.argmin(fine))
+        raise ConfigurationError(
+            f"the weight of chunk {bad} is {given.reshape(-1)[bad]}",
+            hint="weights are finite and >= 0",
+        )
+    if given.size and (given == given.reshape(-1)[0]).all():
+        given = given.reshape(-1)[0]
+    return np.broadcast_to(given, (num_chunks,))
 
 
 def _check_sources(collective: Collective) -> None:

@@ -184,7 +184,7 @@ def exact_cuts(collective: Collective, topology: Topology, chunk_bytes: Floats) 
     name = collective.name
     if name not in ("all_gather", "reduce_scatter", "broadcast", "reduce", "scatter", "gather"):
         return
-    if collective.num_ranks < 2 or collective.chunk_weights.strides != (0,):
+    if collective.num_ranks < 2 or not collective.has_equal_chunks:
         return
     optimum = throughput_optimum(
         topology,

@@ -58,20 +58,20 @@ def _collective_to_data(collective: Collective) -> dict[str, Any]:
         made = named_collective(collective.name, collective.num_ranks, chunks=chunks, root=root)
         if made == collective:
             return {**data, "chunks": chunks, "root": root}
-    weights = collective.chunk_weights
     return data | {
         "num_chunks": collective.num_chunks,
         "reducing": collective.reducing,
         "root": collective.root,
         "pre": np.stack([collective.pre_chunks, collective.pre_ranks], axis=1).tolist(),
         "post": np.stack([collective.post_chunks, collective.post_ranks], axis=1).tolist(),
-        "weights": _short_weights(weights),
+        "weights": _short_weights(collective),
     }
 
 
-def _short_weights(weights: Array) -> float | list[float] | None:
-    """One number where all are that number by construction."""
-    if weights.size and weights.strides == (0,):
+def _short_weights(collective: Collective) -> float | list[float] | None:
+    """One number where all are that number."""
+    weights = collective.chunk_weights
+    if weights.size and collective.has_equal_chunks:
         return float(weights[0])
     return [float(weight) for weight in weights] or None
 

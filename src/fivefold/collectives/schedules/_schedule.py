@@ -235,6 +235,11 @@ class Schedule:
 
     __hash__ = None  # type: ignore[assignment]
 
+    # Made anew in another process: arrays would come back writable.
+    def __reduce__(self) -> tuple[Any, ...]:
+        names = tuple(self.__dataclass_fields__)
+        return _rebuild, ({name: getattr(self, name) for name in names},)
+
     # -- making --------------------------------------------------------------------------------
 
     @classmethod
@@ -351,6 +356,10 @@ class Schedule:
         )
 
         return read_schedule(text)
+
+
+def _rebuild(fields: dict[str, Any]) -> Schedule:
+    return Schedule(**fields)
 
 
 def _same(left: Array | None, right: Array | None) -> bool:
