@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from fivefold.cli._bench import BENCH_CONTEXT, bench_command
+from fivefold.cli._codesign import ablate_command, simulate_command
 from fivefold.cli._demo import demo_command
 from fivefold.cli._elastic import app as elastic_app
 from fivefold.cli._gnn import app as gnn_app
@@ -40,6 +41,8 @@ app = typer.Typer(
 app.command("demo", help=help_text(demo_command))(demo_command)
 app.command("train", help=help_text(train_command))(train_command)
 app.command("plan", help=help_text(plan_command))(plan_command)
+app.command("simulate", help=help_text(simulate_command))(simulate_command)
+app.command("ablate", help=help_text(ablate_command))(ablate_command)
 app.command("profile", help=help_text(profile_command))(profile_command)
 app.command("report", help=help_text(report_command))(report_command)
 app.command("bench", help=help_text(bench_command), context_settings=BENCH_CONTEXT)(bench_command)

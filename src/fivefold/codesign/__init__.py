@@ -5,16 +5,20 @@ its best alone (B1) are special cases; the four co-designs are what information 
 boundary. Plans are judged by one simulation of all jobs on the cluster.
 """
 
+from fivefold.codesign._ablation import AblationRow, ablate
 from fivefold.codesign._arbiter import PlanningOptions
 from fivefold.codesign._codesigns import CoDesigns
 from fivefold.codesign._compile import Outcome, run_plan
 from fivefold.codesign._coordinator import CoDesignResult, plan_cluster
 from fivefold.codesign._jobs import JobSpec, check_jobs
 from fivefold.codesign._modules import best_alone_plan, null_plan
+from fivefold.codesign._pictures import draw_ablation, timeline_of
 from fivefold.codesign._plans import ClusterPlan, JobPlan
 from fivefold.codesign._records import DecisionRecord, decisions_to_json
+from fivefold.codesign._workloads import Placement, load_jobs, place_jobs, synthetic_jobs
 
 __all__ = [
+    "AblationRow",
     "ClusterPlan",
     "CoDesignResult",
     "CoDesigns",
@@ -22,11 +26,18 @@ __all__ = [
     "JobPlan",
     "JobSpec",
     "Outcome",
+    "Placement",
     "PlanningOptions",
+    "ablate",
     "best_alone_plan",
     "check_jobs",
     "decisions_to_json",
+    "draw_ablation",
+    "load_jobs",
     "null_plan",
+    "place_jobs",
     "plan_cluster",
     "run_plan",
+    "synthetic_jobs",
+    "timeline_of",
 ]

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["apply_overrides", "format_toml", "read_toml", "readable_error"]
 
+_ITEM = re.compile(r"\[\d+\]")
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _TYPE_NAMES = {bool: "a boolean", int: "an integer", float: "a number", str: "a string"}
 _WANTED = {
@@ -216,7 +217,7 @@ def _explain(problem: ErrorDetails, schema: type[BaseModel]) -> tuple[str, str |
 
 
 def _explain_missing(key: str, schema: type[BaseModel]) -> tuple[str, str | None]:
-    fields = _sections(schema).get(key, {})
+    fields = _sections(schema).get(_ITEM.sub("", key), {})
     needed = [name for name, field in fields.items() if field.is_required()]
     key = f"{key}.{needed[0]}" if needed else key
     return f"{key} is missing", _about(schema, key)
@@ -224,7 +225,8 @@ def _explain_missing(key: str, schema: type[BaseModel]) -> tuple[str, str | None
 
 def _explain_unknown(location: tuple[int | str, ...], schema: type[BaseModel]) -> tuple[str, str]:
     sections = _sections(schema)
-    section, name = ".".join(map(str, location[:-1])), str(location[-1])
+    above = [str(part) for part in location[:-1] if not isinstance(part, int)]
+    section, name = ".".join(above), str(location[-1])
     homes = [f"{table}.{name}" for table, keys in sections.items() if name in keys]
     if len(location) == 1:
         close = difflib.get_close_matches(name, sections, n=1)
@@ -246,7 +248,7 @@ def _explain_unknown(location: tuple[int | str, ...], schema: type[BaseModel]) -
 
 
 def _about(schema: type[BaseModel], key: str) -> str | None:
-    key = key.partition("[")[0]
+    key = _ITEM.sub("", key)
     section, _, name = key.rpartition(".")
     field = _sections(schema).get(section, {}).get(name)
     if field is None:
@@ -271,7 +273,7 @@ def _sections(schema: type[BaseModel], prefix: str = "") -> dict[str, dict[str, 
 
 def _items(schema: type[BaseModel], key: str) -> str | None:
     """How many numbers a list of a fixed length takes, in words; None where it may have any."""
-    section, _, name = key.partition("[")[0].rpartition(".")
+    section, _, name = _ITEM.sub("", key).rpartition(".")
     arguments = typing.get_args(_annotation(schema, section, name))
     if typing.get_origin(_annotation(schema, section, name)) is not tuple or ... in arguments:
         return None

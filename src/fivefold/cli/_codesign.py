@@ -1,0 +1,279 @@
+"""``fivefold simulate`` and ``fivefold ablate``: jobs on a shared cluster, planned and compared."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fivefold.codesign import AblationRow, CoDesignResult, CoDesigns, JobSpec
+    from fivefold.network.topology import Topology
+
+__all__ = ["ablate_command", "simulate_command"]
+
+JobsArgument = Annotated[
+    Path, typer.Argument(metavar="JOBS", help="TOML file with [[jobs]]; see the guide.")
+]
+ClusterOption = Annotated[
+    str,
+    typer.Option(
+        metavar="TOPOLOGY",
+        help='Such as fat_tree:8,gpus=8, lingjun:topo.csv or cluster.toml; "fivefold topology '
+        'list" names them all.',
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Write the result as JSON.")]
+SeedOption = Annotated[int, typer.Option(min=0, help="Seed of hashed paths.")]
+BudgetOption = Annotated[int, typer.Option(min=1, help="Most simulations while planning.")]
+
+
+def simulate_command(  # noqa: PLR0913 - each option is a parameter
+    jobs: JobsArgument,
+    *,
+    cluster: ClusterOption,
+    co_designs: Annotated[
+        str,
+        typer.Option(
+            help="What layers and jobs may tell one another: V, H, II and HN joined by +, all or "
+            "none."
+        ),
+    ] = "all",
+    start: Annotated[
+        str, typer.Option(help="Baseline: null (today's stack) or best (each layer alone).")
+    ] = "null",
+    guard: Annotated[
+        bool, typer.Option(help="With H: no job may end later than under the baseline.")
+    ] = True,
+    seed: SeedOption = 0,
+    budget: BudgetOption = 60,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Folder for plan.json, decisions.jsonl and timeline.json (Perfetto)."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Plan jobs on a cluster and simulate them beside the uncoordinated baseline.
+
+    The plan says for each job how its gradients are fused and ordered, which algorithm reduces
+    them, over which paths, in which class and at which offset. Nothing is run for real.
+
+    Example:
+        $ fivefold simulate jobs.toml --cluster fat_tree:4,gpus=2
+    """
+    from fivefold.codesign import (  # noqa: PLC0415 - keeps --help fast
+        PlanningOptions,
+        load_jobs,
+        plan_cluster,
+    )
+    from fivefold.network.topology import parse_topology  # noqa: PLC0415 - as above
+
+    topology = parse_topology(cluster)
+    specs = load_jobs(jobs, topology)
+    found = plan_cluster(
+        topology,
+        specs,
+        _flags(co_designs),
+        start=_start(start),
+        seed=seed,
+        options=PlanningOptions(guard=guard, budget=budget),
+    )
+    if output is not None:
+        _write(output, found)
+    if as_json:
+        typer.echo(json.dumps(_record(specs, found)))
+        return
+    for line in _described(topology, specs, found):
+        typer.echo(line)
+    if output is not None:
+        typer.echo(f"plan, decisions and timeline: {output}", err=True)
+
+
+def ablate_command(  # noqa: PLR0913 - each option is a parameter
+    jobs: Annotated[
+        Path | None,
+        typer.Argument(metavar="[JOBS]", help="TOML file with [[jobs]]; left out, drawn jobs."),
+    ] = None,
+    *,
+    cluster: ClusterOption,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds.")] = 5,
+    number: Annotated[int, typer.Option(min=1, help="Jobs to draw, where none are given.")] = 5,
+    sizes: Annotated[str, typer.Option(help="Ranks of drawn jobs, comma-separated.")] = "4,8",
+    iterations: Annotated[int, typer.Option(min=1, help="Iterations of drawn jobs.")] = 20,
+    budget: BudgetOption = 60,
+    plot: Annotated[Path | None, typer.Option(help="Picture to write, .png or .svg.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure what each co-design buys: all sixteen combinations, against B0 and B1.
+
+    B0 is today's stack without coordination; B1 is every layer at its best alone. All use the same
+    jobs, placement and hash, and are judged by the same simulation.
+
+    Example:
+        $ fivefold ablate --cluster fat_tree:4,gpus=2 --seeds 3
+    """
+    from fivefold.cli._progress import stage_progress  # noqa: PLC0415 - as above
+    from fivefold.codesign import (  # noqa: PLC0415 - keeps --help fast
+        PlanningOptions,
+        ablate,
+        load_jobs,
+        synthetic_jobs,
+    )
+    from fivefold.network.topology import parse_topology  # noqa: PLC0415 - as above
+
+    topology = parse_topology(cluster)
+    drawn_sizes = _sizes(sizes)
+
+    def make(seed: int) -> list[JobSpec]:
+        if jobs is not None:
+            return load_jobs(jobs, topology)
+        return synthetic_jobs(
+            topology, number=number, seed=seed, sizes=drawn_sizes, iterations=iterations
+        )
+
+    with stage_progress() as show:
+        rows = ablate(
+            topology,
+            make,
+            seeds=range(seeds),
+            options=PlanningOptions(budget=budget),
+            progress=lambda done, total: show("ablation", done, total),
+        )
+    if plot is not None:
+        _draw(rows, plot, topology.name)
+        typer.echo(f"picture: {plot}", err=True)
+    if as_json:
+        typer.echo(json.dumps([asdict(row) for row in rows]))
+        return
+    for line in _table(rows):
+        typer.echo(line)
+
+
+def _flags(text: str) -> CoDesigns:
+    from fivefold.codesign import CoDesigns  # noqa: PLC0415 - keeps --help fast
+    from fivefold.errors import ConfigurationError  # noqa: PLC0415 - as above
+
+    if text in {"all", "none"}:
+        return CoDesigns.all() if text == "all" else CoDesigns.none()
+    names = {"V": "vertical", "H": "horizontal", "II": "intra_inter", "HN": "host_net"}
+    parts = [part.strip().upper() for part in text.split("+")]
+    unknown = [part for part in parts if part not in names]
+    if unknown:
+        raise ConfigurationError(
+            f"there is no co-design {unknown[0]!r}", hint="write V+H+II+HN or a part of it"
+        )
+    return CoDesigns(**{names[part]: True for part in parts})
+
+
+def _start(text: str) -> Any:
+    from fivefold.errors import ConfigurationError  # noqa: PLC0415 - keeps --help fast
+
+    if text not in {"null", "best"}:
+        raise ConfigurationError(f"there is no baseline {text!r}", hint="write null or best")
+    return text
+
+
+def _sizes(text: str) -> list[int]:
+    from fivefold.errors import ConfigurationError  # noqa: PLC0415 - keeps --help fast
+
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise ConfigurationError(f"sizes must be numbers of ranks; got {text!r}", hint="4,8,16")
+    return found
+
+
+def _record(jobs: Sequence[JobSpec], found: CoDesignResult) -> dict[str, Any]:
+    return {
+        "jobs": {
+            job.job_id: {
+                "completion_s": found.outcome.completion_s[job.job_id],
+                "baseline_completion_s": found.baseline_outcome.completion_s[job.job_id],
+                "iteration_s": found.outcome.iteration_s[job.job_id],
+                "baseline_iteration_s": found.baseline_outcome.iteration_s[job.job_id],
+            }
+            for job in jobs
+        },
+        "worse": list(found.worse),
+        "simulations": found.simulations,
+        "plan": json.loads(found.plan.to_json()),
+    }
+
+
+def _described(topology: Topology, jobs: Sequence[JobSpec], found: CoDesignResult) -> list[str]:
+    from fivefold.units import format_duration_s  # noqa: PLC0415 - keeps --help fast
+
+    width = max(len("job"), *(len(job.job_id) for job in jobs))
+    lines = [
+        f"{topology.name}: {len(jobs)} jobs, {found.simulations} simulations while planning",
+        "",
+        f"{'job':<{width}}  {'ranks':>5}  {'baseline':>11}  {'planned':>11}  {'change':>7}  how",
+    ]
+    for job in jobs:
+        plan = found.plan.jobs[job.job_id]
+        before = found.baseline_outcome.iteration_s[job.job_id]
+        after = found.outcome.iteration_s[job.job_id]
+        how = plan.algorithm.replace("_", " ")
+        how += f" at {plan.root}" if plan.root else ""
+        how += f", class {plan.priority}" if plan.priority else ""
+        how += f", {format_duration_s(plan.shift_s)} later" if plan.shift_s else ""
+        how += ", overlaps forward" if plan.overlap_forward else ""
+        lines.append(
+            f"{job.job_id:<{width}}  {len(job.ranks):>5}  {format_duration_s(before):>11}  "
+            f"{format_duration_s(after):>11}  {100 * (after / before - 1):>+6.1f}%  {how}"
+        )
+    mean = found.mean_completion_s(jobs)
+    base = sum(j.weight * found.baseline_outcome.completion_s[j.job_id] for j in jobs)
+    base /= sum(j.weight for j in jobs)
+    change = (
+        f"{format_duration_s(base)} -> {format_duration_s(mean)} ({100 * (mean / base - 1):+.1f}%)"
+    )
+    lines += [
+        "",
+        f"mean completion {change}; worse off: {', '.join(found.worse) or 'nobody'}",
+        "baseline and planned are simulated seconds per iteration",
+    ]
+    return lines
+
+
+def _write(folder: Path, found: CoDesignResult) -> None:
+    from fivefold.codesign import decisions_to_json, timeline_of  # noqa: PLC0415 - keeps --help fast
+    from fivefold.runs import write_text  # noqa: PLC0415 - as above
+
+    write_text(folder / "plan.json", found.plan.to_json() + "\n")
+    write_text(folder / "decisions.jsonl", decisions_to_json(found.decisions))
+    write_text(folder / "timeline.json", json.dumps(timeline_of(found.outcome)) + "\n")
+
+
+def _table(rows: Sequence[AblationRow]) -> list[str]:
+    size = f"{rows[0].seeds} seeds, {rows[0].jobs} jobs"
+    heads = f"{'co-designs':<14}  {'to B0':>5}  {'interval':>13}  {'to B1':>5}  {'interval':>13}"
+    lines = [
+        f"{size}; ratios of mean completion time, lower is better; 95 % intervals",
+        "",
+        f"{heads}  {'tail':>5}  worse than B0, B1",
+    ]
+    lines.extend(
+        f"{row.label:<14}  {row.to_null:>5.3f}  {_interval(row.to_null_interval):>13}  "
+        f"{row.to_best:>5.3f}  {_interval(row.to_best_interval):>13}  "
+        f"{row.tail_to_null:>5.3f}  {row.jobs_worse}, {row.jobs_worse_than_best}"
+        for row in rows
+    )
+    return lines
+
+
+def _interval(ends: tuple[float, float]) -> str:
+    return f"{ends[0]:.3f}-{ends[1]:.3f}"
+
+
+def _draw(rows: Sequence[AblationRow], path: Path, name: str) -> None:
+    from fivefold.codesign import draw_ablation  # noqa: PLC0415 - keeps --help fast
+
+    draw_ablation(rows, path, title=name)
