@@ -10,6 +10,7 @@ with each model left out in turn. Peers' errors on the same rows stand beside ou
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import random
 import statistics
 import time
@@ -18,7 +19,7 @@ from pathlib import Path
 from _rows import Row, predict, read_table, read_vtrain
 
 from fivefold.report import BenchmarkRow, write_results
-from fivefold.strategy import Cluster, fit_constants, load_cluster, with_constants
+from fivefold.strategy import Cluster, evaluate_plan, fit_constants, load_cluster, with_constants
 
 RESULTS = Path(__file__).parents[1] / "results" / "strategy" / "published.json"
 # One row per model, and one each for tensor parallelism across nodes and a deep pipeline.
@@ -123,6 +124,39 @@ def _fall(first: Row, later: Row, cluster: Cluster | None) -> float:
     return per_gpu(later) / per_gpu(first)
 
 
+# Korthikanti et al., figure 1: GiB of parameters and optimizer (embedding left out), activations
+# without any technique, and with sequence parallelism and selective recomputation.
+FIGURE_1 = {
+    "22B": (45.5625, 59.25, 9.5625), "175B": (45.5625, 66.84, 12.35),
+    "530B": (31.64, 114.02, 23.08), "1T": (32.96, 131.25, 26.56),
+}  # fmt: skip
+
+
+def memory_rows() -> list[BenchmarkRow]:
+    """The evaluator's memory against the printed one; nothing of memory is fitted."""
+    cluster, lines, errors = load_cluster("a100-megatron"), [], []
+    for row in read_table("korthikanti"):
+        name, _, how = row.case.partition(" ")
+        if name not in FIGURE_1 or how not in {"full", "selective"}:
+            continue
+        states, plain, lean = FIGURE_1[name]
+        changed = {"recompute": "none"} if how == "full" else {}
+        plan = dataclasses.replace(row.plans[0], **changed)  # type: ignore[arg-type]
+        found = evaluate_plan(row.model, cluster.device, cluster.fabric, plan=plan).memory
+        outside = 18 * row.model.vocab * row.model.hidden / plan.tensor
+        for what, ours, printed in (
+            ("parameters and optimizer", found.states_bytes - outside, states),
+            ("activations", found.activations_bytes, plain if how == "full" else lean),
+        ):
+            errors.append(100 * (ours / 2**30 / printed - 1))
+            lines.append(
+                BenchmarkRow(case=f"Korthikanti, {name}, {how}", metric=f"error of {what}",
+                             unit="%", ours=errors[-1], target=5.0, met=abs(errors[-1]) <= 5.0)
+            )  # fmt: skip
+    note(f"memory: largest error {max(map(abs, errors)):.2f} %")
+    return lines
+
+
 def regret(cluster: Cluster, rows: list[Row]) -> float:
     """How much slower the plan that the model picks is than the best measured one, in percent."""
     pick = min(rows, key=lambda row: predict(cluster, row))
@@ -200,7 +234,9 @@ def main() -> None:
     lines += table_rows("maxtext_h100", "MaxText H100")
     lines += table_rows("nvidia_gb200", "NVIDIA GB200")
     lines += table_rows("torchtitan", "torchtitan H100")
+    lines += table_rows("llmfoundry_h100", "llm-foundry H100")
     lines += table_rows("single_points", "single points")
+    lines += memory_rows()
     if arguments.vtrain is not None:
         lines += vtrain_multi(arguments.vtrain)
         lines += vtrain_single(arguments.vtrain)
