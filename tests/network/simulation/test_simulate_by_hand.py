@@ -329,3 +329,13 @@ def test_bad_requests_are_named():
     request = request_of(star.ranks, fallback=[flow_of(star, "f", 0, 1, 1.0)])
     with pytest.raises(ConfigurationError, match="across a fallback"):
         simulate(star, [request, Compute("c", 1.0, depends_on=["f"])])
+
+
+def test_routes_of_a_topology_are_taken_as_they_are():
+    topology = ring(5, bandwidth=4.0)
+    found = topology.routes([0, 1, 2], [2, 3, 4])
+    table = FlowTable.build(sizes=[8.0, 8.0, 8.0], routes=found)
+    tasks = [flow_of(topology, rank, rank, rank + 2, 8.0) for rank in range(3)]
+    np.testing.assert_array_equal(
+        simulate(topology, table).finish_s, simulate(topology, tasks).finish_s
+    )

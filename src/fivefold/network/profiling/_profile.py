@@ -63,7 +63,7 @@ class Profile:
         >>> times = np.full((2, 2, 2), np.nan)
         >>> times[0, 1] = times[1, 0] = [2e-6, 1.001e-3]
         >>> profile = Profile(hosts=("a", "b"), backend="gloo", sizes_bytes=sizes, times_s=times)
-        >>> round(profile.alpha_s[0, 1], 9), round(1 / profile.beta_s_per_byte[0, 1])
+        >>> float(round(profile.alpha_s[0, 1], 9)), round(1 / profile.beta_s_per_byte[0, 1])
         (1e-06, 1000000000)
     """
 

@@ -14,6 +14,7 @@ from fivefold.errors import ConfigurationError
 from fivefold.network.simulation._bundles import Bundles, Incidence, form_bundles, make_loads
 from fivefold.network.simulation._filling import change_bundle, join_entry, resolve
 from fivefold.network.simulation._records import Loads
+from fivefold.network.topology import Routes as RankRoutes
 
 __all__ = ["Routes", "bundle_flows", "max_min_rates"]
 
@@ -76,6 +77,15 @@ class Routes:
         links = np.fromiter((link for route in routes for link in route), np.int32)
         return cls(offsets.astype(np.int64), links)
 
+    @classmethod
+    def from_any(cls, routes: Routes | RankRoutes | Sequence[Sequence[int]]) -> Routes:
+        """Routes from themselves, from ``topology.routes()``, or from lists."""
+        if isinstance(routes, Routes):
+            return routes
+        if isinstance(routes, RankRoutes):
+            return cls(routes.offsets, routes.links)
+        return cls.of(routes)
+
     def check(self, num_links: int) -> None:
         """Refuse link indices that do not exist.
 
@@ -98,7 +108,7 @@ class Routes:
 
 
 def max_min_rates(
-    routes: Routes | Sequence[Sequence[int]],
+    routes: Routes | RankRoutes | Sequence[Sequence[int]],
     capacities_bytes_per_s: npt.ArrayLike,
     *,
     caps_bytes_per_s: npt.ArrayLike | None = None,
@@ -112,7 +122,7 @@ def max_min_rates(
     stops its flows, and the rest goes on. Exact up to rounding.
 
     Args:
-        routes: Links of each flow.
+        routes: Links of each flow: as lists, as arrays, or what ``topology.routes()`` returns.
         capacities_bytes_per_s: Capacity of each link.
         caps_bytes_per_s: Highest rate of each flow; None is no cap.
         weights: Rates share a link in proportion to these; None is 1 for all.
@@ -136,7 +146,7 @@ def max_min_rates(
         >>> max_min_rates([[0], [0]], [10.0], priorities=[0, 1], caps_bytes_per_s=[7, 9]).tolist()
         [7.0, 3.0]
     """
-    table = routes if isinstance(routes, Routes) else Routes.of(routes)
+    table = Routes.from_any(routes)
     capacities = positive_array("capacities_bytes_per_s", capacities_bytes_per_s, None)
     table.check(len(capacities))
     count = len(table)

@@ -75,13 +75,14 @@ def simulate(
         D. Bertsekas, R. Gallager, Data Networks, section 6.5.2 (max-min fairness).
 
     Example:
-        >>> from fivefold.network.topology import star
-        >>> two = star(2, bandwidth="1 GB/s", latency="1 us")
-        >>> route = two.shortest_route(0, 1)
-        >>> flows = [Flow(name, *two.ranks, 1e6, route) for name in "ab"]
-        >>> result = simulate(two, flows)
+        >>> from fivefold.network.simulation import Flow
+        >>> from fivefold.network.topology import line
+        >>> pair = line(2, bandwidth="1 GB/s", latency="1 us")
+        >>> route = pair.shortest_route(0, 1)
+        >>> flows = [Flow(name, *pair.ranks, 1e6, route) for name in "ab"]
+        >>> result = simulate(pair, flows)
         >>> round(result.finish_of("a"), 6)
-        0.002002
+        0.002001
     """
     if not isinstance(flows, FlowTable):
         table, requests, jobs = compile_tasks(topology, [*flows, *aggregation])

@@ -80,7 +80,8 @@ class FlowTable:
 
         Args:
             sizes: Bytes of each flow, seconds of each computation.
-            routes: A :class:`Routes`, or one list of links for each task.
+            routes: A :class:`Routes`, what ``topology.routes()`` returns, or one list of links for
+                each task.
             dependencies: A pair of arrays (offsets, tasks), or one list for each task; None is
                 no dependency.
             names: Ids of the tasks.
@@ -104,7 +105,7 @@ class FlowTable:
         given = {key: columns.get(key, neutral) for key, neutral in _NEUTRAL.items()}
         count = len(size)
         offsets, needed = _dependency_arrays(dependencies, count)
-        table = routes if isinstance(routes, Routes) else Routes.of(routes)
+        table = Routes.from_any(routes)
         if len(table) != count:
             raise ConfigurationError(f"there are {count} sizes and {len(table)} routes")
         cap = "rate_caps_bytes_per_s"
