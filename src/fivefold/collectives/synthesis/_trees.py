@@ -24,7 +24,12 @@ import numpy as np
 
 from fivefold.collectives.schedules import Collective, Schedule, throughput_optimum
 from fivefold.collectives.synthesis._trees_fixed import FixedRate, least_rate, next_rate
-from fivefold.collectives.synthesis._trees_network import FlowSolver, Network, integer_network
+from fivefold.collectives.synthesis._trees_network import (
+    Deadline,
+    FlowSolver,
+    Network,
+    integer_network,
+)
 from fivefold.collectives.synthesis._trees_pack import PackedTree, pack_trees
 from fivefold.collectives.synthesis._trees_schedule import schedule_trees
 from fivefold.collectives.synthesis._trees_split import Bundle, Path, remove_switches
@@ -37,6 +42,9 @@ Connections = Literal["auto", "many", "few"]
 
 _LARGEST_EXACT = 4096
 """Trees per root up to which the exact number is used when none is asked for."""
+
+_FINE_ATTEMPTS, _COARSE_ATTEMPTS = 16, 48
+"""Rates to try where the first is too fast: 3 % apart, then 25 %."""
 
 _FIXED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
@@ -197,6 +205,7 @@ def spanning_trees(
     k: int | None = None,
     root: int | None = None,
     connections: Connections = "auto",
+    time_limit_s: float | None = None,
 ) -> TreePacking:
     """Pack spanning trees: at the throughput optimum, or with a given number per root.
 
@@ -208,13 +217,14 @@ def spanning_trees(
         connections: ``"many"`` spreads what goes through a switch over all its neighbours, which
             keeps trees flat; ``"few"`` keeps the number of peers small; ``"auto"`` is many for
             switches of up to 22 neighbours.
+        time_limit_s: When to give up; None for never.
 
     Returns:
         The trees. ``is_optimal`` is false where ``k`` does not allow the optimum, and where a
         switch can send more than it receives, for then copies must be made in the switch.
 
     Raises:
-        InfeasibleError: Some rank cannot be reached.
+        InfeasibleError: Some rank cannot be reached, or the time is over.
         ConfigurationError: An argument is out of range.
 
     Example:
@@ -233,7 +243,8 @@ def spanning_trees(
     network = integer_network(topology)
     optimum = _optimum(topology, network, root)
     roots = [int(root is None or rank == root) for rank in range(topology.num_ranks)]
-    rate, trees = _search(network, roots, _plans(network, roots, optimum, k), connections)
+    plan, deadline = _plan(network, roots, optimum, k), Deadline(time_limit_s)
+    rate, trees = _search(network, roots, plan, connections, deadline)
     return TreePacking(
         topology=topology,
         trees=tuple(trees),
@@ -269,43 +280,39 @@ def _optimum(topology: Topology, network: Network, root: int | None) -> Fraction
     return Fraction(1, min(solver.flow(start, end) for end in ends))
 
 
-def _plans(network: Network, roots: list[int], optimum: Fraction, k: int | None) -> list[FixedRate]:
-    """Pairs of k and U to try, the best first."""
+def _plan(network: Network, roots: list[int], optimum: Fraction, k: int | None) -> FixedRate:
+    """The k and U to try first."""
     if k is not None:
-        return [least_rate(network, roots, k=k, bound=optimum)]
+        return least_rate(network, roots, k=k, bound=optimum)
     common = math.gcd(*network.capacities.tolist(), optimum.denominator)
     exact = FixedRate(optimum.denominator // common, Fraction(optimum.numerator, common))
     if exact.k <= _LARGEST_EXACT:
-        return [exact]
+        return exact
     plans = [least_rate(network, roots, k=count, bound=optimum) for count in _FIXED]
-    return sorted(plans, key=lambda plan: (plan.u / plan.k, plan.k))[:1]
+    return min(plans, key=lambda plan: (plan.u / plan.k, plan.k))
 
 
 def _search(
-    network: Network, roots: list[int], plans: list[FixedRate], connections: str
+    network: Network, roots: list[int], rate: FixedRate, connections: str, deadline: Deadline
 ) -> tuple[FixedRate, list[SpanningTree]]:
-    """The first plan that can be packed; slower and slower ones where switches copy too little."""
-    for plan in plans:
-        rate = plan
-        for _ in range(_ATTEMPTS):
-            try:
-                return rate, _pack(
-                    network, [rate.k * number for number in roots], rate, connections
-                )
-            except InfeasibleError:
-                rate = next_rate(network, rate)
+    """Trees at this rate, or at slower and slower ones where switches copy too little."""
+    for attempt in range(_FINE_ATTEMPTS + _COARSE_ATTEMPTS):
+        counts = [rate.k * number for number in roots]
+        try:
+            return rate, _pack(network, counts, rate, connections, deadline)
+        except InfeasibleError:
+            if deadline.passed:
+                raise
+            rate = next_rate(network, rate, fine=attempt < _FINE_ATTEMPTS)
     message = "no trees were found at any rate that was tried"
     raise InfeasibleError(message, hint="give switches as much capacity in as out")
 
 
-_ATTEMPTS = 64
-
-
 def _pack(
-    network: Network, roots: list[int], rate: FixedRate, connections: str
+    network: Network, roots: list[int], rate: FixedRate, connections: str, deadline: Deadline
 ) -> list[SpanningTree]:
     scaled = network.with_capacities(rate.capacities(network))
-    joined = remove_switches(scaled, roots, spread=connections)
+    joined = remove_switches(scaled, roots, spread=connections, deadline=deadline)
     ranks = {node: rank for rank, node in enumerate(network.terminals.tolist())}
     pairs = list(joined)
     latencies_s = np.array(
@@ -318,6 +325,7 @@ def _pack(
         capacities=[joined[pair].capacity for pair in pairs],
         latencies_s=latencies_s,
         roots=roots,
+        deadline=deadline,
     )
     bundles = [joined[pair] for pair in pairs]
     found = [part for tree in packed for part in _with_routes(tree, ends, bundles)]

@@ -68,9 +68,10 @@ def least_rate(network: Network, roots: Sequence[int], *, k: int, bound: Fractio
             return FixedRate(k, high)
 
 
-def next_rate(network: Network, rate: FixedRate) -> FixedRate:
-    """A rate about 3 % slower: the next change of a floor from there on."""
-    return FixedRate(rate.k, _smallest_change(network, rate.u * Fraction(33, 32)))
+def next_rate(network: Network, rate: FixedRate, *, fine: bool) -> FixedRate:
+    """A rate about 3 % slower, or 25 %: the next change of a floor from there on."""
+    slower = Fraction(33, 32) if fine else Fraction(5, 4)
+    return FixedRate(rate.k, _smallest_change(network, rate.u * slower))
 
 
 def _largest_change(network: Network, u: Fraction) -> Fraction:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from fivefold.collectives.synthesis._trees_network import (
     INFINITE,
+    Deadline,
     FlowSolver,
     Longs,
     Network,
@@ -65,7 +66,7 @@ SplitNetwork = dict[tuple[int, int], Bundle]
 
 
 def remove_switches(
-    network: Network, roots: Sequence[int], *, spread: str = "auto"
+    network: Network, roots: Sequence[int], *, spread: str, deadline: Deadline
 ) -> SplitNetwork:
     """Direct arcs between compute nodes that let in as many trees as the network with switches.
 
@@ -74,11 +75,15 @@ def remove_switches(
         roots: How many trees begin at each rank.
         spread: ``"many"`` joins each neighbour of a switch to as many others as it can, ``"few"``
             to as few, ``"auto"`` does the first for small switches.
+        deadline: When to give up.
 
     Returns:
         For each pair of compute nodes its paths. Where a switch lets out more than it lets in,
         or the capacities do not suffice for ``roots``, the result may be too small; the packing
         then finds out.
+
+    Raises:
+        InfeasibleError: The time is over.
     """
     arcs: SplitNetwork = defaultdict(Bundle)
     for link in range(len(network.tails)):
@@ -88,7 +93,7 @@ def remove_switches(
     # Few neighbours first: their splits are few, and they make the rest smaller.
     degree = {node: sum(1 for u, t in arcs if node in {u, t}) for node in network.switches}
     for node in sorted(network.switches, key=lambda switch: degree[switch]):
-        _Splitter(network, roots, arcs, node).run(spread)
+        _Splitter(network, roots, arcs, node).run(spread, deadline)
     return {pair: bundle for pair, bundle in arcs.items() if bundle.paths}
 
 
@@ -130,7 +135,7 @@ class _Splitter:
     def _helpers(self, pairs: list[tuple[int, int]]) -> dict[tuple[int, int], int]:
         return dict(zip(pairs, self._add(pairs, [0] * len(pairs)), strict=True))
 
-    def run(self, spread: str) -> None:
+    def run(self, spread: str, deadline: Deadline) -> None:
         """Split until nothing is left to move, then drop the switch."""
         if spread == "auto":
             pairs = len(self.sources) * len(self.targets)
@@ -139,6 +144,7 @@ class _Splitter:
             quota = self._shares() if shared else {}
             for t in self.targets:
                 for u in self.sources:
+                    deadline.check()
                     if u != t:
                         self._split(u, t, quota.get((u, t), INFINITE))
         for pair in [pair for pair in self.arcs if self.switch in pair]:
