@@ -326,6 +326,15 @@ def test_odd_capacities_are_close_and_say_so():
     assert float(optimum.inverse_rate) == pytest.approx(4.5e-9, rel=1e-8)
 
 
+def test_large_weights_scale_and_too_fine_ones_are_refused():
+    network = named_topology("dgx_a100", boxes=2)
+    large = throughput_optimum(network, [10**12] * 16)
+    assert large.inverse_rate == 10**12 * throughput_optimum(network).inverse_rate
+    assert large.algorithm_bandwidth_bytes_per_s == Fraction(1040, 3) * GB
+    with pytest.raises(ConfigurationError, match="too fine"):
+        throughput_optimum(ring(3, bandwidth=1e9 / 3), [10**12 + 39, 10**12 + 61, 10**12 + 63])
+
+
 def test_nothing_to_move_needs_no_time():
     alone = Topology("alone", [Node("a", "gpu")], [])
     for name in COLLECTIVES:

@@ -86,7 +86,7 @@ def throughput_optimum(
         links it also names.
 
     Raises:
-        ConfigurationError: A weight is negative, or there is no such collective.
+        ConfigurationError: A weight is negative or too fine, or there is no such collective.
         InfeasibleError: The topology is not connected.
         UnsupportedError: OR-Tools is not installed.
 
@@ -108,9 +108,11 @@ def throughput_optimum(
         )
     topology.require_connected()
     shares = _checked_weights(weights, topology.num_ranks)
+    common = int(np.gcd.reduce(shares)) or 1
+    shares = shares // common
     ranks = topology.rank_nodes
     capacities, unit, exact = integer_capacities(topology.capacities_bytes_per_s)
-    total = Fraction(int(shares.sum()))
+    total = Fraction(int(shares.sum()))  # in units of the common divisor, as the ratio is
     if collective == "scatter":
         ratio, cut = _scatter_ratio(topology, capacities, shares, root=root)
     else:
@@ -120,7 +122,9 @@ def throughput_optimum(
         finder = CutFinder(topology, capacities, list(zip(ranks, shares, strict=True)))
         sinks = [int(node) for rank, node in enumerate(ranks) if shares.sum() > shares[rank]]
         ratio, cut = finder.worst_ratio(sinks, start=_ingress_cut(topology, capacities, shares))
-    return ThroughputOptimum(inverse_rate=ratio / unit, total_weight=total, cut=cut, exact=exact)
+    return ThroughputOptimum(
+        inverse_rate=common * ratio / unit, total_weight=common * total, cut=cut, exact=exact
+    )
 
 
 def _checked_weights(weights: Sequence[int] | None, num_ranks: int) -> Longs:
@@ -226,6 +230,12 @@ class CutFinder:
     def _set_rate(self, inverse_rate: Fraction) -> None:
         """Weights flow at 1 / inverse_rate: capacities and supplies become integers again."""
         p, q = inverse_rate.denominator, inverse_rate.numerator
+        largest = q * int(self._capacities.sum()) + p * int(self._weights.sum())
+        if largest >= 2**63:
+            raise ConfigurationError(
+                f"weights and capacities are too fine: their products reach {largest:.3g}",
+                hint="give weights with a large common divisor, such as multiples of a kilobyte",
+            )
         limits = np.concatenate([self._capacities * q, self._weights * p])
         self._solver.set_arcs_capacity(self._arcs, limits)
 
