@@ -199,6 +199,26 @@ def test_a_job_larger_than_the_cluster_and_a_split_that_cannot_run():
                      space=SearchSpace(num_gpus=7, global_batch=3, pipeline=(1,)))  # fmt: skip
 
 
+def test_degrees_that_do_not_multiply_are_named():
+    narrow = SearchSpace(num_gpus=8, global_batch=8, tensor=(3,), pipeline=(5,))
+    with pytest.raises(InfeasibleError, match="multiply to 8"):
+        search_plans(GPT, A100.device, A100.fabric, space=narrow)
+
+
+def test_hybrid_sharding_lies_between_copies_and_full_sharding():
+    narrow = {"tensor": (1,), "pipeline": (1,), "micro_batch": (1,), "recompute": ("none",)}
+    memory = {}
+    for shard in (2, 8, None):
+        best = search_plans(
+            GPT, A100.device, A100.fabric,
+            space=SearchSpace(num_gpus=16, global_batch=16, zero=(3,), shards=(shard,), **narrow),
+        ).best[0]  # fmt: skip
+        assert best.plan.shard == shard
+        memory[shard] = best.memory.states_bytes
+    assert memory[2] == pytest.approx(4 * memory[8])
+    assert memory[8] == pytest.approx(2 * memory[None])
+
+
 @pytest.mark.parametrize(
     ("changed", "words"),
     [

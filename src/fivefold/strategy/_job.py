@@ -78,6 +78,8 @@ def load_job(path: Path | str, *, cluster: Cluster | None = None) -> Job:
     seq_len = table.get("seq_len")
     model = _model(table["model"], seq_len=seq_len, folder=Path(path).parent)
     search = _tuples(table.get("search", {}), SearchSpace, where="[search]")
+    if "shards" in search:  # TOML has no None: 0 stands for all replicas
+        search["shards"] = tuple(count or None for count in search["shards"])
     space = SearchSpace(**{"num_gpus": gpus, "global_batch": table["global_batch"], **search})
     plan = None
     if "plan" in table:

@@ -262,6 +262,7 @@ class _Walk:
 
 def _raise_no_choice(outer: Outer, space: SearchSpace) -> None:
     reasons = "; ".join(reason for reason, _ in outer.ruled_out.most_common(3))
+    reasons = reasons or f"no degrees of the search space multiply to {space.num_gpus}"
     message = (
         f"no split of {space.num_gpus} GPUs and {space.global_batch} samples can run: {reasons}"
     )
