@@ -255,6 +255,7 @@ def test_parallel_links_are_used_side_by_side():
     nodes = [Node("a", "gpu"), Node("b", "gpu")]
     links = [Link(a, b, bandwidth_bytes_per_s=1e9) for a, b in (("a", "b"), ("a", "b"), ("b", "a"))]
     result = taccl(broadcast(2, 4), Topology("pair", nodes, links), size_bytes=4e9, time_limit_s=3)
+    verify(result.schedule, check_times=True)
     assert result.time_s == pytest.approx(2.0)
 
 

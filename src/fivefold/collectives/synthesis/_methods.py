@@ -25,6 +25,7 @@ from fivefold.collectives.synthesis._logical import (
     logical_of,
 )
 from fivefold.collectives.synthesis._matching import matching
+from fivefold.collectives.synthesis._pipelined import pipelined_all_reduce, roots_of
 from fivefold.collectives.synthesis._request import Candidate, Request
 from fivefold.collectives.synthesis._sketched import derive_sketch, rotation
 from fivefold.collectives.synthesis._slotted import SlotModel, slotted
@@ -37,6 +38,7 @@ __all__ = ["METHODS", "SHARES", "in_auto"]
 
 _TREE_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce")
 _FLOW_COLLECTIVES = ("all_to_all", "all_to_allv", "scatter", "gather")
+_FINEST_PIPELINE = 16  # times the ranks: chunks of a pipelined all-reduce
 _FEW, _SOME, _MANY = 16, 32, 128  # ranks up to which auto tries exact search, TACCL, trees
 _SPARE_STEPS, _SPARE_ROUNDS = 4, 6  # beyond the bounds, in the search for the cheapest point
 
@@ -64,6 +66,25 @@ def _trees(request: Request) -> Iterator[Candidate]:
     asked = collective.name if request.free else collective
     schedule = packing.to_schedule(asked, size_bytes=request.size_bytes)
     yield schedule, time.perf_counter() - started_s
+    if collective.name == "all_reduce":
+        yield from _pipelined(request)
+
+
+def _pipelined(request: Request) -> Iterator[Candidate]:
+    """Reduce and broadcast that overlap: with the plain chunks, and with the finest that pay."""
+    counts = [count for count, _ in request.chunkings(most=_FINEST_PIPELINE)]
+    for root in roots_of(request.topology):
+        for count in counts[-2:]:
+            if request.left_s() <= 0:
+                return
+            started_s = time.perf_counter()
+            schedule = pipelined_all_reduce(
+                request.with_chunks(count),
+                request.topology,
+                root=root,
+                size_bytes=request.size_bytes,
+            )
+            yield schedule, time.perf_counter() - started_s
 
 
 def _matching(request: Request) -> Iterator[Candidate]:
