@@ -130,7 +130,11 @@ class _Packer:
         self.solver.add([node] * len(covered), covered, [INFINITE] * len(covered))
 
     def run(self, deadline: Deadline) -> list[PackedTree]:
-        """All trees."""
+        """All trees.
+
+        Raises:
+            InfeasibleError: Nothing can grow any more, or the time is over.
+        """
         done = []
         together = max(1, _LIVE_ARCS // self.num_nodes)
         while self._start(together):
