@@ -45,7 +45,11 @@ def schedule_trees(
     chunks: int | None,
     size_bytes: float | None,
 ) -> Schedule:
-    """See `TreePacking.to_schedule`."""
+    """See `TreePacking.to_schedule`.
+
+    Raises:
+        ConfigurationError: The collective does not fit the trees, or ``chunks`` is no count.
+    """
     name = (collective if isinstance(collective, str) else collective.name).replace("-", "_")
     _check_name(packing, name)
     if isinstance(collective, Collective):
