@@ -235,6 +235,7 @@ def main() -> None:
     lines += table_rows("nvidia_gb200", "NVIDIA GB200")
     lines += table_rows("torchtitan", "torchtitan H100")
     lines += table_rows("llmfoundry_h100", "llm-foundry H100")
+    lines += table_rows("megatron_bridge", "Megatron-Bridge H100")
     lines += table_rows("single_points", "single points")
     lines += memory_rows()
     if arguments.vtrain is not None:

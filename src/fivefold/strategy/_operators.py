@@ -307,9 +307,11 @@ def _expert_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ..
     exchange = (
         Operator(name="exchange", kind="message", message="expert", message_bytes=visit_bytes),
     ) * (shape.expert > 1)
+    # Tokens are sorted by rank before the exchange, and by expert after it where there are several.
+    sorts = 2 if shape.expert > 1 and local > 1 else 1
     moves = Operator(
-        name="permutation", kind="memory", moved_bytes=2 * visit_bytes,
-        backward_moved_bytes=2 * visit_bytes, kernels=3,
+        name="permutation", kind="memory", moved_bytes=2 * sorts * visit_bytes,
+        backward_moved_bytes=2 * sorts * visit_bytes, kernels=3 * sorts,
     )  # fmt: skip
     up, *rest = _feed_forward(
         model, rows=rows, inner=moe.expert_ffn / t, name="experts", batch=local
