@@ -242,7 +242,8 @@ def main() -> None:
         lines += vtrain_multi(arguments.vtrain)
         lines += vtrain_single(arguments.vtrain)
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    write_results(RESULTS, topic="strategy/published", rows=lines)
+    command = "python benchmarks/strategy/published.py --vtrain FOLDER"
+    write_results(RESULTS, topic="strategy/published", rows=lines, command=command)
 
 
 if __name__ == "__main__":

@@ -265,7 +265,8 @@ def main() -> None:
     rows, plan = ours()
     if arguments.calculon is not None:
         rows += beside_calculon(arguments.calculon.resolve(), plan, arguments.sample)
-    write_results(RESULTS, topic="strategy/search", rows=rows)
+    command = "python benchmarks/strategy/search.py --calculon FOLDER"
+    write_results(RESULTS, topic="strategy/search", rows=rows, command=command)
 
 
 if __name__ == "__main__":
