@@ -2,7 +2,7 @@
 
 Cost: one flow from each host of a fat-tree to another host (a random permutation, a random one of
 the shortest paths each), solved once, and simulated to the end with equal and with different
-sizes; and jobs that compute and reduce in turn, each reduction one coupled ring, over many
+sizes; the same with several flows a host; and jobs that compute and reduce in turn, each reduction one coupled ring, over many
 iterations. Processor seconds, best of the repetitions, compilation left out.
 
 Reality: patterns of transfers between the hosts of an emulated cluster, over gloo. The links are
@@ -135,6 +135,31 @@ def cost_rows(k: int, repetitions: int) -> list[BenchmarkRow]:
                 BenchmarkRow(case=case, metric=f"{metric}, {name}", unit="count", ours=value)
             )
     return rows
+
+
+def crowded_rows(k: int, flows_per_host: int) -> list[BenchmarkRow]:
+    """Many flows a host, all of different sizes: every end moves many rates."""
+    tree: Any = FatTree(k)
+    random = np.random.default_rng(2)
+    hosts = range(tree.num_hosts)
+    pairs = [
+        pair
+        for _ in range(flows_per_host)
+        for pair in zip(hosts, random.permutation(tree.num_hosts).tolist(), strict=True)
+    ]
+    sizes = random.uniform(1 * MB, 100 * MB, len(pairs))
+    table = FlowTable.build(sizes=sizes, routes=random_paths(tree, pairs, seed=3))
+    case = f"fat-tree k={k}, {flows_per_host} flows a host, different sizes"
+    exact_s, _, exact = best_cpu_s(partial(simulate, tree, table), 1)
+    loose_s, _, loose = best_cpu_s(partial(simulate, tree, table, tolerance=1e-2), 1)
+    error = float(np.abs(loose.finish_s / exact.finish_s - 1.0).max())
+    note(f"{case}: exact {exact_s:.2f} s, tolerance 1 % {loose_s:.2f} s, error {error:.2g}")
+    return [
+        BenchmarkRow(case=case, metric="exact", unit="CPU s", ours=exact_s),
+        BenchmarkRow(case=case, metric="tolerance 1 %", unit="CPU s", ours=loose_s),
+        BenchmarkRow(case=case, metric="tolerance 1 %: largest error of an end", unit="ratio",
+                     ours=error),
+    ]  # fmt: skip
 
 
 def job_rows(*, hosts_per_job: int, jobs: int, iterations: int, k: int) -> list[BenchmarkRow]:
@@ -283,6 +308,8 @@ def main() -> None:
     rows = []
     for k in (8, 16) if arguments.quick else (16, 24, 32, 48, 64, 74):
         rows += cost_rows(k, arguments.repetitions)
+    for flows in (2,) if arguments.quick else (2, 4, 8):
+        rows += crowded_rows(16, flows)
     rows += job_rows(hosts_per_job=8, jobs=20, iterations=50, k=16)
     if not arguments.quick:
         rows += job_rows(hosts_per_job=8, jobs=100, iterations=1000, k=16)

@@ -76,9 +76,9 @@ def profile_command(
         profile = profile_links(
             sizes_bytes=sizes_bytes, repetitions=repetitions, contention=contention
         )
+        dist.barrier()  # nobody leaves while another is still being told
         if dist.get_rank() == 0:
             _hand_on(profile, output, as_json=as_json)
-        dist.barrier()  # rank 0 serves the store: it leaves last
     finally:
         dist.destroy_process_group()
 
@@ -109,13 +109,14 @@ def _show(profile: Profile) -> None:
         table.add_column(title, justify="left" if title in {"from", "to"} else "right")
     pairs = [(a, b) for a in range(profile.num_ranks) for b in range(profile.num_ranks) if a != b]
     alphas, rates, residuals = profile.alpha_s, profile.rates_bytes_per_s, profile.residuals
+    bounds = profile.usable_rates_bytes_per_s
     for a, b in pairs[:_SHOWN_PAIRS]:
         error, worst = residuals[a, b, -1], max(residuals[a, b].tolist(), key=abs)
         table.add_row(
             f"rank{a} ({profile.hosts[a]})",
             f"rank{b} ({profile.hosts[b]})",
             format_duration_s(alphas[a, b]),
-            format_bytes_per_s(rates[a, b]) if rates[a, b] < float("inf") else "not seen",
+            ("" if rates[a, b] < float("inf") else "over ") + format_bytes_per_s(bounds[a, b]),
             f"{100 * error:+.1f} %",
             f"{100 * worst:+.1f} %",
         )

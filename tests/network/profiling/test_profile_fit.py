@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fivefold.errors import ConfigurationError, DataError
+from fivefold.errors import DataError
 from fivefold.network.profiling import Contention, Profile, fit_line
 from fivefold.network.profiling._profile import split_latencies
 
@@ -141,11 +141,17 @@ def test_several_ranks_on_several_hosts_share_a_card():
     assert card.capacity_bytes_per_s == pytest.approx(1e9, rel=1e-6)
 
 
-def test_times_that_do_not_grow_give_no_topology():
+def test_times_that_do_not_grow_give_a_lower_bound():
     times = np.full((2, 2, 2), 1e-3)
-    profile = Profile(hosts=("a", "b"), backend="gloo", sizes_bytes=(1, 2), times_s=times)
-    with pytest.raises(ConfigurationError, match="did not grow"):
-        profile.to_topology()
+    profile = Profile(hosts=("a", "b"), backend="gloo", sizes_bytes=(1, 2000), times_s=times)
+    topology = profile.to_topology()
+    np.testing.assert_allclose(topology.capacities_bytes_per_s, 2e6)
+    assert "2 rates are lower bounds" in topology.source
+
+
+def test_noise_in_the_upper_half_falls_back_to_the_whole_range():
+    fit = fit_line([0, 1000, 2000], [1e-6, 3.1e-6, 3e-6])
+    assert fit.beta_s_per_byte == pytest.approx(1e-9)
 
 
 def test_a_profile_is_json():

@@ -68,7 +68,9 @@ def fit_line(sizes_bytes: npt.ArrayLike, times_s: npt.ArrayLike) -> LineFit:
     order = np.argsort(sizes)
     sizes, times = sizes[order], times[order]
     upper = slice(min(sizes.size // 2, sizes.size - 2), None)
-    beta = max(0.0, _median_slope(sizes[upper], times[upper]))
+    beta = _median_slope(sizes[upper], times[upper])
+    if beta <= 0.0:  # noise was larger than the differences: the whole range is the longest lever
+        beta = max(0.0, float((times[-1] - times[0]) / (sizes[-1] - sizes[0])))
     small = times[: max(1, sizes.size // 3)] - beta * sizes[: max(1, sizes.size // 3)]
     alpha = max(0.0, float(np.median(small)))
     fitted = alpha + beta * sizes

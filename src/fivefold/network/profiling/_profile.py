@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fivefold.errors import ConfigurationError, DataError
+from fivefold.errors import DataError
 from fivefold.network.profiling._fit import LineFit, fit_line
 from fivefold.network.topology import Link, Node, Topology
 
@@ -128,10 +128,21 @@ class Profile:
         """
         if self.contention is None or self.num_ranks < 3:
             return True
-        best = self._off_diagonal(self.rates_bytes_per_s)
+        best = self._off_diagonal(self.usable_rates_bytes_per_s)
         gain_out = self.contention.out_bytes_per_s / best.max(axis=1)
         gain_in = self.contention.in_bytes_per_s / best.max(axis=0)
         return float(np.median(np.concatenate([gain_out, gain_in]))) < _ONE_PORT
+
+    @property
+    def usable_rates_bytes_per_s(self) -> FloatArray:
+        """One over beta, or where no time grew with the size, the largest size over its time."""
+        with np.errstate(invalid="ignore"):
+            bounds = self.sizes_bytes[-1] / self.times_s[:, :, -1]
+        return np.where(np.isinf(self.rates_bytes_per_s), bounds, self.rates_bytes_per_s)
+
+    def _between(self, values: FloatArray) -> FloatArray:
+        """What concerns two ranks, without the diagonal."""
+        return values[~np.eye(self.num_ranks, dtype=bool)]
 
     @staticmethod
     def _off_diagonal(values: FloatArray) -> FloatArray:
@@ -149,10 +160,8 @@ class Profile:
             name: Of the topology.
 
         Returns:
-            The topology; its source says how it came about.
-
-        Raises:
-            ConfigurationError: A rate could not be measured because times did not grow with sizes.
+            The topology; its source says how it came about. Where times did not grow with the size,
+            the link gets the largest size over its time, which is less than its rate.
 
         Example:
             >>> times = np.full((2, 2, 2), 1e-3) * [1, 2]
@@ -161,10 +170,6 @@ class Profile:
             >>> profile.to_topology().num_links
             2
         """
-        rates = self.rates_bytes_per_s[~np.eye(self.num_ranks, dtype=bool)]
-        if not np.isfinite(rates).all():
-            message = "the time of some messages did not grow with their size"
-            raise ConfigurationError(message, hint="measure again with larger sizes")
         kind: Any = "gpu" if self.backend == "nccl" else "cpu"
         nodes = [Node(f"rank{r}", kind, host=host) for r, host in enumerate(self.hosts)]
         several = len(set(self.hosts)) > 1
@@ -178,14 +183,18 @@ class Profile:
             switches, links = [], self._direct(range(self.num_ranks))
             how = "a direct link for each ordered pair"
         source = f"measured with {self.backend} between {self.num_ranks} ranks; {how}"
+        unseen = int(np.count_nonzero(np.isinf(self._between(self.rates_bytes_per_s))))
+        if unseen:
+            source += f"; {unseen} rates are lower bounds: measure with larger sizes"
         return Topology(name, [*nodes, *switches], links, source=source)
 
     def _direct(self, ranks: Any) -> list[Link]:
+        rates = self.usable_rates_bytes_per_s
         return [
             Link(
                 f"rank{a}",
                 f"rank{b}",
-                bandwidth_bytes_per_s=float(self.rates_bytes_per_s[a, b]),
+                bandwidth_bytes_per_s=float(rates[a, b]),
                 latency_s=float(self.alpha_s[a, b]),
             )
             for a in ranks
@@ -195,7 +204,7 @@ class Profile:
 
     def _star(self, ranks: Any, hub: str = "switch") -> list[Link]:
         chosen = list(ranks)
-        rates, alphas = self.rates_bytes_per_s, self.alpha_s
+        rates, alphas = self.usable_rates_bytes_per_s, self.alpha_s
         rise_s, fall_s = split_latencies(alphas[np.ix_(chosen, chosen)])
         links = []
         for place, rank in enumerate(chosen):
@@ -210,7 +219,7 @@ class Profile:
 
     def _joined_hosts(self) -> tuple[list[Node], list[Link]]:
         hosts = np.array(self.hosts)
-        rates, alphas = self.rates_bytes_per_s, self.alpha_s
+        rates, alphas = self.usable_rates_bytes_per_s, self.alpha_s
         outside = hosts[:, None] != hosts[None, :]
         rise_s, fall_s = split_latencies(np.where(outside, alphas, np.nan))
         nodes, links = [Node("switch", "switch")], []
