@@ -28,7 +28,8 @@ from fivefold.moe import ExchangeConfig, ExpertExchange
 from fivefold.moe._heap import SharedMemoryHeap
 
 torch.set_num_threads(1)
-TIMEOUT_S = 60.0
+TIMEOUT_S = 200.0  # for ranks that come late on a busy machine
+DEAD_S = 8.0
 HIDDEN, INNER, TOP_K = 16, 16, 2
 
 
@@ -60,7 +61,7 @@ def part_of(given, counts, rank, ranks):
     return own | {n: given[n][rank * local : (rank + 1) * local] for n in weights}
 
 
-def open_exchange(folder, rank, ranks, *, capacity=None, most=5, timeout_s=TIMEOUT_S):
+def open_exchange(folder, rank, ranks, *, capacity=None, most=5):
     config = ExchangeConfig(
         ranks=ranks,
         experts=2 * ranks,
@@ -72,7 +73,7 @@ def open_exchange(folder, rank, ranks, *, capacity=None, most=5, timeout_s=TIMEO
         capacity=capacity,
         debug=True,
     )
-    return ExpertExchange.between_processes(config, folder, rank=rank, timeout_s=timeout_s)
+    return ExpertExchange.between_processes(config, folder, rank=rank, timeout_s=TIMEOUT_S)
 
 
 def play(folder, rank, ranks, *, epochs, capacity=None, most=5, stir_s=0.02):
@@ -103,7 +104,8 @@ def play(folder, rank, ranks, *, epochs, capacity=None, most=5, stir_s=0.02):
 
 def die(folder, rank, ranks):
     """The last rank is gone in the middle of its second launch; the others say so, and when."""
-    exchange = open_exchange(folder, rank, ranks, timeout_s=4.0)
+    exchange = open_exchange(folder, rank, ranks)
+    exchange = ExpertExchange(exchange.config, exchange.heap, timeout_s=DEAD_S)
     given = operands((3, HIDDEN, INNER, 2 * ranks, TOP_K), bias=True, dtype=torch.float32)
     given["topk_ids"][:] = torch.tensor([0, 2 * ranks - 1])  # the last rank's expert among them
     own = part_of(given, [3, *[0] * (ranks - 1)], 0, ranks) | {
@@ -129,7 +131,7 @@ def scenes(folder, rank):
             if rank < ranks:
                 name = f"{ranks} ranks, {'compact' if capacity is None else 'capacity'}"
                 place = folder / name
-                epochs = 5 if ranks == 2 else 3
+                epochs = {2: 5, 3: 3, 4: 2}[ranks]
                 yield (
                     name,
                     lambda p=place, r=ranks, c=capacity, e=epochs: play(

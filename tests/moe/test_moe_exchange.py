@@ -133,18 +133,19 @@ def test_processes_without_a_barrier(processes, scene):
         found = processes[scene, rank]
         assert "failed" not in found, found["failed"]
         assert found["error"] < 2e-6
-        assert found["epochs"] == (5 if number == 2 else 3)
-        assert found["sent_bytes"] == found["formula_bytes"] > 0
+        assert found["epochs"] == {2: 5, 3: 3, 4: 2}[number]
+        assert found["sent_bytes"] == found["formula_bytes"]
+    assert sum(processes[scene, rank]["sent_bytes"] for rank in range(number)) > 0
 
 
 def test_who_waits_for_a_dead_rank_is_told(processes):
     for rank in range(3):
         found = processes["a rank dies", rank]
         assert "failed" not in found, found["failed"]
-        assert f"rank {rank} waited 4 s for" in found["refused"]
+        assert f"rank {rank} waited 8 s for" in found["refused"]
         assert "rank 3" in found["refused"]
         assert "in epoch 2" in found["refused"]
-        assert found["waited_s"] < 30
+        assert found["waited_s"] < 60
 
 
 def test_setting_a_heap_up_is_bounded_and_compared(processes):

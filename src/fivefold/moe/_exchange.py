@@ -154,7 +154,7 @@ class ExpertExchange:
         }
 
     def _programs(self) -> int:
-        return 2 if interpreting() else _multiprocessors(self.heap.device)
+        return 1 if interpreting() else _multiprocessors(self.heap.device)
 
     def __call__(  # noqa: PLR0913 - the operator's own operands
         self,
