@@ -239,3 +239,14 @@ def test_rank_graph_of_boxes_and_rails():
     # 7 GPUs of the own host, and those of the own rail on the other hosts.
     fabric = rail_only(4, host=HostSpec(gpus=8)).rank_graph()
     assert np.bincount(fabric.sources).tolist() == [7 + 3] * 32
+
+
+@pytest.mark.parametrize("search", ["tree", "both ends"])
+def test_of_equal_routes_the_widest_is_taken(search, monkeypatch):
+    """GPUs of one host: NVLink and the rack's switch are both two links away."""
+    topology = parse_topology("fat_tree:4,gpus=8")
+    if search == "both ends":
+        monkeypatch.setattr(type(topology.router), "_few", 10**9)
+    for pair in ((0, 1), (1, 0), (7, 3)):
+        links = [topology.links[link] for link in topology.shortest_route(*pair)]
+        assert {link.bandwidth_bytes_per_s for link in links} == {300e9}

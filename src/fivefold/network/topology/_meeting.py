@@ -29,7 +29,7 @@ __all__ = ["meeting_routes"]
 def _settle(side: Any, links: Any, blocked: Any, end: int) -> Any:
     """Settle the nearest open node of one search and open its neighbours; gives the node."""
     ticks, hops, places, heap, state, touched = side
-    offsets, by_node, far_ends, link_ticks = links
+    offsets, by_node, far_ends, link_ticks = links[0], links[1], links[2], links[3]
     node = heap[0]
     places[node] = -2
     state[0] -= 1
@@ -185,7 +185,7 @@ def _pick(
     """The wanted one of the links into a node that are on shortest routes, and their number."""
     node, wanted = at
     source = goal[0]
-    equals, found = 0, -1
+    equals, found, width = 0, -1, np.int64(-1)
     for position in range(into[0][node], into[0][node + 1]):
         link = into[1][position]
         previous = into[2][link]
@@ -193,6 +193,9 @@ def _pick(
             continue
         if not _is_on_route(forward, backward, (previous, node, into[3][link]), goal):
             continue
+        if equals > 0 and into[4][link] != width:  # sorted, the widest first
+            break
+        width = into[4][link]
         if equals == wanted:
             found = link
         equals += 1
@@ -211,7 +214,7 @@ def _side(num_nodes: int) -> Any:
 @njit
 def meeting_routes(
     out: tuple[IntArray, IntArray, IntArray, LongArray],
-    into: tuple[IntArray, IntArray, IntArray, LongArray],
+    into: tuple[IntArray, IntArray, IntArray, LongArray, LongArray],
     blocked: npt.NDArray[np.bool_],
     pairs: tuple[IntArray, IntArray],
     selectors: IntArray,
@@ -220,7 +223,8 @@ def meeting_routes(
 
     Args:
         out: Offsets by node, links, targets of the links, ticks of the links: leaving a node.
-        into: The same for entering a node, with the sources of the links.
+        into: The same for entering a node, with the sources of the links; sorted, the widest
+            first, and the width class of each link.
         blocked: Nodes that may begin or end a route only.
         pairs: Source and target nodes.
         selectors: Per pair, decides among equals as in ``walk_back``.

@@ -1,10 +1,11 @@
-"""Shortest routes between ranks: least latency, then fewest links, spread over equals.
+"""Shortest routes between ranks: least latency, fewest links, wide ones first, spread over equals.
 
 Latencies are compared as whole numbers of a fine tick, so that two routes over the same links in
 another order are exactly equal. The tree of distances is found per source (Dijkstra); a route is
-then walked back from its destination, and where several links are equally good the destination's
-rank decides, digit by digit, as in static routing of fat-trees (destination modulo k): flows to
-different destinations meet on as few links as can be without knowing the traffic.
+then walked back from its destination. Where several links are equally good the widest are taken,
+and of those the destination's rank decides, digit by digit, as in static routing of fat-trees
+(destination modulo k): flows to different destinations meet on as few links as can be without
+knowing the traffic.
 """
 
 from __future__ import annotations
@@ -80,6 +81,13 @@ class Router:
         self._ticks = _latency_ticks(topology.latencies_s, topology.num_nodes)
         self._kept: OrderedDict[tuple[int, bool], tuple[npt.NDArray[np.int64], IntArray]]
         self._kept = OrderedDict()
+        # Classes of equal capacity, and each node's entering links with the widest first.
+        capacities = topology.capacities_bytes_per_s
+        self._widths = np.unique(capacities, return_inverse=True)[1].astype(np.int64)
+        enter = topology.incoming
+        node_of = np.repeat(np.arange(topology.num_nodes), np.diff(enter.offsets))
+        order = np.lexsort((enter.links, -self._widths[enter.links], node_of))
+        self._entering: IntArray = enter.links[order]
 
     def route(self, rank_a: int, rank_b: int, *, through_ranks: bool = True) -> tuple[int, ...]:
         """Links from one rank to another, see :meth:`Topology.shortest_route`."""
@@ -201,7 +209,7 @@ class Router:
         if (counts < 0).any():
             raise self._no_route(rank, int(targets[int(np.argmin(counts))]), through_ranks)
         links: IntArray = walk_back(
-            (topology.incoming.offsets, topology.incoming.links, topology.link_sources),
+            (topology.incoming.offsets, self._entering, topology.link_sources, self._widths),
             (self._ticks, ticks, hops, self._blocked(through_ranks)),
             int(topology.rank_nodes[rank]),
             nodes,
@@ -223,7 +231,7 @@ class Router:
         leave, enter, nodes = topology.outgoing, topology.incoming, topology.rank_nodes
         offsets, links, lost = meeting_routes(
             (leave.offsets, leave.links, topology.link_targets, self._ticks),
-            (enter.offsets, enter.links, topology.link_sources, self._ticks),
+            (enter.offsets, self._entering, topology.link_sources, self._ticks, self._widths),
             self._blocked(through_ranks),
             (nodes[first], nodes[last]),
             self._selectors(first, last),

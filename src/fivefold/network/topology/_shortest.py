@@ -107,16 +107,20 @@ def shortest_distances(
 
 @njit
 def _choose(
-    graph: tuple[IntArray, IntArray, IntArray],
+    graph: tuple[IntArray, IntArray, IntArray, LongArray],
     costs: tuple[LongArray, LongArray, IntArray, npt.NDArray[np.bool_]],
     ends: tuple[int, int],
     wanted: int,
 ) -> tuple[int, int]:
-    """The wanted one of the links by which a node is reached best, and the number of such links."""
-    offsets, in_links, link_sources = graph
+    """The wanted one of the links by which a node is reached best, and the number of such links.
+
+    A node's links are sorted, the widest first; narrower ones than the first that serves are not
+    considered.
+    """
+    offsets, in_links, link_sources, widths = graph
     link_ticks, ticks, hops, blocked = costs
     source, node = ends
-    equals, found = 0, -1
+    equals, found, width = 0, -1, np.int64(-1)
     for position in range(offsets[node], offsets[node + 1]):
         link = in_links[position]
         previous = link_sources[link]
@@ -126,6 +130,9 @@ def _choose(
             continue
         if blocked[previous] and previous != source:
             continue
+        if equals > 0 and widths[link] != width:
+            break
+        width = widths[link]
         if equals == wanted:
             found = link
         equals += 1
@@ -134,7 +141,7 @@ def _choose(
 
 @njit
 def walk_back(
-    graph: tuple[IntArray, IntArray, IntArray],
+    graph: tuple[IntArray, IntArray, IntArray, LongArray],
     costs: tuple[LongArray, LongArray, IntArray, npt.NDArray[np.bool_]],
     source: int,
     targets: IntArray,
@@ -142,7 +149,8 @@ def walk_back(
 ) -> IntArray:
     """Routes from a source to targets, one behind the other, by distances already known.
 
-    Where several links are equally good the selector's lowest digit decides, to the base of their
+    Where several links are equally good the widest go first, and of those the selector's lowest
+    digit decides, to the base of their
     number; the rest of the selector decides farther up.
     """
     link_sources, hops = graph[2], costs[2]
