@@ -11,6 +11,7 @@ from fivefold.moe._capacity import capacity_for, drop_beyond_capacity
 from fivefold.moe._checkpoints import LAYOUTS, convert_checkpoint, export_checkpoint
 from fivefold.moe._exchange import ExpertExchange
 from fivefold.moe._exchange_layout import ExchangeConfig
+from fivefold.moe._expert_group import ExchangeFlight, ExpertGroup, ExpertLoad
 from fivefold.moe._heap import (
     SharedMemoryHeap,
     SymmetricHeap,
@@ -35,7 +36,10 @@ __all__ = [
     "LAYOUTS",
     "Activation",
     "ExchangeConfig",
+    "ExchangeFlight",
     "ExpertExchange",
+    "ExpertGroup",
+    "ExpertLoad",
     "MoE",
     "MoEConfig",
     "Router",

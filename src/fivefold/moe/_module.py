@@ -10,7 +10,8 @@ from torch import nn
 
 from fivefold.errors import ConfigurationError
 from fivefold.moe._activations import activation_named
-from fivefold.moe._capacity import DropPolicy, capacity_for
+from fivefold.moe._capacity import DropPolicy, capacity_for, drop_beyond_capacity
+from fivefold.moe._expert_group import ExpertGroup, ExpertLoad
 from fivefold.moe._operator import fused_moe
 from fivefold.moe._routing import Router, Routing, load_balancing_loss, route, router_z_loss
 
@@ -99,15 +100,21 @@ class MoE(nn.Module):
     Weights: ``gate.weight`` [E, H], ``experts.w13`` [E, 2I, H] (gate rows, then up rows; [E, I, H]
     for plain activations), ``experts.w2`` [E, H, I], biases ``experts.b13`` and ``experts.b2``, and
     ``shared.*`` as one more expert. ``convert_checkpoint`` makes these from the layouts of Mixtral,
-    Qwen3-MoE, DeepSeek and torchtitan.
+    Qwen3-MoE, DeepSeek and torchtitan. With a group each rank holds E / P of the experts, in order,
+    and everything else whole; forward and backward are then collective calls.
 
     Args:
         config: Sizes and options.
+        group: Ranks that share the experts out; None: all are here.
 
     Attributes:
         last_routing: What the last forward decided, for losses and statistics; with its graph
             while gradients are on.
         last_logits: The router logits of the last forward.
+        last_load: Assignments per expert of the last forward, over all ranks of the group.
+
+    Raises:
+        ConfigurationError: The experts cannot be shared out equally.
 
     Example:
         >>> layer = MoE(MoEConfig(hidden=8, intermediate=16, experts=4))
@@ -117,15 +124,17 @@ class MoE(nn.Module):
         12
     """
 
-    def __init__(self, config: MoEConfig) -> None:
+    def __init__(self, config: MoEConfig, group: ExpertGroup | None = None) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.group = config, group
         self.gate = _Gate(config)
-        self.experts = _Experts(config.experts, config.hidden, config.intermediate, config)
+        here = range(config.experts) if group is None else group.experts_of(config.experts)
+        self.experts = _Experts(len(here), config.hidden, config.intermediate, config)
         shared = config.shared_intermediate
         self.shared = _Experts(1, config.hidden, shared, config) if shared else None
         self.last_routing: Routing | None = None
         self.last_logits: torch.Tensor | None = None
+        self.last_load: ExpertLoad | None = None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -145,7 +154,7 @@ class MoE(nn.Module):
             x: Shape [..., H].
 
         Returns:
-            The same shape and data type.
+            The same shape and data type; autocast's type under autocast.
 
         Raises:
             ConfigurationError: The last dimension is not H.
@@ -157,46 +166,69 @@ class MoE(nn.Module):
                 hint="the last dimension is the hidden size",
             )
         tokens = x.reshape(-1, config.hidden)
-        logits = nn.functional.linear(tokens, self.gate.weight)
+        logits = self._logits(tokens)
         routing = route(logits, config.router, selection_bias=self.gate.selection_bias)
         self.last_routing, self.last_logits = routing, logits
-        output = self._through(tokens, self.experts, routing.ids_TK, routing.weights_TK)
+        ids = self._within_capacity(routing)
+        tokens = _as_autocast(tokens)
+        if self.group is None:
+            output = self._through(tokens, self.experts, ids, routing.weights_TK)
+            self.last_load = ExpertLoad(routed=routing.load_E, kept=_counts(ids, config.experts))
+        else:
+            output, self.last_load = self.group.apply(
+                tokens,
+                routing.ids_TK,
+                ids=ids,
+                weights=routing.weights_TK,
+                num_experts=config.experts,
+                local=lambda rows, ids, weights: self._through(rows, self.experts, ids, weights),
+            )
         if self.shared is not None:
             every = torch.zeros(len(tokens), 1, dtype=torch.int64, device=x.device)
             one = torch.ones(len(tokens), 1, dtype=routing.weights_TK.dtype, device=x.device)
-            output = output + self._through(tokens, self.shared, every, one, shared=True)
+            output = output + self._through(tokens, self.shared, every, one)
         return output.view(x.shape)
 
-    def _through(
-        self,
-        tokens: torch.Tensor,
-        experts: _Experts,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        *,
-        shared: bool = False,
-    ) -> torch.Tensor:
+    def _logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        # Not in autocast's 16 bits: a rounded logit sends a token to another expert (selective
+        # precision, arXiv 2101.03961, section 2.4).
+        with torch.autocast(tokens.device.type, enabled=False):
+            wide = torch.promote_types(tokens.dtype, self.gate.weight.dtype)
+            return nn.functional.linear(tokens.to(wide), self.gate.weight.to(wide))
+
+    def _within_capacity(self, routing: Routing) -> torch.Tensor:
+        """Expert ids with -1 for what is dropped; a rank's tokens compete among themselves."""
         config = self.config
-        capacity = None
-        if config.capacity_factor is not None and not shared:
-            capacity = capacity_for(
-                len(tokens),
-                config.experts,
-                top_k=config.router.top_k,
-                factor=config.capacity_factor,
-            )
+        if config.capacity_factor is None:
+            return routing.ids_TK
+        capacity = capacity_for(
+            len(routing.ids_TK),
+            config.experts,
+            top_k=config.router.top_k,
+            factor=config.capacity_factor,
+        )
+        kept = drop_beyond_capacity(
+            routing.ids_TK,
+            routing.weights_TK,
+            num_experts=config.experts,
+            capacity=capacity,
+            policy=config.drop_policy,
+        )
+        return routing.ids_TK.masked_fill(~kept, -1)
+
+    def _through(
+        self, tokens: torch.Tensor, experts: _Experts, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
         return fused_moe(
             tokens,
-            experts.w13,
-            experts.w2,
+            _as_autocast(experts.w13),
+            _as_autocast(experts.w2),
             ids,
             weights,
-            activation=config.activation,
-            b13=experts.b13,
-            b2=experts.b2,
-            capacity=capacity,
-            drop_policy=config.drop_policy,
-            backend=config.backend,
+            activation=self.config.activation,
+            b13=None if experts.b13 is None else _as_autocast(experts.b13),
+            b2=None if experts.b2 is None else _as_autocast(experts.b2),
+            backend=self.config.backend,
             check=False,  # the router's own ids are in range and distinct
         )
 
@@ -216,8 +248,14 @@ class MoE(nn.Module):
         if self.last_routing is None or self.last_logits is None:
             message = "there is no routing yet"
             raise ConfigurationError(message, hint="call the layer before its losses")
-        loss = balance * load_balancing_loss(self.last_routing)
+        load = None if self.last_load is None else self.last_load.routed
+        loss = balance * load_balancing_loss(self.last_routing, load=load)
         return loss + z * router_z_loss(self.last_logits) if z else loss
+
+    @property
+    def expert_parameters(self) -> list[str]:
+        """Names of the parameters that each rank of the group has a share of."""
+        return [f"experts.{name}" for name, _ in self.experts.named_parameters()]
 
     def extra_repr(self) -> str:
         """Sizes, for ``print``."""
@@ -227,3 +265,15 @@ class MoE(nn.Module):
             f"experts={config.experts}, top_k={config.router.top_k}, "
             f"activation={config.activation!r}"
         )
+
+
+def _counts(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+    return torch.bincount(ids.reshape(-1) + 1, minlength=num_experts + 1)[1:]
+
+
+def _as_autocast(tensor: torch.Tensor) -> torch.Tensor:
+    """In the type of torch.autocast, where it is on: the operator takes one type for all."""
+    device = tensor.device.type
+    if not torch.is_autocast_enabled(device):
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(device))

@@ -191,7 +191,7 @@ def _limited_to_groups(choice: torch.Tensor, router: Router) -> torch.Tensor:
     return grouped.masked_fill(closed.unsqueeze(-1), float("-inf")).view_as(choice)
 
 
-def load_balancing_loss(routing: Routing) -> torch.Tensor:
+def load_balancing_loss(routing: Routing, *, load: torch.Tensor | None = None) -> torch.Tensor:
     """The auxiliary loss E * sum_e f_e P_e; 1 where the load is even, E where one expert has all.
 
     f_e is the share of all assignments that go to expert e (a constant for the gradient), P_e the
@@ -200,6 +200,8 @@ def load_balancing_loss(routing: Routing) -> torch.Tensor:
 
     Args:
         routing: Of at least one token.
+        load: Assignments per expert that f_e is the share of, [E]; None: this routing's own. With
+            those of all ranks the mean of the ranks' losses is the loss of the whole batch.
 
     Returns:
         A scalar.
@@ -211,7 +213,8 @@ def load_balancing_loss(routing: Routing) -> torch.Tensor:
     if num_tokens == 0:
         message = "a load balancing loss needs tokens"
         raise DataError(message, hint="skip it for empty batches")
-    share = routing.load_E.to(routing.scores_TE.dtype) / routing.ids_TK.numel()
+    counts = (routing.load_E if load is None else load).to(routing.scores_TE.dtype)
+    share = counts / counts.sum()
     scores = routing.scores_TE
     probabilities = scores / (scores.sum(dim=-1, keepdim=True) + _SMALL)
     return num_experts * torch.dot(share, probabilities.mean(dim=0))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from fivefold.train._config import (
     AutoTauConfig,
     DataConfig,
+    MixtureConfig,
     ModelConfig,
     OptimConfig,
     RunConfig,
@@ -33,6 +34,7 @@ __all__ = [
     "Corpus",
     "DataConfig",
     "HuggingFaceTokenizer",
+    "MixtureConfig",
     "ModelConfig",
     "OptimConfig",
     "RunConfig",

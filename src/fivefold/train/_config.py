@@ -1,6 +1,6 @@
 """The configuration of a training run: five TOML tables, checked before anything starts.
 
-Table ``[sync]`` has a file of its own, ``_sync_config.py``.
+Tables ``[sync]`` and ``[model.moe]`` have files of their own.
 
 Each table is a frozen model with a default for every key, so an empty file is a valid
 configuration. Values are taken as they are: a string is not read as a number, except that keys
@@ -33,6 +33,7 @@ from fivefold.runs import (
     read_toml,
     readable_error,
 )
+from fivefold.train._moe_config import MixtureConfig
 from fivefold.train._sync_config import AutoTauConfig, SyncConfig, keys_of_method
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AutoTauConfig",
     "DataConfig",
+    "MixtureConfig",
     "ModelConfig",
     "OptimConfig",
     "RunConfig",
@@ -131,6 +133,8 @@ class ModelConfig(Section):
     """width of the residual stream, a multiple of 2 * heads"""
     heads: Positive = 4
     """attention heads"""
+    moe: MixtureConfig | None = None
+    """table of the mixture of experts; left out, the model is dense"""
 
     @model_validator(mode="after")
     def _heads_divide_width(self) -> ModelConfig:
@@ -199,6 +203,24 @@ class TrainConfig(Section):
                 f"optim.warmup_steps must be at most run.steps; got {self.optim.warmup_steps} "
                 f"{'' if given else '(the default) '}and {self.run.steps} steps",
                 hint=f"lower optim.warmup_steps, for example to {self.run.steps // 10}",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _experts_fit_the_method(self) -> TrainConfig:
+        moe, method = self.model.moe, self.sync.method
+        if moe is not None and moe.expert_parallel > 1 and method != "ddp":
+            raise ConfigurationError(
+                f'model.moe.expert_parallel {moe.expert_parallel} needs sync.method "ddp"; got '
+                f'"{method}"',
+                hint="ranks that share experts exchange tokens in every step: they cannot take "
+                "local steps apart; set expert_parallel = 1 for the other methods",
+            )
+        if moe is not None and moe.bias_rate > 0 and method not in {"ddp", "none"}:
+            raise ConfigurationError(
+                f'model.moe.bias_rate needs sync.method "ddp" or "none"; got "{method}"',
+                hint="a selection bias follows the load of every step, which ranks that step apart "
+                "do not share; balance with model.moe.balance_loss",
             )
         return self
 

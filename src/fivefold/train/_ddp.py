@@ -24,10 +24,13 @@ from fivefold.train._spans import Span, union_s
 from fivefold.train._world import guard
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
     from fivefold.optim import SyncStatistics, TauDecision
+    from fivefold.train._expert_ranks import ExpertRanks
     from fivefold.train._methods import LanguageModel
+    from fivefold.train._mixture import Mixtures
     from fivefold.train._world import World
 
 __all__ = ["DataParallelMethod"]
@@ -61,13 +64,27 @@ class DataParallelMethod:
         model: The bare module; rank 0's parameters are broadcast.
         world: The ranks.
         codec: "fp32" for gradients as they are, "bf16" or "fp16" for half precision on the wire.
+        experts: Who shares experts with whom; None where nobody does. The shares are left out of
+            DDP: their gradients are summed by ``ExpertRanks``.
 
     Raises:
         CommunicationError: A peer died or did not answer in time.
     """
 
-    def __init__(self, model: torch.nn.Module, *, world: World, codec: str = "fp32") -> None:
-        self._world = world
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        world: World,
+        codec: str = "fp32",
+        experts: ExpertRanks | None = None,
+    ) -> None:
+        self._world, self._experts = world, experts
+        self._mixtures: Mixtures | None = getattr(model, "mixtures", None)
+        shares = set(getattr(model, "sharded_parameters", []))
+        named = list(model.named_parameters())
+        self._shares = [parameter for name, parameter in named if name in shares]
+        self._replicated = [parameter for name, parameter in named if name not in shares]
         self._wire = _WIRES[codec]
         self.totals = CommunicationTotals()
         self._spans: list[Span] = []
@@ -78,8 +95,13 @@ class DataParallelMethod:
         with guard(world, "setting up DistributedDataParallel"):
             self._group = dist.new_group(timeout=world.timeout)
             devices = [world.device.index] if world.device.type == "cuda" else None
+            loss = _Loss(model)
+            # DDP's own way to leave parameters alone; private only in its name.
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(  # type: ignore[no-untyped-call]  # noqa: SLF001 - untyped in torch
+                loss, [f"model.{name}" for name in shares]
+            )
             self._wrapped = DistributedDataParallel(
-                _Loss(model),
+                loss,
                 device_ids=devices,
                 process_group=self._group,
                 **_no_buffers_in_forward(),
@@ -94,9 +116,14 @@ class DataParallelMethod:
         that depends on the bucket's layout, so with three ranks or more a resumed run would
         round differently in its first step than the run that was not interrupted.
         """
+        counted = None if self._mixtures is None else self._mixtures.state_dict()
         self.backward(self.loss(inputs, targets))
         for parameter in self._wrapped.parameters():
             parameter.grad = None
+        if self._mixtures is not None and counted is not None:
+            self._mixtures.load_state_dict(counted)
+        if self._experts is not None:
+            self._experts.group.take_flights()
         self._spans.clear()
         self.totals = CommunicationTotals()
 
@@ -121,16 +148,45 @@ class DataParallelMethod:
             loss.backward()  # type: ignore[no-untyped-call]  # untyped in torch
         if self._last_launch_s is not None:
             self._account(self._last_launch_s, time.perf_counter())
+        if self._experts is not None and self._wrapped.require_backward_grad_sync:
+            self._reduce_experts(self._experts)
+
+    def clip_gradients(self, max_norm: float) -> torch.Tensor:
+        """Clip by the norm over all parameters of all ranks that share experts.
+
+        Raises:
+            CommunicationError: A peer died or did not answer in time.
+        """
+        if self._experts is None:
+            return torch.nn.utils.clip_grad_norm_(self._replicated, max_norm)
+        common, shares = (
+            [parameter.grad for parameter in parameters if parameter.grad is not None]
+            for parameters in (self._replicated, self._shares)
+        )
+        return self._experts.clip(common, shares, max_norm=max_norm)
 
     def after_step(self) -> None:
-        """Nothing to do."""
+        """Count what travelled between experts."""
+        if self._experts is None:
+            return
+        for flight in self._experts.group.take_flights():
+            size = {"payload_bytes": flight.payload_bytes, "sent_bytes": flight.sent_bytes}
+            self._note(f"experts: {flight.name}", flight.start_s, flight.end_s, **size)
+            if self._mixtures is not None:
+                seconds = flight.end_s - flight.start_s
+                self._mixtures.count_exchange(**size, seconds=seconds)
 
     def finalize(self) -> None:
         """Nothing is in flight between steps."""
 
-    def evaluation(self) -> AbstractContextManager[None]:
-        """The parameters are equal on all ranks at every step."""
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """The parameters are equal on all ranks at every step; its exchanges are no training."""
+        try:
+            yield
+        finally:
+            if self._experts is not None:
+                self._experts.group.take_flights()
 
     def state_dict(self) -> dict[str, Any]:
         """The totals; DDP itself keeps no state between steps."""
@@ -163,6 +219,27 @@ class DataParallelMethod:
             self.totals.sent_bytes += span.details["sent_bytes"]
             self.totals.collectives += 1
             self._spans.append(span)
+
+    def _reduce_experts(self, experts: ExpertRanks) -> None:
+        start_s = time.perf_counter()
+        gradients = [share.grad for share in self._shares if share.grad is not None]
+        payload = experts.reduce(gradients, wire=self._wire)
+        if payload:
+            replicas = self._world.world_size // experts.group.size
+            width = 1.0 if self._wire is None else self._wire.itemsize / 4
+            sent = int(2 * (replicas - 1) * payload * width) // replicas
+            now_s = time.perf_counter()
+            self._note("experts' gradients", start_s, now_s, payload_bytes=payload, sent_bytes=sent)
+
+    def _note(self, name: str, start_s: float, end_s: float, **size: int) -> None:
+        """A blocking exchange: all of its flight is a wait."""
+        span = Span(lane="flight", name=name, start_s=start_s, end_s=end_s, details=size)
+        self._spans += [Span(lane="wait", name=name, start_s=start_s, end_s=end_s), span]
+        self.totals.in_flight_s += end_s - start_s
+        self.totals.exposed_wait_s += end_s - start_s
+        self.totals.payload_bytes += size["payload_bytes"]
+        self.totals.sent_bytes += size["sent_bytes"]
+        self.totals.collectives += 1
 
     def _ring_bytes(self, wire: torch.Tensor) -> int:
         """What a ring all-reduce sends per rank; DDP's backend does not say."""

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
 import torch
 
 from fivefold.train._sampler import gather_batch, sequential_starts
@@ -53,6 +54,11 @@ def bits_per_byte(loss: float, *, num_tokens: int, num_bytes: int) -> float:
     return loss / math.log(2) * num_tokens / num_bytes
 
 
+def _most_windows(corpus: Corpus, config: TrainConfig) -> int:
+    available = (len(corpus.validation) - 1) // config.data.sequence_length
+    return min(available, config.optim.validation_batches * config.optim.batch_size)
+
+
 @torch.no_grad()
 def evaluate(
     model: torch.nn.Module,
@@ -87,6 +93,10 @@ def evaluate(
         rank=world.rank,
         world_size=world.world_size,
     )
+    if getattr(model, "sharded_parameters", []):
+        # Ranks that share experts need one another in every forward, also who has no more text.
+        most = -(-_most_windows(corpus, config) // (world.world_size * config.optim.batch_size))
+        batches += [np.empty(0, dtype=np.int64)] * (most - len(batches))
     loss_of = cast("LanguageModel", model).loss
     nats, tokens = 0.0, 0
     model.eval()
@@ -94,7 +104,7 @@ def evaluate(
         for starts in batches:
             inputs, targets = gather_batch(corpus.validation, starts, length)
             loss = loss_of(inputs.to(world.device), targets.to(world.device))
-            nats += float(loss) * targets.numel()
+            nats += float(loss) * targets.numel() if targets.numel() else 0.0
             tokens += targets.numel()
     model.train()
     total_nats, total_tokens = world.sum([nats, float(tokens)], what="the validation loss")

@@ -20,6 +20,7 @@ from fivefold.train._checkpoint import read_checkpoint, write_checkpoint
 from fivefold.train._control import ControlLane
 from fivefold.train._corpus import load_corpus
 from fivefold.train._evaluate import Validation, bits_per_byte, evaluate
+from fivefold.train._expert_ranks import require_shares, share_experts
 from fivefold.train._machine import LinkMeter, run_manifest
 from fivefold.train._methods import make_method, method_label, require_peers
 from fivefold.train._model import Transformer
@@ -86,6 +87,7 @@ def train(config: TrainConfig) -> RunResult:
     """
     identity = read_identity()
     require_peers(config.sync, world_size=identity.world_size)
+    require_shares(config.model, world_size=identity.world_size)
     stop = StopRequest()
     with stop.handling_signals():
         torch.set_num_threads(config.run.threads)
@@ -117,16 +119,26 @@ class _Run:
         self.config, self.world, self.corpus = config, world, corpus
         self.folder = RunFolder(root=config.run.output)
         require_equal_data(world, corpus)
+        experts = share_experts(config.model, world)
         self.model = Transformer(
             config.model,
             vocab_size=vocab_size,
             sequence_length=config.data.sequence_length,
             seed=config.run.seed,
+            group=None if experts is None else experts.group,
         ).to(world.device)
+        self.mixtures = self.model.mixtures
         self.optimizer = make_optimizer(self.model, config)
-        self.method = make_method(config.sync, self.model, optimizer=self.optimizer, world=world)
+        self.method = make_method(
+            config.sync, self.model, optimizer=self.optimizer, world=world, experts=experts
+        )
         self.lane = ControlLane(world, stop)
-        parts = TrainedParts(model=self.model, optimizer=self.optimizer, method=self.method)
+        parts = TrainedParts(
+            model=self.model,
+            optimizer=self.optimizer,
+            method=self.method,
+            mixtures=self.mixtures,
+        )
         self.stepper = StepRunner(config, world, parts=parts, tokens=corpus.train)
         self.step = 0
         self.saved_step: int | None = None
@@ -151,6 +163,8 @@ class _Run:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.method.load_state_dict(state["method"])
+        if self.mixtures is not None:
+            self.mixtures.load_state_dict(state["mixtures"])
         self.step = self.saved_step = state["step"]
         if state["validation"] is not None:
             at, values = state["validation"]
@@ -246,6 +260,7 @@ class _Run:
             link_bytes=self.link.record(),
             reason=reason,
             digest=parameters_sha256(self.model),
+            mixtures=self.mixtures,
         )
         if self.metrics is not None:
             tokens = self.tokens(self.step)
@@ -292,6 +307,7 @@ class _Run:
         tau = None if statistics is None else statistics.tau
         progress.describe(loss=self._loss_last, tokens_per_s=rate, tau=tau)
         self.recorder.flush()
+        routing = None if self.mixtures is None else self.mixtures.take_interval()
         if self.metrics is not None:
             split = self.corpus.train
             size = {"num_tokens": len(split), "num_bytes": self.corpus.train_bytes}
@@ -306,6 +322,8 @@ class _Run:
                 grad_norm=float(self.stepper.grad_norm),
                 tokens_per_s=rate,
             )
+            if routing is not None:
+                self.metrics.write("moe", step=self.step, wall_s=wall_s, **routing)
             self._log_sync(self.metrics, wall_s)
 
     def _log_sync(self, metrics: MetricsWriter, wall_s: float) -> None:
@@ -384,6 +402,7 @@ class _Run:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "method": method_state,
+            "mixtures": None if self.mixtures is None else self.mixtures.state_dict(),
             "rng": rng_state(),
             "wall_s": self.wall_s(),
             "seconds": self.recorder.seconds,

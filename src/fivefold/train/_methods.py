@@ -19,6 +19,7 @@ from fivefold.errors import ConfigurationError
 if TYPE_CHECKING:
     from fivefold.optim import SyncStatistics, TauDecision
     from fivefold.train._config import SyncConfig
+    from fivefold.train._expert_ranks import ExpertRanks
     from fivefold.train._spans import Span
     from fivefold.train._world import World
 
@@ -108,6 +109,14 @@ class Method(Protocol):
         """
         ...
 
+    def clip_gradients(self, max_norm: float) -> torch.Tensor:
+        """Clip before the optimizer's step; returns the norm of the whole gradient.
+
+        Raises:
+            CommunicationError: A peer died or did not answer in time.
+        """
+        ...
+
     def after_step(self) -> None:
         """After the optimizer's step.
 
@@ -157,7 +166,7 @@ class NoMethod:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._model = cast("LanguageModel", model)
+        self._module, self._model = model, cast("LanguageModel", model)
         self.totals = CommunicationTotals()
 
     def warm_up(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
@@ -174,6 +183,10 @@ class NoMethod:
     def backward(self, loss: torch.Tensor) -> None:
         """Backward pass."""
         loss.backward()  # type: ignore[no-untyped-call]  # untyped in torch
+
+    def clip_gradients(self, max_norm: float) -> torch.Tensor:
+        """Clip by the norm over all parameters, which are all here."""
+        return torch.nn.utils.clip_grad_norm_(self._module.parameters(), max_norm)
 
     def after_step(self) -> None:
         """Nothing to do."""
@@ -207,9 +220,24 @@ class NoMethod:
 
 
 def make_method(
-    config: SyncConfig, model: torch.nn.Module, *, optimizer: torch.optim.Optimizer, world: World
+    config: SyncConfig,
+    model: torch.nn.Module,
+    *,
+    optimizer: torch.optim.Optimizer,
+    world: World,
+    experts: ExpertRanks | None = None,
 ) -> Method:
     """Set up the configured method; a collective call for all but "none".
+
+    Args:
+        config: Table ``[sync]``.
+        model: The bare module.
+        optimizer: The inner optimizer.
+        world: The ranks.
+        experts: Who shares experts with whom; None where nobody does.
+
+    Returns:
+        The method.
 
     Raises:
         ConfigurationError: The method needs peers and there are none, or a setting is not
@@ -222,7 +250,7 @@ def make_method(
     if config.method == "ddp":
         from fivefold.train._ddp import DataParallelMethod  # noqa: PLC0415 - loads what is used
 
-        return DataParallelMethod(model, world=world, codec=config.codec or "fp32")
+        return DataParallelMethod(model, world=world, codec=config.codec or "fp32", experts=experts)
     from fivefold.train._outer import OuterMethod  # noqa: PLC0415 - loads what is used
 
     return OuterMethod(config, model, optimizer=optimizer, world=world)

@@ -17,16 +17,18 @@ values, F width of the feed-forward layer, V vocabulary.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the customary name
 from torch import nn
 
 from fivefold.errors import ConfigurationError
+from fivefold.train._mixture import Mixtures, draw_experts, make_mixture, mixture_blocks
 from fivefold.train._operators import rms_norm, rotary_tables, split_rotated_heads
 
 if TYPE_CHECKING:
+    from fivefold.moe import ExpertGroup, MoE
     from fivefold.train._config import ModelConfig
 
 __all__ = ["Transformer", "token_loss"]
@@ -42,11 +44,19 @@ class Transformer(nn.Module):
     write to the residual stream are divided by ``sqrt(2 * layers)``, so that its size does not
     grow with depth. They depend on the seed alone, not on torch's global generator.
 
+    With ``[model.moe]`` some blocks have a mixture of experts as their feed-forward layer. The
+    value of ``loss`` is the cross entropy alone, so that curves compare; its gradient in training
+    is also that of the mixtures' auxiliary losses.
+
     Args:
-        config: Layers, width and heads.
+        config: Layers, width, heads and experts.
         vocab_size: Number of tokens, V.
         sequence_length: Longest sequence that ``forward`` takes, T.
         seed: Seed of the parameters; equal seeds give equal parameters on every rank.
+        group: Ranks that share the experts out; None: this rank has all of them.
+
+    Attributes:
+        mixtures: The mixtures of experts together; None in a dense model.
 
     References:
         Standard deviation (SmallInit): arXiv 1910.05895. Scaled residual products: the GPT-2
@@ -64,14 +74,26 @@ class Transformer(nn.Module):
     sin_TJ: torch.Tensor
 
     def __init__(
-        self, config: ModelConfig, *, vocab_size: int, sequence_length: int, seed: int = 0
+        self,
+        config: ModelConfig,
+        *,
+        vocab_size: int,
+        sequence_length: int,
+        seed: int = 0,
+        group: ExpertGroup | None = None,
     ) -> None:
         super().__init__()
         self.config = config
         self.vocab_size = vocab_size
         self.sequence_length = sequence_length
         self.embedding_VD = nn.Parameter(torch.empty(vocab_size, config.width))
-        self.blocks = nn.ModuleList(_Block(config) for _ in range(config.layers))
+        mixed = mixture_blocks(config)
+        self.blocks = nn.ModuleList(
+            _Block(config, _mixture(config, group) if number in mixed else None)
+            for number in range(config.layers)
+        )
+        layers = {n: cast("_Block", self.blocks[n]).mixture for n in sorted(mixed)}
+        self.mixtures = None if config.moe is None else Mixtures(config.moe, layers)
         self.norm_D = nn.Parameter(torch.ones(config.width))
         # Not persistent: they follow from the configuration, and no wrapper has to sync them.
         cos_TJ, sin_TJ = rotary_tables(sequence_length, config.width // config.heads)
@@ -132,15 +154,36 @@ class Transformer(nn.Module):
             >>> abs(model.loss(inputs_BT, targets_BT).item() - math.log(5)) < 1  # at the start
             True
         """
-        return token_loss(self(inputs_BT), targets_BT)
+        loss = token_loss(self(inputs_BT), targets_BT)
+        if self.mixtures is None or not self.training:
+            return loss
+        self.mixtures.observe()
+        extra = self.mixtures.auxiliary_loss()
+        return loss + (extra - extra.detach())
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters, the tied embedding counted once.
+        """Number of parameters over all ranks that share experts, the tied embedding counted once.
 
-        ``V * D + layers * (4 D^2 + 3 D F + 2 D) + D`` with F = 8/3 D rounded up to 16.
+        Dense: ``V * D + layers * (4 D^2 + 3 D F + 2 D) + D`` with F = 8/3 D rounded up to 16.
         """
-        return sum(parameter.numel() for parameter in self.parameters())
+        shared_out = set(self.sharded_parameters)
+        ranks = 1 if self.mixtures is None else self.mixtures.ranks
+        return sum(
+            parameter.numel() * (ranks if name in shared_out else 1)
+            for name, parameter in self.named_parameters()
+        )
+
+    @property
+    def sharded_parameters(self) -> list[str]:
+        """Names of the parameters of which this rank has a share only."""
+        layers = {} if self.mixtures is None else self.mixtures.layers
+        return [
+            f"blocks.{number}.mixture.{name}"
+            for number, layer in layers.items()
+            if layer.group is not None
+            for name in layer.expert_parameters
+        ]
 
     @property
     def flops_per_token(self) -> int:
@@ -148,10 +191,16 @@ class Transformer(nn.Module):
 
         ``6 * (V * D + layers * (4 D^2 + 3 D F)) + 6 * layers * D * T``: two FLOPs per weight and
         token in the forward pass and four in the backward pass, and half of attention's
-        ``12 * layers * D * T``, because the causal mask leaves out half of the pairs.
-        Elementwise work and the lookup of the input are not counted.
+        ``12 * layers * D * T``, because the causal mask leaves out half of the pairs. Of a mixture
+        the router, the chosen and the shared experts count. Elementwise work and the lookup of the
+        input are not counted.
         """
         weights = sum(p.numel() for p in self.parameters() if p.dim() == 2)
+        for layer in () if self.mixtures is None else self.mixtures.layers.values():
+            one = layer.experts.w13[0].numel() + layer.experts.w2[0].numel()
+            weights += layer.config.router.top_k * one
+            if layer.shared is not None:
+                weights += layer.shared.w13.numel() + layer.shared.w2.numel()
         return 6 * weights + 6 * self.config.layers * self.config.width * self.sequence_length
 
     def _initialise(self, seed: int) -> None:
@@ -159,13 +208,17 @@ class Transformer(nn.Module):
         inner_std = math.sqrt(2 / (5 * self.config.width))
         residual_std = inner_std / math.sqrt(2 * self.config.layers)
         for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
+            if parameter.dim() == 2 and ".mixture." not in name:
                 std = residual_std if name.endswith(("out_DD", "down_DF")) else inner_std
                 nn.init.normal_(parameter, std=std, generator=generator)
+        for layer in () if self.mixtures is None else self.mixtures.layers.values():
+            draw_experts(layer, std=inner_std, residual_std=residual_std, generator=generator)
 
 
 class _Block(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    mixture: MoE
+
+    def __init__(self, config: ModelConfig, mixture: MoE | None) -> None:
         super().__init__()
         width, hidden = config.width, _hidden_width(config.width)
         self.heads = config.heads
@@ -173,8 +226,12 @@ class _Block(nn.Module):
         self.query_key_value_CD = nn.Parameter(torch.empty(3 * width, width))
         self.out_DD = nn.Parameter(torch.empty(width, width))
         self.norm_feed_forward_D = nn.Parameter(torch.ones(width))
-        self.gate_up_2FD = nn.Parameter(torch.empty(2 * hidden, width))
-        self.down_DF = nn.Parameter(torch.empty(width, hidden))
+        self.is_dense = mixture is None
+        if mixture is not None:
+            self.mixture = mixture
+        else:
+            self.gate_up_2FD = nn.Parameter(torch.empty(2 * hidden, width))
+            self.down_DF = nn.Parameter(torch.empty(width, hidden))
 
     def forward(
         self, x_BTD: torch.Tensor, cos_TJ: torch.Tensor, sin_TJ: torch.Tensor
@@ -185,6 +242,9 @@ class _Block(nn.Module):
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x_BTD = x_BTD + F.linear(mixed.transpose(1, 2).flatten(2), self.out_DD)
         normed_BTD = rms_norm(x_BTD, self.norm_feed_forward_D, epsilon=_EPSILON)
+        if not self.is_dense:
+            mixed_BTD: torch.Tensor = self.mixture(normed_BTD)
+            return x_BTD + mixed_BTD
         gate_BTF, up_BTF = F.linear(normed_BTD, self.gate_up_2FD).chunk(2, dim=-1)
         return x_BTD + F.linear(F.silu(gate_BTF) * up_BTF, self.down_DF)
 
@@ -207,6 +267,12 @@ def token_loss(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tens
     if logits.dtype in {torch.bfloat16, torch.float16}:
         logits = logits.float()
     return F.cross_entropy(logits, targets_BT.flatten())
+
+
+def _mixture(config: ModelConfig, group: ExpertGroup | None) -> MoE:
+    assert config.moe is not None, "blocks have a mixture only where there is a table for it"
+    hidden = _hidden_width(config.width)
+    return make_mixture(config.moe, width=config.width, dense_hidden=hidden, group=group)
 
 
 def _hidden_width(width: int) -> int:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fivefold.train._config import TrainConfig
     from fivefold.train._evaluate import Validation
     from fivefold.train._methods import Method
+    from fivefold.train._mixture import Mixtures
 
 __all__ = ["RunResult", "make_result", "parameters_sha256"]
 
@@ -44,6 +45,7 @@ class RunResult:
         link_bytes: Interface, bytes sent and received; None where not known.
         sync: The outer engine's statistics; None for other methods.
         parameters_sha256: Digest of this rank's parameters.
+        moe: Loads, drops and bytes of the mixtures of experts; None for a dense model.
 
     Example:
         >>> RunResult.__dataclass_params__.frozen
@@ -64,6 +66,7 @@ class RunResult:
     link_bytes: dict[str, Any] | None
     sync: dict[str, Any] | None
     parameters_sha256: str
+    moe: dict[str, Any] | None = None
 
     def summary(self) -> str:
         """One line for people."""
@@ -92,6 +95,7 @@ def make_result(  # noqa: PLR0913 - one argument per part of the record, one cal
     link_bytes: dict[str, Any] | None,
     reason: str,
     digest: str,
+    mixtures: Mixtures | None,
 ) -> RunResult:
     """Put the record together."""
     statistics = method.statistics()
@@ -111,6 +115,7 @@ def make_result(  # noqa: PLR0913 - one argument per part of the record, one cal
         link_bytes=link_bytes,
         sync=None if statistics is None else dataclasses.asdict(statistics),
         parameters_sha256=digest,
+        moe=None if mixtures is None else mixtures.record(),
     )
 
 

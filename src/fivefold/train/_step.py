@@ -18,10 +18,13 @@ from fivefold.train._sampler import ShardedSampler, gather_batch
 from fivefold.train._spans import Span, subtract
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
 
     from fivefold.train._config import TrainConfig
     from fivefold.train._methods import Method
+    from fivefold.train._mixture import Mixtures
     from fivefold.train._world import World
 
 __all__ = ["StepRunner", "TrainedParts"]
@@ -35,11 +38,13 @@ class TrainedParts:
         model: The bare module.
         optimizer: The inner optimizer.
         method: How the ranks are kept together.
+        mixtures: The model's mixtures of experts; None in a dense model.
     """
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     method: Method
+    mixtures: Mixtures | None = None
 
 
 class StepRunner:
@@ -92,6 +97,8 @@ class StepRunner:
         start_s = time.perf_counter()
         self._update(batches, step)
         self._parts.method.after_step()
+        if self._parts.mixtures is not None:
+            self._parts.mixtures.end_step(self._summed_loads)
         end_s = time.perf_counter()
         spans = self._parts.method.take_spans()
         busy = subtract(start_s, end_s, holes=[span for span in spans if span.lane != "flight"])
@@ -107,8 +114,7 @@ class StepRunner:
     def _update(self, batches: list[tuple[torch.Tensor, torch.Tensor]], step: int) -> None:
         optim, optimizer = self._config.optim, self._parts.optimizer
         self.loss = self._forward_backward(batches)
-        parameters = self._parts.model.parameters()
-        self.grad_norm = torch.nn.utils.clip_grad_norm_(parameters, optim.grad_clip)
+        self.grad_norm = self._parts.method.clip_gradients(optim.grad_clip)
         self.lr = cosine_with_warmup(
             step,
             lr=optim.lr,
@@ -123,6 +129,11 @@ class StepRunner:
         if self._world.device.type == "cuda":
             # So that what follows is a wait for the network, not for this step's kernels.
             torch.cuda.synchronize()
+
+    def _summed_loads(self, loads: Sequence[float]) -> list[float]:
+        if self._config.sync.method == "none":  # every rank trains alone
+            return list(loads)
+        return self._world.sum(list(loads), what="the experts' loads")
 
     def _forward_backward(self, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
         total = torch.zeros((), device=self._world.device)

@@ -1,0 +1,145 @@
+"""Which ranks share out the experts, which hold the same ones, and what that asks of gradients.
+
+With ``expert_parallel`` = P, each P consecutive ranks share out every mixture's experts and send
+tokens to one another; ranks P apart hold the same experts. Everything else is on all ranks alike.
+The loss of the run is the mean over all ranks, so an expert's gradient, which its owner gets from
+the tokens of P ranks, is added over the owners and divided by the number of all ranks. This module
+knows nothing of models or steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from fivefold.errors import ConfigurationError
+from fivefold.moe import ExpertGroup
+from fivefold.train._world import guard
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fivefold.train._config import ModelConfig
+    from fivefold.train._world import World
+
+__all__ = ["ExpertRanks", "require_shares", "share_experts"]
+
+
+def require_shares(config: ModelConfig, *, world_size: int) -> None:
+    """Refuse a number of ranks that cannot share out the experts.
+
+    Raises:
+        ConfigurationError: It is no multiple of ``expert_parallel``.
+    """
+    ranks = 1 if config.moe is None else config.moe.expert_parallel
+    if world_size % ranks:
+        raise ConfigurationError(
+            f"model.moe.expert_parallel = {ranks} needs a multiple of {ranks} ranks; "
+            f"got world_size={world_size}",
+            hint=f"start {-(-world_size // ranks) * ranks} ranks, or change expert_parallel",
+        )
+
+
+def share_experts(config: ModelConfig, world: World) -> ExpertRanks | None:
+    """Form the groups; a collective call where experts are shared out, else None.
+
+    Raises:
+        ConfigurationError: The number of ranks does not fit.
+        CommunicationError: A peer died or did not answer in time.
+    """
+    require_shares(config, world_size=world.world_size)
+    if config.moe is None or config.moe.expert_parallel == 1:
+        return None
+    share = config.moe.expert_parallel
+    ranks = range(world.world_size)
+    # Every rank takes part in making every group, in the same order.
+    with guard(world, "forming the groups of experts"):
+        group = _group_of(world, [list(ranks[first : first + share]) for first in ranks[::share]])
+        replicas = None
+        if world.world_size > share:
+            replicas = _group_of(world, [list(ranks[first::share]) for first in ranks[:share]])
+    return ExpertRanks(
+        world=world,
+        group=ExpertGroup(group, guard=lambda what: guard(world, what)),
+        replicas=replicas,
+    )
+
+
+def _group_of(world: World, members: list[list[int]]) -> dist.ProcessGroup:
+    found = None
+    for ranks in members:
+        group = dist.new_group(ranks, timeout=world.timeout)
+        found = group if world.rank in ranks else found
+    assert isinstance(found, dist.ProcessGroup), "every rank is in one of the groups"
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertRanks:
+    """The groups of one rank.
+
+    Args:
+        world: All ranks.
+        group: Ranks that share the experts out.
+        replicas: Ranks with the same experts; None where there are none.
+    """
+
+    world: World
+    group: ExpertGroup
+    replicas: dist.ProcessGroup | None
+
+    def reduce(self, gradients: Sequence[torch.Tensor], *, wire: torch.dtype | None) -> int:
+        """Turn gradients of this rank's experts into those of the run's loss, in place.
+
+        Args:
+            gradients: Summed over the tokens that came here.
+            wire: Type on the wire; None for their own.
+
+        Returns:
+            Bytes of what was to be summed.
+
+        Raises:
+            CommunicationError: A peer died or did not answer in time.
+        """
+        for gradient in gradients:
+            gradient.div_(self.world.world_size)
+            if self.replicas is None:
+                continue
+            sent = gradient if wire is None else gradient.to(wire)
+            with guard(self.world, "the all-reduce of the experts' gradients"):
+                dist.all_reduce(sent, group=self.replicas)
+            if wire is not None:
+                gradient.copy_(sent)
+        return 0 if self.replicas is None else sum(g.nbytes for g in gradients)
+
+    def clip(
+        self,
+        replicated: Sequence[torch.Tensor],
+        experts: Sequence[torch.Tensor],
+        *,
+        max_norm: float,
+    ) -> torch.Tensor:
+        """Clip by the norm of the whole model's gradient; equal on all ranks, bit for bit.
+
+        Args:
+            replicated: Gradients that all ranks have.
+            experts: Gradients of this rank's experts.
+            max_norm: Largest norm; inf for no clipping.
+
+        Returns:
+            The norm before clipping.
+
+        Raises:
+            CommunicationError: A peer died or did not answer in time.
+        """
+        own = torch.nn.utils.get_total_norm(experts).double().square().view(1)
+        shares = self.group.gather(own, name="gradient norms")
+        common = torch.nn.utils.get_total_norm(replicated).double().square()
+        norm = (common + shares.sum()).sqrt()
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for gradient in (*replicated, *experts):
+            gradient.mul_(factor.to(gradient.dtype))
+        return norm

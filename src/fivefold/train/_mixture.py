@@ -1,0 +1,219 @@
+"""The mixtures of experts of a language model: how they are made, drawn, balanced and watched.
+
+The layers themselves are those of ``fivefold.moe``. This module knows nothing of data, files or
+steps; who calls it says when a step ends.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from fivefold.moe import MoE, MoEConfig, Router, updated_selection_bias
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from fivefold.moe import ExpertGroup
+    from fivefold.train._config import ModelConfig
+    from fivefold.train._moe_config import MixtureConfig
+
+__all__ = ["Mixtures", "draw_experts", "make_mixture", "mixture_blocks"]
+
+_MULTIPLE = 16  # of an expert's width, as of the dense layer's
+
+
+def mixture_blocks(config: ModelConfig) -> frozenset[int]:
+    """Blocks that have a mixture: every so many-th, counted from the last.
+
+    Example:
+        >>> from fivefold.train import MixtureConfig, ModelConfig
+        >>> sorted(mixture_blocks(ModelConfig(layers=5, moe=MixtureConfig(every=2))))
+        [0, 2, 4]
+    """
+    if config.moe is None:
+        return frozenset()
+    return frozenset(range(config.layers - 1, -1, -config.moe.every))
+
+
+def make_mixture(
+    config: MixtureConfig, *, width: int, dense_hidden: int, group: ExpertGroup | None
+) -> MoE:
+    """One layer, with undrawn parameters.
+
+    Args:
+        config: Table ``[model.moe]``.
+        width: Of a token.
+        dense_hidden: Inner width of the dense layer that it replaces.
+        group: Ranks that share the experts out; None: all are here.
+
+    Returns:
+        The layer.
+    """
+    active = config.top_k + config.shared
+    even = -(-dense_hidden // (active * _MULTIPLE)) * _MULTIPLE
+    inner = config.expert_width or even
+    router = Router(
+        top_k=config.top_k,
+        score=config.score,
+        normalize=config.normalize,
+        groups=config.groups,
+        top_groups=config.top_groups,
+        scale=config.scale,
+    )
+    return MoE(
+        MoEConfig(
+            hidden=width,
+            intermediate=inner,
+            experts=config.experts,
+            router=router,
+            activation=config.activation,
+            shared_intermediate=config.shared * inner,
+            selection_bias=config.bias_rate > 0,
+            capacity_factor=config.capacity_factor,
+            drop_policy=config.drop_policy,
+            backend=config.backend,
+        ),
+        group,
+    )
+
+
+def draw_experts(
+    layer: MoE, *, std: float, residual_std: float, generator: torch.Generator
+) -> None:
+    """Draw all experts' weights in order and keep those of this rank: equal for any share.
+
+    Args:
+        layer: The layer.
+        std: Of the router and the first weights.
+        residual_std: Of the weights that write to the residual stream.
+        generator: Where the numbers come from.
+    """
+    nn.init.normal_(layer.gate.weight, std=std, generator=generator)
+    number = layer.config.experts
+    here = range(number) if layer.group is None else layer.group.experts_of(number)
+    for stack, scale in ((layer.experts.w13, std), (layer.experts.w2, residual_std)):
+        one = torch.empty_like(stack[0])
+        for expert in range(number):
+            nn.init.normal_(one, std=scale, generator=generator)
+            if expert in here:
+                with torch.no_grad():
+                    stack[expert - here.start] = one
+    if layer.shared is not None:
+        nn.init.normal_(layer.shared.w13, std=std, generator=generator)
+        nn.init.normal_(layer.shared.w2, std=residual_std, generator=generator)
+
+
+class Mixtures:
+    """All mixtures of a model: their losses, their loads, their selection biases.
+
+    Loads are of the tokens of this rank, or of all ranks of its expert group where there is one.
+
+    Args:
+        config: Table ``[model.moe]``.
+        layers: Block number to layer.
+    """
+
+    def __init__(self, config: MixtureConfig, layers: dict[int, MoE]) -> None:
+        self.config, self.layers = config, layers
+        self.ranks = config.expert_parallel
+        blank = torch.zeros((len(layers), config.experts), dtype=torch.int64)
+        # Of this step, since the last line of metrics, and since the beginning of the run.
+        self._step_LE, self._interval_2LE = blank, torch.stack([blank, blank])
+        self._total_2LE = self._interval_2LE.clone()
+        self.bytes = {"payload_bytes": 0, "sent_bytes": 0}
+        self.exchange_s = 0.0
+        self._told = dict(self.bytes)
+
+    def auxiliary_loss(self) -> torch.Tensor:
+        """Sum over the layers of the balancing and z losses of the last forward."""
+        config = self.config
+        losses = [
+            layer.auxiliary_loss(balance=config.balance_loss, z=config.z_loss)
+            for layer in self.layers.values()
+        ]
+        return torch.stack(losses).sum()
+
+    def observe(self) -> None:
+        """Count the loads of the last forward."""
+        loads = [layer.last_load for layer in self.layers.values()]
+        routed = torch.stack([load.routed for load in loads if load is not None])
+        kept = torch.stack([load.kept for load in loads if load is not None])
+        both = torch.stack([routed, kept]).cpu()
+        self._step_LE = self._step_LE + both[0]
+        self._interval_2LE += both
+        self._total_2LE += both
+
+    def end_step(self, summed: Callable[[Sequence[float]], list[float]]) -> None:
+        """Move the selection biases by the loads of the step; a collective call where they exist.
+
+        Args:
+            summed: Adds up numbers over all ranks that train together.
+        """
+        if self.config.bias_rate > 0:
+            flat = summed([float(n) for n in self._step_LE.flatten().tolist()])
+            loads = torch.tensor(flat, dtype=torch.float64).view(self._step_LE.shape)
+            for load, layer in zip(loads, self.layers.values(), strict=True):
+                bias = layer.gate.selection_bias
+                assert bias is not None, "a bias rate makes a bias"
+                bias.copy_(updated_selection_bias(bias, load.to(bias), rate=self.config.bias_rate))
+        self._step_LE = torch.zeros_like(self._step_LE)
+
+    def count_exchange(self, *, payload_bytes: int, sent_bytes: int, seconds: float) -> None:
+        """Add one exchange of this rank to the totals."""
+        self.bytes["payload_bytes"] += payload_bytes
+        self.bytes["sent_bytes"] += sent_bytes
+        self.exchange_s += seconds
+
+    def take_interval(self) -> dict[str, Any]:
+        """What happened since the last call, for a line of metrics."""
+        routed, kept = self._interval_2LE.tolist()
+        since = {name: count - self._told[name] for name, count in self.bytes.items()}
+        self._interval_2LE.zero_()
+        self._told = dict(self.bytes)
+        return {"blocks": list(self.layers), "ranks": self.ranks, "load": routed} | {
+            "dropped": [sum(r) - sum(k) for r, k in zip(routed, kept, strict=True)],
+            "imbalance": [_imbalance(row) for row in routed],
+            **since,
+        }
+
+    def record(self) -> dict[str, Any]:
+        """Totals of the run, for result.json."""
+        routed, kept = self._total_2LE.tolist()
+        return {
+            "blocks": list(self.layers),
+            "experts": self.config.experts,
+            "top_k": self.config.top_k,
+            "ranks": self.ranks,
+            "load": routed,
+            "dropped": [sum(r) - sum(k) for r, k in zip(routed, kept, strict=True)],
+            "imbalance": [_imbalance(row) for row in routed],
+            "exchange_s": self.exchange_s,
+            **self.bytes,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters, for a checkpoint; the biases are with the model."""
+        return {
+            "interval": self._interval_2LE.clone(),
+            "total": self._total_2LE.clone(),
+            "bytes": dict(self.bytes),
+            "told": dict(self._told),
+            "exchange_s": self.exchange_s,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint, or forget what was counted since."""
+        self._step_LE = torch.zeros_like(self._step_LE)
+        self._interval_2LE, self._total_2LE = state["interval"].clone(), state["total"].clone()
+        self.bytes, self._told = dict(state["bytes"]), dict(state["told"])
+        self.exchange_s = state["exchange_s"]
+
+
+def _imbalance(load: list[int]) -> float:
+    """Largest load over the mean one: 1 where even, E where one expert has all."""
+    total = sum(load)
+    return max(load) * len(load) / total if total else math.nan
