@@ -241,26 +241,28 @@ class _Search:
         return self._schedule(transfers, slots, bound)
 
     def _fewest(self, bound: int) -> Schedule:
-        """Upwards from the bound while lengths are refuted, then in growing steps."""
-        proved, slots, stride = bound, bound, 1
+        """Upwards from the bound while lengths are refuted, then in steps of an eighth."""
+        proved, slots = bound, bound
         while True:
             status, transfers = self._ask(slots)
             if transfers is not None:
                 return self._schedule(transfers, slots, proved)
             if status == "infeasible" and proved == slots and not self.question.model.symmetries:
                 proved = slots + 1
-            if time.perf_counter() >= self.deadline_s:
+            slots += 1 if status == "infeasible" else max(slots // 8, 1)
+            left_s = self.deadline_s - time.perf_counter()
+            if left_s <= 0 or self._too_many(slots, left_s):
                 reason = f"no schedule within {self.question.time_limit_s:g} s; at least {proved}"
                 raise Undecided(f"{self.logical.collective.name}: {reason} slots")
-            if status == "unknown":
-                stride *= 2
-            slots += stride
+
+    def _too_many(self, slots: int, left_s: float) -> bool:
+        size = self._variables(slots)
+        return size > _MOST_VARIABLES or size > max(left_s, 1.0) * _VARIABLES_PER_S
 
     def _ask(self, slots: int) -> tuple[str, list[tuple[int, int, int]] | None]:
         instance = self.logical.instance
         left_s = self.deadline_s - time.perf_counter()
-        size = self._variables(slots)
-        if size > _MOST_VARIABLES or size > max(left_s, 1.0) * _VARIABLES_PER_S:
+        if self._too_many(slots, left_s):
             message = f"{instance.num_chunks} chunks on {instance.num_links} links in {slots} slots"
             hint = "allow more time, give symmetries, or use method='trees' or 'matching'"
             raise ConfigurationError(f"{message} are too many for an exact search", hint=hint)
