@@ -13,6 +13,7 @@ from rich.logging import RichHandler
 
 from fivefold.cli._bench import BENCH_CONTEXT, bench_command
 from fivefold.cli._codesign import ablate_command, simulate_command
+from fivefold.cli._collectives import app as collectives_app
 from fivefold.cli._demo import demo_command
 from fivefold.cli._elastic import app as elastic_app
 from fivefold.cli._gnn import app as gnn_app
@@ -50,6 +51,7 @@ app.add_typer(lab_app)
 app.add_typer(elastic_app)
 app.add_typer(gnn_app)
 app.add_typer(topology_app)
+app.add_typer(collectives_app)
 
 
 def _print_version(value: bool) -> None:  # noqa: FBT001 - typer calls it with a positional bool

@@ -46,7 +46,7 @@ class Choice:
         label: Name of the algorithm; ``"inner"`` for the inner backend's own.
         program: The program; None for the inner backend.
         predicted_s: Predicted time.
-        inner_s: Predicted time of the inner backend.
+        inner_s: Predicted time of the inner backend; 0 where it was not asked for.
         size_bytes: Size that it was chosen for.
         others: Predicted times of the other candidates.
 
@@ -186,7 +186,7 @@ def _in_pieces(
         if too_small or 2 * schedule.num_transfers * pieces > _MAX_OPERATIONS:
             break
         finer = schedule.replicated(pieces) if pieces > 1 else schedule
-        time_s = schedule_s(finer, topology, size_bytes=size_bytes, message_s=settings.message_s)
+        time_s = _price_s(finer, topology, settings, size_bytes=size_bytes)
         if best is not None and time_s > best[1] * _WORTH_IT:
             break
         best = (pieces, time_s)
@@ -197,12 +197,22 @@ def _in_pieces(
     return lower(schedule, instances=best[0], in_place=in_place), best[1]
 
 
+def _price_s(
+    schedule: Schedule, topology: Topology, settings: Settings, *, size_bytes: int
+) -> float:
+    if settings.algorithm_of(schedule.collective.name) == "auto":
+        return schedule_s(schedule, topology, size_bytes=size_bytes, message_s=settings.message_s)
+    # There is nothing to compare: the plain clock will do, which needs no compiled simulator.
+    program = lower(schedule, in_place=schedule.collective.name in _IN_PLACE)
+    return _time_s(program, topology, settings, size_bytes)
+
+
 def _inner_s(
     name: str, topology: Topology, settings: Settings, *, size_bytes: int, root: int
 ) -> float:
     """Predicted time of the inner backend, priced as what gloo does."""
     count = topology.num_ranks
-    if count == 1 or not topology.is_connected():
+    if count == 1 or not topology.is_connected() or settings.algorithm_of(name) != "auto":
         return 0.0
     if name == "broadcast":  # gloo sends whole buffers down a binomial tree
         schedule = build_algorithm("binomial_tree", broadcast(count, root=root))
