@@ -24,7 +24,7 @@ _DUST = 1e-9
 """Share of a demand below which what a solver leaves is no flow."""
 
 _MORE_PATHS = 6
-_MOST_WALKS = 120_000
+_MOST_WALKS = 200_000
 _SWEEPS = 6
 _MOST_MOVES = 200_000
 _STEEPNESS = 6  # the sixth power of loads is nearly their maximum
@@ -143,7 +143,7 @@ def spread_chunks(
             table[source, target] = [tuple(topology.shortest_route(source, target))]
         options.append([np.array(path) for path in table[source, target]])
     chosen = [-1] * len(options)
-    sweeps = _SWEEPS if len(options) * _SWEEPS <= _MOST_MOVES else 1
+    sweeps = min(_SWEEPS, max(1, _MOST_MOVES // max(1, len(options))))
     for sweep in range(sweeps):
         changed = False
         for chunk, paths in enumerate(options):

@@ -6,21 +6,20 @@ longest way to go is sent first.
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.collectives.schedules import Collective, Schedule
 from fivefold.collectives.synthesis._dispatch import dispatch
 from fivefold.collectives.synthesis._flow import FlowOptimum, all_to_all_optimum
-from fivefold.collectives.synthesis._flow_paths import Path, PathTable, flow_paths, spread_chunks
+from fivefold.collectives.synthesis._flow_paths import Path, flow_paths, spread_chunks
 from fivefold.errors import ConfigurationError, UnsupportedError
 from fivefold.network.topology import Topology
 
 __all__ = ["all_to_all_flow"]
 
 Longs = NDArray[np.int64]
+Rows = tuple[Longs, NDArray[np.int32]]
 
 
 def all_to_all_flow(
@@ -59,14 +58,15 @@ def all_to_all_flow(
     ranks = topology.num_ranks
     demands = np.zeros((ranks, ranks))
     np.add.at(demands, (sources, targets), collective.chunk_weights[moved])
-    routing, table = "flow", PathTable()
+    routing = "flow"
     try:
         table = flow_paths(all_to_all_optimum(topology, demands) if optimum is None else optimum)
+        weights = collective.chunk_weights[moved]
+        paths = _as_rows(spread_chunks(topology, (sources, targets), weights, table))
     except UnsupportedError:
-        routing = "shortest"
-    weights = collective.chunk_weights[moved]
-    chosen = spread_chunks(topology, (sources, targets), weights, table)
-    schedule = _hops(collective, topology, moved, chosen, by_need=size_bytes is not None)
+        routing, routes = "shortest", topology.routes(sources, targets)
+        paths = (np.asarray(routes.offsets, np.int64), np.asarray(routes.links))
+    schedule = _hops(collective, topology, moved, paths, by_need=size_bytes is not None)
     schedule = schedule.replaced(attributes={"routing": routing})
     return schedule if size_bytes is None else _dispatched(schedule, size_bytes)
 
@@ -98,37 +98,39 @@ def _pairs(collective: Collective, topology: Topology) -> tuple[Longs, Longs, Lo
     return wanted[away], sources[away], targets[away]
 
 
+def _as_rows(paths: list[Path]) -> Rows:
+    """Paths as offsets and links."""
+    offsets = np.cumsum([0, *map(len, paths)]).astype(np.int64)
+    return offsets, np.array([link for path in paths for link in path], np.int32)
+
+
 def _hops(
-    collective: Collective,
-    topology: Topology,
-    moved: Longs,
-    chosen: list[Path],
-    *,
-    by_need: bool,
+    collective: Collective, topology: Topology, moved: Longs, paths: Rows, *, by_need: bool
 ) -> Schedule:
     """Transfers between ranks, the longest way to go first, or hop by hop."""
-    ranks_after = topology.rank_of_node[topology.link_targets].tolist()
-    ranks_before = topology.rank_of_node[topology.link_sources].tolist()
-    rows: list[tuple[int, int, int, Path, int, int]] = []
-    for chunk, path in zip(moved.tolist(), chosen, strict=True):
-        cuts = [0, *(place + 1 for place, link in enumerate(path) if ranks_after[link] >= 0)]
-        for hop, (first, last) in enumerate(pairwise(cuts)):
-            ends = (ranks_before[path[first]], ranks_after[path[last - 1]])
-            rows.append((chunk, *ends, path[first:last], hop, len(cuts) - 1 - hop))
-    numbers = np.array([(row[0], row[1], row[2], row[4], row[5]) for row in rows], np.int64)
-    numbers = numbers.reshape(-1, 5)
+    offsets, links = paths
+    owner = np.repeat(np.arange(len(moved)), np.diff(offsets))
+    last = np.flatnonzero(topology.is_rank[topology.link_targets[links]])  # a hop ends at a rank
+    first = np.concatenate([[0], last[:-1] + 1])[: len(last)].astype(np.int64)
+    path = owner[last]
+    counts = np.bincount(path, minlength=len(moved))
+    number = np.arange(len(last)) - (np.cumsum(counts) - counts)[path]
+    ranks = topology.rank_of_node
+    sources = ranks[topology.link_sources[links[first]]]
+    targets = ranks[topology.link_targets[links[last]]]
     # Each rank serves the next ranks first, so that not all of them meet at one.
-    ahead = (numbers[:, 2] - numbers[:, 1]) % topology.num_ranks
-    urgency = -numbers[:, 4] if by_need else numbers[:, 3]
-    order = np.lexsort((ahead, urgency))
-    routes = [rows[place][3] for place in order.tolist()]
+    ahead = (targets - sources) % topology.num_ranks
+    order = np.lexsort((ahead, number - counts[path] if by_need else number))
+    lengths = (last - first + 1)[order]
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    within = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
     return Schedule(
         collective=collective,
-        chunks=numbers[order, 0],
-        sources=numbers[order, 1],
-        targets=numbers[order, 2],
-        route_offsets=np.cumsum([0, *map(len, routes)]).astype(np.int64),
-        route_links=np.array([link for route in routes for link in route], np.int32),
+        chunks=moved[path[order]],
+        sources=sources[order],
+        targets=targets[order],
+        route_offsets=starts,
+        route_links=links[np.repeat(first[order], lengths) + within],
         topology=topology,
         name="flow",
         solver="HiGHS",

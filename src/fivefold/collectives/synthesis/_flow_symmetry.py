@@ -21,6 +21,7 @@ Longs = NDArray[np.int64]
 Colours = NDArray[np.uint64]
 
 _MOST_BRANCHES = 64
+_MOST_REFINEMENTS = 10_000  # then ranks that may be alike are taken as unlike
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 _SHIFT = np.uint64(29)
 
@@ -93,7 +94,7 @@ class _Search:
         self.classes = classes.astype(np.int64)
         self.weights = _mixed(classes.astype(np.uint64) + np.uint64(3))
         self.nodes = topology.num_nodes
-        self.branches = 0
+        self.branches = self.refinements = 0
         self.plain = self._settle(_mixed(topology.is_rank.astype(np.uint64) + np.uint64(1)))
         self.order, self.keys = self._ordered(np.arange(self.nodes))
 
@@ -110,6 +111,7 @@ class _Search:
 
     def refined(self, colours: Colours, node: int) -> Colours:
         """Colours after one node has been marked."""
+        self.refinements += 1
         marked = colours.copy()
         marked[node] = _mixed(marked[node : node + 1] + np.uint64(7))[0]
         return self._settle(marked)
@@ -125,11 +127,14 @@ class _Search:
         ordered = first[orders[0]]
         if self.branches > _MOST_BRANCHES or (ordered != second[orders[1]]).any():
             return None
+        # Nodes that look alike are matched in order first: with regular names that is often right.
+        mapping = np.empty(self.nodes, np.int64)
+        mapping[orders[0]] = orders[1]
         values, starts, counts = np.unique(ordered, return_index=True, return_counts=True)
-        if values.size == self.nodes:
-            mapping = np.empty(self.nodes, np.int64)
-            mapping[orders[0]] = orders[1]
+        if values.size == self.nodes or self.link_map(mapping) is not None:
             return mapping
+        if self.refinements > _MOST_REFINEMENTS:
+            return None
         open_classes = np.flatnonzero(counts > 1)
         chosen = open_classes[np.argmin(counts[open_classes])]
         members = slice(starts[chosen], starts[chosen] + counts[chosen])
