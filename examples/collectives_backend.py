@@ -43,7 +43,7 @@ def train(rank: int) -> list[float]:
         inputs = torch.randn(32, 256, generator=generator)
         targets = torch.randint(0, 10, (32,), generator=generator)
         loss = nn.functional.cross_entropy(replica(inputs), targets)
-        loss.backward()
+        torch.autograd.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

@@ -20,6 +20,7 @@ from fivefold.network.topology import Link, Node, Topology, switch
 from fivefold.report import BenchmarkRow, median_and_spread, write_results
 
 TOPIC = "collectives/lab"
+RESULTS = Path(__file__).parents[1] / "results" / "collectives" / "lab.json"
 SIZES_MB = (1, 4, 16, 64)
 REPETITIONS = 5
 FAST, SLOW = 100e6, 25e6  # bytes per second
@@ -109,7 +110,7 @@ def main() -> None:
             for row in rows[-3:]:
                 print(row)
     if not arguments.quick and not arguments.case:
-        print(write_results(TOPIC, rows))
+        write_results(RESULTS, topic=TOPIC, rows=rows)
 
 
 def _measure(case: Case, sizes_mb: tuple[int, ...], repetitions: int) -> list[dict[str, Any]]:
