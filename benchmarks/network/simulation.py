@@ -2,8 +2,8 @@
 
 Cost: one flow from each host of a fat-tree to another host (a random permutation, a random one of
 the shortest paths each), solved once, and simulated to the end with equal and with different
-sizes; the same with several flows a host; and jobs that compute and reduce in turn, each reduction one coupled ring, over many
-iterations. Processor seconds, best of the repetitions, compilation left out.
+sizes; several flows a host; and jobs that compute and reduce in turn, each reduction one coupled
+ring, over many iterations. Processor seconds, best of the repetitions, compilation left out.
 
 Reality: patterns of transfers between the hosts of an emulated cluster, over gloo. The links are
 measured by ``profile_links`` in the same run; the simulator gets nothing but that profile. What
