@@ -78,6 +78,9 @@ def test_parallel_links_are_paths_of_their_own():
 def test_ranks_do_not_forward():
     with pytest.raises(InfeasibleError):
         equal_cost_paths(line(3), 0, 2)
+    relayed = equal_cost_paths(line(3), 0, 2, relay=True)
+    assert relayed == (line(3).shortest_route(0, 2),)
+    assert route_flows(line(3), [job("a", (0, 2, 1.0))]).paths["a"] == relayed
 
 
 def test_least_loaded_keeps_two_flows_apart():

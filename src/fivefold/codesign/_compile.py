@@ -130,7 +130,7 @@ def edge_route(topology: Topology, plan: JobPlan, edge: tuple[int, int]) -> tupl
 
 @functools.lru_cache(maxsize=1 << 17)
 def _first_path(topology: Topology, source: int, target: int) -> tuple[int, ...]:
-    return equal_cost_paths(topology, source, target)[0]
+    return equal_cost_paths(topology, source, target, relay=True)[0]
 
 
 def _alone_s(topology: Topology, plan: JobPlan, phases: Sequence[Phase]) -> float:

@@ -9,7 +9,7 @@ __all__ = ["equal_cost_paths"]
 
 
 def equal_cost_paths(
-    topology: Topology, source: int, target: int, *, limit: int = 64
+    topology: Topology, source: int, target: int, *, limit: int = 64, relay: bool = False
 ) -> tuple[tuple[int, ...], ...]:
     """Paths of fewest links from one rank to another that no third rank forwards.
 
@@ -21,6 +21,8 @@ def equal_cost_paths(
         source: Rank where they begin.
         target: Rank where they end.
         limit: Most paths to return; they are found in the order of their link numbers.
+        relay: Whether other ranks may forward where there is no path without them; then the
+            shortest route is the only path (in a torus, or between rails that meet in hosts).
 
     Returns:
         Link indices of each path, at least one path.
@@ -41,6 +43,8 @@ def equal_cost_paths(
         )
     begin, end = topology.node_of_rank(source), topology.node_of_rank(target)
     hops = _hops_to(topology, end, begin)
+    if begin not in hops and relay:
+        return (topology.shortest_route(source, target),)
     if begin not in hops:
         raise InfeasibleError(
             f"there is no path from rank {source} to rank {target} in {topology.name!r}",

@@ -119,6 +119,8 @@ def route_flows(
 ) -> Routing:
     """Choose a path for each flow among those of fewest links.
 
+    Other ranks forward only where there is no path without them.
+
     Args:
         topology: The graph.
         traffic: The jobs.
@@ -179,7 +181,9 @@ class _Choices:
     def of(self, source: int, target: int) -> tuple[Path, ...]:
         pair = source, target
         if pair not in self._found:
-            self._found[pair] = equal_cost_paths(self._topology, *pair, limit=self._limit)
+            self._found[pair] = equal_cost_paths(
+                self._topology, *pair, limit=self._limit, relay=True
+            )
         return self._found[pair]
 
 
