@@ -55,7 +55,7 @@ class Settings:
     inner: str | None = None
     algorithms: Mapping[str, str] = field(default_factory=dict)
     message_s: float = 4e-4
-    inner_message_s: float = 1.5e-4
+    inner_message_s: float = 6e-5
     margin: float = 0.03
     max_pieces: int = 32
     min_piece_bytes: int = 1 << 16
