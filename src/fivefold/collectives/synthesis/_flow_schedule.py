@@ -126,7 +126,7 @@ def _hops(
     within = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
     return Schedule(
         collective=collective,
-        chunks=moved[path[order]],
+        chunks=moved[path[order]].astype(np.int32),
         sources=sources[order],
         targets=targets[order],
         route_offsets=starts,
