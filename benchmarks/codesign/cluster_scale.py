@@ -4,7 +4,7 @@ One iteration of data-parallel jobs on a three-tier Clos with 16,384 GPUs, and 1
 hosts of the Alibaba Lingjun data set (its topo.csv is an argument) for 1,000 iterations; and the
 curve of cost against hosts. Wall seconds of this machine; each case in a process of its own.
 
-    python benchmarks/codesign/scale.py [--lingjun PATH/topo.csv] [--quick]
+    python benchmarks/codesign/cluster_scale.py [--lingjun PATH/topo.csv] [--quick]
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fivefold.network.topology import Topology, parse_topology
 from fivefold.report import BenchmarkRow, write_results
 from fivefold.tasks import LayerCost
 
-RESULTS = Path(__file__).parents[1] / "results" / "codesign" / "scale.json"
+RESULTS = Path(__file__).parents[1] / "results" / "codesign" / "cluster_scale.json"
 LINK = "bandwidth=25GB/s,latency=1us"
 
 
@@ -122,7 +122,7 @@ def main() -> None:
         if arguments.lingjun is not None:
             found = in_a_process("lingjun", arguments.lingjun, 1000)
             rows += rows_of("Lingjun, 1,000 iterations", found, target_s=300, target_bytes=None)
-        write_results(RESULTS, topic="codesign/scale", rows=rows)
+        write_results(RESULTS, topic="codesign/cluster_scale", rows=rows)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ takes 1.53 s, so only direction and rough size are judged. CASSINI: two equal jo
 against the closed form, and random pairs for the mean gain. ATP: all-reduce through a summing
 switch against a ring, for its range of gains. All simulated.
 
-    python benchmarks/codesign/published.py [--draws 200]
+    python benchmarks/codesign/published_jobs.py [--draws 200]
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fivefold.network.topology import Aggregation, Topology, parse_topology
 from fivefold.report import BenchmarkRow, write_results
 from fivefold.tasks import LayerCost
 
-RESULTS = Path(__file__).parents[1] / "results" / "codesign" / "published.json"
+RESULTS = Path(__file__).parents[1] / "results" / "codesign" / "published_jobs.json"
 LINK = 12.5e9
 
 
@@ -131,7 +131,7 @@ def main() -> None:
     rows = [*crux(), *cassini(arguments.draws), *atp()]
     for row in rows:
         print(f"{row.case} | {row.metric}: {row.ours:.3f} {row.peers} {row.limit} {row.met}")
-    write_results(RESULTS, topic="codesign/published", rows=rows)
+    write_results(RESULTS, topic="codesign/published_jobs", rows=rows)
 
 
 if __name__ == "__main__":
