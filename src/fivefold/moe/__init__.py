@@ -29,6 +29,7 @@ from fivefold.moe._routing import (
     router_z_loss,
     updated_selection_bias,
 )
+from fivefold.moe._transformers import register_transformers_backend
 from fivefold.moe._workspace import Workspace
 
 __all__ = [
@@ -58,6 +59,7 @@ __all__ = [
     "export_checkpoint",
     "fused_moe",
     "load_balancing_loss",
+    "register_transformers_backend",
     "route",
     "router_z_loss",
     "updated_selection_bias",

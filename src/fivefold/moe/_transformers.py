@@ -1,0 +1,164 @@
+"""Our operator as an experts backend of Hugging Face transformers.
+
+transformers (version 5) lets a model's expert modules be computed by a function registered under a
+name. Models that keep gate and up projections as halves of one tensor, or have no gate, fit this
+operator as they are; what does not fit is refused by name, never computed another way.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+import torch
+
+from fivefold.errors import ConfigurationError, UnsupportedError
+from fivefold.moe._activations import Activation, activation_named
+from fivefold.moe._backends import backend_for
+from fivefold.moe._operator import fused_moe
+
+__all__ = ["register_transformers_backend"]
+
+# Classes of transformers' activation functions, by what they compute.
+_NAMES = {
+    "SiLUActivation": "silu",
+    "SiLU": "silu",
+    "GELUActivation": "gelu",
+    "GELUTanh": "gelu_tanh",
+    "NewGELUActivation": "gelu_tanh",
+    "ReLU": "relu",
+    "ReLUSquaredActivation": "relu2",
+}
+_GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": "reglu"}
+
+
+def register_transformers_backend(name: str = "fivefold", *, backend: str = "auto") -> str:
+    """Make the operator available to transformers' models.
+
+    Afterwards ``Model.from_pretrained(..., experts_implementation=name)`` or
+    ``model.set_experts_implementation(name)`` computes its experts with ``fused_moe``. Registering
+    a name again replaces it.
+
+    Args:
+        name: What models call it.
+        backend: As in ``fused_moe``.
+
+    Returns:
+        The name.
+
+    Raises:
+        UnsupportedError: transformers is not installed, or has no such registry; or the backend
+            cannot work on the CPU and there is no other device.
+        ConfigurationError: The name is one of transformers' own, or there is no such backend.
+
+    Example:
+        >>> register_transformers_backend()  # doctest: +SKIP
+        'fivefold'
+        >>> register_transformers_backend("eager")
+        Traceback (most recent call last):
+        ...
+        fivefold.errors.ConfigurationError: 'eager' is a backend of transformers itself; choose ...
+    """
+    if backend != "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        backend_for(backend, torch.empty(0, device=device))
+    taken = ConfigurationError(
+        f"{name!r} is a backend of transformers itself", hint='choose another name: "fivefold"'
+    )
+    if name == "eager":
+        raise taken
+    registry = _registry()
+    if name in registry and not _is_ours(registry[name]):
+        raise taken
+    registry.register(name, functools.partial(_forward, backend=backend))
+    return name
+
+
+def _registry() -> Any:
+    try:
+        module = importlib.import_module("transformers.integrations.moe")
+    except ImportError as error:
+        raise UnsupportedError(
+            f"the experts backend needs transformers 5, which is not there: {error}",
+            hint="pip install 'fivefold[hf]'",
+        ) from error
+    registry = getattr(module, "ALL_EXPERTS_FUNCTIONS", None)
+    if registry is None:
+        message = "this transformers has no registry of experts backends"
+        raise UnsupportedError(message, hint="install transformers 5.0 or newer")
+    return registry
+
+
+def _is_ours(function: Any) -> bool:
+    return isinstance(function, functools.partial) and function.func is _forward
+
+
+def _forward(
+    experts: Any,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    *,
+    backend: str,
+) -> torch.Tensor:
+    kind = _activation_of(experts)
+    first = experts.gate_up_proj if kind.gated else experts.up_proj
+    second = experts.down_proj
+    b13 = b2 = None
+    if experts.has_bias:
+        b13 = experts.gate_up_proj_bias if kind.gated else experts.up_proj_bias
+        b2 = experts.down_proj_bias
+    if experts.is_transposed:
+        first, second = first.transpose(1, 2), second.transpose(1, 2)
+    if experts._is_expert_parallel:  # noqa: SLF001 - its own mark for expert numbers beyond the last
+        top_k_index = top_k_index.masked_fill(top_k_index >= len(second), -1)
+    return fused_moe(
+        hidden_states.to(second.dtype),
+        first,
+        second,
+        top_k_index,
+        top_k_weights,
+        activation=kind.name,
+        b13=b13,
+        b2=b2,
+        backend=backend,
+        check=False,  # transformers' routers choose distinct experts in range
+    ).to(hidden_states.dtype)
+
+
+def _activation_of(experts: Any) -> Activation:
+    """What the module computes between its two products.
+
+    Raises:
+        UnsupportedError: It is not one of ours, or the module does more than the operator.
+    """
+    module = type(experts).__name__
+    gate = getattr(type(experts), "_apply_gate", None)
+    if experts.has_gate and getattr(gate, "__name__", "") != "_default_apply_gate":
+        raise _unfit(module, "has a gate of its own")
+    if experts.has_gate and not experts.is_concatenated:
+        raise _unfit(module, "interleaves the rows of gate and up projections")
+    if experts.has_post_expert_norm:
+        raise _unfit(module, "normalises each expert's output")
+    function = experts.act_fn
+    plain = _NAMES.get(type(function).__name__)
+    if plain is None or (plain == "gelu" and not _is_exact(function)):
+        raise _unfit(module, f"has the activation {type(function).__name__}")
+    if not experts.has_gate:
+        return activation_named(plain)
+    if plain not in _GATED:
+        raise _unfit(module, f"gates with {type(function).__name__}")
+    return activation_named(_GATED[plain])
+
+
+def _is_exact(function: Any) -> bool:
+    inner = getattr(function, "act", None)
+    return inner is None or inner is torch.nn.functional.gelu
+
+
+def _unfit(module: str, reason: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{module} {reason}, which the operator does not compute",
+        hint='use experts_implementation="eager" for this model',
+    )
