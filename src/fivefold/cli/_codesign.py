@@ -253,7 +253,8 @@ def _write(folder: Path, found: CoDesignResult) -> None:
 
 
 def _table(rows: Sequence[AblationRow]) -> list[str]:
-    size = f"{rows[0].seeds} seeds, {rows[0].jobs} jobs"
+    plural = "" if rows[0].seeds == 1 else "s"
+    size = f"{rows[0].seeds} seed{plural}, {rows[0].jobs} jobs"
     heads = f"{'co-designs':<14}  {'to B0':>5}  {'interval':>13}  {'to B1':>5}  {'interval':>13}"
     lines = [
         f"{size}; ratios of mean completion time, lower is better; 95 % intervals",
