@@ -3,6 +3,7 @@
 Importing this room registers the backend: ``init_process_group(backend="fivefold")``.
 """
 
+from fivefold.collectives.execution._aggregation import GlooHosts
 from fivefold.collectives.execution._backend import BACKEND, FivefoldGroup, register_backend
 from fivefold.collectives.execution._choose import Choice, choose
 from fivefold.collectives.execution._cost import LinkClock, predict_s
@@ -20,6 +21,7 @@ __all__ = [
     "Choice",
     "CollectiveError",
     "FivefoldGroup",
+    "GlooHosts",
     "LinkClock",
     "Settings",
     "choose",

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from fivefold.collectives.execution._aggregation import SwitchRoute
 from fivefold.collectives.execution._choose import Choice, choose, size_class
 from fivefold.collectives.execution._cost import LinkClock
 from fivefold.collectives.execution._plan import RankPlan, plan_rank
@@ -25,7 +26,7 @@ from fivefold.collectives.execution._run import CollectiveError, Transfers, run_
 from fivefold.collectives.execution._settings import Settings, topology_of
 from fivefold.collectives.execution._torch import dist
 from fivefold.collectives.execution._work import FivefoldWork, WorkQueue
-from fivefold.errors import ConfigurationError
+from fivefold.errors import CommunicationError, ConfigurationError
 from fivefold.network.topology import Topology
 
 __all__ = ["Call", "Engine"]
@@ -122,6 +123,11 @@ class Engine:
         self._queue = WorkQueue(name=f"fivefold rank {rank}")
         self._kept: list[Any] = []
         self.inner("cpu")
+        self._switch: SwitchRoute | None = None
+        if settings.aggregation is not None and size > 1:
+            self._switch = SwitchRoute(
+                self._store, rank=rank, size=size, timeout=timeout, settings=settings
+            )
         if not self._known and size > 1:
             self.say(
                 "topology",
@@ -248,6 +254,11 @@ class Engine:
         """
         if not call.size_bytes or self.size == 1:
             return None
+        if (route := self._route(call)) is not None:
+            work = FivefoldWork(results, what=call.name)
+            switched = self._switched(route, call, finish)
+            self._queue.submit(switched, work, in_thread=asynchronous)
+            return work
         choice = self.choice(call.name, call.size_bytes, root=call.root)
         if choice.program is None:
             return None
@@ -273,6 +284,30 @@ class Engine:
 
         self._queue.submit(job, work, in_thread=asynchronous)
         return work
+
+    def _route(self, call: Call) -> SwitchRoute | None:
+        """The switch, where the call goes there."""
+        operation = _kind_of(call.operation)
+        if self._switch is None or not self._switch.takes(call.name, call.inputs, operation):
+            return None
+        return self._switch
+
+    def _switched(
+        self, route: SwitchRoute, call: Call, finish: Callable[[], None] | None
+    ) -> Callable[[], None]:
+        """What sums a call's buffer in the switch, or by the hosts where that cannot."""
+
+        def job() -> None:
+            try:
+                route.all_reduce(call.outputs)
+            except CommunicationError as error:
+                raise CollectiveError(error.message, hint=error.hint) from error
+            if _kind_of(call.operation) == _Operations.AVG:
+                call.outputs.div_(self.size)
+            if finish is not None:
+                finish()
+
+        return job
 
     def _execute(self, call: Call, plan: RankPlan, choice: Choice, timeout: timedelta) -> None:
         inner = self.inner(call.inputs.device.type)
@@ -302,6 +337,8 @@ class Engine:
     def close(self) -> None:
         """End the thread and let go of the inner groups."""
         self._queue.close()
+        if self._switch is not None:
+            self._switch.close()
         self._inner.clear()
 
 

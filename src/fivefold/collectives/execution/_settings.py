@@ -12,6 +12,7 @@ from typing import Any
 from fivefold.collectives.lowering import Program, check_program, from_msccl_xml, lower
 from fivefold.collectives.schedules import Schedule
 from fivefold.errors import ConfigurationError
+from fivefold.network.aggregation import AggregationOptions
 from fivefold.network.topology import Link, Node, Topology, parse_topology, switch
 
 __all__ = ["Settings", "configure", "current_settings", "lab_topology", "register_algorithm"]
@@ -20,6 +21,7 @@ CHOOSABLE = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadc
 _TOPOLOGY = "FIVEFOLD_TOPOLOGY"
 _ALGORITHMS = "FIVEFOLD_ALGORITHMS"
 _LAB = "FIVEFOLD_LAB"
+_AGGREGATION = "FIVEFOLD_AGGREGATION"
 _ASSUMED_BYTES_PER_S = 1.25e9
 _ASSUMED_LATENCY_S = 25e-6
 _UNSHAPED_BYTES_PER_S = 1e9  # about what one machine's processors carry
@@ -42,6 +44,10 @@ class Settings:
         margin: Share by which an algorithm must be predicted faster than the inner backend.
         max_pieces: Largest number of parts that chunks are cut into to be pipelined.
         min_piece_bytes: No part is smaller.
+        aggregation: ``host:port`` of a software aggregation switch, which then sums all-reduces
+            of tensors on CPUs; None asks ``FIVEFOLD_AGGREGATION``, and else there is none.
+        aggregation_min_bytes: Smallest all-reduce that goes to the switch.
+        aggregation_options: How the switch is used; None for the defaults.
 
     Raises:
         ConfigurationError: A value is not allowed.
@@ -59,6 +65,9 @@ class Settings:
     margin: float = 0.03
     max_pieces: int = 32
     min_piece_bytes: int = 1 << 16
+    aggregation: str | None = None
+    aggregation_min_bytes: int = 1 << 16
+    aggregation_options: AggregationOptions | None = None
 
     def __post_init__(self) -> None:
         if self.inner not in (None, "gloo", "nccl"):
@@ -68,7 +77,11 @@ class Settings:
                 raise ConfigurationError(
                     f"algorithms names {name!r}", hint=f"it may name {', '.join(CHOOSABLE)}"
                 )
-        for what, least in (("max_pieces", 1), ("min_piece_bytes", 1)):
+        for what, least in (
+            ("max_pieces", 1),
+            ("min_piece_bytes", 1),
+            ("aggregation_min_bytes", 0),
+        ):
             if getattr(self, what) < least:
                 raise ConfigurationError(f"{what} must be at least {least}")
         if not 0 <= self.margin < 1 or self.message_s < 0 or self.inner_message_s < 0:
@@ -130,7 +143,8 @@ def current_settings() -> Settings:
     topology = _current.topology
     if topology is None and os.environ.get(_TOPOLOGY):
         topology = parse_topology(os.environ[_TOPOLOGY])
-    return replace(_current, algorithms=algorithms, topology=topology)
+    switch_address = _current.aggregation or os.environ.get(_AGGREGATION) or None
+    return replace(_current, algorithms=algorithms, topology=topology, aggregation=switch_address)
 
 
 def _algorithms_from(text: str) -> dict[str, str]:

@@ -1,3 +1,25 @@
 """In-network aggregation: its models, and a software switch that really sums."""
 
-__all__: list[str] = []
+from fivefold.network.aggregation._client import (
+    AggregationClient,
+    AggregationOptions,
+    AggregationOutcome,
+    HostGroup,
+)
+from fivefold.network.aggregation._connection import read_switch_state
+from fivefold.network.aggregation._elements import ordered_sum
+from fivefold.network.aggregation._pool import SwitchState
+from fivefold.network.aggregation._process import SwitchProcess
+from fivefold.network.aggregation._switch import AggregationSwitch
+
+__all__ = [
+    "AggregationClient",
+    "AggregationOptions",
+    "AggregationOutcome",
+    "AggregationSwitch",
+    "HostGroup",
+    "SwitchProcess",
+    "SwitchState",
+    "ordered_sum",
+    "read_switch_state",
+]

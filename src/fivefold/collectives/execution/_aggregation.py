@@ -1,0 +1,150 @@
+"""All-reduces through a software aggregation switch, for groups that were given one.
+
+A group of gloo's own carries the hosts' half: the agreement on which chunks all ranks have, and
+the sums that the switch did not make. It is apart from the inner group, whose messages may be under
+way at the same time.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from fivefold.collectives.execution._settings import Settings
+from fivefold.collectives.execution._torch import c10d, dist
+from fivefold.network.aggregation import (
+    AggregationClient,
+    AggregationOutcome,
+    ordered_sum,
+)
+
+__all__ = ["GlooHosts", "SwitchRoute"]
+
+_NAMES = {
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.int32: "int32",
+    torch.int64: "int64",
+}
+_SUMS = (dist.ReduceOp.RedOpType.SUM, dist.ReduceOp.RedOpType.AVG)
+
+
+class GlooHosts:
+    """Minima and sums by the hosts, over a gloo group: what a switch falls back to.
+
+    A sum is cut into one share for each rank: the shares are exchanged, each rank adds its own in
+    the order of ranks, and the sums are gathered. Every rank sends 2 (n - 1) / n of the buffer, as
+    in a ring, and the bits are those of the switch.
+
+    Args:
+        group: ``dist.ProcessGroupGloo``, or a process group whose CPU backend it is.
+
+    Example:
+        See ``docs/guides/aggregation.md``: it takes several processes.
+    """
+
+    def __init__(self, group: Any) -> None:
+        has_backends = hasattr(group, "_get_backend") and not isinstance(
+            group, dist.ProcessGroupGloo
+        )
+        self._group = group._get_backend(torch.device("cpu")) if has_backends else group  # noqa: SLF001 - torch's way
+        self._size = int(group.size())
+
+    def minimum(self, flags: np.ndarray) -> np.ndarray:
+        """Element-wise minimum over all ranks."""
+        options = c10d.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MIN
+        least = torch.from_numpy(flags.copy())
+        self._group.allreduce([least], options).wait()
+        return least.numpy()
+
+    def sum(self, values: np.ndarray, dtype: str) -> np.ndarray:
+        """Sum over all ranks, in their order."""
+        width = -(-values.size // self._size)
+        own = np.zeros(width * self._size, values.dtype)
+        own[: values.size] = values
+        parts, sums = np.empty_like(own), np.empty_like(own)
+        exchange = _method(self._group, "alltoall_base", "all_to_all_single")
+        exchange(_bytes(parts), _bytes(own), [], [], c10d.AllToAllOptions()).wait()
+        share = ordered_sum(list(parts.reshape(self._size, width)), dtype)
+        gather = _method(self._group, "_allgather_base", "all_gather_single")
+        gather(_bytes(sums), _bytes(share), c10d.AllgatherOptions()).wait()
+        return sums[: values.size]
+
+
+class SwitchRoute:
+    """One group's way through the switch.
+
+    Args:
+        store: The group's store.
+        rank: Rank in the group.
+        size: Ranks of the group.
+        timeout: Longest wait for the hosts.
+        settings: Settings of the backend; ``aggregation`` is the switch's address.
+
+    Example:
+        See ``docs/guides/aggregation.md``: it takes several processes.
+    """
+
+    def __init__(
+        self, store: Any, *, rank: int, size: int, timeout: Any, settings: Settings
+    ) -> None:
+        assert settings.aggregation is not None, "the engine asks only where there is a switch"
+        if rank == 0:  # jobs that share a switch need names that no other has
+            store.set("aggregation job", uuid.uuid4().hex)
+        job = store.get("aggregation job").decode()
+        group = dist.ProcessGroupGloo(
+            dist.PrefixStore("aggregation", store), rank, size, timeout=timeout
+        )
+        self._least_bytes = settings.aggregation_min_bytes
+        self.client = AggregationClient(
+            settings.aggregation,
+            job=job,
+            rank=rank,
+            size=size,
+            fallback=GlooHosts(group),
+            options=settings.aggregation_options,
+        )
+
+    def takes(self, name: str, tensor: torch.Tensor, operation: Any) -> bool:
+        """Whether such a collective goes through the switch: the same on all ranks.
+
+        Args:
+            name: Name of the collective.
+            tensor: Its buffer.
+            operation: How values are combined, without torch's wrapper.
+        """
+        return (
+            name == "all_reduce"
+            and operation in _SUMS
+            and tensor.device.type == "cpu"
+            and tensor.dtype in _NAMES
+            and tensor.nbytes >= self._least_bytes
+        )
+
+    def all_reduce(self, tensor: torch.Tensor) -> AggregationOutcome:
+        """Sum a flat, contiguous tensor over the group, in place."""
+        if tensor.dtype is torch.bfloat16:  # numpy has none
+            return self.client.all_reduce(
+                tensor.view(torch.int16).numpy().view(np.uint16), dtype="bfloat16"
+            )
+        return self.client.all_reduce(tensor)
+
+    def close(self) -> None:
+        """Leave the switch."""
+        self.client.close()
+
+
+def _bytes(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(array.view(np.uint8))
+
+
+def _method(group: Any, *names: str) -> Callable[..., Any]:
+    found: Callable[..., Any] = next(getattr(group, name) for name in names if hasattr(group, name))
+    return found

@@ -1,0 +1,319 @@
+"""All-reduce through a switch, with the hosts' own algorithm for whatever it does not sum.
+
+No rank alone knows whether a sum has reached all: the switch may die between two of its messages.
+So after the exchange the ranks take the minimum of their flags over the network of the hosts. A
+chunk counts as summed only where every rank has it; all others are summed by the hosts, from the
+same contributions, in the same order of ranks: the bits are the same either way.
+
+The same minimum says whether every rank is still connected. If not, the switch is left alone for a
+number of collectives, then all ranks try to join again; the count is the same on all, so no
+message is needed to agree on it.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from fivefold.errors import CommunicationError, ConfigurationError
+from fivefold.network.aggregation._connection import Connection, Exchange
+from fivefold.network.aggregation._elements import dtype_name
+from fivefold.network.aggregation._wire import parse_address
+
+__all__ = ["AggregationClient", "AggregationOptions", "AggregationOutcome", "HostGroup"]
+
+_log = logging.getLogger(__name__)
+
+
+class HostGroup(Protocol):
+    """What the ranks can do without a switch; every rank of the job calls the same in one order.
+
+    Both must end in bounded time, with an ``OSError`` or a ``RuntimeError`` where a rank is gone.
+
+    Example:
+        >>> class Alone:
+        ...     def minimum(self, flags):
+        ...         return flags
+        ...     def sum(self, values, dtype):
+        ...         return values
+        >>> client = AggregationClient("localhost:1", job="a", rank=0, size=1, fallback=Alone())
+        >>> client.all_reduce(np.ones(3)).chunks
+        0
+    """
+
+    def minimum(self, flags: np.ndarray) -> np.ndarray:
+        """Element-wise minimum over all ranks of an array of ``uint8``."""
+        ...
+
+    def sum(self, values: np.ndarray, dtype: str) -> np.ndarray:
+        """Sum over all ranks, as `ordered_sum` forms it."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class AggregationOptions:
+    """How a client uses a switch.
+
+    Args:
+        window: Chunks under way at a time; the switch may grant fewer.
+        timeout_s: Longest silence of the switch before the hosts take over.
+        connect_timeout_s: Longest wait for a connection.
+        retry_every: All-reduces after which a lost switch is tried again.
+
+    Raises:
+        ConfigurationError: A value is out of range.
+
+    Example:
+        >>> AggregationOptions(window=8).retry_every
+        16
+    """
+
+    window: int = 32
+    timeout_s: float = 10.0
+    connect_timeout_s: float = 2.0
+    retry_every: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("window", "retry_every"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"{name} is {getattr(self, name)}; use at least 1")
+        for name in ("timeout_s", "connect_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigurationError(f"{name} is {getattr(self, name)}; use more than 0")
+
+
+@dataclass(frozen=True)
+class AggregationOutcome:
+    """How an all-reduce went; the same on all ranks but for the reason.
+
+    Attributes:
+        chunks: Chunks of the buffer; 0 where the switch was not asked.
+        summed: Chunks that the switch summed.
+        reason: Why the hosts summed the rest, as far as this rank knows; None where it did all.
+
+    Example:
+        >>> AggregationOutcome(4, 3, "no slot was free").fallback
+        1
+    """
+
+    chunks: int
+    summed: int
+    reason: str | None = None
+
+    @property
+    def fallback(self) -> int:
+        """Chunks that the hosts summed."""
+        return self.chunks - self.summed
+
+
+class AggregationClient:
+    """One rank's half of all-reduces through a switch.
+
+    All ranks make it together and call it in one order, as any collective. A switch that cannot be
+    reached, has no slots, or dies costs time, never a result.
+
+    Args:
+        address: The switch's ``host:port``.
+        job: Name of the job; jobs that share a switch need different ones.
+        rank: This rank.
+        size: Ranks of the job.
+        fallback: The hosts' own sums and minima.
+        options: Window, times, retries.
+
+    Raises:
+        CommunicationError: The hosts cannot talk to one another.
+        ConfigurationError: The rank is not one of the job's, or the address is none.
+
+    Example:
+        See `HostGroup` for one rank, ``docs/guides/aggregation.md`` for several.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        job: str,
+        rank: int,
+        size: int,
+        fallback: HostGroup,
+        options: AggregationOptions | None = None,
+    ) -> None:
+        if not 0 <= rank < size:
+            raise ConfigurationError(f"rank {rank} is not among {size}", hint="count from 0")
+        parse_address(address)  # a wrong one is told at once, not taken for a switch that is down
+        self._address, self._job, self._rank, self._size = address, job, rank, size
+        self._hosts = fallback
+        self._options = options or AggregationOptions()
+        self._sequence = 0
+        self._retry_at = 0
+        self._connection: Connection | None = None
+        self._usable = False
+        self._trouble: str | None = None
+        if size > 1:
+            self._join()
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether all ranks take the switch for the next all-reduce."""
+        return self._usable
+
+    def all_reduce(self, array: Any, *, dtype: str | None = None) -> AggregationOutcome:
+        """Replace an array by its sum over all ranks.
+
+        Args:
+            array: A contiguous numpy array, or a tensor of torch on the CPU; changed in place.
+            dtype: ``"bfloat16"`` where an array of ``uint16`` holds such numbers; None reads the
+                type from the array.
+
+        Returns:
+            Who summed how much.
+
+        Raises:
+            CommunicationError: A rank is gone, or the ranks' arrays differ in size or type; the
+                array is unchanged.
+            ConfigurationError: The array is not contiguous, or of another type than said.
+            UnsupportedError: There are no sums of such elements.
+        """
+        values = array if isinstance(array, np.ndarray) else array.detach().numpy()
+        name = dtype_name(values, dtype)
+        if not values.flags.c_contiguous or not values.flags.writeable:
+            msg = "the array is not contiguous, or cannot be written"
+            raise ConfigurationError(msg, hint="sum a contiguous copy of it")
+        if not values.size or self._size == 1:
+            return AggregationOutcome(0, 0)
+        flat = values.reshape(-1)
+        if not self._usable and self._sequence >= self._retry_at:
+            self._join()
+        self._sequence += 1
+        if self._connection is None or not self._usable:
+            flat[:] = self._host_sum(flat, name)
+            return AggregationOutcome(0, 0, self._trouble)
+        return self._through_switch(self._connection, flat, name)
+
+    def close(self) -> None:
+        """Leave the switch."""
+        self._drop_connection()
+        self._usable = False
+
+    # -- joining -------------------------------------------------------------------------------
+
+    def _join(self) -> None:
+        """Connect, and find out whether all ranks have, to switches that say the same."""
+        if self._connection is None:
+            said = {
+                "job": self._job,
+                "rank": self._rank,
+                "size": self._size,
+                "window": self._options.window,
+                "sequence": self._sequence,
+            }
+            limit_s = self._options.connect_timeout_s
+            try:
+                self._connection = Connection(self._address, said, timeout_s=limit_s)
+                self._trouble = None
+            except CommunicationError as error:
+                self._trouble = str(error)
+        found = self._connection
+        told = 0 if found is None else found.slot_bytes
+        number = np.frombuffer(told.to_bytes(8, "little"), np.uint8)
+        flags = np.concatenate([np.array([found is not None], np.uint8), number, 255 - number])
+        least = self._minimum(flags)
+        if least[0] and not np.array_equal(least[1:9], 255 - least[9:]):
+            self._trouble = "the ranks are connected to different switches"
+            least[0] = 0
+        self._settle(usable=bool(least[0]))
+
+    def _settle(self, *, usable: bool) -> None:
+        if usable != self._usable and self._rank == 0:
+            how = "sums all-reduces" if usable else f"is left alone: {self._trouble}"
+            level = logging.INFO if usable else logging.WARNING
+            _log.log(level, "fivefold: the switch at %s %s", self._address, how)
+        self._usable = usable
+        if not usable:
+            # What is left of a connection says nothing: all ranks join anew, at the same count.
+            self._drop_connection()
+            self._trouble = self._trouble or "a rank has lost the switch"
+            self._retry_at = self._sequence + self._options.retry_every
+
+    def _drop_connection(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    # -- running -------------------------------------------------------------------------------
+
+    def _through_switch(
+        self, connection: Connection, flat: np.ndarray, name: str
+    ) -> AggregationOutcome:
+        self._trouble = None
+        results = np.empty_like(flat)
+        exchange = Exchange(
+            flat.data.cast("B"),
+            results.data.cast("B"),
+            connection.slot_bytes,
+            name,
+            self._sequence,
+        )
+        whole = connection.run(exchange, timeout_s=self._options.timeout_s)
+        if not whole:  # at once: the switch then tells the others not to wait
+            self._drop_connection()
+        reason = self._explain(exchange)
+        agreed = self._minimum(np.append(exchange.summed, np.uint8(whole))).astype(np.bool_)
+        self._settle(usable=bool(agreed[-1]))
+        mine = np.repeat(agreed[:-1], connection.slot_bytes // flat.itemsize)[: flat.size]
+        if not mine.all():
+            results[~mine] = self._host_sum(flat[~mine], name)
+            reason = reason or "another rank did not get them all"
+        flat[:] = results
+        return AggregationOutcome(exchange.chunks, int(agreed[:-1].sum()), reason)
+
+    def _explain(self, exchange: Exchange) -> str | None:
+        for why in exchange.reasons:
+            if why.get("reason") == "mismatch":
+                self._drop_connection()
+                raise CommunicationError(
+                    f"all-reduce {self._sequence} of job {self._job!r}: the ranks' arrays differ: "
+                    f"(bytes of a chunk, of the array, type) are {why.get('shapes')}",
+                    hint="every rank must call it with arrays of one size and type",
+                )
+        if exchange.lost is not None:
+            self._trouble = exchange.lost
+            return exchange.lost
+        if not exchange.reasons:
+            return None
+        why = exchange.reasons[0]
+        ranks = ", ".join(str(rank) for rank in why.get("ranks", ()))
+        texts = {
+            "slots": "no slot was free",
+            "late": f"nothing came in time from rank {ranks}",
+            "absent": f"rank {ranks} is not connected to the switch",
+        }
+        self._trouble = texts.get(str(why.get("reason")), "the switch refused")
+        return self._trouble
+
+    # -- the hosts -----------------------------------------------------------------------------
+
+    def _minimum(self, flags: np.ndarray) -> np.ndarray:
+        try:
+            return self._hosts.minimum(flags)
+        except (OSError, RuntimeError) as error:
+            raise self._failed(error) from error
+
+    def _host_sum(self, values: np.ndarray, name: str) -> np.ndarray:
+        try:
+            return self._hosts.sum(values, name)
+        except (OSError, RuntimeError) as error:
+            raise self._failed(error) from error
+
+    def _failed(self, error: Exception) -> CommunicationError:
+        self.close()
+        said = f"; of the switch this rank knows: {self._trouble}" if self._trouble else ""
+        cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return CommunicationError(
+            f"all-reduce {self._sequence} of job {self._job!r} failed on rank {self._rank}: the "
+            f"hosts could not agree or sum: {cause}{said}",
+            hint="a rank ended, is stuck, or called something else; the job cannot go on",
+        )

@@ -1,0 +1,265 @@
+"""The slots of a switch and what becomes of each chunk: pure decisions, no sockets, no clock.
+
+A chunk takes a slot with the first part that comes and gives it back with its sum. Where no slot
+is free the chunk is refused, and all ranks of the job are told: they sum it themselves. With
+``sharing="dynamic"`` all jobs draw on one pool, first come first served (ATP); with ``"reserved"``
+each job gets its slots when it joins and keeps them to its end (SwitchML, SHARP).
+
+A job's collectives have numbers. A rank begins one only when all ranks have left the one before, so
+the first chunk of a new one ends whatever is left of the old.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from fivefold.errors import ConfigurationError, InfeasibleError
+from fivefold.network.aggregation._elements import OrderedSum, stored_as
+from fivefold.network.aggregation._wire import Frame, Kind
+
+__all__ = ["Reply", "Sharing", "SlotPool", "SwitchState"]
+
+Sharing = Literal["dynamic", "reserved"]
+Reply = tuple[str, tuple[int, ...], Frame]  # job, ranks, frame
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwitchState:
+    """What a switch reports of itself.
+
+    Attributes:
+        slots_total: Slots that it has.
+        slots_free: Slots that no chunk and no job holds.
+        slot_bytes: Longest chunk.
+        most_used: Most slots that were in use at a time.
+        jobs: Jobs that are joined.
+        hits: Chunks that were summed.
+        misses: Chunks that were refused for want of a slot.
+        expired: Chunks that were given up because parts did not come.
+
+    Example:
+        >>> SlotPool(slots=8, slot_bytes=1024).state().slots_free
+        8
+    """
+
+    slots_total: int
+    slots_free: int
+    slot_bytes: int
+    most_used: int = 0
+    jobs: int = 0
+    hits: int = 0
+    misses: int = 0
+    expired: int = 0
+
+    def to_dict(self) -> dict[str, int]:
+        """As JSON can hold it."""
+        return asdict(self)
+
+
+@dataclass
+class _Slot:
+    total: OrderedSum
+    shape: tuple[int, int, str]
+    began_s: float
+
+
+@dataclass
+class _Job:
+    size: int
+    reserved: int
+    sequence: int
+    ranks: set[int] = field(default_factory=set)
+    slots: dict[int, _Slot] = field(default_factory=dict)
+    refused: set[int] = field(default_factory=set)
+
+
+class SlotPool:
+    """Slots shared by jobs.
+
+    Args:
+        slots: Chunks that can be in work at a time.
+        slot_bytes: Longest chunk.
+        sharing: ``"dynamic"`` or ``"reserved"``.
+        expire_s: Longest time that a chunk waits for its parts.
+
+    Raises:
+        ConfigurationError: A value is out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        slots: int,
+        slot_bytes: int,
+        sharing: Sharing = "dynamic",
+        expire_s: float = 30.0,
+    ) -> None:
+        if slots < 0 or slot_bytes < 8 or slot_bytes % 8:
+            raise ConfigurationError(
+                f"slots is {slots}, slot_bytes {slot_bytes}",
+                hint="slots is at least 0, slot_bytes a positive multiple of 8",
+            )
+        if sharing not in get_args(Sharing) or not expire_s > 0:
+            raise ConfigurationError(
+                f"sharing is {sharing!r}, expire_s {expire_s}",
+                hint="sharing is 'dynamic' or 'reserved', expire_s more than zero",
+            )
+        self._slots, self.slot_bytes = slots, slot_bytes
+        self._sharing, self._expire_s = sharing, expire_s
+        self._jobs: dict[str, _Job] = {}
+        self._most_used = self._hits = self._misses = self._expired = 0
+
+    # -- jobs ----------------------------------------------------------------------------------
+
+    def join(self, job: str, rank: int, *, size: int, window: int, sequence: int) -> int:
+        """Let a rank of a job in.
+
+        Args:
+            job: Name of the job.
+            rank: The rank.
+            size: Ranks of the job.
+            window: Chunks that it would have under way at a time.
+            sequence: Number of its next collective.
+
+        Returns:
+            Chunks that it may have under way.
+
+        Raises:
+            ConfigurationError: The job has another size, or the numbers make no sense.
+            InfeasibleError: No slot is left to reserve.
+        """
+        if size < 1 or not 0 <= rank < size or window < 1 or sequence < 0:
+            raise ConfigurationError(f"rank {rank} of {size} cannot join with window {window}")
+        entry = self._jobs.get(job)
+        if entry is None:
+            granted = min(window, self._free() if self._sharing == "reserved" else self._slots)
+            if granted < 1:
+                raise InfeasibleError(
+                    f"no slot is free for job {job!r}", hint=f"all {self._slots} are taken"
+                )
+            reserved = granted if self._sharing == "reserved" else 0
+            entry = self._jobs[job] = _Job(size, reserved, sequence)
+        if entry.size != size:
+            raise ConfigurationError(
+                f"job {job!r} has {entry.size} ranks, not {size}",
+                hint="give each job a name of its own",
+            )
+        entry.ranks.add(rank)
+        entry.sequence = sequence  # ranks join before a collective, all before the same one
+        entry.slots.clear()
+        entry.refused.clear()
+        return min(window, entry.reserved or self._slots)
+
+    def leave(self, job: str, rank: int) -> list[Reply]:
+        """A rank is gone: its job's chunks cannot be ended; the others are told."""
+        entry = self._jobs[job]
+        entry.ranks.discard(rank)
+        entry.slots.clear()
+        if not entry.ranks:
+            del self._jobs[job]
+            return []
+        gone = Frame(Kind.GONE, chunk=rank, sequence=entry.sequence)
+        return [(job, tuple(sorted(entry.ranks)), gone)]
+
+    # -- chunks --------------------------------------------------------------------------------
+
+    def contribute(self, job: str, rank: int, frame: Frame, *, now_s: float) -> list[Reply]:
+        """Take a rank's part of a chunk.
+
+        Args:
+            job: Name of the job.
+            rank: Whose part it is.
+            frame: The part.
+            now_s: Time, for `expire`.
+
+        Returns:
+            What to tell whom.
+        """
+        entry = self._jobs[job]
+        if frame.sequence > entry.sequence:
+            entry.sequence = frame.sequence
+            entry.slots.clear()
+            entry.refused.clear()
+        if frame.sequence < entry.sequence or frame.chunk in entry.refused:
+            return []
+        slot = entry.slots.get(frame.chunk)
+        if slot is None:
+            why = self._why_not(entry)
+            if why is not None:
+                return [self._refuse(job, frame.chunk, **why)]
+            total = OrderedSum(frame.dtype, entry.size)
+            slot = entry.slots[frame.chunk] = _Slot(total, _shape(frame), now_s)
+            self._most_used = max(self._most_used, self._used())
+        if slot.shape != _shape(frame):
+            del entry.slots[frame.chunk]
+            what = {"reason": "mismatch", "rank": rank, "shapes": [slot.shape, _shape(frame)]}
+            return [self._refuse(job, frame.chunk, **what)]
+        values = np.frombuffer(frame.payload, dtype=stored_as(frame.dtype))
+        if not slot.total.add(rank, values):
+            return []
+        del entry.slots[frame.chunk]
+        self._hits += 1
+        result = Frame(
+            Kind.RESULT, slot.total.result(), frame.dtype, frame.chunk, frame.sequence, frame.total
+        )
+        return [(job, tuple(range(entry.size)), result)]
+
+    def expire(self, now_s: float) -> list[Reply]:
+        """Give up the chunks that have waited too long."""
+        replies = []
+        for job, entry in self._jobs.items():
+            for chunk, slot in list(entry.slots.items()):
+                if now_s - slot.began_s > self._expire_s:
+                    del entry.slots[chunk]
+                    self._expired += 1
+                    replies.append(
+                        self._refuse(job, chunk, reason="late", ranks=slot.total.missing)
+                    )
+        return replies
+
+    def state(self) -> SwitchState:
+        """What the switch reports."""
+        return SwitchState(
+            slots_total=self._slots,
+            slots_free=self._free(),
+            slot_bytes=self.slot_bytes,
+            most_used=self._most_used,
+            jobs=len(self._jobs),
+            hits=self._hits,
+            misses=self._misses,
+            expired=self._expired,
+        )
+
+    def _why_not(self, entry: _Job) -> dict[str, Any] | None:
+        if len(entry.ranks) < entry.size:
+            absent = sorted(set(range(entry.size)) - entry.ranks)
+            return {"reason": "absent", "ranks": absent}
+        free = entry.reserved - len(entry.slots) if entry.reserved else self._free()
+        if free > 0:
+            return None
+        self._misses += 1
+        return {"reason": "slots"}
+
+    def _refuse(self, job: str, chunk: int, **why: Any) -> Reply:
+        entry = self._jobs[job]
+        entry.refused.add(chunk)
+        frame = Frame.of_text(Kind.REFUSED, why, chunk=chunk, sequence=entry.sequence)
+        return job, tuple(sorted(entry.ranks)), frame
+
+    def _used(self) -> int:
+        return sum(len(entry.slots) for entry in list(self._jobs.values()))
+
+    def _free(self) -> int:
+        return self._slots - sum(_held(list(self._jobs.values())))
+
+
+def _held(jobs: Iterable[_Job]) -> Iterable[int]:
+    return (job.reserved or len(job.slots) for job in jobs)
+
+
+def _shape(frame: Frame) -> tuple[int, int, str]:
+    return len(frame.payload), frame.total, frame.dtype
