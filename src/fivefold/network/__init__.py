@@ -1,8 +1,9 @@
 """Layer 5: what carries the traffic, from GPU to core switch.
 
 The rooms, each importing only those before it: ``topology`` (one graph, its files, the named
-machines and the generators), ``profiling`` (alpha and beta of real links), ``simulation``
-(who gets which rate, and when each flow ends) and ``aggregation`` (switches that sum). They are loaded when first used.
+machines and the generators), ``profiling`` (alpha and beta of real links), ``simulation`` (who gets
+which rate, and when each flow ends) and ``aggregation`` (switches that sum). They are loaded when
+first used.
 """
 
 from __future__ import annotations
