@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fivefold.errors import ConfigurationError, UnsupportedError
+from fivefold.moe._backward import backward_fused
 from fivefold.moe._fused import DTYPES, forward_fused, forward_split, missing_fused
 from fivefold.moe._grouped import backward_grouped, forward_grouped
 from fivefold.moe._workspace import Workspace
@@ -22,8 +23,8 @@ class Backend:
 
     Attributes:
         name: What ``fused_moe(backend=...)`` takes.
-        forward: As ``experts_one_by_one``.
-        backward: Its gradients.
+        forward: As ``experts_one_by_one``; what the backward needs goes to ``hidden``.
+        backward: Its gradients, from ``hidden`` where that is not None.
         missing: Says why it cannot work on a device, or None where it can.
         dtypes: What it takes; None: every floating-point type.
         automatic: Whether "auto" may choose it.
@@ -56,13 +57,19 @@ def _forward_reference(
     return forward_grouped(*operands, **options)
 
 
-# "auto" does not choose the kernel yet: it has not run on a GPU. The gradients of all backends
-# are those of the grouped products.
+def _backward_reference(
+    *operands: torch.Tensor, precision: str, **options: Any
+) -> tuple[torch.Tensor | None, ...]:
+    del precision  # as in the forward
+    return backward_grouped(*operands, **options)
+
+
+# "auto" does not choose the kernels yet: they have not run on a GPU.
 _BACKENDS = (
     Backend(
         name="fused",
         forward=forward_fused,
-        backward=backward_grouped,
+        backward=backward_fused,
         missing=missing_fused,
         dtypes=DTYPES,
         automatic=False,
@@ -70,7 +77,7 @@ _BACKENDS = (
     Backend(
         name="split",
         forward=forward_split,
-        backward=backward_grouped,
+        backward=backward_fused,
         missing=missing_fused,
         dtypes=DTYPES,
         automatic=False,
@@ -78,7 +85,7 @@ _BACKENDS = (
     Backend(
         name="reference",
         forward=_forward_reference,
-        backward=backward_grouped,
+        backward=_backward_reference,
         missing=_never_missing,
     ),
 )
@@ -88,6 +95,7 @@ def backends(device: str | torch.device = "cpu") -> dict[str, str | None]:
     """All backends, with what is missing for each on a device, or None.
 
     "fused" is the single kernel, "split" the same work in five launches, "reference" plain torch.
+    The first two share the kernels of the backward.
 
     Args:
         device: Where the tokens would be.

@@ -80,6 +80,7 @@ class _Request:
     weight_on_input: bool
     precision: str
     interpreted: bool
+    hidden: torch.Tensor | None = None  # where W13 x is kept for the backward
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -132,6 +133,7 @@ def _request(  # noqa: PLR0913 - the operator's own operands
     b2: torch.Tensor | None = None,
     weight_on_input: bool = False,
     precision: str = "ieee",
+    hidden: torch.Tensor | None = None,
 ) -> _Request:
     if w2.numel() == 0:
         raise ConfigurationError(
@@ -150,6 +152,7 @@ def _request(  # noqa: PLR0913 - the operator's own operands
         weight_on_input=weight_on_input,
         precision=precision,
         interpreted=interpreting(),
+        hidden=hidden,
     )
 
 
@@ -191,6 +194,7 @@ def _prepare(request: _Request, workspace: Workspace | None, programs: int | Non
     known = {
         **_operands(request, tiles, by_descriptor=by_descriptor),
         "out": out,
+        "hidden": request.hidden,
         "control": workspace.control,
         **layout.cut(workspace.scratch),
         **_run_time_sizes(request, tiles, layout, programs),
@@ -275,7 +279,8 @@ def forward_fused(
         workspace: Memory to work in; None takes some for this call.
         programs: How many to launch; None: one per multiprocessor. The result does not depend on
             it.
-        **options: As there, and ``precision``: "ieee", "tf32x3" or "tf32", for float32.
+        **options: As there, and ``precision``: "ieee", "tf32x3" or "tf32", for float32; and
+            ``hidden``: where to keep W13 x for the backward, [T K, rows of w13], by rows.
 
     Returns:
         [T, H].

@@ -1,13 +1,16 @@
 """Experts on the CPU (or any device) by sorting the assignments: one matrix product per expert.
 
-The rows of an expert stand together, so each of its products is one dense call. The outputs go
-back to [T, K] slots and are added in the order of k in float32 at least, so the result does not
-depend on how the rows were sorted or split.
+The rows of an expert stand together, so each of its products is one dense call. Experts are taken
+in blocks of at least ``_BLOCK_ROWS`` rows: what is done elementwise is done per block, so that many
+small experts cost few calls and what a block makes is still in the cache when it is read. The
+outputs go back by [T, K] slots and are added in the order of k in float32 at least, so the result
+does not depend on how the rows were sorted or split.
+
+Shapes: T tokens, K experts per token, R assignments that were not dropped, H width, I inner width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +18,10 @@ import torch
 from fivefold.moe._activations import Activation
 
 __all__ = ["Assignments", "backward_grouped", "forward_grouped", "sort_assignments"]
+
+_BLOCK_ROWS = 128
+
+Ranges = tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +36,7 @@ class Assignments:
 
     slots: torch.Tensor
     tokens: torch.Tensor
-    ranges: tuple[tuple[int, int, int], ...]
+    ranges: Ranges
 
 
 def sort_assignments(ids: torch.Tensor, num_experts: int) -> Assignments:
@@ -55,25 +62,67 @@ def sort_assignments(ids: torch.Tensor, num_experts: int) -> Assignments:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Expert:
-    """What one expert works on: its assignments and its weights."""
+class _Work:
+    """The rows of all assignments in order, and their weights."""
 
-    number: int
-    tokens: torch.Tensor
-    slots: torch.Tensor
-    weights: torch.Tensor  # [rows, 1], in the compute type
+    order: Assignments
+    rows: torch.Tensor  # [R, H], as they enter the first product
+    weights: torch.Tensor  # [R, 1], at least float32
+    blocks: tuple[Ranges, ...]
+    num_tokens: int
+    top_k: int
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of the largest block."""
+        return max((block[-1][2] - block[0][1] for block in self.blocks), default=0)
 
 
-def _experts(order: Assignments, weights: torch.Tensor, dtype: torch.dtype) -> Iterator[_Expert]:
-    flat = weights.reshape(-1)
-    for expert, first, stop in order.ranges:
-        slots = order.slots[first:stop]
-        yield _Expert(
-            number=expert,
-            tokens=order.tokens[first:stop],
-            slots=slots,
-            weights=flat[slots].to(dtype).unsqueeze(1),
-        )
+def _work(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *, experts: int, weigh_rows: bool
+) -> _Work:
+    order = sort_assignments(ids, experts)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    by_row = weights.reshape(-1).index_select(0, order.slots).to(wide).unsqueeze(1)
+    rows = x.index_select(0, order.tokens)
+    return _Work(
+        order=order,
+        rows=(rows * by_row).to(x.dtype) if weigh_rows else rows,
+        weights=by_row,
+        blocks=_blocks(order.ranges),
+        num_tokens=len(x),
+        top_k=ids.shape[1],
+    )
+
+
+def _blocks(ranges: Ranges) -> tuple[Ranges, ...]:
+    """Experts in a row that have enough work together."""
+    found: list[Ranges] = []
+    first = 0
+    for number, (_, _, stop) in enumerate(ranges):
+        if stop - ranges[first][1] >= _BLOCK_ROWS or number == len(ranges) - 1:
+            found.append(ranges[first : number + 1])
+            first = number + 1
+    return tuple(found)
+
+
+def _products(
+    rows: torch.Tensor,
+    weights: torch.Tensor,
+    block: Ranges,
+    *,
+    start: int,
+    out: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """rows[a:b] @ weights[e] for each expert of a block; rows and out begin at row ``start``."""
+    for expert, first, stop in block:
+        here = slice(first - start, stop - start)
+        if bias is None:
+            torch.mm(rows[here], weights[expert], out=out[here])
+        else:
+            torch.addmm(bias[expert], rows[here], weights[expert], out=out[here])
+    return out
 
 
 def forward_grouped(  # noqa: PLR0913 - the operator's own operands
@@ -87,43 +136,50 @@ def forward_grouped(  # noqa: PLR0913 - the operator's own operands
     b13: torch.Tensor | None = None,
     b2: torch.Tensor | None = None,
     weight_on_input: bool = False,
+    hidden: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute what ``experts_one_by_one`` does, an expert at a time; same arguments."""
-    order = sort_assignments(ids, len(w2))
-    top_k = ids.shape[1]
-    wide = torch.promote_types(x.dtype, torch.float32)
-    outputs = x.new_zeros((ids.numel(), x.shape[1]))
-    for expert in _experts(order, weights, wide):
-        rows = x[expert.tokens]
-        if weight_on_input:
-            rows = (rows * expert.weights).to(x.dtype)
-        hidden = _linear(rows, w13[expert.number], b13, expert.number)
-        outputs[expert.slots] = _linear(activation(hidden), w2[expert.number], b2, expert.number)
-    total = torch.zeros(x.shape, dtype=wide, device=x.device)
-    by_slot = outputs.view(len(x), top_k, x.shape[1])
-    for slot in range(top_k):
-        term = by_slot[:, slot]
-        if weight_on_input:
+    """Compute what ``experts_one_by_one`` does, an expert at a time; same arguments.
+
+    What the activation takes goes to ``hidden`` [T K, rows of w13], where that is not None.
+    """
+    work = _work(x, ids, weights, experts=len(w2), weigh_rows=weight_on_input)
+    # One row more, of zeros, for what was dropped.
+    outputs = x.new_empty((len(work.rows) + 1, x.shape[1]))
+    outputs[-1] = 0.0
+    first_weights, second_weights = w13.transpose(1, 2), w2.transpose(1, 2)
+    scratch = x.new_empty((work.most_rows if hidden is None else 0, w13.shape[1]))
+    for block in work.blocks:
+        start, stop = block[0][1], block[-1][2]
+        entering = scratch[: stop - start] if hidden is None else hidden[start:stop]
+        _products(work.rows[start:stop], first_weights, block, start=start, out=entering, bias=b13)
+        inner = activation(entering)
+        _products(inner, second_weights, block, start=start, out=outputs[start:stop], bias=b2)
+    return _added(outputs, work, None if weight_on_input else weights).to(x.dtype)
+
+
+def _added(rows: torch.Tensor, work: _Work, weights: torch.Tensor | None) -> torch.Tensor:
+    """Sum over k, in order, of the tokens' rows [R + 1, H], weighted or not; [T, H]."""
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    total = torch.zeros((work.num_tokens, rows.shape[1]), dtype=wide, device=rows.device)
+    count = work.num_tokens * work.top_k
+    place = torch.full((count,), len(work.rows), dtype=torch.int64, device=rows.device)
+    place[work.order.slots] = torch.arange(len(work.rows), device=rows.device)
+    of_slot = place.view(work.num_tokens, work.top_k)
+    for slot in range(work.top_k):
+        term = rows.index_select(0, of_slot[:, slot]).to(wide)
+        if weights is None:
             total += term
         else:
-            weight = weights[:, slot].to(wide).masked_fill(ids[:, slot] < 0, 0.0)
-            total.addcmul_(term.to(wide), weight.unsqueeze(1))
-    return total.to(x.dtype)
-
-
-def _linear(
-    rows: torch.Tensor, weight: torch.Tensor, biases: torch.Tensor | None, expert: int
-) -> torch.Tensor:
-    bias = None if biases is None else biases[expert]
-    return torch.nn.functional.linear(rows, weight, bias)
+            total.addcmul_(term, weights[:, slot].to(wide).unsqueeze(1))
+    return total
 
 
 @dataclass(kw_only=True)
 class _Gradients:
-    x: torch.Tensor  # [T K, H]: added over k at the end, in order
+    rows: torch.Tensor  # [R + 1, H], the last one zeros
     w13: torch.Tensor
     w2: torch.Tensor
-    weights: torch.Tensor  # [T K]
+    weights: torch.Tensor  # [R, 1]
     b13: torch.Tensor | None
     b2: torch.Tensor | None
 
@@ -140,6 +196,7 @@ def backward_grouped(  # noqa: PLR0913 - the operator's own operands
     b13: torch.Tensor | None = None,
     b2: torch.Tensor | None = None,
     weight_on_input: bool = False,
+    hidden: torch.Tensor | None = None,
 ) -> tuple[
     torch.Tensor,
     torch.Tensor,
@@ -148,7 +205,7 @@ def backward_grouped(  # noqa: PLR0913 - the operator's own operands
     torch.Tensor | None,
     torch.Tensor | None,
 ]:
-    """Gradients of ``forward_grouped``; the hidden values are computed again, none were kept.
+    """Gradients of ``forward_grouped``.
 
     Args:
         gradient: Of the output, [T, H].
@@ -161,73 +218,98 @@ def backward_grouped(  # noqa: PLR0913 - the operator's own operands
         b13: As in the forward.
         b2: As in the forward.
         weight_on_input: As in the forward.
+        hidden: What the forward put there; None: it is computed again.
 
     Returns:
         Gradients of x, w13, w2, weights, b13 and b2.
     """
-    order = sort_assignments(ids, len(w2))
-    wide = torch.promote_types(x.dtype, torch.float32)
+    work = _work(x, ids, weights, experts=len(w2), weigh_rows=weight_on_input)
     found = _Gradients(
-        x=torch.zeros((ids.numel(), x.shape[1]), dtype=wide, device=x.device),
-        w13=torch.zeros_like(w13),
-        w2=torch.zeros_like(w2),
-        weights=torch.zeros(ids.numel(), dtype=wide, device=x.device),
+        rows=x.new_empty((len(work.rows) + 1, x.shape[1])),
+        w13=_blank(w13, work),
+        w2=_blank(w2, work),
+        weights=torch.empty_like(work.weights),
         b13=None if b13 is None else torch.zeros_like(b13),
         b2=None if b2 is None else torch.zeros_like(b2),
     )
-    for expert in _experts(order, weights, wide):
-        _backward_of_expert(
-            expert,
-            gradient[expert.tokens],
-            x[expert.tokens],
-            w13[expert.number],
-            w2[expert.number],
+    found.rows[-1] = 0.0
+    incoming = gradient.index_select(0, work.order.tokens)
+    scratch = x.new_empty((work.most_rows if hidden is None else 0, w13.shape[1]))
+    for block in work.blocks:
+        start, stop = block[0][1], block[-1][2]
+        entering = scratch[: stop - start]
+        if hidden is not None:
+            entering = hidden[start:stop]
+        else:
+            rows, turned = work.rows[start:stop], w13.transpose(1, 2)
+            _products(rows, turned, block, start=start, out=entering, bias=b13)
+        _backward_of_block(
+            block,
+            work,
+            incoming[start:stop],
+            entering,
+            w13,
+            w2,
             found,
             activation=activation,
-            b13=b13,
             b2=b2,
             weight_on_input=weight_on_input,
         )
-    total = torch.zeros(x.shape, dtype=wide, device=x.device)
-    by_slot = found.x.view(len(x), ids.shape[1], x.shape[1])
-    for slot in range(ids.shape[1]):
-        total += by_slot[:, slot]
-    shaped = found.weights.view(weights.shape).to(weights.dtype)
-    return total.to(x.dtype), found.w13, found.w2, shaped, found.b13, found.b2
+    if weight_on_input:
+        plain = x.index_select(0, work.order.tokens)
+        found.weights[:] = (found.rows[:-1] * plain).sum(-1, keepdim=True, dtype=work.weights.dtype)
+        found.rows[:-1] *= work.weights.to(found.rows.dtype)
+    d_weights = torch.zeros(ids.numel(), dtype=work.weights.dtype, device=x.device)
+    d_weights[work.order.slots] = found.weights.squeeze(1)
+    d_x = _added(found.rows, work, None).to(x.dtype)
+    shaped = d_weights.view(weights.shape).to(weights.dtype)
+    return d_x, found.w13, found.w2, shaped, found.b13, found.b2
 
 
-def _backward_of_expert(  # noqa: PLR0913 - one expert's share of the operands
-    expert: _Expert,
-    gradient: torch.Tensor,
-    rows: torch.Tensor,
+def _blank(weights: torch.Tensor, work: _Work) -> torch.Tensor:
+    """Room for gradients: zeros for the experts without rows, anything for the others."""
+    made = torch.empty_like(weights, memory_format=torch.contiguous_format)
+    busy = {expert for expert, _, _ in work.order.ranges}
+    for expert in range(len(weights)):
+        if expert not in busy:
+            made[expert] = 0.0
+    return made
+
+
+def _backward_of_block(  # noqa: PLR0913 - a block's share of the operands
+    block: Ranges,
+    work: _Work,
+    incoming: torch.Tensor,
+    entering: torch.Tensor,
     w13: torch.Tensor,
     w2: torch.Tensor,
     found: _Gradients,
     *,
     activation: Activation,
-    b13: torch.Tensor | None,
     b2: torch.Tensor | None,
     weight_on_input: bool,
 ) -> None:
-    dtype = rows.dtype
-    inputs = (rows * expert.weights).to(dtype) if weight_on_input else rows
-    hidden = _linear(inputs, w13, b13, expert.number)
-    inner = activation(hidden)
-    outgoing = gradient
-    if not weight_on_input:
-        output = _linear(inner, w2, b2, expert.number)
-        found.weights[expert.slots] = (gradient * output).sum(-1, dtype=expert.weights.dtype)
-        outgoing = (gradient * expert.weights).to(dtype)
-    d_hidden = activation.backward(hidden, outgoing @ w2)
-    d_inputs = d_hidden @ w13
-    found.w2[expert.number] = outgoing.t() @ inner
-    found.w13[expert.number] = d_hidden.t() @ inputs
-    if found.b2 is not None:
-        found.b2[expert.number] = outgoing.sum(0)
-    if found.b13 is not None:
-        found.b13[expert.number] = d_hidden.sum(0)
+    start, stop = block[0][1], block[-1][2]
+    dtype, here = incoming.dtype, slice(start, stop)
+    by_row = work.weights[here].to(dtype)
+    pulled = incoming.new_empty((stop - start, w2.shape[2]))
+    _products(incoming, w2, block, start=start, out=pulled)
     if weight_on_input:
-        found.weights[expert.slots] = (d_inputs * rows).sum(-1, dtype=expert.weights.dtype)
-        found.x[expert.slots] = d_inputs * expert.weights
+        inner, d_entering = activation.with_gradient(entering, pulled)
     else:
-        found.x[expert.slots] = d_inputs.to(found.x.dtype)
+        inner, d_entering = activation.with_gradient(entering, pulled * by_row)
+        # <gradient, W2 h> = <W2^T gradient, h>: no need for W2 h itself.
+        found.weights[here] = (pulled * inner).sum(-1, keepdim=True, dtype=work.weights.dtype)
+        inner *= by_row
+    _products(d_entering, w13, block, start=start, out=found.rows[here])
+    for expert, first, last in block:
+        part = slice(first - start, last - start)
+        torch.mm(incoming[part].t(), inner[part], out=found.w2[expert])
+        torch.mm(d_entering[part].t(), work.rows[first:last], out=found.w13[expert])
+        if found.b13 is not None:
+            found.b13[expert] = d_entering[part].sum(0)
+        if found.b2 is not None and b2 is not None:
+            weighted = incoming[part] if weight_on_input else incoming[part] * by_row[part]
+            found.b2[expert] = weighted.sum(0)
+            if not weight_on_input:
+                found.weights[first:last] += (incoming[part] @ b2[expert]).unsqueeze(1)

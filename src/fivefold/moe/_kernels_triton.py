@@ -91,6 +91,7 @@ def moe_kernel(
     slot_of_row,
     tile_of_slot,
     inner,
+    hidden,
     outputs,
     num_tokens,
     num_slots,
@@ -158,9 +159,9 @@ def moe_kernel(
         if m < tiles:
             if not second:
                 first_product(
-                    m, n, x, w13, b13, weights, inner, tile_expert, tile_first, tile_stop,
-                    slot_of_row, H, I, K, E, GATED, ACTIVATION, WEIGHT_ON_INPUT, TMA, INTERPRETED,
-                    PRECISION, BM, BN, BK, STAGES,
+                    m, n, x, w13, b13, weights, inner, hidden, tile_expert, tile_first,
+                    tile_stop, slot_of_row, H, I, K, E, GATED, ACTIVATION, WEIGHT_ON_INPUT, TMA,
+                    INTERPRETED, PRECISION, BM, BN, BK, STAGES,
                 )  # fmt: skip
                 publish(first_done + m)
             else:
@@ -228,6 +229,7 @@ def first_kernel(
     b13,
     weights,
     inner,
+    hidden,
     num_tiles,
     tile_expert,
     tile_first,
@@ -256,9 +258,9 @@ def first_kernel(
     m = group * GROUP + place % GROUP
     if m < tl.load(num_tiles):
         first_product(
-            m, place // GROUP, x, w13, b13, weights, inner, tile_expert, tile_first, tile_stop,
-            slot_of_row, H, I, K, E, GATED, ACTIVATION, WEIGHT_ON_INPUT, TMA, INTERPRETED,
-            PRECISION, BM, BN, BK, STAGES,
+            m, place // GROUP, x, w13, b13, weights, inner, hidden, tile_expert, tile_first,
+            tile_stop, slot_of_row, H, I, K, E, GATED, ACTIVATION, WEIGHT_ON_INPUT, TMA,
+            INTERPRETED, PRECISION, BM, BN, BK, STAGES,
         )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from fivefold.moe._tiles import Tiles, constants_for, tiles_for
 __all__ = ["OfflineKernel", "compile_offline"]
 
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-_DATA = frozenset({"x", "b13", "b2", "out", "inner", "outputs"})
+_DATA = frozenset({"x", "b13", "b2", "out", "inner", "hidden", "outputs"})
 _TABLES = frozenset(
     {"control", "counts", "num_tiles", "tile_expert", "tile_first", "tile_stop"}
     | {"slot_of_row", "tile_of_slot"}
@@ -65,6 +65,7 @@ def compile_offline(  # noqa: PLR0913 - the sizes of a call
     num_experts: int = 32,
     top_k: int = 2,
     biases: bool = True,
+    keeps_hidden: bool = False,
     by_descriptor: bool = True,
     capability: int = 90,
     tiles: Tiles | None = None,
@@ -81,6 +82,7 @@ def compile_offline(  # noqa: PLR0913 - the sizes of a call
         num_experts: E.
         top_k: K.
         biases: Whether there are any.
+        keeps_hidden: Whether it keeps W13 x for the backward.
         by_descriptor: Whether weights come through the tensor memory accelerator.
         capability: 90 for Hopper.
         tiles: The variant; None: the one that a call would use.
@@ -118,6 +120,8 @@ def compile_offline(  # noqa: PLR0913 - the sizes of a call
     )
     if not biases:
         constants |= {"b13": None, "b2": None}
+    if not keeps_hidden:
+        constants |= {"hidden": None}
     constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
     data = _TYPES[dtype]
     weights = {

@@ -39,14 +39,16 @@ def _forward(  # noqa: PLR0913, PLR0917 - a schema: every operand in its place
     precision: str = "ieee",
     control: torch.Tensor | None = None,
     scratch: torch.Tensor | None = None,
-) -> torch.Tensor:
+    keep_hidden: bool = False,  # noqa: FBT001, FBT002 - as above
+) -> tuple[torch.Tensor, torch.Tensor]:
     # The workspace is written to, and the schema does not say so: control is left as it was found,
     # what lies in scratch means nothing, and an op that says so could have no gradients.
     found = backend_for(backend, x)
     workspace = None
     if control is not None and scratch is not None:
         workspace = Workspace(control=control, scratch=scratch)
-    return found.forward(
+    hidden = _hidden_like(x, w13, ids, keep=keep_hidden)
+    output = found.forward(
         x,
         w13,
         w2,
@@ -58,12 +60,38 @@ def _forward(  # noqa: PLR0913, PLR0917 - a schema: every operand in its place
         weight_on_input=weight_on_input,
         precision=precision,
         workspace=workspace,
+        hidden=hidden if keep_hidden else None,
     )
+    return output, hidden
+
+
+def _hidden_like(
+    x: torch.Tensor, w13: torch.Tensor, ids: torch.Tensor, *, keep: bool
+) -> torch.Tensor:
+    """Room for what the backward needs of the first product; empty where nothing is kept."""
+    return x.new_empty((ids.numel() if keep else 0, w13.shape[1]))
 
 
 @_forward.register_fake
-def _forward_shape(x: torch.Tensor, *_operands: Any) -> torch.Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+def _forward_shape(  # noqa: PLR0913, PLR0917 - as above
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    b13: torch.Tensor | None,
+    b2: torch.Tensor | None,
+    activation: str,
+    weight_on_input: bool,  # noqa: FBT001 - as above
+    backend: str,
+    precision: str = "ieee",
+    control: torch.Tensor | None = None,
+    scratch: torch.Tensor | None = None,
+    keep_hidden: bool = False,  # noqa: FBT001, FBT002 - as above
+) -> tuple[torch.Tensor, torch.Tensor]:
+    del w2, weights, b13, b2, activation, weight_on_input, backend, precision, control, scratch
+    output = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return output, _hidden_like(x, w13, ids, keep=keep_hidden)
 
 
 @torch.library.custom_op("fivefold::fused_moe_backward", mutates_args=())
@@ -79,6 +107,8 @@ def _backward(  # noqa: PLR0913, PLR0917 - as above
     activation: str,
     weight_on_input: bool,  # noqa: FBT001 - as above
     backend: str,
+    precision: str = "ieee",
+    hidden: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     found = backend_for(backend, x).backward(
         gradient.contiguous(),
@@ -91,6 +121,8 @@ def _backward(  # noqa: PLR0913, PLR0917 - as above
         b13=b13,
         b2=b2,
         weight_on_input=weight_on_input,
+        precision=precision,
+        hidden=hidden,
     )
     return [g for g in found if g is not None]
 
@@ -112,19 +144,24 @@ def _backward_shapes(  # noqa: PLR0913, PLR0917 - as above
     return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in like]
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    del output
-    x, w13, w2, ids, weights, b13, b2, activation, weight_on_input, backend, *_ = inputs
-    ctx.save_for_backward(x, w13, w2, ids, weights, b13, b2)
-    ctx.options = (activation, weight_on_input, backend)
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    x, w13, w2, ids, weights, b13, b2, activation, weight_on_input, backend, *more = inputs
+    precision, kept = more[0], more[-1]
+    hidden = output[1]
+    ctx.mark_non_differentiable(hidden)
+    ctx.set_materialize_grads(False)  # or the kept values would get a gradient of zeros
+    ctx.save_for_backward(x, w13, w2, ids, weights, b13, b2, hidden if kept else None)
+    ctx.options = (activation, weight_on_input, backend, precision)
 
 
-def _gradients(ctx: Any, gradient: torch.Tensor) -> tuple[_Optional, ...]:
-    saved = ctx.saved_tensors
-    found = iter(_backward(gradient, *saved, *ctx.options))
+def _gradients(ctx: Any, gradient: _Optional, _of_hidden: None) -> tuple[_Optional, ...]:
+    if gradient is None:  # nothing downstream depends on the output
+        return (None,) * 14
+    *saved, hidden = ctx.saved_tensors
+    found = iter(_backward(gradient, *saved, *ctx.options, hidden))
     d_x, d_w13, d_w2, d_weights = (next(found) for _ in range(4))
     d_b13, d_b2 = (None if bias is None else next(found) for bias in saved[5:7])
-    return d_x, d_w13, d_w2, None, d_weights, d_b13, d_b2, *(None,) * 6
+    return d_x, d_w13, d_w2, None, d_weights, d_b13, d_b2, *(None,) * 7
 
 
 _forward.register_autograd(_gradients, setup_context=_keep)
@@ -146,6 +183,7 @@ def fused_moe(  # noqa: PLR0913 - an operator's operands and options, all but fi
     backend: str = "auto",
     precision: Precision = "ieee",
     workspace: Workspace | None = None,
+    recompute: bool = True,
     check: bool | None = None,
 ) -> torch.Tensor:
     """Send every token through its experts and add up the weighted results.
@@ -171,6 +209,8 @@ def fused_moe(  # noqa: PLR0913 - an operator's operands and options, all but fi
             TF32 products for nearly the same; ``"tf32"``, 10 bits of mantissa. ``"reference"``
             leaves this to torch's own switch. Without effect on other data types.
         workspace: Memory for ``"fused"`` and ``"split"``; None takes some for this call.
+        recompute: Compute the first product again in the backward. False keeps it, T K rows of
+            ``w13``'s height, where a gradient may be asked for: more memory, less work.
         check: Look at the ids' values; None: on the CPU only, since it waits for the device.
 
     Returns:
@@ -209,6 +249,8 @@ def fused_moe(  # noqa: PLR0913 - an operator's operands and options, all but fi
         )
         topk_ids = topk_ids.masked_fill(~kept, -1)
     chosen = backend_for(backend, x).name
+    floats = (x, w13, w2, topk_weights, b13, b2)
+    wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in floats)
     result: torch.Tensor = _forward(
         x,
         w13,
@@ -223,5 +265,6 @@ def fused_moe(  # noqa: PLR0913 - an operator's operands and options, all but fi
         precision,
         None if workspace is None else workspace.control,
         None if workspace is None else workspace.scratch,
-    )
+        wanted and not recompute,
+    )[0]
     return result

@@ -159,6 +159,36 @@ def _narrow(value, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
+def _with_weight_and_bias(
+    gate,
+    up,
+    expert,
+    slot,
+    inside,
+    column,
+    b13,
+    weights,
+    I: tl.constexpr,
+    GATED: tl.constexpr,
+    WEIGHT_ON_INPUT: tl.constexpr,
+):
+    """From W13 x to what the activation takes."""
+    width: tl.constexpr = 2 * I if GATED else I
+    if WEIGHT_ON_INPUT:  # W (w x) = w (W x), and in float32
+        factor = tl.load(weights + slot, mask=inside, other=0.0).to(tl.float32)
+        gate = gate * factor[:, None]
+        if GATED:
+            up = up * factor[:, None]
+    if b13 is not None:
+        bias = tl.load(b13 + expert * width + column, mask=column < I, other=0.0)
+        gate += bias.to(tl.float32)[None, :]
+        if GATED:
+            bias = tl.load(b13 + expert * width + I + column, mask=column < I, other=0.0)
+            up += bias.to(tl.float32)[None, :]
+    return gate, up
+
+
+@triton.jit
 def first_product(
     m,
     n,
@@ -167,6 +197,7 @@ def first_product(
     b13,
     weights,
     inner,
+    hidden,
     tile_expert,
     tile_first,
     tile_stop,
@@ -186,7 +217,11 @@ def first_product(
     BK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """inner[rows, n BN : (n+1) BN] = f(W13 x[tokens] + b13) for row tile m."""
+    """inner[rows, n BN : (n+1) BN] = f(W13 x[tokens] + b13) for row tile m.
+
+    W13 x itself goes to ``hidden``, for the backward, where that is not None; ``inner`` may be
+    None then.
+    """
     expert = tl.load(tile_expert + m)
     row = tl.load(tile_first + m) + tl.arange(0, BM)
     inside = row < tl.load(tile_stop + m)
@@ -208,25 +243,26 @@ def first_product(
             b = _weights(w13, rows + I, E * width, k, H, TMA, BN, BK)
             up = _multiply(a, b, up, PRECISION, INTERPRETED)
     column = n * BN + tl.arange(0, BN)
-    if WEIGHT_ON_INPUT:  # W (w x) = w (W x), and in float32
-        factor = tl.load(weights + slot, mask=inside, other=0.0).to(tl.float32)
-        gate = gate * factor[:, None]
+    keep = inside[:, None] & (column < I)[None, :]
+    if hidden is not None:
+        place = row.to(tl.int64)[:, None] * width + column[None, :]
+        raw = _narrow(gate, hidden.dtype.element_ty, INTERPRETED)
+        tl.store(hidden + place, raw, mask=keep)
         if GATED:
-            up = up * factor[:, None]
-    if b13 is not None:
-        bias = tl.load(b13 + expert * width + column, mask=column < I, other=0.0)
-        gate += bias.to(tl.float32)[None, :]
+            raw = _narrow(up, hidden.dtype.element_ty, INTERPRETED)
+            tl.store(hidden + place + I, raw, mask=keep)
+    if inner is not None:
+        gate, up = _with_weight_and_bias(
+            gate, up, expert, slot, inside, column, b13, weights, I, GATED, WEIGHT_ON_INPUT
+        )
+        value = _activate(gate, ACTIVATION)
         if GATED:
-            bias = tl.load(b13 + expert * width + I + column, mask=column < I, other=0.0)
-            up += bias.to(tl.float32)[None, :]
-    value = _activate(gate, ACTIVATION)
-    if GATED:
-        value = value * up
-    tl.store(
-        inner + row.to(tl.int64)[:, None] * I + column[None, :],
-        _narrow(value, inner.dtype.element_ty, INTERPRETED),
-        mask=inside[:, None] & (column < I)[None, :],
-    )
+            value = value * up
+        tl.store(
+            inner + row.to(tl.int64)[:, None] * I + column[None, :],
+            _narrow(value, inner.dtype.element_ty, INTERPRETED),
+            mask=keep,
+        )
 
 
 @triton.jit

@@ -14,7 +14,7 @@ import torch
 from fivefold.moe._activations import Activation
 from fivefold.moe._workspace import CHUNK_SLOTS
 
-__all__ = ["Tiles", "constants_for", "debugging", "interpreting", "tiles_for"]
+__all__ = ["Tiles", "backward_tiles_for", "constants_for", "debugging", "interpreting", "tiles_for"]
 
 _SPIN_LIMIT = 1_000  # polls in the interpreter, where one that does not succeed at once never will
 _DEBUG_SPIN_LIMIT = 50_000_000  # tens of seconds on a GPU
@@ -77,6 +77,33 @@ def tiles_for(
         return Tiles(rows=128, columns=columns, second_columns=256, depth=64)
     columns = 64 if gated else 128
     return Tiles(rows=128, columns=columns, second_columns=128, depth=32)
+
+
+def backward_tiles_for(
+    dtype: torch.dtype, *, precision: str, by_descriptor: bool, interpreted: bool
+) -> Tiles:
+    """The variant of the backward's kernels, chosen as the forward's.
+
+    A weight gradient's tile is ``rows`` by ``second_columns``.
+
+    Args:
+        dtype: Of the tokens.
+        precision: Of float32.
+        by_descriptor: Whether weights come through the tensor memory accelerator.
+        interpreted: Whether the interpreter runs it.
+
+    Returns:
+        Sizes.
+    """
+    if interpreted:
+        return _INTERPRETED
+    if not by_descriptor or (dtype == torch.float32 and precision != "tf32"):
+        # Ordinary multiply-adds unroll the depth: 32 would spill.
+        depth = 16 if dtype == torch.float32 and precision == "ieee" else 32
+        return Tiles(rows=64, columns=64, second_columns=64, depth=depth, stages=2)
+    if dtype != torch.float32:
+        return Tiles(rows=128, columns=128, second_columns=256, depth=64)
+    return Tiles(rows=128, columns=64, second_columns=128, depth=32)
 
 
 def interpreting() -> bool:

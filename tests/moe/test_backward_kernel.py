@@ -1,0 +1,156 @@
+"""The backward's kernels against float64 autograd, in Triton's CPU interpreter; what is kept."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fivefold.moe import ACTIVATIONS, fused_moe
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from moe_oracle import operands
+
+HERE = Path(__file__).parent
+TOLERANCE = {"bfloat16": 5e-3, "float16": 1e-3}
+ACCURATE = [
+    "one token",
+    "every expert",
+    "more experts than used",
+    "several tiles per expert",
+    "odd sizes without descriptors",
+    "sizes that cut a descriptor's block",
+    "all sizes one",
+    "expert of exactly one tile",
+    *ACTIVATIONS,
+    "bfloat16",
+    "float16",
+    "gelu with weights on the input",
+    "gelu with weights on the input, kept",
+    "swiglu with weights on the input",
+    "swiglu with weights on the input, kept",
+    "kept by fused",
+    "kept by split",
+    "one expert for all",
+    "dropped and foreign ids",
+    "weights of zero",
+    "strided operands and other types",
+    "bad values stay where they are",
+    "as the operator",
+]
+HOLDING = [
+    "all dropped",
+    "no tokens",
+    "same bits for all grids runs and kept or not",
+    "well formed custom ops",
+    "gradients are those of the kernels own forward",
+]
+without_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(HERE / "backward_cases.py")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    return {line["case"]: line for line in lines}
+
+
+@without_triton
+@pytest.mark.parametrize("name", ACCURATE)
+def test_equals_autograd_of_one_by_one(interpreted, name):
+    found = interpreted[name]
+    assert "failed" not in found, found["failed"]
+    assert found["error"] < TOLERANCE.get(name, 2e-6)
+
+
+@without_triton
+@pytest.mark.parametrize("name", HOLDING)
+def test_holds(interpreted, name):
+    found = interpreted[name]
+    assert "failed" not in found, found["failed"]
+    assert found["holds"]
+
+
+@without_triton
+def test_every_case_is_looked_at(interpreted):
+    assert set(interpreted) == {*ACCURATE, *HOLDING}
+
+
+def leaves(shape, activation="swiglu", **options):
+    given = operands(shape, activation, bias=True, **options)
+    return {n: v.requires_grad_(v.is_floating_point()) for n, v in given.items()}
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("on_input", [True, False])
+def test_gradcheck_of_the_reference(recompute, on_input):
+    given = leaves((4, 3, 2, 3, 1), "swiglu")
+    ids = given.pop("topk_ids")
+    ids[1] = -1
+    names = list(given)
+
+    def output(*values):
+        options = {"weight_on_input": on_input, "recompute": recompute, "backend": "reference"}
+        return fused_moe(**dict(zip(names, values, strict=True)), topk_ids=ids, **options)
+
+    assert torch.autograd.gradcheck(output, tuple(given.values()))
+
+
+def test_keeps_the_hidden_values_only_where_a_gradient_may_be_asked_for():
+    """Counted by what autograd saves: [T K, 2 I] more, or nothing."""
+
+    def saved(recompute):
+        sizes = []
+        given = leaves((6, 4, 5, 3, 2), dtype=torch.float32)
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: sizes.append(tuple(t.shape)) or t, lambda t: t
+        ):
+            out = fused_moe(**given, recompute=recompute)
+        out.sum().backward()
+        return sizes, given
+
+    lean, first = saved(recompute=True)
+    kept, second = saved(recompute=False)
+    assert sorted(kept) == sorted([*lean, (12, 10)])
+    for name in ("x", "w13", "w2", "topk_weights", "b13", "b2"):
+        assert torch.equal(first[name].grad, second[name].grad)
+    found = torch.ops.fivefold.fused_moe
+    assert found(*_schema(operands((6, 4, 5, 3, 2), bias=True)))[1].shape == (0, 10)
+
+
+def _schema(given):
+    order = ("x", "w13", "w2", "topk_ids", "topk_weights", "b13", "b2")
+    return (*(given[n] for n in order), "swiglu", False, "reference")
+
+
+def test_kept_values_are_a_well_formed_output_of_the_op():
+    given = leaves((5, 4, 4, 3, 2), dtype=torch.float32)
+    more = ("ieee", None, None, True)
+    torch.library.opcheck(torch.ops.fivefold.fused_moe.default, (*_schema(given), *more))
+
+
+def test_compiles_with_gradients_kept_or_not():
+    for recompute in (True, False):
+        compiled = torch.compile(fused_moe, backend="aot_eager", fullgraph=True, dynamic=True)
+        for tokens in (5, 9):
+            given = leaves((tokens, 4, 4, 3, 2), dtype=torch.float32)
+            wanted = torch.autograd.grad(fused_moe(**given).sum(), given["w13"])
+            found = torch.autograd.grad(compiled(**given, recompute=recompute).sum(), given["w13"])
+            assert torch.equal(found[0], wanted[0])
+        torch.compiler.reset()
