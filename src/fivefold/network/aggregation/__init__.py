@@ -8,6 +8,15 @@ from fivefold.network.aggregation._client import (
 )
 from fivefold.network.aggregation._connection import read_switch_state
 from fivefold.network.aggregation._elements import ordered_sum
+from fivefold.network.aggregation._models import (
+    admit_jobs,
+    aggregation_rate_bytes_per_s,
+    aggregation_time_s,
+    best_effort_bytes,
+    best_effort_time_s,
+    several_trees_time_s,
+    slots_for_line_rate,
+)
 from fivefold.network.aggregation._pool import SwitchState
 from fivefold.network.aggregation._process import SwitchProcess
 from fivefold.network.aggregation._switch import AggregationSwitch
@@ -20,6 +29,13 @@ __all__ = [
     "HostGroup",
     "SwitchProcess",
     "SwitchState",
+    "admit_jobs",
+    "aggregation_rate_bytes_per_s",
+    "aggregation_time_s",
+    "best_effort_bytes",
+    "best_effort_time_s",
     "ordered_sum",
     "read_switch_state",
+    "several_trees_time_s",
+    "slots_for_line_rate",
 ]
