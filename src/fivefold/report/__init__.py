@@ -1,7 +1,7 @@
 """What a run did, for people: HTML page, terminal text, Perfetto timeline; benchmark results.
 
 Reads the folders that training runs leave behind, compares them, and says what came out, also
-where that is bad news. It knows the files of a run, not the code that wrote them: it imports
+where that is bad news. Shows a synthesized collective too, given as plain data. It knows the files of a run, not the code that wrote them: it imports
 neither the trainer nor torch.
 """
 
@@ -17,6 +17,8 @@ from fivefold.report._benchmark_results import (
     write_results,
 )
 from fivefold.report._benchmark_topics import BenchmarkTopic, find_topic, find_topics
+from fivefold.report._collective_html import render_collective_html, write_collective_html
+from fivefold.report._collective_page import CollectivePage, MethodRow, Picture, SizeCurve
 from fivefold.report._html import render_html, write_html
 from fivefold.report._perfetto import trace_events, write_timeline
 from fivefold.report._records import Run
@@ -29,9 +31,13 @@ __all__ = [
     "BenchmarkResults",
     "BenchmarkRow",
     "BenchmarkTopic",
+    "CollectivePage",
+    "MethodRow",
+    "Picture",
     "Report",
     "Run",
     "RunSummary",
+    "SizeCurve",
     "build_report",
     "configuration_differences",
     "describe_machine",
@@ -43,11 +49,13 @@ __all__ = [
     "read_results",
     "read_run",
     "read_runs",
+    "render_collective_html",
     "render_html",
     "render_markdown",
     "summarise",
     "time_to_value",
     "trace_events",
+    "write_collective_html",
     "write_html",
     "write_results",
     "write_timeline",

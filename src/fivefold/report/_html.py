@@ -28,6 +28,8 @@ from fivefold.report._format import (
 )
 from fivefold.report._gnn_html import graph_view
 from fivefold.report._lanes import timeline_panels
+from fivefold.report._mixture_summary import summarise_mixtures
+from fivefold.report._mixture_view import mixture_curve, mixture_view
 from fivefold.report._report import configuration_differences
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
     from fivefold.report._report import Report
     from fivefold.report._summary import RunSummary
 
-__all__ = ["render_html", "write_html"]
+__all__ = ["make_environment", "need_module", "render_html", "write_html"]
 
 _TEMPLATE = "_report.html.jinja"
 _MOST_RANKS = 8
@@ -102,21 +104,15 @@ def render_html(report: Report) -> str:
         >>> "A &lt; B" in page
         True
     """
-    jinja2, offline = _need("jinja2"), _need("plotly.offline")
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("fivefold.report", package_path=""),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment, offline = make_environment(), need_module("plotly.offline")
     curves = importlib.import_module("fivefold.report._curves")
     rounds = importlib.import_module("fivefold.report._round_curves")
     has_curves = any(run.metrics.train or run.metrics.validation for run in report.runs)
     loss_figures = curves.loss_figures(report.runs) if has_curves else {}
     round_figures = rounds.round_figures(report.runs)
     graph = _graph_parts(report)
-    figures = loss_figures | round_figures | graph["graph_figures"]
+    experts = mixture_curve(report.runs, curves.run_colours(report.runs))
+    figures = loss_figures | round_figures | experts | graph["graph_figures"]
     labels = [run.label for run in report.summaries]
     labels += [run.label for run in report.graph_summaries]
     text: str = environment.get_template(_TEMPLATE).render(
@@ -126,6 +122,7 @@ def render_html(report: Report) -> str:
         table=_comparison_table(report.summaries),
         has_curves=has_curves,
         figures=figures,
+        mixtures=mixture_view(summarise_mixtures(report.runs)),
         **graph,
         round_plots=[(name, *rounds.ROUND_CAPTIONS[name]) for name in round_figures],
         plotly_js=offline.get_plotlyjs() if figures else "",
@@ -155,7 +152,24 @@ def _graph_parts(report: Report) -> dict[str, Any]:
     }
 
 
-def _need(module: str) -> Any:
+def make_environment() -> Any:
+    """The template engine of all pages: it escapes all text and knows no undefined names."""
+    jinja2 = need_module("jinja2")
+    return jinja2.Environment(
+        loader=jinja2.PackageLoader("fivefold.report", package_path=""),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+def need_module(module: str) -> Any:
+    """Import what only pages need.
+
+    Raises:
+        UnsupportedError: It is not installed.
+    """
     try:
         return importlib.import_module(module)
     except ImportError as error:

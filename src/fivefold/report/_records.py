@@ -12,7 +12,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    model_validator,
+)
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -24,6 +32,7 @@ __all__ = [
     "Machine",
     "Manifest",
     "Metrics",
+    "MixturePoint",
     "RankTrace",
     "ResumePoint",
     "Run",
@@ -160,6 +169,26 @@ class TauPoint(_Record):
     reason: str
 
 
+class MixturePoint(_Record):
+    """Where the routers sent the tokens since the line before; lists are by block."""
+
+    step: NonNegativeInt
+    wall_s: float
+    blocks: tuple[NonNegativeInt, ...]
+    ranks: PositiveInt = 1
+    load: tuple[tuple[NonNegativeInt, ...], ...]
+    dropped: tuple[NonNegativeInt, ...] = ()
+    payload_bytes: NonNegativeInt = 0
+    sent_bytes: NonNegativeInt = 0
+
+    @model_validator(mode="after")
+    def _a_load_for_each_block(self) -> MixturePoint:
+        if len(self.load) != len(self.blocks) or len(set(map(len, self.load))) > 1:
+            message = "the loads do not fit the blocks"
+            raise ValueError(message)
+        return self
+
+
 class LinkBytes(_Record):
     """What the counters of a network interface moved by during the run."""
 
@@ -232,6 +261,7 @@ class Metrics:
     resumes: tuple[ResumePoint, ...] = ()
     sync: tuple[SyncPoint, ...] = ()
     tau: tuple[TauPoint, ...] = ()
+    mixtures: tuple[MixturePoint, ...] = ()
     end: EndPoint | None = None
 
 

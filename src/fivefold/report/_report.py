@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fivefold.report._gnn_runs import is_graph_run, read_graph_runs
 from fivefold.report._gnn_summary import graph_headline, summarise_graph_runs
 from fivefold.report._headline import caveats, headline
+from fivefold.report._mixture_summary import summarise_mixtures
 from fivefold.report._runs import find_runs, read_runs
 from fivefold.report._summary import summarise
 
@@ -56,6 +57,9 @@ class Report:
             # pydantic writes what JSON has no word for (nan) as null
             "runs": [json.loads(summary.model_dump_json()) for summary in self.summaries],
         }
+        mixtures = [summary.record() for summary in summarise_mixtures(self.runs)]
+        if mixtures:
+            values["mixtures"] = mixtures
         if self.graph_runs:
             values["graph_runs"] = [summary.record() for summary in self.graph_summaries]
         return json.dumps(values, indent=2)

@@ -23,6 +23,7 @@ from fivefold.report._records import (
     LinkBytes,
     Manifest,
     Metrics,
+    MixturePoint,
     RankTrace,
     ResumePoint,
     Run,
@@ -68,6 +69,7 @@ _POINTS: dict[str, type[BaseModel]] = {  # by their event in metrics.jsonl
     "resume": ResumePoint,
     "sync": SyncPoint,
     "tau": TauPoint,
+    "moe": MixturePoint,
 }
 
 
@@ -252,6 +254,7 @@ def _read_metrics(path: Path, notes: list[str]) -> Metrics:
         resumes=tuple(found["resume"]),
         sync=tuple(found["sync"]),
         tau=tuple(found["tau"]),
+        mixtures=tuple(found["moe"]),
         end=end,
     )
     if not metrics.train and not metrics.validation:

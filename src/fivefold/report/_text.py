@@ -25,6 +25,8 @@ from fivefold.report._format import (
     format_time_to_ddp,
 )
 from fivefold.report._gnn_text import print_graph_runs
+from fivefold.report._mixture_summary import summarise_mixtures
+from fivefold.report._mixture_view import MIXTURE_COLUMNS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -85,6 +87,7 @@ def print_report(report: Report, *, file: TextIO | None = None) -> None:
     console.print(_comparison(report.summaries, boxed=console.is_terminal))
     _print_seconds(console, report.summaries)
     _print_overlap(console, report.summaries)
+    _print_mixtures(console, report)
     _print_setting(console, report)
 
 
@@ -159,6 +162,20 @@ def _print_overlap(console: Console, summaries: Sequence[RunSummary]) -> None:
         more = f", {len(run.overlap) - len(ranks)} more ranks" if run.overlap[_MOST_RANKS:] else ""
         longest_s = max(rank.in_flight_s for rank in run.overlap)
         table.add_row(Text(run.label), f"{shares}{more}", f"of up to {format_seconds(longest_s)}")
+    console.print(table)
+
+
+def _print_mixtures(console: Console, report: Report) -> None:
+    summaries = summarise_mixtures(report.runs)
+    if not summaries:
+        return
+    console.print("\nMixtures of experts")
+    table = _table(boxed=console.is_terminal)
+    table.add_column("run", justify="left")
+    for name, _, _ in MIXTURE_COLUMNS:
+        table.add_column(name, justify="right")
+    for run in summaries:
+        table.add_row(Text(run.label), *(write(run) for _, _, write in MIXTURE_COLUMNS))
     console.print(table)
 
 
