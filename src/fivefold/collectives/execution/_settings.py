@@ -12,7 +12,7 @@ from typing import Any
 from fivefold.collectives.lowering import Program, check_program, from_msccl_xml, lower
 from fivefold.collectives.schedules import Schedule
 from fivefold.errors import ConfigurationError
-from fivefold.network.aggregation import AggregationOptions
+from fivefold.network.aggregation import AggregationOptions, parse_address
 from fivefold.network.topology import Link, Node, Topology, parse_topology, switch
 
 __all__ = ["Settings", "configure", "current_settings", "lab_topology", "register_algorithm"]
@@ -72,6 +72,8 @@ class Settings:
     def __post_init__(self) -> None:
         if self.inner not in (None, "gloo", "nccl"):
             raise ConfigurationError(f"inner must be 'gloo' or 'nccl'; got {self.inner!r}")
+        if self.aggregation is not None:
+            parse_address(self.aggregation)
         for name in self.algorithms:
             if name not in CHOOSABLE:
                 raise ConfigurationError(

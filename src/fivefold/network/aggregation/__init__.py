@@ -20,6 +20,7 @@ from fivefold.network.aggregation._models import (
 from fivefold.network.aggregation._pool import SwitchState
 from fivefold.network.aggregation._process import SwitchProcess
 from fivefold.network.aggregation._switch import AggregationSwitch
+from fivefold.network.aggregation._wire import parse_address
 
 __all__ = [
     "AggregationClient",
@@ -35,6 +36,7 @@ __all__ = [
     "best_effort_bytes",
     "best_effort_time_s",
     "ordered_sum",
+    "parse_address",
     "read_switch_state",
     "several_trees_time_s",
     "slots_for_line_rate",

@@ -177,10 +177,17 @@ class FrameReader:
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Host and port of ``"host:port"``.
+    """Host and port of a switch's address.
+
+    Args:
+        text: ``"host:port"``.
 
     Raises:
         ConfigurationError: It is no such text.
+
+    Example:
+        >>> parse_address("10.77.0.5:5000")
+        ('10.77.0.5', 5000)
     """
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
