@@ -11,6 +11,7 @@ Shapes: T tokens, K experts per token, R assignments that were not dropped, H wi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -108,21 +109,21 @@ def _blocks(ranges: Ranges) -> tuple[Ranges, ...]:
 
 def _products(
     rows: torch.Tensor,
-    weights: torch.Tensor,
+    weights: Sequence[torch.Tensor],
     block: Ranges,
     *,
-    start: int,
     out: torch.Tensor,
     bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """rows[a:b] @ weights[e] for each expert of a block; rows and out begin at row ``start``."""
-    for expert, first, stop in block:
-        here = slice(first - start, stop - start)
+) -> None:
+    """rows[a:b] @ weights[e] for each expert of a block, of which these are the rows."""
+    sizes = [stop - first for _, first, stop in block]
+    # Cut all at once: with many small experts a slice costs as much as a product.
+    parts, results = torch.split(rows, sizes), torch.split(out, sizes)
+    for (expert, _, _), part, result in zip(block, parts, results, strict=True):
         if bias is None:
-            torch.mm(rows[here], weights[expert], out=out[here])
+            torch.mm(part, weights[expert], out=result)
         else:
-            torch.addmm(bias[expert], rows[here], weights[expert], out=out[here])
-    return out
+            torch.addmm(bias[expert], part, weights[expert], out=result)
 
 
 def forward_grouped(  # noqa: PLR0913 - the operator's own operands
@@ -146,14 +147,14 @@ def forward_grouped(  # noqa: PLR0913 - the operator's own operands
     # One row more, of zeros, for what was dropped.
     outputs = x.new_empty((len(work.rows) + 1, x.shape[1]))
     outputs[-1] = 0.0
-    first_weights, second_weights = w13.transpose(1, 2), w2.transpose(1, 2)
+    first_weights, second_weights = w13.mT.unbind(0), w2.mT.unbind(0)
     scratch = x.new_empty((work.most_rows if hidden is None else 0, w13.shape[1]))
     for block in work.blocks:
         start, stop = block[0][1], block[-1][2]
         entering = scratch[: stop - start] if hidden is None else hidden[start:stop]
-        _products(work.rows[start:stop], first_weights, block, start=start, out=entering, bias=b13)
+        _products(work.rows[start:stop], first_weights, block, out=entering, bias=b13)
         inner = activation(entering)
-        _products(inner, second_weights, block, start=start, out=outputs[start:stop], bias=b2)
+        _products(inner, second_weights, block, out=outputs[start:stop], bias=b2)
     return _added(outputs, work, None if weight_on_input else weights).to(x.dtype)
 
 
@@ -234,6 +235,7 @@ def backward_grouped(  # noqa: PLR0913 - the operator's own operands
     )
     found.rows[-1] = 0.0
     incoming = gradient.index_select(0, work.order.tokens)
+    turned, first_weights, second_weights = w13.mT.unbind(0), w13.unbind(0), w2.unbind(0)
     scratch = x.new_empty((work.most_rows if hidden is None else 0, w13.shape[1]))
     for block in work.blocks:
         start, stop = block[0][1], block[-1][2]
@@ -241,15 +243,14 @@ def backward_grouped(  # noqa: PLR0913 - the operator's own operands
         if hidden is not None:
             entering = hidden[start:stop]
         else:
-            rows, turned = work.rows[start:stop], w13.transpose(1, 2)
-            _products(rows, turned, block, start=start, out=entering, bias=b13)
+            _products(work.rows[start:stop], turned, block, out=entering, bias=b13)
         _backward_of_block(
             block,
             work,
             incoming[start:stop],
             entering,
-            w13,
-            w2,
+            first_weights,
+            second_weights,
             found,
             activation=activation,
             b2=b2,
@@ -281,8 +282,8 @@ def _backward_of_block(  # noqa: PLR0913 - a block's share of the operands
     work: _Work,
     incoming: torch.Tensor,
     entering: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
+    w13: Sequence[torch.Tensor],
+    w2: Sequence[torch.Tensor],
     found: _Gradients,
     *,
     activation: Activation,
@@ -292,8 +293,8 @@ def _backward_of_block(  # noqa: PLR0913 - a block's share of the operands
     start, stop = block[0][1], block[-1][2]
     dtype, here = incoming.dtype, slice(start, stop)
     by_row = work.weights[here].to(dtype)
-    pulled = incoming.new_empty((stop - start, w2.shape[2]))
-    _products(incoming, w2, block, start=start, out=pulled)
+    pulled = incoming.new_empty((stop - start, found.w2.shape[2]))
+    _products(incoming, w2, block, out=pulled)
     if weight_on_input:
         inner, d_entering = activation.with_gradient(entering, pulled)
     else:
@@ -301,15 +302,31 @@ def _backward_of_block(  # noqa: PLR0913 - a block's share of the operands
         # <gradient, W2 h> = <W2^T gradient, h>: no need for W2 h itself.
         found.weights[here] = (pulled * inner).sum(-1, keepdim=True, dtype=work.weights.dtype)
         inner *= by_row
-    _products(d_entering, w13, block, start=start, out=found.rows[here])
-    for expert, first, last in block:
-        part = slice(first - start, last - start)
-        torch.mm(incoming[part].t(), inner[part], out=found.w2[expert])
-        torch.mm(d_entering[part].t(), work.rows[first:last], out=found.w13[expert])
-        if found.b13 is not None:
-            found.b13[expert] = d_entering[part].sum(0)
-        if found.b2 is not None and b2 is not None:
-            weighted = incoming[part] if weight_on_input else incoming[part] * by_row[part]
-            found.b2[expert] = weighted.sum(0)
+    _products(d_entering, w13, block, out=found.rows[here])
+    sizes = [last - first for _, first, last in block]
+    _weight_gradients(incoming, inner, block, sizes, out=found.w2)
+    _weight_gradients(d_entering, work.rows[here], block, sizes, out=found.w13)
+    if found.b13 is not None:
+        for (expert, _, _), part in zip(block, torch.split(d_entering, sizes), strict=True):
+            found.b13[expert] = part.sum(0)
+    if found.b2 is not None and b2 is not None:
+        weighted = incoming if weight_on_input else incoming * by_row
+        for (expert, first, last), part in zip(block, torch.split(weighted, sizes), strict=True):
+            found.b2[expert] = part.sum(0)
             if not weight_on_input:
-                found.weights[first:last] += (incoming[part] @ b2[expert]).unsqueeze(1)
+                plain = incoming[first - start : last - start]
+                found.weights[first:last] += (plain @ b2[expert]).unsqueeze(1)
+
+
+def _weight_gradients(
+    outgoing: torch.Tensor,
+    entering: torch.Tensor,
+    block: Ranges,
+    sizes: list[int],
+    *,
+    out: torch.Tensor,
+) -> None:
+    """out[e] = outgoing[a:b]^T @ entering[a:b] for each expert of a block."""
+    lefts, rights = torch.split(outgoing, sizes), torch.split(entering, sizes)
+    for (expert, _, _), left, right in zip(block, lefts, rights, strict=True):
+        torch.mm(left.t(), right, out=out[expert])

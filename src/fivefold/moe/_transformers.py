@@ -33,7 +33,9 @@ _NAMES = {
 _GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": "reglu"}
 
 
-def register_transformers_backend(name: str = "fivefold", *, backend: str = "auto") -> str:
+def register_transformers_backend(
+    name: str = "fivefold", *, backend: str = "auto", recompute: bool = False
+) -> str:
     """Make the operator available to transformers' models.
 
     Afterwards ``Model.from_pretrained(..., experts_implementation=name)`` or
@@ -43,6 +45,8 @@ def register_transformers_backend(name: str = "fivefold", *, backend: str = "aut
     Args:
         name: What models call it.
         backend: As in ``fused_moe``.
+        recompute: Compute the hidden values again in the backward pass instead of keeping them:
+            less memory, more time.
 
     Returns:
         The name.
@@ -71,7 +75,7 @@ def register_transformers_backend(name: str = "fivefold", *, backend: str = "aut
     registry = _registry()
     if name in registry and not _is_ours(registry[name]):
         raise taken
-    registry.register(name, functools.partial(_forward, backend=backend))
+    registry.register(name, functools.partial(_forward, backend=backend, recompute=recompute))
     return name
 
 
@@ -101,6 +105,7 @@ def _forward(
     top_k_weights: torch.Tensor,
     *,
     backend: str,
+    recompute: bool,
 ) -> torch.Tensor:
     kind = _activation_of(experts)
     first = experts.gate_up_proj if kind.gated else experts.up_proj
@@ -123,6 +128,7 @@ def _forward(
         b13=b13,
         b2=b2,
         backend=backend,
+        recompute=recompute,
         check=False,  # transformers' routers choose distinct experts in range
     ).to(hidden_states.dtype)
 
