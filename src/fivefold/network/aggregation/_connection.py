@@ -79,7 +79,11 @@ class Exchange:
         return Frame(Kind.DATA, part, self.dtype, chunk, self.sequence, len(self.own))
 
     def place(self, frame: Frame, length: int) -> memoryview | None:
-        """Memory for a frame that comes: sums go where they belong."""
+        """Memory for a frame that comes: sums go where they belong.
+
+        Raises:
+            CommunicationError: The switch sent a chunk that there is not.
+        """
         if frame.kind is not Kind.RESULT or frame.sequence != self.sequence:
             return None
         if frame.chunk >= self.chunks or len(self._part(self.own, frame.chunk)) != length:

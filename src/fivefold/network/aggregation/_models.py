@@ -59,9 +59,9 @@ def aggregation_rate_bytes_per_s(
 
     Example:
         >>> aggregation_rate_bytes_per_s(
-        ...     line_rate_bytes_per_s=12.5e9, slots=128, payload_bytes=256, round_trip_s=10e-6
+        ...     line_rate_bytes_per_s=12.5e9, slots=128, payload_bytes=250, round_trip_s=0.5
         ... )
-        3276800000.0
+        64000.0
     """
     _check_positive(line_rate_bytes_per_s=line_rate_bytes_per_s, payload_bytes=payload_bytes)
     _check_positive(slots=slots)
@@ -102,9 +102,9 @@ def aggregation_time_s(
 
     Example:
         >>> aggregation_time_s(
-        ...     1e6, line_rate_bytes_per_s=1e9, slots=512, payload_bytes=1024, round_trip_s=4e-6
+        ...     1e9, line_rate_bytes_per_s=1e9, slots=512, payload_bytes=1e6, round_trip_s=0.25
         ... )
-        0.001004
+        1.25
     """
     _check_least(size_bytes=size_bytes)
     rate = aggregation_rate_bytes_per_s(
