@@ -15,7 +15,15 @@ if TYPE_CHECKING:
     from fivefold.codesign import AblationRow, CoDesignResult, CoDesigns, JobSpec
     from fivefold.network.topology import Topology
 
-__all__ = ["ablate_command", "simulate_command"]
+__all__ = [
+    "ClusterOption",
+    "JobsArgument",
+    "JsonOption",
+    "SeedOption",
+    "ablate_command",
+    "flags_of",
+    "simulate_command",
+]
 
 JobsArgument = Annotated[
     Path, typer.Argument(metavar="JOBS", help="TOML file with [[jobs]]; see the guide.")
@@ -78,7 +86,7 @@ def simulate_command(  # noqa: PLR0913 - each option is a parameter
     found = plan_cluster(
         topology,
         specs,
-        _flags(co_designs),
+        flags_of(co_designs),
         start=_start(start),
         seed=seed,
         options=PlanningOptions(guard=guard, budget=budget),
@@ -154,7 +162,8 @@ def ablate_command(  # noqa: PLR0913 - each option is a parameter
         typer.echo(line)
 
 
-def _flags(text: str) -> CoDesigns:
+def flags_of(text: str) -> CoDesigns:
+    """Co-designs as the command line spells them."""
     from fivefold.codesign import CoDesigns  # noqa: PLC0415 - keeps --help fast
     from fivefold.errors import ConfigurationError  # noqa: PLC0415 - as above
 

@@ -16,6 +16,7 @@ from fivefold.cli._codesign import ablate_command, simulate_command
 from fivefold.cli._collectives import app as collectives_app
 from fivefold.cli._demo import demo_command
 from fivefold.cli._elastic import app as elastic_app
+from fivefold.cli._execute import execute_command
 from fivefold.cli._gnn import app as gnn_app
 from fivefold.cli._help import help_text
 from fivefold.cli._lab import app as lab_app
@@ -43,6 +44,7 @@ app.command("demo", help=help_text(demo_command))(demo_command)
 app.command("train", help=help_text(train_command))(train_command)
 app.command("plan", help=help_text(plan_command))(plan_command)
 app.command("simulate", help=help_text(simulate_command))(simulate_command)
+app.command("execute", help=help_text(execute_command))(execute_command)
 app.command("ablate", help=help_text(ablate_command))(ablate_command)
 app.command("profile", help=help_text(profile_command))(profile_command)
 app.command("report", help=help_text(report_command))(report_command)

@@ -10,6 +10,7 @@ from fivefold.codesign._arbiter import PlanningOptions
 from fivefold.codesign._codesigns import CoDesigns
 from fivefold.codesign._compile import Outcome, run_plan
 from fivefold.codesign._coordinator import CoDesignResult, plan_cluster
+from fivefold.codesign._execute import check_executable, read_measurements, write_order
 from fivefold.codesign._jobs import JobSpec, check_jobs
 from fivefold.codesign._modules import best_alone_plan, null_plan
 from fivefold.codesign._pictures import draw_ablation, timeline_of
@@ -30,6 +31,7 @@ __all__ = [
     "PlanningOptions",
     "ablate",
     "best_alone_plan",
+    "check_executable",
     "check_jobs",
     "decisions_to_json",
     "draw_ablation",
@@ -37,7 +39,9 @@ __all__ = [
     "null_plan",
     "place_jobs",
     "plan_cluster",
+    "read_measurements",
     "run_plan",
     "synthetic_jobs",
     "timeline_of",
+    "write_order",
 ]

@@ -32,6 +32,7 @@ class PlanningOptions:
         guard: With Horizontal on: whether nobody may end later than under the baseline.
         iterations: Iterations that are simulated to judge a proposal.
         budget: Most simulations while planning.
+        classes: Strict priority classes that switches have; 1 for none.
 
     Raises:
         ConfigurationError: A number is below one.
@@ -44,11 +45,13 @@ class PlanningOptions:
     guard: bool = True
     iterations: int = 6
     budget: int = 60
+    classes: int = 8
 
     def __post_init__(self) -> None:
-        if self.iterations < 1 or self.budget < 1:
+        if min(self.iterations, self.budget, self.classes) < 1:
             raise ConfigurationError(
-                f"iterations and budget must be at least 1; got {self.iterations} and {self.budget}"
+                f"iterations, budget and classes must be at least 1; got {self.iterations}, "
+                f"{self.budget} and {self.classes}"
             )
 
 
@@ -196,8 +199,9 @@ class Arbiter:
         return None
 
     def _ahead(self, plan: ClusterPlan, name: str) -> ClusterPlan:
+        last = self.options.classes - 1
         jobs = {
-            other: old if other == name else replace(old, priority=old.priority + 1)
+            other: old if other == name else replace(old, priority=min(last, old.priority + 1))
             for other, old in plan.jobs.items()
         }
         return ClusterPlan({**jobs, name: replace(plan.jobs[name], priority=0)})
@@ -226,7 +230,8 @@ class Arbiter:
         if plain:
             classes = dict.fromkeys(plan.jobs, 0)
         else:
-            classes = dict(priority_classes(self._routing(plan)).classes)
+            number = self.options.classes
+            classes = dict(priority_classes(self._routing(plan), classes=number).classes)
         return ClusterPlan({n: replace(p, priority=classes[n]) for n, p in plan.jobs.items()})
 
     def _with_shifts(self) -> ClusterPlan:
