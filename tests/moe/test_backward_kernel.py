@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fivefold.moe import ACTIVATIONS, fused_moe
+from fivefold.moe import ACTIVATIONS, MoE, MoEConfig, fused_moe
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -154,3 +154,23 @@ def test_compiles_with_gradients_kept_or_not():
             found = torch.autograd.grad(compiled(**given, recompute=recompute).sum(), given["w13"])
             assert torch.equal(found[0], wanted[0])
         torch.compiler.reset()
+
+
+def test_a_layer_passes_the_choice_on():
+    sizes = {"hidden": 4, "intermediate": 5, "experts": 3, "shared_intermediate": 5}
+    lean, keeping = (MoE(MoEConfig(**sizes, recompute=choice)) for choice in (True, False))
+    keeping.load_state_dict(lean.state_dict())
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    saved = {True: [], False: []}
+    for layer in (lean, keeping):
+        sizes = saved[layer.config.recompute]
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, sizes=sizes: sizes.append(tuple(t.shape)) or t, lambda t: t
+        ):
+            out = layer(x)
+        out.square().sum().backward()
+    assert (12, 10) not in saved[True]
+    assert saved[False].count((12, 10)) == 1  # T K rows of gate and up
+    assert saved[False].count((6, 10)) == 1  # the shared expert
+    for a, b in zip(lean.parameters(), keeping.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)

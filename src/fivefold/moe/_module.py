@@ -36,6 +36,7 @@ class MoEConfig:
         capacity_factor: Capacity of an expert in units of the even load; None drops nothing.
         drop_policy: Who is dropped beyond the capacity.
         backend: As in ``fused_moe``.
+        recompute: As in ``fused_moe``.
 
     Raises:
         ConfigurationError: A size is not positive, or the options do not fit together.
@@ -52,6 +53,7 @@ class MoEConfig:
     capacity_factor: float | None = None
     drop_policy: DropPolicy = "position"
     backend: str = "auto"
+    recompute: bool = True
 
     def __post_init__(self) -> None:
         for name in ("hidden", "intermediate", "experts"):
@@ -229,6 +231,7 @@ class MoE(nn.Module):
             b13=None if experts.b13 is None else _as_autocast(experts.b13),
             b2=None if experts.b2 is None else _as_autocast(experts.b2),
             backend=self.config.backend,
+            recompute=self.config.recompute,
             check=False,  # the router's own ids are in range and distinct
         )
 
