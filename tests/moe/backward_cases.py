@@ -21,6 +21,7 @@ from moe_oracle import expected, operands
 
 from fivefold.moe import ACTIVATIONS, fused_moe
 from fivefold.moe._backward import backward_fused
+from fivefold.moe._backward_kernels_triton import ranges_kernel
 from fivefold.moe._fused import forward_fused, forward_split
 
 torch.set_num_threads(1)
@@ -205,6 +206,24 @@ def same_bits_for_all_grids_runs_and_kept_or_not():
     results = [run(given, programs=p) for p in (None, None, 1, 7)] + [run(given, keep=True)]
     first = results[0]
     return {"holds": all(torch.equal(first[n], r[n]) for r in results for n in first)}
+
+
+@case
+def ranges_over_more_chunks_than_are_read_at_a_time():
+    counts = torch.arange(7 * 5, dtype=torch.int32).view(7, 5) % 4
+    first, stop = poisoned(2, 5, dtype=torch.int32)
+    ranges_kernel[1,](counts, first, stop, 7, E=5, EP=16, READ=2)
+    wanted = counts.sum(0).cumsum(0)
+    return {"holds": torch.equal(stop, wanted.int()) and torch.equal(first, stop - counts.sum(0))}
+
+
+@case
+def weights_in_double_precision():
+    given = single((6, 16, 16, 3, 2))
+    given["topk_weights"] = given["topk_weights"].double()
+    found = run(given)
+    assert found["topk_weights"].dtype == torch.float64
+    return {"error": worst(found, wanted(given, "swiglu", outgoing(given)))}
 
 
 @case

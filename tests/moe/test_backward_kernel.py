@@ -41,11 +41,13 @@ ACCURATE = [
     "weights of zero",
     "strided operands and other types",
     "bad values stay where they are",
+    "weights in double precision",
     "as the operator",
 ]
 HOLDING = [
     "all dropped",
     "no tokens",
+    "ranges over more chunks than are read at a time",
     "same bits for all grids runs and kept or not",
     "well formed custom ops",
     "gradients are those of the kernels own forward",
