@@ -352,14 +352,26 @@ class _Combine(Function):
 
 def _packed(parts: list[torch.Tensor]) -> torch.Tensor:
     """Tensors [N, ...] side by side as rows of bytes: one message instead of several."""
-    return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)
+    return torch.cat([_as_bytes(part) for part in parts], dim=1)
+
+
+def _as_bytes(part: torch.Tensor) -> torch.Tensor:
+    # Written out: torch calls [0, K] and [N, 1] contiguous whatever their strides are, and then
+    # refuses to look at them as bytes.
+    rows = part.contiguous().as_strided(part.shape, (part.shape[1], 1))
+    return rows.view(torch.uint8)
 
 
 def _unpacked(rows: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
     widths = [part.shape[1] * part.element_size() for part in like]
     pieces = torch.split(rows, widths, dim=1)
     # A copy: a view of a wider type must begin at a multiple of its size.
-    return [piece.contiguous().view(part.dtype) for piece, part in zip(pieces, like, strict=True)]
+    return [
+        torch.empty(piece.shape, dtype=torch.uint8, device=rows.device)
+        .copy_(piece)
+        .view(part.dtype)
+        for piece, part in zip(pieces, like, strict=True)
+    ]
 
 
 def _summed(rows: torch.Tensor, plan: _Plan) -> torch.Tensor:
