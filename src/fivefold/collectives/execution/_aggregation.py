@@ -32,6 +32,8 @@ _NAMES = {
     torch.int32: "int32",
     torch.int64: "int64",
 }
+_TAG = (1 << 29) - 1  # the user's own messages on the same group have smaller ones
+_PIECE_BYTES = 1 << 20
 _SUMS = (dist.ReduceOp.RedOpType.SUM, dist.ReduceOp.RedOpType.AVG)
 
 
@@ -54,7 +56,7 @@ class GlooHosts:
             group, dist.ProcessGroupGloo
         )
         self._group = group._get_backend(torch.device("cpu")) if has_backends else group  # noqa: SLF001 - torch's way
-        self._size = int(group.size())
+        self._size, self._rank = int(group.size()), int(group.rank())
 
     def minimum(self, flags: np.ndarray) -> np.ndarray:
         """Element-wise minimum over all ranks."""
@@ -70,12 +72,26 @@ class GlooHosts:
         own = np.zeros(width * self._size, values.dtype)
         own[: values.size] = values
         parts, sums = np.empty_like(own), np.empty_like(own)
-        exchange = _method(self._group, "alltoall_base", "all_to_all_single")
-        exchange(_bytes(parts), _bytes(own), [], [], c10d.AllToAllOptions()).wait()
+        self._exchange(_bytes(parts), _bytes(own))
         share = ordered_sum(list(parts.reshape(self._size, width)), dtype)
         gather = _method(self._group, "_allgather_base", "all_gather_single")
         gather(_bytes(sums), _bytes(share), c10d.AllgatherOptions()).wait()
         return sums[: values.size]
+
+    def _exchange(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+        """All-to-all in pieces: of long messages gloo moves one direction at a time for a while."""
+        arriving = received.view(self._size, -1)
+        leaving = sent.view(self._size, -1)
+        works = []
+        for first in range(0, leaving.shape[1], _PIECE_BYTES):
+            piece = slice(first, first + _PIECE_BYTES)
+            for step in range(1, self._size):
+                target, source = (self._rank + step) % self._size, (self._rank - step) % self._size
+                works.append(self._group.send([leaving[target, piece]], target, _TAG))
+                works.append(self._group.recv([arriving[source, piece]], source, _TAG))
+        arriving[self._rank] = leaving[self._rank]
+        for work in works:
+            work.wait()
 
 
 class SwitchRoute:
