@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from dataclasses import replace
 
 import pytest
 
 from fivefold.cli import main
+from fivefold.cli._collectives_report import loads_title, used_shares
+from fivefold.cli._collectives_sizes import Price, Prices, fastest_ranges, price_sizes
+from fivefold.collectives.algorithms import build_algorithm
+from fivefold.collectives.schedules import all_gather, evaluate
+from fivefold.network.topology import ring, torus
+from fivefold.units import parse_bytes
 
 
 @pytest.fixture
@@ -49,6 +57,68 @@ def test_pictures(run, tmp_path):
     assert run("draw", file, "--output", "chart.png", "--loads", "loads.svg")[0] == 0
     assert (tmp_path / "chart.png").stat().st_size > 5000
     assert (tmp_path / "loads.svg").read_text().lstrip().startswith("<?xml")
+
+
+def test_a_report_is_complete_in_itself(run, tmp_path):
+    words = ("all_gather", "torus:3x3", "--bandwidth", "25 GB/s", "--latency", "1 us")
+    more = ("--size", "100MB", "--method", "matching", "--report", "page.html", "--json")
+    code, out, _ = run("synthesize", *words, *more)
+    assert code == 0
+    assert json.loads(out)["report"] == "page.html"
+    text = (tmp_path / "page.html").read_text()
+    assert text.count('<figure class="picture"><img') == 2
+    for part in ("all-gather of 100 MB on torus:3x3", "must go into", "Methods tried", "matching"):
+        assert part in text
+    ranges = re.findall(r'<th scope="row">(1 kB|[\d.]+ \w+) to ([\d.]+ \w+)</th>', text)
+    assert ranges[0][0] == "1 kB"
+    assert ranges[-1][1] == "1 GB"
+    assert "fivefold collectives verify all_gather.json" in text
+    assert "MSCCL_XML_FILES=all_gather.xml" in text
+    assert "register_algorithm" in text
+
+
+@pytest.mark.parametrize(("topology", "size"), [("ring:1", "1MB"), ("ring:2", "0B")])
+def test_a_report_of_next_to_nothing(run, tmp_path, topology, size):
+    words = ("all_gather", topology, "--size", size, "--method", "library")
+    assert run("synthesize", *words, "--report", "page.html")[0] == 0
+    assert "How to run it" in (tmp_path / "page.html").read_text()
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_the_search(run):
+    words = ("all_gather", "ring:4", "--report", "nowhere/page.html")
+    code, out, err = run("synthesize", *words)
+    assert (code, out) == (1, "")
+    assert "there is no folder nowhere" in err
+
+
+@pytest.mark.parametrize("size", ["0B", "10GB"])
+def test_sizes_cross_where_the_times_are_equal(size):
+    network = torus((3, 3), bandwidth="25 GB/s", latency="1 us")
+    found = build_algorithm("direct", all_gather(9), network)
+    prices = price_sizes(found, network, parse_bytes(size))
+    assert prices.sizes_bytes[0] == 1e3
+    assert prices.sizes_bytes[-1] == max(1e9, parse_bytes(size))
+    assert not any(price.name == "direct" for price in prices.curves)  # it is the found one
+    ranges = fastest_ranges(prices, "synthesized", "library")
+    assert len({name for _, name in ranges}) == len(ranges)
+    line = Price("line", "library", tuple(3e-6 + s / 1e9 for s in prices.sizes_bytes), None)
+    steep = Price("steep", "library", tuple(1e-6 + s / 5e8 for s in prices.sizes_bytes), None)
+    curves = (
+        replace(line, at=lambda size: 3e-6 + size / 1e9),
+        replace(steep, at=lambda size: 1e-6 + size / 5e8),
+    )
+    (before, first), (after, second) = fastest_ranges(Prices(prices.sizes_bytes, curves), "library")
+    assert (before, first) == ("1 kB to 2 kB", "steep")  # both take 5 us at 2 kB
+    assert second == "line"
+    assert after.startswith("2 kB to ")
+
+
+def test_use_of_links_is_a_share_of_their_capacity():
+    network = ring(4, bandwidth="1 GB/s", latency="0 s")
+    timing = evaluate(build_algorithm("ring", all_gather(4), network), size_bytes=4e9)
+    shares = used_shares(network, timing)
+    assert sorted(shares.tolist()) == [0.0] * 4 + [1.0] * 4  # one way round, without a pause
+    assert "4 of 8 links are used" in loads_title(network, timing)
 
 
 def test_prices(run):

@@ -19,6 +19,7 @@ from fivefold.units import format_bytes, format_duration_s, parse_bytes, parse_d
 if TYPE_CHECKING:
     from fivefold.collectives.lowering import Program
     from fivefold.collectives.schedules import Schedule
+    from fivefold.collectives.synthesis import Synthesis
     from fivefold.network.topology import Topology
 
 __all__ = ["app"]
@@ -56,6 +57,9 @@ def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
     output: Annotated[
         Path | None, typer.Option(help="File to write: .json, .xml (MSCCL), .plan.json (MSCCL++).")
     ] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="HTML page to write: pictures, methods, other sizes.")
+    ] = None,
     bandwidth: _Rate = None,
     latency: _Latency = None,
     as_json: _Json = False,
@@ -64,12 +68,19 @@ def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
 
     Prints its time, the lower bound and the gap between the two.
     """
+    from fivefold.cli._collectives_report import (  # noqa: PLC0415 - loads numpy
+        Asked,
+        require_folder,
+        write_report,
+    )
     from fivefold.collectives.synthesis import (  # noqa: PLC0415 - keeps --help fast
         SynthesisOptions,
         synthesize,
     )
 
     network = _topology(topology, bandwidth, latency)
+    if report is not None:
+        require_folder(report)
     options = SynthesisOptions(progress=lambda line: typer.echo(line, err=True))
     found = synthesize(
         collective,
@@ -79,7 +90,29 @@ def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
         time_limit_s=parse_duration_s(time_limit),
         options=options,
     )
-    facts = {
+    facts = _facts_of(found, network)
+    if output is not None:
+        _write(found.schedule, output)
+        facts["output"] = str(output)
+    if report is not None:
+        links = {"bandwidth": bandwidth, "latency": latency}
+        asked = Asked(
+            collective=found.schedule.collective.name,
+            topology=topology,
+            size=size,
+            size_bytes=parse_bytes(size),
+            method=method,
+            time_limit=time_limit,
+            links={name: value for name, value in links.items() if value is not None},
+            output=output,
+        )
+        write_report(report, found, network, asked=asked)
+        facts["report"] = str(report)
+    _show(facts, as_json=as_json)
+
+
+def _facts_of(found: Synthesis, network: Topology) -> dict[str, Any]:
+    return {
         "collective": found.schedule.collective.name,
         "topology": network.name,
         "algorithm": found.schedule.name,
@@ -90,10 +123,6 @@ def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
         "transfers": found.schedule.num_transfers,
         "chunks": found.schedule.collective.num_chunks,
     }
-    if output is not None:
-        _write(found.schedule, output)
-        facts["output"] = str(output)
-    _show(facts, as_json=as_json)
 
 
 def _verify(file: _File, *, topology: _Where = None, as_json: _Json = False) -> None:
@@ -138,6 +167,10 @@ def _draw(
     ] = None,
 ) -> None:
     """Draw a schedule as a chart of what each link does, and the loads of the links."""
+    from fivefold.cli._collectives_report import (  # noqa: PLC0415 - loads numpy
+        loads_title,
+        used_shares,
+    )
     from fivefold.collectives.schedules import (  # noqa: PLC0415 - keeps --help fast
         draw_schedule,
         evaluate,
@@ -154,7 +187,8 @@ def _draw(
     draw_schedule(schedule, timing, output, topology=network)
     typer.echo(f"schedule: {output}", err=True)
     if loads is not None:
-        draw_topology(network, loads, link_loads=timing.link_bytes)
+        shares, title = used_shares(network, timing), loads_title(network, timing)
+        draw_topology(network, loads, link_loads=shares, title=title)
         typer.echo(f"loads: {loads}", err=True)
 
 

@@ -1,8 +1,9 @@
 """What a run did, for people: HTML page, terminal text, Perfetto timeline; benchmark results.
 
 Reads the folders that training runs leave behind, compares them, and says what came out, also
-where that is bad news. Shows a synthesized collective too, given as plain data. It knows the files of a run, not the code that wrote them: it imports
-neither the trainer nor torch.
+where that is bad news. It knows the files of a run, not the code that wrote them: it imports
+neither the trainer nor torch. The page of a synthesized collective is made from plain data in
+the same way.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ _OWN, _BOUND = "#d55e00", "#7d858f"
 
 def collective_figures(curves: Sequence[SizeCurve]) -> dict[str, Any]:
     """Times, and times over the lower bound where there is one, as plotly JSON."""
-    if not curves:
-        return {}
+    if not any(time > 0 for curve in curves for time in curve.times_s):
+        return {}  # one rank alone takes no time at any size
     figures = {"collective-time": _figure(curves, None)}
     bound = next((curve for curve in curves if curve.kind == "bound"), None)
     if bound is not None and min(bound.times_s) > 0:
@@ -76,9 +76,13 @@ def _finished(figure: go.Figure, curves: Sequence[SizeCurve], y: str) -> Any:
         legend={"orientation": "h", "y": -0.2, "yanchor": "top", "x": 0, "font": {"size": 11}},
         hovermode="closest",
         xaxis={"title": {"text": "message size", "font": {"size": 13}}, "type": "log"},
-        yaxis={"title": {"text": y, "font": {"size": 13}}, "type": "log", "zeroline": False},
+        yaxis={
+            "title": {"text": y, "font": {"size": 13}, "standoff": 14},
+            "type": "log",
+            "zeroline": False,
+        },
     )
-    ticks = [size for size in _thousands() if min(sizes) <= size <= max(sizes)]
+    ticks = [size for size in _thousands() if min(sizes) / 1.01 <= size <= max(sizes) * 1.01]
     figure.update_xaxes(tickvals=ticks, ticktext=[format_bytes(size) for size in ticks])
     if y == "time":
         times = [time for curve in curves for time in curve.times_s if time > 0]
@@ -86,7 +90,9 @@ def _finished(figure: go.Figure, curves: Sequence[SizeCurve], y: str) -> Any:
         ticks = [tick for tick in ticks if min(times) / 10 <= tick <= max(times) * 10]
         figure.update_yaxes(tickvals=ticks, ticktext=[format_duration_s(tick) for tick in ticks])
     else:
-        ticks = [1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100, 1000]
+        most = max(value for trace in figure.data for value in trace.y)
+        ticks = [1, 1.1, 1.2, 1.5, 2, 3, 5] if most < 8 else [1, 2, 5, 10, 20, 50, 100, 200, 500]
+        ticks = ticks if most < 500 else [10**power for power in range(10)]
         figure.update_yaxes(tickvals=ticks, ticktext=[f"{tick:g}" for tick in ticks])
     return json.loads(figure.to_json())
 

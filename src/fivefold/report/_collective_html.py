@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["render_collective_html", "write_collective_html"]
 
+_PROVED = 1e-9  # relative: so close to the bound is on it
+
 
 def write_collective_html(page: CollectivePage, path: Path) -> Path:
     """Write the page as one HTML file.
@@ -82,12 +84,9 @@ def _tiles(page: CollectivePage) -> list[tuple[str, str, str]]:
     tiles = [(format_seconds(page.time_s), "predicted time", "in the cost model")]
     if page.bound_s > 0:
         tiles.append((format_seconds(page.bound_s), "lower bound", "nothing can be faster"))
-        proved = page.gap is not None and page.gap < 1e-9
-        tiles.append(
-            ("0 %" if proved else format_percent(page.gap), "above the bound", "optimal")
-            if proved
-            else (format_percent(page.gap), "above the bound", "at most so much could be gained")
-        )
+        proved = page.gap is not None and page.gap < _PROVED
+        more = "optimal, and proved to be" if proved else "the optimum lies in between"
+        tiles.append(("0 %" if proved else format_percent(page.gap), "above the bound", more))
     library = [row.time_s for row in page.methods if row.name == "library" and row.time_s]
     if library and page.time_s > 0:
         tiles.append((format_ratio(library[0] / page.time_s), "the speed", "of the library's best"))
@@ -98,7 +97,7 @@ def _cells(page: CollectivePage, time_s: float | None) -> tuple[str, str]:
     gap = page.gap_of(time_s)
     if time_s is None or gap is None:
         return format_seconds(time_s), UNKNOWN
-    return format_seconds(time_s), "0 %" if gap < 1e-9 else format_percent(gap)
+    return format_seconds(time_s), "0 %" if gap < _PROVED else format_percent(gap)
 
 
 def _inlined(content: bytes) -> str:

@@ -85,11 +85,13 @@ class CollectivePage:
         time_s: Predicted time of the algorithm.
         bound_s: What nothing can beat; 0 where nothing is known.
         bound_reason: Why nothing can beat it.
+        caveats: What a reader must know to believe the right things.
         asked: What was asked: names and values.
         answer: What was found: names and values.
         methods: What each method came to, in the order in which they were asked.
         curves: Times by message size; may be empty.
         fastest: Ranges of message sizes and what is fastest there.
+        fastest_of_library: The same among the library's algorithms alone.
         pictures: The drawings.
         recipes: Ways to run it: a heading and the text to type.
 
@@ -104,11 +106,13 @@ class CollectivePage:
     time_s: float
     bound_s: float
     bound_reason: str = ""
+    caveats: tuple[str, ...] = ()
     asked: tuple[tuple[str, str], ...] = ()
     answer: tuple[tuple[str, str], ...] = ()
     methods: tuple[MethodRow, ...] = ()
     curves: tuple[SizeCurve, ...] = ()
     fastest: tuple[tuple[str, str], ...] = ()
+    fastest_of_library: tuple[tuple[str, str], ...] = ()
     pictures: tuple[Picture, ...] = ()
     recipes: tuple[tuple[str, str], ...] = ()
 

@@ -32,6 +32,7 @@ from fivefold.collectives.schedules import (
     verify_with_data,
     with_times,
 )
+from fivefold.collectives.schedules._draw_shares import busy_shares
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.network.topology import named_topology, ring, switch
 
@@ -226,6 +227,41 @@ def test_large_pictures_show_the_busiest_links():
     figure = draw_schedule(schedule, evaluate(schedule, size_bytes=1e6), most_rows=10)
     assert len(figure.axes[0].get_yticks()) == 10
     assert "the 10 busiest of 80 links" in [text.get_text() for text in figure.axes[0].texts]
+
+
+def test_busy_shares_are_exact():
+    starts, ends = np.array([0.0, 1.25, 0.5]), np.array([1.0, 3.5, 0.75])
+    shares = busy_shares(starts, ends, np.array([0, 0, 1]), num_rows=2, bins=4)
+    assert np.allclose(shares, [[1, 0.75, 1, 0.5], [0.25, 0, 0, 0]])
+    assert busy_shares(starts[:0], ends[:0], np.zeros(0, int), num_rows=1, bins=2).tolist() == [
+        [0, 0]
+    ]
+
+
+def test_pictures_of_thousands_of_transfers_show_all_links():
+    network = ring(64, bandwidth="1 GB/s", latency="1 us")
+    schedule = build_algorithm("bidirectional_ring", all_reduce(64), network)
+    assert schedule.num_transfers > 6000
+    axes = draw_schedule(schedule, evaluate(schedule, size_bytes=1e6)).axes[0]
+    assert not axes.patches
+    (image,) = axes.images
+    pixels = np.asarray(image.get_array())
+    assert pixels.shape[0] == 128
+    busy = np.abs(pixels - pixels.max(axis=(0, 1))).sum(axis=2) > 0.1
+    assert busy.mean() > 0.95  # every link works nearly all the time
+    first, last = pixels[:, 10].mean(axis=0), pixels[:, -10].mean(axis=0)
+    assert first[0] > first[2]  # sums, in brown, come first
+    assert last[0] < last[2]  # then copies, in blue
+
+
+def test_of_equally_busy_links_some_from_everywhere_are_shown():
+    network = ring(40, bandwidth="1 GB/s")
+    schedule = build_algorithm("ring", all_gather(40), network)
+    axes = draw_schedule(schedule, evaluate(schedule, size_bytes=1e6), most_rows=5).axes[0]
+    sources = [
+        int(text.get_text().split()[0].removeprefix("gpu")) for text in axes.get_yticklabels()
+    ]
+    assert max(sources) - min(sources) > 30
 
 
 def test_a_picture_needs_the_schedules_own_times():

@@ -33,6 +33,7 @@ from fivefold.collectives.schedules._routes import require_topology
 from fivefold.collectives.schedules._schedule import Schedule
 from fivefold.collectives.schedules._traffic import group_traffic
 from fivefold.errors import ConfigurationError
+from fivefold.units import format_bytes
 
 if TYPE_CHECKING:
     from fivefold.network.topology import Topology
@@ -190,7 +191,7 @@ def _message_bound(collective: Collective, topology: Topology, size_bytes: float
                 seconds=seconds,
                 kind="messages",
                 reason=f"each byte needs 2 x {count - 1} messages among {count} groups, "
-                f"which send {total:.6g} bytes/s together",
+                f"which send {format_bytes(total)}/s together",
             )
     return best
 

@@ -12,6 +12,7 @@ from fivefold.collectives.schedules._arrays import Array, Floats, Longs
 from fivefold.collectives.schedules._collective import Collective
 from fivefold.collectives.schedules._throughput import throughput_optimum
 from fivefold.collectives.schedules._traffic import group_traffic, sweep_traffic
+from fivefold.units import format_bytes
 
 if TYPE_CHECKING:
     from fivefold.network.topology import Topology
@@ -74,8 +75,8 @@ def _cut_bound(
         kind="cut",
         certificate=tuple(int(node) for node in np.flatnonzero(inside)),
         reason=(
-            f"{crossing_bytes:.6g} bytes must go {side} {', '.join(names)}"
-            f"{f' and {more} more' if more else ''} at {capacity:.6g} bytes/s"
+            f"{format_bytes(crossing_bytes)} must go {side} {', '.join(names)}"
+            f"{f' and {more} more' if more else ''} at {format_bytes(capacity)}/s"
         ),
         optimal_cut=optimal,
     )

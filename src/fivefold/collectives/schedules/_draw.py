@@ -1,4 +1,7 @@
-"""A picture of a schedule: one row for each link, one bar for each message on it."""
+"""A picture of a schedule: one row for each link, one bar for each message on it.
+
+Where bars would be too many to be seen, a row shows how busy its link is instead.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fivefold.collectives.schedules._arrays import Array, Ints
+from fivefold.collectives.schedules._draw_shares import BAND_COLOURS, paint_bands
 from fivefold.collectives.schedules._evaluate import Timing
 from fivefold.collectives.schedules._routes import require_topology, route_table
 from fivefold.collectives.schedules._schedule import Schedule
@@ -22,8 +26,9 @@ if TYPE_CHECKING:
 
 __all__ = ["draw_schedule"]
 
-_MOST_BARS = 20_000  # beyond, bars are thinner than a pixel
+_MOST_BARS = 6_000  # beyond, bars are too thin to be told apart
 _MOST_LABELS = 400
+_MOST_NAMES = 40
 _SUMS, _COPIES = "YlOrBr", "GnBu"
 
 
@@ -33,20 +38,22 @@ def draw_schedule(
     path: str | Path | None = None,
     *,
     topology: Topology | None = None,
-    most_rows: int = 48,
+    most_rows: int = 64,
     title: str | None = None,
 ) -> Figure:
     """Draw what each link does over time.
 
     Rows are links, the busiest ones where there are too many. A bar is one transfer, coloured by
     its chunk: sums in browns, copies in blues; where there is room it bears the chunk's number.
+    Where transfers are thousands, all links are shown, and the depth of the colour is the share of
+    the time in which something is on its way; of more than 360 links neighbours share a row.
 
     Args:
         schedule: The schedule.
         timing: Its times, from `evaluate`.
         path: Where to save the picture (``.png``, ``.svg``, ``.pdf``); None not to save it.
         topology: The network; None for the schedule's own.
-        most_rows: Most links shown.
+        most_rows: Most links shown with bars.
         title: Title; None for the algorithm, the collective, its size and its time.
 
     Returns:
@@ -78,54 +85,71 @@ def draw_schedule(
             hint="pass what evaluate() said of this very schedule",
         )
     network = require_topology(schedule, topology)
-    rows, bars = _bars(schedule, timing, network, most_rows)
-    height = min(14.0, 1.6 + 0.22 * max(len(rows), 4))
+    transfers, links = _messages(schedule, network)
+    scale, unit = _time_scale(timing.total_s)
+    many = transfers.size > _MOST_BARS
+    rows = _rows(timing, None if many else most_rows)
+    height = 1.6 + 0.2 * min(max(len(rows), 4), _MOST_NAMES if many else most_rows)
     figure = Figure(figsize=(9.5, height), layout="constrained")
     axes = figure.add_subplot()
-    scale, unit = _time_scale(timing.total_s)
-    _paint(axes, schedule, timing, bars, scale)
-    _label(axes, network, rows, unit)
-    if schedule.reduces.any() and not schedule.reduces.all():
-        _explain_colours(axes)
+    row_of_link = np.full(network.num_links, -1, dtype=np.int64)
+    row_of_link[rows] = np.arange(rows.size)
+    shown = row_of_link[links] >= 0
+    bars = transfers[shown], row_of_link[links[shown]]
     axes.set_xlim(0, max(timing.total_s, 1e-12) * scale)
-    axes.set_title(title or _title(schedule, timing), fontsize=10, loc="left")
-    if len(rows) < int((timing.link_busy_s > 0).sum()):
+    if many:
+        times = (timing.starts_s[bars[0]] * scale, timing.ends_s[bars[0]] * scale)
+        sums = schedule.reduces[bars[0]]
+        first = paint_bands(axes, times, timing.total_s * scale, links=bars[1], sums=sums)
+        note = "the deeper the colour, the busier"
+        if first.size < rows.size:
+            note = f"{rows.size} links, {rows.size / first.size:.3g} in a row; {note}"
+        rows = rows[first]
+    else:
+        _paint(axes, schedule, timing, bars, scale)
         busy = int((timing.link_busy_s > 0).sum())
-        axes.text(
-            1.0,
-            -0.06,
-            f"the {len(rows)} busiest of {busy} links",
-            fontsize=7,
+        note = f"the {len(rows)} busiest of {busy} links" if len(rows) < busy else ""
+    _label(axes, network, rows, unit, every=not many)
+    _explain_colours(axes, schedule, many=many)
+    axes.set_title(title or _title(schedule, timing), fontsize=10, loc="left", pad=8)
+    if note:
+        axes.annotate(
+            note,
+            (1, 0),
+            (0, -22),
+            xycoords="axes fraction",
+            textcoords="offset points",
+            fontsize=7.5,
             color="0.35",
             ha="right",
             va="top",
-            transform=axes.transAxes,
         )
     if path is not None:
         figure.savefig(path, dpi=150)
     return figure
 
 
-def _bars(
-    schedule: Schedule, timing: Timing, topology: Topology, most_rows: int
-) -> tuple[Ints, tuple[Array, Array]]:
-    """Links shown, and for each bar its transfer and row."""
-    used = np.flatnonzero(timing.link_busy_s > 0)
-    if used.size > most_rows:
-        busiest = np.argsort(-timing.link_busy_s[used], kind="stable")[:most_rows]
-        used = np.sort(used[busiest])
+def _rows(timing: Timing, most_rows: int | None) -> Ints:
+    """Links shown: all, or the busiest; of those that are equally busy some from everywhere."""
+    busy_s = timing.link_busy_s
+    used = np.flatnonzero(busy_s > 0)
+    if most_rows is not None and used.size > most_rows:
+        least_s = np.sort(busy_s[used])[-most_rows]
+        above = used[busy_s[used] > least_s * (1 + 1e-9)]
+        equal = used[np.abs(busy_s[used] - least_s) <= least_s * 1e-9]
+        picked = np.linspace(0, equal.size - 1, most_rows - above.size).round().astype(np.int64)
+        used = np.sort(np.concatenate([above, equal[picked]]))
+    return used.astype(np.int32)
+
+
+def _messages(schedule: Schedule, topology: Topology) -> tuple[Array, Array]:
+    """Transfer and link of every bar."""
     routes = route_table(schedule, topology)
-    row_of_link = np.full(topology.num_links, -1, dtype=np.int64)
-    row_of_link[used] = np.arange(used.size)
     lengths = np.diff(routes.offsets)[routes.rows]
     transfers = np.repeat(np.arange(schedule.num_transfers), lengths)
     within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     links = routes.links[np.repeat(routes.offsets[:-1][routes.rows], lengths) + within]
-    shown = np.flatnonzero(row_of_link[links] >= 0)
-    if shown.size > _MOST_BARS:
-        longest = timing.ends_s[transfers[shown]] - timing.starts_s[transfers[shown]]
-        shown = shown[np.argsort(-longest, kind="stable")[:_MOST_BARS]]
-    return used.astype(np.int32), (transfers[shown], row_of_link[links[shown]])
+    return transfers, links
 
 
 def _paint(
@@ -141,7 +165,13 @@ def _paint(
     maps = mpl.colormaps
     colours: Any = np.where(sums[:, None], maps[_SUMS](share), maps[_COPIES](share))
     axes.barh(
-        rows, lasts, left=starts, height=0.82, color=colours, edgecolor="white", linewidth=0.4
+        rows,
+        lasts,
+        left=starts,
+        height=0.82,
+        color=colours,
+        edgecolor="white",
+        linewidth=0.4 if transfers.size <= _MOST_LABELS else 0.15,
     )
     if not transfers.size or transfers.size > _MOST_LABELS:
         return
@@ -159,13 +189,16 @@ def _paint(
             )
 
 
-def _explain_colours(axes: Axes) -> None:
+def _explain_colours(axes: Axes, schedule: Schedule, *, many: bool) -> None:
     import matplotlib as mpl  # noqa: PLC0415 - heavy and optional
     from matplotlib.patches import Patch  # noqa: PLC0415 - heavy and optional
 
+    if not schedule.reduces.any() or schedule.reduces.all():
+        return
+    colours = {"adds": mpl.colormaps[_SUMS](0.6), "copies": mpl.colormaps[_COPIES](0.6)}
     patches = [
-        Patch(color=mpl.colormaps[colours](0.6), label=label)
-        for colours, label in ((_SUMS, "adds"), (_COPIES, "copies"))
+        Patch(color=colour, label=label)
+        for label, colour in (BAND_COLOURS if many else colours).items()
     ]
     axes.legend(
         handles=patches,
@@ -178,19 +211,23 @@ def _explain_colours(axes: Axes) -> None:
     )
 
 
-def _label(axes: Axes, topology: Topology, rows: Ints, unit: str) -> None:
+def _label(axes: Axes, topology: Topology, rows: Ints, unit: str, *, every: bool) -> None:
     names = [
         f"{topology.links[row].source} \N{RIGHTWARDS ARROW} {topology.links[row].target}"
         for row in rows
     ]
-    axes.set_yticks(np.arange(len(rows)), names, fontsize=6.5 if len(rows) > 20 else 8)
+    step = 1 if every else max(-(-len(rows) // _MOST_NAMES), 1)
+    places = np.arange(0, len(rows), step)
+    named = [names[place] for place in places]
+    axes.set_yticks(places, named, fontsize=6.5 if len(rows) > 20 else 8)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlabel(f"time ({unit})", fontsize=9)
     axes.tick_params(axis="x", labelsize=8)
     axes.tick_params(axis="y", length=0)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    axes.grid(axis="x", color="0.9", linewidth=0.6)
+    if every:
+        axes.grid(axis="x", color="0.9", linewidth=0.6)
     axes.set_axisbelow(True)
 
 
