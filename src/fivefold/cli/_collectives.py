@@ -95,7 +95,6 @@ def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
         _write(found.schedule, output)
         facts["output"] = str(output)
     if report is not None:
-        links = {"bandwidth": bandwidth, "latency": latency}
         asked = Asked(
             collective=found.schedule.collective.name,
             topology=topology,
@@ -103,7 +102,8 @@ def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
             size_bytes=parse_bytes(size),
             method=method,
             time_limit=time_limit,
-            links={name: value for name, value in links.items() if value is not None},
+            bandwidth=bandwidth,
+            latency=latency,
             output=output,
         )
         write_report(report, found, network, asked=asked)

@@ -60,7 +60,8 @@ class Asked:
     size_bytes: float
     method: str
     time_limit: str
-    links: dict[str, str]
+    bandwidth: str | None
+    latency: str | None
     output: Path | None
 
     @property
@@ -72,7 +73,8 @@ class Asked:
         """The command that makes a file of the answer."""
         words = ["fivefold", "collectives", "synthesize", self.collective, self.topology]
         words += ["--size", self.size, "--method", self.method, "--time-limit", self.time_limit]
-        words += [word for name, value in self.links.items() for word in (f"--{name}", value)]
+        links = {"--bandwidth": self.bandwidth, "--latency": self.latency}
+        words += [word for pair in links.items() if pair[1] for word in pair if word]
         return shlex.join([*words, "--output", output])
 
 

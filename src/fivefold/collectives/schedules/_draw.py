@@ -85,45 +85,25 @@ def draw_schedule(
             hint="pass what evaluate() said of this very schedule",
         )
     network = require_topology(schedule, topology)
-    transfers, links = _messages(schedule, network)
+    messages = _messages(schedule, network)
     scale, unit = _time_scale(timing.total_s)
-    many = transfers.size > _MOST_BARS
+    many = messages[0].size > _MOST_BARS and timing.total_s > 0
     rows = _rows(timing, None if many else most_rows)
     height = 1.6 + 0.2 * min(max(len(rows), 4), _MOST_NAMES if many else most_rows)
     figure = Figure(figsize=(9.5, height), layout="constrained")
     axes = figure.add_subplot()
-    row_of_link = np.full(network.num_links, -1, dtype=np.int64)
-    row_of_link[rows] = np.arange(rows.size)
-    shown = row_of_link[links] >= 0
-    bars = transfers[shown], row_of_link[links[shown]]
-    axes.set_xlim(0, max(timing.total_s, 1e-12) * scale)
+    bars = _shown(messages, rows, network.num_links)
     if many:
-        times = (timing.starts_s[bars[0]] * scale, timing.ends_s[bars[0]] * scale)
-        sums = schedule.reduces[bars[0]]
-        first = paint_bands(axes, times, timing.total_s * scale, links=bars[1], sums=sums)
-        note = "the deeper the colour, the busier"
-        if first.size < rows.size:
-            note = f"{rows.size} links, {rows.size / first.size:.3g} in a row; {note}"
-        rows = rows[first]
+        rows, note = _paint_busy(axes, schedule, timing, bars, rows)
     else:
         _paint(axes, schedule, timing, bars, scale)
         busy = int((timing.link_busy_s > 0).sum())
         note = f"the {len(rows)} busiest of {busy} links" if len(rows) < busy else ""
+    axes.set_xlim(0, max(timing.total_s, 1e-12) * scale)
     _label(axes, network, rows, unit, every=not many)
     _explain_colours(axes, schedule, many=many)
     axes.set_title(title or _title(schedule, timing), fontsize=10, loc="left", pad=8)
-    if note:
-        axes.annotate(
-            note,
-            (1, 0),
-            (0, -22),
-            xycoords="axes fraction",
-            textcoords="offset points",
-            fontsize=7.5,
-            color="0.35",
-            ha="right",
-            va="top",
-        )
+    _remark(axes, note)
     if path is not None:
         figure.savefig(path, dpi=150)
     return figure
@@ -150,6 +130,44 @@ def _messages(schedule: Schedule, topology: Topology) -> tuple[Array, Array]:
     within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     links = routes.links[np.repeat(routes.offsets[:-1][routes.rows], lengths) + within]
     return transfers, links
+
+
+def _shown(messages: tuple[Array, Array], rows: Ints, num_links: int) -> tuple[Array, Array]:
+    """Transfer and row of the bars on the links shown."""
+    transfers, links = messages
+    row_of_link = np.full(num_links, -1, dtype=np.int64)
+    row_of_link[rows] = np.arange(rows.size)
+    shown = row_of_link[links] >= 0
+    return transfers[shown], row_of_link[links[shown]]
+
+
+def _paint_busy(
+    axes: Axes, schedule: Schedule, timing: Timing, bars: tuple[Array, Array], rows: Ints
+) -> tuple[Ints, str]:
+    """Paint how busy the links are; the first link of each row, and what to say of the rows."""
+    scale, _ = _time_scale(timing.total_s)
+    transfers, links = bars
+    times = (timing.starts_s[transfers] * scale, timing.ends_s[transfers] * scale)
+    sums = schedule.reduces[transfers]
+    first = paint_bands(axes, times, timing.total_s * scale, links=links, sums=sums)
+    note = "the deeper the colour, the busier"
+    if first.size < rows.size:
+        note = f"{rows.size} links, {rows.size / first.size:.3g} in a row; {note}"
+    return rows[first], note
+
+
+def _remark(axes: Axes, note: str) -> None:
+    axes.annotate(
+        note,
+        (1, 0),
+        (0, -22),
+        xycoords="axes fraction",
+        textcoords="offset points",
+        fontsize=7.5,
+        color="0.35",
+        ha="right",
+        va="top",
+    )
 
 
 def _paint(
