@@ -34,6 +34,9 @@ def plan_command(
     output: Annotated[
         Path | None, typer.Option(help="Write the fastest plan to this TOML file.")
     ] = None,
+    megatron: Annotated[
+        bool, typer.Option("--megatron", help="Print the fastest plan as flags of Megatron-LM.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Write the result as JSON.")] = False,
 ) -> None:
     """Search all ways to split a job over a cluster for the fastest that fits in memory.
@@ -52,6 +55,11 @@ def plan_command(
     best = (_judge(what, where),) if result is None else result.best
     if output is not None:
         write_text(output, plan_to_toml(best[0].plan))
+    if megatron:
+        from fivefold.strategy import megatron_flags  # noqa: PLC0415 - keeps --help fast
+
+        typer.echo(" ".join(megatron_flags(what.model, best[0].plan)))
+        return
     if as_json:
         typer.echo(json.dumps(_document(what, where, best, result), indent=2))
     else:

@@ -7,6 +7,7 @@ from fivefold.strategy._device import DeviceSpec
 from fivefold.strategy._fabric import FabricSpec, Group, Tier, collective_time_s
 from fivefold.strategy._fabric_topology import fabric_from_topology
 from fivefold.strategy._job import Job, load_job, plan_to_toml
+from fivefold.strategy._launch import device_mesh, megatron_flags
 from fivefold.strategy._memory import MemoryUse
 from fivefold.strategy._model import (
     ConvolutionStage,
@@ -50,6 +51,7 @@ __all__ = [
     "Tier",
     "TimeUse",
     "collective_time_s",
+    "device_mesh",
     "evaluate_plan",
     "evaluate_table",
     "fabric_from_topology",
@@ -57,6 +59,7 @@ __all__ = [
     "load_cluster",
     "load_job",
     "load_model",
+    "megatron_flags",
     "model_from_hugging_face",
     "named_clusters",
     "named_model",
