@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given, settings
@@ -195,3 +197,22 @@ def test_bad_settings_are_refused(change):
 def test_bad_chunk_sizes_are_refused():
     with pytest.raises(ConfigurationError):
         best_partition(TaskGraph((send("a", 4),)), sizes=[0])
+
+
+def test_a_search_leaves_ctrl_c_as_it_was():
+    """The solver has a handler of its own, behind Python's back."""
+    code = (
+        "import os, signal\n"
+        "from fivefold.collectives.schedules import all_gather\n"
+        "from fivefold.collectives.synthesis import k_synchronous\n"
+        "from fivefold.network.topology import ring\n"
+        "from fivefold.tasks import ComputeTask, TaskGraph, exact_schedule\n"
+        "exact_schedule(TaskGraph((ComputeTask(task_id='a', duration_s=1.0),)))\n"
+        "k_synchronous(all_gather(3), ring(3), steps=2, rounds=2)\n"
+        "try:\n    os.kill(os.getpid(), signal.SIGINT)\n    signal.pause()\n"
+        "except KeyboardInterrupt:\n    print('interrupted')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.stdout == "interrupted\n", done.stderr[-2000:]

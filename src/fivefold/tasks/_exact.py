@@ -60,6 +60,8 @@ def exact_schedule(
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = time_limit_s
     solver.parameters.num_workers = 2
+    # Its own handler of Ctrl-C would not give Python its own back: the next one would kill us.
+    solver.parameters.catch_sigint_signal = False
     status = solver.solve(model)
     if status not in {cp_model.OPTIMAL, cp_model.FEASIBLE}:
         raise InfeasibleError(

@@ -86,6 +86,8 @@ def solve(
         return CpOutcome("unknown", solver, 0.0, 0.0)
     solver.parameters.max_time_in_seconds = time_limit_s
     solver.parameters.num_workers = _WORKERS
+    # Its own handler of Ctrl-C would not give Python its own back: the next one would kill us.
+    solver.parameters.catch_sigint_signal = False
     solver.parameters.random_seed = seed
     solver.parameters.relative_gap_limit = gap
     started_s = time.perf_counter()
