@@ -35,7 +35,7 @@ from fivefold.report import BenchmarkRow, median_and_spread, write_results
 
 RESULTS = Path(__file__).parents[1] / "results" / "gnn" / "scale.json"
 WORKING_BYTES = 512 << 20
-STAGE_BYTES = 192 << 20  # what generation and packing may take for buffers
+STAGE_BYTES = 320 << 20  # what generation and packing may take: a segment's rows are laid out in it
 TRAIN_SHARE = 0.01
 CACHE_SHARE = 0.1
 BATCH_SIZE = 1024
