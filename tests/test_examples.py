@@ -15,6 +15,7 @@ ALONE = [
     "fsdp2_co2.py",
     "moe_layer.py",
     "moe_expert_parallel.py",
+    "collectives_backend.py",
     "gnn_pyg_model.py",
     "gnn_from_toml.py",
 ]
