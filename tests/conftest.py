@@ -1,6 +1,13 @@
 """What all tests take for granted."""
 
+import os
 import signal
+
+# One thread per operation: with several, a loaded machine may split a sum otherwise from one call
+# to the next, and tests that compare bits would say so. Set before torch is loaded; children
+# inherit it.
+for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(_name, "1")
 
 
 def pytest_configure():
