@@ -108,7 +108,7 @@ def run(topology: Topology, jobs: Sequence[JobSpec], plan: ClusterPlan) -> Mappi
     """Mean seconds per iteration of each job, measured."""
     with tempfile.TemporaryDirectory(prefix="fivefold-reality-") as folder:
         order = Path(folder) / "order.json"
-        write_order(order, jobs, plan)
+        write_order(order, jobs, plan, topology=topology)
         command = [sys.executable, "-m", "fivefold.codesign._execute", str(order)]
         spec = LabSpec.of_topology(topology, mtu=MTU)
         result = run_lab(spec, command, timeout_s=300.0, stream=False).check()

@@ -37,8 +37,9 @@ def test_what_is_written_is_read():
 def test_an_order_survives_its_file(tmp_path):
     jobs = [job(), job("b", (2, 3))]
     plan = null_plan(switch(4), jobs)
-    write_order(tmp_path / "order.json", jobs, plan)
-    assert _read_order(tmp_path / "order.json") == (jobs, plan)
+    write_order(tmp_path / "order.json", jobs, plan, topology=switch(4))
+    channels = {"a": ["reduce 0"], "b": ["reduce 0"]}
+    assert _read_order(tmp_path / "order.json") == (jobs, plan, channels)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def run_in_the_lab(
     """Run a plan and return mean seconds per iteration of each job."""
     with tempfile.TemporaryDirectory(prefix="fivefold-execute-") as folder:
         order = Path(folder) / "order.json"
-        write_order(order, jobs, plan)
+        write_order(order, jobs, plan, topology=topology)
         command = [sys.executable, "-m", "fivefold.codesign._execute", str(order)]
         spec = LabSpec.of_topology(topology, mtu=_MTU)
         result = run_lab(spec, command, timeout_s=timeout_s, stream=False).check()

@@ -105,29 +105,43 @@ def ablate(
     found: dict[str, list[_Sample]] = {}
     total = len(numbers) * (len(chosen) + 1)
     done = 0
-    for seed in numbers:
-        jobs = list(make_jobs(seed))
-        best = run_plan(topology, jobs, best_alone_plan(topology, jobs, seed=seed)).completion_s
-        null: dict[str, float] = {}
-        for flags in chosen:
-            planned = plan_cluster(topology, jobs, flags, seed=seed, options=options)
-            null = dict(planned.baseline_outcome.completion_s)
-            after = dict(planned.outcome.completion_s)
-            found.setdefault(flags.label, []).append(_sample(jobs, after, null, dict(best)))
-            done += 1
-            if progress is not None:
-                progress(done, total)
-        found.setdefault("B1", []).append(_sample(jobs, dict(best), null, dict(best)))
-        on_best = plan_cluster(
-            topology, jobs, CoDesigns.all(), start="best", seed=seed, options=options
-        )
-        after = dict(on_best.outcome.completion_s)
-        name = f"B1+{CoDesigns.all().label}"
-        found.setdefault(name, []).append(_sample(jobs, after, null, dict(best)))
+
+    def tell() -> None:
+        nonlocal done
         done += 1
         if progress is not None:
             progress(done, total)
+
+    for seed in numbers:
+        samples = _of_seed(topology, list(make_jobs(seed)), chosen, seed, (options, tell))
+        for label, sample in samples.items():
+            found.setdefault(label, []).append(sample)
     return [_row(label, samples) for label, samples in found.items()]
+
+
+def _of_seed(
+    topology: Topology,
+    jobs: list[JobSpec],
+    chosen: Sequence[CoDesigns],
+    seed: int,
+    how: tuple[PlanningOptions | None, Callable[[], None]],
+) -> dict[str, _Sample]:
+    """All combinations, B1, and all four on top of it, for the jobs of one seed."""
+    options, tell = how
+    best = dict(run_plan(topology, jobs, best_alone_plan(topology, jobs, seed=seed)).completion_s)
+    found: dict[str, _Sample] = {}
+    null: dict[str, float] = {}
+    for flags in chosen:
+        planned = plan_cluster(topology, jobs, flags, seed=seed, options=options)
+        null = dict(planned.baseline_outcome.completion_s)
+        found[flags.label] = _sample(jobs, dict(planned.outcome.completion_s), null, best)
+        tell()
+    found["B1"] = _sample(jobs, best, null, best)
+    on_best = plan_cluster(topology, jobs, start="best", seed=seed, options=options)
+    after = dict(on_best.outcome.completion_s)
+    found[f"B1+{CoDesigns.all().label}"] = _sample(jobs, after, null, best)
+    tell()
+    return found
 
 
 @dataclass(frozen=True)

@@ -88,6 +88,7 @@ class Arbiter:
     options: PlanningOptions
     log: list[DecisionRecord] = field(default_factory=list)
     simulations: int = 0
+    adopted: str | None = None  # whose plans of single jobs the best plan was built on
 
     def __post_init__(self) -> None:
         self._known: dict[ClusterPlan, Prediction] = {}
@@ -155,9 +156,11 @@ class Arbiter:
             plans: What jobs planned for themselves, by what they were allowed to use.
         """
         for name, plan in plans.items():
-            self.consider("coordinator", f"what each job planned with {name}", plan)
+            taken = self.consider("coordinator", f"what each job planned with {name}", plan)
             routes = routed(self.topology, self.jobs, plan, policy="intensity")
-            self.consider("flows", f"plans with {name}, paths by intensity", routes)
+            taken |= self.consider("flows", f"plans with {name}, paths by intensity", routes)
+            if taken:
+                self.adopted = name
         everywhere = routed(self.topology, self.jobs, self.best.plan, policy="least_loaded")
         self.consider("flows", "paths by the load of all jobs", everywhere)
         if self.co_designs.host_net:

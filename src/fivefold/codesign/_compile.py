@@ -23,7 +23,7 @@ from fivefold.network.simulation import (
 from fivefold.network.topology import Topology
 from fivefold.tasks import CommunicationTask, ComputeTask
 
-__all__ = ["Outcome", "alone_quote", "compile_job", "edge_route", "run_plan"]
+__all__ = ["Outcome", "alone_quote", "compile_job", "edge_route", "planned_order", "run_plan"]
 
 SimulatorTask = Flow | Compute | AggregationRequest
 
@@ -120,6 +120,12 @@ def alone_quote(topology: Topology, job: JobSpec, plan: JobPlan) -> Quote:
         return found[kind, size_bytes]
 
     return quote
+
+
+def planned_order(topology: Topology, job: JobSpec, plan: JobPlan) -> list[str]:
+    """Names of a job's communications in the order in which its channel takes them."""
+    quote = alone_quote(topology, job, plan)
+    return communication_order(schedule_iteration(job, plan, quote))
 
 
 def edge_route(topology: Topology, plan: JobPlan, edge: tuple[int, int]) -> tuple[int, ...]:

@@ -107,21 +107,21 @@ def plan_cluster(
     allowed = CoDesigns.all() if co_designs is None else co_designs
     make = null_plan if start == "null" else best_alone_plan
     baseline = make(topology, jobs, seed=seed)
-    plan, decisions = _plan_singles(topology, jobs, baseline, allowed, seed)
     simulations = 0
     if allowed.horizontal:
+        singles = {
+            subset.label: _plan_singles(topology, jobs, baseline, subset, seed)
+            for subset in CoDesigns.combinations()
+            if subset in allowed and not subset.horizontal
+        }
         arbiter = Arbiter(topology, jobs, baseline, allowed, options)
-        arbiter.improve(
-            {
-                subset.label: _plan_singles(topology, jobs, baseline, subset, seed)[0]
-                for subset in CoDesigns.combinations()
-                if subset in allowed and not subset.horizontal
-            }
-        )
+        arbiter.improve({label: found for label, (found, _) in singles.items()})
+        decisions = [] if arbiter.adopted is None else singles[arbiter.adopted][1]
         decisions += arbiter.log
         plan, outcome, floor = _keep_promise(topology, jobs, arbiter)
         simulations = arbiter.simulations
     else:
+        plan, decisions = _plan_singles(topology, jobs, baseline, allowed, seed)
         outcome = run_plan(topology, jobs, plan)
         floor = run_plan(topology, jobs, baseline)
     return CoDesignResult(

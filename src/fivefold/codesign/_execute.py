@@ -19,10 +19,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from fivefold.codesign._iteration import communication_order, iteration_of, schedule_iteration
+from fivefold.codesign._compile import planned_order
+from fivefold.codesign._iteration import iteration_of
 from fivefold.codesign._jobs import JobSpec
 from fivefold.codesign._plans import ClusterPlan, JobPlan
 from fivefold.errors import UnsupportedError
+from fivefold.network.topology import Topology
 from fivefold.tasks import CommunicationTask, LayerCost, TaskGraph
 
 __all__ = ["check_executable", "read_measurements", "write_order"]
@@ -69,13 +71,19 @@ def check_executable(jobs: Sequence[JobSpec], plan: ClusterPlan) -> None:
             seen[rank] = job.job_id
 
 
-def write_order(path: Path, jobs: Sequence[JobSpec], plan: ClusterPlan) -> None:
-    """Write what the ranks need to know.
+def write_order(
+    path: Path, jobs: Sequence[JobSpec], plan: ClusterPlan, *, topology: Topology
+) -> None:
+    """Write what the ranks need to know, the order of their communications among it.
+
+    That order follows from prices on the topology, as in the simulation; ranks must not find
+    another one.
 
     Args:
         path: The file.
         jobs: The jobs.
         plan: Their plans.
+        topology: The cluster that they were planned for.
 
     Raises:
         UnsupportedError: The plan cannot be run.
@@ -94,6 +102,7 @@ def write_order(path: Path, jobs: Sequence[JobSpec], plan: ClusterPlan) -> None:
             "layers": [
                 [layer.forward_s, layer.backward_s, layer.gradient_bytes] for layer in job.layers
             ],
+            "channel": planned_order(topology, job, plan.jobs[job.job_id]),
         }
         for job in jobs
     ]
@@ -117,7 +126,8 @@ def read_measurements(lines: Sequence[str]) -> Mapping[str, float]:
     return found
 
 
-def _read_order(path: Path) -> tuple[list[JobSpec], ClusterPlan]:
+def _read_order(path: Path) -> tuple[list[JobSpec], ClusterPlan, dict[str, list[str]]]:
+    """Jobs, plans, and the order of each job's communications."""
     record = json.loads(path.read_text(encoding="utf-8"))
     jobs = [
         JobSpec(
@@ -132,22 +142,21 @@ def _read_order(path: Path) -> tuple[list[JobSpec], ClusterPlan]:
         )
         for entry in record["jobs"]
     ]
-    return jobs, ClusterPlan.from_json(record["plan"])
+    channels = {entry["job_id"]: entry["channel"] for entry in record["jobs"]}
+    return jobs, ClusterPlan.from_json(record["plan"]), channels
 
 
 class _Rank:
     """One rank's share of one job."""
 
-    def __init__(self, job: JobSpec, plan: JobPlan, group: Any) -> None:
+    def __init__(self, job: JobSpec, plan: JobPlan, channel: Sequence[str], group: Any) -> None:
         import torch  # noqa: PLC0415 - planning needs no torch
 
-        self._job, self._plan, self._group = job, plan, group
-        graph = iteration_of(job, plan, lambda _kind, size: size * 1e-9)
-        self._graph: TaskGraph = graph
-        schedule = schedule_iteration(job, plan, lambda _kind, size: size * 1e-9)
-        self._order = communication_order(schedule)
+        self._job, self._group, self._order = job, group, channel
+        self._graph: TaskGraph = iteration_of(job, plan, lambda _kind, _size: 0.0)
         self._buffers = {
-            task.task_id: torch.ones(max(1, task.size_bytes // 4)) for task in graph.communication
+            task.task_id: torch.ones(max(1, task.size_bytes // 4))
+            for task in self._graph.communication
         }
         self._done: dict[str, threading.Event] = {}
         self._sends: queue.Queue[str | None] = queue.Queue()
@@ -214,7 +223,7 @@ def _main(path: Path) -> None:
     import torch  # noqa: PLC0415 - planning needs no torch
     import torch.distributed as dist  # noqa: PLC0415 - as above
 
-    jobs, plan = _read_order(path)
+    jobs, plan, channels = _read_order(path)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     rank = dist.get_rank()
@@ -223,7 +232,7 @@ def _main(path: Path) -> None:
     share = None
     if mine is not None:
         own = groups[mine.job_id] if len(mine.ranks) > 1 else None
-        share = _Rank(mine, plan.jobs[mine.job_id], own)
+        share = _Rank(mine, plan.jobs[mine.job_id], channels[mine.job_id], own)
         for _ in range(_WARM_UP):
             if own is not None:
                 own.allreduce([torch.ones(1 << 14)]).wait()
