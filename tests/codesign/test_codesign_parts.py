@@ -141,6 +141,21 @@ def test_a_tree_stops_at_switches_that_cannot_sum():
     assert aggregation_tree(line(3), (0, 2), "gpu1") is None
 
 
+def test_a_nic_passes_sums_on():
+    """Two hosts with NICs: only the switch where their streams meet must sum."""
+    topology = leaf_spine(
+        2, leaves=1, spines=1, host=HostSpec(gpus=1, nics=1), bandwidth="1 GB/s"
+    ).with_aggregation(Aggregation(slots=8, slot_bytes=512), kinds=("tor",))
+    tree = aggregation_tree(topology, (0, 1), "leaf0")
+    assert tree is not None
+    spec = job(iterations=2)
+    plan = JobPlan(order=(0, 1), algorithm="in_network", root="leaf0", slots=8)
+    alone_s = schedule_iteration(spec, plan, alone_quote(topology, spec, plan)).end_s
+    found = run_plan(topology, [spec], ClusterPlan({"a": plan}))
+    assert found.iteration_s["a"] == pytest.approx(alone_s) == pytest.approx(1.5 + 1.0)
+    assert found.result.refusals == 0
+
+
 def test_plans_survive_files_and_pickles():
     topology = switch(4, bandwidth="1 GB/s")
     found = plan_cluster(topology, [job("a", (0, 1)), job("b", (0, 2))])

@@ -7,6 +7,7 @@ the schedules), without an object per chunk, so that hundreds of jobs can be sim
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -116,7 +117,7 @@ def aggregation_tree(
         root: The switch where the sum is made last.
 
     Returns:
-        The edges; None where a node on the way cannot sum, or there is no way.
+        The edges; None where a node at which streams meet cannot sum, or there is no way.
 
     Example:
         >>> from fivefold.network.topology import Aggregation, SwitchAbility, Topology, switch
@@ -134,10 +135,13 @@ def aggregation_tree(
             if node not in parents:
                 return None
             above = parents[node]
-            if topology.ability_of(above).aggregation is None:
-                return None
             tree[topology.nodes[node].name] = topology.nodes[above].name
             node = above
+    # A node with one child, such as a NIC, only passes on.
+    streams = Counter(tree.values())
+    summing = {root, *(name for name, number in streams.items() if number > 1)}
+    if any(topology.ability_of(name).aggregation is None for name in summing):
+        return None
     return tuple(sorted(tree.items()))
 
 
