@@ -3,6 +3,14 @@
 import os
 import signal
 
+from hypothesis import settings
+
+# The same examples in every run, so that a change is judged by what it changes. For new ones run
+# pytest --hypothesis-profile=explore, and give what is found a test of its own.
+settings.register_profile("repeat", derandomize=True)
+settings.register_profile("explore", derandomize=False)
+settings.load_profile("repeat")
+
 # One thread per operation: with several, a loaded machine may split a sum otherwise from one call
 # to the next, and tests that compare bits would say so. Set before torch is loaded; children
 # inherit it.

@@ -76,6 +76,19 @@ def test_the_4x4_torus_takes_four_link_times():
     assert schedule.ends_s.max() == 4.0
 
 
+def test_no_chunk_passes_through_a_rank_that_stands_between_switches():
+    # Over g1, which is next to s0, g0 is as near to s0 as over s1; but ranks do not forward.
+    ways = [("g1", "s0"), ("s0", "s1"), ("s1", "g0"), ("s0", "g1"), ("g1", "g0"), ("g0", "g1")]
+    nodes = [Node(name, "gpu" if name[0] == "g" else "switch") for name in ("g0", "g1", "s0", "s1")]
+    links = [Link(source, target, bandwidth_bytes_per_s=1.0) for source, target in ways]
+    topology = Topology("between", nodes, links)
+    for seed in range(20):
+        schedule = matching(all_gather(2, 3), topology, size_bytes=6.0, seeds=1, seed=seed)
+        verify(schedule, check_times=True)
+        inner = np.delete(schedule.route_links, schedule.route_offsets[1:] - 1)
+        assert not topology.is_rank[topology.link_targets[inner]].any()
+
+
 @st.composite
 def networks(draw):
     """Connected, lopsided, with switches, parallel links and latencies."""

@@ -199,7 +199,8 @@ def exact_cuts(collective: Collective, topology: Topology, chunk_bytes: Floats) 
     share = float(chunk_bytes.sum())
     if name not in ("broadcast", "reduce"):
         share /= collective.num_ranks
-    carried = float(optimum.inverse_rate) * share
     links = inside[topology.link_sources] & ~inside[topology.link_targets]
     capacity = float(topology.capacities_bytes_per_s[links].sum())
-    yield _cut_bound(topology, inside, carried * capacity, optimal=True)
+    # Whole shares cross; the optimum may be that of capacities rounded to a grid, a bound may not.
+    crossing = round(float(optimum.inverse_rate) * capacity)
+    yield _cut_bound(topology, inside, crossing * share, optimal=True)

@@ -124,8 +124,11 @@ def _find_route(fabric: Any, free_s: Any, now_s: float, target: int, path: Any, 
             place = first + (tried[depth] + turns[depth]) % (last - first)
             tried[depth] += 1
             link = fabric.out_links[place]
-            nearer = node_hops[fabric.targets[link]] == node_hops[node] - 1
-            found = nearer and free_s[link] <= now_s
+            after = fabric.targets[link]
+            nearer = node_hops[after] == node_hops[node] - 1
+            # Ranks do not forward within a transfer, however near the target they are.
+            passes = fabric.rank_of_node[after] < 0 or fabric.rank_of_node[after] == target
+            found = nearer and passes and free_s[link] <= now_s
         if found and depth < _LONGEST_ROUTE - 1:
             path[depth] = link
             depth += 1
