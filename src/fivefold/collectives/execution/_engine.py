@@ -20,6 +20,7 @@ import torch
 from fivefold.collectives.execution._aggregation import SwitchRoute
 from fivefold.collectives.execution._choose import Choice, choose, size_class
 from fivefold.collectives.execution._cost import LinkClock
+from fivefold.collectives.execution._lanes import Lanes
 from fivefold.collectives.execution._plan import RankPlan, plan_rank
 from fivefold.collectives.execution._rounds import run_in_rounds
 from fivefold.collectives.execution._run import CollectiveError, Transfers, run_plan
@@ -121,6 +122,7 @@ class Engine:
         self._plans: dict[tuple[str, int, int], RankPlan] = {}
         self._said: set[str] = set()
         self._queue = WorkQueue(name=f"fivefold rank {rank}")
+        self._lanes = Lanes(f"fivefold rank {rank}")
         self._kept: list[Any] = []
         self.inner("cpu")
         self._switch: SwitchRoute | None = None
@@ -325,6 +327,7 @@ class Engine:
             combine=_COMBINE.get(_kind_of(call.operation)),
             timeout=timeout,
             what=f"{call.name} of {call.size_bytes} bytes by {choice.label} on rank {self.rank}",
+            lanes=self._lanes,
             keep=self._kept,
         )
         grouped = not isinstance(inner, dist.ProcessGroupGloo)
@@ -337,6 +340,7 @@ class Engine:
     def close(self) -> None:
         """End the thread and let go of the inner groups."""
         self._queue.close()
+        self._lanes.close()
         if self._switch is not None:
             self._switch.close()
         self._inner.clear()

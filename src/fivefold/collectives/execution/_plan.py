@@ -1,7 +1,8 @@
 """What one rank does for a program: its operations in one order, with tags and hazards.
 
-The order is that of :func:`run_order` over all ranks, so a rank that waits for one operation after
-the other waits only for messages whose sending comes earlier in the common order: no deadlock.
+The order is that of :func:`run_order` over all ranks. A rank that does one operation after the
+other, or any whose hazards are over, waits only for messages whose sending comes earlier in the
+common order: no deadlock.
 Chunks need not be equal: a buffer of n elements is cut into C chunks of floor or ceiling of n / C
 elements in the same way on every rank, so nothing is padded. Knows nothing of torch.
 """
@@ -54,14 +55,14 @@ class Task:
         send_peer: Rank that it sends to; -1 none.
         receive_channel: Queue of what it receives.
         send_channel: Queue of what it sends.
-        free_after: Tasks before this one may still use the slots that it writes: data may arrive
-            there only when they are done.
+        after: Earlier tasks that must be done first: they write what it reads, use what it writes,
+            or send before it to the same peer.
         settle: Earlier tasks whose sends read the slots that it writes.
         level: Round in which it runs, where all ranks go in rounds.
         sent_level: Round in which what it receives was sent; -1 where it receives nothing.
 
     Example:
-        >>> Task(OpKind.SEND, Span(Buffer.INPUT, 0, 1), None, -1, 1, 0, 0, 0, (), 0, -1).send_peer
+        >>> Task(OpKind.SEND, Span(Buffer.INPUT, 0, 1), None, -1, 1, 0, 0, (), (), 0, -1).send_peer
         1
     """
 
@@ -72,7 +73,7 @@ class Task:
     send_peer: int
     receive_channel: int
     send_channel: int
-    free_after: int
+    after: tuple[int, ...]
     settle: tuple[int, ...]
     level: int
     sent_level: int
@@ -212,7 +213,9 @@ class _Compiler:
         self.tasks: list[Task] = []
         self._slots = program.slots(rank)
         self._blocks = program.ranks[rank].blocks
-        self._last_use: dict[int, int] = {}
+        self._last_write: dict[int, int] = {}
+        self._last_sent: dict[tuple[int, int], int] = {}
+        self._reads: dict[int, list[int]] = defaultdict(list)  # since the cell was last written
         self._sent_from: dict[int, list[int]] = defaultdict(list)
 
     def add(self, executed: Executed, *, level: int, sent_level: int) -> None:
@@ -233,17 +236,32 @@ class _Compiler:
                 send_peer=block.send_peer if kind.sends else -1,
                 receive_channel=block.channel,
                 send_channel=block.channel,
-                free_after=1 + max((self._last_use.get(cell, -1) for cell in cells), default=-1),
+                after=self._after(number, self._cells(read), cells, executed),
                 settle=tuple(settle),
                 level=level,
                 sent_level=sent_level,
             )
         )
-        for cell in [*self._cells(read), *cells]:
-            self._last_use[cell] = number
         if kind.sends:  # what it sends lies in what it writes, or else in what it reads
             for cell in cells or (self._cells(read) if kind is OpKind.SEND else []):
                 self._sent_from[cell].append(number)
+
+    def _after(
+        self, number: int, read: list[int], written: list[int], executed: Executed
+    ) -> tuple[int, ...]:
+        """The tasks that one must follow; it is entered as the last to touch its cells."""
+        after = {self._last_write.get(cell, -1) for cell in (*read, *written)}
+        for cell in read:
+            self._reads[cell].append(number)
+        for cell in written:
+            after.update(self._reads.pop(cell, ()))
+            self._last_write[cell] = number
+        if executed.operation.kind.sends:
+            block = self._blocks[executed.block]
+            queue = (block.send_peer, block.channel)
+            after.add(self._last_sent.get(queue, -1))
+            self._last_sent[queue] = number
+        return tuple(sorted(after - {-1, number}))
 
     def _cells(self, span: Span | None) -> list[int]:
         if span is None:

@@ -1,16 +1,18 @@
 """Carries out one rank's plan over an inner process group with its sends and receives.
 
 Receives are posted as early as the memory they write is free, and a window ahead, so that data
-is taken off the wire while earlier chunks are still being added: the pipeline. No send is waited
-for before the end: gloo's sends end only when the peer takes them, and a rank that waited for
-that could wait in a circle. What is sent from memory that is written again is copied instead.
-Sums are formed in the program's order, whatever arrives first, so results are the same bits in
-every run.
+is taken off the wire while earlier chunks are still being added: the pipeline. What arrives first
+is used first, whichever peer sent it. No send is waited for before the end: gloo's sends end only
+when the peer takes them, and a rank that waited for that could wait in a circle. What is sent from
+memory that is written again is copied instead. Sums are formed in the program's order, whatever
+arrives first, so results are the same bits in every run.
 """
 
 from __future__ import annotations
 
+import queue
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -19,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fivefold.collectives.execution._lanes import Agenda, Arrivals, Lanes
 from fivefold.collectives.execution._plan import RankPlan, Span, Task
 from fivefold.collectives.lowering import Buffer, OpKind
 from fivefold.errors import CommunicationError
@@ -34,7 +37,8 @@ __all__ = [
 ]
 
 TAG = 1 << 29  # user's sends on the same inner group keep the tags below
-_AHEAD = 32  # receives posted ahead of the one that is waited for
+_AHEAD = 32  # receives of one queue that are posted and not yet used
+_WORTH_LANES_BYTES = 1 << 18  # below, what is sent is over before a thread has woken up
 
 Combine = Callable[..., Any]
 PLAIN_RECEIVES = {OpKind.RECEIVE, OpKind.RECEIVE_COPY_SEND}
@@ -63,6 +67,7 @@ class Transfers:
         combine: ``combine(first, second, out=...)``; None where nothing is added.
         timeout: Longest wait for one message.
         what: Name of the collective for messages.
+        lanes: Threads that wait for messages; None to wait for one after the other.
 
     Example:
         >>> Transfers.__dataclass_fields__["what"].type
@@ -76,6 +81,7 @@ class Transfers:
     combine: Combine | None
     timeout: timedelta
     what: str
+    lanes: Lanes | None = None
     keep: list[Any] = field(default_factory=list)
 
 
@@ -128,8 +134,18 @@ class Runner:
         self._tasks = plan.tasks
         self._transfers = transfers
         self._memory = _Memory(plan, transfers)
-        self._receives = [at for at, task in enumerate(plan.tasks) if task.receive_peer >= 0]
-        self._next_receive = 0
+        self._unposted: dict[tuple[int, int], deque[int]] = {}
+        for at, task in enumerate(plan.tasks):
+            if task.receive_peer >= 0:
+                key = (task.receive_peer, task.receive_channel)
+                self._unposted.setdefault(key, deque()).append(at)
+        self._lane_of = {key: lane for lane, key in enumerate(self._unposted)}
+        self._windows = dict.fromkeys(self._unposted, 0)  # posted and not yet used
+        lanes = transfers.lanes
+        size = max(transfers.inputs.nbytes, transfers.outputs.nbytes)
+        worth_it = len(self._lane_of) > 1 and size >= _WORTH_LANES_BYTES
+        self._lanes = lanes if worth_it else None
+        self._arrivals: Arrivals = queue.SimpleQueue()
         self._posted: dict[int, tuple[Any, torch.Tensor]] = {}
         self._sends: dict[int, Any] = {}
         self._copied = {sender for task in plan.tasks for sender in task.settle}
@@ -140,36 +156,40 @@ class Runner:
         Raises:
             CollectiveError: A peer is gone, or a message did not come in time.
         """
-        for at, task in enumerate(self._tasks):
-            self._post_receives(at)
+        agenda = Agenda(self._tasks)
+        self._post_receives(agenda)
+        while not agenda.is_done:
+            at = agenda.next()
+            if at is None:
+                self._await_one(agenda)
+                continue
+            task = self._tasks[at]
             data = self._result_of(at, task)
             if task.send_peer >= 0:
                 self._send(at, task, data)
+            agenda.done(at)
+            self._post_receives(agenda)
         for at in list(self._sends):
             self._finish_send(at)
 
     # -- receiving -----------------------------------------------------------------------------
 
-    def _post_receives(self, at: int) -> None:
+    def _post_receives(self, agenda: Agenda) -> None:
         """Post what may arrive now; in order, since a queue hands over in order."""
-        while self._next_receive < len(self._receives):
-            later = self._receives[self._next_receive]
-            if len(self._posted) >= _AHEAD and later != at:
-                return
-            task = self._tasks[later]
-            if not self._needs_staging(task) and task.free_after > at:
-                return
-            self._post(later, task)
-            self._next_receive += 1
+        for key, waiting in self._unposted.items():
+            while waiting and self._windows[key] < _AHEAD:
+                at = waiting[0]
+                if not self._tasks[at].kind.reduces and not agenda.may_be_written(at):
+                    break
+                waiting.popleft()
+                self._windows[key] += 1
+                self._post(at, self._tasks[at], agenda)
 
-    def _needs_staging(self, task: Task) -> bool:
-        return task.kind.reduces
-
-    def _post(self, at: int, task: Task) -> None:
-        span = task.read if self._needs_staging(task) else task.write
+    def _post(self, at: int, task: Task, agenda: Agenda) -> None:
+        span = task.read if task.kind.reduces else task.write
         assert span is not None, "what is received is written or added to what is read"
         target = self._memory.view(span)
-        if self._needs_staging(task):
+        if task.kind.reduces:
             target = torch.empty_like(target)
         work = None
         if target.numel():
@@ -178,6 +198,33 @@ class Runner:
                 lambda: self._transfers.inner.recv([as_bytes(target)], task.receive_peer, tag), task
             )
         self._posted[at] = (work, target)
+        if work is None:
+            agenda.arrived(at)
+        elif self._lanes is not None:
+            lane = self._lane_of[task.receive_peer, task.receive_channel]
+            self._lanes.wait(lane, lambda: self._wait_for_data(work, task), at, self._arrivals)
+
+    def _wait_for_data(self, work: Any, task: Task) -> None:
+        self._wait(work, task, f"data from rank {task.receive_peer}")
+
+    def _await_one(self, agenda: Agenda) -> None:
+        """Wait until a message is there that some task waits for."""
+        if self._lanes is None:
+            at = min(at for at, (work, _) in self._posted.items() if work is not None)
+            work, target = self._posted[at]
+            self._wait_for_data(work, self._tasks[at])
+            self._posted[at] = (None, target)
+            agenda.arrived(at)
+            return
+        arrival = self._arrivals.get()
+        while True:
+            if arrival.error is not None:
+                raise arrival.error
+            agenda.arrived(arrival.at)
+            try:
+                arrival = self._arrivals.get_nowait()
+            except queue.Empty:
+                return
 
     def _result_of(self, at: int, task: Task) -> torch.Tensor:
         """Carry out a task up to its sending; what it would send."""
@@ -192,12 +239,11 @@ class Runner:
         return self._combined(task, own, received)
 
     def _received(self, at: int, task: Task) -> torch.Tensor | None:
+        """What a task received; it has arrived."""
         if task.receive_peer < 0:
             return None
-        work, received = self._posted.pop(at)
-        if work is not None:
-            self._wait(work, task, f"data from rank {task.receive_peer}")
-        return received
+        self._windows[task.receive_peer, task.receive_channel] -= 1
+        return self._posted.pop(at)[1]
 
     def _combined(
         self, task: Task, own: torch.Tensor, received: torch.Tensor | None
