@@ -3,9 +3,11 @@
 from fivefold.strategy._calibration import Fit, MeasuredRun, fit_constants, with_constants
 from fivefold.strategy._cluster import Cluster, load_cluster, named_clusters
 from fivefold.strategy._cost import Prediction, TimeUse, evaluate_plan
+from fivefold.strategy._demand import Message, PlanDemand, axis_groups, plan_demand
 from fivefold.strategy._device import DeviceSpec
 from fivefold.strategy._fabric import FabricSpec, Group, Tier, collective_time_s
 from fivefold.strategy._fabric_topology import fabric_from_topology
+from fivefold.strategy._grouping import group_period_s
 from fivefold.strategy._job import Job, load_job, plan_to_toml
 from fivefold.strategy._launch import device_mesh, megatron_flags
 from fivefold.strategy._memory import MemoryUse
@@ -23,6 +25,7 @@ from fivefold.strategy._presets import (
     named_model,
     named_models,
 )
+from fivefold.strategy._queue import QueuedJob, QueueResult, run_queue
 from fivefold.strategy._search import SearchResult, search_plans
 from fivefold.strategy._space import SearchSpace
 from fivefold.strategy._table import PlanTable
@@ -40,22 +43,28 @@ __all__ = [
     "LatentAttention",
     "MeasuredRun",
     "MemoryUse",
+    "Message",
     "MixtureOfExperts",
     "ModelSpec",
     "ParallelPlan",
     "PipelineShape",
+    "PlanDemand",
     "PlanTable",
     "Prediction",
+    "QueueResult",
+    "QueuedJob",
     "SearchResult",
     "SearchSpace",
     "Tier",
     "TimeUse",
+    "axis_groups",
     "collective_time_s",
     "device_mesh",
     "evaluate_plan",
     "evaluate_table",
     "fabric_from_topology",
     "fit_constants",
+    "group_period_s",
     "load_cluster",
     "load_job",
     "load_model",
@@ -65,8 +74,10 @@ __all__ = [
     "named_model",
     "named_models",
     "pipeline_shape",
+    "plan_demand",
     "plan_problem",
     "plan_to_toml",
+    "run_queue",
     "search_plans",
     "with_constants",
 ]
