@@ -17,6 +17,7 @@ from fivefold.gnn.planning._diskgnn import (
     diskgnn_brute_force,
     diskgnn_segment_batches,
 )
+from fivefold.gnn.planning._id_set import IdSet, argsort_distinct, is_dense, sort_distinct
 from fivefold.gnn.planning._layout import Layout, SegmentLayout, segment_layout
 from fivefold.gnn.planning._make import make_plan
 from fivefold.gnn.planning._packing_cost import packing_ways
@@ -35,6 +36,7 @@ __all__ = [
     "DiskCost",
     "DiskGNNChoice",
     "FeatureInfo",
+    "IdSet",
     "Layout",
     "PackingCost",
     "Plan",
@@ -43,14 +45,17 @@ __all__ = [
     "SampleSource",
     "SegmentCost",
     "SegmentLayout",
+    "argsort_distinct",
     "belady",
     "diskgnn_brute_force",
     "diskgnn_segment_batches",
     "extent_pages",
+    "is_dense",
     "lru_misses",
     "make_plan",
     "packing_ways",
     "read_costs",
     "runs_of",
     "segment_layout",
+    "sort_distinct",
 ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy as np
 from fivefold.errors import DataError
 from fivefold.gnn.planning._belady import belady
 from fivefold.gnn.planning._budgets import FeatureInfo
+from fivefold.gnn.planning._id_set import IdSet, is_dense, sort_distinct
 from fivefold.gnn.planning._pages import read_costs
 from fivefold.gnn.planning._schedule import CacheSchedule
 from fivefold.gnn.planning._sources import Array, DiskCost, Ids, SampleSource
@@ -23,6 +25,7 @@ from fivefold.gnn.planning._static import find_slots, hottest_rows
 __all__ = ["Caches", "Policy", "Tally"]
 
 Policy = Literal["static", "belady"]
+_LARGEST_SET = 1 << 30  # bits; beyond, sorted lists are asked, so that memory stays small
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -64,15 +67,45 @@ class Caches:
         """Rows that are read into the caches before the first batch."""
         return len(self.device_rows) + len(self.host_rows)
 
+    @cached_property
+    def _cached(self) -> IdSet | None:
+        return _set_of(np.concatenate([self.device_rows, self.host_rows]))
+
+    @cached_property
+    def _on_device(self) -> IdSet | None:
+        return _set_of(np.asarray(self.device_rows))
+
+    def device_hits(self, node_ids: Array) -> int:
+        """How many of the ids are cached on the device."""
+        if not len(self.device_rows):
+            return 0
+        found = (
+            find_slots(self.device_rows, node_ids)
+            if self._on_device is None
+            else self._on_device.locate(node_ids)
+        )
+        return int(np.count_nonzero(found >= 0))
+
     def cold_ids(self, batch: int, node_ids: Array) -> Ids:
         """Of a batch's ids in the order of the samples those that come from disk, ascending."""
         ids = np.asarray(node_ids, np.int64)
+        bound = 1 + int(ids.max(initial=-1))
         if self.schedule is not None:
-            return np.sort(ids[self.schedule.misses(batch, len(ids))])
+            return sort_distinct(ids[self.schedule.misses(batch, len(ids))], bound)
+        if self._cached is not None and is_dense(len(ids), bound):
+            members = IdSet(bound, ids)
+            if len(members) == len(ids):
+                return members.ascending(without=self._cached)
         ids = np.sort(ids)  # first, for ascending ids are looked up much faster
         for rows in (self.device_rows, self.host_rows):
             ids = ids[find_slots(rows, ids) < 0]
         return ids
+
+
+def _set_of(rows: Ids) -> IdSet | None:
+    """The ids as a set, which is fast to ask; None where they are too large for that."""
+    bound = 1 + int(rows.max(initial=-1))
+    return IdSet(bound, rows) if bound <= _LARGEST_SET else None
 
 
 def _hottest(samples: SampleSource, num_rows: int) -> Ids:
@@ -119,7 +152,7 @@ class Tally:
                     hint="the ids of a batch are distinct; sample it again",
                 )
             self.accesses += len(ids)
-            self.device_hits += int(np.sum(find_slots(self._caches.device_rows, ids) >= 0))
+            self.device_hits += self._caches.device_hits(ids)
             self.cold_rows += len(cold)
             self.online_seconds += self._online(cold)
             yield cold

@@ -23,9 +23,11 @@ import numpy as np
 
 from fivefold._compiler import njit
 from fivefold.errors import ConfigurationError, DataError
+from fivefold.gnn.planning._id_set import sort_distinct
 from fivefold.gnn.planning._pages import runs_of
-from fivefold.gnn.planning._refinement import Refinement, locate, union_of
+from fivefold.gnn.planning._refinement import Refinement
 from fivefold.gnn.planning._sources import Array, Ids
+from fivefold.gnn.planning._union import Union
 
 __all__ = ["Layout", "SegmentLayout", "check_layout", "segment_layout", "shared_and_private"]
 
@@ -148,14 +150,14 @@ def _consecutive(batches: Sequence[Array], first: int) -> list[Ids]:
 
 
 def _by_membership(batches: Sequence[Ids], *, folded: bool) -> SegmentLayout:
-    union = union_of(batches)
+    union = Union(batches)
     refinement = Refinement(len(union), folded=folded)
-    members = [locate(ids, union) for ids in batches]
+    members = [union.locate(ids) for ids in batches]
     for member in members:
         refinement.split(member)
     places = refinement.positions()
-    order = np.empty_like(union)
-    order[places] = union
+    order = np.empty(len(union), np.int64)
+    order[places] = union.ids
     return SegmentLayout(order, [_ascending_places(member, places) for member in members])
 
 
@@ -181,8 +183,8 @@ def _with_chunks(
     batches: Sequence[Ids], key_of: _Key, shared: Array | None = None
 ) -> SegmentLayout:
     """Shared rows first, by key and id; then a chunk per batch; None: share what two need."""
-    union = union_of(batches)
-    members = [locate(ids, union) for ids in batches]
+    union = Union(batches)
+    members = [union.locate(ids) for ids in batches]
     if shared is None:
         uses = np.zeros(len(union), np.int32)
         for member in members:
@@ -197,7 +199,7 @@ def _with_chunks(
         np.concatenate([_ascending_places(member[shared[member]], places), chunk_rows])
         for member, chunk_rows in zip(members, _consecutive(chunks, len(by_key)), strict=True)
     ]
-    return SegmentLayout(union[np.concatenate([by_key, *chunks])], rows)
+    return SegmentLayout(union.ids[np.concatenate([by_key, *chunks])], rows)
 
 
 def _by_popularity(members: Sequence[Array], num_rows: int) -> Array:
@@ -231,9 +233,7 @@ def _by_minhash(hashes: Ids, num_batches: int) -> _Key:
 
 
 def _ascending_places(member: Array, places: Array) -> Ids:
-    taken = np.zeros(len(places), np.bool_)
-    taken[places[member]] = True
-    return np.flatnonzero(taken)
+    return sort_distinct(places[member], len(places))
 
 
 @njit

@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -117,7 +118,7 @@ class Plan:
         """
         return self._caches.cold_ids(batch, node_ids)
 
-    @property
+    @cached_property
     def _caches(self) -> Caches:
         return Caches(
             device_rows=self.device_rows,

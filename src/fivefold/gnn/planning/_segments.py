@@ -15,8 +15,9 @@ import numpy as np
 from fivefold.gnn.planning._kept import KeptArrays
 from fivefold.gnn.planning._layout import Layout, segment_layout
 from fivefold.gnn.planning._pages import PAGE_BYTES, SIZE_CLASSES, read_costs
-from fivefold.gnn.planning._refinement import Refinement, locate, union_of
+from fivefold.gnn.planning._refinement import Refinement
 from fivefold.gnn.planning._sources import Array, DiskCost, Ids
+from fivefold.gnn.planning._union import Union
 
 __all__ = ["GAPS_BYTES", "Reads", "SegmentQuestion", "choose_gap", "count_reads", "segments_of"]
 
@@ -117,7 +118,7 @@ def _segment_runs(
 ) -> tuple[int, Iterator[tuple[Ids, Ids]]]:
     """Rows of a segment, and starts and counts of the runs of each of its batches."""
     if question.layout in {"gray", "folded"}:
-        union = union_of(batches)
+        union = Union(batches)
         return len(union), _membership_runs(union, batches, question.layout)
     laid_out = segment_layout(
         batches,
@@ -129,9 +130,9 @@ def _segment_runs(
     return len(laid_out.order), (laid_out.runs(batch) for batch in range(len(batches)))
 
 
-def _membership_runs(union: Ids, batches: list[Ids], layout: Layout) -> Iterator[tuple[Ids, Ids]]:
+def _membership_runs(union: Union, batches: list[Ids], layout: Layout) -> Iterator[tuple[Ids, Ids]]:
     refinement = Refinement(len(union), folded=layout == "folded")
     for ids in batches:
-        starts, counts = refinement.split(locate(ids, union))
+        starts, counts = refinement.split(union.locate(ids))
         # Rows that are first needed by later batches will stand before these.
         yield starts + (len(union) - refinement.num_seen), counts

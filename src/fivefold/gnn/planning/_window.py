@@ -11,9 +11,10 @@ from __future__ import annotations
 import numpy as np
 
 from fivefold.gnn.planning._pages import SIZE_CLASSES, read_costs
-from fivefold.gnn.planning._refinement import Refinement, locate, union_of
+from fivefold.gnn.planning._refinement import Refinement
 from fivefold.gnn.planning._segments import SegmentQuestion, choose_gap
 from fivefold.gnn.planning._sources import Array
+from fivefold.gnn.planning._union import Union
 
 __all__ = ["WindowCosts"]
 
@@ -55,12 +56,12 @@ class WindowCosts:
     def _walk(self, first: int, stop: int, needed: Array, rows: Array, reads: Array) -> None:
         """Add one window: entry t of each array is about its first t batches."""
         batches = self._question.cold.segment(first, stop)
-        union = union_of(batches)
+        union = Union(batches)
         refinement = Refinement(len(union), folded=self._question.layout == "folded")
         gaps_bytes = np.array(self._question.gaps_bytes)
         total, total_needed = np.zeros(reads.shape[1:]), 0
         for length, ids in enumerate(batches, start=1):
-            starts, counts = refinement.split(locate(ids, union))
+            starts, counts = refinement.split(union.locate(ids))
             total += read_costs(
                 starts, counts, row_bytes=self._question.row_bytes, gaps_bytes=gaps_bytes
             )

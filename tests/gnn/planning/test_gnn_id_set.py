@@ -1,0 +1,67 @@
+"""Sets of ids as bits: they sort, merge and number as Python's own sets and lists do."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fivefold.errors import DataError
+from fivefold.gnn.planning import IdSet, argsort_distinct, is_dense, sort_distinct
+from fivefold.gnn.planning._union import Union
+
+distinct = st.lists(st.integers(0, 700), unique=True, max_size=80)
+
+
+@settings(max_examples=150, deadline=None)
+@given(distinct, distinct, distinct, st.sampled_from([np.int32, np.int64, np.uint32]))
+def test_a_set_answers_like_a_set(first, second, other, dtype):
+    members = IdSet(701, np.array(first, dtype))
+    added = members.add(np.array(second, dtype))
+    expected = sorted({*first, *second})
+    assert added == len({*second} - {*first})
+    assert len(members) == len(expected)
+    assert members.ascending().tolist() == expected
+    places = {member: place for place, member in enumerate(expected)}
+    asked = [*range(701), 5000]
+    found = members.locate(np.array(asked, dtype))
+    assert found.dtype == np.int32
+    assert found.tolist() == [places.get(member, -1) for member in asked]
+    # A shorter set and a longer one are joined as if the rest were empty.
+    for bound in (max(other, default=0) + 1, 9000):
+        without = IdSet(bound, np.array(other, dtype))
+        assert members.common(without) == len({*expected} & {*other})
+        assert members.ascending(without=without).tolist() == sorted({*expected} - {*other})
+    members.clear()
+    assert (len(members), members.ascending().tolist()) == (0, [])
+
+
+@settings(max_examples=150, deadline=None)
+@given(distinct, st.sampled_from([701, 10**6, 2**40]))
+def test_sorting_is_sorting_dense_or_not(ids, bound):
+    array = np.array(ids, np.int64)
+    assert sort_distinct(array, bound).tolist() == sorted(ids)
+    assert array[argsort_distinct(array, bound)].tolist() == sorted(ids)
+    assert sort_distinct(np.concatenate([array, array]), bound).tolist() == sorted(ids * 2)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(distinct, max_size=5), st.booleans())
+def test_a_union_is_the_same_by_bits_and_by_merging(lists, sparse):
+    scale = 2**33 if sparse else 1
+    batches = [scale * np.array(sorted(ids), np.int64) for ids in lists]
+    union = Union(batches)
+    expected = sorted({int(member) for ids in batches for member in ids})
+    assert len(union) == len(expected)
+    assert union.ids.tolist() == expected
+    for ids in batches:
+        assert [expected[place] for place in union.locate(ids)] == ids.tolist()
+
+
+def test_ids_outside_are_refused_and_sparse_ones_take_no_bits():
+    for outside in ([3, -1], [3, 640]):
+        with pytest.raises(DataError, match=f"id {outside[1]} is outside 0 to 639"):
+            IdSet(640, np.array(outside))
+    assert IdSet(640).nbytes == IdSet.bytes_for(640) == 120
+    assert is_dense(10, 2560)
+    assert not is_dense(10, 2561)
+    assert len(IdSet(0)) == 0
