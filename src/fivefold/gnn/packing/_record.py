@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from fivefold.errors import DataError
 from fivefold.gnn.packing._coding import decode_arrays, encode_arrays
+from fivefold.gnn.planning import argsort_distinct
 from fivefold.gnn.sampling import SampledBatch
 
 __all__ = ["BatchRecord", "build_record", "decode_record", "encode_record"]
@@ -141,7 +142,7 @@ def build_record(
     """
     seeds, n = sampled.batch_size, len(sampled.node_ids)
     cached = seeds + np.flatnonzero(slots[seeds:] >= 0)
-    cached = cached[np.argsort(slots[cached])]  # slots are distinct
+    cached = cached[argsort_distinct(slots[cached], 1 + int(slots.max(initial=-1)))]
     old_of_new = np.concatenate([np.arange(seeds), cached, cold[cold >= seeds]])
     new_of_old = np.empty(n, np.int32)
     new_of_old[old_of_new] = np.arange(n, dtype=np.int32)

@@ -21,7 +21,7 @@ from fivefold.errors import DataError, InfeasibleError
 from fivefold.gnn.packing._levels import LocalNumbers, SlotTracker
 from fivefold.gnn.packing._overlap import in_threads
 from fivefold.gnn.packing._record import BatchRecord, build_record, encode_record
-from fivefold.gnn.planning import Plan, segment_layout
+from fivefold.gnn.planning import Plan, segment_layout, sort_distinct
 from fivefold.gnn.sampling import SampleFile
 from fivefold.gnn.storage import Container, ContainerWriter
 from fivefold.units import format_bytes
@@ -164,19 +164,21 @@ class _Recorder:
     ) -> tuple[list[NDArray[np.int32]], list[NDArray[np.int64]]]:
         """Slots of all nodes of the segment's batches, and their cold ids, ascending."""
         slots, cold_ids = [], []
-        for batch in range(first, stop):
-            node_ids = self._samples.node_ids(batch)
-            found = self._tracker.slots(node_ids)
-            slots.append(found.astype(np.int32))
-            cold_ids.append(self._sorted(node_ids[found < 0]))
-            self._advance(batch)
+        # What a batch finds in a cache that moves depends on the batch before it.
+        threads = _THREADS if self._schedule is None else 1
+        asking = [partial(self._ask, batch) for batch in range(first, stop)]
+        for found, cold in in_threads(asking, threads=threads):
+            slots.append(found)
+            cold_ids.append(cold)
             self._check_memory(slots, cold_ids, first, stop)
         return slots, cold_ids
 
-    def _sorted(self, node_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        if self._samples.num_nodes > np.iinfo(np.int32).max:
-            return np.sort(node_ids)
-        return np.sort(node_ids.astype(np.int32)).astype(np.int64)  # half the time
+    def _ask(self, batch: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Slots of a batch's nodes, and its cold ids in order; then the cache moves on."""
+        node_ids = self._samples.node_ids(batch)
+        slots = self._tracker.slots(node_ids)
+        self._advance(batch)
+        return slots, sort_distinct(node_ids[slots < 0], self._samples.num_nodes)
 
     def _check_memory(
         self,
