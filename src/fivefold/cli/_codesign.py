@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,15 +16,19 @@ if TYPE_CHECKING:
 
     from fivefold.codesign import AblationRow, CoDesignResult, CoDesigns, JobSpec
     from fivefold.network.topology import Topology
+    from fivefold.report import PlanPage
 
 __all__ = [
     "ClusterOption",
     "JobsArgument",
     "JsonOption",
+    "ReportOption",
     "SeedOption",
     "ablate_command",
     "flags_of",
     "simulate_command",
+    "typed_command",
+    "write_page",
 ]
 
 JobsArgument = Annotated[
@@ -38,6 +44,10 @@ ClusterOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Write the result as JSON.")]
 SeedOption = Annotated[int, typer.Option(min=0, help="Seed of hashed paths.")]
+ReportOption = Annotated[
+    Path | None,
+    typer.Option("--report", metavar="FILE.html", help="Page to write: pictures, charts, reasons."),
+]
 BudgetOption = Annotated[int, typer.Option(min=1, help="Most simulations while planning.")]
 
 
@@ -64,6 +74,7 @@ def simulate_command(  # noqa: PLR0913 - each option is a parameter
         Path | None,
         typer.Option(help="Folder for plan.json, decisions.jsonl and timeline.json (Perfetto)."),
     ] = None,
+    report: ReportOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Plan jobs on a cluster and simulate them beside the uncoordinated baseline.
@@ -93,6 +104,10 @@ def simulate_command(  # noqa: PLR0913 - each option is a parameter
     )
     if output is not None:
         _write(output, found)
+    if report is not None:
+        from fivefold.codesign import plan_page  # noqa: PLC0415 - keeps --help fast
+
+        write_page(plan_page(topology, specs, found, command=typed_command()), report)
     if as_json:
         typer.echo(json.dumps(_record(specs, found)))
         return
@@ -115,6 +130,7 @@ def ablate_command(  # noqa: PLR0913 - each option is a parameter
     iterations: Annotated[int, typer.Option(min=1, help="Iterations of drawn jobs.")] = 20,
     budget: BudgetOption = 60,
     plot: Annotated[Path | None, typer.Option(help="Picture to write, .png or .svg.")] = None,
+    report: ReportOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure what each co-design buys: all sixteen combinations, against B0 and B1.
@@ -155,6 +171,10 @@ def ablate_command(  # noqa: PLR0913 - each option is a parameter
     if plot is not None:
         _draw(rows, plot, topology.name)
         typer.echo(f"picture: {plot}", err=True)
+    if report is not None:
+        from fivefold.codesign import ablation_page  # noqa: PLC0415 - keeps --help fast
+
+        write_page(ablation_page(rows, cluster=topology.name, command=typed_command()), report)
     if as_json:
         typer.echo(json.dumps([asdict(row) for row in rows]))
         return
@@ -177,6 +197,18 @@ def flags_of(text: str) -> CoDesigns:
             f"there is no co-design {unknown[0]!r}", hint="write V+H+II+HN or a part of it"
         )
     return CoDesigns(**{names[part]: True for part in parts})
+
+
+def write_page(page: PlanPage, path: Path) -> None:
+    """Write a page and say where it is."""
+    from fivefold.report import write_plan_html  # noqa: PLC0415 - keeps --help fast
+
+    typer.echo(f"report: {write_plan_html(page, path)}", err=True)
+
+
+def typed_command() -> str:
+    """The command line of this process, as one would type it again."""
+    return shlex.join(["fivefold", *sys.argv[1:]])
 
 
 def _start(text: str) -> Any:

@@ -7,7 +7,16 @@ from typing import Annotated
 
 import typer
 
-from fivefold.cli._codesign import ClusterOption, JobsArgument, JsonOption, SeedOption, flags_of
+from fivefold.cli._codesign import (
+    ClusterOption,
+    JobsArgument,
+    JsonOption,
+    ReportOption,
+    SeedOption,
+    flags_of,
+    typed_command,
+    write_page,
+)
 
 __all__ = ["execute_command"]
 
@@ -21,6 +30,7 @@ def execute_command(
     ] = "V+H",
     seed: SeedOption = 0,
     timeout: Annotated[str, typer.Option(help="Longest run.")] = "300s",
+    report: ReportOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run planned jobs in the lab and put measured beside predicted iteration times.
@@ -46,6 +56,11 @@ def execute_command(
     found = plan_cluster(topology, specs, flags_of(co_designs), seed=seed, options=plain)
     measured = run_in_the_lab(topology, specs, found.plan, timeout_s=parse_duration_s(timeout))
     predicted = found.outcome.iteration_s
+    if report is not None:
+        from fivefold.codesign import plan_page  # noqa: PLC0415 - keeps --help fast
+
+        page = plan_page(topology, specs, found, measured=measured, command=typed_command())
+        write_page(page, report)
     if as_json:
         record = {
             job.job_id: {

@@ -21,7 +21,7 @@ _PARTS = {
 }  # fmt: skip
 
 
-def plan_command(
+def plan_command(  # noqa: PLR0913 - each option is a parameter
     job: Annotated[Path, typer.Argument(help="Job file (TOML).", exists=True, dir_okay=False)],
     *,
     cluster: Annotated[
@@ -37,6 +37,12 @@ def plan_command(
     megatron: Annotated[
         bool, typer.Option("--megatron", help="Print the fastest plan as flags of Megatron-LM.")
     ] = False,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            "--report", metavar="FILE.html", help="Page to write: plans, time, memory, reasons."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write the result as JSON.")] = False,
 ) -> None:
     """Search all ways to split a job over a cluster for the fastest that fits in memory.
@@ -51,10 +57,16 @@ def plan_command(
 
     where = load_cluster(cluster)
     what = load_job(job, cluster=where)
-    result = None if what.plan is not None else _search(what, where, top=top, front=front)
+    result = (
+        None
+        if what.plan is not None
+        else _search(what, where, top=top, front=front or report is not None)
+    )
     best = (_judge(what, where),) if result is None else result.best
     if output is not None:
         write_text(output, plan_to_toml(best[0].plan))
+    if report is not None:
+        _write_page(report, what, where, best, result)
     if megatron:
         from fivefold.strategy import megatron_flags  # noqa: PLC0415 - keeps --help fast
 
@@ -64,6 +76,23 @@ def plan_command(
         typer.echo(json.dumps(_document(what, where, best, result), indent=2))
     else:
         _show(what, where, best, result)
+
+
+def _write_page(
+    path: Path,
+    job: Job,
+    cluster: Cluster,
+    best: tuple[Prediction, ...],
+    result: SearchResult | None,
+) -> None:
+    from fivefold.cli._codesign import typed_command, write_page  # noqa: PLC0415 - as above
+    from fivefold.cli._plan_page import split_page  # noqa: PLC0415 - as above
+
+    page = split_page(
+        job, cluster, best, result=result, parts=_PARTS, words=(_split, _words),
+        command=typed_command(),
+    )  # fmt: skip
+    write_page(page, path)
 
 
 def _search(job: Job, cluster: Cluster, *, top: int, front: bool) -> SearchResult:

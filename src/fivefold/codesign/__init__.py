@@ -13,6 +13,8 @@ from fivefold.codesign._coordinator import CoDesignResult, plan_cluster
 from fivefold.codesign._execute import check_executable, read_measurements, write_order
 from fivefold.codesign._jobs import JobSpec, check_jobs
 from fivefold.codesign._modules import best_alone_plan, null_plan
+from fivefold.codesign._page import plan_page
+from fivefold.codesign._page_ablation import ablation_page
 from fivefold.codesign._pictures import draw_ablation, timeline_of
 from fivefold.codesign._plans import ClusterPlan, JobPlan
 from fivefold.codesign._records import DecisionRecord, decisions_to_json
@@ -30,6 +32,7 @@ __all__ = [
     "Placement",
     "PlanningOptions",
     "ablate",
+    "ablation_page",
     "best_alone_plan",
     "check_executable",
     "check_jobs",
@@ -39,6 +42,7 @@ __all__ = [
     "null_plan",
     "place_jobs",
     "plan_cluster",
+    "plan_page",
     "read_measurements",
     "run_plan",
     "synthetic_jobs",

@@ -1,0 +1,196 @@
+"""The page of ``fivefold plan``: the fastest splits of one job, their time and their memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from fivefold.report import (
+    BarChart,
+    BarRow,
+    DataTable,
+    PlanPage,
+    PlanSection,
+    PointChart,
+)
+from fivefold.units import format_bytes, format_duration_s
+
+if TYPE_CHECKING:
+    from fivefold.strategy import Cluster, Job, ParallelPlan, Prediction, SearchResult
+
+__all__ = ["split_page"]
+
+_MEMORY = (
+    ("weights_bytes", "weights", "job0"),
+    ("gradients_bytes", "gradients", "job1"),
+    ("optimizer_bytes", "optimizer", "job2"),
+    ("activations_bytes", "activations", "job3"),
+    ("working_bytes", "buffers", "job4"),
+    ("reserved_bytes", "the stack's own", "other"),
+)
+_TIME_COLOURS = {
+    "compute_s": "compute", "recompute_s": "forward", "tensor_s": "job1", "context_s": "job2",
+    "expert_s": "job3", "boundary_s": "job4", "idle_s": "other", "data_s": "job6",
+    "offload_s": "job7", "optimizer_s": "job5", "overhead_s": "least",
+}  # fmt: skip
+_GIB = 2**30
+_PREDICTED = (
+    "Predicted by a cost model; its errors on published measurements are in the guide of planning. "
+    "Nothing was run."
+)
+
+
+def split_page(
+    job: Job,
+    cluster: Cluster,
+    best: Sequence[Prediction],
+    *,
+    result: SearchResult | None,
+    parts: dict[str, str],
+    words: tuple[Callable[[Prediction], str], Callable[[Prediction], str]],
+    command: str,
+) -> PlanPage:
+    """The page of a search, or of one plan that was judged.
+
+    Args:
+        job: The job.
+        cluster: Where it runs.
+        best: The fastest plans.
+        result: The search; None where a plan was given.
+        parts: Names of the parts of a time.
+        words: Writes a plan's degrees, and its switches.
+        command: How to make it again.
+    """
+    first = best[0]
+    num_gpus = first.plan.num_gpus
+    labels = [f"{number + 1}: {words[0](one)}" for number, one in enumerate(best)]
+    sections = [
+        PlanSection(
+            heading="Fastest plans" if result else "The plan",
+            how="d data, t tensor, p pipeline, c context, e expert parallelism, b micro-batch. "
+            "MFU counts the model's FLOPs without recomputation.",
+            parts=(_table(best, labels, words[1]),),
+        ),
+        PlanSection(
+            heading="Where the time of an iteration goes", parts=(_times(best, labels, parts),)
+        ),
+        PlanSection(
+            heading="What fills the memory of the fullest GPU",
+            how=f"Each has {cluster.device.memory_bytes / _GIB:.1f} GiB.",
+            parts=(_memories(best, labels, cluster.device.memory_bytes),),
+        ),
+        PlanSection(
+            heading="Settings of the fastest",
+            how="Those that are not the default; --output writes all of them.",
+            parts=(_settings(first.plan),),
+        ),
+    ]
+    if result is not None:
+        sections += _search_sections(result, words[0])
+    return PlanPage(
+        title=f"{job.model.name} on {num_gpus} GPUs of {cluster.name}",
+        finding=f"An iteration of {first.plan.global_batch:,} samples takes "
+        f"{format_duration_s(first.time_s)} with {words[0](first)} ({words[1](first)}).",
+        tiles=(
+            (format_duration_s(first.time_s), "an iteration", words[0](first)),
+            (f"{100 * first.mfu:.1f} %", "model FLOPs utilization", "of the peak"),
+            (f"{first.memory.total_bytes / _GIB:.1f} GiB", "memory", "on the fullest GPU"),
+            *([] if result is None else [_searched(result)]),
+        ),
+        caveats=(_PREDICTED,),
+        sections=tuple(sections),
+        command=command,
+    )
+
+
+def _searched(result: SearchResult) -> tuple[str, str, str]:
+    more = f"{result.num_evaluated:,} evaluated in {format_duration_s(result.seconds)}"
+    return f"{result.num_plans:,}", "plans searched", more
+
+
+def _table(
+    best: Sequence[Prediction], labels: Sequence[str], switches: Callable[[Prediction], str]
+) -> DataTable:
+    rows = tuple(
+        (
+            label, format_duration_s(one.time_s), f"{100 * one.mfu:.1f} %",
+            f"{one.memory.total_bytes / _GIB:.1f} GiB", switches(one),
+        )
+        for label, one in zip(labels, best, strict=True)
+    )  # fmt: skip
+    columns = (("split", ""), ("iteration", ""), ("MFU", ""), ("memory", ""), ("how", ""))
+    return DataTable(columns=columns, rows=rows, text_columns=(4,), marked=(0,))
+
+
+def _times(best: Sequence[Prediction], labels: Sequence[str], parts: dict[str, str]) -> BarChart:
+    rows, used = [], set()
+    for label, one in zip(labels, best, strict=True):
+        segments = []
+        for name, text in parts.items():
+            seconds = getattr(one.time, name)
+            if seconds > 0:
+                used.add(name)
+                shown = f"{text} {format_duration_s(seconds)}"
+                segments.append((_TIME_COLOURS.get(name, "other"), seconds, shown))
+        total = format_duration_s(one.time_s)
+        rows.append(BarRow(label=label, total=total, segments=tuple(segments)))
+    kinds = tuple(
+        (_TIME_COLOURS.get(name, "other"), text) for name, text in parts.items() if name in used
+    )
+    return BarChart(rows=tuple(rows), kinds=kinds)
+
+
+def _memories(best: Sequence[Prediction], labels: Sequence[str], capacity_bytes: float) -> BarChart:
+    rows = []
+    for label, one in zip(labels, best, strict=True):
+        segments = tuple(
+            (kind, size, f"{text} {format_bytes(size)}")
+            for name, text, kind in _MEMORY
+            if (size := float(getattr(one.memory, name))) > 0
+        )
+        total = one.memory.total_bytes
+        text = f"{total / _GIB:.1f} GiB, {100 * total / capacity_bytes:.0f} %"
+        rows.append(BarRow(label=label, total=text, segments=segments))
+    return BarChart(rows=tuple(rows), kinds=tuple((kind, text) for _, text, kind in _MEMORY))
+
+
+def _settings(plan: ParallelPlan) -> DataTable:
+    """What is not as by default, and the sizes."""
+    rows = tuple(
+        (field.name.replace("_", " "), str(value))
+        for field in dataclasses.fields(plan)
+        if (value := getattr(plan, field.name)) != field.default
+    )
+    return DataTable(columns=(("setting", ""), ("value", "")), rows=rows, text_columns=(1,))
+
+
+def _search_sections(result: SearchResult, split: Callable[[Prediction], str]) -> list[PlanSection]:
+    points = tuple(
+        (one.time_s, one.memory.total_bytes / _GIB, f"{split(one)}: {one.time_s:.4g} s")
+        for one in result.front
+    )
+    front = PointChart(
+        x_name="iteration in s",
+        y_name="memory in GiB",
+        points=points,
+        marked=(0,) if points else (),
+    )
+    reasons = sorted(result.ruled_out.items(), key=lambda item: -item[1])
+    ruled = DataTable(
+        columns=(("plans", ""), ("reason", "")),
+        rows=tuple((f"{count:,}", reason) for reason, count in reasons),
+        text_columns=(1,),
+    )
+    found = [] if not points else [
+        PlanSection(
+            heading="Time against memory",
+            how="Plans that no other beats in both; the fastest is marked. A pointer over one "
+            "names it.",
+            parts=(front,),
+        )
+    ]  # fmt: skip
+    return [
+        *found,
+        *([PlanSection(heading="What was ruled out", parts=(ruled,))] if reasons else []),
+    ]

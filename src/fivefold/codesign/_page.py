@@ -1,0 +1,310 @@
+"""Pages about plans of a cluster: what ``fivefold.report`` draws of a result.
+
+Words and figures only; how they look is the report's business. The pages need matplotlib for the
+picture of the topology, as ``fivefold topology draw`` does.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fivefold.codesign._arbiter import objective_s
+from fivefold.codesign._compile import Outcome, alone_quote
+from fivefold.codesign._coordinator import CoDesignResult
+from fivefold.codesign._iteration import schedule_iteration
+from fivefold.codesign._jobs import JobSpec
+from fivefold.codesign._page_lanes import job_timeline, layer_timelines, link_timeline
+from fivefold.codesign._page_words import SIMULATED, change, choice_log, flow_words, ordering_words
+from fivefold.codesign._plans import ClusterPlan, JobPlan
+from fivefold.codesign._unrolled import unrolled
+from fivefold.errors import ConfigurationError
+from fivefold.network.topology import Topology, draw_topology
+from fivefold.report import (
+    BarChart,
+    BarRow,
+    DataTable,
+    Picture,
+    PlanPage,
+    PlanPart,
+    PlanSection,
+)
+from fivefold.units import format_duration_s
+
+__all__ = ["plan_page"]
+
+_LOADS = "Share of each link's rate in use over the whole run"
+_MOST_SVG_BYTES = 1_500_000
+_JOB_COLUMNS = (
+    ("job", ""),
+    ("ranks", "Processes of the job"),
+    ("baseline", "Seconds per iteration without coordination"),
+    ("planned", "Seconds per iteration under the plan"),
+    ("change", "Planned against baseline; below 0 is faster"),
+    ("computes", "Share of a planned iteration in which the job computes"),
+    ("layer 2: order of communication", ""),
+    ("layer 3: algorithm", ""),
+    ("layer 4: flows", "Paths of their own, priority class (0 is the most urgent), later start"),
+)
+
+
+def plan_page(
+    topology: Topology,
+    jobs: Sequence[JobSpec],
+    found: CoDesignResult,
+    *,
+    measured: Mapping[str, float] | None = None,
+    command: str = "",
+) -> PlanPage:
+    """The page of a planned cluster, and of its execution where one was measured.
+
+    Args:
+        topology: The cluster.
+        jobs: The jobs.
+        found: What ``plan_cluster`` found for them.
+        measured: Seconds per iteration of each job in a real run; None where there was none.
+        command: How to make it again.
+
+    Returns:
+        The page, for ``fivefold.report.write_plan_html``.
+
+    Raises:
+        ConfigurationError: A job was not measured.
+        UnsupportedError: matplotlib is not installed.
+
+    Example:
+        >>> from fivefold.codesign import plan_cluster
+        >>> from fivefold.network.topology import switch
+        >>> from fivefold.tasks import LayerCost
+        >>> layers = (LayerCost(forward_s=0.5, backward_s=1.0, gradient_bytes=10**9),) * 2
+        >>> jobs = [JobSpec(job_id=n, ranks=(0, 1), layers=layers, iterations=9) for n in "ab"]
+        >>> cluster = switch(2, bandwidth="1 GB/s")
+        >>> page = plan_page(cluster, jobs, plan_cluster(cluster, jobs))
+        >>> [section.heading for section in page.sections][:2]
+        ['Jobs', 'What the links carry']
+    """
+    missing = [job.job_id for job in jobs if measured is not None and job.job_id not in measured]
+    if missing:
+        raise ConfigurationError(f"job {missing[0]!r} was not measured", hint="measure all jobs")
+    before = objective_s(jobs, found.baseline_outcome.completion_s)
+    after = found.mean_completion_s(jobs)
+    sections = [] if measured is None else [_reality(jobs, found.outcome, measured)]
+    sections += [
+        PlanSection(
+            heading="Jobs",
+            parts=(_job_table(topology, jobs, found), _job_bars(topology, jobs, found)),
+        ),
+        PlanSection(
+            heading="What the links carry",
+            how=f"{_LOADS}: what is dark is the bottleneck. Every direction has its own line, to "
+            "the right as seen by the traffic.",
+            parts=_pictures(topology, found),
+        ),
+        *_timelines(topology, jobs, found),
+        PlanSection(
+            heading="Who decided what",
+            how="In the order in which layers spoke, with what they knew and whose it was. Seconds "
+            "of a job's own layer are those of its iteration alone on the network; seconds of all "
+            "jobs are their weighted mean completion.",
+            parts=(choice_log(found.decisions),),
+        ),
+    ]
+    return PlanPage(
+        title=f"{len(jobs)} job{'s' if len(jobs) != 1 else ''} on {topology.name}",
+        finding=_finding(jobs, found, before, after),
+        tiles=_tiles(jobs, found, before, after, measured),
+        caveats=() if measured is not None else (SIMULATED,),
+        sections=tuple(sections),
+        command=command,
+    )
+
+
+def _finding(
+    jobs: Sequence[JobSpec], found: CoDesignResult, before_s: float, after_s: float
+) -> str:
+    times = f"{format_duration_s(after_s)} instead of {format_duration_s(before_s)}"
+    if after_s >= before_s * (1 - 1e-9):
+        text = (
+            f"The plan is the baseline: nothing was found that helps. Jobs take {times} on average."
+        )
+        return text if len(jobs) > 1 else text.replace("Jobs take", "The job takes")
+    share = 100 * (1 - after_s / before_s)
+    who = "Jobs complete" if len(jobs) > 1 else "The job completes"
+    worse = ", ".join(found.worse)
+    harm = f" Worse off: {worse}." if worse else " Nobody is worse off."
+    return f"{who} in {times} on average, {share:.1f} % sooner.{harm if len(jobs) > 1 else ''}"
+
+
+def _tiles(
+    jobs: Sequence[JobSpec],
+    found: CoDesignResult,
+    before_s: float,
+    after_s: float,
+    measured: Mapping[str, float] | None,
+) -> tuple[tuple[str, str, str], ...]:
+    tiles = [
+        (change(after_s / before_s), "mean completion", "planned against baseline"),
+        (f"{len(found.worse)} of {len(jobs)}", "jobs worse off", "than under the baseline"),
+    ]
+    if measured is not None:
+        off = [abs(measured[j.job_id] / found.outcome.iteration_s[j.job_id] - 1) for j in jobs]
+        tiles.insert(
+            0,
+            (f"{100 * float(np.mean(off)):.1f} %", "off in the mean", "measured against predicted"),
+        )
+        tiles.insert(1, (f"{100 * max(off):.1f} %", "off at worst", "measured against predicted"))
+    else:
+        tiles.append((str(len(found.decisions)), "decisions", "each with its reasons, below"))
+        tiles.append((str(found.simulations), "simulations", "while planning"))
+    return tuple(tiles)
+
+
+def _job_table(topology: Topology, jobs: Sequence[JobSpec], found: CoDesignResult) -> DataTable:
+    rows = []
+    for job in jobs:
+        before = found.baseline_outcome.iteration_s[job.job_id]
+        after = found.outcome.iteration_s[job.job_id]
+        plan = found.plan.jobs[job.job_id]
+        rows.append(
+            (
+                job.job_id, f"{len(job.ranks)}", format_duration_s(before),
+                format_duration_s(after), change(after / before),
+                f"{100 * _compute_s(topology, job, plan) / after:.0f} %", ordering_words(plan),
+                plan.algorithm.replace("_", " ") + (f" at {plan.root}" if plan.root else ""),
+                flow_words(plan, found.baseline.jobs[job.job_id]),
+            )
+        )  # fmt: skip
+    return DataTable(
+        columns=_JOB_COLUMNS,
+        rows=tuple(rows),
+        caption=f"Seconds per iteration on {topology.name}, simulated",
+        text_columns=(6, 7, 8),
+    )
+
+
+def _compute_s(topology: Topology, job: JobSpec, plan: JobPlan) -> float:
+    """Seconds per iteration in which a rank of the job computes, whatever it waits for."""
+    graph = schedule_iteration(job, plan, alone_quote(topology, job, plan)).graph
+    return sum(task.duration_s for task in graph.compute if not task.task_id.startswith("wait"))
+
+
+def _job_bars(topology: Topology, jobs: Sequence[JobSpec], found: CoDesignResult) -> BarChart:
+    """Compute and waiting of an iteration, baseline above plan."""
+    rows = []
+    variants = (
+        ("baseline", found.baseline_outcome, found.baseline),
+        ("planned", found.outcome, found.plan),
+    )
+    for job in jobs:
+        for name, outcome, plan in variants:
+            total_s = outcome.iteration_s[job.job_id]
+            compute_s = min(total_s, _compute_s(topology, job, plan.jobs[job.job_id]))
+            waits_s = total_s - compute_s
+            rows.append(
+                BarRow(
+                    label=f"{job.job_id}, {name}",
+                    total=f"{format_duration_s(total_s)}, waits {100 * waits_s / total_s:.0f} %",
+                    segments=(
+                        ("compute", compute_s, f"computes {format_duration_s(compute_s)}"),
+                        ("exposed_communication", waits_s, f"waits {format_duration_s(waits_s)}"),
+                    ),
+                )
+            )
+    kinds = (("compute", "compute"), ("exposed_communication", "waiting for communication"))
+    return BarChart(rows=tuple(rows), kinds=kinds, caption="Where an iteration's time goes.")
+
+
+def _pictures(topology: Topology, found: CoDesignResult) -> tuple[PlanPart, ...]:
+    parts = []
+    for name, outcome in (("Planned", found.outcome), ("Baseline", found.baseline_outcome)):
+        if outcome.result is None:
+            continue
+        total_s = outcome.result.total_s
+        shares = outcome.result.link_bytes / topology.capacities_bytes_per_s / total_s
+        heading = f"{name}: {_LOADS.lower()}"
+        figure = draw_topology(topology, link_loads=np.minimum(shares, 1.0), title=heading)
+        parts.append(_picture(figure, heading))
+        if found.plan == found.baseline:
+            break
+    return tuple(parts)
+
+
+def _picture(figure: Any, title: str) -> Picture:
+    """A figure as SVG, or as PNG where that would be large."""
+    import matplotlib as mpl  # noqa: PLC0415 - heavy, and draw_topology has said if it is missing
+
+    content = io.BytesIO()
+    # The same picture is the same file: no date, and ids that do not depend on the run.
+    with mpl.rc_context({"svg.hashsalt": "fivefold"}):
+        figure.savefig(content, format="svg", bbox_inches="tight", metadata={"Date": None})
+    if content.tell() <= _MOST_SVG_BYTES:
+        return Picture(title=title, caption="", content=content.getvalue())
+    content = io.BytesIO()
+    figure.savefig(content, format="png", bbox_inches="tight", dpi=150)
+    return Picture(title=title, caption="", content=content.getvalue(), media_type="image/png")
+
+
+def _timelines(
+    topology: Topology, jobs: Sequence[JobSpec], found: CoDesignResult
+) -> list[PlanSection]:
+    sections = []
+    for name, plan, outcome in _variants(found):
+        window = unrolled(topology, jobs, plan, outcome)
+        if window is None:
+            how = "One iteration of all jobs has too many transfers to be drawn here; the Perfetto "
+            how += "timeline of fivefold simulate --output has them."
+            sections.append(PlanSection(heading=f"Over time, {name}", how=how, parts=()))
+            continue
+        links = link_timeline(window, jobs, topology)
+        parts: list[PlanPart] = [job_timeline(window, jobs), *([links] if links else [])]
+        parts += layer_timelines(window, jobs) if name == "planned" else []
+        until = format_duration_s(window.end_s - window.start_s)
+        how = f"{until}, from {format_duration_s(window.start_s)} after the start on."
+        if not window.whole:
+            how += " Not all jobs run within it."
+        sections.append(PlanSection(heading=f"Over time, {name}", how=how, parts=tuple(parts)))
+    return sections
+
+
+def _variants(found: CoDesignResult) -> list[tuple[str, ClusterPlan, Outcome]]:
+    planned = ("planned", found.plan, found.outcome)
+    if found.plan == found.baseline:
+        return [planned]
+    return [planned, ("baseline", found.baseline, found.baseline_outcome)]
+
+
+def _reality(
+    jobs: Sequence[JobSpec], outcome: Outcome, measured: Mapping[str, float]
+) -> PlanSection:
+    bars, rows = [], []
+    for job in jobs:
+        predicted, real = outcome.iteration_s[job.job_id], measured[job.job_id]
+        off = change(real / predicted)
+        for kind, value in (("predicted", predicted), ("measured", real)):
+            text = format_duration_s(value)
+            total = text if kind == "predicted" else f"{text}, {off}"
+            bars.append(
+                BarRow(
+                    label=job.job_id if kind == "predicted" else "",
+                    total=f"{total} {kind}",
+                    segments=((kind, value, f"{kind} {text}"),),
+                )
+            )
+        rows.append((job.job_id, format_duration_s(predicted), format_duration_s(real), off))
+    return PlanSection(
+        heading="Predicted and measured",
+        how="Seconds per iteration. Compute is a sleep of the planned length, reductions are real "
+        "messages over links of the emulated cluster, each with its own rate.",
+        parts=(
+            BarChart(
+                rows=tuple(bars), kinds=(("predicted", "predicted"), ("measured", "measured"))
+            ),
+            DataTable(
+                columns=(("job", ""), ("predicted", ""), ("measured", ""), ("off", "")),
+                rows=tuple(rows),
+            ),
+        ),
+    )
