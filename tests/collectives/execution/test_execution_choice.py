@@ -23,7 +23,7 @@ from fivefold.collectives.schedules import all_reduce, named_collective
 from fivefold.errors import ConfigurationError
 from fivefold.network.topology import Link, Node, Topology, switch
 
-FREE = {"message_s": 0.0, "inner_message_s": 0.0}
+FREE = {"message_s": 0.0, "inner_message_s": 0.0, "message_work_s": 0.0}
 
 
 def slow_ring(count, fast=100e6, slow=20e6):

@@ -12,12 +12,14 @@ from __future__ import annotations
 import json
 import logging
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from fivefold.collectives.algorithms import build_algorithm
 from fivefold.collectives.execution._candidates import candidate_schedules, library_names
-from fivefold.collectives.execution._cost import load_bound_s, predict_s, schedule_s
+from fivefold.collectives.execution._cost import load_bound_s, predict_s, schedule_s, with_work_s
 from fivefold.collectives.execution._settings import Settings, registered_algorithms
 from fivefold.collectives.lowering import Program, lower
 from fivefold.collectives.schedules import (
@@ -171,7 +173,21 @@ def _candidates(
 
 
 def _time_s(program: Program, topology: Topology, settings: Settings, size_bytes: int) -> float:
-    return predict_s(program, topology, size_bytes=size_bytes, message_s=settings.message_s)
+    time_s = predict_s(program, topology, size_bytes=size_bytes, message_s=settings.message_s)
+    handled = [
+        sum(
+            step.kind.sends + step.kind.receives
+            for block in part.blocks
+            for step in block.operations
+        )
+        for part in program.ranks
+    ]
+    return _with_work_s(time_s, handled, settings)
+
+
+def _with_work_s(time_s: float, handled: Sequence[int], settings: Settings) -> float:
+    work_s, cores = settings.message_work_s, settings.shared_cores or 0
+    return with_work_s(time_s, handled, message_work_s=work_s, shared_cores=cores)
 
 
 def _in_pieces(
@@ -201,7 +217,17 @@ def _price_s(
     schedule: Schedule, topology: Topology, settings: Settings, *, size_bytes: int
 ) -> float:
     if settings.algorithm_of(schedule.collective.name) == "auto":
-        return schedule_s(schedule, topology, size_bytes=size_bytes, message_s=settings.message_s)
+        count = topology.num_ranks
+        time_s = schedule_s(
+            schedule,
+            topology,
+            size_bytes=size_bytes,
+            message_s=settings.message_s,
+            shared_link_share=settings.shared_link_share,
+        )
+        handled = np.bincount(schedule.sources, minlength=count)
+        handled += np.bincount(schedule.targets, minlength=count)
+        return _with_work_s(time_s, handled.tolist(), settings)
     # There is nothing to compare: the plain clock will do, which needs no compiled simulator.
     program = lower(schedule, in_place=schedule.collective.name in _IN_PLACE)
     return _time_s(program, topology, settings, size_bytes)

@@ -1,21 +1,34 @@
 """Predicts how long a schedule takes, and when a rank should expect its messages.
 
 Predictions are those of the fluid model: messages that share a link share it fairly, as TCP
-connections do, and every message has a software cost besides. The order in which a rank waits for
+connections do, and every message has a software cost besides. Processors of their own work while
+the links carry, so they count only where they need longer; cores that all ranks share, as in the
+lab, hold up what the links wait for, and their work is added. The order in which a rank prefers
 its messages comes from a simpler clock of the same idea, which sees them one after the other.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fivefold.collectives.lowering import Program, run_order
 from fivefold.collectives.schedules import Schedule, evaluate
 from fivefold.network.topology import Topology
 
-__all__ = ["LinkClock", "load_bound_s", "predict_s", "schedule_s", "with_message_cost"]
+Floats = NDArray[np.float64]
+
+__all__ = [
+    "LinkClock",
+    "load_bound_s",
+    "predict_s",
+    "schedule_s",
+    "with_message_cost",
+    "with_work_s",
+]
 
 
 @dataclass
@@ -99,6 +112,31 @@ def predict_s(
     return max((step.end_s for step in run_order(program, arrival_s=clock)), default=0.0)
 
 
+def with_work_s(
+    time_s: float, handled: Sequence[int], *, message_work_s: float, shared_cores: int
+) -> float:
+    """Time of a collective with the processors' work for its messages.
+
+    Args:
+        time_s: Time that links and latencies need.
+        handled: Messages that each rank sends or receives.
+        message_work_s: Processor time of one message, at both ends together.
+        shared_cores: Cores that all ranks share; 0 where each rank has its own.
+
+    Returns:
+        Seconds.
+
+    Example:
+        >>> with_work_s(1.0, [4, 4], message_work_s=0.5, shared_cores=0)
+        1.0
+        >>> with_work_s(1.0, [4, 4], message_work_s=0.5, shared_cores=2)
+        2.0
+    """
+    if shared_cores:
+        return time_s + sum(handled) * message_work_s / 2 / shared_cores
+    return max(time_s, max(handled, default=0) * message_work_s / 2)
+
+
 def load_bound_s(schedule: Schedule, topology: Topology, size_bytes: float) -> float:
     """Time of a schedule's fullest link: no order and no pipeline makes it faster.
 
@@ -117,19 +155,44 @@ def load_bound_s(schedule: Schedule, topology: Topology, size_bytes: float) -> f
         >>> load_bound_s(ring(all_reduce(4)), switch(4, bandwidth="1 MB/s"), 1e6)
         1.5
     """
-    count = topology.num_ranks
     sizes = np.asarray(schedule.collective.chunk_bytes(size_bytes))[schedule.chunks]
-    pairs = schedule.sources.astype(np.int64) * count + schedule.targets
-    sent = np.bincount(pairs, weights=sizes, minlength=count * count)
     load = np.zeros(topology.num_links)
-    for pair in np.flatnonzero(sent):
-        for link in topology.shortest_route(int(pair) // count, int(pair) % count):
-            load[link] += sent[pair]
+    for pair, sent in _sent_by_pair(schedule, topology, sizes):
+        load[list(topology.shortest_route(*pair))] += sent
     return float((load / topology.capacities_bytes_per_s).max(initial=0.0))
 
 
+def _sent_by_pair(
+    schedule: Schedule, topology: Topology, sizes: Floats
+) -> Iterator[tuple[tuple[int, int], float]]:
+    """The pairs of ranks that send, and how much."""
+    count = topology.num_ranks
+    pairs = schedule.sources.astype(np.int64) * count + schedule.targets
+    sent = np.bincount(pairs, weights=sizes, minlength=count * count)
+    for pair in np.flatnonzero(np.bincount(pairs, minlength=count * count)):
+        yield (int(pair) // count, int(pair) % count), float(sent[pair])
+
+
+def _with_shared_links(topology: Topology, schedule: Schedule, share: float) -> Topology:
+    """The topology with less capacity where several connections of a schedule meet."""
+    users = np.zeros(topology.num_links, dtype=np.int64)
+    for pair, _ in _sent_by_pair(schedule, topology, np.ones(schedule.num_transfers)):
+        users[list(topology.shortest_route(*pair))] += 1
+    return topology.with_links(
+        replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * share)
+        if users[number] > 1
+        else link
+        for number, link in enumerate(topology.links)
+    )
+
+
 def schedule_s(
-    schedule: Schedule, topology: Topology, *, size_bytes: float, message_s: float = 0.0
+    schedule: Schedule,
+    topology: Topology,
+    *,
+    size_bytes: float,
+    message_s: float = 0.0,
+    shared_link_share: float = 1.0,
 ) -> float:
     """Time of a schedule in the fluid model.
 
@@ -138,6 +201,7 @@ def schedule_s(
         topology: The network.
         size_bytes: Size of the collective.
         message_s: Software cost of one message.
+        shared_link_share: What links carry of their capacity where several connections meet.
 
     Returns:
         Seconds.
@@ -152,6 +216,8 @@ def schedule_s(
     """
     bare = schedule.replaced(topology=None, route_offsets=None, route_links=None)
     costed = with_message_cost(topology, message_s)
+    if shared_link_share < 1:
+        costed = _with_shared_links(costed, bare, shared_link_share)
     return float(evaluate(bare, costed, size_bytes=size_bytes, model="fluid").total_s)
 
 

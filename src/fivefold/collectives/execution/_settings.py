@@ -41,6 +41,11 @@ class Settings:
             the library, of ``"trees"`` or of a registered one.
         message_s: Software cost of one of the backend's messages, for predictions.
         inner_message_s: Software cost of one of the inner backend's messages.
+        message_work_s: Processor time of one of the backend's messages, at both ends together.
+        shared_cores: Processor cores that all ranks share, as in the lab; 0 where each rank has
+            its own. None asks the lab, and else is 0.
+        shared_link_share: What a link carries of its capacity where several connections meet on
+            it: they never share it quite evenly, and the plan waits for the slowest.
         margin: Share by which an algorithm must be predicted faster than the inner backend.
         max_pieces: Largest number of parts that chunks are cut into to be pipelined.
         min_piece_bytes: No part is smaller.
@@ -62,6 +67,9 @@ class Settings:
     algorithms: Mapping[str, str] = field(default_factory=dict)
     message_s: float = 4e-4
     inner_message_s: float = 6e-5
+    message_work_s: float = 1.4e-4
+    shared_cores: int | None = None
+    shared_link_share: float = 0.93
     margin: float = 0.03
     max_pieces: int = 32
     min_piece_bytes: int = 1 << 16
@@ -83,13 +91,18 @@ class Settings:
             ("max_pieces", 1),
             ("min_piece_bytes", 1),
             ("aggregation_min_bytes", 0),
+            ("message_s", 0),
+            ("inner_message_s", 0),
+            ("message_work_s", 0),
+            ("shared_cores", 0),
         ):
-            if getattr(self, what) < least:
+            if (getattr(self, what) or 0) < least:
                 raise ConfigurationError(f"{what} must be at least {least}")
-        if not 0 <= self.margin < 1 or self.message_s < 0 or self.inner_message_s < 0:
+        if not 0 <= self.margin < 1:
+            raise ConfigurationError(f"margin must be in [0, 1); got {self.margin}")
+        if not 0 < self.shared_link_share <= 1:
             raise ConfigurationError(
-                "margin must be in [0, 1), message_s and inner_message_s at least 0; got "
-                f"{self.margin}, {self.message_s}, {self.inner_message_s}"
+                f"shared_link_share must be in (0, 1]; got {self.shared_link_share}"
             )
 
     def algorithm_of(self, collective: str) -> str:
@@ -146,7 +159,16 @@ def current_settings() -> Settings:
     if topology is None and os.environ.get(_TOPOLOGY):
         topology = parse_topology(os.environ[_TOPOLOGY])
     switch_address = _current.aggregation or os.environ.get(_AGGREGATION) or None
-    return replace(_current, algorithms=algorithms, topology=topology, aggregation=switch_address)
+    cores = _current.shared_cores
+    if cores is None:  # the lab's hosts are processes of one machine
+        cores = len(os.sched_getaffinity(0)) if os.environ.get(_LAB) else 0
+    return replace(
+        _current,
+        algorithms=algorithms,
+        topology=topology,
+        aggregation=switch_address,
+        shared_cores=cores,
+    )
 
 
 def _algorithms_from(text: str) -> dict[str, str]:
