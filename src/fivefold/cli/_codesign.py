@@ -261,7 +261,8 @@ def _described(topology: Topology, jobs: Sequence[JobSpec], found: CoDesignResul
         plan = found.plan.jobs[job.job_id]
         before = found.baseline_outcome.iteration_s[job.job_id]
         after = found.outcome.iteration_s[job.job_id]
-        how = plan.algorithm.replace("_", " ")
+        how = f"{job.splits[plan.split].name}; " if job.splits else ""
+        how += plan.algorithm.replace("_", " ")
         how += f" at {plan.root}" if plan.root else ""
         how += f", class {plan.priority}" if plan.priority else ""
         how += f", {format_duration_s(plan.shift_s)} later" if plan.shift_s else ""

@@ -10,18 +10,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fivefold.codesign._codesigns import CoDesigns
-from fivefold.codesign._compile import edge_route, run_plan
+from fivefold.codesign._compile import edge_route, run_plan, tree_links
 from fivefold.codesign._jobs import JobSpec
 from fivefold.codesign._modules import job_traffic, routed
-from fivefold.codesign._plans import ClusterPlan
+from fivefold.codesign._plans import ClusterPlan, JobPlan
 from fivefold.codesign._records import DecisionRecord, Layer
+from fivefold.codesign._traffic import summed_columns
+from fivefold.codesign._trees import free_slots, job_trees, spread_trees
 from fivefold.errors import ConfigurationError
-from fivefold.flows import Routing, priority_classes, time_shifts
+from fivefold.flows import Routing, never_worse, priority_classes, time_shifts
 from fivefold.network.topology import Topology
 
 __all__ = ["Arbiter", "PlanningOptions", "Prediction", "objective_s"]
 
 _TOLERANCE = 1e-6
+_LOADS = (("LinkState.load_Bps", "network"), ("FlowSet.flows", "collectives"))
+_INPUTS: dict[Layer, tuple[tuple[str, str], ...]] = dict.fromkeys(
+    ("tasks", "collectives", "flows", "coordinator"), _LOADS
+)
+_INPUTS["strategy"] = (("PlanReport.iteration_s", "tasks"), *_LOADS)
+_INPUTS["network"] = (("SwitchState.slots_free", "network"), *_LOADS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,34 +113,32 @@ class Arbiter:
 
     def worse(self, found: Mapping[str, float], floor: Mapping[str, float]) -> list[str]:
         """Jobs that end later than they may, the worst first."""
-        late = [name for name in floor if found[name] > floor[name] * (1 + _TOLERANCE)]
-        return sorted(late, key=lambda name: -found[name] / floor[name])
+        guarded = never_worse(found, floor, predict=lambda seconds: seconds, tolerance=_TOLERANCE)
+        return sorted(guarded.worse, key=lambda name: -found[name] / floor[name])
 
-    def consider(self, layer: Layer, decision: str, plan: ClusterPlan) -> bool:
+    def consider(
+        self, layer: Layer, decision: str, plan: ClusterPlan, *, entity: str = "all jobs",
+        tags: tuple[str, ...] = (), mend: bool = True,
+    ) -> bool:  # fmt: skip
         """Take a proposal where it helps and hurts nobody, after trying to mend what it hurts."""
         if self.simulations >= self.options.budget or plan == self.best.plan:
             return False
         candidate = self.predict(plan)
-        if self.options.guard:
+        if self.options.guard and mend:
             candidate = self._mended(candidate)
         before = objective_s(self.jobs, self.best.completion_s)
         after = objective_s(self.jobs, candidate.completion_s)
-        late = (
-            self.worse(candidate.completion_s, self.floor.completion_s)
-            if self.options.guard
-            else []
-        )
-        taken = after < before * (1 - _TOLERANCE) and not late
+        taken = after < before * (1 - _TOLERANCE) and not self._late(candidate)
         if taken:
             self.history.append(candidate)
         self.log.append(
             DecisionRecord(
                 layer=layer,
-                entity="all jobs",
+                entity=entity,
                 decision=decision if taken else f"not {decision}",
                 alternatives={"as before": before, decision: after},
-                inputs=(("LinkState.load_Bps", "network"), ("FlowSet.flows", "collectives")),
-                co_designs=("H",),
+                inputs=_INPUTS[layer],
+                co_designs=(*tags, "H"),
                 round=len(self.history) - 1,
             )
         )
@@ -149,11 +155,16 @@ class Arbiter:
         """The last plan that was accepted."""
         return self.history[-1]
 
-    def improve(self, plans: Mapping[str, ClusterPlan]) -> None:
+    def improve(
+        self,
+        plans: Mapping[str, ClusterPlan],
+        splits: Mapping[str, Sequence[JobPlan]] | None = None,
+    ) -> None:
         """Take the best of what single jobs planned, then share the network among them.
 
         Args:
             plans: What jobs planned for themselves, by what they were allowed to use.
+            splits: Of each job, its best plan for each other way to split it.
         """
         for name, plan in plans.items():
             taken = self.consider("coordinator", f"what each job planned with {name}", plan)
@@ -163,8 +174,10 @@ class Arbiter:
                 self.adopted = name
         everywhere = routed(self.topology, self.jobs, self.best.plan, policy="least_loaded")
         self.consider("flows", "paths by the load of all jobs", everywhere)
+        self._split_again(splits or {})
         if self.co_designs.host_net:
-            self._share_slots()
+            self._leave_slots()
+            self._give_slots()
         gained = True
         while gained and self.simulations < self.options.budget:
             gained = self.consider("flows", "priority classes", self._with_classes())
@@ -242,7 +255,67 @@ class Arbiter:
         shifts = time_shifts(self._routing(plan)).shift_s
         return ClusterPlan({n: replace(p, shift_s=shifts[n]) for n, p in plan.jobs.items()})
 
-    def _share_slots(self) -> None:
+    def _split_again(self, splits: Mapping[str, Sequence[JobPlan]]) -> None:
+        """Layer 1 hears what its other candidates cost beside the other jobs."""
+        for job in self.jobs:
+            for other in splits.get(job.job_id, ()):
+                plan = ClusterPlan({**self.best.plan.jobs, job.job_id: other})
+                self.consider(
+                    "strategy", f"{job.job_id} split as {job.splits[other.split].name}",
+                    self._rerouted(plan, job.job_id), entity=job.job_id, tags=("V",), mend=False,
+                )  # fmt: skip
+
+    def _rerouted(self, plan: ClusterPlan, name: str) -> ClusterPlan:
+        """The plan with paths of one job by the load of all."""
+        found = routed(self.topology, self.jobs, plan, policy="least_loaded")
+        return plan.changed(name, paths=found.jobs[name].paths)
+
+    def _give_slots(self) -> None:
+        """Job by job, the largest sender first: its sums go to switches, where all gain."""
+        jobs = sorted(self.jobs, key=lambda job: (-job.gradient_bytes * len(job.ranks), job.job_id))
+        for job in jobs:
+            plan, name = self.best.plan, job.job_id
+            if not self._may_sum(job) or plan.jobs[name].algorithm == "in_network":
+                continue
+            choice = spread_trees(
+                self.topology, job, plan.jobs[name],
+                loads=self._loads(without=name),
+                free=free_slots(self.topology, self.jobs, plan, without=name),
+            )  # fmt: skip
+            if choice is not None:
+                self.consider(
+                    "network", f"{name} sums in the network at {choice.name}",
+                    plan.changed(name, **choice.changes()), entity=name, tags=("HN",), mend=False,
+                )  # fmt: skip
+
+    def _may_sum(self, job: JobSpec) -> bool:
+        """Several ranks of a host sum inside it first, which only Intra-Inter may plan."""
+        plan = self.best.plan.jobs[job.job_id]
+        columns = summed_columns(self.topology, job, plan)
+        hosts = {self.topology.host_of(rank) or f"rank {rank}" for rank in job.ranks}
+        single = len(hosts) == len(job.ranks)
+        return columns is not None and (single or self.co_designs.intra_inter)
+
+    def _loads(self, *, without: str) -> dict[int, float]:
+        """Bytes per second that the other jobs put on each link, over their iterations."""
+        loads: dict[int, float] = {}
+        for job in self.jobs:
+            if job.job_id == without:
+                continue
+            own = self.best.plan.jobs[job.job_id]
+            iteration_s = self.best.completion_s[job.job_id] / job.iterations
+            for flow in job_traffic(self.topology, job, own).flows:
+                for link in edge_route(self.topology, own, (flow.source, flow.target)):
+                    loads[link] = loads.get(link, 0.0) + flow.size_bytes / iteration_s
+            if own.algorithm == "in_network":
+                trees = job_trees(self.topology, job, own)
+                share = job.split_as(own.split).gradient_bytes / max(1, len(trees)) / iteration_s
+                for tree in trees:
+                    for link in tree_links(self.topology, tree):
+                        loads[link] = loads.get(link, 0.0) + share
+        return loads
+
+    def _leave_slots(self) -> None:
         """Jobs that sum in the network compete for slots: the one that gains least gives way."""
         for _ in range(len(self.jobs)):
             plan = self.best.plan
@@ -251,8 +324,10 @@ class Arbiter:
                 return
             gains = {n: self.floor.completion_s[n] / self.best.completion_s[n] for n in summing}
             name = min(gains, key=lambda n: gains[n])
-            host = replace(plan.jobs[name], algorithm="ring", root=None, slots=0)
-            if not self.consider("network", f"{name} leaves its slots", plan.changed(
-                name, algorithm=host.algorithm, root=None, slots=0
-            )):  # fmt: skip
+            algorithm = "hierarchical" if self.co_designs.intra_inter else "ring"
+            host = plan.changed(name, algorithm=algorithm, root=None, roots=(), slots=0, paths={})
+            if not self.consider(
+                "network", f"{name} leaves its slots", self._rerouted(host, name), entity=name,
+                tags=("HN",),
+            ):  # fmt: skip
                 return

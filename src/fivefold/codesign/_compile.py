@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,7 +23,15 @@ from fivefold.network.simulation import (
 from fivefold.network.topology import Topology
 from fivefold.tasks import CommunicationTask, ComputeTask
 
-__all__ = ["Outcome", "alone_quote", "compile_job", "edge_route", "planned_order", "run_plan"]
+__all__ = [
+    "Outcome",
+    "alone_quote",
+    "compile_job",
+    "edge_route",
+    "planned_order",
+    "run_plan",
+    "tree_links",
+]
 
 SimulatorTask = Flow | Compute | AggregationRequest
 
@@ -112,6 +120,8 @@ def alone_quote(topology: Topology, job: JobSpec, plan: JobPlan) -> Quote:
     Side-by-side flows of a phase add up on the links that they share; phases follow one another.
     """
     found: dict[tuple[str, float], float] = {}
+    job = job.split_as(plan.split)
+    plan = replace(plan, split=0)
 
     def quote(kind: str, size_bytes: float) -> float:
         if (kind, size_bytes) not in found:
@@ -140,38 +150,55 @@ def _first_path(topology: Topology, source: int, target: int) -> tuple[int, ...]
 
 
 def _alone_s(topology: Topology, plan: JobPlan, phases: Sequence[Phase]) -> float:
-    loads = np.zeros(topology.num_links)
+    loads: dict[int, float] = {}
     slowest_s = latency_s = 0.0
     for phase in phases:
         if phase.tree is not None:
             rate, delay_s = _tree_rate(topology, plan, phase.tree)
             slowest_s = max(slowest_s, phase.edge_bytes / rate)
             latency_s = max(latency_s, delay_s)
+            for link in tree_links(topology, phase.tree):
+                loads[link] = loads.get(link, 0.0) + phase.edge_bytes
             continue
         for edge in phase.edges:
-            route = np.asarray(edge_route(topology, plan, edge), np.intp)
-            np.add.at(loads, route, phase.edge_bytes)
-            delay_s = float(topology.latencies_s[route].sum())
-            latency_s = max(latency_s, phase.steps * delay_s)
-    busiest_s = float((loads / topology.capacities_bytes_per_s).max(initial=0.0))
+            route = edge_route(topology, plan, edge)
+            for link in route:
+                loads[link] = loads.get(link, 0.0) + phase.edge_bytes
+            latency_s = max(latency_s, phase.steps * _route_latency_s(topology, route))
+    busiest_s = max(
+        (load / float(topology.capacities_bytes_per_s[link]) for link, load in loads.items()),
+        default=0.0,
+    )
     return max(slowest_s, busiest_s) + latency_s
+
+
+@functools.lru_cache(maxsize=1 << 17)
+def _route_latency_s(topology: Topology, route: tuple[int, ...]) -> float:
+    return float(topology.latencies_s[list(route)].sum())
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def tree_links(topology: Topology, tree: tuple[tuple[str, str], ...]) -> tuple[int, ...]:
+    """Links of a tree, up and down: between two nodes the widest."""
+    found = []
+    for child, parent in tree:
+        for ends in ((child, parent), (parent, child)):
+            links = topology.out_links(topology.index(ends[0]))
+            links = links[topology.link_targets[links] == topology.index(ends[1])]
+            found.append(int(links[np.argmax(topology.capacities_bytes_per_s[links])]))
+    return tuple(found)
 
 
 def _tree_rate(
     topology: Topology, plan: JobPlan, tree: tuple[tuple[str, str], ...]
 ) -> tuple[float, float]:
-    """Rate and latency of an aggregation tree that nobody else uses."""
+    """What adders and slots of a tree allow, and its latency."""
     rate, delay_s = np.inf, 0.0
     depth: dict[str, float] = {}
     above = dict(tree)
-    for child, parent in tree:
-        for ends in ((child, parent), (parent, child)):
-            source, target = topology.index(ends[0]), topology.index(ends[1])
-            links = topology.out_links(source)
-            links = links[topology.link_targets[links] == target]
-            best = links[np.argmax(topology.capacities_bytes_per_s[links])]
-            rate = min(rate, float(topology.capacities_bytes_per_s[best]))
-            depth[child] = depth.get(child, 0.0) + float(topology.latencies_s[best])
+    links = tree_links(topology, tree)
+    for (child, _), up, down in zip(tree, links[::2], links[1::2], strict=True):
+        depth[child] = float(topology.latencies_s[up] + topology.latencies_s[down])
     for child in above:
         node, total = child, 0.0
         while node in above:
@@ -193,6 +220,7 @@ class _Compiler:
     """Turns the tasks of an iteration into those of the simulator."""
 
     def __init__(self, topology: Topology, job: JobSpec, plan: JobPlan) -> None:
+        job, plan = job.split_as(plan.split), replace(plan, split=0)
         self._topology, self._job, self._plan = topology, job, plan
         self._schedule = schedule_iteration(job, plan, alone_quote(topology, job, plan))
         self._out: list[SimulatorTask] = []
@@ -201,10 +229,13 @@ class _Compiler:
     def tasks(self) -> list[SimulatorTask]:
         """The iteration."""
         graph = self._schedule.graph
-        before = None  # the channel takes one communication at a time, in the planned order
+        # A channel takes one communication at a time, in the planned order.
+        before: dict[str, str] = {}
         channel: dict[str, str | None] = {}
         for name in communication_order(self._schedule):
-            channel[name], before = before, name
+            resource = graph.by_id[name].resource
+            channel[name] = before.get(resource)
+            before[resource] = name
         for name in graph.order:
             self._ends[name] = (self._job.job_id, name, "end")
         for name in graph.order:
@@ -269,8 +300,8 @@ class _Compiler:
         for phase in phases:
             if phase.tree is None and phase.steps > 1:
                 for edge in phase.edges:
-                    route = list(edge_route(self._topology, self._plan, edge))
-                    delay_s = float(self._topology.latencies_s[route].sum())
+                    route = edge_route(self._topology, self._plan, edge)
+                    delay_s = _route_latency_s(self._topology, route)
                     waits_s = max(waits_s, (phase.steps - 1) * delay_s)
         return waits_s
 

@@ -7,7 +7,7 @@ predicted and rules decide. What comes out is then judged by the same full simul
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,9 +16,9 @@ from fivefold.codesign._codesigns import CoDesigns
 from fivefold.codesign._compile import Outcome, run_plan
 from fivefold.codesign._jobs import JobSpec, check_jobs
 from fivefold.codesign._modules import best_alone_plan, null_plan, routed_one_by_one
-from fivefold.codesign._plans import ClusterPlan
+from fivefold.codesign._plans import ClusterPlan, JobPlan
 from fivefold.codesign._records import DecisionRecord
-from fivefold.codesign._single import plan_single
+from fivefold.codesign._single import nominal_record, plan_single
 from fivefold.network.topology import Topology
 
 __all__ = ["CoDesignResult", "plan_cluster"]
@@ -115,13 +115,18 @@ def plan_cluster(
             if subset in allowed and not subset.horizontal
         }
         arbiter = Arbiter(topology, jobs, baseline, allowed, options)
-        arbiter.improve({label: found for label, (found, _) in singles.items()})
-        decisions = [] if arbiter.adopted is None else singles[arbiter.adopted][1]
+        arbiter.improve(
+            {label: found.plan for label, found in singles.items()},
+            _other_splits(jobs, singles.values()),
+        )
+        adopted = None if arbiter.adopted is None else singles[arbiter.adopted]
+        decisions = _nominal(jobs) if adopted is None else list(adopted.decisions)
         decisions += arbiter.log
         plan, outcome, floor = _keep_promise(topology, jobs, arbiter)
         simulations = arbiter.simulations
     else:
-        plan, decisions = _plan_singles(topology, jobs, baseline, allowed, seed)
+        single = _plan_singles(topology, jobs, baseline, allowed, seed)
+        plan, decisions = single.plan, list(single.decisions)
         outcome = run_plan(topology, jobs, plan)
         floor = run_plan(topology, jobs, baseline)
     return CoDesignResult(
@@ -134,19 +139,45 @@ def plan_cluster(
     )
 
 
+@dataclass(frozen=True)
+class _Singles:
+    """What all jobs planned for themselves; with Vertical, each job's other splits too."""
+
+    plan: ClusterPlan
+    decisions: tuple[DecisionRecord, ...]
+    splits: Mapping[str, tuple[JobPlan, ...]]
+
+
+def _nominal(jobs: Sequence[JobSpec]) -> list[DecisionRecord]:
+    """What layer 1 decided where the baseline was kept."""
+    return [nominal_record(job) for job in jobs if job.splits]
+
+
+def _other_splits(
+    jobs: Sequence[JobSpec], singles: Iterable[_Singles]
+) -> dict[str, tuple[JobPlan, ...]]:
+    """Of each job its other splits, as the planners with most information have them."""
+    found: dict[str, tuple[JobPlan, ...]] = {}
+    for one in singles:  # combinations come in order of what they let through
+        found |= {name: plans for name, plans in one.splits.items() if plans}
+    return {job.job_id: found.get(job.job_id, ()) for job in jobs if job.splits}
+
+
 def _plan_singles(
     topology: Topology,
     jobs: Sequence[JobSpec],
     baseline: ClusterPlan,
     allowed: CoDesigns,
     seed: int,
-) -> tuple[ClusterPlan, list[DecisionRecord]]:
-    """Layers 2 and 3 of each job, and with Vertical its paths, as if it were alone."""
-    plan, decisions = baseline, []
+) -> _Singles:
+    """Layers 1 to 3 of each job, and with Vertical its paths, as if it were alone."""
+    plan, splits = baseline, {}
+    decisions: list[DecisionRecord] = []
     for job in jobs:
-        found, records = plan_single(topology, job, plan.jobs[job.job_id], allowed)
-        plan = ClusterPlan({**plan.jobs, job.job_id: found})
-        decisions += records
+        found = plan_single(topology, job, plan.jobs[job.job_id], allowed)
+        plan = ClusterPlan({**plan.jobs, job.job_id: found.plan})
+        splits[job.job_id] = found.splits
+        decisions += found.decisions
     if allowed.vertical and plan != baseline:
         plan = routed_one_by_one(topology, jobs, plan, seed=seed)
         decisions.append(
@@ -159,7 +190,7 @@ def _plan_singles(
                 co_designs=("V",),
             )
         )
-    return plan, decisions
+    return _Singles(plan, tuple(decisions), splits)
 
 
 def _keep_promise(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fivefold.codesign._jobs import JobSpec
+from fivefold.codesign._mesh_iteration import mesh_iteration
 from fivefold.codesign._plans import JobPlan
 from fivefold.tasks import (
     CommunicationTask,
@@ -44,7 +45,10 @@ def iteration_of(job: JobSpec, plan: JobPlan, quote: Quote) -> TaskGraph:
         >>> [task.task_id for task in iteration_of(job, plan, lambda kind, size: 0.0).tasks]
         ['backward 1', 'reduce 1', 'backward 0', 'reduce 0', 'forward 0', 'forward 1']
     """
-    return _Builder(job, plan, quote).graph()
+    chosen = job.split_as(plan.split)
+    if chosen.mesh is not None:
+        return mesh_iteration(chosen.mesh.demand, plan, quote)
+    return _Builder(chosen, plan, quote).graph()
 
 
 def schedule_iteration(job: JobSpec, plan: JobPlan, quote: Quote) -> TaskSchedule:
@@ -53,8 +57,8 @@ def schedule_iteration(job: JobSpec, plan: JobPlan, quote: Quote) -> TaskSchedul
 
 
 def communication_order(schedule: TaskSchedule) -> list[str]:
-    """Names of the communications in the order in which the channel takes them."""
-    return [span.task_id for span in schedule.spans if span.resource == "network"]
+    """Names of the communications in the order in which their channels take them."""
+    return [span.task_id for span in schedule.spans if span.resource.startswith("network")]
 
 
 class _Builder:

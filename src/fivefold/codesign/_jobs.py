@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from fivefold.codesign._splits import Split
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import Topology
 from fivefold.tasks import LayerCost
 
-__all__ = ["JobSpec", "check_jobs"]
+__all__ = ["JobSpec", "check_jobs", "check_ranks"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
-    """A data-parallel job.
+    """A job: data-parallel layers, or ways to split a model of which layer 1 chooses one.
 
     Args:
         job_id: Its name.
         ranks: Ranks of the topology that it runs on, in its own rank order.
-        layers: What one rank computes and reduces per iteration, from input to output.
+        layers: What one rank computes and reduces per iteration, from input to output; taken from
+            the first split where there are splits.
         iterations: How many it does.
         arrival_s: When it arrives.
         weight: How much a second of it counts.
+        splits: Ways to split its model, layer 1's own favourite first; none for a job that is
+            given by its layers.
 
     Raises:
         ConfigurationError: A value is not allowed.
@@ -37,14 +41,17 @@ class JobSpec:
 
     job_id: str
     ranks: tuple[int, ...]
-    layers: tuple[LayerCost, ...]
+    layers: tuple[LayerCost, ...] = ()
     iterations: int = 1
     arrival_s: float = 0.0
     weight: float = 1.0
+    splits: tuple[Split, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "layers"):
+        for name in ("ranks", "layers", "splits"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        if self.splits and not self.layers:
+            object.__setattr__(self, "layers", self.splits[0].layers)
         who = f"job {self.job_id!r}"
         if not self.job_id or not self.ranks or not self.layers:
             raise ConfigurationError(f"{who} needs a name, ranks and layers")
@@ -57,10 +64,38 @@ class JobSpec:
             )
         if not math.isfinite(self.arrival_s) or self.arrival_s < 0:
             raise ConfigurationError(f"{who} arrives at {self.arrival_s}", hint="0 or later")
+        for split in self.splits:
+            _check_ranks(split, self.ranks, who)
         for layer in self.layers:
             numbers = (layer.forward_s, layer.backward_s, layer.gradient_bytes)
             if any(not math.isfinite(n) or n < 0 for n in (*numbers, layer.all_to_all_bytes)):
                 raise ConfigurationError(f"{who} has a layer with a negative cost: {layer}")
+
+    def split_as(self, number: int) -> JobSpec:
+        """The job as one of its splits has it; a job without splits as it is.
+
+        Args:
+            number: Which split.
+
+        Raises:
+            ConfigurationError: There is no such split.
+        """
+        if not self.splits and number == 0:
+            return self
+        if not 0 <= number < len(self.splits):
+            raise ConfigurationError(
+                f"job {self.job_id!r} has no split {number}",
+                hint=f"it has {len(self.splits)}, counted from 0",
+            )
+        chosen = self.splits[number]
+        if len(self.splits) == 1:
+            return self
+        return replace(self, ranks=chosen.ranks, layers=chosen.layers, splits=(chosen,))
+
+    @property
+    def mesh(self) -> Split | None:
+        """The split that holds; None for a job that is given by its layers."""
+        return self.splits[0] if self.splits else None
 
     @property
     def compute_s(self) -> float:
@@ -71,6 +106,14 @@ class JobSpec:
     def gradient_bytes(self) -> int:
         """Bytes that an iteration reduces."""
         return sum(layer.gradient_bytes for layer in self.layers)
+
+
+def _check_ranks(split: Split, ranks: tuple[int, ...], who: str) -> None:
+    if sorted(split.ranks) != sorted(ranks):
+        raise ConfigurationError(
+            f"{who} is split as {split.name!r} over other ranks than its own",
+            hint="give every split the job's ranks, in the order of its mesh",
+        )
 
 
 def check_jobs(topology: Topology, jobs: Sequence[JobSpec]) -> None:
@@ -101,10 +144,19 @@ def check_jobs(topology: Topology, jobs: Sequence[JobSpec]) -> None:
             f"two jobs are called {twice[0]!r}", hint="give each a name of its own"
         )
     for job in jobs:
-        outside = [rank for rank in job.ranks if not 0 <= rank < topology.num_ranks]
-        if outside:
-            raise InfeasibleError(
-                f"job {job.job_id!r} wants rank {outside[0]}, but {topology.name!r} has ranks 0 to "
-                f"{topology.num_ranks - 1}",
-                hint="give the job fewer ranks, or plan for a larger cluster",
-            )
+        check_ranks(topology, job.job_id, job.ranks)
+
+
+def check_ranks(topology: Topology, job_id: str, ranks: Sequence[int]) -> None:
+    """Refuse ranks that the cluster does not have.
+
+    Raises:
+        InfeasibleError: It has not.
+    """
+    outside = [rank for rank in ranks if not 0 <= rank < topology.num_ranks]
+    if outside:
+        raise InfeasibleError(
+            f"job {job_id!r} wants rank {outside[0]}, but {topology.name!r} has ranks 0 to "
+            f"{topology.num_ranks - 1}",
+            hint="give the job fewer ranks, or plan for a larger cluster",
+        )

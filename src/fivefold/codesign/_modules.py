@@ -6,11 +6,13 @@ cluster graph, none receives another layer's intent or state, and no job knows o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
+from fivefold.codesign._iteration import iteration_of
 from fivefold.codesign._jobs import JobSpec
 from fivefold.codesign._plans import ClusterPlan, JobPlan
 from fivefold.codesign._traffic import phases_of
@@ -49,7 +51,9 @@ def null_plan(topology: Topology, jobs: Sequence[JobSpec], *, seed: int = 0) -> 
         >>> null_plan(switch(2), jobs).jobs["a"].order
         (1, 0)
     """
-    plain = ClusterPlan({job.job_id: JobPlan(order=job.ranks, bucket_bytes=None) for job in jobs})
+    plain = ClusterPlan(
+        {job.job_id: JobPlan(order=job.split_as(0).ranks, bucket_bytes=None) for job in jobs}
+    )
     return routed(topology, jobs, plain, policy="hash", seed=seed)
 
 
@@ -77,7 +81,7 @@ def best_alone_plan(topology: Topology, jobs: Sequence[JobSpec], *, seed: int = 
     """
     best = {
         job.job_id: JobPlan(
-            order=local_order(topology, job.ranks),
+            order=local_order(topology, job.split_as(0).ranks),
             ordering="priority",
             bucket_bytes=None,
             overlap_forward=True,
@@ -116,22 +120,25 @@ def job_traffic(topology: Topology, job: JobSpec, plan: JobPlan) -> JobTraffic:
     Sums in the network have no paths to choose and are left out.
     """
     sizes: dict[tuple[int, int], float] = {}
-    reduced = sum(layer.gradient_bytes for layer in job.layers)
-    exchanged = 4 * sum(layer.all_to_all_bytes for layer in job.layers)
-    for kind, size_bytes in (("all_reduce", reduced), ("all_to_all", exchanged)):
-        for phases in phases_of(topology, job, plan, kind=kind, size_bytes=size_bytes):
+    chosen = job.split_as(plan.split)
+    plan = replace(plan, split=0)
+    totals: Counter[str] = Counter()
+    for task in iteration_of(chosen, plan, lambda _kind, _size: 0.0).communication:
+        totals[task.kind] += task.size_bytes
+    for kind, size_bytes in totals.items():
+        for phases in phases_of(topology, chosen, plan, kind=kind, size_bytes=size_bytes):
             for phase in phases:
                 if phase.tree is None:
                     for edge in phase.edges:
                         sizes[edge] = sizes.get(edge, 0.0) + phase.edge_bytes
     return JobTraffic(
         job_id=job.job_id,
-        compute_s=job.compute_s,
+        compute_s=chosen.compute_s,
         flows=tuple(FlowDemand(*edge, size) for edge, size in sizes.items()),
         iterations=job.iterations,
         arrival_s=job.arrival_s,
         weight=job.weight,
-        work=job.compute_s * len(job.ranks),
+        work=chosen.compute_s * len(job.ranks),
     )
 
 

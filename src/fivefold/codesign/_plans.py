@@ -32,8 +32,11 @@ class JobPlan:
         overlap_forward: Layer 2: whether a layer's forward pass waits for its own gradients only.
         algorithm: Layer 3.
         order: Layer 3: ranks along the ring.
-        root: Layers 3 to 5: the switch at the root of the aggregation tree, if any.
-        slots: Layers 4 and 5: slots at each switch of the tree.
+        split: Layer 1: which of the job's splits.
+        root: Layers 3 to 5: the switch at the root of the aggregation trees, if any.
+        roots: The root of each tree where a job has several, in the order of its trees; none
+            where all have ``root``.
+        slots: Layers 4 and 5: slots of a tree at each of its switches.
         paths: Layer 4: links of each edge, by source and target rank; an edge that is not named
             takes the shortest route.
         priority: Layer 4: class, 0 the most urgent.
@@ -49,7 +52,9 @@ class JobPlan:
     bucket_bytes: int | None = 25_000_000
     overlap_forward: bool = False
     algorithm: Algorithm = "ring"
+    split: int = 0
     root: str | None = None
+    roots: tuple[str, ...] = ()
     slots: int = 0
     paths: Mapping[tuple[int, int], Path] = field(default_factory=dict)
     priority: int = 0
@@ -57,6 +62,7 @@ class JobPlan:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "order", tuple(self.order))
+        object.__setattr__(self, "roots", tuple(self.roots))
         object.__setattr__(self, "paths", MappingProxyType(dict(self.paths)))
         if self.algorithm == "in_network" and (self.root is None or self.slots < 1):
             message = "in-network aggregation needs a root and slots"
@@ -71,8 +77,15 @@ class JobPlan:
         """Everything that was decided, hashable."""
         return (
             self.order, self.ordering, self.bucket_bytes, self.overlap_forward, self.algorithm,
-            self.root, self.slots, tuple(sorted(self.paths.items())), self.priority, self.shift_s,
+            self.split, self.root, self.roots, self.slots, tuple(sorted(self.paths.items())),
+            self.priority, self.shift_s,
         )  # fmt: skip
+
+    def root_of(self, tree: int) -> str:
+        """The root of one of the job's trees."""
+        found = self.roots[tree] if self.roots else self.root
+        assert found is not None, "only asked for sums in the network"
+        return found
 
 
 def _job_plan(values: dict[str, Any]) -> JobPlan:

@@ -1,4 +1,4 @@
-"""Layers 2 and 3 of one job: what is weighed, and what decides where nothing may be asked.
+"""Layers 1 to 3 of one job: what is weighed, and what decides where nothing may be asked.
 
 With Vertical on, layer 3 quotes the price of each algorithm to layer 2, which answers with the
 iteration time: both choose together. With Vertical off each follows a rule.
@@ -6,11 +6,8 @@ iteration time: both choose together. With Vertical off each follows a rule.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-
-import numpy as np
 
 from fivefold.codesign._codesigns import CoDesigns
 from fivefold.codesign._compile import alone_quote
@@ -19,14 +16,20 @@ from fivefold.codesign._jobs import JobSpec
 from fivefold.codesign._modules import local_order
 from fivefold.codesign._plans import JobPlan
 from fivefold.codesign._records import DecisionRecord
-from fivefold.codesign._traffic import aggregation_tree, host_groups
+from fivefold.codesign._traffic import host_groups, job_groups
+from fivefold.codesign._trees import nearest_roots, spread_trees
 from fivefold.network.topology import Topology
 from fivefold.tasks import Ordering
 
-__all__ = ["alone_iteration_s", "collective_options", "plan_single", "slots_for"]
+__all__ = [
+    "SinglePlan",
+    "alone_iteration_s",
+    "collective_options",
+    "nominal_record",
+    "plan_single",
+]
 
 _BUCKETS: tuple[int | None, ...] = (None, 25_000_000, 100_000_000, 0)
-_MOST_ROOTS = 4
 
 
 @dataclass(frozen=True)
@@ -36,10 +39,42 @@ class _Option:
     co_designs: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class _Weighed:
+    """An option of all three layers, with its price."""
+
+    seconds: float
+    split: str
+    algorithm: str
+    tasks: str
+    plan: JobPlan
+    co_designs: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        parts = (self.split, self.algorithm, self.tasks)
+        return ", ".join(part for part in parts if part)
+
+
+@dataclass(frozen=True)
+class SinglePlan:
+    """What a job plans for itself.
+
+    Attributes:
+        plan: The plan.
+        decisions: Who decided what.
+        splits: With Vertical, the best plan of each other split, the best of them first.
+    """
+
+    plan: JobPlan
+    decisions: tuple[DecisionRecord, ...]
+    splits: tuple[JobPlan, ...] = ()
+
+
 def plan_single(
     topology: Topology, job: JobSpec, start: JobPlan, co_designs: CoDesigns
-) -> tuple[JobPlan, list[DecisionRecord]]:
-    """Plan layers 2 and 3 of one job, as if it were alone.
+) -> SinglePlan:
+    """Plan layers 1 to 3 of one job, as if it were alone.
 
     Args:
         topology: The cluster.
@@ -50,52 +85,100 @@ def plan_single(
     Returns:
         The plan, and who decided what.
     """
-    options = list(collective_options(topology, job, start, co_designs))
     if not co_designs.vertical:
-        # Nobody is asked: what the co-design offers last is taken.
-        chosen = options[-1]
-        if chosen.plan == start:
-            return start, []
-        record = DecisionRecord(
-            layer="collectives",
+        return _by_rule(topology, job, start, co_designs)
+    weighed = list(_weighed(topology, job, start, co_designs))
+    best = min(weighed, key=lambda one: one.seconds)
+    of_splits: dict[str, _Weighed] = {}
+    for one in sorted(weighed, key=lambda one: one.seconds):
+        of_splits.setdefault(one.split, one)
+    others = tuple(one.plan for one in of_splits.values() if one.split != best.split)
+    return SinglePlan(best.plan, tuple(_records(job, best, weighed, of_splits)), others)
+
+
+def _weighed(
+    topology: Topology, job: JobSpec, start: JobPlan, co_designs: CoDesigns
+) -> Iterator[_Weighed]:
+    """Every option of layers 1 to 3 at the price that the layers below ask for it."""
+    for number in range(max(1, len(job.splits))):
+        split = job.splits[number].name if job.splits else ""
+        begin = start
+        if number != start.split:
+            begin = replace(start, split=number, order=job.splits[number].ranks, paths={})
+        for option in collective_options(topology, job, begin, co_designs):
+            quote = alone_quote(topology, job, option.plan)
+            for tasks in _task_options(option.plan):
+                seconds = schedule_iteration(job, tasks, quote).end_s
+                name = _task_name(tasks)
+                yield _Weighed(seconds, split, option.name, name, tasks, option.co_designs)
+
+
+def _records(
+    job: JobSpec, best: _Weighed, weighed: Sequence[_Weighed], of_splits: Mapping[str, _Weighed]
+) -> Iterator[DecisionRecord]:
+    if job.splits:
+        yield DecisionRecord(
+            layer="strategy",
             entity=job.job_id,
-            decision=f"{chosen.name}, by rule",
-            alternatives={},
-            inputs=(("ClusterGraph.nodes", "network"),),
-            co_designs=chosen.co_designs,
-        )
-        return chosen.plan, [record]
-    weighed: dict[str, tuple[float, JobPlan, tuple[str, ...]]] = {}
-    for option in options:
-        for tasks in _task_options(option.plan):
-            name = f"{option.name}, {_task_name(tasks)}"
-            seconds = alone_iteration_s(topology, job, tasks)
-            weighed[name] = (seconds, tasks, option.co_designs)
-    best = min(weighed, key=lambda name: weighed[name][0])
-    seconds_of = {name: entry[0] for name, entry in weighed.items()}
-    algorithm, _, tasks_name = best.partition(", ")
-    records = [
-        DecisionRecord(
-            layer="collectives",
-            entity=job.job_id,
-            decision=algorithm,
-            alternatives=seconds_of,
+            decision=best.split,
+            alternatives={name: one.seconds for name, one in of_splits.items()},
             inputs=(
+                ("JobSpec.model", "strategy"),
+                ("PlanReport.iteration_s", "tasks"),
+                ("CostQuote.time_s", "collectives"),
                 ("ClusterGraph.links", "network"),
-                ("CommTask.criticality", "tasks"),
             ),
-            co_designs=("V", *weighed[best][2]),
-        ),
-        DecisionRecord(
-            layer="tasks",
-            entity=job.job_id,
-            decision=tasks_name,
-            alternatives=seconds_of,
-            inputs=(("CostQuote.time_s", "collectives"),),
             co_designs=("V",),
-        ),
-    ]
-    return weighed[best][1], records
+        )
+    same = {one.name: one.seconds for one in weighed if one.split == best.split}
+    yield DecisionRecord(
+        layer="collectives",
+        entity=job.job_id,
+        decision=best.algorithm,
+        alternatives=same,
+        inputs=(("ClusterGraph.links", "network"), ("CommTask.criticality", "tasks")),
+        co_designs=("V", *best.co_designs),
+    )
+    yield DecisionRecord(
+        layer="tasks",
+        entity=job.job_id,
+        decision=best.tasks,
+        alternatives=same,
+        inputs=(("CostQuote.time_s", "collectives"),),
+        co_designs=("V",),
+    )
+
+
+def _by_rule(topology: Topology, job: JobSpec, start: JobPlan, co_designs: CoDesigns) -> SinglePlan:
+    """Nobody is asked: what the co-design offers last is taken, and layer 1's own favourite."""
+    chosen = list(collective_options(topology, job, start, co_designs))[-1]
+    records = []
+    if job.splits:
+        records.append(nominal_record(job))
+    if chosen.plan != start:
+        records.append(
+            DecisionRecord(
+                layer="collectives",
+                entity=job.job_id,
+                decision=f"{chosen.name}, by rule",
+                alternatives={},
+                inputs=(("ClusterGraph.nodes", "network"),),
+                co_designs=chosen.co_designs,
+            )
+        )
+    return SinglePlan(chosen.plan, tuple(records))
+
+
+def nominal_record(job: JobSpec) -> DecisionRecord:
+    """Layer 1 by itself: the cheapest split by the devices' nominal constants."""
+    return DecisionRecord(
+        layer="strategy",
+        entity=job.job_id,
+        decision=job.splits[0].name,
+        alternatives={split.name: split.nominal_s for split in job.splits},
+        inputs=(("JobSpec.model", "strategy"), ("nominal bandwidth", "strategy")),
+        co_designs=(),
+    )
 
 
 def alone_iteration_s(topology: Topology, job: JobSpec, plan: JobPlan) -> float:
@@ -108,66 +191,46 @@ def collective_options(
 ) -> Iterator[_Option]:
     """What layer 3 may choose among; the plan so far comes first."""
     yield _Option("ring in the order given", start, ())
-    order = local_order(topology, job.ranks) if co_designs.vertical else start.order
-    if co_designs.vertical and order != start.order:
+    ranks = start.order
+    order = local_order(topology, ranks) if co_designs.vertical else ranks
+    if order != start.order:
         yield _Option("ring along the topology", replace(start, order=order, paths={}), ())
-    groups = host_groups(topology, job.ranks)
-    if co_designs.intra_inter and groups is not None and 1 < len(groups[0]) < len(job.ranks):
+    groups = _reducing_groups(job.split_as(start.split), replace(start, order=order))
+    by_host = [host_groups(topology, group) for group in groups]
+    even = all(hosts is not None for hosts in by_host)
+    several = [hosts for hosts in by_host if hosts and 1 < len(hosts[0]) < sum(map(len, hosts))]
+    if co_designs.intra_inter and even and several:
         plan = replace(start, order=order, algorithm="hierarchical", paths={})
         yield _Option("hierarchical", plan, ("II",))
     # Several ranks of a host sum inside it first, which only Intra-Inter may plan.
-    single = groups is not None and len(groups[0]) == 1
-    if co_designs.host_net and groups is not None and (single or co_designs.intra_inter):
+    single = even and all(len(hosts[0]) == 1 for hosts in by_host if hosts)
+    if co_designs.host_net and even and (single or co_designs.intra_inter):
+        begin = replace(start, order=order)
         tags = ("HN",) if single else ("II", "HN")
-        for root, slots in _roots(topology, groups)[:: 1 if co_designs.vertical else -1]:
-            plan = replace(
-                start, order=order, algorithm="in_network", root=root, slots=slots, paths={}
-            )
-            yield _Option(f"in the network at {root}", plan, tags)
+        yield from _summing_options(topology, job, begin, tags, vertical=co_designs.vertical)
 
 
-def slots_for(topology: Topology, tree: tuple[tuple[str, str], ...]) -> int:
-    """Slots that keep a tree busy: what its fastest link carries in a round trip to the root.
-
-    At most as many as its smallest switch has.
-    """
-    above = dict(tree)
-    delays_s, wanted, most = [], 0.0, math.inf
-    for child, parent in tree:
-        node, delay_s = child, 0.0
-        while node in above:
-            link = _link_between(topology, node, above[node])
-            delay_s += 2 * float(topology.latencies_s[link])
-            node = above[node]
-        delays_s.append(delay_s)
-        rate = float(topology.capacities_bytes_per_s[_link_between(topology, child, parent)])
-        pool = topology.ability_of(parent).aggregation
-        if pool is None:  # it only passes on
-            continue
-        wanted, most = max(wanted, rate / pool.slot_bytes), min(most, pool.slots)
-    return int(max(1, min(most, math.ceil(wanted * max(delays_s)))))
+def _summing_options(
+    topology: Topology, job: JobSpec, start: JobPlan, tags: tuple[str, ...], *, vertical: bool
+) -> Iterator[_Option]:
+    """Trees of switches: with Vertical apart from one another, by rule all at the nearest root."""
+    choices = nearest_roots(topology, job, start)
+    if vertical:
+        apart = spread_trees(topology, job, start)
+        if apart is not None and len(set(apart.roots)) > 1:
+            choices.append(apart)
+    for choice in choices if vertical else choices[:1]:
+        plan = replace(start, **choice.changes())  # type: ignore[arg-type]
+        yield _Option(f"in the network at {choice.name}", plan, tags)
 
 
-def _link_between(topology: Topology, source: str, target: str) -> int:
-    """The widest link from one node to a neighbour."""
-    links = topology.out_links(source)
-    links = links[topology.link_targets[links] == topology.index(target)]
-    return int(links[np.argmax(topology.capacities_bytes_per_s[links])])
-
-
-def _roots(topology: Topology, groups: list[tuple[int, ...]]) -> list[tuple[str, int]]:
-    """The nearest switches at which the job's ranks can be summed, and the slots they need."""
-    found = []
-    for ability in topology.switches:
-        if ability.aggregation is None:
-            continue
-        columns = [tuple(group[place] for group in groups) for place in range(len(groups[0]))]
-        trees = [aggregation_tree(topology, column, ability.node) for column in columns]
-        whole = [tree for tree in trees if tree is not None]
-        if len(whole) == len(columns):
-            slots = max(slots_for(topology, tree) for tree in whole)
-            found.append((max(len(tree) for tree in whole), ability.node, slots))
-    return [(node, slots) for _, node, slots in sorted(found)[:_MOST_ROOTS]]
+def _reducing_groups(job: JobSpec, plan: JobPlan) -> list[tuple[int, ...]]:
+    """Groups that reduce gradients."""
+    axes = [""]
+    if job.mesh is not None:
+        state = ("data", "shard", "expert_data", "replica")
+        axes = [axis for axis in state if any(m.axis == axis for m in job.mesh.demand.messages)]
+    return [group for axis in axes for group in job_groups(job, plan, axis) if len(group) > 1]
 
 
 def _task_options(plan: JobPlan) -> Iterator[JobPlan]:

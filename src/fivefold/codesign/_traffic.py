@@ -7,6 +7,8 @@ the schedules), without an object per chunk, so that hundreds of jobs can be sim
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +18,18 @@ from fivefold.codesign._plans import JobPlan
 from fivefold.errors import InfeasibleError
 from fivefold.network.topology import Topology
 
-__all__ = ["Phase", "aggregation_tree", "host_groups", "phases_of"]
+__all__ = [
+    "SUMMED_AXES",
+    "Phase",
+    "aggregation_tree",
+    "host_groups",
+    "job_groups",
+    "phases_of",
+    "summed_columns",
+]
+
+SUMMED_AXES = {"", "data"}
+"""Axes over which switches may sum; the empty one stands for all ranks of a job."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +64,8 @@ def phases_of(
         topology: The cluster.
         job: The job.
         plan: Its plan.
-        kind: ``"all_reduce"`` or ``"all_to_all"``.
+        kind: ``"all_reduce"``, ``"all_to_all"`` and so on; of a split job followed by ``" over "``
+            and the axis.
         size_bytes: The buffer; for all-to-all what one rank sends, its own share included.
 
     Returns:
@@ -69,30 +83,126 @@ def phases_of(
         >>> phases_of(switch(3), job, plan, kind="all_reduce", size_bytes=3e9)[0][0].edge_bytes
         4000000000.0
     """
-    number = len(job.ranks)
-    if number == 1 or size_bytes == 0:
+    if size_bytes == 0:
         return []
-    if kind == "all_to_all":
-        pairs = tuple((a, b) for a in plan.order for b in plan.order if a != b)
-        return [[Phase(pairs, size_bytes / number, steps=1, coupled=False)]]
-    if plan.algorithm == "ring":
-        return [[_ring(plan.order, 2 * size_bytes, rounds=2)]]
-    groups = host_groups(topology, plan.order)
-    if groups is None:
-        raise InfeasibleError(
-            f"job {job.job_id!r} has not the same number of ranks on each host",
-            hint="use the ring there",
-        )
-    local = len(groups[0])
-    inside = [_ring(group, size_bytes, rounds=1) for group in groups] if local > 1 else []
-    columns = [tuple(group[place] for group in groups) for place in range(local)]
-    if plan.algorithm == "hierarchical":
-        across = [
-            _ring(column, 2 * size_bytes / local, rounds=2) for column in columns if len(column) > 1
-        ]
-    else:
-        across = [_tree_phase(topology, column, plan, size_bytes / local) for column in columns]
-    return [phase for phase in (inside, across, inside) if phase]
+    chosen = job.split_as(plan.split)
+    collective, _, axis = kind.partition(" over ")
+    if collective in {"send", "return"}:
+        return _sent(chosen, axis, size_bytes, back=collective == "return")
+    found: list[list[list[Phase]]] = []
+    trees = 0
+    for group in job_groups(chosen, plan, axis):
+        if len(group) == 1:
+            continue
+        if collective == "all_to_all":
+            pairs = tuple((a, b) for a in group for b in group if a != b)
+            found.append([[Phase(pairs, size_bytes / len(group), steps=1, coupled=False)]])
+            continue
+        how = _Collective(topology, chosen, plan, collective, size_bytes)
+        found.append(how.phases(group, sums=axis in SUMMED_AXES, first_tree=trees))
+        if plan.algorithm == "in_network" and axis in SUMMED_AXES:
+            trees += len((host_groups(topology, group) or [()])[0])
+    steps = max(map(len, found), default=0)
+    return [[phase for own in found if i < len(own) for phase in own[i]] for i in range(steps)]
+
+
+def job_groups(job: JobSpec, plan: JobPlan, axis: str) -> tuple[tuple[int, ...], ...]:
+    """The groups that run a collective side by side, each in the order of the plan's ring.
+
+    Args:
+        job: The job, as its split has it.
+        plan: Its plan.
+        axis: Axis of the split's mesh; empty for all ranks together.
+    """
+    if not axis or job.mesh is None:
+        return (plan.order,)
+    place = {rank: number for number, rank in enumerate(plan.order)}
+    groups = job.mesh.groups(axis)
+    return tuple(tuple(sorted(group, key=place.__getitem__)) for group in groups)
+
+
+def summed_columns(topology: Topology, job: JobSpec, plan: JobPlan) -> list[tuple[int, ...]] | None:
+    """Ranks that a tree of switches would sum, tree by tree; None where hosts differ.
+
+    Inside a host ranks sum first, so a tree has one rank per host.
+    """
+    chosen = job.split_as(plan.split)
+    axis = "data" if chosen.mesh is not None else ""
+    if chosen.mesh is not None and not any(
+        m.axis == "data" and m.kind == "all_reduce" for m in chosen.mesh.demand.messages
+    ):
+        return None
+    found: list[tuple[int, ...]] = []
+    for group in job_groups(chosen, plan, axis):
+        hosts = host_groups(topology, group)
+        if hosts is None or len(hosts) == 1:
+            return None
+        found += [tuple(own[place] for own in hosts) for place in range(len(hosts[0]))]
+    return found
+
+
+@dataclass(frozen=True)
+class _Collective:
+    """How one reduction of a job runs."""
+
+    topology: Topology
+    job: JobSpec
+    plan: JobPlan
+    kind: str
+    size_bytes: float
+
+    def phases(self, group: tuple[int, ...], *, sums: bool, first_tree: int) -> list[list[Phase]]:
+        """Steps of one group.
+
+        Raises:
+            InfeasibleError: The plan's algorithm is not possible on these ranks.
+        """
+        rounds = 2 if self.kind == "all_reduce" else 1
+        algorithm = self.plan.algorithm
+        if algorithm == "in_network" and not (sums and rounds == 2):
+            algorithm = "hierarchical"
+        hosts = None if algorithm == "ring" else host_groups(self.topology, group)
+        if hosts is None:
+            if algorithm != "ring" and self.job.mesh is None:
+                raise InfeasibleError(
+                    f"job {self.job.job_id!r} has not the same number of ranks on each host",
+                    hint="use the ring there",
+                )
+            return [[_ring(group, rounds * self.size_bytes, rounds=rounds)]]
+        return self._by_host(hosts, algorithm, rounds, first_tree)
+
+    def _by_host(
+        self, hosts: list[tuple[int, ...]], algorithm: str, rounds: int, first_tree: int
+    ) -> list[list[Phase]]:
+        local = len(hosts[0])
+        inside = [_ring(own, self.size_bytes, rounds=1) for own in hosts] if local > 1 else []
+        columns = [tuple(own[place] for own in hosts) for place in range(local)]
+        share = self.size_bytes / local
+        if len(hosts) == 1:
+            across = []
+        elif algorithm == "hierarchical":
+            across = [_ring(column, rounds * share, rounds=rounds) for column in columns]
+        else:
+            across = [
+                _tree_phase(self.topology, column, self.plan.root_of(first_tree + i), share)
+                for i, column in enumerate(columns)
+            ]
+        steps = {
+            "reduce_scatter": (inside, across),
+            "all_gather": (across, inside),
+        }.get(self.kind, (inside, across, inside))
+        return [step for step in steps if step]
+
+
+def _sent(job: JobSpec, axis: str, size_bytes: float, *, back: bool) -> list[list[Phase]]:
+    """Every stage to the next one, or to the one before."""
+    if job.mesh is None:
+        return []
+    chains = job.mesh.groups(axis)
+    edges = tuple(
+        (b, a) if back else (a, b) for chain in chains for a, b in itertools.pairwise(chain)
+    )
+    return [[Phase(edges, size_bytes, steps=1, coupled=False)]] if edges else []
 
 
 def host_groups(topology: Topology, ranks: Sequence[int]) -> list[tuple[int, ...]] | None:
@@ -106,8 +216,9 @@ def host_groups(topology: Topology, ranks: Sequence[int]) -> list[tuple[int, ...
     return [tuple(group) for group in groups.values()]
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def aggregation_tree(
-    topology: Topology, leaves: Sequence[int], root: str
+    topology: Topology, leaves: tuple[int, ...], root: str
 ) -> tuple[tuple[str, str], ...] | None:
     """Child and parent of each node of the tree of shortest paths to a root.
 
@@ -171,14 +282,11 @@ def _ring(order: Sequence[int], sent_bytes: float, *, rounds: int) -> Phase:
     return Phase(edges, sent_bytes * (number - 1) / number, steps=rounds * (number - 1))
 
 
-def _tree_phase(
-    topology: Topology, leaves: Sequence[int], plan: JobPlan, size_bytes: float
-) -> Phase:
-    assert plan.root is not None, "checked by the plan"
-    tree = aggregation_tree(topology, leaves, plan.root)
+def _tree_phase(topology: Topology, leaves: Sequence[int], root: str, size_bytes: float) -> Phase:
+    tree = aggregation_tree(topology, tuple(leaves), root)
     if tree is None:
         raise InfeasibleError(
-            f"switch {plan.root!r} cannot sum for ranks {tuple(leaves)}",
+            f"switch {root!r} cannot sum for ranks {tuple(leaves)}",
             hint="choose another root, or a host algorithm",
         )
     return Phase(tuple((rank, rank) for rank in leaves), size_bytes, steps=1, tree=tree)

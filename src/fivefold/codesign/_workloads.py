@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BeforeValidator, Field, ValidationError
 
-from fivefold.codesign._jobs import JobSpec, check_jobs
+from fivefold.codesign._described import ModelJob, job_from_plan
+from fivefold.codesign._jobs import JobSpec, check_jobs, check_ranks
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import Topology
 from fivefold.runs import (
@@ -26,6 +27,7 @@ from fivefold.runs import (
     read_toml,
     readable_error,
 )
+from fivefold.strategy import job_from_table, load_cluster
 from fivefold.tasks import LayerCost
 from fivefold.units import parse_duration_s
 
@@ -62,10 +64,22 @@ class _Job(Section):
     """ranks that it runs on, in its own order"""
     gpus: Positive | None = None
     """number of ranks, where it may be placed anywhere"""
-    compute: Duration
+    compute: Duration | None = None
     """seconds of compute per iteration"""
-    gradients: Bytes
+    gradients: Bytes | None = None
     """bytes that an iteration all-reduces"""
+    model: Any = None
+    """instead of compute and gradients: a preset, a config.json or a table of sizes"""
+    devices: Text | None = None
+    """GPU and stack of a model's job: a known name or a file"""
+    batch: Positive | None = None
+    """samples of an iteration of a model's job"""
+    seq_len: Positive | None = None
+    """tokens of a sample, where not the model's own"""
+    search: dict[str, Any] | None = None
+    """which plans may be looked at"""
+    plan: dict[str, Any] | None = None
+    """the plan of a model's job, instead of a search"""
     all_to_all: Bytes = 0
     """bytes of each all-to-all of a layer, four per iteration"""
     layers: Positive = 4
@@ -115,11 +129,7 @@ def load_jobs(path: Path | str, topology: Topology) -> list[JobSpec]:
     except ValidationError as error:
         raise readable_error(error, schema=_File, source=str(path)) from None
     for job in found.jobs:
-        if (job.ranks is None) == (job.gpus is None):
-            raise ConfigurationError(
-                f"job {job.id!r} must name its ranks or its number of gpus (in {path})",
-                hint="write ranks = [0, 1] or gpus = 2",
-            )
+        _check_job(job, str(path))
     taken = {rank for job in found.jobs for rank in job.ranks or ()}
     wanted = {job.id: job.gpus for job in found.jobs if job.gpus is not None}
     placed = place_jobs(
@@ -129,7 +139,12 @@ def load_jobs(path: Path | str, topology: Topology) -> list[JobSpec]:
         seed=found.placement.seed,
         taken=sorted(taken),
     )
-    jobs = [_spec(job, job.ranks or placed[job.id]) for job in found.jobs]
+    jobs = [
+        _spec(job, job.ranks or placed[job.id])
+        if job.model is None
+        else _modelled(topology, job, job.ranks or placed[job.id], Path(path))
+        for job in found.jobs
+    ]
     check_jobs(topology, jobs)
     return jobs
 
@@ -243,7 +258,61 @@ def synthetic_jobs(
     ]
 
 
+def _check_job(job: _Job, source: str) -> None:
+    """Refuse what cannot be meant.
+
+    Raises:
+        ConfigurationError: It is not said where it runs or what, or it is said twice.
+    """
+    if (job.ranks is None) == (job.gpus is None):
+        raise ConfigurationError(
+            f"job {job.id!r} must name its ranks or its number of gpus (in {source})",
+            hint="write ranks = [0, 1] or gpus = 2",
+        )
+    layered = {"compute": job.compute, "gradients": job.gradients}
+    described = {"model": job.model, "devices": job.devices, "batch": job.batch}
+    more = {"seq_len": job.seq_len, "search": job.search, "plan": job.plan}
+    chosen = layered if job.model is None else described
+    others = {**described, **more} if job.model is None else layered
+    missing = [name for name, value in chosen.items() if value is None]
+    surplus = [name for name, value in others.items() if value is not None]
+    if missing or surplus:
+        what = f"lacks {missing[0]}" if missing else f"cannot have {surplus[0]} as well"
+        raise ConfigurationError(
+            f"job {job.id!r} {what} (in {source})",
+            hint="give compute and gradients, or model, devices and batch",
+        )
+
+
+def _modelled(topology: Topology, job: _Job, ranks: Sequence[int], path: Path) -> JobSpec:
+    """A job that is described by a model and devices.
+
+    Raises:
+        ConfigurationError: A name or key is not known.
+        InfeasibleError: No plan fits its ranks.
+    """
+    assert job.devices is not None, "checked before"
+    check_ranks(topology, job.id, ranks)
+    beside = path.parent / job.devices
+    devices = load_cluster(beside if beside.is_file() else job.devices)
+    table = {"model": job.model, "gpus": len(ranks), "global_batch": job.batch}
+    more = {"seq_len": job.seq_len, "search": job.search, "plan": job.plan}
+    table |= {name: value for name, value in more.items() if value is not None}
+    where = f"job {job.id!r} of {path}"
+    what = job_from_table(table, where=where, folder=path.parent)
+    described = ModelJob(
+        job_id=job.id,
+        job=what,
+        devices=devices,
+        iterations=job.iterations,
+        arrival_s=job.arrival,
+        weight=job.weight,
+    )
+    return job_from_plan(topology, described, ranks)
+
+
 def _spec(job: _Job, ranks: Sequence[int]) -> JobSpec:
+    assert job.compute is not None and job.gradients is not None, "checked before"  # noqa: PT018
     layer = LayerCost(
         forward_s=(1 - _BACKWARD_SHARE) * job.compute / job.layers,
         backward_s=_BACKWARD_SHARE * job.compute / job.layers,

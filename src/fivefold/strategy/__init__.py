@@ -8,7 +8,7 @@ from fivefold.strategy._device import DeviceSpec
 from fivefold.strategy._fabric import FabricSpec, Group, Tier, collective_time_s
 from fivefold.strategy._fabric_topology import fabric_from_topology
 from fivefold.strategy._grouping import group_period_s
-from fivefold.strategy._job import Job, load_job, plan_to_toml
+from fivefold.strategy._job import Job, job_from_table, load_job, plan_to_toml
 from fivefold.strategy._launch import device_mesh, megatron_flags
 from fivefold.strategy._memory import MemoryUse
 from fivefold.strategy._model import (
@@ -65,6 +65,7 @@ __all__ = [
     "fabric_from_topology",
     "fit_constants",
     "group_period_s",
+    "job_from_table",
     "load_cluster",
     "load_job",
     "load_model",

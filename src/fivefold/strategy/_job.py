@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.runs import format_toml, read_toml
 from fivefold.strategy._cluster import Cluster, check_keys
 from fivefold.strategy._model import (
@@ -21,7 +21,7 @@ from fivefold.strategy._plan import ParallelPlan
 from fivefold.strategy._presets import load_model
 from fivefold.strategy._space import SearchSpace
 
-__all__ = ["Job", "load_job", "plan_to_toml"]
+__all__ = ["Job", "job_from_table", "load_job", "plan_to_toml"]
 
 _KEYS = {"model", "gpus", "global_batch", "seq_len", "search", "plan"}
 _NESTED = {"experts": MixtureOfExperts, "latent": LatentAttention}
@@ -59,6 +59,7 @@ def load_job(path: Path | str, *, cluster: Cluster | None = None) -> Job:
 
     Raises:
         ConfigurationError: A key is missing, unknown or not allowed.
+        InfeasibleError: The plan takes another number of GPUs than the job has.
 
     Example:
         >>> import tempfile
@@ -67,16 +68,40 @@ def load_job(path: Path | str, *, cluster: Cluster | None = None) -> Job:
         >>> load_job(file).space.num_gpus
         8
     """
-    table = read_toml(Path(path))
-    check_keys(table, _KEYS, where=f"{path}")
+    return job_from_table(
+        read_toml(Path(path)), where=str(path), folder=Path(path).parent, cluster=cluster
+    )
+
+
+def job_from_table(
+    table: Mapping[str, Any], *, where: str, folder: Path, cluster: Cluster | None = None
+) -> Job:
+    """A job from the keys of a job file.
+
+    Args:
+        table: As in ``load_job``.
+        where: Where it stands, for messages.
+        folder: Where a model's file is looked for.
+        cluster: Whose number of GPUs is taken where there is none.
+
+    Raises:
+        ConfigurationError: A key is missing, unknown or not allowed.
+        InfeasibleError: The plan takes another number of GPUs than the job has.
+
+    Example:
+        >>> table = {"model": "llama3-8b", "gpus": 8, "global_batch": 16}
+        >>> job_from_table(table, where="here", folder=Path()).space.global_batch
+        16
+    """
+    check_keys(table, _KEYS, where=where)
     gpus = table.get("gpus", None if cluster is None else cluster.num_gpus)
     for name, value in (("model", table.get("model")), ("gpus", gpus),
                         ("global_batch", table.get("global_batch"))):  # fmt: skip
         if value is None:
-            message = f"{path} does not say {name!r}"
+            message = f"{where} does not say {name!r}"
             raise ConfigurationError(message, hint=f"add {name} = ...")
     seq_len = table.get("seq_len")
-    model = _model(table["model"], seq_len=seq_len, folder=Path(path).parent)
+    model = _model(table["model"], seq_len=seq_len, folder=folder)
     search = _tuples(table.get("search", {}), SearchSpace, where="[search]")
     if "shards" in search:  # TOML has no None: 0 stands for all replicas
         search["shards"] = tuple(count or None for count in search["shards"])
@@ -87,7 +112,11 @@ def load_job(path: Path | str, *, cluster: Cluster | None = None) -> Job:
         plan = ParallelPlan(**{"global_batch": table["global_batch"], **table["plan"]})
         if plan.num_gpus != space.num_gpus:
             message = f"[plan] takes {plan.num_gpus} GPUs, the job has {space.num_gpus}"
-            raise ConfigurationError(message, hint="data x tensor x pipeline x context = gpus")
+            replicas = plan.data * space.num_gpus / plan.num_gpus
+            near = f"data = {replicas:.0f}" if replicas.is_integer() else f"gpus = {plan.num_gpus}"
+            raise InfeasibleError(
+                message, hint=f"data x tensor x pipeline x context = gpus; nearest: {near}"
+            )
     return Job(model=model, space=space, plan=plan)
 
 

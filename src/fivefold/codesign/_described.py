@@ -1,0 +1,206 @@
+"""Jobs that are described by a model and devices: layer 1's answer becomes a job of the cluster.
+
+Layer 1 looks twice. From nominal constants (what the devices' file says of links) comes its own
+favourite: the null form, which nobody questions where Vertical is off. From the topology's tiers
+come further candidates; with Vertical on, the layers below price all of them, and the choice may
+change.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from fivefold.codesign._jobs import JobSpec
+from fivefold.codesign._splits import Split, mesh_ranks
+from fivefold.errors import ConfigurationError, InfeasibleError
+from fivefold.network.topology import Topology
+from fivefold.strategy import (
+    Cluster,
+    FabricSpec,
+    Job,
+    ParallelPlan,
+    Prediction,
+    evaluate_plan,
+    fabric_from_topology,
+    plan_demand,
+    search_plans,
+)
+from fivefold.units import format_bytes
+
+__all__ = ["ModelJob", "job_from_plan"]
+
+_LOOKED_AT = 200  # fastest plans, of which many differ in switches only
+_NOMINAL, _INFORMED = 4, 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelJob:
+    """A job as ``fivefold plan`` takes it, with when it runs.
+
+    Args:
+        job_id: Its name.
+        job: Model, batch, and the plan or the space of plans.
+        devices: GPU and stack; their links' constants are what layer 1 takes for granted.
+        iterations: How many it does.
+        arrival_s: When it arrives.
+        weight: How much a second of it counts.
+
+    Example:
+        >>> from fivefold.strategy import SearchSpace, load_cluster, named_model
+        >>> job = Job(model=named_model("llama3-8b"),
+        ...           space=SearchSpace(num_gpus=8, global_batch=8))
+        >>> ModelJob(job_id="a", job=job, devices=load_cluster("h100-nemo")).iterations
+        1
+    """
+
+    job_id: str
+    job: Job
+    devices: Cluster
+    iterations: int = 1
+    arrival_s: float = 0.0
+    weight: float = 1.0
+
+
+def job_from_plan(topology: Topology, described: ModelJob, ranks: Sequence[int]) -> JobSpec:
+    """A job of the cluster, with the ways to split it that layer 1 holds to be best.
+
+    Args:
+        topology: The cluster.
+        described: The job.
+        ranks: Where it runs, host by host.
+
+    Returns:
+        The job. Its first split is layer 1's own favourite (or the plan that the job names, which
+        is then the only one); the others differ from it in the degrees of the mesh.
+
+    Raises:
+        ConfigurationError: The number of ranks is not that of the job's GPUs.
+        InfeasibleError: No split fits in memory, or none keeps tensor groups inside hosts.
+
+    Example:
+        >>> from fivefold.network.topology import HostSpec, leaf_spine
+        >>> from fivefold.strategy import SearchSpace, load_cluster, named_model
+        >>> hosts = leaf_spine(4, leaves=2, spines=1, host=HostSpec(gpus=4))
+        >>> job = Job(model=named_model("llama3-8b"),
+        ...           space=SearchSpace(num_gpus=16, global_batch=64))
+        >>> described = ModelJob(job_id="a", job=job, devices=load_cluster("h100-nemo"))
+        >>> job_from_plan(hosts, described, range(16)).splits[0].name
+        'd16 b1, ZeRO-2'
+    """
+    wanted = described.job.space.num_gpus
+    if len(ranks) != wanted:
+        raise ConfigurationError(
+            f"job {described.job_id!r} has {wanted} GPUs and {len(ranks)} ranks",
+            hint="give it as many ranks as GPUs",
+        )
+    topology.require_connected()
+    refused: list[InfeasibleError] = []
+    splits: list[Split] = []
+    for prediction in _candidates(topology, described):
+        try:
+            splits.append(_split(topology, described, prediction, ranks))
+        except InfeasibleError as error:
+            refused.append(error)
+    if not splits:
+        raise refused[0]
+    return JobSpec(
+        job_id=described.job_id,
+        ranks=splits[0].ranks,
+        iterations=described.iterations,
+        arrival_s=described.arrival_s,
+        weight=described.weight,
+        splits=tuple(splits),
+    )
+
+
+def _candidates(topology: Topology, described: ModelJob) -> list[Prediction]:
+    """Plans that fit in memory, by layer 1's own order, then those that the topology suggests."""
+    job, devices = described.job, described.devices
+    if job.plan is not None:
+        return [_judged(described, job.plan)]
+    own = _of_different_mesh(_fastest(job, devices, devices.fabric), _NOMINAL)
+    informed: list[Prediction] = []
+    tiers = _tiers(topology, devices.fabric.tiers[-1].efficiency)
+    if tiers is not None and tiers.num_gpus >= job.space.num_gpus:
+        informed = _of_different_mesh(_fastest(job, devices, tiers), _INFORMED)
+    seen = {_mesh(one.plan) for one in own}
+    more = [one for one in informed if _mesh(one.plan) not in seen]
+    # Their nominal price, so that all are in one currency.
+    return own + [
+        evaluate_plan(job.model, devices.device, devices.fabric, plan=one.plan) for one in more
+    ]
+
+
+def _judged(described: ModelJob, plan: ParallelPlan) -> Prediction:
+    devices = described.devices
+    found = evaluate_plan(described.job.model, devices.device, devices.fabric, plan=plan)
+    if not found.fits:
+        raise InfeasibleError(
+            f"the plan of job {described.job_id!r} does not fit: memory binds; it needs "
+            f"{format_bytes(found.memory.total_bytes)} a GPU, {devices.name!r} has "
+            f"{format_bytes(devices.device.memory_bytes)}",
+            hint="leave out its plan to search for one that fits",
+        )
+    return found
+
+
+def _fastest(job: Job, devices: Cluster, fabric: FabricSpec) -> Sequence[Prediction]:
+    found = search_plans(job.model, devices.device, fabric, space=job.space, top=_LOOKED_AT)
+    return found.best
+
+
+def _of_different_mesh(best: Iterable[Prediction], most: int) -> list[Prediction]:
+    """The fastest of each mesh."""
+    found: dict[tuple[int, ...], Prediction] = {}
+    for one in best:
+        found.setdefault(_mesh(one.plan), one)
+    return list(found.values())[:most]
+
+
+def _mesh(plan: ParallelPlan) -> tuple[int, ...]:
+    """What decides the messages: degrees, and what ZeRO sends instead of sums."""
+    return (plan.data, plan.tensor, plan.pipeline, plan.context, plan.expert, plan.zero)
+
+
+@functools.lru_cache(maxsize=32)
+def _tiers(topology: Topology, efficiency: float) -> FabricSpec | None:
+    """What layer 1 can know of the topology; None where its hosts are unequal."""
+    try:
+        return fabric_from_topology(topology, efficiency=efficiency)
+    except ConfigurationError:
+        return None
+
+
+def _split(
+    topology: Topology, described: ModelJob, prediction: Prediction, ranks: Sequence[int]
+) -> Split:
+    plan = prediction.plan
+    who = f"job {described.job_id!r}"
+    hosts = {topology.host_of(rank) for rank in ranks}
+    return Split(
+        name=split_name(plan),
+        demand=plan_demand(
+            described.job.model,
+            described.devices.device,
+            plan,
+            gpus_per_node=max(1, len(ranks) // len(hosts)) if None not in hosts else 1,
+        ),
+        ranks=mesh_ranks(topology, ranks, tensor=plan.tensor, who=who),
+        nominal_s=prediction.time_s,
+        memory_bytes=prediction.memory.total_bytes,
+    )
+
+
+def split_name(plan: ParallelPlan) -> str:
+    """Degrees over 1, micro-batch and switches, in a few words."""
+    degrees = (("d", plan.data), ("t", plan.tensor), ("p", plan.pipeline), ("c", plan.context),
+               ("e", plan.expert))  # fmt: skip
+    words = [f"{letter}{degree}" for letter, degree in degrees if degree > 1]
+    words.append(f"b{plan.micro_batch}")
+    switches: list[str] = [plan.schedule] * (plan.pipeline > 1)
+    switches += [f"ZeRO-{plan.zero}"] * (plan.zero > 0)
+    switches += [f"recompute {plan.recompute}"] * (plan.recompute != "none")
+    switches += ["sequence parallel"] * plan.sequence_parallel
+    return ", ".join([" ".join(words), *switches])

@@ -1,0 +1,206 @@
+"""Where a job's sums are made: the root of each of its trees, and the slots that they take.
+
+A job has a tree per group and place in the host. Trees of one job get roots apart from one another
+where that spreads their load (as PANAMA's several trees per job), and slots are counted at every
+switch of a tree, so that what one job takes is not promised to another (as SHARP's and NetPack's
+allocation; who is refused all the same falls back to a ring, as in ATP).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fivefold.codesign._compile import tree_links
+from fivefold.codesign._jobs import JobSpec
+from fivefold.codesign._plans import ClusterPlan, JobPlan
+from fivefold.codesign._traffic import aggregation_tree, summed_columns
+from fivefold.network.topology import Topology
+
+__all__ = ["TreeChoice", "free_slots", "job_trees", "nearest_roots", "slots_for", "spread_trees"]
+
+_MOST_ROOTS = 4
+_MOST_WEIGHED = 16  # roots that are weighed for each tree
+Tree = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeChoice:
+    """Roots of all trees of a job, and slots of each tree at each of its switches."""
+
+    roots: tuple[str, ...]
+    slots: int
+
+    @property
+    def name(self) -> str:
+        """In a few words."""
+        different = sorted(set(self.roots))
+        return ", ".join(different[:4]) + (", ..." if len(different) > 4 else "")
+
+    def changes(self) -> dict[str, object]:
+        """What it changes in a job's plan."""
+        return {
+            "algorithm": "in_network",
+            "root": self.roots[0],
+            "roots": self.roots,
+            "slots": self.slots,
+            "paths": {},
+        }
+
+
+def nearest_roots(topology: Topology, job: JobSpec, plan: JobPlan) -> list[TreeChoice]:
+    """One root for all trees: the nearest switches that can serve every one of them."""
+    columns = summed_columns(topology, job, plan)
+    if not columns:
+        return []
+    found = []
+    for node in _summing(topology):
+        trees = [aggregation_tree(topology, column, node) for column in columns]
+        whole = [tree for tree in trees if tree is not None]
+        if len(whole) == len(columns):
+            found.append((max(len(tree) for tree in whole), node, whole))
+    chosen = []
+    for _, node, whole in sorted(found, key=lambda entry: entry[:2])[:_MOST_ROOTS]:
+        slots = _slots(topology, whole, _pools(topology))
+        if slots:
+            chosen.append(TreeChoice(roots=(node,) * len(columns), slots=slots))
+    return chosen
+
+
+def spread_trees(
+    topology: Topology,
+    job: JobSpec,
+    plan: JobPlan,
+    *,
+    loads: Mapping[int, float] | None = None,
+    free: Mapping[str, int] | None = None,
+) -> TreeChoice | None:
+    """Roots tree by tree, each where the busiest link of its tree has least to carry.
+
+    Args:
+        topology: The cluster.
+        job: The job.
+        plan: Its plan: the split and the order of ranks.
+        loads: Bytes per second that others put on links; None for nothing.
+        free: Slots that are left at each switch; None for all.
+
+    Returns:
+        The choice; None where some tree finds no root with a slot left.
+    """
+    columns = summed_columns(topology, job, plan)
+    if not columns:
+        return None
+    pools = dict(_pools(topology) if free is None else free)
+    busy = dict(loads or {})
+    chosen = job.split_as(plan.split)
+    rate = chosen.gradient_bytes / max(chosen.compute_s, 1e-9) / len(columns)
+    roots, trees = [], []
+    for column in columns:
+        options = [
+            (_busiest(topology, tree, busy, rate), len(tree), node, tree)
+            for node, tree in _trees(topology, column)
+            if all(pools.get(name, 0) > 0 for name in _meeting(tree))
+        ]
+        if not options:
+            return None
+        _, _, node, tree = min(options)
+        for link in tree_links(topology, tree):
+            busy[link] = busy.get(link, 0.0) + rate
+        for name in _meeting(tree):
+            pools[name] -= 1
+        roots.append(node)
+        trees.append(tree)
+    slots = _slots(topology, trees, _pools(topology) if free is None else free)
+    return TreeChoice(roots=tuple(roots), slots=slots) if slots else None
+
+
+def free_slots(
+    topology: Topology, jobs: Sequence[JobSpec], plan: ClusterPlan, *, without: str
+) -> dict[str, int]:
+    """Slots of each switch that other jobs leave."""
+    left = dict(_pools(topology))
+    for job in jobs:
+        own = plan.jobs[job.job_id]
+        if job.job_id == without or own.algorithm != "in_network":
+            continue
+        for tree in job_trees(topology, job, own):
+            for name in _meeting(tree):
+                left[name] = max(0, left[name] - own.slots)
+    return left
+
+
+def job_trees(topology: Topology, job: JobSpec, plan: JobPlan) -> list[Tree]:
+    """The trees of a job that sums in the network."""
+    columns = summed_columns(topology, job, plan) or []
+    trees = [aggregation_tree(topology, c, plan.root_of(i)) for i, c in enumerate(columns)]
+    return [tree for tree in trees if tree is not None]
+
+
+def slots_for(topology: Topology, tree: Tree) -> int:
+    """Slots that keep a tree busy: what its fastest link carries in a round trip to the root.
+
+    At most as many as its smallest switch has.
+    """
+    above = dict(tree)
+    links = dict(zip((child for child, _ in tree), tree_links(topology, tree)[::2], strict=True))
+    delays_s, wanted, most = [], 0.0, math.inf
+    for child, parent in tree:
+        node, delay_s = child, 0.0
+        while node in above:
+            delay_s += 2 * float(topology.latencies_s[links[node]])
+            node = above[node]
+        delays_s.append(delay_s)
+        rate = float(topology.capacities_bytes_per_s[links[child]])
+        pool = topology.ability_of(parent).aggregation
+        if pool is None:  # it only passes on
+            continue
+        wanted, most = max(wanted, rate / pool.slot_bytes), min(most, pool.slots)
+    return int(max(1, min(most, math.ceil(wanted * max(delays_s)))))
+
+
+def _slots(topology: Topology, trees: Sequence[Tree], pools: Mapping[str, int]) -> int:
+    """Slots per tree such that all of them fit; 0 where not even one does."""
+    through = Counter(name for tree in trees for name in _meeting(tree))
+    most = min((pools.get(name, 0) // count for name, count in through.items()), default=0)
+    return min(most, max(slots_for(topology, tree) for tree in trees))
+
+
+def _busiest(topology: Topology, tree: Tree, busy: Mapping[int, float], rate: float) -> float:
+    return max(
+        (busy.get(link, 0.0) + rate) / float(topology.capacities_bytes_per_s[link])
+        for link in tree_links(topology, tree)
+    )
+
+
+def _meeting(tree: Tree) -> list[str]:
+    """Switches in which streams meet, the root among them: those lend slots."""
+    streams = Counter(parent for _, parent in tree)
+    children = {child for child, _ in tree}
+    return [name for name, number in streams.items() if number > 1 or name not in children]
+
+
+@functools.lru_cache(maxsize=4096)
+def _trees(topology: Topology, column: tuple[int, ...]) -> tuple[tuple[str, Tree], ...]:
+    """Roots that can sum a column, the nearest first, with their trees."""
+    found = []
+    for node in _summing(topology):
+        tree = aggregation_tree(topology, column, node)
+        if tree is not None:
+            found.append((len(tree), node, tree))
+    return tuple((node, tree) for _, node, tree in sorted(found)[:_MOST_WEIGHED])
+
+
+@functools.lru_cache(maxsize=64)
+def _pools(topology: Topology) -> Mapping[str, int]:
+    return {
+        ability.node: ability.aggregation.slots
+        for ability in topology.switches
+        if ability.aggregation is not None
+    }
+
+
+def _summing(topology: Topology) -> list[str]:
+    return list(_pools(topology))

@@ -1,0 +1,304 @@
+"""What a plan asks of the layers below: compute of a rank, and messages of each axis of its mesh.
+
+Times here hold on links that cost nothing; who carries the messages, and how long that takes, is
+decided below. The rank is one of the slowest stage: the others wait for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+from fivefold.errors import ConfigurationError
+from fivefold.strategy._cost import evaluate_plan, mean_layer_cost
+from fivefold.strategy._device import DeviceSpec
+from fivefold.strategy._fabric import FabricSpec, Tier
+from fivefold.strategy._layer import LayerKey
+from fivefold.strategy._memory import stage_parameters
+from fivefold.strategy._model import ModelSpec
+from fivefold.strategy._operators import Operator, head_operators, layer_operators
+from fivefold.strategy._pipeline import pipeline_shape, stage_layers
+from fivefold.strategy._plan import ParallelPlan
+
+__all__ = ["Message", "PlanDemand", "axis_groups", "plan_demand"]
+
+Phase = Literal["forward", "backward", "reduce", "gather"]
+_FREE_BYTES_PER_S = 1e30
+_MOST_SEGMENTS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """A collective that a segment needs.
+
+    Attributes:
+        axis: Axis of the mesh, as ``ParallelPlan.group`` names it.
+        kind: ``"all_reduce"``, ``"reduce_scatter"``, ``"all_gather"``, ``"all_to_all"``,
+            ``"send"`` (to the next stage) or ``"return"`` (to the one before).
+        size_bytes: The logical buffer per GPU; of an all-gather its output.
+        phase: Once per micro-batch in ``"forward"`` or ``"backward"``; once per iteration after
+            the last backward (``"reduce"``) or before the first forward (``"gather"``).
+        hidden: Whether it runs beside compute instead of holding it up.
+
+    Example:
+        >>> Message(axis="data", kind="all_reduce", size_bytes=8, phase="reduce").hidden
+        False
+    """
+
+    axis: str
+    kind: str
+    size_bytes: int
+    phase: Phase
+    hidden: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanDemand:
+    """One iteration of a plan on one rank.
+
+    A rank runs ``micro_batches`` times through ``segments`` equal runs of layers.
+
+    Attributes:
+        plan: The plan.
+        segments: How many runs of layers.
+        micro_batches: How many micro-batches a rank works on.
+        forward_s: Compute of a segment's forward, per micro-batch.
+        backward_s: Compute of its backward, recomputation included.
+        messages: What each segment sends.
+        boundary: What the last segment sends to its neighbour stage, per micro-batch.
+        idle_s: Waiting in the pipeline, on free links.
+        optimizer_s: The optimizer's step.
+        overhead_s: Everything else, such as transfers to the host.
+
+    Example:
+        >>> from fivefold.strategy import load_cluster, named_model
+        >>> plan = ParallelPlan(global_batch=8, data=8)
+        >>> found = plan_demand(named_model("llama3-8b"), load_cluster("h100-nemo").device, plan)
+        >>> [(m.axis, m.kind, m.phase) for m in found.messages]
+        [('data', 'all_reduce', 'reduce')]
+    """
+
+    plan: ParallelPlan
+    segments: int
+    micro_batches: int
+    forward_s: float
+    backward_s: float
+    messages: tuple[Message, ...]
+    boundary: tuple[Message, ...] = ()
+    idle_s: float = 0.0
+    optimizer_s: float = 0.0
+    overhead_s: float = 0.0
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of an iteration in which the rank does not wait for links."""
+        once_s = self.segments * (self.forward_s + self.backward_s)
+        return self.micro_batches * once_s + self.idle_s + self.optimizer_s + self.overhead_s
+
+
+def axis_groups(plan: ParallelPlan, axis: str) -> tuple[tuple[int, ...], ...]:
+    """The groups of an axis, by position in the mesh.
+
+    Args:
+        plan: The plan.
+        axis: As ``ParallelPlan.group`` names it.
+
+    Returns:
+        Groups of equal size that hold every position once.
+
+    Raises:
+        ConfigurationError: There is no such axis.
+
+    Example:
+        >>> axis_groups(ParallelPlan(global_batch=2, data=2, tensor=2), "data")
+        ((0, 2), (1, 3))
+    """
+    group = plan.group(axis)
+    return tuple(
+        tuple(first + member * group.stride for member in range(group.size))
+        for first in range(plan.num_gpus)
+        if first // group.stride % group.size == 0
+    )
+
+
+def plan_demand(
+    model: ModelSpec, device: DeviceSpec, plan: ParallelPlan, *, gpus_per_node: int = 8
+) -> PlanDemand:
+    """What a plan computes and sends.
+
+    Args:
+        model: What is trained.
+        device: On which GPU and stack.
+        plan: Split how.
+        gpus_per_node: For the stack's lag between nodes.
+
+    Returns:
+        The demand of a rank of the slowest stage.
+
+    Raises:
+        ConfigurationError: The plan cannot run the model.
+
+    Example:
+        >>> from fivefold.strategy import load_cluster, named_model
+        >>> plan = ParallelPlan(global_batch=8, data=4, tensor=2)
+        >>> found = plan_demand(named_model("llama3-8b"), load_cluster("h100-nemo").device, plan)
+        >>> found.segments, found.micro_batches
+        (4, 2)
+    """
+    # ZeRO changes messages and the optimizer's share of work, never what layers compute.
+    free = _free_fabric(plan.num_gpus, gpus_per_node)
+    quiet = evaluate_plan(model, device, free, plan=dataclasses.replace(plan, tau=1)).time
+    layers = max(
+        stage_layers(model.num_layers, plan.pipeline, embedding_layers=plan.embedding_layers)
+    )
+    segments = max(1, min(layers, _MOST_SEGMENTS))
+    forward_share = _forward_share(model, device, free, plan)
+    once_s = (quiet.compute_s + quiet.recompute_s) / plan.num_micro_batches / segments
+    return PlanDemand(
+        plan=plan,
+        segments=segments,
+        micro_batches=plan.num_micro_batches,
+        forward_s=forward_share * once_s,
+        backward_s=(1 - forward_share) * once_s,
+        messages=(
+            *_layer_messages(model, device, plan, share=layers / segments, segments=segments),
+            *_state_messages(model, device, plan, segments=segments),
+        ),
+        boundary=_boundary_messages(model, device, plan),
+        idle_s=max(quiet.idle_s, 0.0),  # uneven stages count in the compute already
+        optimizer_s=quiet.optimizer_s,
+        overhead_s=quiet.overhead_s + quiet.offload_s,
+    )
+
+
+def _free_fabric(gpus: int, gpus_per_node: int) -> FabricSpec:
+    """Links without cost; nodes as large as they are."""
+    if gpus_per_node < 1:
+        message = f"gpus_per_node must be at least 1; got {gpus_per_node}"
+        raise ConfigurationError(message, hint="the number of GPUs of a host")
+    sizes = (gpus_per_node, gpus_per_node * max(2, -(-gpus // gpus_per_node)))
+    return FabricSpec(
+        name="free",
+        tiers=tuple(
+            Tier(
+                name=f"free {size}", gpus=size, bandwidth_bytes_per_s=_FREE_BYTES_PER_S,
+                efficiency=1.0, base_s=0.0, hop_s=0.0,
+            )
+            for size in sizes
+        ),
+    )  # fmt: skip
+
+
+def _forward_share(
+    model: ModelSpec, device: DeviceSpec, free: FabricSpec, plan: ParallelPlan
+) -> float:
+    """Forward's part of a stage's compute."""
+    layer = mean_layer_cost(model, device, free, key=LayerKey.of(plan))
+    return layer.forward_s / (layer.forward_s + layer.input_s + layer.weight_s)
+
+
+def _operators(
+    model: ModelSpec, device: DeviceSpec, plan: ParallelPlan
+) -> list[tuple[float, tuple[Operator, ...]]]:
+    """Operators of a dense and of an expert layer, with their share of all layers."""
+    shape = LayerKey.of(plan).shape(device)
+    experts = model.num_expert_layers / model.num_layers
+    found = []
+    if experts < 1:
+        found.append((1 - experts, layer_operators(model, shape)))
+    if experts > 0:
+        found.append((experts, layer_operators(model, shape, expert_layer=True)))
+    return found
+
+
+def _layer_messages(
+    model: ModelSpec, device: DeviceSpec, plan: ParallelPlan, *, share: float, segments: int
+) -> tuple[Message, ...]:
+    """What ``share`` mean layers send per micro-batch, axis by axis."""
+    sizes: dict[str, float] = {}
+    for weight, operators in _operators(model, device, plan):
+        for op in operators:
+            if op.message:
+                sizes[op.message] = sizes.get(op.message, 0.0) + weight * share * op.message_bytes
+    if plan.tensor > 1 and plan.pipeline == 1 and not model.stages:
+        head = head_operators(model, LayerKey.of(plan).shape(device))
+        sizes["tensor"] += sum(op.message_bytes for op in head) / segments
+    kinds = {"tensor": "all_reduce", "context": "all_gather", "expert": "all_to_all"}
+    hidden = {"tensor": plan.tensor_overlap != "none", "context": True, "expert": False}
+    again = 2 if plan.recompute == "full" else 1  # backward runs forward, messages and all, first
+    found: list[Message] = []
+    for axis, size in sizes.items():
+        if plan.group(axis).size == 1:
+            continue
+        # Keys and values come round again in backward, and their gradients with them.
+        backward = size * (again if axis != "context" else again + 1)
+        one = Message(
+            axis=axis, kind=kinds[axis], size_bytes=round(size), phase="forward",
+            hidden=hidden[axis],
+        )  # fmt: skip
+        found += [one, dataclasses.replace(one, phase="backward", size_bytes=round(backward))]
+    return tuple(found)
+
+
+def _state_messages(
+    model: ModelSpec, device: DeviceSpec, plan: ParallelPlan, *, segments: int
+) -> tuple[Message, ...]:
+    """Gradients and parameters of a segment."""
+    kept, routed = max(stage_parameters(model, plan, name) for name in ("first", "last"))
+    found: list[Message] = []
+    for count, whole, shards in (
+        (kept, "data", "shard"), (routed, "expert_data", "expert_data"),
+    ):  # fmt: skip
+        gradient = round(device.gradient_wire_bytes * count / segments / plan.tau)
+        parameter = round(device.parameter_wire_bytes * count / segments)
+        if not gradient or plan.group(whole).size == 1:
+            continue
+        if plan.zero == 0:
+            found.append(
+                Message(axis=whole, kind="all_reduce", size_bytes=gradient, phase="reduce")
+            )
+            continue
+        found += _sharded(plan, shards, gradient=gradient, parameter=parameter)
+        replicas = plan.group("replica").size
+        if shards == "shard" and replicas > 1:
+            found.append(
+                Message(axis="replica", kind="all_reduce", phase="reduce",
+                        size_bytes=gradient // plan.shards)
+            )  # fmt: skip
+    return tuple(found)
+
+
+def _sharded(plan: ParallelPlan, axis: str, *, gradient: int, parameter: int) -> list[Message]:
+    """What ZeRO sends instead of an all-reduce: once, or for every micro-batch."""
+    if plan.group(axis).size == 1:
+        return []
+    scatter = Message(axis=axis, kind="reduce_scatter", size_bytes=gradient, phase="reduce")
+    gather = Message(axis=axis, kind="all_gather", size_bytes=parameter, phase="gather")
+    if plan.zero == 1:
+        return [scatter, gather]
+    each = dataclasses.replace(scatter, phase="backward", hidden=plan.data_overlap)
+    if plan.zero == 2:
+        return [each, gather]
+    forward = dataclasses.replace(gather, phase="forward", hidden=plan.data_overlap)
+    return [forward, dataclasses.replace(forward, phase="backward"), each]
+
+
+def _boundary_messages(
+    model: ModelSpec, device: DeviceSpec, plan: ParallelPlan
+) -> tuple[Message, ...]:
+    """Activations to the next stage and their gradients back, per micro-batch."""
+    if plan.pipeline == 1 or model.stages:
+        return ()
+    size = 2.0 * plan.micro_batch * model.seq_len / plan.context * model.hidden
+    if plan.sequence_parallel or (device.splits_stage_messages and plan.tensor > 1):
+        size /= plan.tensor
+    shape = pipeline_shape(
+        plan.schedule, stages=plan.pipeline, micro_batches=plan.num_micro_batches,
+        virtual=plan.virtual, forward_s=1.0, input_s=1.0, weight_s=1.0,
+    )  # fmt: skip
+    ahead = Message(
+        axis="pipeline", kind="send", size_bytes=round(size * shape.boundary_messages),
+        phase="forward", hidden=plan.pipeline_overlap,
+    )  # fmt: skip
+    return ahead, dataclasses.replace(ahead, kind="return", phase="backward")
