@@ -22,3 +22,8 @@ def bridge_works() -> None:
 @pytest.fixture
 def relay_works() -> None:
     _need("namespaces", "tun")
+
+
+@pytest.fixture
+def classes_work() -> None:
+    _need("namespaces", "bridge", "veth", "htb", "u32")

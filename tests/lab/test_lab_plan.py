@@ -124,4 +124,7 @@ def test_ranks_are_numbered_host_by_host_as_torchrun_does() -> None:
         "reason": None,
         "mtu": None,
         "topology": None,
+        "classes": 1,
+        "host_classes": {},
+        "aggregation": {},
     }

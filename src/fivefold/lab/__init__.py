@@ -5,6 +5,7 @@ rate, a delay, jitter and loss. Knows nothing of training and never imports torc
 """
 
 from fivefold.lab._capabilities import Capabilities, Capability, probe_capabilities
+from fivefold.lab._classes import class_tos
 from fivefold.lab._clean import CleanReport, clean_lab
 from fivefold.lab._result import LabResult, RankResult
 from fivefold.lab._run import run_lab
@@ -17,6 +18,7 @@ __all__ = [
     "LabResult",
     "LabSpec",
     "RankResult",
+    "class_tos",
     "clean_lab",
     "probe_capabilities",
     "run_lab",

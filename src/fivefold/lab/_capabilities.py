@@ -7,6 +7,7 @@ that fails keeps the tool's own message as the reason, with what would fix it.
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -25,6 +26,9 @@ _PROBES = {
     "tbf": "tc qdisc add dev lo root tbf rate 1mbit burst 4kb latency 10ms",
     "netem": "tc qdisc add dev lo root netem delay 1ms",
     "tun": "ip tuntap add dev probe mode tun",
+    "htb": "tc qdisc add dev lo root handle 1: htb",
+    "u32": "tc qdisc add dev lo root handle 1: htb && tc filter add dev lo parent 1: protocol ip "
+    "prio 1 u32 match ip dsfield 0x20 0xe0 flowid 1:1",
 }
 _UNTRIED: tuple[str | None, str | None] = ("not tried without namespaces", "as for namespaces")
 _MEANING = {
@@ -34,6 +38,8 @@ _MEANING = {
     "tbf": "rates",
     "netem": "delay, jitter and loss in the kernel",
     "tun": "delay, jitter and loss through the user-space relay",
+    "htb": "priority classes on links",
+    "u32": "telling the classes of packets apart",
 }
 _FIXES = {
     "bridge": "load the kernel module 'bridge', or use a kernel with CONFIG_BRIDGE",
@@ -41,6 +47,9 @@ _FIXES = {
     "tbf": "load the kernel module 'sch_tbf', or use a kernel with CONFIG_NET_SCH_TBF",
     "netem": "none needed while 'tun' works: the relay does it; else load the module 'sch_netem'",
     "tun": "make /dev/net/tun available to this user (module 'tun', or the container's --device)",
+    "htb": "load the kernel module 'sch_htb', or use a kernel with CONFIG_NET_SCH_HTB",
+    "u32": "load the kernel modules 'sch_htb' and 'cls_u32', or use a kernel with "
+    "CONFIG_NET_SCH_HTB and CONFIG_NET_CLS_U32",
 }
 
 
@@ -192,11 +201,14 @@ def _isolation_fix() -> str:
 
 
 def _try(isolation: str, command: str) -> str | None:
-    tool, *arguments = command.split()
+    tool = command.split(maxsplit=1)[0]
     path = find_tool(tool)
     if path is None:
         return f"the tool '{tool}' is missing"
-    return _run([*isolation_command(isolation), path, *arguments])
+    script = " && ".join(
+        f"{shlex.quote(path)} {part.split(maxsplit=1)[1]}" for part in command.split(" && ")
+    )
+    return _run([*isolation_command(isolation), "sh", "-c", script])
 
 
 def _fix(name: str, command: str) -> str:

@@ -9,12 +9,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fivefold.lab._plan import address_of
+from fivefold.lab._plan import AGGREGATOR_PORT, address_of, aggregator_address
 from fivefold.lab._spec import LabSpec
 
 __all__ = ["LabFacts", "Rendezvous", "rank_environment"]
 
 _PORT = 29500
+_AGGREGATION = "FIVEFOLD_AGGREGATION"
 _DEFAULTS = {
     "OMP_NUM_THREADS": "1",  # ranks share the cores; more threads than cores only wait
     "PYTHONUNBUFFERED": "1",  # so that logs are complete also when a rank is killed
@@ -55,6 +56,12 @@ class LabFacts:
             "reason": self.reason,
             "mtu": spec.mtu,
             "topology": spec.topology,
+            "classes": spec.classes,
+            "host_classes": {str(host): own for host, own in spec.host_classes.items()},
+            "aggregation": {
+                node: f"{aggregator_address(spec, node)}:{AGGREGATOR_PORT}"
+                for node in sorted(spec.aggregators)
+            },
         }
 
 
@@ -110,4 +117,7 @@ def rank_environment(
         "TP_SOCKET_IFNAME": meet.interface,
         "FIVEFOLD_LAB": json.dumps(facts.to_dict()),
     }
+    if len(spec.aggregators) == 1:  # the backend "fivefold" then sums there without being told
+        (node,) = spec.aggregators
+        kept = {_AGGREGATION: f"{aggregator_address(spec, node)}:{AGGREGATOR_PORT}", **kept}
     return {**_DEFAULTS, **kept, **{key: str(value) for key, value in own.items()}}

@@ -67,18 +67,18 @@ class Network:
     def _apply_step(self, step: Step) -> None:
         own = f"/proc/{os.getpid()}/fd"
         argv = [
-            f"{own}/{self._fd_of(word.removeprefix('@'))}" if word.startswith("@") else word
+            f"{own}/{self.fd_of(word.removeprefix('@'))}" if word.startswith("@") else word
             for word in step.argv
         ]
         argv[0] = self._tool(argv[0])
-        with entered(self._fd_of(step.namespace)):
+        with entered(self.fd_of(step.namespace)):
             done = subprocess.run(
                 argv,
                 capture_output=True,
                 text=True,
                 check=False,
                 timeout=_STEP_TIMEOUT_S,
-                stdin=subprocess.DEVNULL,
+                input="".join(f"{line}\n" for line in step.lines),
             )
         if done.returncode != 0:
             raise UnsupportedError(
@@ -86,7 +86,8 @@ class Network:
                 hint="'fivefold lab check' says what this machine can do",
             )
 
-    def _fd_of(self, namespace: str) -> int | None:
+    def fd_of(self, namespace: str) -> int | None:
+        """Descriptor of a namespace; None for the supervisor's own, where the switch is."""
         if namespace == SWITCH:
             return None
         if namespace.startswith("node"):

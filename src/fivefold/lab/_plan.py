@@ -16,27 +16,34 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fivefold.lab._classes import htb_commands
 from fivefold.lab._spec import LabSpec
 
 __all__ = [
+    "AGGREGATOR_NETWORK",
+    "AGGREGATOR_PORT",
     "BURST_S",
     "FRAME_OVERHEAD_BYTES",
     "SWITCH",
     "Step",
     "address_of",
+    "aggregator_address",
     "host_name",
     "plan_bridge",
     "plan_relay",
     "queue_bytes",
     "relay_mtu",
-    "shaper",
+    "shape_link",
 ]
 
 SWITCH = "switch"
+AGGREGATOR_PORT = 5900
+AGGREGATOR_NETWORK = "10.79.0.0/16"
 BURST_S = 0.001
 LARGE_PACKET_S = 0.02
 _LARGE_PACKET_BYTES = 66_000  # Linux joins up to 64 KiB of a stream, and headers, into one packet
 FRAME_OVERHEAD_BYTES = 14  # the Ethernet header, which tbf counts
+_BRIDGE_ADDRESS = "10.77.0.254"  # behind those of the hosts
 _ETHERNET_MTU = 1500
 _MAX_RELAY_MTU = 65000
 _RELAY_PACKET_S = 0.0004  # serialising one packet may take this long: bounds packets per second
@@ -57,6 +64,7 @@ class Step:
 
     namespace: str
     argv: tuple[str, ...]
+    lines: tuple[str, ...] = ()  # what the command reads
 
 
 def host_name(host: int) -> str:
@@ -77,6 +85,16 @@ def address_of(host: int) -> str:
         '10.77.0.1'
     """
     return f"10.77.0.{host + 1}"
+
+
+def aggregator_address(spec: LabSpec, node: str) -> str:
+    """IPv4 address of a switch that sums.
+
+    Example:
+        >>> aggregator_address(LabSpec(aggregators={"switch": {}}), "switch")
+        '10.79.0.1'
+    """
+    return f"10.79.0.{sorted(spec.aggregators).index(node) + 1}"
 
 
 def relay_mtu(spec: LabSpec) -> int:
@@ -129,8 +147,16 @@ def plan_bridge(spec: LabSpec, *, netem: bool = False) -> list[Step]:
     for host in range(spec.hosts):
         steps += _plan_cable(spec, host)
         steps += _plan_uplink(spec, host, netem=netem)
-        if spec.rate_of(host) is not None:
-            steps.append(_step(SWITCH, f"tc qdisc add dev port{host} root {_tbf(spec, host)}"))
+        rate = spec.rate_of(host)
+        if rate is not None:
+            steps.append(shape_link(spec, rate, namespace=SWITCH, device=f"port{host}"))
+    if spec.aggregators:
+        steps.append(_step(SWITCH, f"ip addr add {_BRIDGE_ADDRESS}/24 dev br0"))
+        steps.append(_step(SWITCH, f"ip addr add {aggregator_address(spec, SWITCH)}/32 dev br0"))
+        steps += [
+            _step(host_name(host), f"ip route add {AGGREGATOR_NETWORK} via {_BRIDGE_ADDRESS}")
+            for host in range(spec.hosts)
+        ]
     return steps
 
 
@@ -171,35 +197,43 @@ def _plan_uplink(spec: LabSpec, host: int, *, netem: bool) -> list[Step]:
             steps.append(_step(name, "ip link set eth0 gso_max_segs 1"))
         steps.append(_step(name, f"tc qdisc add dev eth0 root handle 1: {_netem(spec, host)}"))
         parent = "parent 1:1"
-    if spec.rate_of(host) is not None:
-        steps.append(_step(name, f"tc qdisc add dev eth0 {parent} {_tbf(spec, host)}"))
+    rate = spec.rate_of(host)
+    if rate is not None:
+        steps.append(shape_link(spec, rate, namespace=name, device="eth0", parent=parent))
     return steps
 
 
-def _tbf(spec: LabSpec, host: int) -> str:
-    return shaper(spec, spec.rate_of(host) or 0.0)
-
-
-def shaper(spec: LabSpec, rate: float) -> str:
-    """The ``tbf`` queue of one direction of a link.
+def shape_link(
+    spec: LabSpec, rate: float, *, namespace: str, device: str, parent: str = "root"
+) -> Step:
+    """What gives one direction of a link its rate: ``tbf``, or ``htb`` where it has classes.
 
     Args:
-        spec: The cluster: its packet size and queue.
+        spec: The cluster: its packet size, queue and classes.
         rate: Rate in bytes per second.
+        namespace: Where the link is left.
+        device: The interface there.
+        parent: What the queue hangs below.
 
     Returns:
-        The words that follow ``tc qdisc add dev NAME root``.
+        The step.
 
     Example:
-        >>> shaper(LabSpec(), 1e6)
-        'tbf rate 8000000bit burst 3028b latency 50000us'
+        >>> " ".join(shape_link(LabSpec(), 1e6, namespace="host0", device="eth0").argv)
+        'tc qdisc add dev eth0 root tbf rate 8000000bit burst 3028b latency 50000us'
     """
     mtu = spec.mtu or _ETHERNET_MTU
     burst = max(rate * BURST_S, 2 * (mtu + FRAME_OVERHEAD_BYTES))
     if rate * LARGE_PACKET_S >= _LARGE_PACKET_BYTES:
         burst = max(burst, _LARGE_PACKET_BYTES)
-    latency_us = round(queue_bytes(spec, rate, mtu=mtu) / rate * 1e6)
-    return f"tbf rate {round(rate * 8)}bit burst {round(burst)}b latency {latency_us}us"
+    held = queue_bytes(spec, rate, mtu=mtu)
+    if spec.classes > 1:
+        sizes = (round(burst), round(held + burst))  # tbf's limit is latency and burst as well
+        lines = htb_commands(spec, rate, device=device, parent=parent, sizes=sizes)
+        return Step(namespace, ("tc", "-batch", "-"), lines)
+    latency_us = round(held / rate * 1e6)
+    tbf = f"tbf rate {round(rate * 8)}bit burst {round(burst)}b latency {latency_us}us"
+    return _step(namespace, f"tc qdisc add dev {device} {parent} {tbf}")
 
 
 def _netem(spec: LabSpec, host: int) -> str:

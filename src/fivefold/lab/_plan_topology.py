@@ -9,18 +9,19 @@ predicted is what is run. Pure data, as the plan of one switch.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from typing import TYPE_CHECKING
 
-from fivefold.lab._plan import Step, address_of, host_name, shaper
+from fivefold.lab._plan import Step, address_of, aggregator_address, host_name, shape_link
 from fivefold.lab._spec import LabSpec
 
 if TYPE_CHECKING:
     from fivefold.network.topology import Topology
 
-__all__ = ["plan_topology"]
+__all__ = ["namespace_of", "plan_topology"]
 
 _ETHERNET_MTU = 1500
+_FIRST_TABLE = 1000  # of routes; the kernel's own have numbers up to 255
 _SETTINGS = {"ip_forward": 1, "conf/all/rp_filter": 0, "conf/default/rp_filter": 0}
 
 
@@ -50,8 +51,29 @@ def plan_topology(spec: LabSpec) -> tuple[int, list[Step]]:
     ]
     for number, (pair, rates) in enumerate(sorted(pairs.items())):
         steps += _plan_link(spec, pair, rates, number=number, names=names)
-    steps += _plan_routes(topology, {pair: at for at, pair in enumerate(sorted(pairs))}, names)
+    numbers = {pair: at for at, pair in enumerate(sorted(pairs))}
+    next_hops = _next_hops(topology)
+    for name in spec.aggregators:
+        address = aggregator_address(spec, name)
+        steps.append(_step(names[topology.index(name)], f"ip addr add {address}/32 dev lo"))
+        _add_tree(topology, topology.index(name), address, next_hops)
+    steps += _plan_routes(topology, next_hops, numbers, names)
+    steps += _plan_own_routes(spec, topology, next_hops, numbers)
     return topology.num_nodes - topology.num_ranks, steps
+
+
+def namespace_of(spec: LabSpec, node: str) -> str:
+    """The namespace that a node of the topology is.
+
+    Example:
+        >>> from fivefold.network.topology import switch
+        >>> namespace_of(LabSpec.of_topology(switch(2, bandwidth="1 MB/s")), "switch0")
+        'node0'
+    """
+    from fivefold.network.topology import Topology  # noqa: PLC0415 - only here it needs numpy
+
+    topology = Topology.from_toml(str(spec.topology))
+    return _namespaces(topology)[topology.index(node)]
 
 
 def _namespaces(topology: Topology) -> list[str]:
@@ -112,7 +134,7 @@ def _plan_link(
         steps += [
             _step(name, f"ip addr add {_end_address(number, side)}/30 dev link{number}"),
             _step(name, f"ip link set link{number} mtu {mtu} up"),
-            _step(name, f"tc qdisc add dev link{number} root {shaper(spec, rates[side])}"),
+            shape_link(spec, rates[side], namespace=name, device=f"link{number}"),
         ]
     return steps
 
@@ -123,26 +145,90 @@ def _end_address(number: int, side: int) -> str:
     return f"10.{78 + (place >> 16)}.{place >> 8 & 255}.{place & 255}"
 
 
-def _plan_routes(
-    topology: Topology, numbers: dict[tuple[int, int], int], names: list[str]
-) -> list[Step]:
-    """At every node that lies on a route to a host, the way to that host."""
-    next_hops: dict[tuple[int, int], int] = {}
+def _next_hops(topology: Topology) -> dict[tuple[int, str], int]:
+    """At every node that lies on a route to a host, the way to that host's address."""
+    next_hops: dict[tuple[int, str], int] = {}
     for target in range(topology.num_ranks):
         for source in range(topology.num_ranks):
             if source != target:
                 for link in topology.shortest_route(source, target):
                     node = int(topology.link_sources[link])
-                    next_hops.setdefault((node, target), int(topology.link_targets[link]))
-    steps = []
-    for (node, target), neighbour in sorted(next_hops.items()):
-        pair = (min(node, neighbour), max(node, neighbour))
-        via = _end_address(numbers[pair], int(neighbour > node))
-        rank = int(topology.rank_of_node[node])
-        own = f" src {address_of(rank)}" if rank >= 0 else ""
-        command = f"ip route add {address_of(target)}/32 via {via} dev link{numbers[pair]}{own}"
-        steps.append(_step(names[node], command))
+                    next_hops.setdefault(
+                        (node, address_of(target)), int(topology.link_targets[link])
+                    )
+    return next_hops
+
+
+def _add_tree(
+    topology: Topology, root: int, address: str, next_hops: dict[tuple[int, str], int]
+) -> None:
+    """The ways between all hosts and a switch that sums: fewest links, and the same ones back."""
+    frontier = deque([root])
+    seen = {root}
+    while frontier:
+        node = frontier.popleft()
+        for link in topology.in_links(node):
+            child = int(topology.link_sources[link])
+            if child in seen:
+                continue
+            seen.add(child)
+            next_hops[child, address] = node
+            if topology.is_rank[child]:
+                own = address_of(int(topology.rank_of_node[child]))
+                below = child
+                while below != root:
+                    above = next_hops[below, address]
+                    next_hops.setdefault((above, own), below)
+                    below = above
+            else:
+                frontier.append(child)
+
+
+def _plan_routes(
+    topology: Topology,
+    next_hops: dict[tuple[int, str], int],
+    numbers: dict[tuple[int, int], int],
+    names: list[str],
+) -> list[Step]:
+    return [
+        _step(names[node], f"ip route add {_hop(topology, (node, neighbour), address, numbers)}")
+        for (node, address), neighbour in sorted(next_hops.items())
+    ]
+
+
+def _plan_own_routes(
+    spec: LabSpec,
+    topology: Topology,
+    next_hops: dict[tuple[int, str], int],
+    numbers: dict[tuple[int, int], int],
+) -> list[Step]:
+    """Where a pair of hosts has a route of its own: a table for it at each node that it changes."""
+    names, steps = _namespaces(topology), []
+    for number, ((source, target), links) in enumerate(sorted(spec.routes.items())):
+        address, table = address_of(target), _FIRST_TABLE + number
+        for link in links:
+            ends = int(topology.link_sources[link]), int(topology.link_targets[link])
+            if next_hops.get((ends[0], address)) == ends[1]:
+                continue
+            hop = _hop(topology, ends, address, numbers)
+            rule = f"from {address_of(source)}/32 to {address}/32 lookup {table}"
+            steps += [
+                _step(names[ends[0]], f"ip route add {hop} table {table}"),
+                _step(names[ends[0]], f"ip rule add {rule}"),
+            ]
     return steps
+
+
+def _hop(
+    topology: Topology, ends: tuple[int, int], address: str, numbers: dict[tuple[int, int], int]
+) -> str:
+    """The words of a route to an address from one node over its neighbour."""
+    node, neighbour = ends
+    number = numbers[min(ends), max(ends)]
+    via = _end_address(number, int(neighbour > node))
+    rank = int(topology.rank_of_node[node])
+    own = f" src {address_of(rank)}" if rank >= 0 else ""
+    return f"{address}/32 via {via} dev link{number}{own}"
 
 
 def _step(namespace: str, command: str) -> Step:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fivefold.errors import CommunicationError
@@ -65,6 +65,9 @@ class LabResult:
         wall_s: From the start of the ranks to the end of the last.
         log_folder: Folder of the ranks' output.
         lab: The cluster as the ranks saw it in ``FIVEFOLD_LAB``.
+        sums: What each switch that sums counted, as
+            :class:`fivefold.network.aggregation.SwitchState` names it; a switch that died is not
+            there.
     """
 
     ranks: tuple[RankResult, ...]
@@ -73,6 +76,7 @@ class LabResult:
     wall_s: float
     log_folder: Path
     lab: dict[str, Any]
+    sums: dict[str, dict[str, int]] = field(default_factory=dict)
 
     @property
     def exit_code(self) -> int:

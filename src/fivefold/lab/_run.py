@@ -29,6 +29,7 @@ from fivefold.lab._plan import address_of, host_name
 from fivefold.lab._result import LabResult, RankResult
 from fivefold.lab._spec import LabSpec
 from fivefold.lab._state import make_run_folder, remove_run_folder, write_state
+from fivefold.lab._summing import read_counts
 from fivefold.units import format_duration_s
 
 if TYPE_CHECKING:
@@ -121,15 +122,29 @@ def choose_means(spec: LabSpec, *, allow_unshaped: bool) -> tuple[str | None, st
         >>> choose_means(LabSpec(hosts=2), allow_unshaped=True)
         (None, 'no rate, delay or loss was asked for')
     """
+    able = probe_capabilities()
+    # Over loopback there is no switch in which something could be summed.
+    allow_unshaped = allow_unshaped and not spec.aggregators
+    if spec.aggregators and not able["namespaces"].works:
+        return _refuse([able["namespaces"]], allow_unshaped=False)
     if not spec.shapes:
         return None, "no rate, delay or loss was asked for"
-    able = probe_capabilities()
     if not able["namespaces"].works:
         return _refuse([able["namespaces"]], allow_unshaped=allow_unshaped)
     bridge = ["namespaces", "bridge", "veth", "tbf"]
+    if spec.classes > 1:
+        bridge = ["namespaces", "bridge", "veth", "htb", "u32"]
     candidates = {"tbf": bridge}
     if spec.delays_or_loses:
-        candidates = {"tbf+netem": [*bridge, "netem"], "relay": ["namespaces", "tun"]}
+        candidates = {"tbf+netem": [*bridge, "netem"]}
+        if spec.classes == 1 and not spec.aggregators:
+            candidates["relay"] = ["namespaces", "tun"]
+        elif not able["netem"].works:
+            raise UnsupportedError(
+                "delay, jitter and loss are made by the relay here, which has no classes and no "
+                f"switch that sums; netem: {able['netem'].reason}",
+                hint="leave out delay and loss, or load the kernel module 'sch_netem'",
+            )
     missing = []
     for means, needs in candidates.items():
         missing = [able[name] for name in needs if not able[name].works]
@@ -142,10 +157,8 @@ def _refuse(missing: list[Capability], *, allow_unshaped: bool) -> tuple[None, s
     reason = "; ".join(f"{item.name}: {item.reason}" for item in missing)
     if allow_unshaped:
         return None, reason
-    raise UnsupportedError(
-        f"this machine cannot shape the links: {reason}",
-        hint=f"{missing[0].fix}; or allow an unshaped run over loopback with --allow-unshaped",
-    )
+    hint = f"{missing[0].fix}; or allow an unshaped run over loopback with --allow-unshaped"
+    raise UnsupportedError(f"this machine cannot shape the links: {reason}", hint=hint)
 
 
 def _carry_out(run: _Run, job: Job) -> LabResult:
@@ -233,6 +246,7 @@ class _Run:
             wall_s=max(rank.wall_s for rank in ranks),
             log_folder=folder,
             lab=facts.to_dict(),
+            sums=read_counts(folder, list(self._spec.aggregators)),
         )
 
     def _start(self, control_fd: int, event_fd: int) -> subprocess.Popen[bytes]:

@@ -10,11 +10,12 @@ how links are made: the same specification is served by ``tbf``, by ``netem`` or
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from fivefold.errors import ConfigurationError
+from fivefold.lab._classes import MAX_CLASSES
 from fivefold.units import (
     format_bytes_per_s,
     format_duration_s,
@@ -22,12 +23,17 @@ from fivefold.units import (
     parse_duration_s,
 )
 
+if TYPE_CHECKING:
+    from fivefold.network.topology import Topology
+
 __all__ = ["LabSpec"]
 
 _MAX_HOSTS = 253  # addresses 10.77.0.1 to 10.77.0.253 of one /24 network
 _MIN_RATE_BYTES_PER_S = 1000.0  # one full frame then takes 1.5 s; below that TCP only times out
 _MIN_MTU = 576  # every IPv4 host must take this size (RFC 791)
 _MAX_MTU = 65000
+_BY_HOST = ("host_rates", "host_classes")  # JSON has no numbers as keys
+_AGGREGATOR_OPTIONS = ("slots", "slot_bytes", "sharing", "expire")
 _LONGEST_LATENCY_S = 1e-4  # about what veth and gloo add themselves
 
 
@@ -55,6 +61,15 @@ class LabSpec:
         topology: A topology as TOML text, in place of one switch: its ranks are the hosts, every
             link is made with its own rate, and nodes pass on what goes farther. See
             :meth:`of_topology`.
+        classes: Priority classes of every link that has a rate, 1 to 8. Class 0 goes first;
+            the others get what it leaves, and a hundredth of the rate for themselves.
+        host_classes: Class of all that a host sends; what comes from other hosts and is not
+            marked (``class_tos``) goes last.
+        aggregators: Switches that sum chunks for their hosts, by the topology's node (``"switch"``
+            without one), with options of ``python -m fivefold.network.aggregation``: ``slots``,
+            ``slot_bytes``, ``sharing``, ``expire``.
+        routes: Links of the topology that packets from one host to another take, by the two hosts;
+            others take the topology's shortest route.
 
     Raises:
         ConfigurationError: A value is not allowed.
@@ -76,6 +91,10 @@ class LabSpec:
     seed: int = 0
     host_rates: Mapping[int, str | float] = field(default_factory=dict)
     topology: str | None = None
+    classes: int = 1
+    host_classes: Mapping[int, int] = field(default_factory=dict)
+    aggregators: Mapping[str, Mapping[str, str | int]] = field(default_factory=dict)
+    routes: Mapping[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _check_integer("hosts", self.hosts, low=1, high=_MAX_HOSTS)
@@ -85,18 +104,62 @@ class LabSpec:
             _check_integer("mtu", self.mtu, low=_MIN_MTU, high=_MAX_MTU)
         for host in range(self.hosts):
             _check_rate(self.rate_of(host))
-        self._check_host_rates()
+        self._check_hosts("host_rates", self.host_rates)
+        self._check_hosts("host_classes", self.host_classes)
+        self._check_classes()
         self._check_path()
         if self.topology is not None:
             self._check_topology()
+        elif self.routes:
+            message = "routes are those of a topology, and there is none"
+            raise ConfigurationError(message, hint="use LabSpec.of_topology")
+        self._check_aggregators()
 
-    def _check_host_rates(self) -> None:
-        for host in self.host_rates:
+    def _check_hosts(self, name: str, hosts: Mapping[int, object]) -> None:
+        for host in hosts:
             if host not in range(self.hosts):
                 raise ConfigurationError(
-                    f"host_rates names host {host}, but there are {self.hosts} hosts",
+                    f"{name} names host {host}, but there are {self.hosts} hosts",
                     hint=f"number hosts from 0 to {self.hosts - 1}",
                 )
+
+    def _check_classes(self) -> None:
+        _check_integer("classes", self.classes, low=1, high=MAX_CLASSES)
+        for host, own in self.host_classes.items():
+            _check_integer(f"the class of host {host}", own, low=0, high=self.classes - 1)
+        unlimited = [host for host in range(self.hosts) if self.rate_of(host) is None]
+        if self.classes > 1 and self.topology is None and unlimited:
+            raise ConfigurationError(
+                f"a link without a rate has no queue to serve by class; host {unlimited[0]}'s has "
+                f"none, and classes is {self.classes}",
+                hint="give all links a rate",
+            )
+
+    def _check_aggregators(self) -> None:
+        able = self._switches()
+        for node, options in self.aggregators.items():
+            if node not in able:
+                raise ConfigurationError(
+                    f"there is no switch {node!r} that could sum",
+                    hint=f"the switches are {', '.join(able) or 'none: hosts are joined directly'}",
+                )
+            unknown = [name for name in options if name not in _AGGREGATOR_OPTIONS]
+            if unknown:
+                raise ConfigurationError(
+                    f"a summing switch has no option {unknown[0]!r}",
+                    hint=f"its options are {', '.join(_AGGREGATOR_OPTIONS)}",
+                )
+
+    def _switches(self) -> list[str]:
+        """Names of the nodes that are no hosts."""
+        if not self.aggregators:
+            return []
+        if self.topology is None:
+            return ["switch"]
+        from fivefold.network.topology import Topology  # noqa: PLC0415 - only here it needs numpy
+
+        nodes = Topology.from_toml(self.topology).nodes
+        return [node.name for node in nodes if not node.is_rank]
 
     def _check_path(self) -> None:
         if not 0.0 <= self.loss < 1.0:
@@ -144,6 +207,8 @@ class LabSpec:
                     hint="TCP needs both directions: add the link back",
                 )
         topology.require_connected()
+        for pair, links in self.routes.items():
+            _check_route(topology, pair, links)
 
     @classmethod
     def of_topology(cls, topology: Any, **fields: Any) -> LabSpec:
@@ -213,7 +278,12 @@ class LabSpec:
             >>> LabSpec.from_dict(LabSpec(hosts=3).to_dict()) == LabSpec(hosts=3)
             True
         """
-        return asdict(self) | {"host_rates": [list(item) for item in self.host_rates.items()]}
+        plain = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        for name in _BY_HOST:
+            plain[name] = [list(item) for item in plain[name].items()]
+        plain["aggregators"] = {node: dict(own) for node, own in self.aggregators.items()}
+        plain["routes"] = [[*pair, *links] for pair, links in self.routes.items()]
+        return plain
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> LabSpec:
@@ -223,8 +293,9 @@ class LabSpec:
             >>> LabSpec.from_dict({"hosts": 4, "host_rates": [[1, "1Mbit/s"]]}).rate_of(1)
             125000.0
         """
-        pairs = fields.get("host_rates", [])
-        return cls(**{**fields, "host_rates": dict(pairs)})
+        read: dict[str, Any] = {name: dict(fields.get(name, [])) for name in _BY_HOST}
+        read["routes"] = {(a, b): tuple(links) for a, b, *links in fields.get("routes", [])}
+        return cls(**{**fields, **read})
 
     def describe(self) -> str:
         """One line for people.
@@ -250,6 +321,10 @@ class LabSpec:
             parts.append(f"{format_duration_s(self.delay_s)}{jitter} one way")
         if self.loss > 0:
             parts.append(f"{self.loss * 100:g} % loss")
+        if self.classes > 1:
+            parts.append(f"{self.classes} classes")
+        if self.aggregators:
+            parts.append(f"sums in {', '.join(sorted(self.aggregators))}")
         return ", ".join(parts)
 
 
@@ -265,4 +340,26 @@ def _check_rate(rate_bytes_per_s: float | None) -> None:
         raise ConfigurationError(
             f"rate must be at least 8 kbit/s; got {format_bytes_per_s(rate_bytes_per_s)}",
             hint="write a rate such as '200Mbit/s', or leave it out for unlimited links",
+        )
+
+
+def _check_route(topology: Topology, pair: tuple[int, int], links: Sequence[int]) -> None:
+    source, target = pair
+    known = range(topology.num_ranks)
+    wrong = f"the route from host {source} to host {target}"
+    if source not in known or target not in known or source == target:
+        raise ConfigurationError(
+            f"{wrong} is none", hint=f"name two of the hosts 0 to {topology.num_ranks - 1}"
+        )
+    node = int(topology.node_of_rank(source))
+    for link in links:
+        if link not in range(topology.num_links) or int(topology.link_sources[link]) != node:
+            raise ConfigurationError(
+                f"{wrong} does not go on with link {link}",
+                hint="give the topology's links in the order in which packets take them",
+            )
+        node = int(topology.link_targets[link])
+    if node != int(topology.node_of_rank(target)):
+        raise ConfigurationError(
+            f"{wrong} ends at {topology.nodes[node].name}", hint="give the links up to the end"
         )

@@ -31,6 +31,7 @@ from fivefold.lab._network import Network, build_network
 from fivefold.lab._plan import host_name
 from fivefold.lab._pump import Pump, Stream
 from fivefold.lab._spec import LabSpec
+from fivefold.lab._summing import SummingSwitches
 
 __all__ = ["main"]
 
@@ -53,6 +54,7 @@ class Supervisor:
         self._control_fd = control_fd
         self._event_fd = event_fd
         self._network: Network | None = None
+        self._summing: SummingSwitches | None = None
         self._ranks: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}
         self._wake_fd = _wake_on_child()
         self._started_s = time.monotonic()
@@ -73,6 +75,10 @@ class Supervisor:
         if job.isolated:
             counts_path = Path(job.log_folder) / "relay.json"
             self._network = build_network(self._spec, means=job.means, counts_path=counts_path)
+            if self._spec.aggregators:
+                self._summing = SummingSwitches(
+                    self._spec, self._network, Path(job.log_folder), control_fd=self._control_fd
+                )
         self._started_s = time.monotonic()
         pump = Pump(self._start_ranks())
         pump.start()
@@ -87,6 +93,8 @@ class Supervisor:
             self._watch(ending)
         if self._network is not None:
             self._network.end_relay()
+        if self._summing is not None:
+            self._summing.end()
         self._kill_leftovers()
         self._drain(pump, ending)
         self._emit("end", timed_out=ending.timed_out)
