@@ -1,34 +1,112 @@
-"""A plan on the emulated cluster: one host per rank of the topology."""
+"""A plan on the emulated cluster, one host per rank of the topology, and what came of it."""
 
 from __future__ import annotations
 
-import sys
+import json
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from fivefold.codesign import ClusterPlan, JobSpec, read_measurements, write_order
+import typer
+
+from fivefold.codesign import (
+    ClusterPlan,
+    JobSpec,
+    execution_command,
+    lab_options,
+    read_measurements,
+    read_order,
+    run_plan,
+    write_order,
+)
 from fivefold.errors import CommunicationError
 from fivefold.lab import LabSpec, run_lab
 from fivefold.network.topology import Topology
+from fivefold.units import format_duration_s
 
-__all__ = ["run_in_the_lab"]
+__all__ = ["Measured", "run_in_the_lab", "run_saved", "show_measured"]
 
 _MTU = 60000  # small frames would cost the hosts' processors more than the job does
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What a run of a plan showed.
+
+    Attributes:
+        iteration_s: Mean seconds per iteration of each job.
+        sums: What each switch that sums counted.
+    """
+
+    iteration_s: Mapping[str, float]
+    sums: Mapping[str, Mapping[str, int]]
+
+
 def run_in_the_lab(
     topology: Topology, jobs: Sequence[JobSpec], plan: ClusterPlan, *, timeout_s: float
-) -> Mapping[str, float]:
-    """Run a plan and return mean seconds per iteration of each job."""
+) -> Measured:
+    """Run a plan."""
     with tempfile.TemporaryDirectory(prefix="fivefold-execute-") as folder:
         order = Path(folder) / "order.json"
         write_order(order, jobs, plan, topology=topology)
-        command = [sys.executable, "-m", "fivefold.codesign._execute", str(order)]
-        spec = LabSpec.of_topology(topology, mtu=_MTU)
+        spec = LabSpec.of_topology(topology, mtu=_MTU, **lab_options(topology, jobs, plan))
+        command = execution_command(order)
         result = run_lab(spec, command, timeout_s=timeout_s, stream=False).check()
         found = read_measurements(result.ranks[0].stdout().splitlines())
     if set(found) != {job.job_id for job in jobs}:
         message = "the run ended without measurements"
         raise CommunicationError(message, hint="look at the logs that the lab names")
-    return found
+    return Measured(found, result.sums)
+
+
+def run_saved(path: Path, *, timeout_s: float) -> None:
+    """Run a plan from its file and put measured beside predicted iteration times."""
+    order = read_order(path)
+    topology = Topology.from_toml(order.topology)
+    predicted = run_plan(topology, order.jobs, order.plan).iteration_s
+    measured = run_in_the_lab(topology, order.jobs, order.plan, timeout_s=timeout_s)
+    show_measured(order.jobs, order.plan, predicted, measured)
+
+
+def show_measured(
+    jobs: Sequence[JobSpec],
+    plan: ClusterPlan,
+    predicted: Mapping[str, float],
+    measured: Measured,
+    *,
+    as_json: bool = False,
+) -> None:
+    """Write predicted and measured seconds per iteration side by side."""
+    if as_json:
+        record = {
+            job.job_id: {
+                "predicted_s": predicted[job.job_id],
+                "measured_s": measured.iteration_s[job.job_id],
+            }
+            for job in jobs
+        }
+        typer.echo(json.dumps(record))
+        return
+    width = max(len("job"), *(len(job.job_id) for job in jobs))
+    typer.echo(f"{'job':<{width}}  {'predicted':>10}  {'measured':>10}  {'off':>7}  how")
+    for job in jobs:
+        before, after = predicted[job.job_id], measured.iteration_s[job.job_id]
+        typer.echo(
+            f"{job.job_id:<{width}}  {before:>8.3f} s  {after:>8.3f} s  "
+            f"{100 * (after / before - 1):>+6.1f}%  {_how(plan, job.job_id)}"
+        )
+    for node, counts in measured.sums.items():
+        refused = counts["misses"] + counts["expired"]
+        typer.echo(f"{node} summed {counts['hits']} chunks and left {refused} to the hosts")
+    typer.echo("seconds per iteration; compute is a sleep, reductions are real", err=True)
+
+
+def _how(plan: ClusterPlan, job_id: str) -> str:
+    own = plan.jobs[job_id]
+    words = [f"summed at {own.root}" if own.root else f"ring {'-'.join(map(str, own.order))}"]
+    if len({other.priority for other in plan.jobs.values()}) > 1:
+        words.append(f"class {own.priority}")
+    if own.shift_s:
+        words.append(f"{format_duration_s(own.shift_s)} later")
+    return ", ".join(words)

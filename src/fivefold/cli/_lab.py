@@ -32,8 +32,12 @@ _RUN_HELP = (
     "Rank 0's standard output goes to standard output; everything else to standard error, with "
     "the host's name before each line. The exit code is that of the first rank that failed, or "
     "124 after the time limit.\n\n"
-    "Example: fivefold lab run --hosts 2 --rate 200Mbit/s --delay 5ms -- python train.py"
+    'In place of a command, a plan that "fivefold execute --save" wrote: it brings its own cluster '
+    "and is run once more, measured beside predicted.\n\n"
+    "Example: fivefold lab run --hosts 2 --rate 200Mbit/s --delay 5ms -- python train.py\n\n"
+    "Example: fivefold lab run plan.json"
 )
+_PLAN_LIMIT = "300s"  # as in "fivefold execute"
 _CLUSTER = "Cluster"
 _RUN = "Run"
 
@@ -42,7 +46,7 @@ _RUN = "Run"
 def run(  # noqa: PLR0913 - one parameter per option of the command line
     *,
     command: Annotated[
-        list[str], typer.Argument(metavar="-- COMMAND...", help="What every rank runs.")
+        list[str], typer.Argument(metavar="PLAN | -- COMMAND...", help="What every rank runs.")
     ],
     hosts: Annotated[int, typer.Option(help="Number of hosts.", rich_help_panel=_CLUSTER)] = 2,
     rate: Annotated[
@@ -76,6 +80,25 @@ def run(  # noqa: PLR0913 - one parameter per option of the command line
         typer.Option(
             help="A topology in place of one switch: a TOML file, or such as ring:4.",
             show_default="none",
+            rich_help_panel=_CLUSTER,
+        ),
+    ] = None,
+    classes: Annotated[
+        int, typer.Option(help="Priority classes of every link.", rich_help_panel=_CLUSTER)
+    ] = 1,
+    host_class: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="HOST=CLASS",
+            help="Class of what a host sends, such as 1=0, 0 the most urgent; may be repeated.",
+            rich_help_panel=_CLUSTER,
+        ),
+    ] = None,
+    sum_at: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NODE",
+            help="A switch that sums chunks for the hosts; may be repeated.",
             rich_help_panel=_CLUSTER,
         ),
     ] = None,
@@ -140,8 +163,14 @@ def run(  # noqa: PLR0913 - one parameter per option of the command line
         nproc_per_host=nproc_per_host,
         mtu=mtu,
         seed=seed,
-        host_rates=_host_rates(host_rate or []),
+        host_rates=_by_host("--host-rate", host_rate or [], example="1=50Mbit/s"),
+        classes=classes,
+        host_classes=_host_classes(host_class or []),
+        aggregators={node: {} for node in sum_at or []},
     )
+    if _is_plan(command):
+        _run_plan(Path(command[0]), spec, timeout)
+        return
     result = run_lab(
         spec,
         command,
@@ -197,16 +226,45 @@ def _links_of(topology: str, rate: str | None) -> dict[str, Any]:
     return {"hosts": described.num_ranks, "topology": described.to_toml()}
 
 
-def _host_rates(texts: list[str]) -> dict[int, str]:
-    rates = {}
+def _is_plan(command: list[str]) -> bool:
+    """Whether a plan is to be run; no program is called so."""
+    return len(command) == 1 and command[0].endswith(".json")
+
+
+def _run_plan(path: Path, spec: LabSpec, timeout: str | None) -> None:
+    from fivefold.cli._execution import run_saved  # noqa: PLC0415 - keeps --help fast
+    from fivefold.lab import LabSpec  # noqa: PLC0415 - as above
+    from fivefold.units import parse_duration_s  # noqa: PLC0415 - as above
+
+    if spec != LabSpec(delay="0ms", jitter="0ms"):  # as the options' defaults are spelled
+        raise ConfigurationError(
+            f"the plan {path} brings its own cluster; got options for {spec.describe()} besides",
+            hint="leave them out",
+        )
+    run_saved(path, timeout_s=parse_duration_s(_PLAN_LIMIT if timeout is None else timeout))
+
+
+def _by_host(option: str, texts: list[str], *, example: str) -> dict[int, str]:
+    found = {}
     for text in texts:
-        host, separator, rate = text.partition("=")
+        host, separator, value = text.partition("=")
         if not separator or not host.strip().isdecimal():
+            name = option.rpartition("-")[2].upper()
             raise ConfigurationError(
-                f"--host-rate {text!r} is not HOST=RATE", hint="write for example 1=50Mbit/s"
+                f"{option} {text!r} is not HOST={name}", hint=f"write for example {example}"
             )
-        rates[int(host)] = rate.strip()
-    return rates
+        found[int(host)] = value.strip()
+    return found
+
+
+def _host_classes(texts: list[str]) -> dict[int, int]:
+    found = _by_host("--host-class", texts, example="1=0")
+    for host, own in found.items():
+        if not own.isdecimal():
+            raise ConfigurationError(
+                f"--host-class {host}={own} names no class", hint="classes are numbered from 0"
+            )
+    return {host: int(own) for host, own in found.items()}
 
 
 def _summarise(spec: LabSpec, result: LabResult) -> None:

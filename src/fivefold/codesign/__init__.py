@@ -10,7 +10,16 @@ from fivefold.codesign._arbiter import PlanningOptions
 from fivefold.codesign._codesigns import CoDesigns
 from fivefold.codesign._compile import Outcome, run_plan
 from fivefold.codesign._coordinator import CoDesignResult, plan_cluster
-from fivefold.codesign._execute import check_executable, read_measurements, write_order
+from fivefold.codesign._described import ModelJob, job_from_plan
+from fivefold.codesign._execute import (
+    Order,
+    check_executable,
+    execution_command,
+    lab_options,
+    read_measurements,
+    read_order,
+    write_order,
+)
 from fivefold.codesign._jobs import JobSpec, check_jobs
 from fivefold.codesign._modules import best_alone_plan, null_plan
 from fivefold.codesign._page import plan_page
@@ -18,6 +27,7 @@ from fivefold.codesign._page_ablation import ablation_page
 from fivefold.codesign._pictures import draw_ablation, timeline_of
 from fivefold.codesign._plans import ClusterPlan, JobPlan
 from fivefold.codesign._records import DecisionRecord, decisions_to_json
+from fivefold.codesign._splits import Split
 from fivefold.codesign._workloads import Placement, load_jobs, place_jobs, synthetic_jobs
 
 __all__ = [
@@ -28,9 +38,12 @@ __all__ = [
     "DecisionRecord",
     "JobPlan",
     "JobSpec",
+    "ModelJob",
+    "Order",
     "Outcome",
     "Placement",
     "PlanningOptions",
+    "Split",
     "ablate",
     "ablation_page",
     "best_alone_plan",
@@ -38,12 +51,16 @@ __all__ = [
     "check_jobs",
     "decisions_to_json",
     "draw_ablation",
+    "execution_command",
+    "job_from_plan",
+    "lab_options",
     "load_jobs",
     "null_plan",
     "place_jobs",
     "plan_cluster",
     "plan_page",
     "read_measurements",
+    "read_order",
     "run_plan",
     "synthetic_jobs",
     "timeline_of",

@@ -1,67 +1,88 @@
-"""A plan run for real: every rank computes by sleeping and reduces by real messages.
+"""Plans that the emulated cluster can run, and what it has to be told for that.
 
-Started once per rank, as ``python -m fivefold.codesign._execute FILE`` under torchrun or in the
-lab. Compute is a sleep of the planned length, so that hosts which share a processor do not disturb
-one another; reductions are gloo's ring over the hosts' real, shaped links. What is compared with
-the simulation is when jobs wait for the network and for one another.
+A plan becomes a cluster (classes of hosts, switches that sum, routes) and a file that every rank
+reads (`_execute_rank`). What cannot be run as planned is refused, never run otherwise.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import queue
 import sys
-import threading
-import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fivefold.codesign._compile import planned_order
-from fivefold.codesign._iteration import iteration_of
+from fivefold.codesign._compile import edge_route, planned_order
 from fivefold.codesign._jobs import JobSpec
 from fivefold.codesign._plans import ClusterPlan, JobPlan
-from fivefold.errors import UnsupportedError
+from fivefold.codesign._traffic import aggregation_tree, host_groups
+from fivefold.errors import ConfigurationError, InfeasibleError, UnsupportedError
 from fivefold.network.topology import Topology
-from fivefold.tasks import CommunicationTask, LayerCost, TaskGraph
+from fivefold.runs import write_text
+from fivefold.tasks import LayerCost
 
-__all__ = ["check_executable", "read_measurements", "write_order"]
+__all__ = [
+    "Order",
+    "check_executable",
+    "execution_command",
+    "lab_options",
+    "read_measurements",
+    "read_order",
+    "write_order",
+]
 
-_START_IN_S = 1.0  # after all ranks are ready: enough for the news to reach the last one
-_WARM_UP = 2
+_SCHEMA = "fivefold.codesign.order/1"
+_WRITE = "write one with fivefold execute --save"
+_LEAST_SLOT_BYTES = 4096  # below that the software switch is slower than any link worth shaping
 
 
-def check_executable(jobs: Sequence[JobSpec], plan: ClusterPlan) -> None:
+@dataclass(frozen=True)
+class Order:
+    """A plan with all that is needed to run it.
+
+    Attributes:
+        topology: The cluster, as ``Topology.to_toml`` writes it.
+        jobs: The jobs.
+        plan: Their plans.
+        channels: Names of each job's communications, in the order in which they are made.
+
+    Example:
+        >>> Order("", (), ClusterPlan({}), {}).jobs
+        ()
+    """
+
+    topology: str
+    jobs: tuple[JobSpec, ...]
+    plan: ClusterPlan
+    channels: Mapping[str, tuple[str, ...]]
+
+
+def check_executable(jobs: Sequence[JobSpec], plan: ClusterPlan, *, topology: Topology) -> None:
     """Refuse plans that this cannot run.
 
     Args:
         jobs: The jobs.
         plan: Their plans.
+        topology: The cluster that they were planned for.
 
     Raises:
-        UnsupportedError: A job wants another algorithm than a ring, an all-to-all, or a priority
-            class; two jobs share a rank.
+        InfeasibleError: The plan is not possible on this cluster.
+        UnsupportedError: A job is split otherwise than in data, exchanges all-to-all, reduces
+            inside hosts first, or sums at several switches; two jobs share a rank.
 
     Example:
+        >>> from fivefold.network.topology import switch
+        >>> from fivefold.tasks import LayerCost
         >>> layer = LayerCost(forward_s=0.1, backward_s=0.2, gradient_bytes=10)
         >>> jobs = [JobSpec(job_id="a", ranks=(0, 1), layers=(layer,))]
-        >>> check_executable(jobs, ClusterPlan({"a": JobPlan(order=(0, 1))}))
+        >>> plan = ClusterPlan({"a": JobPlan(order=(0, 1))})
+        >>> check_executable(jobs, plan, topology=switch(2))
     """
     seen: dict[int, str] = {}
     for job in jobs:
-        algorithm = plan.jobs[job.job_id].algorithm
-        if algorithm != "ring" or any(layer.all_to_all_bytes for layer in job.layers):
-            raise UnsupportedError(
-                f"job {job.job_id!r} is planned with {algorithm}, and only rings are run here",
-                hint="plan with the co-designs V and H only",
-            )
-        if plan.jobs[job.job_id].priority:
-            raise UnsupportedError(
-                f"job {job.job_id!r} is planned in a priority class, and links have none here",
-                hint="plan with PlanningOptions(classes=1)",
-            )
+        _check_job(topology, job, plan.jobs[job.job_id])
         for rank in job.ranks:
             if rank in seen:
                 raise UnsupportedError(
@@ -69,6 +90,46 @@ def check_executable(jobs: Sequence[JobSpec], plan: ClusterPlan) -> None:
                     hint="give each job ranks of its own",
                 )
             seen[rank] = job.job_id
+
+
+def lab_options(topology: Topology, jobs: Sequence[JobSpec], plan: ClusterPlan) -> dict[str, Any]:
+    """What the emulated cluster needs besides the topology.
+
+    Args:
+        topology: The cluster.
+        jobs: The jobs.
+        plan: Their plans.
+
+    Returns:
+        Arguments of ``fivefold.lab.LabSpec.of_topology``: priority classes, each host's class,
+        the switches that sum, and the planned routes.
+
+    Raises:
+        InfeasibleError: The plan is not possible on this cluster.
+        UnsupportedError: The plan cannot be run.
+
+    Example:
+        >>> from fivefold.network.topology import switch
+        >>> from fivefold.tasks import LayerCost
+        >>> layer = LayerCost(forward_s=0.1, backward_s=0.2, gradient_bytes=10)
+        >>> jobs = [JobSpec(job_id=n, ranks=r, layers=(layer,)) for n, r in
+        ...         (("a", (0, 1)), ("b", (2, 3)))]
+        >>> plan = ClusterPlan({job.job_id: JobPlan(order=job.ranks) for job in jobs})
+        >>> lab_options(switch(4), jobs, plan.changed("b", priority=1))["host_classes"]
+        {0: 0, 1: 0, 2: 1, 3: 1}
+    """
+    check_executable(jobs, plan, topology=topology)
+    plans = [(job, plan.jobs[job.job_id]) for job in jobs]
+    classes = 1 + max((own.priority for _, own in plans), default=0)
+    summing = {str(own.root) for _, own in plans if own.algorithm == "in_network"}
+    return {
+        "classes": classes,
+        "host_classes": {rank: own.priority for job, own in plans for rank in job.ranks}
+        if classes > 1
+        else {},
+        "aggregators": {root: _pool(topology, root) for root in sorted(summing)},
+        "routes": {edge: route for job, own in plans for edge, route in _routes(topology, own)},
+    }
 
 
 def write_order(
@@ -86,13 +147,14 @@ def write_order(
         topology: The cluster that they were planned for.
 
     Raises:
+        InfeasibleError: The plan is not possible on this cluster.
         UnsupportedError: The plan cannot be run.
 
     Example:
         >>> write_order.__name__
         'write_order'
     """
-    check_executable(jobs, plan)
+    check_executable(jobs, plan, topology=topology)
     record = [
         {
             "job_id": job.job_id,
@@ -106,7 +168,72 @@ def write_order(
         }
         for job in jobs
     ]
-    path.write_text(json.dumps({"jobs": record, "plan": plan.to_json()}), encoding="utf-8")
+    order = {
+        "schema": _SCHEMA,
+        "topology": topology.to_toml(),
+        "jobs": record,
+        "plan": json.loads(plan.to_json()),
+    }
+    write_text(path, json.dumps(order, indent=1) + "\n")
+
+
+def read_order(path: Path) -> Order:
+    """Read what `write_order` wrote.
+
+    Args:
+        path: The file.
+
+    Returns:
+        Cluster, jobs, plans and order.
+
+    Raises:
+        ConfigurationError: There is no such file, or it is none of these.
+
+    Example:
+        >>> read_order(Path("nowhere.json"))  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        fivefold.errors.ConfigurationError: nowhere.json is no plan to be run: No such ...
+    """
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(record, dict) or record.get("schema") != _SCHEMA:
+            raise ConfigurationError(
+                f"{path} is no plan to be run: its schema is not {_SCHEMA}", hint=_WRITE
+            )
+        return Order(
+            str(record["topology"]),
+            tuple(_read_job(entry) for entry in record["jobs"]),
+            ClusterPlan.from_json(json.dumps(record["plan"])),
+            {entry["job_id"]: tuple(entry["channel"]) for entry in record["jobs"]},
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, ConfigurationError) and str(path) in error.message:
+            raise
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigurationError(f"{path} is no plan to be run: {why}", hint=_WRITE) from error
+
+
+def _read_job(entry: Mapping[str, Any]) -> JobSpec:
+    return JobSpec(
+        job_id=entry["job_id"],
+        ranks=tuple(entry["ranks"]),
+        iterations=entry["iterations"],
+        arrival_s=entry["arrival_s"],
+        layers=tuple(
+            LayerCost(forward_s=forward_s, backward_s=backward_s, gradient_bytes=size)
+            for forward_s, backward_s, size in entry["layers"]
+        ),
+    )
+
+
+def execution_command(path: Path) -> list[str]:
+    """What every host runs, from the file that `write_order` wrote.
+
+    Example:
+        >>> execution_command(Path("order.json"))[1:]
+        ['-m', 'fivefold.codesign._execute_rank', 'order.json']
+    """
+    return [sys.executable, "-m", "fivefold.codesign._execute_rank", str(path)]
 
 
 def read_measurements(lines: Sequence[str]) -> Mapping[str, float]:
@@ -126,132 +253,68 @@ def read_measurements(lines: Sequence[str]) -> Mapping[str, float]:
     return found
 
 
-def _read_order(path: Path) -> tuple[list[JobSpec], ClusterPlan, dict[str, list[str]]]:
-    """Jobs, plans, and the order of each job's communications."""
-    record = json.loads(path.read_text(encoding="utf-8"))
-    jobs = [
-        JobSpec(
-            job_id=entry["job_id"],
-            ranks=tuple(entry["ranks"]),
-            iterations=entry["iterations"],
-            arrival_s=entry["arrival_s"],
-            layers=tuple(
-                LayerCost(forward_s=forward_s, backward_s=backward_s, gradient_bytes=size)
-                for forward_s, backward_s, size in entry["layers"]
-            ),
+def _check_job(topology: Topology, job: JobSpec, plan: JobPlan) -> None:
+    who = f"job {job.job_id!r}"
+    if job.splits:
+        raise UnsupportedError(
+            f"{who} is split as layer 1 chose, and only jobs that are given by their layers are "
+            "run here",
+            hint="give the job's layers",
         )
-        for entry in record["jobs"]
-    ]
-    channels = {entry["job_id"]: entry["channel"] for entry in record["jobs"]}
-    return jobs, ClusterPlan.from_json(record["plan"]), channels
+    if any(layer.all_to_all_bytes for layer in job.layers):
+        raise UnsupportedError(
+            f"{who} exchanges all-to-all, and only reductions are run here",
+            hint="leave out its all_to_all_bytes",
+        )
+    groups = host_groups(topology, plan.order)
+    if plan.algorithm != "ring" and (groups is None or len(groups[0]) > 1):
+        raise UnsupportedError(
+            f"{who} is planned with {plan.algorithm} over hosts of several ranks, and only rings "
+            "are run there",
+            hint="plan without II",
+        )
+    if plan.algorithm == "in_network":
+        _check_sums(topology, who, plan)
 
 
-class _Rank:
-    """One rank's share of one job."""
-
-    def __init__(self, job: JobSpec, plan: JobPlan, channel: Sequence[str], group: Any) -> None:
-        import torch  # noqa: PLC0415 - planning needs no torch
-
-        self._job, self._group, self._order = job, group, channel
-        self._graph: TaskGraph = iteration_of(job, plan, lambda _kind, _size: 0.0)
-        self._buffers = {
-            task.task_id: torch.ones(max(1, task.size_bytes // 4))
-            for task in self._graph.communication
-        }
-        self._done: dict[str, threading.Event] = {}
-        self._sends: queue.Queue[str | None] = queue.Queue()
-        self._failed: list[BaseException] = []
-
-    def run(self, start_s: float) -> float:
-        """All iterations from a moment of the monotonic clock; mean seconds of one."""
-        sender = threading.Thread(target=self._send_all, daemon=True)
-        sender.start()
-        _sleep_until(start_s)
-        for _ in range(self._job.iterations):
-            self._iterate()
-        self._sends.put(None)
-        sender.join()
-        return (time.monotonic() - start_s) / self._job.iterations
-
-    def _iterate(self) -> None:
-        """One rotated iteration: compute sleeps, communication goes to the sending thread."""
-        names = self._graph.order
-        self._done = {name: threading.Event() for name in names}
-        for name in self._order:
-            self._sends.put(name)
-        at_s = time.monotonic()
-        for task in self._graph.compute:
-            for awaited in task.depends_on:
-                self._wait(awaited)
-            at_s = max(at_s, time.monotonic()) if self._communicates(task.depends_on) else at_s
-            # Sleeps end late; the next one starts from where this one should have ended.
-            at_s += task.duration_s
-            _sleep_until(at_s)
-            self._done[task.task_id].set()
-        for name in self._order:
-            self._wait(name)
-
-    def _communicates(self, names: Sequence[str]) -> bool:
-        return any(isinstance(self._graph.by_id[name], CommunicationTask) for name in names)
-
-    def _wait(self, name: str) -> None:
-        while not self._done[name].wait(1.0):
-            if self._failed:
-                raise self._failed[0]
-
-    def _send_all(self) -> None:
-        while (name := self._sends.get()) is not None:
-            try:
-                for awaited in self._graph.by_id[name].depends_on:
-                    self._wait(awaited)
-                if self._group is not None:
-                    self._group.allreduce([self._buffers[name]]).wait()
-                self._buffers[name].fill_(1.0)
-                self._done[name].set()
-            except BaseException as error:  # noqa: BLE001 - handed to the computing thread
-                self._failed.append(error)
-                return
+def _check_sums(topology: Topology, who: str, plan: JobPlan) -> None:
+    root = str(plan.root)
+    tree = aggregation_tree(topology, plan.order, root)
+    if tree is None:
+        raise InfeasibleError(
+            f"switch {root!r} cannot sum for {who}", hint="choose another root, or a ring"
+        )
+    streams = Counter(parent for _, parent in tree)
+    summing = sorted({root, *(node for node, number in streams.items() if number > 1)})
+    if summing != [root]:
+        raise UnsupportedError(
+            f"{who} is summed at {', '.join(summing)}, and one switch sums for a job here",
+            hint="let only switches sum at which all of a job's hosts meet, or plan without HN",
+        )
+    pool = topology.ability_of(root).aggregation
+    assert pool is not None, "aggregation_tree asked"
+    if pool.rate_bytes_per_s is not None:
+        raise UnsupportedError(
+            f"switch {root!r} is said to add at a rate of its own, which is not emulated",
+            hint="leave the rate of its aggregation out",
+        )
+    if pool.slot_bytes < _LEAST_SLOT_BYTES or pool.slot_bytes % 8:
+        raise UnsupportedError(
+            f"switch {root!r} has slots of {pool.slot_bytes} bytes, for which the software switch "
+            "is too slow",
+            hint=f"say at least {_LEAST_SLOT_BYTES}, a multiple of 8; 65536 does well",
+        )
 
 
-def _sleep_until(moment_s: float) -> None:
-    left_s = moment_s - time.monotonic()
-    if left_s > 0:
-        time.sleep(left_s)
+def _pool(topology: Topology, root: str) -> dict[str, int]:
+    pool = topology.ability_of(root).aggregation
+    assert pool is not None, "checked before"
+    return {"slots": pool.slots, "slot_bytes": pool.slot_bytes}
 
 
-def _main(path: Path) -> None:
-    import torch  # noqa: PLC0415 - planning needs no torch
-    import torch.distributed as dist  # noqa: PLC0415 - as above
-
-    jobs, plan, channels = _read_order(path)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    rank = dist.get_rank()
-    groups = {job.job_id: dist.new_group(list(job.ranks), backend="gloo") for job in jobs}
-    mine = next((job for job in jobs if rank in job.ranks), None)
-    share = None
-    if mine is not None:
-        own = groups[mine.job_id] if len(mine.ranks) > 1 else None
-        share = _Rank(mine, plan.jobs[mine.job_id], channels[mine.job_id], own)
-        for _ in range(_WARM_UP):
-            if own is not None:
-                own.allreduce([torch.ones(1 << 14)]).wait()
-    # One machine, one clock: the moment is told, not only that everybody is here.
-    dist.barrier()
-    moment = torch.tensor([time.monotonic() + _START_IN_S], dtype=torch.float64)
-    dist.broadcast(moment, src=0)
-    took_s = 0.0
-    if mine is not None and share is not None:
-        begin_s = mine.arrival_s + plan.jobs[mine.job_id].shift_s
-        took_s = share.run(float(moment) + begin_s)
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, took_s)
-    if rank == 0:
-        found = {job.job_id: max(every[r] for r in job.ranks) for job in jobs}
-        print(json.dumps({"iteration_s": found}), flush=True)  # noqa: T201 - the parent reads it
-    dist.barrier()
-    os._exit(0)  # gloo's threads may abort while the interpreter ends
-
-
-if __name__ == "__main__":
-    _main(Path(sys.argv[1]))
+def _routes(topology: Topology, plan: JobPlan) -> list[tuple[tuple[int, int], tuple[int, ...]]]:
+    """The way of every edge of a ring."""
+    if plan.algorithm == "in_network" or len(plan.order) == 1:
+        return []
+    edges = zip(plan.order, (*plan.order[1:], plan.order[0]), strict=True)
+    return [(edge, edge_route(topology, plan, edge)) for edge in edges]
