@@ -24,13 +24,17 @@ from typing import Any
 from fivefold.errors import InfeasibleError
 from fivefold.units import format_bytes
 
-__all__ = ["Geometry", "Window", "choose_geometry", "cut_windows", "pages_of", "reader_block_bytes"]
+__all__ = ["Geometry", "Window", "choose_geometry", "cut_windows", "pages_of", "reader_shape"]
 
 STRATEGIES = ("resident", "passes", "spill")
 PAGE_BYTES = 4096
 INDEX_BYTES_PER_ROW = 40  # numbers that routing keeps for each row of a window or a chunk
 _SMALLEST_MEMORY_BYTES = 1 << 19
-_LARGEST_CHUNK_BYTES = 32 << 20
+_LARGEST_CHUNK_BYTES = 8 << 20  # written while the next one is filled; larger ones gain nothing
+_THREADS_FROM_BYTES = 32 << 20  # with less, buffers would be too small for more threads
+_CELL_BYTES = 3 << 19  # large enough for a direct write, small enough for windows to be many
+_LEAST_WINDOW_BYTES = 16 << 20  # smaller ones cost more calls than they save memory
+_LARGEST_MARK_BYTES = 128 << 20  # a mark waits for the disk; this much is redone after a kill
 _RESIDENT_WINDOW_BYTES = 256 << 20  # how much is redone after a kill
 _LARGEST_RANGES = 65_535  # range numbers are sorted as 16-bit keys, which is a radix sort
 
@@ -62,6 +66,7 @@ class Geometry:
         read_bytes: Bytes that will be read.
         written_bytes: Bytes that will be written.
         scratch_bytes: Largest space that the spill takes.
+        steps_per_mark: Windows or ranges after which progress is made durable.
     """
 
     strategy: str
@@ -72,6 +77,7 @@ class Geometry:
     read_bytes: int
     written_bytes: int
     scratch_bytes: int
+    steps_per_mark: int = 1
 
     def to_json(self) -> dict[str, Any]:
         """A mapping of plain numbers and names."""
@@ -104,7 +110,8 @@ def choose_geometry(  # noqa: PLR0913 - facts of the disk and of the rows, all b
     Raises:
         InfeasibleError: No way fits.
     """
-    memory_bytes -= memory_bytes // 8  # the engines' buffers: see reader_block_bytes
+    threads, block_bytes = reader_shape(memory_bytes)
+    memory_bytes -= 2 * threads * block_bytes  # of two engines
     smallest = max(_SMALLEST_MEMORY_BYTES, 16 * (row_bytes + INDEX_BYTES_PER_ROW))
     if memory_bytes < smallest:
         raise InfeasibleError(
@@ -153,9 +160,15 @@ def cut_windows(sections: Mapping[str, int], window_rows: int) -> list[Window]:
     return windows
 
 
-def reader_block_bytes(memory_bytes: int) -> int:
-    """Request size at which the buffers of two engines, two each, take an eighth of the memory."""
-    return 1 << max(14, min(20, (memory_bytes // 32).bit_length() - 1))
+def reader_shape(memory_bytes: int) -> tuple[int, int]:
+    """Threads of a reading engine and bytes of a request.
+
+    The buffers of two engines take an eighth of the memory or less. With four threads the disk
+    reads for two of them while the other two check and copy.
+    """
+    threads = 4 if memory_bytes >= _THREADS_FROM_BYTES else 2
+    most = memory_bytes // (16 * threads)
+    return threads, 1 << max(14, min(20, most.bit_length() - 1))
 
 
 def pages_of(size_bytes: Any) -> Any:
@@ -190,19 +203,33 @@ def _size(
             "read_bytes": windows * features,
             "written_bytes": output,
         }
-    rows = _whole_pages(rest // 2 // cost, row_bytes)
-    source_rows = max(rows, -(-num_nodes // _LARGEST_RANGES))
-    if source_rows > rows:
+    most = _whole_pages(rest // 2 // cost, row_bytes)
+    rows = _spill_rows(num_nodes, row_bytes, most=most)
+    if rows > most:
         return None
-    cells = len(cut_windows(sections, rows)) * -(-max(num_nodes, 1) // source_rows)
+    cells = len(cut_windows(sections, rows)) * -(-max(num_nodes, 1) // rows)
     spill = output + cells * PAGE_BYTES
+    mark_bytes = min(_LARGEST_MARK_BYTES, memory_bytes // 3)
     return way | {
-        "source_rows": source_rows,
+        "source_rows": rows,
         "window_rows": rows,
+        "steps_per_mark": max(1, mark_bytes // (rows * row_bytes)),
         "read_bytes": features + spill,
         "written_bytes": output + spill,
         "scratch_bytes": spill,
     }
+
+
+def _spill_rows(num_nodes: int, row_bytes: int, *, most: int) -> int:
+    """Rows of a window and of a range of the spill, at most ``most`` unless there is no way.
+
+    A cell is what one window takes from one range: with windows and ranges of W bytes each and F
+    bytes of features, about W W / F bytes. Small windows stay in the processor's cache, touch less
+    fresh memory and wait less at both ends, so they are only as large as cells need.
+    """
+    wanted = math.isqrt(_CELL_BYTES * num_nodes * row_bytes)
+    rows = _whole_pages(max(wanted, _LEAST_WINDOW_BYTES) // row_bytes, row_bytes)
+    return max(min(rows, most), -(-num_nodes // _LARGEST_RANGES))
 
 
 def _whole_pages(rows: int, row_bytes: int) -> int:

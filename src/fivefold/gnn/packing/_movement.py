@@ -109,6 +109,7 @@ class Mover:
             section,
             backend=cast("Any", self.reader.backend),
             block_bytes=self.reader.block_bytes,
+            threads=self.reader.threads,
             queue_depth=self.reader.queue_depth,
         )
 

@@ -24,7 +24,7 @@ from fivefold.gnn.packing._geometry import (
     STRATEGIES,
     Geometry,
     choose_geometry,
-    reader_block_bytes,
+    reader_shape,
 )
 from fivefold.gnn.packing._movement import Mover, Order
 from fivefold.gnn.packing._plan_file import write_plan
@@ -136,14 +136,16 @@ def pack(  # noqa: PLR0913 - the contract names them
         if not resume:
             _remove_store(files)
         job = _Job(files, inputs, memory_bytes=memory_bytes)
+        threads, block_bytes = reader_shape(memory_bytes)
         with (
             _records(files, samples, plan, inputs, memory_bytes, tell) as records,
             RowReader(
                 features,
                 _SECTION,
                 backend="threads" if backend == "auto" else backend,
-                queue_depth=2,
-                block_bytes=reader_block_bytes(memory_bytes),
+                threads=threads,
+                queue_depth=threads,
+                block_bytes=block_bytes,
             ) as reader,
         ):
             mover, sections = _mover(features, reader, records, plan)

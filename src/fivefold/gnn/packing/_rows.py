@@ -68,8 +68,10 @@ def write_rows(
 
         def finished(number: int) -> None:
             window = mover.windows[number]
-            writer.mark({"rows": window.first + window.num_rows})
-            progress("rows", window.first + window.num_rows, total)
+            done = window.first + window.num_rows
+            if (number + 1) % mover.geometry.steps_per_mark == 0 or done == total:
+                writer.mark({"rows": done})
+            progress("rows", done, total)
 
         _move(mover, writer, finished, done=done, scratch=scratch, progress=progress)  # fmt: skip
         return writer.commit()
@@ -158,7 +160,8 @@ def _spill(mover: Mover, scratch: Path, progress: Progress) -> tuple[Cells, Cont
         done = int((writer.progress or {"ranges": 0})["ranges"])
 
         def finished(number: int) -> None:
-            writer.mark({"ranges": number + 1})
+            if (number + 1) % mover.geometry.steps_per_mark == 0:
+                writer.mark({"ranges": number + 1})
             rows = min((number + 1) * mover.geometry.source_rows, mover.num_nodes)
             progress("spill", rows, mover.num_nodes)
 
