@@ -128,7 +128,8 @@ class LocalNumbers:
         if len(places) and places.min() < 0:
             message = "a node is not in the batch"
             raise KeyError(message)
-        return self._by_id[places]
+        found: NDArray[np.int64] = self._by_id[places]
+        return found
 
     def _places(self, node_ids: NDArray[np.integer]) -> NDArray[np.integer]:
         if self._members is not None and self._dense:
