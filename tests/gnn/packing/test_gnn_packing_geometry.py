@@ -78,6 +78,22 @@ def test_the_cheapest_way_is_taken():
     assert choose(**slow_writes, memory_bytes=30 * MB).strategy == "passes"
 
 
+def test_windows_are_as_small_as_their_cells_allow():
+    for num_nodes in (10**6, 10**7, 10**8):
+        facts = {"num_nodes": num_nodes, "row_bytes": 256, "sections": {"rows": 2 * num_nodes}}
+        way = choose(**facts, memory_bytes=4 * 1024 * MB, strategy="spill")
+        window_bytes = way.window_rows * 256
+        assert window_bytes >= 16 * MB
+        cell_bytes = window_bytes**2 / (num_nodes * 256)
+        assert cell_bytes >= 1.4 * MB
+        assert cell_bytes < 1.7 * MB or window_bytes < 17 * MB
+        # What is redone after a kill is no more than 128 MiB and a window.
+        assert (way.steps_per_mark - 1) * window_bytes <= 128 << 20
+        little = choose(**facts, memory_bytes=20 * MB, strategy="spill")
+        assert 2 * little.window_rows * (256 + INDEX_BYTES_PER_ROW) < 20 * MB
+        assert little.steps_per_mark == 1
+
+
 @pytest.mark.parametrize("memory_mb", [10, 40, 120, 200])
 def test_planning_foresees_the_way(memory_mb):
     features = FeatureInfo(num_nodes=100_000, row_bytes=1000, fingerprint="")

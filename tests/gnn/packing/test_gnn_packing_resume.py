@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from fivefold.errors import ConfigurationError, DataError, InfeasibleError, StorageError
-from fivefold.gnn.packing import PackedStore, pack, write_plan
+from fivefold.gnn.packing import PackedStore, _geometry, pack, write_plan
 from fivefold.gnn.storage import ContainerWriter
 
 FILES = ("store.json", "plan.fvf", "rows.fvf", "records.fvf")
@@ -127,6 +127,32 @@ def test_at_most_one_step_is_done_twice(wide_world, tmp_path, monkeypatch, strat
         # A step is one segment of records, one range that is spilled, or one window of rows.
         windows = {call for call in every if call[0] == every[calls][0]}
         assert len(after) <= len(every) - calls + len(windows) // 2 + 8
+
+
+def test_windows_between_two_marks_are_done_again(wide_world, tmp_path, monkeypatch):
+    world, plan = wide_world
+    monkeypatch.setattr(_geometry, "_LEAST_WINDOW_BYTES", 64 << 10)
+    monkeypatch.setattr(_geometry, "_CELL_BYTES", 1)
+    arguments = (world.features, world.samples, plan)
+    settings = {"memory_bytes": 1 << 20, "strategy": "spill"}
+    with monkeypatch.context() as patch:
+        every = stopping_after(patch, -1)
+        pack(*arguments, tmp_path / "whole", **settings).close()
+    for file in ("spill.fvf", "rows.fvf"):
+        calls = [n for n, call in enumerate(every) if call[0] == file]
+        with monkeypatch.context() as patch:
+            stopping_after(patch, calls[2 * len(calls) // 3])
+            with pytest.raises(StoppedError):
+                pack(*arguments, tmp_path / file, **settings)
+        job = json.loads((tmp_path / file / "packing" / "job.json").read_text())
+        assert job["geometry"]["steps_per_mark"] > 1
+        with monkeypatch.context() as patch:
+            after = stopping_after(patch, -1)
+            pack(*arguments, tmp_path / file, **settings).close()
+        assert contents(tmp_path / file) == contents(tmp_path / "whole")
+        # A third is left; what is done again is less than what a quarter of the memory holds.
+        again = [call for call in after if call[0] == file]
+        assert len(calls) // 3 <= len(again) <= len(calls) // 3 + len(calls) // 4
 
 
 def test_other_memory_goes_on_where_the_last_run_stopped(wide_world, tmp_path, monkeypatch):
