@@ -45,12 +45,20 @@ ROUTERS = {
 }
 
 
+BACKWARD = "8 ranks, bf16, backward: "
+
+
 def main():
     for name, sizes in VARIANTS.items():
         config = ExchangeConfig(**(SIZES | sizes))
         num_local = config.ranks if "virtual" in name else 1
         found = compile_exchange(config, num_local=num_local, router=ROUTERS.get(name))
         line = vars(found) | {"variant": name, "products": sorted(found.products)}
+        sys.stdout.write(json.dumps(line) + "\n")
+    config = ExchangeConfig(**SIZES, ranks=8, experts=64, training=True)
+    for kernel in ("scatter_kernel", "gather_kernel"):
+        found = compile_exchange(config, name=kernel)
+        line = vars(found) | {"variant": BACKWARD + kernel, "products": sorted(found.products)}
         sys.stdout.write(json.dumps(line) + "\n")
 
 

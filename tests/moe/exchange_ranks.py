@@ -21,10 +21,11 @@ assert os.environ["TRITON_INTERPRET"] == "1"
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
+from group_cases import with_gradients
 from moe_oracle import expected, operands, relative
 
 from fivefold.errors import CommunicationError
-from fivefold.moe import ExchangeConfig, ExpertExchange
+from fivefold.moe import ExchangeConfig, ExpertExchange, MoE, MoEConfig, Router
 from fivefold.moe._heap import SharedMemoryHeap
 
 torch.set_num_threads(1)
@@ -61,7 +62,7 @@ def part_of(given, counts, rank, ranks):
     return own | {n: given[n][rank * local : (rank + 1) * local] for n in weights}
 
 
-def open_exchange(folder, rank, ranks, *, capacity=None, most=5):
+def open_exchange(folder, rank, ranks, *, capacity=None, most=5, training=False):
     config = ExchangeConfig(
         ranks=ranks,
         experts=2 * ranks,
@@ -71,6 +72,7 @@ def open_exchange(folder, rank, ranks, *, capacity=None, most=5):
         max_tokens=most,
         dtype=torch.float32,
         capacity=capacity,
+        training=training,
         debug=True,
     )
     return ExpertExchange.between_processes(config, folder, rank=rank, timeout_s=TIMEOUT_S)
@@ -100,6 +102,71 @@ def play(folder, rank, ranks, *, epochs, capacity=None, most=5, stir_s=0.02):
         "sent_bytes": sum(sent),
         "formula_bytes": routed * HIDDEN * 4,
     }
+
+
+def train(folder, rank, ranks, *, backend, epochs):
+    """Forward and backward over real processes, against one process with all tokens."""
+    group = open_exchange(folder, rank, ranks, training=True)
+    experts = slice(2 * rank, 2 * rank + 2)
+    worst = 0.0
+    for epoch in range(epochs):
+        given, counts = inputs(ranks, epoch + 10, most=5)
+        own = part_of(given, counts, rank, ranks)
+        tokens = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+        # The same function of all outputs: each rank weighs its own tokens' as the whole does.
+        scale = torch.linspace(0.5, 1.5, max(1, sum(counts)))[: sum(counts)].unsqueeze(1)
+        found, slopes = with_gradients(own, scale[tokens], group=group, backend=backend)
+        wanted, right = with_gradients(given, scale)
+        pairs = [(found, wanted[tokens])]
+        for name, slope in slopes.items():
+            of_token = name in {"x", "topk_weights"}
+            pairs.append((slope, right[name][tokens if of_token else experts]))
+        for one, other in pairs:
+            assert one.shape == other.shape
+            assert bool(torch.isfinite(one).all())
+            worst = max(worst, float((one - other).abs().max()) if one.numel() else 0.0)
+    return {"error": worst, "epochs": group.epoch}
+
+
+def train_a_layer(folder, rank, ranks):
+    """A layer with its losses, then a peer that leaves between forward and backward."""
+    torch.manual_seed(3)
+    sizes = {"hidden": HIDDEN, "intermediate": INNER, "experts": 2 * ranks}
+    config = MoEConfig(**sizes, router=Router(top_k=TOP_K), shared_intermediate=4)
+    whole = MoE(config)
+    group = open_exchange(folder, rank, ranks, training=True)
+    mine = MoE(config, group)
+    here = group.experts_of(2 * ranks)
+    shares = {
+        name: tensor[here.start : here.stop] if name.startswith("experts.") else tensor
+        for name, tensor in whole.state_dict().items()
+    }
+    mine.load_state_dict(shares)
+    parts = torch.randn(5 + 2, HIDDEN).split([5, 2])
+    output = mine(parts[rank])
+    for part in parts:
+        whole(part).square().sum().backward()
+    loads = [int(part.sum()) for part in (mine.last_load.routed, whole.last_load.routed)]
+    output.square().sum().backward()
+    right = {n: p.grad for n, p in whole.named_parameters()}
+    worst = max(
+        relative(p.grad, right[n][here.start : here.stop].double())
+        for n, p in mine.named_parameters()
+        if n.startswith("experts.")
+    )
+    output = mine(parts[rank])
+    if rank == 1:
+        return {"error": worst, "loads": loads}
+    group.timeout_s = 1.0
+    group._known["limit_ns"] = 10**9
+    began = time.monotonic()
+    try:
+        output.sum().backward()
+        refused = "nothing"
+    except CommunicationError as error:
+        refused = str(error)
+    waited_s = time.monotonic() - began
+    return {"error": worst, "loads": loads, "refused": refused, "waited_s": waited_s}
 
 
 def die(folder, rank, ranks):
@@ -138,6 +205,17 @@ def scenes(folder, rank):
                         p, rank, r, epochs=e, capacity=c
                     ),
                 )
+    for ranks, backend in ((2, "fused"), (3, "reference"), (4, "reference")):
+        if rank < ranks:
+            name = f"{ranks} ranks train, {backend}"
+            yield (
+                name,
+                lambda n=name, r=ranks, b=backend: train(
+                    folder / n, rank, r, backend=b, epochs=1 if r == 2 else 2
+                ),
+            )
+    if rank < 2:
+        yield "a layer", lambda: train_a_layer(folder / "a layer", rank, 2)
     yield "a rank that never comes", lambda: never_comes(folder / "a rank that never comes", rank)
     yield "sizes that differ", lambda: differing(folder / "sizes that differ", rank)
     yield "a rank dies", lambda: die(folder / "a rank dies", rank, 4)

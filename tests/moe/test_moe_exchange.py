@@ -41,6 +41,15 @@ ACCURATE = [
     "gate: sigmoid in groups by two",
     "gate: softmax in groups by one",
     "gate: bfloat16",
+    "group: forward and gradients of one launch",
+    "group: any number of ranks",
+    "group: the capacity layout",
+    "group: bfloat16",
+    "group: float16 with a plain activation",
+    "group: weights on the input",
+    "group: dropped and skewed",
+    "group: a capacity of each rank",
+    "group: a layer",
 ]
 HOLDING = [
     "no tokens at all",
@@ -49,6 +58,8 @@ HOLDING = [
     "every row has the writer that its index says",
     "a gate without numbers",
     "a gate that does not fit",
+    "group: no tokens anywhere",
+    "group: what does not fit is named",
 ]
 REFUSED = {
     "a second writer is found": "rank 0 wrote a row that rank 1 had written in epoch 1",
@@ -56,6 +67,7 @@ REFUSED = {
     "a task that no one does": "rank 0 waited 0.05 s for the counts of rank 1 in epoch 1",
     "operands that do not fit": "it is closed",
 }
+TRAINED = {"2 ranks train, fused": 1, "3 ranks train, reference": 2, "4 ranks train, reference": 2}
 SCENES = [f"{n} ranks, {layout}" for n in (2, 3, 4) for layout in ("compact", "capacity")]
 
 
@@ -136,6 +148,26 @@ def test_processes_without_a_barrier(processes, scene):
         assert found["epochs"] == {2: 5, 3: 3, 4: 2}[number]
         assert found["sent_bytes"] == found["formula_bytes"]
     assert sum(processes[scene, rank]["sent_bytes"] for rank in range(number)) > 0
+
+
+@pytest.mark.parametrize("scene", TRAINED)
+def test_gradients_between_processes(processes, scene):
+    for rank in range(int(scene[0])):
+        found = processes[scene, rank]
+        assert "failed" not in found, found["failed"]
+        assert found["error"] < 2e-5
+        assert found["epochs"] == 2 * TRAINED[scene]
+
+
+def test_a_layer_between_processes_and_a_peer_that_leaves_before_the_backward(processes):
+    for rank in range(2):
+        found = processes["a layer", rank]
+        assert "failed" not in found, found["failed"]
+        assert found["error"] < 2e-6
+        assert found["loads"] == [14, 4]  # all ranks' tokens; those of its last call
+    left = processes["a layer", 0]
+    assert "rank 0 waited 1 s for the counts of rank 1 in epoch 4" in left["refused"]
+    assert left["waited_s"] < 60
 
 
 def test_who_waits_for_a_dead_rank_is_told(processes):

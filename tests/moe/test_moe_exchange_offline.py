@@ -18,6 +18,8 @@ VARIANTS = {
     "capacity, bf16 relu, 8 ranks": "HGMMA.64x128x16.F32.BF16",
     "compact, fp32 swiglu in tf32, 4 virtual ranks": "HGMMA.64x128x8.F32.TF32",
 }
+CUT = ("scatter_kernel", "gather_kernel")
+BACKWARD = "8 ranks, bf16, backward: "
 RELEASE = r"(?:atom|red)\.global\.{scope}\.(?:release|acq_rel)"
 ACQUIRE = r"(?:ld|atom)\.global\.{scope}\.(?:acquire|acq_rel)"
 
@@ -39,10 +41,10 @@ def compiled(tmp_path_factory):
 
 
 def test_every_variant_is_looked_at(compiled):
-    assert set(compiled) == set(VARIANTS)
+    assert set(compiled) == {*VARIANTS, *(BACKWARD + kernel for kernel in CUT)}
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, *(BACKWARD + kernel for kernel in CUT)])
 def test_fits_the_machine_without_spills(compiled, variant, record_property, capsys):
     found = compiled[variant]
     for name in ("registers", "spilled_bytes", "shared_bytes", "products"):
@@ -69,7 +71,6 @@ def test_rows_move_in_wide_accesses_and_products_use_tensor_cores(compiled, vari
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_ranks_hand_over_by_release_and_acquire_at_system_scope(compiled, variant):
-    """A barrier stands between stores and the release, and between the acquire and loads."""
     lines = compiled[variant]["ptx"].splitlines()
     compact = "capacity" not in variant
     words = [line for line in lines if re.search(r"atom\.global\.sys\.release\.exch\.b64", line)]
@@ -80,6 +81,25 @@ def test_ranks_hand_over_by_release_and_acquire_at_system_scope(compiled, varian
     assert len(returns) >= 2  # a source's first and second row tile
     assert len(polls) >= (4 if compact else 2)  # counts, rows: each before and in a loop
     assert len(back) >= 2
+    check_barriers(compiled[variant]["ptx"])
+
+
+@pytest.mark.parametrize("kernel", CUT)
+def test_the_halves_of_a_backward_hand_over_likewise(compiled, kernel):
+    ptx = compiled[BACKWARD + kernel]["ptx"]
+    check_barriers(ptx)
+    if kernel == "scatter_kernel":  # announced, dispatched; counts and rows awaited
+        assert len(re.findall(r"atom\.global\.sys\.release\.exch\.b64", ptx)) >= 2
+        assert len(re.findall(r"atom\.global\.sys\.acquire\.add\.u64", ptx)) >= 4
+    else:  # a source's first and second row tile; rows that come back awaited
+        assert len(re.findall(r"red\.global\.sys\.release\.add\.u32", ptx)) >= 2
+        assert len(re.findall(r"atom\.global\.sys\.acquire\.add\.u32", ptx)) >= 2
+    assert len(re.findall(r"st\.global\.v4", ptx)) >= 1  # rows, 16 bytes at a time
+
+
+def check_barriers(ptx):
+    """A barrier stands between stores and the release, and between the acquire and loads."""
+    lines = ptx.splitlines()
     before = r"bar\.sync|st\.global|st\.shared"
     after = r"bar\.sync|ld\.global(?!\.gpu|\.sys)|cp\.async\.c"
     for scope in ("gpu", "sys"):
@@ -90,6 +110,6 @@ def test_ranks_hand_over_by_release_and_acquire_at_system_scope(compiled, varian
             if re.search(ACQUIRE.format(scope=scope), line):
                 near = next(line for line in lines[place + 1 :] if re.search(after, line))
                 assert "bar.sync" in near, line
-    assert "ld.global.nc" not in compiled[variant]["ptx"]  # may not see what this launch wrote
-    assert "globaltimer" in compiled[variant]["ptx"]  # waits end
-    assert "nanosleep" in compiled[variant]["ptx"]
+    assert "ld.global.nc" not in ptx  # may not see what this launch wrote
+    assert "globaltimer" in ptx  # waits end
+    assert "nanosleep" in ptx

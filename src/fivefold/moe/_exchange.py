@@ -7,46 +7,33 @@ one launch per process and has no barrier: ranks meet through the words in their
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 
-from fivefold.errors import CommunicationError, ConfigurationError, DataError, UnsupportedError
-from fivefold.moe._capacity import DropPolicy, drop_beyond_capacity
-from fivefold.moe._exchange_checks import check_call, check_gate, described
-from fivefold.moe._exchange_layout import (
-    ExchangeConfig,
-    constants_of,
-    heap_layout,
-    private_layout,
-)
-from fivefold.moe._fused import (
-    OPTIONS,
-    _descriptor,
-    _lag,
-    _multiprocessors,
-    missing_fused,
-)
-from fivefold.moe._heap import SharedMemoryHeap, SymmetricHeap, VirtualHeap
-from fivefold.moe._operands import check_ids
+from fivefold.errors import ConfigurationError, UnsupportedError
+from fivefold.moe._capacity import DropPolicy
+from fivefold.moe._exchange_checks import check_call, check_gate, dropped_by_rank
+from fivefold.moe._exchange_launch import ExchangeLaunches
+from fivefold.moe._exchange_layout import ExchangeConfig, heap_layout
+from fivefold.moe._fused import missing_fused
+from fivefold.moe._heap import SharedMemoryHeap, VirtualHeap
+from fivefold.moe._operands import check_ids, check_weight_on_input
 from fivefold.moe._routing import Router
-from fivefold.moe._tiles import debugging, interpreting
 
 __all__ = ["ExpertExchange"]
 
-_STATISTICS = ("sent_bytes", "returned_bytes", "sent_signals", "returned_signals")
 
-
-class ExpertExchange:
+class ExpertExchange(ExchangeLaunches):
     """A mixture of experts whose experts are spread over ranks: ``fused_moe`` across a heap.
 
     Rank r holds experts r E / P to (r + 1) E / P - 1 and its own tokens. In one launch, tokens go
     straight into the memory of the ranks that have their experts, results straight back, and each
     rank sums up its own in the order of k: the bits are those of ``fused_moe(backend="fused")`` on
     one rank. Calls are collective: every rank makes the same ones in the same order, with as many
-    tokens as it has, also none. There is no backward.
+    tokens as it has, also none. A call has no backward; ``fused_moe(..., group=exchange)`` and
+    ``MoE(config, exchange)`` have one.
 
     Args:
         config: Sizes; the same on all ranks.
@@ -65,44 +52,6 @@ class ExpertExchange:
         >>> if missing_fused(heap.device) is None:
         ...     exchange = ExpertExchange(config, heap)
     """
-
-    def __init__(
-        self, config: ExchangeConfig, heap: SymmetricHeap, *, timeout_s: float = 30.0
-    ) -> None:
-        reason = missing_fused(heap.device)
-        if reason is not None:
-            raise UnsupportedError(f"the exchange cannot work here: {reason}")
-        if heap.ranks != config.ranks:
-            raise ConfigurationError(
-                f"the heap has {heap.ranks} ranks, the configuration {config.ranks}",
-                hint="make both for the group that shares the experts",
-            )
-        layout = heap_layout(config)
-        if heap.nbytes < layout.scratch_bytes:
-            raise ConfigurationError(
-                f"the heap has {heap.nbytes} bytes per rank; this exchange needs "
-                f"{layout.scratch_bytes}",
-                hint="make it with nbytes=config.heap_bytes()",
-            )
-        if not timeout_s > 0:
-            raise ConfigurationError(f"timeout_s must be positive; got {timeout_s}")
-        self.config = config
-        self.heap = heap
-        self.timeout_s = timeout_s
-        device, num_local = heap.device, heap.num_local
-        self._private = private_layout(config)
-        self._control = torch.zeros(
-            num_local, self._private.control_words, dtype=torch.int32, device=device
-        )
-        self._scratch = torch.empty(
-            num_local, self._private.scratch_bytes, dtype=torch.uint8, device=device
-        )
-        self._stats = torch.zeros(
-            num_local, len(_STATISTICS), config.ranks, dtype=torch.int64, device=device
-        )
-        self._token_first: dict[tuple[int, ...], torch.Tensor] = {}
-        self._broken: str | None = None
-        self._known = self._fixed_arguments(layout.sections)
 
     @classmethod
     def between_processes(
@@ -133,28 +82,6 @@ class ExpertExchange:
             timeout_s=timeout_s,
         )
         return cls(config, heap, timeout_s=timeout_s)
-
-    def _fixed_arguments(self, sections: dict[str, tuple[int, int, torch.dtype]]) -> dict[str, Any]:
-        config, heap = self.config, self.heap
-        tiles = config.tiles
-        return {
-            **{name: first for name, (first, _, _) in sections.items()},
-            **self._private.cut(self._scratch[0]),
-            "bases": heap.bases,
-            "control": self._control,
-            "stats": self._stats,
-            "scratch_words": self._private.scratch_bytes // 4,
-            "control_words": self._private.control_words,
-            "first_rank": heap.first_rank,
-            "max_tiles": self._private.max_tiles,
-            "max_rows": config.room_rows,
-            "limit_ns": int(self.timeout_s * 1e9),
-            "num_return_counts": sections["at_return_counts"][1],
-            "max_lag": _lag(tiles, config.intermediate, self._programs()),
-        }
-
-    def _programs(self) -> int:
-        return 1 if interpreting() else _multiprocessors(self.heap.device)
 
     def __call__(  # noqa: PLR0913 - the operator's own operands
         self,
@@ -203,14 +130,20 @@ class ExpertExchange:
         counts = check_call(
             self.config, self.heap, operands, biases=(b13, b2), num_tokens=num_tokens
         )
-        if weight_on_input and topk_ids.shape[1] != 1:
-            raise ConfigurationError(f"weight_on_input needs top_k 1; got {topk_ids.shape[1]}")
+        check_weight_on_input(topk_ids, weight_on_input=weight_on_input)
         if check or (check is None and x.device.type == "cpu"):
             check_ids(topk_ids, self.config.experts)
         if self.config.capacity is not None:
-            topk_ids = self._dropped(topk_ids, topk_weights, counts, drop_policy)
+            topk_ids = dropped_by_rank(
+                topk_ids,
+                topk_weights,
+                counts=counts,
+                experts=self.config.experts,
+                capacity=self.config.capacity,
+                policy=drop_policy,
+            )
             operands = (x, w13, w2, topk_ids, topk_weights)
-        return self._launch(
+        return self.forward(
             operands, (b13, b2), counts, weight_on_input=weight_on_input, programs=programs
         )
 
@@ -263,160 +196,71 @@ class ExpertExchange:
         counts = check_call(
             self.config, self.heap, operands, biases=(b13, b2), num_tokens=num_tokens
         )
-        out = self._launch(
+        out = self.forward(
             operands, (b13, b2), counts, programs=programs, routing=(gate, selection_bias, router)
         )
         return out, ids, weights
 
     def _check_usable(self, operands: tuple[torch.Tensor | None, ...]) -> None:
-        if self._broken is not None:
-            raise CommunicationError(
-                f"this exchange has failed before: {self._broken}",
-                hint="close it on all ranks and set up a new one",
-            )
+        self.check_whole()
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands):
-            message = "the exchange has no backward"
-            raise UnsupportedError(message, hint="call it under torch.no_grad()")
-
-    def _dropped(
-        self, ids: torch.Tensor, weights: torch.Tensor, counts: tuple[int, ...], policy: DropPolicy
-    ) -> torch.Tensor:
-        capacity = self.config.capacity
-        assert capacity is not None, "called for the capacity layout only"
-        kept = [
-            drop_beyond_capacity(
-                part, weight, num_experts=self.config.experts, capacity=capacity, policy=policy
+            message = "a call of the exchange itself has no backward"
+            raise UnsupportedError(
+                message, hint="use fused_moe(..., group=exchange), or call under torch.no_grad()"
             )
-            for part, weight in zip(
-                torch.split(ids, list(counts)), torch.split(weights, list(counts)), strict=True
-            )
-        ]
-        return ids.masked_fill(~torch.cat(kept), -1)
 
-    def _launch(
-        self,
-        operands: tuple[torch.Tensor, ...],
-        biases: tuple[torch.Tensor | None, torch.Tensor | None],
-        counts: tuple[int, ...],
-        *,
-        weight_on_input: bool = False,
-        programs: int | None,
-        routing: tuple[torch.Tensor, torch.Tensor | None, Router] | None = None,
-    ) -> torch.Tensor:
-        from fivefold.moe._exchange_kernel_triton import exchange_kernel  # noqa: PLC0415 - optional
+    def experts_of(self, num_experts: int) -> range:
+        """Experts whose weights this process passes.
 
-        config = self.config
-        tiles = config.tiles
-        x, w13, w2, ids, weights = (operand.contiguous() for operand in operands)
-        b13, b2 = (None if bias is None else bias.contiguous() for bias in biases)
-        programs = self._programs() if programs is None else programs
-        out = torch.empty_like(x)
-        gate, selection_bias, router = routing or (None, None, None)
-        known = self._known | {
-            "x": x,
-            "w13": self._weights(w13, tiles.columns),
-            "w2": self._weights(w2, tiles.second_columns),
-            "ids": ids,
-            "weights": weights,
-            "b13": b13,
-            "b2": b2,
-            "gate": None if gate is None else gate.contiguous(),
-            "selection_bias": None if selection_bias is None else selection_bias.contiguous(),
-            "out": out,
-            "token_first": self._offsets(counts),
-            "combine_columns": self._combine_columns(max(counts), programs),
-            **constants_of(
-                config,
-                num_local=self.heap.num_local,
-                weight_on_input=weight_on_input,
-                router=router,
-            ),
-        }
-        arguments = {name: known[name] for name in exchange_kernel.arg_names}
-        with torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext():
-            exchange_kernel[programs,](**arguments, **OPTIONS, num_warps=tiles.warps)
-        if interpreting() or debugging():
-            self.check()
-        return out
-
-    def _weights(self, weight: torch.Tensor, columns: int) -> Any:
-        if not self.config.by_descriptor:
-            return weight
-        if weight.data_ptr() % 16:
-            weight = weight.clone()
-        return _descriptor(weight, columns, self.config.tiles.depth)
-
-    def _combine_columns(self, num_tokens: int, programs: int) -> int:
-        tiles = self.config.tiles
-        blocks = -(-num_tokens // tiles.combine_tokens) * self.heap.num_local
-        steps = -(-self.config.hidden // tiles.combine_columns)
-        return min(steps, max(1, steps * blocks // (4 * programs))) * tiles.combine_columns
-
-    def _offsets(self, counts: tuple[int, ...]) -> torch.Tensor:
-        """First token of every rank; kept, so that a repeated call copies nothing to the GPU."""
-        found = self._token_first.get(counts)
-        if found is None:
-            if len(self._token_first) >= 1024:
-                self._token_first.clear()
-            ends = torch.tensor([0, *counts]).cumsum(0)
-            found = ends.to(dtype=torch.int32, device=self.heap.device)
-            self._token_first[counts] = found
-        return found
-
-    @property
-    def epoch(self) -> int:
-        """Calls that have ended; waits for the device."""
-        from fivefold.moe._exchange_sync_triton import EPOCH  # noqa: PLC0415 - optional
-
-        return int(self._control[0, EPOCH.value])
-
-    def statistics(self) -> dict[str, list[list[int]]]:
-        """What this process's ranks have stored into heaps so far, counted by the kernel.
+        Args:
+            num_experts: E of the caller's layer.
 
         Returns:
-            By name, a list for every rank of this process with a number for every peer, itself
-            included: ``sent_bytes`` (rows to the peer's experts), ``returned_bytes`` (results of
-            the peer's rows), ``sent_signals`` and ``returned_signals`` (words that say so).
-        """
-        values = self._stats.tolist()
-        return {
-            name: [of_rank[place] for of_rank in values] for place, name in enumerate(_STATISTICS)
-        }
-
-    def check(self) -> None:
-        """Raise what went wrong in calls so far; waits for the device.
+            Their numbers.
 
         Raises:
-            CommunicationError: A rank did not answer in time.
-            DataError: Rows were dropped since a rank had no room; the exchange can go on.
+            ConfigurationError: The exchange was made for another number.
         """
-        from fivefold.moe import _exchange_sync_triton as sync  # noqa: PLC0415 - optional
-
-        for place, word in enumerate(self._control[:, sync.ERROR.value].tolist()):
-            if word == 0:
-                continue
-            rank = self.heap.first_rank + place
-            kind, peer, detail = word >> 28, word >> 14 & 0x3FFF, word & 0x3FFF
-            if kind == sync.OVERFLOW.value:
-                self._control[:, sync.ERROR.value] = 0
-                raise DataError(
-                    f"a rank would get more rows than the {self.config.room_rows} it has room for "
-                    f"(rank {rank}, epoch {self.epoch}); nothing was sent",
-                    hint="raise max_rows, or leave it None for room for whatever may come",
-                )
-            self._broken = described(
-                rank, kind, peer, detail, timeout_s=self.timeout_s, epoch=self.epoch
+        config, heap = self.config, self.heap
+        if num_experts != config.experts:
+            raise ConfigurationError(
+                f"the layer has {num_experts} experts, the exchange {config.experts}",
+                hint="make both with the same number of experts, over all ranks",
             )
-            raise CommunicationError(
-                self._broken, hint="look at that rank's log; set up a new exchange on all ranks"
-            )
+        first = heap.first_rank * config.local_experts
+        return range(first, first + heap.num_local * config.local_experts)
 
-    def close(self) -> None:
-        """Give the memory back; no rank may be in a call."""
-        self._broken = "it is closed"
-        self._known = {}
-        self.heap.close()
-        self._scratch = self._scratch.new_empty(0)
+    def token_counts(self, num_tokens: int) -> tuple[int, ...]:
+        """Tokens of each rank of this process, shared out as evenly as can be.
+
+        Args:
+            num_tokens: Of this process.
+
+        Returns:
+            One number for each rank of this process.
+        """
+        each, more = divmod(num_tokens, self.heap.num_local)
+        return tuple(each + (place < more) for place in range(self.heap.num_local))
+
+    def loads(self) -> torch.Tensor | None:
+        """Rows that each expert got in the last call, from all ranks; None where it is not known.
+
+        It is known in the compact layout, whose counts every rank gets. Read it before the next
+        call; nothing waits for the device.
+
+        Returns:
+            int64 [E].
+        """
+        from fivefold.moe._exchange_sync_triton import EPOCH  # noqa: PLC0415 - optional
+
+        config = self.config
+        if config.capacity is not None:
+            return None
+        first, count, kind = heap_layout(config).sections["at_counts"]
+        words = self.heap.own[0, first : first + count * kind.itemsize].view(kind)
+        by_epoch = words.view(2, config.ranks, config.experts)
+        parity = self._control[:1, EPOCH.value].long() % 2
+        return by_epoch.index_select(0, parity)[0].sum(0)
 
 
-_ = VirtualHeap  # for the example above
+_ = missing_fused, VirtualHeap  # for the example above

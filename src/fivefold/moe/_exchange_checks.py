@@ -8,12 +8,13 @@ import torch
 
 from fivefold.errors import ConfigurationError, UnsupportedError
 from fivefold.moe._activations import activation_named
+from fivefold.moe._capacity import DropPolicy, drop_beyond_capacity
 from fivefold.moe._exchange_layout import ExchangeConfig
 from fivefold.moe._heap import SymmetricHeap
 from fivefold.moe._operands import check_operands
 from fivefold.moe._routing import Router
 
-__all__ = ["check_call", "check_gate", "described"]
+__all__ = ["check_call", "check_gate", "described", "dropped_by_rank"]
 
 _KINDS = {
     1: "a task of its own",
@@ -78,6 +79,37 @@ def check_call(
             hint="make it with a larger max_tokens, on all ranks",
         )
     return counts
+
+
+def dropped_by_rank(
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    counts: Sequence[int],
+    experts: int,
+    capacity: int,
+    policy: DropPolicy,
+) -> torch.Tensor:
+    """Ids with -1 for what is beyond a capacity; a rank's tokens compete among themselves.
+
+    Args:
+        ids: Of all ranks of this process, [T, K].
+        weights: Likewise.
+        counts: Tokens of each rank.
+        experts: E.
+        capacity: Most tokens per rank and expert.
+        policy: As in ``drop_beyond_capacity``.
+
+    Returns:
+        [T, K].
+    """
+    kept = [
+        drop_beyond_capacity(part, weight, num_experts=experts, capacity=capacity, policy=policy)
+        for part, weight in zip(
+            torch.split(ids, list(counts)), torch.split(weights, list(counts)), strict=True
+        )
+    ]
+    return ids.masked_fill(~torch.cat(kept), -1)
 
 
 def check_gate(

@@ -414,7 +414,7 @@ def _leave(
     if before == tl.num_programs(0) - 1:
         for v in range(V):
             own = control + v * control_words
-            for phase in range(5):
+            for phase in range(6):
                 tl.store(own + QUEUES + phase * 32, 0)
             tl.store(own + GATED_BLOCKS, 0)
             tl.store(own + COUNTED, 0)

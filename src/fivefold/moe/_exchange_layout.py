@@ -23,7 +23,7 @@ import torch
 from fivefold.errors import ConfigurationError
 from fivefold.moe._activations import activation_named
 from fivefold.moe._fused import DTYPES
-from fivefold.moe._operands import check_precision
+from fivefold.moe._operands import Precision, check_precision
 from fivefold.moe._routing import Router
 from fivefold.moe._tiles import Tiles, constants_for, interpreting, tiles_for
 from fivefold.moe._workspace import CHUNK_SLOTS, Layout
@@ -52,6 +52,7 @@ class ExchangeConfig:
             for the compact one, which drops nothing.
         max_rows: Compact layout: rows that a rank has room for; None: for whatever may come.
         precision: Of float32, as in ``fused_moe``.
+        training: Room for a backward: received rows are twice as wide, as gradients come along.
         debug: Note the writer of every row, and make it an error if a row is written twice.
 
     Raises:
@@ -75,7 +76,8 @@ class ExchangeConfig:
     activation: str = "swiglu"
     capacity: int | None = None
     max_rows: int | None = None
-    precision: str = "ieee"
+    precision: Precision = "ieee"
+    training: bool = False
     debug: bool = False
 
     def __post_init__(self) -> None:
@@ -242,8 +244,9 @@ def heap_layout(config: ExchangeConfig) -> Layout:
         "at_arrivals": (experts, int64),  # [P, L]
         "at_return_counts": (cells, int32),
         "at_weights": (config.room_rows, torch.float32),
-        "at_receive": (config.room_rows * config.hidden, config.dtype),
+        "at_receive": (config.room_rows * config.hidden * (1 + config.training), config.dtype),
         "at_returned": (config.return_rows * config.hidden, config.dtype),
+        "at_return_weights": (config.return_rows if config.training else 0, torch.float32),
         "at_shadow": (config.room_rows if config.debug else 0, int32),
         "at_return_shadow": (config.return_rows * columns if config.debug else 0, int32),
     }
@@ -279,7 +282,7 @@ def private_layout(config: ExchangeConfig) -> Layout:
         "return_first": (experts, int32),  # [P, L]
         "return_tile": (experts, int32),
         "return_address": (config.room_rows, torch.int64),
-        "shadow_address": (config.room_rows if config.debug else 0, torch.int64),
+        "shadow_address": (config.room_rows if config.debug or config.training else 0, torch.int64),
         "count_address": (recv * config.ranks, torch.int64),
         "count_rows": (recv * config.ranks, int32),
         "count_upper": (recv * config.ranks, int32),

@@ -406,6 +406,16 @@ def second_product(
     if SHADOW:
         words = tl.load(shadow_address + row, mask=inside, other=0).to(tl.pointer_type(tl.int32))
         written(words + n, rank, epoch, inside, control, P)
+    row_bytes = tl.minimum(BN, H - n * BN) * BYTES
+    tell_sources(m, row_bytes, count_address, count_rows, count_upper, stats, P, PP)
+
+
+@triton.jit
+def tell_sources(
+    m, row_bytes, count_address, count_rows, count_upper, stats, P: tl.constexpr,
+    PP: tl.constexpr,
+):  # fmt: skip
+    """Add the rows of a receive tile, which this program has returned, to their owners' counts."""
     peers = tl.arange(0, PP)
     rows = tl.load(count_rows + m * P + peers, mask=peers < P, other=0)
     upper = tl.load(count_upper + m * P + peers, mask=peers < P, other=0)
@@ -413,7 +423,7 @@ def second_product(
     counts = counts.to(tl.pointer_type(tl.int32))
     give_back(counts, rows - upper, rows > 0)
     give_back(counts + 1, upper, upper > 0)
-    sent = rows.to(tl.int64) * (tl.minimum(BN, H - n * BN) * BYTES)
+    sent = rows.to(tl.int64) * row_bytes
     tl.atomic_add(stats + RETURNED_BYTES * P + peers, sent, mask=rows > 0, sem="relaxed")
     signals = (rows > 0).to(tl.int64) + (upper > 0).to(tl.int64)
     tl.atomic_add(stats + RETURNED_SIGNALS * P + peers, signals, mask=rows > 0, sem="relaxed")

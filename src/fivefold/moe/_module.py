@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, UnsupportedError
 from fivefold.moe._activations import activation_named
 from fivefold.moe._capacity import DropPolicy, capacity_for, drop_beyond_capacity
+from fivefold.moe._exchange import ExpertExchange
 from fivefold.moe._expert_group import ExpertGroup, ExpertLoad
 from fivefold.moe._operator import fused_moe
 from fivefold.moe._routing import Router, Routing, load_balancing_loss, route, router_z_loss
@@ -107,16 +108,21 @@ class MoE(nn.Module):
 
     Args:
         config: Sizes and options.
-        group: Ranks that share the experts out; None: all are here.
+        group: Ranks that share the experts out; None: all are here. An ``ExpertGroup`` exchanges
+            rows by all-to-all, an ``ExpertExchange`` one-sided (a virtual one has all experts
+            here, and the tokens as evenly as can be).
 
     Attributes:
         last_routing: What the last forward decided, for losses and statistics; with its graph
             while gradients are on.
         last_logits: The router logits of the last forward.
-        last_load: Assignments per expert of the last forward, over all ranks of the group.
+        last_load: Assignments per expert of the last forward, over all ranks of the group; of this
+            process alone where an ``ExpertExchange`` does not know better (with a capacity).
 
     Raises:
-        ConfigurationError: The experts cannot be shared out equally.
+        ConfigurationError: The experts cannot be shared out equally, or the group was made for
+            another layer.
+        UnsupportedError: ``recompute`` is off, and an exchange keeps nothing for the backward.
 
     Example:
         >>> layer = MoE(MoEConfig(hidden=8, intermediate=16, experts=4))
@@ -126,8 +132,12 @@ class MoE(nn.Module):
         12
     """
 
-    def __init__(self, config: MoEConfig, group: ExpertGroup | None = None) -> None:
+    def __init__(
+        self, config: MoEConfig, group: ExpertGroup | ExpertExchange | None = None
+    ) -> None:
         super().__init__()
+        if isinstance(group, ExpertExchange):
+            _check_exchange(config, group)
         self.config, self.group = config, group
         self.gate = _Gate(config)
         here = range(config.experts) if group is None else group.experts_of(config.experts)
@@ -159,7 +169,8 @@ class MoE(nn.Module):
             The same shape and data type; autocast's type under autocast.
 
         Raises:
-            ConfigurationError: The last dimension is not H.
+            CommunicationError: A rank of the group died or did not answer in time.
+        ConfigurationError: The last dimension is not H, or the tokens do not fit the group.
         """
         config = self.config
         if x.shape[-1] != config.hidden:
@@ -173,23 +184,35 @@ class MoE(nn.Module):
         self.last_routing, self.last_logits = routing, logits
         ids = self._within_capacity(routing)
         tokens = _as_autocast(tokens)
-        if self.group is None:
-            output = self._through(tokens, self.experts, ids, routing.weights_TK)
-            self.last_load = ExpertLoad(routed=routing.load_E, kept=_counts(ids, config.experts))
-        else:
-            output, self.last_load = self.group.apply(
-                tokens,
-                routing.ids_TK,
-                ids=ids,
-                weights=routing.weights_TK,
-                num_experts=config.experts,
-                local=lambda rows, ids, weights: self._through(rows, self.experts, ids, weights),
-            )
+        output, self.last_load = self._through_the_group(tokens, routing, ids)
         if self.shared is not None:
             every = torch.zeros(len(tokens), 1, dtype=torch.int64, device=x.device)
             one = torch.ones(len(tokens), 1, dtype=routing.weights_TK.dtype, device=x.device)
             output = output + self._through(tokens, self.shared, every, one)
         return output.view(x.shape)
+
+    def _through_the_group(
+        self, tokens: torch.Tensor, routing: Routing, ids: torch.Tensor
+    ) -> tuple[torch.Tensor, ExpertLoad]:
+        """The experts' output, and the loads, wherever the experts are."""
+        experts, group = self.config.experts, self.group
+        if isinstance(group, ExpertGroup):
+            return group.apply(
+                tokens,
+                routing.ids_TK,
+                ids=ids,
+                weights=routing.weights_TK,
+                num_experts=experts,
+                local=lambda rows, ids, weights: self._through(rows, self.experts, ids, weights),
+            )
+        output = self._through(tokens, self.experts, ids, routing.weights_TK, group)
+        load = ExpertLoad(routed=routing.load_E, kept=_counts(ids, experts))
+        everywhere = None if group is None else group.loads()
+        if everywhere is not None:
+            # With a capacity, what others' routers wanted is not known: their counts are of rows.
+            routed = everywhere if self.config.capacity_factor is None else load.routed
+            load = ExpertLoad(routed=routed, kept=everywhere)
+        return output, load
 
     def _logits(self, tokens: torch.Tensor) -> torch.Tensor:
         # Not in autocast's 16 bits: a rounded logit sends a token to another expert (selective
@@ -219,7 +242,12 @@ class MoE(nn.Module):
         return routing.ids_TK.masked_fill(~kept, -1)
 
     def _through(
-        self, tokens: torch.Tensor, experts: _Experts, ids: torch.Tensor, weights: torch.Tensor
+        self,
+        tokens: torch.Tensor,
+        experts: _Experts,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        group: ExpertExchange | None = None,
     ) -> torch.Tensor:
         return fused_moe(
             tokens,
@@ -231,6 +259,8 @@ class MoE(nn.Module):
             b13=None if experts.b13 is None else _as_autocast(experts.b13),
             b2=None if experts.b2 is None else _as_autocast(experts.b2),
             backend=self.config.backend,
+            precision="ieee" if group is None else group.config.precision,
+            group=group,
             recompute=self.config.recompute,
             check=False,  # the router's own ids are in range and distinct
         )
@@ -268,6 +298,26 @@ class MoE(nn.Module):
             f"experts={config.experts}, top_k={config.router.top_k}, "
             f"activation={config.activation!r}"
         )
+
+
+def _check_exchange(config: MoEConfig, exchange: ExpertExchange) -> None:
+    exchange.experts_of(config.experts)
+    made = exchange.config
+    pairs = {
+        "hidden": (config.hidden, made.hidden),
+        "intermediate": (config.intermediate, made.intermediate),
+        "top_k": (config.router.top_k, made.top_k),
+        "activation": (config.activation, made.activation),
+    }
+    for name, (layer, group) in pairs.items():
+        if layer != group:
+            raise ConfigurationError(
+                f"{name} of the layer is {layer!r}, of the exchange {group!r}",
+                hint="make MoEConfig and ExchangeConfig with the same sizes",
+            )
+    if not config.recompute:
+        message = "an exchange keeps nothing for the backward"
+        raise UnsupportedError(message, hint="use MoEConfig(recompute=True)")
 
 
 def _counts(ids: torch.Tensor, num_experts: int) -> torch.Tensor:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from fivefold.errors import ConfigurationError
 from fivefold.moe._activations import Activation
 
-__all__ = ["PRECISIONS", "check_ids", "check_operands", "check_precision"]
+__all__ = [
+    "PRECISIONS",
+    "Precision",
+    "check_ids",
+    "check_operands",
+    "check_precision",
+    "check_weight_on_input",
+]
 
-PRECISIONS = ("ieee", "tf32x3", "tf32")
+Precision = Literal["ieee", "tf32x3", "tf32"]
+PRECISIONS: tuple[Precision, ...] = ("ieee", "tf32x3", "tf32")
 """Arithmetic for float32, best first."""
 
 _ID_TYPES = (torch.int32, torch.int64)
@@ -118,6 +128,23 @@ def check_ids(ids: torch.Tensor, num_experts: int) -> None:
         raise ConfigurationError(
             f"token {token} is routed to an expert twice: {ids[token].tolist()}",
             hint="the experts of a token are distinct",
+        )
+
+
+def check_weight_on_input(ids: torch.Tensor, *, weight_on_input: bool) -> None:
+    """Check that tokens can take their weights with them.
+
+    Args:
+        ids: [T, K].
+        weight_on_input: Whether they do.
+
+    Raises:
+        ConfigurationError: They have several.
+    """
+    if weight_on_input and ids.shape[1] != 1:
+        raise ConfigurationError(
+            f"weight_on_input needs top_k 1; got {ids.shape[1]}",
+            hint="with more experts per token the weights belong to the outputs",
         )
 
 

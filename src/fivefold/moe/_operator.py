@@ -7,20 +7,27 @@ number of tokens may change without compiling again.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, UnsupportedError
 from fivefold.moe._activations import activation_named
 from fivefold.moe._backends import backend_for
 from fivefold.moe._capacity import DropPolicy, drop_beyond_capacity
-from fivefold.moe._operands import check_ids, check_operands, check_precision
+from fivefold.moe._exchange import ExpertExchange
+from fivefold.moe._group import exchange_moe
+from fivefold.moe._operands import (
+    Precision,
+    check_ids,
+    check_operands,
+    check_precision,
+    check_weight_on_input,
+)
 from fivefold.moe._workspace import Workspace
 
 __all__ = ["fused_moe"]
 
-Precision = Literal["ieee", "tf32x3", "tf32"]
 _Optional = torch.Tensor | None
 
 
@@ -183,6 +190,7 @@ def fused_moe(  # noqa: PLR0913 - an operator's operands and options, all but fi
     backend: str = "auto",
     precision: Precision = "ieee",
     workspace: Workspace | None = None,
+    group: ExpertExchange | None = None,
     recompute: bool = True,
     check: bool | None = None,
 ) -> torch.Tensor:
@@ -209,6 +217,10 @@ def fused_moe(  # noqa: PLR0913 - an operator's operands and options, all but fi
             TF32 products for nearly the same; ``"tf32"``, 10 bits of mantissa. ``"reference"``
             leaves this to torch's own switch. Without effect on other data types.
         workspace: Memory for ``"fused"`` and ``"split"``; None takes some for this call.
+        group: Ranks that share the experts out and reach each other's memory; None: all experts are
+            here. The ids are then among all ranks' experts, w13, w2 and biases those of this rank
+            (a virtual heap: of all), and the call and its backward are collective. A capacity is
+            that of a rank's own tokens. See ``ExpertExchange``.
         recompute: Compute the first product again in the backward. False keeps it, T K rows of
             ``w13``'s height, where a gradient may be asked for: more memory, less work.
         check: Look at the ids' values; None: on the CPU only, since it waits for the device.
@@ -217,7 +229,9 @@ def fused_moe(  # noqa: PLR0913 - an operator's operands and options, all but fi
         [T, H], in x's data type.
 
     Raises:
+        CommunicationError: A rank of the group did not answer in time.
         ConfigurationError: Shapes, data types, devices, ids or options do not fit.
+        DataError: A rank of the group would get more rows than it has room for.
         UnsupportedError: The backend is not available here; says why.
 
     References:
@@ -230,15 +244,31 @@ def fused_moe(  # noqa: PLR0913 - an operator's operands and options, all but fi
         [[8.0, 8.0]]
     """
     kind = activation_named(activation)
+    check_precision(precision)
+    if group is not None:
+        _check_group(group, workspace, recompute=recompute)
+        shared: torch.Tensor = exchange_moe(
+            x,
+            w13,
+            w2,
+            topk_ids,
+            topk_weights,
+            exchange=group,
+            activation=activation,
+            b13=b13,
+            b2=b2,
+            weight_on_input=weight_on_input,
+            capacity=capacity,
+            drop_policy=drop_policy,
+            backend=backend,
+            precision=precision,
+            check=check,
+        )
+        return shared
     check_operands(x, w13, w2, topk_ids, topk_weights, activation=kind, b13=b13, b2=b2)
+    check_weight_on_input(topk_ids, weight_on_input=weight_on_input)
     if check or (check is None and x.device.type == "cpu" and not torch.compiler.is_compiling()):
         check_ids(topk_ids, len(w2))
-    check_precision(precision)
-    if weight_on_input and topk_ids.shape[1] != 1:
-        raise ConfigurationError(
-            f"weight_on_input needs top_k 1; got {topk_ids.shape[1]}",
-            hint="with more experts per token the weights belong to the outputs",
-        )
     if capacity is not None:
         kept = drop_beyond_capacity(
             topk_ids,
@@ -268,3 +298,18 @@ def fused_moe(  # noqa: PLR0913 - an operator's operands and options, all but fi
         wanted and not recompute,
     )[0]
     return result
+
+
+def _check_group(group: Any, workspace: Workspace | None, *, recompute: bool) -> None:
+    if not isinstance(group, ExpertExchange):
+        raise ConfigurationError(
+            f"group is a {type(group).__name__}; it must be an ExpertExchange",
+            hint="ExpertExchange(config, heap) reaches its ranks one-sided; a layer also takes an "
+            "ExpertGroup: MoE(config, ExpertGroup(process_group))",
+        )
+    if workspace is not None:
+        message = "a group brings memory of its own"
+        raise ConfigurationError(message, hint="leave workspace None")
+    if not recompute:
+        message = "between the ranks of a group nothing is kept for the backward"
+        raise UnsupportedError(message, hint="use recompute=True")
