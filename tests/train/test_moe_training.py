@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fivefold.errors import ConfigurationError
+from fivefold.moe import MoE
 from fivefold.train import MixtureConfig, ModelConfig, Transformer, load_config, train
 from fivefold.train._checkpoint import checkpoint_folders, read_checkpoint
 from fivefold.train._mixture import mixture_blocks
@@ -71,6 +72,23 @@ def test_a_mixture_learns_real_text_and_says_where_its_tokens_went(moe_config):
     summed = torch.tensor([line["load"] for line in lines]).sum(dim=0)
     assert result.moe["load"] == summed.tolist()
     assert json.loads((config.run.output / "result.json").read_text())["moe"] == result.moe
+
+
+def test_what_is_kept_for_the_backward_changes_no_number(moe_config):
+    models = []
+    for recompute in (True, False):
+        config = moe_config(
+            "none", steps=4, output=f"recompute-{recompute}", moe={"recompute": recompute}
+        )
+        layers = [
+            m
+            for m in Transformer(config.model, vocab_size=9, sequence_length=4).modules()
+            if isinstance(m, MoE)
+        ]
+        assert [layer.config.recompute for layer in layers] == [recompute] * 2
+        train(config)
+        models.append(whole_model(config))
+    assert all(torch.equal(tensor, models[1][name]) for name, tensor in models[0].items())
 
 
 @pytest.mark.distributed

@@ -76,6 +76,7 @@ def make_mixture(
             capacity_factor=config.capacity_factor,
             drop_policy=config.drop_policy,
             backend=config.backend,
+            recompute=config.recompute,
         ),
         group,
     )

@@ -62,6 +62,8 @@ class MixtureConfig(Section):
     """ranks that share out a layer's experts"""
     backend: Literal["auto", "reference", "fused", "split"] = "auto"
     """what computes the experts"""
+    recompute: bool = True
+    """whether the backward computes the experts' first product again; false keeps it in memory"""
 
     @model_validator(mode="after")
     def _fits(self) -> MixtureConfig:
