@@ -1,0 +1,1 @@
+"""What the GPU benchmark of the mixture of experts is made of."""

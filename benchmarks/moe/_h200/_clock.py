@@ -1,0 +1,135 @@
+"""Seconds, launches and bytes of a call, and what the machine can do at best."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Ceilings", "Clock", "ceilings_of"]
+
+Call = Callable[[], object]
+
+
+class Clock:
+    """Times calls, each after the caches were written over.
+
+    Args:
+        device: A CUDA device, or the CPU for a dry run.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.on_gpu = device.type == "cuda"
+        size = 0
+        if self.on_gpu:
+            size = 4 * torch.cuda.get_device_properties(device).L2_cache_size
+        self._flood = torch.empty(size, dtype=torch.uint8, device=device)
+
+    def seconds(self, call: Call) -> float:
+        """One call, from its first launch to its last."""
+        self._flood.zero_()
+        if not self.on_gpu:
+            start_s = time.perf_counter()
+            call()
+            return time.perf_counter() - start_s
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+    def in_turns(self, calls: dict[str, Call], *, repetitions: int) -> dict[str, list[float]]:
+        """Seconds by name; who begins changes from turn to turn. All were called before."""
+        names = list(calls)
+        seconds: dict[str, list[float]] = {name: [] for name in names}
+        for turn in range(repetitions):
+            for place in range(len(names)):
+                name = names[(place + turn) % len(names)]
+                seconds[name].append(self.seconds(calls[name]))
+        return seconds
+
+    def launches(self, call: Call) -> int:
+        """Kernels, copies and fills on the GPU; 0 on the CPU, which has none."""
+        activity = torch.profiler.ProfilerActivity
+        kinds = [activity.CUDA] if self.on_gpu else [activity.CPU]
+        with torch.profiler.profile(activities=kinds) as profile:
+            call()
+            self.settle()
+        on_gpu = torch.autograd.DeviceType.CUDA
+        return sum(event.device_type == on_gpu for event in profile.events() or [])
+
+    def peak_bytes(self, call: Call) -> int | None:
+        """Memory above what was in use before; None on the CPU."""
+        if not self.on_gpu:
+            call()
+            return None
+        self.settle()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        call()
+        self.settle()
+        return torch.cuda.max_memory_allocated(self.device) - before
+
+    def settle(self) -> None:
+        """Wait for the device."""
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ceilings:
+    """What was measured of the machine, as the physical limits of this run.
+
+    Attributes:
+        flops_per_s: Of square matrix products, by kind of arithmetic.
+        bytes_per_s: Read and written by a copy.
+    """
+
+    flops_per_s: dict[str, float]
+    bytes_per_s: float
+
+
+def arithmetic_of(dtype: torch.dtype, precision: str) -> str:
+    """The kind of arithmetic that limits a data type."""
+    return precision if dtype == torch.float32 else str(dtype).removeprefix("torch.")
+
+
+def ceilings_of(clock: Clock) -> Ceilings:
+    """Measure square products and a copy, the best of five.
+
+    Args:
+        clock: Of the device; on the CPU the sizes are tiny.
+
+    Returns:
+        The ceilings.
+    """
+    side, length = (8192, 2**31) if clock.on_gpu else (64, 2**16)
+    found = {}
+    for dtype, precision in (
+        (torch.bfloat16, ""),
+        (torch.float16, ""),
+        (torch.float32, "tf32"),
+        (torch.float32, "ieee"),
+    ):
+        found[arithmetic_of(dtype, precision)] = _products(clock, side, dtype, precision)
+    source = torch.zeros(length, dtype=torch.uint8, device=clock.device)
+    target = torch.empty_like(source)
+    best_s = min(clock.seconds(lambda: target.copy_(source)) for _ in range(5))
+    return Ceilings(flops_per_s=found, bytes_per_s=2 * length / best_s)
+
+
+def _products(clock: Clock, side: int, dtype: torch.dtype, precision: str) -> float:
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+    try:
+        left, right = (
+            torch.ones(side, side, dtype=dtype, device=clock.device).normal_() for _ in range(2)
+        )
+        best_s = min(clock.seconds(lambda: left @ right) for _ in range(5))
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+    return 2 * side**3 / best_s

@@ -1,0 +1,173 @@
+"""The run of the GPU benchmark: checks, ceilings, times, sanitizer, results."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from _h200._cases import Case, checked_cases, timed_cases, tiny_cases
+from _h200._checks import check, wrong_rows
+from _h200._clock import Ceilings, Clock, ceilings_of
+from _h200._sanitizer import run_small_calls, sanitize
+from _h200._timing import Plan, time_case
+from _h200._variants import missing_variants, versions_of_peers
+from fivefold.errors import FivefoldError, UnsupportedError
+from fivefold.moe import backends
+from fivefold.report import BenchmarkRow, write_results
+
+__all__ = ["run"]
+
+RESULTS = Path(__file__).parents[2] / "results" / "moe" / "h200.json"
+_SANITIZER_S = 60.0
+
+
+def say(text: str) -> None:
+    """To people, not into a pipe of results."""
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def _device_for(arguments: argparse.Namespace) -> torch.device:
+    """The GPU, or the CPU for a dry run.
+
+    Raises:
+        UnsupportedError: There is no fitting GPU.
+    """
+    device = torch.device("cpu" if arguments.dry_run else "cuda")
+    reason = backends(device)["fused"]
+    if reason is not None:
+        raise UnsupportedError(
+            f"the kernel cannot run here: {reason}",
+            hint="run this on a Hopper GPU, or try the script with --dry-run --out FILE",
+        )
+    return device
+
+
+def _chosen(cases: list[Case], arguments: argparse.Namespace, *, few: int) -> list[Case]:
+    """All cases, or likenesses of a few in a dry run: each data type, then other loads."""
+    if not arguments.dry_run:
+        return cases
+    first: dict[object, Case] = {}
+    for case in tiny_cases(cases):
+        first.setdefault((case.dtype, case.precision), case)
+    for case in tiny_cases(cases):
+        first.setdefault(case.tokens, case)
+    found = list(dict.fromkeys(first.values()))
+    return [*found[: few - 1], found[-1]]
+
+
+def _all_checks(device: torch.device, arguments: argparse.Namespace) -> list[BenchmarkRow]:
+    """Every check."""
+    cases = _chosen(checked_cases(), arguments, few=2)
+    repetitions = 1 if arguments.dry_run else 20
+    rows = [row for case in cases for row in check(case, device, repetitions=repetitions)]
+    say(f"{sum(row.met is True for row in rows)} of {len(rows)} checks met")
+    return rows
+
+
+def _ceiling_rows(ceilings: Ceilings) -> list[BenchmarkRow]:
+    """What the machine can do."""
+    case = "the machine"
+    rows = [
+        BenchmarkRow(case=case, metric=f"products in {kind}", unit="FLOP/s", ours=value)
+        for kind, value in ceilings.flops_per_s.items()
+    ]
+    copy = BenchmarkRow(case=case, metric="copy", unit="bytes/s", ours=ceilings.bytes_per_s)
+    return [*rows, copy]
+
+
+def _all_times(
+    device: torch.device, arguments: argparse.Namespace, *, deadline_s: float
+) -> list[BenchmarkRow]:
+    """Every case that there is time for."""
+    clock = Clock(device)
+    plan = Plan(
+        clock=clock,
+        ceilings=ceilings_of(clock),
+        repetitions=1 if arguments.dry_run else 15,
+        compiler="eager" if arguments.dry_run else "inductor",
+        say=say,
+    )
+    rows = _ceiling_rows(plan.ceilings)
+    cases = [case for case in timed_cases() if arguments.only.lower() in str(case).lower()]
+    for case in _chosen(cases, arguments, few=2):
+        if time.monotonic() > deadline_s:
+            say(f"left out, no time: {case}")
+            continue
+        rows += time_case(case, plan)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return rows
+
+
+def _measure(arguments: argparse.Namespace, script: Path) -> None:
+    """Check, time, write.
+
+    Raises:
+        FivefoldError: A result is wrong.
+        UnsupportedError: There is no GPU.
+    """
+    began_s = time.monotonic()
+    device = _device_for(arguments)
+    if arguments.small_calls:
+        run_small_calls(device)
+        return
+    for name, reason in missing_variants(device).items():
+        say(f"not here: {name}: {reason}")
+    rows = _all_checks(device, arguments)
+    wrong_rows(rows)
+    if not arguments.check_only:
+        deadline_s = began_s + arguments.budget_s - _SANITIZER_S
+        rows += _all_times(device, arguments, deadline_s=deadline_s)
+        if arguments.dry_run:
+            run_small_calls(device)
+        else:
+            left_s = began_s + arguments.budget_s - time.monotonic()
+            found, problems = sanitize(script, left_s=max(left_s, _SANITIZER_S / 2))
+            rows += found
+            for problem in problems:
+                say(problem)
+    _write(rows, device, arguments)
+
+
+def _write(rows: list[BenchmarkRow], device: torch.device, arguments: argparse.Namespace) -> None:
+    """The results file: the public one only after a whole run on a GPU."""
+    partial = arguments.check_only or arguments.dry_run or arguments.only
+    path = arguments.out or (None if partial else RESULTS)
+    if path is None:
+        return
+    versions = versions_of_peers()
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        versions |= {
+            "GPU": torch.cuda.get_device_name(device),
+            "compute capability": f"{major}.{minor}",
+            "CUDA": str(torch.version.cuda),
+        }
+    topic = "moe/h200, dry run in the interpreter" if arguments.dry_run else "moe/h200"
+    write_results(path, topic=topic, rows=rows, versions=versions)
+    say(f"wrote {path}")
+
+
+def run(arguments: argparse.Namespace, script: Path) -> int:
+    """Measure; errors become two lines and an exit code.
+
+    Args:
+        arguments: Of the command line.
+        script: For children.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        _measure(arguments, script)
+    except FivefoldError as error:
+        say(f"error: {error.message}\nhint: {error.hint}")
+        return 2 if isinstance(error, UnsupportedError) else 3
+    return 0
