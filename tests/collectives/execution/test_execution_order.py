@@ -20,7 +20,7 @@ from fivefold.collectives.algorithms import build_algorithm
 from fivefold.collectives.execution._lanes import Agenda, Lanes
 from fivefold.collectives.execution._plan import plan_rank
 from fivefold.collectives.execution._run import CollectiveError, Transfers, run_plan
-from fivefold.collectives.lowering import lower
+from fivefold.collectives.lowering import OpKind, lower
 from fivefold.collectives.schedules import (
     Schedule,
     Transfer,
@@ -183,6 +183,23 @@ def test_tasks_that_touch_the_same_memory_keep_their_order():
         for earlier, other in enumerate(tasks[:at]):
             if _overlap(task.write, other.write) or _overlap(task.read, other.write):
                 assert places[earlier] < places[at]
+
+
+def test_what_is_passed_on_in_turn_is_asked_for_at_once():
+    """Asked for one after the other, each chunk of a queue would cost a round trip."""
+    schedule = build_algorithm("binary_tree", all_reduce(7)).replicated(4)
+    tasks = plan_rank(lower(schedule, in_place=True), rank=1).tasks
+    passing = [at for at, task in enumerate(tasks) if task.kind is OpKind.RECEIVE_COPY_SEND]
+    assert any(tasks[at].sends_after in passing for at in passing)
+    agenda = Agenda(tasks)
+    summed = [at for at, task in enumerate(tasks) if task.kind.reduces]
+    for at in summed:
+        agenda.arrived(at)
+    for at in summed:
+        assert agenda.next() is not None
+        agenda.done(at)
+    assert all(agenda.may_be_written(at) for at in passing)
+    assert agenda.next() is None
 
 
 def _overlap(one, other):

@@ -32,12 +32,17 @@ class Agenda:
     """
 
     def __init__(self, tasks: Sequence[Task]) -> None:
-        self._missing = [len(task.after) + (task.receive_peer >= 0) for task in tasks]
         self._unmet = [len(task.after) for task in tasks]
+        self._missing = [
+            len(task.after) + (task.receive_peer >= 0) + (task.sends_after >= 0) for task in tasks
+        ]
         self._followers: list[list[int]] = [[] for _ in tasks]
+        self._next_sender = [-1] * len(tasks)
         for at, task in enumerate(tasks):
             for earlier in task.after:
                 self._followers[earlier].append(at)
+            if task.sends_after >= 0:
+                self._next_sender[task.sends_after] = at
         self._ready = [at for at, missing in enumerate(self._missing) if not missing]
         self._left = len(tasks)
 
@@ -64,6 +69,8 @@ class Agenda:
         for follower in self._followers[at]:
             self._unmet[follower] -= 1
             self._one_less(follower)
+        if self._next_sender[at] >= 0:
+            self._one_less(self._next_sender[at])
 
     def _one_less(self, at: int) -> None:
         self._missing[at] -= 1

@@ -20,6 +20,7 @@ from fivefold.collectives.lowering import (
     Executed,
     OpKind,
     Program,
+    ThreadBlock,
     run_order,
 )
 from fivefold.collectives.schedules import Collective
@@ -55,14 +56,16 @@ class Task:
         send_peer: Rank that it sends to; -1 none.
         receive_channel: Queue of what it receives.
         send_channel: Queue of what it sends.
-        after: Earlier tasks that must be done first: they write what it reads, use what it writes,
-            or send before it to the same peer.
+        after: Earlier tasks that must be done first: they write what it reads, or use what it
+            writes.
+        sends_after: The task that sends before it in the same queue; -1 for none.
         settle: Earlier tasks whose sends read the slots that it writes.
         level: Round in which it runs, where all ranks go in rounds.
         sent_level: Round in which what it receives was sent; -1 where it receives nothing.
 
     Example:
-        >>> Task(OpKind.SEND, Span(Buffer.INPUT, 0, 1), None, -1, 1, 0, 0, (), (), 0, -1).send_peer
+        >>> span = Span(Buffer.INPUT, 0, 1)
+        >>> Task(OpKind.SEND, span, None, -1, 1, 0, 0, (), -1, (), 0, -1).send_peer
         1
     """
 
@@ -74,6 +77,7 @@ class Task:
     receive_channel: int
     send_channel: int
     after: tuple[int, ...]
+    sends_after: int
     settle: tuple[int, ...]
     level: int
     sent_level: int
@@ -236,7 +240,8 @@ class _Compiler:
                 send_peer=block.send_peer if kind.sends else -1,
                 receive_channel=block.channel,
                 send_channel=block.channel,
-                after=self._after(number, self._cells(read), cells, executed),
+                after=self._after(number, self._cells(read), cells),
+                sends_after=self._sends_after(number, block) if kind.sends else -1,
                 settle=tuple(settle),
                 level=level,
                 sent_level=sent_level,
@@ -246,9 +251,7 @@ class _Compiler:
             for cell in cells or (self._cells(read) if kind is OpKind.SEND else []):
                 self._sent_from[cell].append(number)
 
-    def _after(
-        self, number: int, read: list[int], written: list[int], executed: Executed
-    ) -> tuple[int, ...]:
+    def _after(self, number: int, read: list[int], written: list[int]) -> tuple[int, ...]:
         """The tasks that one must follow; it is entered as the last to touch its cells."""
         after = {self._last_write.get(cell, -1) for cell in (*read, *written)}
         for cell in read:
@@ -256,12 +259,13 @@ class _Compiler:
         for cell in written:
             after.update(self._reads.pop(cell, ()))
             self._last_write[cell] = number
-        if executed.operation.kind.sends:
-            block = self._blocks[executed.block]
-            queue = (block.send_peer, block.channel)
-            after.add(self._last_sent.get(queue, -1))
-            self._last_sent[queue] = number
         return tuple(sorted(after - {-1, number}))
+
+    def _sends_after(self, number: int, block: ThreadBlock) -> int:
+        queue = (block.send_peer, block.channel)
+        before = self._last_sent.get(queue, -1)
+        self._last_sent[queue] = number
+        return before
 
     def _cells(self, span: Span | None) -> list[int]:
         if span is None:

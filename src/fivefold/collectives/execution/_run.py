@@ -37,9 +37,7 @@ __all__ = [
 ]
 
 TAG = 1 << 29  # user's sends on the same inner group keep the tags below
-# Receives that may be posted from the first on that is not done, in the plan's order. gloo sends
-# only what is asked for: peers ahead of the plan would fill the link of one that is not.
-_AHEAD = 12
+_AHEAD = 32  # receives of one queue that are posted and not yet used
 _WORTH_LANES_BYTES = 1 << 18  # below, what is sent is over before a thread has woken up
 
 Combine = Callable[..., Any]
@@ -142,9 +140,7 @@ class Runner:
                 key = (task.receive_peer, task.receive_channel)
                 self._unposted.setdefault(key, deque()).append(at)
         self._lane_of = {key: lane for lane, key in enumerate(self._unposted)}
-        self._receives = [at for at, task in enumerate(plan.tasks) if task.receive_peer >= 0]
-        self._first_open = 0  # place of the first receive that is not done
-        self._used: set[int] = set()  # receives that are done
+        self._windows = dict.fromkeys(self._unposted, 0)  # posted and not yet used
         lanes = transfers.lanes
         size = max(transfers.inputs.nbytes, transfers.outputs.nbytes)
         worth_it = len(self._lane_of) > 1 and size >= _WORTH_LANES_BYTES
@@ -180,17 +176,13 @@ class Runner:
 
     def _post_receives(self, agenda: Agenda) -> None:
         """Post what may arrive now; in order, since a queue hands over in order."""
-        while self._first_open < len(self._receives):
-            if self._receives[self._first_open] not in self._used:
-                break
-            self._first_open += 1
-        ahead = self._receives[self._first_open :][:_AHEAD]
-        for waiting in self._unposted.values():
-            while waiting and waiting[0] <= ahead[-1]:
+        for key, waiting in self._unposted.items():
+            while waiting and self._windows[key] < _AHEAD:
                 at = waiting[0]
                 if not self._tasks[at].kind.reduces and not agenda.may_be_written(at):
                     break
                 waiting.popleft()
+                self._windows[key] += 1
                 self._post(at, self._tasks[at], agenda)
 
     def _post(self, at: int, task: Task, agenda: Agenda) -> None:
@@ -250,7 +242,7 @@ class Runner:
         """What a task received; it has arrived."""
         if task.receive_peer < 0:
             return None
-        self._used.add(at)
+        self._windows[task.receive_peer, task.receive_channel] -= 1
         return self._posted.pop(at)[1]
 
     def _combined(
