@@ -247,7 +247,7 @@ class _Rates:
         carried = np.bincount(self._links, sizes, self._topology.num_links)
         shares = carried / self._topology.capacities_bytes_per_s
         tiers: dict[tuple[str, str], int] = {}
-        found = []
+        found: list[int] = []
         for link in np.argsort(-shares, kind="stable").tolist():
             tier = self._tier(link)
             tiers[tier] = tiers.get(tier, 0) + 1

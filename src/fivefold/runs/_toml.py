@@ -152,7 +152,8 @@ def format_toml(tables: Mapping[str, Mapping[str, Any]]) -> str:
         >>> format_toml({"run": {"steps": 5, "device": "cpu"}})
         '[run]\nsteps = 5\ndevice = "cpu"\n'
     """
-    return "\n".join(block for name, table in tables.items() for block in _blocks(name, table))
+    given = {name: table for name, table in tables.items() if table is not None}
+    return "\n".join(block for name, table in given.items() for block in _blocks(name, table))
 
 
 def readable_error(

@@ -41,8 +41,9 @@ class ScheduledReduction:
         model: Wrapped with ``gradient_as_bucket_view=True``; on CPU, over gloo.
         update: Makes the optimizer of one parameter, given in a list. Where it is given, ``step``
             and the forward hooks of this object take the place of an optimizer: a parameter is
-            updated when its gradient has arrived, at the latest before its layer's next forward
-            pass. So norms over all gradients are not to be had.
+            updated when its gradient has arrived, at the latest before the next call of its
+            module, or of the module around it where its own is never called. Nothing may use it
+            earlier. Norms over all gradients are not to be had.
         chunk_bytes: Largest chunk; None for whole buckets.
         credit: Chunks in flight at once.
         timeout_s: Longest wait for gradients and for a peer.
@@ -94,14 +95,21 @@ class ScheduledReduction:
         self._pass_sizes: list[int] = []
         self._pass_ready_s: list[float] = []
         self._forward_ends_s = time.perf_counter()
+        self._waits: list[tuple[float, float]] = []
+        self.handed_over_s = 0.0
+        """When the last bucket of a backward pass was handed over, by ``time.perf_counter``."""
         self._entered_s: dict[int, float] = {}  # bucket to when its first layer began
         self._handles = [
             model.register_forward_pre_hook(self._before_forward),
             model.register_forward_hook(self._after_forward),
         ]
-        for module in model.module.modules():
-            if list(module.parameters(recurse=False)):
-                self._handles.append(module.register_forward_pre_hook(self._before_layer))
+        # Parameters by the module whose call uses them first; the first pass finds out.
+        self._used_by: dict[int, list[torch.nn.Parameter]] | None = None
+        self._called: set[int] = set()
+        self._handles += [
+            module.register_forward_pre_hook(self._before_layer)
+            for module in model.module.modules()
+        ]
         # A lambda: DDP inspects a hook's annotations and refuses postponed ones, which are text.
         model.register_comm_hook(None, lambda state, bucket: self._reduce(bucket))  # noqa: ARG005 - DDP asks for these two names
 
@@ -113,6 +121,14 @@ class ScheduledReduction:
     def sent(self) -> list[SentChunk]:
         """The all-reduces since the last call, with their times."""
         taken, self._sender.sent = self._sender.sent, []
+        return taken
+
+    def waited(self) -> list[tuple[float, float]]:
+        """Stretches since the last call in which this rank stood still for gradients.
+
+        With ``update`` only; without it the backward pass itself waits, from ``handed_over_s`` on.
+        """
+        taken, self._waits = self._waits, []
         return taken
 
     def measured(self) -> list[BucketCost]:
@@ -256,6 +272,7 @@ class ScheduledReduction:
             future.set_result(buffer)  # DDP goes on; the sums come into the same memory
         self._sender.add(entry)
         if bucket.is_last():
+            self.handed_over_s = now_s
             self._sizes, self._ready_s = self._pass_sizes, self._pass_ready_s
             self._passes += 1
         return future
@@ -274,7 +291,10 @@ class ScheduledReduction:
 
     def _apply(self, number: int) -> None:
         bucket = self._flying.pop(number)
-        if not bucket.done.wait(self._timeout_s + _GRACE_S):
+        begun_s = time.perf_counter()
+        there = bucket.done.is_set() or bucket.done.wait(self._timeout_s + _GRACE_S)
+        self._waits.append((begun_s, time.perf_counter()))
+        if not there:
             raise CommunicationError(
                 f"the gradients of bucket {number} did not arrive within {self._timeout_s:g} s"
             )
@@ -288,7 +308,10 @@ class ScheduledReduction:
 
     def _before_layer(self, module: torch.nn.Module, _arguments: object) -> None:
         now_s = time.perf_counter()
-        for parameter in module.parameters(recurse=False):
+        if self._used_by is None:
+            self._called.add(id(module))
+            return
+        for parameter in self._used_by.get(id(module), ()):
             number = self._owner.get(id(parameter))
             if number is None:
                 continue
@@ -304,6 +327,19 @@ class ScheduledReduction:
 
     def _after_forward(self, *_arguments: object) -> None:
         self._forward_ends_s = time.perf_counter()
+        if self._used_by is None:
+            self._used_by = {}
+            self._find_users(self._model.module, self._model.module)
+
+    def _find_users(self, module: torch.nn.Module, user: torch.nn.Module) -> None:
+        """A module that only holds parameters is never called: who called is around it."""
+        assert self._used_by is not None, "made by the caller"
+        user = module if id(module) in self._called else user
+        held = list(module.parameters(recurse=False))
+        if held:
+            self._used_by.setdefault(id(user), []).extend(held)
+        for child in module.children():
+            self._find_users(child, user)
 
 
 def _mean_cost(sent: list[SentChunk]) -> float:

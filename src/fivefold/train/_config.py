@@ -1,6 +1,6 @@
 """The configuration of a training run: five TOML tables, checked before anything starts.
 
-Tables ``[sync]`` and ``[model.moe]`` have files of their own.
+Tables ``[sync]``, ``[tasks]`` and ``[model.moe]`` have files of their own.
 
 Each table is a frozen model with a default for every key, so an empty file is a valid
 configuration. Values are taken as they are: a string is not read as a number, except that keys
@@ -12,6 +12,7 @@ knows nothing of torch, processes or data.
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -35,6 +36,7 @@ from fivefold.runs import (
 )
 from fivefold.train._moe_config import MixtureConfig
 from fivefold.train._sync_config import AutoTauConfig, SyncConfig, keys_of_method
+from fivefold.train._tasks_config import TasksConfig
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,6 +49,7 @@ __all__ = [
     "OptimConfig",
     "RunConfig",
     "SyncConfig",
+    "TasksConfig",
     "TrainConfig",
     "config_to_toml",
     "load_config",
@@ -194,6 +197,8 @@ class TrainConfig(Section):
     model: ModelConfig = Field(default_factory=ModelConfig)
     optim: OptimConfig = Field(default_factory=OptimConfig)
     sync: SyncConfig = Field(default_factory=SyncConfig)
+    tasks: TasksConfig | None = None
+    """table of the order of DDP's gradients; left out, DDP's own"""
 
     @model_validator(mode="after")
     def _warmup_fits(self) -> TrainConfig:
@@ -224,12 +229,38 @@ class TrainConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _tasks_fit_the_method(self) -> TrainConfig:
+        tasks, sync = self.tasks, self.sync
+        if tasks is None:
+            return self
+        if sync.method != "ddp" or sync.codec != "fp32":
+            raise ConfigurationError(
+                f'[tasks] needs sync.method "ddp" with sync.codec "fp32"; got "{sync.method}" '
+                f"with {sync.codec}",
+                hint="leave out [tasks]: it orders the gradients of every step",
+            )
+        if self.model.moe is not None and self.model.moe.expert_parallel > 1:
+            raise ConfigurationError(
+                f"[tasks] and model.moe.expert_parallel {self.model.moe.expert_parallel} do not go "
+                "together: experts' gradients are summed by themselves",
+                hint="set model.moe.expert_parallel = 1, or leave out [tasks]",
+            )
+        if tasks.overlap_forward and math.isfinite(self.optim.grad_clip):
+            raise ConfigurationError(
+                "tasks.overlap_forward updates parameters before all gradients are there, so that "
+                f"their norm cannot be clipped; got optim.grad_clip {self.optim.grad_clip:g}",
+                hint="set optim.grad_clip = inf, or tasks.overlap_forward = false with "
+                'tasks.ordering = "fifo"',
+            )
+        return self
+
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     r"""Read a configuration file and apply overrides on top of it.
 
     Args:
-        path: TOML file with any of the tables run, data, model, optim and sync.
+        path: TOML file with any of the tables run, data, model, optim, sync and tasks.
         overrides: Assignments such as ``"run.steps=50"``. The value is read as TOML; what is not
             TOML is taken as a string, so ``data.path=/texts`` needs no quotes. Where
             ``sync.method`` is among them, keys of the file's ``[sync]`` that the new method does
@@ -252,6 +283,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     tables = read_toml(Path(path))
     if isinstance(tables.get("sync"), dict) and "method" in given:
         _drop_keys_of_other_methods(tables["sync"], str(given["method"]))
+    if "tasks" in tables and given.get("method", "ddp") != "ddp":
+        del tables["tasks"]
+        _LOG.info("%s does not take [tasks] of the file", given["method"])
     tables = apply_overrides(tables, overrides, schema=TrainConfig)
     try:
         return TrainConfig.model_validate(tables)

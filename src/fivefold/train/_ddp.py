@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from fivefold.train._methods import CommunicationTotals
+from fivefold.train._methods import CommunicationTotals, plain_update
 from fivefold.train._spans import Span, union_s
 from fivefold.train._world import guard
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from fivefold.optim import SyncStatistics, TauDecision
@@ -105,7 +105,16 @@ class DataParallelMethod:
                 device_ids=devices,
                 process_group=self._group,
                 **_no_buffers_in_forward(),
+                **self._wrapping(),
             )
+            self._attach()
+
+    def _wrapping(self) -> dict[str, Any]:
+        """More arguments of DDP."""
+        return {}
+
+    def _attach(self) -> None:
+        """Take over what DDP does with a bucket of gradients."""
         # A lambda: DDP inspects a hook's annotations and refuses postponed ones, which are text.
         self._wrapped.register_comm_hook(None, lambda state, bucket: self._launch_bucket(bucket))  # noqa: ARG005 - DDP asks for these two names
 
@@ -165,6 +174,10 @@ class DataParallelMethod:
         )
         return self._experts.clip(common, shares, max_norm=max_norm)
 
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer's step with the averaged gradients."""
+        plain_update(optimizer)
+
     def after_step(self) -> None:
         """Count what travelled between experts."""
         if self._experts is None:
@@ -213,6 +226,9 @@ class DataParallelMethod:
         self.totals.exposed_wait_s += end_s - start_s
         self._spans.append(Span(lane="wait", name="gradients", start_s=start_s, end_s=end_s))
         landed, self._landed = self._landed, []
+        self._count(landed)
+
+    def _count(self, landed: Sequence[Span]) -> None:
         self.totals.in_flight_s += union_s(landed)
         for span in landed:
             self.totals.payload_bytes += span.details["payload_bytes"]
@@ -241,10 +257,10 @@ class DataParallelMethod:
         self.totals.sent_bytes += size["sent_bytes"]
         self.totals.collectives += 1
 
-    def _ring_bytes(self, wire: torch.Tensor) -> int:
+    def _ring_bytes(self, num_bytes: int) -> int:
         """What a ring all-reduce sends per rank; DDP's backend does not say."""
         world_size = self._world.world_size
-        return 2 * (world_size - 1) * wire.nbytes // world_size
+        return 2 * (world_size - 1) * num_bytes // world_size
 
     def _launch_bucket(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         # Runs on the thread of backward.
@@ -260,7 +276,7 @@ class DataParallelMethod:
             # Runs on one of the backend's threads: an append is atomic, a sum would not be.
             (result,) = future.value()
             end_s = time.perf_counter()
-            size = {"payload_bytes": payload.nbytes, "sent_bytes": self._ring_bytes(wire)}
+            size = {"payload_bytes": payload.nbytes, "sent_bytes": self._ring_bytes(wire.nbytes)}
             span = Span(lane="flight", name=name, start_s=launched_s, end_s=end_s, details=size)
             self._landed.append(span)
             return result if self._wire is None else payload.copy_(result)

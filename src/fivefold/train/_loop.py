@@ -130,7 +130,12 @@ class _Run:
         self.mixtures = self.model.mixtures
         self.optimizer = make_optimizer(self.model, config)
         self.method = make_method(
-            config.sync, self.model, optimizer=self.optimizer, world=world, experts=experts
+            config.sync,
+            self.model,
+            optimizer=self.optimizer,
+            world=world,
+            experts=experts,
+            tasks=config.tasks,
         )
         self.lane = ControlLane(world, stop)
         parts = TrainedParts(
@@ -215,7 +220,7 @@ class _Run:
         stopped = False
         self.lane.start(self.step)
         progress = TrainingProgress(
-            method_label(self.config.sync),
+            method_label(self.config.sync, self.config.tasks),
             steps=steps,
             step=self.step,
             line_every_s=self.config.run.line_every_s,

@@ -35,7 +35,7 @@ def run_manifest(
         "torch": version("torch"),
         "python": platform.python_version(),
         "method": config.sync.method,
-        "label": method_label(config.sync),
+        "label": method_label(config.sync, config.tasks),
         "world_size": world_size,
         "hosts": None if lab is None else lab.get("hosts"),
         "seed": config.run.seed,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fivefold.train._config import SyncConfig
     from fivefold.train._expert_ranks import ExpertRanks
     from fivefold.train._spans import Span
+    from fivefold.train._tasks_config import TasksConfig
     from fivefold.train._world import World
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "NoMethod",
     "make_method",
     "method_label",
+    "plain_update",
 ]
 
 _LABELS = {
@@ -117,6 +119,14 @@ class Method(Protocol):
         """
         ...
 
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer's step, with gradients back to nothing.
+
+        Raises:
+            CommunicationError: A peer died or did not answer in time.
+        """
+        ...
+
     def after_step(self) -> None:
         """After the optimizer's step.
 
@@ -158,6 +168,12 @@ class Method(Protocol):
         ...
 
 
+def plain_update(optimizer: torch.optim.Optimizer) -> None:
+    """The optimizer's step where all gradients are there."""
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
 class NoMethod:
     """Every rank trains alone: the same step with communication switched off.
 
@@ -187,6 +203,10 @@ class NoMethod:
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
         """Clip by the norm over all parameters, which are all here."""
         return torch.nn.utils.clip_grad_norm_(self._module.parameters(), max_norm)
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer's step."""
+        plain_update(optimizer)
 
     def after_step(self) -> None:
         """Nothing to do."""
@@ -226,6 +246,7 @@ def make_method(
     optimizer: torch.optim.Optimizer,
     world: World,
     experts: ExpertRanks | None = None,
+    tasks: TasksConfig | None = None,
 ) -> Method:
     """Set up the configured method; a collective call for all but "none".
 
@@ -235,6 +256,7 @@ def make_method(
         optimizer: The inner optimizer.
         world: The ranks.
         experts: Who shares experts with whom; None where nobody does.
+        tasks: Table ``[tasks]`` of data parallelism; None for DDP's own order.
 
     Returns:
         The method.
@@ -247,6 +269,12 @@ def make_method(
     if config.method == "none":
         return NoMethod(model)
     require_peers(config, world_size=world.world_size)
+    if config.method == "ddp" and tasks is not None:
+        from fivefold.train._ddp_scheduled import (  # noqa: PLC0415 - loads what is used
+            ScheduledDataParallelMethod,
+        )
+
+        return ScheduledDataParallelMethod(model, world=world, tasks=tasks, optimizer=optimizer)
     if config.method == "ddp":
         from fivefold.train._ddp import DataParallelMethod  # noqa: PLC0415 - loads what is used
 
@@ -268,7 +296,7 @@ def require_peers(config: SyncConfig, *, world_size: int) -> None:
         raise ConfigurationError(message, hint=hint)
 
 
-def method_label(config: SyncConfig) -> str:
+def method_label(config: SyncConfig, tasks: TasksConfig | None = None) -> str:
     """Name of a method for people, with what sets it apart.
 
     Example:
@@ -281,6 +309,9 @@ def method_label(config: SyncConfig) -> str:
         details.append(f"{config.fragments} fragments")
     if config.codec not in {None, "fp32"}:
         details.append(str(config.codec))
+    if tasks is not None:
+        details.append("overlaps forward" if tasks.overlap_forward else "in chunks")
+        details.append(tasks.ordering)
     label = _LABELS.get(config.method) or f"outer {config.optimizer}"
     label = f"hidden {label}" if config.hidden else label
     return f"{label} ({', '.join(details)})" if details else label

@@ -24,7 +24,7 @@ from fivefold.optim import (
     SlowMo,
     StreamingDiLoCo,
 )
-from fivefold.train._methods import NoMethod
+from fivefold.train._methods import NoMethod, plain_update
 from fivefold.train._spans import Span, subtract
 from fivefold.train._world import guard
 
@@ -91,6 +91,10 @@ class OuterMethod(NoMethod):
                 timeout_s=world.timeout_s,
                 check_every_rounds=config.check_every_rounds or 0,
             )
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """The inner optimizer's step."""
+        plain_update(optimizer)
 
     def after_step(self) -> None:
         """Count the local step; at the end of a round wait, merge and launch.

@@ -103,7 +103,7 @@ def make_result(  # noqa: PLR0913 - one argument per part of the record, one cal
     return RunResult(
         output=config.run.output,
         method=config.sync.method,
-        label=method_label(config.sync),
+        label=method_label(config.sync, config.tasks),
         reason=reason,
         steps=steps,
         tokens=tokens,

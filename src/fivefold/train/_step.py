@@ -124,8 +124,7 @@ class StepRunner:
         )
         for group in optimizer.param_groups:
             group["lr"] = self.lr
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        self._parts.method.update(optimizer)
         if self._world.device.type == "cuda":
             # So that what follows is a wait for the network, not for this step's kernels.
             torch.cuda.synchronize()
