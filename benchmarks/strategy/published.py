@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 from _rows import Row, predict, read_table, read_vtrain
+from _shapes import collective_rows, scaling_rows
 
 from fivefold.report import BenchmarkRow, write_results
 from fivefold.strategy import Cluster, evaluate_plan, fit_constants, load_cluster, with_constants
@@ -237,6 +238,8 @@ def main() -> None:
     lines += table_rows("llmfoundry_h100", "llm-foundry H100")
     lines += table_rows("megatron_bridge", "Megatron-Bridge H100")
     lines += table_rows("single_points", "single points")
+    lines += table_rows("zero_fsdp", "ZeRO and FSDP, nothing fitted")
+    lines += collective_rows() + scaling_rows()
     lines += memory_rows()
     if arguments.vtrain is not None:
         lines += vtrain_multi(arguments.vtrain)

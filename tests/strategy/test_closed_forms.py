@@ -1,4 +1,4 @@
-"""Closed forms against the network's simulator to 1e-9, and ASTRA-sim's rules against its output."""
+"""Closed forms against the simulator to 1e-9, ASTRA-sim's rules against its output."""
 
 import importlib.util
 import sys

@@ -61,9 +61,13 @@ def judged_errors(name, cluster=None):
         ("megatron_sc21", None, 0.06),
         ("megatron_zero3", "a100-megatron", 0.06),
         ("korthikanti", None, 0.04),
-        ("megatron_core", None, 0.12),
+        ("megatron_core", None, 0.1),
+        ("torchtitan", None, 0.12),
+        ("llmfoundry_h100", None, 0.06),
+        ("llmfoundry_a100", None, 0.08),
         ("maxtext_h100", None, 0.04),
         ("nvidia_gb200", None, 0.04),
+        ("zero_fsdp", "a100-fsdp", 0.2),
     ],
 )
 def test_mean_error_of_judged_rows(name, cluster, bar):

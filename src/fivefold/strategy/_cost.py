@@ -286,7 +286,7 @@ def _time_use(
     optimizer_s = _optimizer_s(model, device, plan=plan)
     busy_s = m * slowest.total_s
     if plan.pipeline_overlap:
-        hidden_s = min(boundary_s, slowest.total_s)
+        hidden_s = (1.0 - _filling_share(plan)) * min(boundary_s, slowest.total_s)
         boundary_s += (device.overlap_slowdown - 1.0) * hidden_s
     sent_s = m * boundary_s
     local_s = busy_s + idle_s + sent_s + offload_s + optimizer_s
@@ -348,6 +348,18 @@ def _message_s(
     return gather_s + collective_time_s(
         fabric, "point_to_point", size_bytes=size_bytes, group=group
     )
+
+
+def _filling_share(plan: ParallelPlan) -> float:
+    """Share of an interleaved pipeline's messages sent while it fills or drains: none is hidden.
+
+    Overlap needs a forward beside a backward. Filling takes (v - 1) p chunks of v m before that,
+    beyond the time that the first message needs to pass all stages.
+    """
+    if plan.schedule != "interleaved":
+        return 0.0
+    chunks = (plan.virtual - 1) * plan.pipeline
+    return min(chunks / (plan.virtual * plan.num_micro_batches), 1.0)
 
 
 def _offload_s(

@@ -45,6 +45,10 @@ class DeviceSpec:
         attention_efficiency: Share of the peak inside a fused attention kernel.
         fused_attention: Attention never writes scores to memory (FlashAttention).
         causal_skips: The attention kernel skips what the mask hides.
+        recompute_stops_early: Full recomputation of a layer ends with the input of its last
+            product, as PyTorch's checkpoints that are not reentrant do; Megatron-LM's repeat all.
+        selective_products: Share of the 16-bit products that selective recomputation repeats.
+        selective_products_fp8: The same of 8-bit products.
         memory_efficiency: Share of the memory's peak in element-wise kernels.
         kernel_gap_s: Time between two kernels on the device.
         host_kernel_s: Time in which the host can issue one kernel: the floor of small layers.
@@ -86,6 +90,9 @@ class DeviceSpec:
     attention_efficiency: float = 0.5
     fused_attention: bool = False
     causal_skips: bool = False
+    recompute_stops_early: bool = False
+    selective_products: float = 0.0
+    selective_products_fp8: float = 0.0
     memory_efficiency: float = 0.8
     kernel_gap_s: float = 2e-6
     host_kernel_s: float = 1e-5

@@ -169,9 +169,16 @@ def _timed(
     floor_s = device.host_kernel_s * sum(op.kernels for op in operators)
     sent = tensor.plus(context).plus(exchange)
     forward_s = max(total.forward_s + sent.forward_s, floor_s)
-    recompute_s = {"none": 0.0, "selective": again, "full": forward_s}[key.recompute]
-    if key.recompute == "selective" and device.fused_attention:
-        recompute_s = 0.0  # nothing of the scores is stored, so nothing is computed again
+    skipped_s = 0.0
+    if device.recompute_stops_early:
+        skipped_s = _skipped_s(device, key=key, operators=operators, causal=causal, tensor=tensor)
+    whole_s = max(forward_s - skipped_s, floor_s * (key.recompute == "full"))
+    recompute_s = {"none": 0.0, "selective": again, "full": whole_s}[key.recompute]
+    if key.recompute == "selective":
+        fp8 = key.dtype == "fp8"
+        share = device.selective_products_fp8 if fp8 else device.selective_products
+        # Nothing of fused attention's scores is stored, so nothing of them is computed again.
+        recompute_s = again * (not device.fused_attention) + share * products.forward_s
     repeated = 2.0 if key.recompute == "full" else 1.0
     backward_s = total.input_s + total.weight_s + sent.input_s + sent.weight_s
     waiting_s = max(floor_s - backward_s, 0.0)
@@ -184,6 +191,28 @@ def _timed(
         expert_s=repeated * exchange.forward_s + exchange.input_s,
         recompute_s=recompute_s,
     )
+
+
+def _skipped_s(
+    device: DeviceSpec, *, key: LayerKey, operators: tuple[Operator, ...], causal: bool,
+    tensor: _Times,
+) -> float:  # fmt: skip
+    """Forward that recomputation leaves out where it stops at the last input that is kept.
+
+    Nothing of the last product's output is needed. Experts repeat all: routing is weighted by what
+    they give.
+    """
+    if any(op.name == "router" for op in operators):
+        return 0.0
+    last = max((i for i, op in enumerate(operators) if op.stored_bytes > 0), default=0)
+    computed_s = sum(
+        _operator_times(device, op, dtype=key.dtype, causal=causal).forward_s
+        for op in operators[last:]
+    )
+    sizes = [op.message_bytes if op.message == "tensor" else 0.0 for op in operators]
+    share = sum(sizes[last:]) / sum(sizes) if any(sizes) else 0.0
+    # Of the gather before and the scatter after two products, only the last scatter.
+    return computed_s + share * tensor.forward_s * (0.5 if key.sequence_parallel else 1.0)
 
 
 def _operator_times(device: DeviceSpec, op: Operator, *, dtype: str, causal: bool) -> _Times:

@@ -116,7 +116,10 @@ def _time_column(columns: Columns, layer: dict[str, Floats], head: dict[str, Flo
     idle_s = idle_s + 2.0 * message_s * (p - 1)
     idle_s = idle_s - np.where(even, (slowest_s - sum(mean)) / t.virtual, 0.0)
     boundary_s = 2.0 * message_s * messages
-    hidden_s = np.where(t.pipeline_overlap == 1, np.minimum(boundary_s, slowest_s), 0.0)
+    # While an interleaved pipeline fills or drains, nothing runs beside its messages.
+    filling = np.where(t.is_word("schedule", "interleaved"), (1.0 - 1.0 / t.virtual) * p / m, 0.0)
+    beside_s = (1.0 - np.minimum(filling, 1.0)) * np.minimum(boundary_s, slowest_s)
+    hidden_s = np.where(t.pipeline_overlap == 1, beside_s, 0.0)
     sent_s = m * (boundary_s + (device.overlap_slowdown - 1.0) * hidden_s)
     kept, routed = _outer_parameters(columns)
     rest_s = (
