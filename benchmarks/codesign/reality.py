@@ -43,7 +43,7 @@ MB = 10**6
 COUNTS_FROM = 1.1  # gains predicted above this must show
 
 
-SUMS = Aggregation(slots=256, slot_bytes=65536)
+SUMS = Aggregation(slots=256, slot_bytes=16384)
 
 
 @dataclass(frozen=True)
