@@ -48,7 +48,8 @@ def test_windows_cover_and_fit(num_nodes, row_bytes, rows, memory_bytes, strateg
         :-1
     ].tolist()
     cost = row_bytes + INDEX_BYTES_PER_ROW
-    chunks = 2 * geometry.chunk_rows * cost
+    between = geometry.source_rows if geometry.strategy == "passes" else geometry.chunk_rows
+    chunks = 2 * between * cost
     held = {
         "resident": num_nodes * row_bytes,
         "passes": geometry.window_rows * cost,

@@ -31,6 +31,7 @@ PAGE_BYTES = 4096
 INDEX_BYTES_PER_ROW = 40  # numbers that routing keeps for each row of a window or a chunk
 _SMALLEST_MEMORY_BYTES = 1 << 19
 _LARGEST_CHUNK_BYTES = 8 << 20  # written while the next one is filled; larger ones gain nothing
+_LARGEST_SOURCE_BYTES = 32 << 20  # read at a time; all threads wait at the end of each
 _THREADS_FROM_BYTES = 32 << 20  # with less, buffers would be too small for more threads
 _CELL_BYTES = 3 << 19  # large enough for a direct write, small enough for windows to be many
 _LEAST_WINDOW_BYTES = 16 << 20  # smaller ones cost more calls than they save memory
@@ -195,10 +196,13 @@ def _size(
             "written_bytes": output,
         }
     if name == "passes":
-        rows = _whole_pages(rest // cost, row_bytes)
+        # Read into two buffers; written from the window itself, without any.
+        source_bytes = min(memory_bytes // 8, _LARGEST_SOURCE_BYTES)
+        source_rows = _whole_pages(source_bytes // cost, row_bytes)
+        rows = _whole_pages((memory_bytes - 2 * source_rows * cost) // cost, row_bytes)
         windows = len(cut_windows(sections, rows))
         return way | {
-            "source_rows": chunk_rows,
+            "source_rows": source_rows,
             "window_rows": rows,
             "read_bytes": windows * features,
             "written_bytes": output,

@@ -59,6 +59,7 @@ class Order:
 
 
 Finished = Callable[[int], None]
+_RESIDENT_CHUNKS = 16  # read by one call: its threads wait for one another at the end
 _UNSETTLED = Geometry(
     strategy="resident", source_rows=1, window_rows=1, chunk_rows=1,
     seconds=0.0, read_bytes=0, written_bytes=0, scratch_bytes=0,
@@ -123,9 +124,9 @@ def gather_resident(mover: Mover, writer: ContainerWriter, finished: Finished) -
     """Read all features once, then write the output in order, window by window."""
     features = aligned_empty((mover.num_nodes, mover.dim), mover.dtype)
     step = mover.geometry.chunk_rows
-    for start in range(0, mover.num_nodes, step):
-        stop = min(start + step, mover.num_nodes)
-        mover.read_range(start, stop, features[start:stop].view(np.uint8).reshape(-1))
+    for start, count in _chunks(mover.num_nodes, _RESIDENT_CHUNKS * step):
+        part = features[start : start + count]
+        mover.read_range(start, start + count, part.view(np.uint8).reshape(-1))
     with WriteBehind(mover.buffers(step)) as behind:
         for number, window in enumerate(mover.windows):
             for start, count in _chunks(window.num_rows, step):
