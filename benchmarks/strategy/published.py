@@ -236,6 +236,7 @@ def main() -> None:
     lines += table_rows("nvidia_gb200", "NVIDIA GB200")
     lines += table_rows("torchtitan", "torchtitan H100")
     lines += table_rows("llmfoundry_h100", "llm-foundry H100")
+    lines += table_rows("llmfoundry_a100", "llm-foundry A100")
     lines += table_rows("megatron_bridge", "Megatron-Bridge H100")
     lines += table_rows("single_points", "single points")
     lines += table_rows("zero_fsdp", "ZeRO and FSDP, nothing fitted")
