@@ -48,6 +48,23 @@ ReportOption = Annotated[
     Path | None,
     typer.Option("--report", metavar="FILE.html", help="Page to write: pictures, charts, reasons."),
 ]
+CoDesignsOption = Annotated[
+    str,
+    typer.Option(
+        help="What layers and jobs may tell one another: V, H, II and HN joined by +, all or none."
+    ),
+]
+OutputOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder for plan.json, decisions.jsonl, timeline.json (Perfetto) and the jobs' "
+        "collectives as MSCCL XML."
+    ),
+]
+ChakraOption = Annotated[
+    Path | None,
+    typer.Option(help="Folder for Chakra execution traces; needs the package mlc-chakra."),
+]
 BudgetOption = Annotated[int, typer.Option(min=1, help="Most simulations while planning.")]
 
 
@@ -55,13 +72,7 @@ def simulate_command(  # noqa: PLR0913 - each option is a parameter
     jobs: JobsArgument,
     *,
     cluster: ClusterOption,
-    co_designs: Annotated[
-        str,
-        typer.Option(
-            help="What layers and jobs may tell one another: V, H, II and HN joined by +, all or "
-            "none."
-        ),
-    ] = "all",
+    co_designs: CoDesignsOption = "all",
     start: Annotated[
         str, typer.Option(help="Baseline: null (today's stack) or best (each layer alone).")
     ] = "null",
@@ -70,10 +81,8 @@ def simulate_command(  # noqa: PLR0913 - each option is a parameter
     ] = True,
     seed: SeedOption = 0,
     budget: BudgetOption = 60,
-    output: Annotated[
-        Path | None,
-        typer.Option(help="Folder for plan.json, decisions.jsonl and timeline.json (Perfetto)."),
-    ] = None,
+    output: OutputOption = None,
+    chakra: ChakraOption = None,
     report: ReportOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -104,6 +113,9 @@ def simulate_command(  # noqa: PLR0913 - each option is a parameter
     )
     if output is not None:
         _write(output, found)
+        _write_programs(output / "msccl", topology, specs, found)
+    if chakra is not None:
+        _write_traces(chakra, topology, specs, found)
     if report is not None:
         from fivefold.codesign import plan_page  # noqa: PLC0415 - keeps --help fast
 
@@ -114,7 +126,7 @@ def simulate_command(  # noqa: PLR0913 - each option is a parameter
     for line in _described(topology, specs, found):
         typer.echo(line)
     if output is not None:
-        typer.echo(f"plan, decisions and timeline: {output}", err=True)
+        typer.echo(f"plan, decisions, timeline and programs: {output}", err=True)
 
 
 def ablate_command(  # noqa: PLR0913 - each option is a parameter
@@ -292,6 +304,37 @@ def _write(folder: Path, found: CoDesignResult) -> None:
     write_text(folder / "plan.json", found.plan.to_json() + "\n")
     write_text(folder / "decisions.jsonl", decisions_to_json(found.decisions))
     write_text(folder / "timeline.json", json.dumps(timeline_of(found.outcome)) + "\n")
+
+
+def _write_programs(
+    folder: Path, topology: Topology, jobs: Sequence[JobSpec], found: CoDesignResult
+) -> None:
+    """Collectives of every job whose hosts do all the work; the others are named."""
+    from fivefold.codesign import msccl_programs  # noqa: PLC0415 - keeps --help fast
+    from fivefold.errors import InfeasibleError, UnsupportedError  # noqa: PLC0415 - as above
+    from fivefold.runs import write_text  # noqa: PLC0415 - as above
+
+    for number, job in enumerate(jobs):
+        try:
+            programs = msccl_programs(topology, job, found.plan.jobs[job.job_id])
+        except (InfeasibleError, UnsupportedError) as error:
+            typer.echo(f"not written as MSCCL XML: {error.message}", err=True)
+            continue
+        for name, text in programs.items():
+            write_text(folder / f"job{number}.{name}.xml", text)
+
+
+def _write_traces(
+    folder: Path, topology: Topology, jobs: Sequence[JobSpec], found: CoDesignResult
+) -> None:
+    from fivefold.cli._plan_files import make_folder  # noqa: PLC0415 - keeps --help fast
+    from fivefold.codesign import chakra_traces  # noqa: PLC0415 - as above
+
+    files = chakra_traces(topology, jobs, found.plan)
+    make_folder(folder)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    typer.echo(f"{len(files) - 1} Chakra traces: {folder}", err=True)
 
 
 def _table(rows: Sequence[AblationRow]) -> list[str]:

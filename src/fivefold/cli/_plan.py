@@ -37,6 +37,22 @@ def plan_command(  # noqa: PLR0913 - each option is a parameter
     megatron: Annotated[
         bool, typer.Option("--megatron", help="Print the fastest plan as flags of Megatron-LM.")
     ] = False,
+    write: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Folder for the fastest plan as device mesh, flags of Megatron-LM, configurations "
+            "of torchtitan and of fivefold train: those that can run it.",
+        ),
+    ] = None,
+    torchtitan_base: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ROOM.FUNCTION",
+            help="torchtitan's configuration of the model, such as llama3.llama3_8b; found by its "
+            "sizes where it is known.",
+        ),
+    ] = None,
     report: Annotated[
         Path | None,
         typer.Option(
@@ -65,6 +81,10 @@ def plan_command(  # noqa: PLR0913 - each option is a parameter
     best = (_judge(what, where),) if result is None else result.best
     if output is not None:
         write_text(output, plan_to_toml(best[0].plan))
+    if write is not None:
+        from fivefold.cli._plan_files import write_plan_files  # noqa: PLC0415 - as above
+
+        write_plan_files(write, what, best[0].plan, base=torchtitan_base)
     if report is not None:
         _write_page(report, what, where, best, result)
     if megatron:

@@ -7,6 +7,7 @@ boundary. Plans are judged by one simulation of all jobs on the cluster.
 
 from fivefold.codesign._ablation import AblationRow, ablate
 from fivefold.codesign._arbiter import PlanningOptions
+from fivefold.codesign._chakra import chakra_traces
 from fivefold.codesign._codesigns import CoDesigns
 from fivefold.codesign._compile import Outcome, run_plan
 from fivefold.codesign._coordinator import CoDesignResult, plan_cluster
@@ -22,6 +23,7 @@ from fivefold.codesign._execute import (
 )
 from fivefold.codesign._jobs import JobSpec, check_jobs
 from fivefold.codesign._modules import best_alone_plan, null_plan
+from fivefold.codesign._msccl import msccl_programs
 from fivefold.codesign._page import plan_page
 from fivefold.codesign._page_ablation import ablation_page
 from fivefold.codesign._pictures import draw_ablation, timeline_of
@@ -47,6 +49,7 @@ __all__ = [
     "ablate",
     "ablation_page",
     "best_alone_plan",
+    "chakra_traces",
     "check_executable",
     "check_jobs",
     "decisions_to_json",
@@ -55,6 +58,7 @@ __all__ = [
     "job_from_plan",
     "lab_options",
     "load_jobs",
+    "msccl_programs",
     "null_plan",
     "place_jobs",
     "plan_cluster",

@@ -30,6 +30,8 @@ from fivefold.strategy._search import SearchResult, search_plans
 from fivefold.strategy._space import SearchSpace
 from fivefold.strategy._table import PlanTable
 from fivefold.strategy._table_cost import CostTable, evaluate_table
+from fivefold.strategy._torchtitan import torchtitan_config
+from fivefold.strategy._trainer import trainer_config
 
 __all__ = [
     "Cluster",
@@ -80,5 +82,7 @@ __all__ = [
     "plan_to_toml",
     "run_queue",
     "search_plans",
+    "torchtitan_config",
+    "trainer_config",
     "with_constants",
 ]
