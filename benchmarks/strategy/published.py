@@ -177,6 +177,11 @@ def vtrain_multi(folder: Path) -> list[BenchmarkRow]:
     left = [row for i, row in enumerate(rows) if i not in SIX]
     lines = [judged("vTrain multi-node, six rows to the rest", [error(zero, r) for r in left],
                     target=12.0, peers=peers)]  # fmt: skip
+    lines += [
+        BenchmarkRow(case=f"vTrain multi-node, row {i}, {row.case}{' (fit)' * (i in SIX)}",
+                     metric="error of predicted iteration time", unit="%", ours=error(zero, row))
+        for i, row in enumerate(rows)
+    ]  # fmt: skip
     half = fitted([row for row in rows if row.role == "fit"])
     odd = [row for row in rows if row.role == "judge"]
     lines.append(judged("vTrain multi-node, even rows to odd rows", [error(half, r) for r in odd],
