@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.codesign import JobSpec, null_plan, run_plan, synthetic_jobs
-from fivefold.network.topology import Topology, parse_topology
+from fivefold.network.topology import HostSpec, Topology, load_lingjun, parse_topology
 from fivefold.report import BenchmarkRow, write_results
 from fivefold.tasks import LayerCost
 
@@ -39,8 +39,8 @@ def measure(case: str, lingjun: str | None, iterations: int) -> dict[str, Any]:
     if case.startswith("clos"):
         topology = parse_topology(case)
         jobs = one_job(topology)
-    elif case == "lingjun":
-        topology = parse_topology(f"lingjun:{lingjun},gpus=1,nics=1")
+    elif lingjun is not None:
+        topology = load_lingjun(lingjun, host=HostSpec(gpus=1, nics=1))
         jobs = synthetic_jobs(
             topology, number=100, seed=0, sizes=(4, 8, 8, 16), iterations=iterations
         )

@@ -6,6 +6,7 @@ completion improves and no job ends later than under the baseline.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -77,6 +78,13 @@ def objective_s(jobs: Sequence[JobSpec], completion_s: Mapping[str, float]) -> f
     return sum(job.weight * completion_s[job.job_id] for job in jobs) / weight
 
 
+@functools.lru_cache(maxsize=1024)  # an ablation asks the same again and again
+def _completion_s(
+    topology: Topology, jobs: tuple[JobSpec, ...], plan: ClusterPlan, iterations: int
+) -> Mapping[str, float]:
+    return run_plan(topology, jobs, plan, iterations=iterations).completion_s
+
+
 @dataclass
 class Arbiter:
     """Improves a plan for all jobs at once.
@@ -107,8 +115,8 @@ class Arbiter:
         """Simulate all jobs together."""
         if plan not in self._known:
             self.simulations += 1
-            found = run_plan(self.topology, self.jobs, plan, iterations=self.options.iterations)
-            self._known[plan] = Prediction(plan, found.completion_s)
+            found = _completion_s(self.topology, tuple(self.jobs), plan, self.options.iterations)
+            self._known[plan] = Prediction(plan, found)
         return self._known[plan]
 
     def worse(self, found: Mapping[str, float], floor: Mapping[str, float]) -> list[str]:
@@ -271,22 +279,35 @@ class Arbiter:
         return plan.changed(name, paths=found.jobs[name].paths)
 
     def _give_slots(self) -> None:
-        """Job by job, the largest sender first: its sums go to switches, where all gain."""
-        jobs = sorted(self.jobs, key=lambda job: (-job.gradient_bytes * len(job.ranks), job.job_id))
-        for job in jobs:
-            plan, name = self.best.plan, job.job_id
-            if not self._may_sum(job) or plan.jobs[name].algorithm == "in_network":
-                continue
-            choice = spread_trees(
-                self.topology, job, plan.jobs[name],
-                loads=self._loads(without=name),
-                free=free_slots(self.topology, self.jobs, plan, without=name),
-            )  # fmt: skip
-            if choice is not None:
-                self.consider(
-                    "network", f"{name} sums in the network at {choice.name}",
-                    plan.changed(name, **choice.changes()), entity=name, tags=("HN",), mend=False,
-                )  # fmt: skip
+        """Job by job, the largest sender first: its sums go to switches, where all gain.
+
+        Who was refused asks again while others change, as long as anything is gained.
+        """
+        while any(self._give_slots_to(job) for job in self._by_size()):
+            pass
+
+    def _by_size(self) -> list[JobSpec]:
+        return sorted(self.jobs, key=lambda job: (-job.gradient_bytes * len(job.ranks), job.job_id))
+
+    def _give_slots_to(self, job: JobSpec) -> bool:
+        """Trees for one job where the load of the others leaves most room."""
+        plan, name = self.best.plan, job.job_id
+        if not self._may_sum(job):
+            return False
+        choice = spread_trees(
+            self.topology,
+            job,
+            plan.jobs[name],
+            loads=self._loads(without=name),
+            free=free_slots(self.topology, self.jobs, plan, without=name),
+        )
+        if choice is None:
+            return False
+        proposal = plan.changed(name, **choice.changes())
+        if proposal in self._known:  # asked before, or as it is
+            return False
+        decision = f"{name} sums in the network at {choice.name}"
+        return self.consider("network", decision, proposal, entity=name, tags=("HN",), mend=False)
 
     def _may_sum(self, job: JobSpec) -> bool:
         """Several ranks of a host sum inside it first, which only Intra-Inter may plan."""

@@ -7,8 +7,9 @@ predicted and rules decide. What comes out is then judged by the same full simul
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from fivefold.codesign._arbiter import Arbiter, PlanningOptions, objective_s
@@ -24,6 +25,7 @@ from fivefold.network.topology import Topology
 __all__ = ["CoDesignResult", "plan_cluster"]
 
 Start = Literal["null", "best"]
+_MOST_EVENTS = 3e5  # of simulations in a second look at all iterations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,33 +112,57 @@ def plan_cluster(
     simulations = 0
     if allowed.horizontal:
         singles = {
-            subset.label: _plan_singles(topology, jobs, baseline, subset, seed)
+            subset.label: _plan_singles(topology, tuple(jobs), baseline, subset, seed)
             for subset in CoDesigns.combinations()
             if subset in allowed and not subset.horizontal
         }
         arbiter = Arbiter(topology, jobs, baseline, allowed, options)
-        arbiter.improve(
-            {label: found.plan for label, found in singles.items()},
-            _other_splits(jobs, singles.values()),
-        )
+        plan, outcome, floor = _arbitrate(arbiter, jobs, singles)
+        simulations = arbiter.simulations
+        longer = _judging_longer(jobs, options, floor)
+        if plan == baseline and longer is not None:
+            # A few iterations show no gain, or none that lasts: judge by all of them.
+            arbiter = Arbiter(topology, jobs, baseline, allowed, longer)
+            plan, outcome, floor = _arbitrate(arbiter, jobs, singles)
+            simulations += arbiter.simulations
         adopted = None if arbiter.adopted is None else singles[arbiter.adopted]
         decisions = _nominal(jobs) if adopted is None else list(adopted.decisions)
         decisions += arbiter.log
-        plan, outcome, floor = _keep_promise(topology, jobs, arbiter)
-        simulations = arbiter.simulations
     else:
-        single = _plan_singles(topology, jobs, baseline, allowed, seed)
+        single = _plan_singles(topology, tuple(jobs), baseline, allowed, seed)
         plan, decisions = single.plan, list(single.decisions)
-        outcome = run_plan(topology, jobs, plan)
-        floor = run_plan(topology, jobs, baseline)
+        outcome, floor = (_outcome(topology, tuple(jobs), one) for one in (plan, baseline))
     return CoDesignResult(
         plan=plan,
         baseline=baseline,
         decisions=tuple(decisions),
-        outcome=outcome,
-        baseline_outcome=floor,
+        outcome=_own(outcome),
+        baseline_outcome=_own(floor),
         simulations=simulations,
     )
+
+
+def _arbitrate(
+    arbiter: Arbiter, jobs: Sequence[JobSpec], singles: Mapping[str, _Singles]
+) -> tuple[ClusterPlan, Outcome, Outcome]:
+    """Let jobs share the network and keep what hurts nobody: plan, outcome, the baseline's."""
+    arbiter.improve(
+        {label: found.plan for label, found in singles.items()},
+        _other_splits(jobs, singles.values()),
+    )
+    return _keep_promise(arbiter.topology, jobs, arbiter)
+
+
+def _judging_longer(
+    jobs: Sequence[JobSpec], options: PlanningOptions, floor: Outcome
+) -> PlanningOptions | None:
+    """The options with all iterations and as large a budget as their simulation allows."""
+    most = max(job.iterations for job in jobs)
+    assert floor.result is not None, "run_plan simulates"
+    budget = min(options.budget, int(_MOST_EVENTS // max(1, floor.result.events)))
+    if most <= options.iterations or not budget:
+        return None
+    return replace(options, iterations=most, budget=budget)
 
 
 @dataclass(frozen=True)
@@ -163,9 +189,23 @@ def _other_splits(
     return {job.job_id: found.get(job.job_id, ()) for job in jobs if job.splits}
 
 
+@functools.lru_cache(maxsize=4)
+def _outcome(topology: Topology, jobs: tuple[JobSpec, ...], plan: ClusterPlan) -> Outcome:
+    """The full simulation; an ablation asks for that of the baseline again and again."""
+    return run_plan(topology, jobs, plan)
+
+
+def _own(outcome: Outcome) -> Outcome:
+    """A copy that the caller may change without changing what is remembered."""
+    return replace(
+        outcome, completion_s=dict(outcome.completion_s), iteration_s=dict(outcome.iteration_s)
+    )
+
+
+@functools.lru_cache(maxsize=32)
 def _plan_singles(
     topology: Topology,
-    jobs: Sequence[JobSpec],
+    jobs: tuple[JobSpec, ...],
     baseline: ClusterPlan,
     allowed: CoDesigns,
     seed: int,
@@ -197,10 +237,10 @@ def _keep_promise(
     topology: Topology, jobs: Sequence[JobSpec], arbiter: Arbiter
 ) -> tuple[ClusterPlan, Outcome, Outcome]:
     """The last accepted plan that also in full simulation hurts nobody; the baseline hurts none."""
-    floor = run_plan(topology, jobs, arbiter.baseline)
+    floor = _outcome(topology, tuple(jobs), arbiter.baseline)
     before = objective_s(jobs, floor.completion_s)
     for accepted in reversed(arbiter.history[1:]):
-        found = run_plan(topology, jobs, accepted.plan)
+        found = _outcome(topology, tuple(jobs), accepted.plan)
         outcome = found.completion_s
         late = arbiter.worse(outcome, floor.completion_s)
         if objective_s(jobs, outcome) <= before and not (arbiter.options.guard and late):

@@ -14,6 +14,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from fivefold.codesign._compile import tree_links
 from fivefold.codesign._jobs import JobSpec
 from fivefold.codesign._plans import ClusterPlan, JobPlan
@@ -24,7 +27,9 @@ __all__ = ["TreeChoice", "free_slots", "job_trees", "nearest_roots", "slots_for"
 
 _MOST_ROOTS = 4
 _MOST_WEIGHED = 16  # roots that are weighed for each tree
+_MOST_SAMPLED = 8  # ranks whose distance to a switch is looked at
 Tree = tuple[tuple[str, str], ...]
+IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +62,7 @@ def nearest_roots(topology: Topology, job: JobSpec, plan: JobPlan) -> list[TreeC
     if not columns:
         return []
     found = []
-    for node in _summing(topology):
+    for node in sorted({node for column in columns for node in _nearby(topology, column)}):
         trees = [aggregation_tree(topology, column, node) for column in columns]
         whole = [tree for tree in trees if tree is not None]
         if len(whole) == len(columns):
@@ -186,11 +191,41 @@ def _meeting(tree: Tree) -> list[str]:
 def _trees(topology: Topology, column: tuple[int, ...]) -> tuple[tuple[str, Tree], ...]:
     """Roots that can sum a column, the nearest first, with their trees."""
     found = []
-    for node in _summing(topology):
+    for node in _nearby(topology, column):
         tree = aggregation_tree(topology, column, node)
         if tree is not None:
             found.append((len(tree), node, tree))
-    return tuple((node, tree) for _, node, tree in sorted(found)[:_MOST_WEIGHED])
+    return tuple((node, tree) for _, node, tree in sorted(found))
+
+
+@functools.lru_cache(maxsize=4096)
+def _nearby(topology: Topology, column: tuple[int, ...]) -> tuple[str, ...]:
+    """Summing switches by the links to the furthest of some ranks, the nearest first."""
+    step = max(1, len(column) // _MOST_SAMPLED)
+    links = [_links_from(topology, rank) for rank in column[::step]]
+    far = {
+        name: max(int(from_rank[topology.index(name)]) for from_rank in links)
+        for name in _pools(topology)
+    }
+    return tuple(sorted(far, key=lambda name: (far[name], name))[:_MOST_WEIGHED])
+
+
+@functools.lru_cache(maxsize=2048)
+def _links_from(topology: Topology, rank: int) -> IntArray:
+    """Links on a shortest way from a rank to every node; ranks do not forward."""
+    distance = np.full(topology.num_nodes, topology.num_nodes, np.int64)
+    start = topology.node_of_rank(rank)
+    distance[start] = 0
+    frontier = np.array([start])
+    for links in range(1, topology.num_nodes):
+        out = np.isin(topology.link_sources, frontier)
+        reached = np.unique(topology.link_targets[out])
+        reached = reached[distance[reached] > links]
+        if not len(reached):
+            break
+        distance[reached] = links
+        frontier = reached[~topology.is_rank[reached]]
+    return distance
 
 
 @functools.lru_cache(maxsize=64)
@@ -200,7 +235,3 @@ def _pools(topology: Topology) -> Mapping[str, int]:
         for ability in topology.switches
         if ability.aggregation is not None
     }
-
-
-def _summing(topology: Topology) -> list[str]:
-    return list(_pools(topology))

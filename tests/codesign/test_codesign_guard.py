@@ -1,0 +1,196 @@
+"""The promise on clusters and jobs nobody chose: with the guard on, nobody is worse off."""
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fivefold.codesign import (
+    ClusterPlan,
+    CoDesigns,
+    JobSpec,
+    PlanningOptions,
+    best_alone_plan,
+    null_plan,
+    plan_cluster,
+    run_plan,
+)
+from fivefold.codesign._arbiter import Arbiter
+from fivefold.codesign._traffic import aggregation_tree, summed_columns
+from fivefold.codesign._trees import free_slots, job_trees, nearest_roots, spread_trees
+from fivefold.network.topology import Aggregation, HostSpec, fat_tree, leaf_spine, rail_optimized
+from fivefold.tasks import LayerCost
+
+KINDS = ("tor", "agg", "core")
+
+
+@st.composite
+def clusters(draw):
+    """Leaves and spines or rails, hosts of one to four GPUs, some of whose switches sum."""
+    gpus = draw(st.integers(1, 4))
+    hosts = draw(st.sampled_from([4, 6]))
+    latency = draw(st.sampled_from([0.0, 1e-6]))
+    if draw(st.booleans()):
+        found = leaf_spine(
+            hosts, leaves=2, spines=draw(st.integers(1, 3)), host=HostSpec(gpus=gpus),
+            bandwidth=10e9, latency=latency, oversubscription=draw(st.sampled_from([1.0, 2.0])),
+        )  # fmt: skip
+    else:
+        found = rail_optimized(
+            hosts, spines=2, host=HostSpec(gpus=gpus), bandwidth=10e9, latency=latency
+        )
+    slots = draw(st.sampled_from([0, 1, 8, 256]))
+    if not slots:
+        return found
+    kinds = draw(st.sampled_from([("tor",), KINDS]))
+    return found.with_aggregation(Aggregation(slots=slots, slot_bytes=1024), kinds=kinds)
+
+
+@st.composite
+def cases(draw):
+    """Up to four jobs on ranks drawn without order; some share ranks."""
+    topology = draw(clusters())
+    jobs = []
+    for number in range(draw(st.integers(1, 4))):
+        ranks = draw(
+            st.lists(st.integers(0, topology.num_ranks - 1), min_size=1, max_size=6, unique=True)
+        )
+        layer = LayerCost(
+            forward_s=draw(st.floats(0.0, 0.3)),
+            backward_s=draw(st.floats(0.01, 0.5)),
+            gradient_bytes=draw(st.integers(0, 3 * 10**9)),
+            all_to_all_bytes=draw(st.sampled_from([0, 0, 10**8])),
+        )
+        jobs.append(
+            JobSpec(
+                job_id=f"j{number}", ranks=tuple(ranks), layers=(layer,) * draw(st.integers(1, 3)),
+                iterations=draw(st.integers(1, 5)), arrival_s=draw(st.sampled_from([0.0, 0.7])),
+                weight=draw(st.sampled_from([1.0, 5.0])),
+            )
+        )  # fmt: skip
+    return topology, jobs
+
+
+FEW = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@FEW
+@given(cases(), st.sampled_from(list(CoDesigns.combinations())), st.integers(0, 3))
+def test_nobody_is_worse_off_whatever_the_cluster(case, flags, seed):
+    topology, jobs = case
+    start = ("null", "best")[seed % 2]
+    options = PlanningOptions(budget=12, iterations=3)
+    found = plan_cluster(topology, jobs, flags, start=start, seed=seed, options=options)
+    make = null_plan if start == "null" else best_alone_plan
+    assert found.baseline == make(topology, jobs, seed=seed)
+    # What is reported is what a simulation of the reported plan finds.
+    assert run_plan(topology, jobs, found.plan).completion_s == found.outcome.completion_s
+    assert ClusterPlan.from_json(found.plan.to_json()) == found.plan
+    if flags.horizontal:
+        assert found.worse == ()
+        before = found.baseline_outcome.completion_s
+        mean = sum(job.weight * before[job.job_id] for job in jobs) / sum(j.weight for j in jobs)
+        assert found.mean_completion_s(jobs) <= mean * (1 + 1e-9)
+    if not flags.host_net:
+        assert all(plan.algorithm != "in_network" for plan in found.plan.jobs.values())
+    if not flags.intra_inter:
+        assert all(plan.algorithm != "hierarchical" for plan in found.plan.jobs.values())
+
+
+@FEW
+@given(cases())
+def test_slots_that_are_promised_are_there(case):
+    """Trees chosen one after the other never take more slots than a switch has."""
+    topology, jobs = case
+    plan = null_plan(topology, jobs)
+    for job in jobs:
+        free = free_slots(topology, jobs, plan, without=job.job_id)
+        choice = spread_trees(topology, job, plan.jobs[job.job_id], free=free)
+        if choice is not None:
+            plan = plan.changed(job.job_id, **choice.changes())
+    pools = {a.node: a.aggregation.slots for a in topology.switches if a.aggregation is not None}
+    taken = dict.fromkeys(pools, 0)
+    for job in jobs:
+        own = plan.jobs[job.job_id]
+        if own.algorithm == "in_network":
+            assert len(job_trees(topology, job, own)) == len(summed_columns(topology, job, own))
+            for tree in job_trees(topology, job, own):
+                parents = [parent for _, parent in tree]
+                for name in set(parents):
+                    if parents.count(name) > 1 or name not in dict(tree):
+                        taken[name] += own.slots
+    assert all(taken[name] <= pools[name] for name in pools)
+    assert run_plan(topology, jobs, plan).result.refusals == 0
+
+
+def job(name, *ranks, size=10**9, compute_s=0.3):
+    layer = LayerCost(forward_s=compute_s / 3, backward_s=2 * compute_s / 3, gradient_bytes=size)
+    return JobSpec(job_id=name, ranks=ranks, layers=(layer,), iterations=4)
+
+
+def test_trees_of_one_job_lie_apart():
+    """Two ports per host and two thin uplinks: one root for both would halve their rate."""
+    topology = leaf_spine(
+        4, leaves=4, spines=2, host=HostSpec(gpus=2), bandwidth=10e9, oversubscription=2
+    ).with_aggregation(Aggregation(slots=64, slot_bytes=1024), kinds=KINDS)
+    spec = job("a", *range(8))
+    plan = null_plan(topology, [spec]).jobs["a"]
+    apart = spread_trees(topology, spec, plan)
+    assert len(set(apart.roots)) == 2
+    together = nearest_roots(topology, spec, plan)[0]
+    assert len(set(together.roots)) == 1
+    ends = [
+        run_plan(topology, [spec], ClusterPlan({"a": plan}).changed("a", **choice.changes()))
+        for choice in (apart, together)
+    ]
+    assert ends[0].completion_s["a"] < ends[1].completion_s["a"]
+
+
+def test_a_tree_avoids_what_others_load():
+    topology = fat_tree(4, bandwidth=10e9).with_aggregation(
+        Aggregation(slots=64, slot_bytes=1024), kinds=KINDS
+    )
+    spec = job("a", 0, 4, 8, 12)
+    plan = null_plan(topology, [spec]).jobs["a"]
+    free = spread_trees(topology, spec, plan)
+    tree = aggregation_tree(topology, (0, 4, 8, 12), free.roots[0])
+    above = dict(tree)
+    link = next(
+        i for i in range(topology.num_links)
+        if topology.nodes[topology.link_sources[i]].kind == "tor"
+        and above.get(topology.nodes[topology.link_sources[i]].name)
+        == topology.nodes[topology.link_targets[i]].name
+    )  # fmt: skip
+    moved = spread_trees(topology, spec, plan, loads={link: 9e9})
+    assert moved.roots != free.roots
+    # A root whose slots are gone is not chosen either.
+    pools = {a.node: a.aggregation.slots for a in topology.switches}
+    elsewhere = spread_trees(topology, spec, plan, free=pools | {free.roots[0]: 0})
+    assert elsewhere.roots != free.roots
+    assert spread_trees(topology, spec, plan, free=dict.fromkeys(pools, 0)) is None
+
+
+def test_switches_that_sum_buy_something_beside_the_other_co_designs():
+    """Three jobs over four hosts each: their rings send half as much again as their sums."""
+    topology = leaf_spine(
+        12, leaves=4, spines=2, bandwidth=10e9, oversubscription=1.5
+    ).with_aggregation(Aggregation(slots=512, slot_bytes=4096), kinds=KINDS)
+    jobs = [job(name, i, i + 3, i + 6, i + 9, size=3 * 10**9) for i, name in enumerate("abc")]
+    flags = {"vertical": True, "horizontal": True, "intra_inter": True}
+    without = plan_cluster(topology, jobs, CoDesigns(**flags))
+    summed = plan_cluster(topology, jobs, CoDesigns.all())
+    assert summed.worse == ()
+    assert any(plan.algorithm == "in_network" for plan in summed.plan.jobs.values())
+    assert summed.mean_completion_s(jobs) < 0.95 * without.mean_completion_s(jobs)
+    assert any("in the network" in d.decision for d in summed.decisions if "HN" in d.co_designs)
+
+
+@pytest.mark.parametrize("guard", [True, False])
+def test_the_guard_is_that_of_the_flows_layer(guard):
+    """One rule for both: slower beyond the tolerance is worse, equal is not."""
+    topology = leaf_spine(4, leaves=2, spines=1, bandwidth=10e9)
+    jobs = [job("a", 0, 2), job("b", 1, 3)]
+    options = PlanningOptions(guard=guard)
+    arbiter = Arbiter(topology, jobs, null_plan(topology, jobs), CoDesigns.all(), options)
+    assert arbiter.worse({"a": 1.0, "b": 2.0}, {"a": 1.0, "b": 1.0}) == ["b"]
+    assert arbiter.worse({"a": 3.0, "b": 2.0}, {"a": 1.0, "b": 1.0}) == ["a", "b"]
+    assert arbiter.worse({"a": 1.0, "b": 0.5}, {"a": 1.0, "b": 1.0}) == []
