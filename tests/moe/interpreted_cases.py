@@ -206,7 +206,7 @@ def refusal(call):
 
 @case
 def as_the_operator_with_gradients():
-    assert backends() == {"fused": None, "split": None, "reference": None}
+    assert {backends()[name] for name in ("fused", "split", "reference")} == {None}
     given = operands((11, 16, 24, 4, 2), bias=True, dtype=torch.float32)
     names = [name for name, value in given.items() if value.is_floating_point()]
     found = {}
