@@ -133,7 +133,7 @@ def checked_cases() -> list[Case]:
 
 def tiny_cases(cases: list[Case]) -> list[Case]:
     """Likenesses for the interpreter: every kind of case once, sizes of a tile or two."""
-    found = {}
+    found: dict[object, Case] = {}
     for case in cases:
         small = replace(
             case,

@@ -117,7 +117,8 @@ def _with_gradients(run: Variant, given: Operands) -> tuple[torch.Tensor, list[t
     leaves = given.leaves()
     output = run(leaves)
     steepness = torch.linspace(-1.0, 1.0, output.shape[1], device=output.device)
-    output.backward(steepness.to(output.dtype).expand(output.shape))
+    slope = steepness.to(output.dtype).expand(output.shape)
+    torch.autograd.backward(output, slope)
     tensors = (leaves.x, leaves.w13, leaves.w2, leaves.weights)
     return output.detach(), [t.grad for t in tensors if t.grad is not None]
 

@@ -25,7 +25,7 @@ class Operands:
     @property
     def used_experts(self) -> int:
         """Experts with at least one token."""
-        return len(self.ids.unique())
+        return int((torch.bincount(self.ids.reshape(-1)) > 0).sum())
 
     def leaves(self) -> Operands:
         """The same tensors, with gradients of their own for all but the ids."""

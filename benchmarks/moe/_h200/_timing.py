@@ -175,13 +175,13 @@ def _backward_rows(
     """Forward and backward together, since what is kept is part of the price."""
     leaves = given.leaves()
     gradient = torch.ones_like(given.x)
-    calls = {}
+    calls: dict[str, Callable[[], object]] = {}
     for name, run in usable.items():
 
         def train(run: Variant = run) -> None:
             for leaf in (leaves.x, leaves.w13, leaves.w2, leaves.weights):
                 leaf.grad = None
-            run(leaves).backward(gradient)
+            torch.autograd.backward(run(leaves), gradient)
 
         try:
             train()
