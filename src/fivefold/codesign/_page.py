@@ -45,6 +45,8 @@ _JOB_COLUMNS = (
     ("planned", "Seconds per iteration under the plan"),
     ("change", "Planned against baseline; below 0 is faster"),
     ("computes", "Share of a planned iteration in which the job computes"),
+)
+_LAYER_COLUMNS = (
     ("layer 2: order of communication", ""),
     ("layer 3: algorithm", ""),
     ("layer 4: flows", "Paths of their own, priority class (0 is the most urgent), later start"),
@@ -114,7 +116,7 @@ def plan_page(
     ]
     return PlanPage(
         title=f"{len(jobs)} job{'s' if len(jobs) != 1 else ''} on {topology.name}",
-        finding=_finding(jobs, found, before, after),
+        finding=_finding(jobs, found, (before, after), measured),
         tiles=_tiles(jobs, found, before, after, measured),
         caveats=() if measured is not None else (SIMULATED,),
         sections=tuple(sections),
@@ -123,19 +125,35 @@ def plan_page(
 
 
 def _finding(
-    jobs: Sequence[JobSpec], found: CoDesignResult, before_s: float, after_s: float
+    jobs: Sequence[JobSpec],
+    found: CoDesignResult,
+    seconds: tuple[float, float],
+    measured: Mapping[str, float] | None,
 ) -> str:
-    times = f"{format_duration_s(after_s)} instead of {format_duration_s(before_s)}"
+    before_s, after_s = seconds
+    many = len(jobs) > 1
+    who, mean = ("Jobs complete", " on average") if many else ("The job completes", "")
+    after = format_duration_s(after_s)
     if after_s >= before_s * (1 - 1e-9):
-        text = (
-            f"The plan is the baseline: nothing was found that helps. Jobs take {times} on average."
-        )
-        return text if len(jobs) > 1 else text.replace("Jobs take", "The job takes")
-    share = 100 * (1 - after_s / before_s)
-    who = "Jobs complete" if len(jobs) > 1 else "The job completes"
-    worse = ", ".join(found.worse)
-    harm = f" Worse off: {worse}." if worse else " Nobody is worse off."
-    return f"{who} in {times} on average, {share:.1f} % sooner.{harm if len(jobs) > 1 else ''}"
+        text = f"The plan is the baseline: nothing was found that helps. {who} in {after}{mean}."
+    else:
+        share = 100 * (1 - after_s / before_s)
+        times = f"{after} instead of {format_duration_s(before_s)}{mean}"
+        text = f"{who} in {times}, {share:.1f} % sooner."
+        worse = ", ".join(found.worse)
+        text += (f" Worse off: {worse}." if worse else " Nobody is worse off.") if many else ""
+    if measured is None:
+        return text
+    off = _errors(jobs, found, measured)
+    real = f"Measured iterations are {100 * float(np.mean(off)):.1f} % off the predicted ones"
+    return f"{real}{' in the mean' if many else ''}. {text}"
+
+
+def _errors(
+    jobs: Sequence[JobSpec], found: CoDesignResult, measured: Mapping[str, float]
+) -> list[float]:
+    """How far each job's measured iteration is off the predicted one, as a share."""
+    return [abs(measured[j.job_id] / found.outcome.iteration_s[j.job_id] - 1) for j in jobs]
 
 
 def _tiles(
@@ -150,7 +168,7 @@ def _tiles(
         (f"{len(found.worse)} of {len(jobs)}", "jobs worse off", "than under the baseline"),
     ]
     if measured is not None:
-        off = [abs(measured[j.job_id] / found.outcome.iteration_s[j.job_id] - 1) for j in jobs]
+        off = _errors(jobs, found, measured)
         tiles.insert(
             0,
             (f"{100 * float(np.mean(off)):.1f} %", "off in the mean", "measured against predicted"),
@@ -163,25 +181,30 @@ def _tiles(
 
 
 def _job_table(topology: Topology, jobs: Sequence[JobSpec], found: CoDesignResult) -> DataTable:
+    split = any(job.splits for job in jobs)
     rows = []
     for job in jobs:
         before = found.baseline_outcome.iteration_s[job.job_id]
         after = found.outcome.iteration_s[job.job_id]
         plan = found.plan.jobs[job.job_id]
+        computes = _compute_s(topology, job, plan) / after
         rows.append(
             (
                 job.job_id, f"{len(job.ranks)}", format_duration_s(before),
-                format_duration_s(after), change(after / before),
-                f"{100 * _compute_s(topology, job, plan) / after:.0f} %", ordering_words(plan),
+                format_duration_s(after), change(after / before), f"{100 * computes:.0f} %",
+                *((job.splits[plan.split].name if job.splits else "data",) if split else ()),
+                ordering_words(plan),
                 plan.algorithm.replace("_", " ") + (f" at {plan.root}" if plan.root else ""),
                 flow_words(plan, found.baseline.jobs[job.job_id]),
             )
         )  # fmt: skip
+    first = (("layer 1: split", "d data, t tensor, p pipeline, c context, e expert"),)
+    columns = (*_JOB_COLUMNS, *(first if split else ()), *_LAYER_COLUMNS)
     return DataTable(
-        columns=_JOB_COLUMNS,
+        columns=columns,
         rows=tuple(rows),
         caption=f"Seconds per iteration on {topology.name}, simulated",
-        text_columns=(6, 7, 8),
+        text_columns=tuple(range(len(_JOB_COLUMNS), len(columns))),
     )
 
 

@@ -16,9 +16,13 @@ SIMULATED = (
     "run for real."
 )
 
+_NO_CHANGE = 5e-4
+
 
 def change(ratio: float) -> str:
-    """A ratio as a change in percent."""
+    """A ratio as a change in percent; none where it would round to none."""
+    if abs(ratio - 1) < _NO_CHANGE:
+        return "0 %"
     return f"{100 * (ratio - 1):+.1f} %"
 
 
