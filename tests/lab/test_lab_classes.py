@@ -148,6 +148,13 @@ def test_a_kernel_without_classes_says_what_is_missing(monkeypatch, name):
     assert choose_means(LabSpec(rate="8Mbit/s"), allow_unshaped=False)[0] == "tbf"
 
 
+def test_the_means_name_the_queue(monkeypatch):
+    monkeypatch.setattr("fivefold.lab._run.probe_capabilities", lambda: _without("none of them"))
+    for fields, means in (({}, "htb"), ({"delay": "1ms"}, "htb+netem")):
+        spec = LabSpec(rate="8Mbit/s", classes=2, **fields)
+        assert choose_means(spec, allow_unshaped=False) == (means, None)
+
+
 def test_the_relay_has_no_classes(monkeypatch):
     monkeypatch.setattr("fivefold.lab._run.probe_capabilities", lambda: _without("netem"))
     spec = LabSpec(rate="8Mbit/s", delay="1ms", classes=2)

@@ -28,7 +28,8 @@ class LabFacts:
 
     Args:
         spec: What was asked for.
-        means: How the links are made: ``tbf``, ``tbf+netem``, ``relay``; None where unshaped.
+        means: How the links are made: ``tbf``, ``htb``, either with ``+netem``, ``relay``; None
+            where unshaped.
         reason: Why the links are unshaped; None where they are shaped.
 
     Example:

@@ -108,7 +108,8 @@ def build_network(spec: LabSpec, *, means: str | None, counts_path: Path) -> Net
 
     Args:
         spec: The cluster.
-        means: ``"relay"``, ``"tbf+netem"``, or anything else for a bridge with rates only.
+        means: ``"relay"``, what ends with ``"+netem"``, or anything else for a bridge with
+            rates only.
         counts_path: Where the relay writes its counts when it ends.
 
     Returns:
@@ -126,7 +127,7 @@ def build_network(spec: LabSpec, *, means: str | None, counts_path: Path) -> Net
         elif means == "relay":
             network.relay = _start_relay(network, spec, counts_path)
         else:
-            network.apply(plan_bridge(spec, netem=means == "tbf+netem"))
+            network.apply(plan_bridge(spec, netem=means is not None and means.endswith("+netem")))
     except OSError as error:
         raise UnsupportedError(
             f"the network could not be made: {error}",

@@ -113,7 +113,8 @@ def choose_means(spec: LabSpec, *, allow_unshaped: bool) -> tuple[str | None, st
         allow_unshaped: Whether no shaping at all is an answer.
 
     Returns:
-        ``"tbf"``, ``"tbf+netem"`` or ``"relay"`` and None; or None and the reason.
+        ``"tbf"``, ``"htb"`` (with classes), either with ``"+netem"``, or ``"relay"``, and
+        None; or None and the reason.
 
     Raises:
         UnsupportedError: The machine cannot do it.
@@ -131,12 +132,11 @@ def choose_means(spec: LabSpec, *, allow_unshaped: bool) -> tuple[str | None, st
         return None, "no rate, delay or loss was asked for"
     if not able["namespaces"].works:
         return _refuse([able["namespaces"]], allow_unshaped=allow_unshaped)
-    bridge = ["namespaces", "bridge", "veth", "tbf"]
-    if spec.classes > 1:
-        bridge = ["namespaces", "bridge", "veth", "htb", "u32"]
-    candidates = {"tbf": bridge}
+    queue = ["tbf"] if spec.classes == 1 else ["htb", "u32"]
+    bridge = ["namespaces", "bridge", "veth", *queue]
+    candidates = {queue[0]: bridge}
     if spec.delays_or_loses:
-        candidates = {"tbf+netem": [*bridge, "netem"]}
+        candidates = {f"{queue[0]}+netem": [*bridge, "netem"]}
         if spec.classes == 1 and not spec.aggregators:
             candidates["relay"] = ["namespaces", "tun"]
         elif not able["netem"].works:
