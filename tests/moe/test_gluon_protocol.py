@@ -32,7 +32,7 @@ if (missing_gluon(torch.device("cpu")) or "").find("written for triton") >= 0:
 
 SMALL = {"BM": 4, "BN": 8, "BK": 4, "CHUNK": 8, "PART": 4, "READ": 2, "BT": 2, "BH": 4, "GROUP": 2}
 RING = {"STAGES": 4, "AHEAD": 2, "SLOTS": 2}
-UNUSED = {"WEIGHTS_REGISTERS": 0, "ROWS_REGISTERS": 0, "SPIN_LIMIT": 0}
+REST = {"WEIGHTS_REGISTERS": 0, "ROWS_REGISTERS": 0, "SPIN_LIMIT": 0, "WEIGHT_ON_INPUT": False}
 PLAIN = {"swiglu": "silu", "reglu": "relu", "relu": "relu", "silu": "silu"}
 
 
@@ -85,10 +85,10 @@ def launched(given, *, seed, programs=2, activation="swiglu", lag=1, replaced=No
 
     top_k = given["topk_ids"].shape[1]
     experts, hidden, inner = given["w2"].shape
-    constants = SMALL | RING | UNUSED | ring
+    constants = SMALL | RING | REST | ring
     constants |= {"H": hidden, "I": inner, "K": top_k, "KP": power_of_two(top_k), "E": experts}
     constants |= {"EP": power_of_two(experts), "GATED": activation in {"swiglu", "reglu"}}
-    constants |= {"ACTIVATION": PLAIN[activation], "WEIGHT_ON_INPUT": False}
+    constants |= {"ACTIVATION": PLAIN[activation]}
     arguments = buffers(given, constants, lag) | constants
     machine = Machine(seed, programs)
     kernel = Compiled(machine, replaced)(gluon_kernel)
@@ -125,6 +125,13 @@ def test_all_to_one_expert_and_dropped_ids():
     given["topk_ids"] = torch.tensor([[3, -1]]).repeat(9, 1)
     found = launched(given, seed=3, programs=3)
     assert relative(found, expected(given, "swiglu")) < 2e-6
+
+
+@pytest.mark.parametrize("activation", ["silu", "reglu"])
+def test_weight_on_the_input(activation):
+    given = drawn((9, 8, 12, 3, 1), activation, bias=True)
+    found = launched(given, seed=5, activation=activation, WEIGHT_ON_INPUT=True)
+    assert relative(found, expected(given, activation, weight_on_input=True)) < 2e-6
 
 
 def test_the_same_bits_for_all_grids_and_interleavings():

@@ -31,6 +31,8 @@ expects one, of the products. ``full`` of a ticket expects one, ``empty`` two: r
 Proxies. The tensor cores (WGMMA) and the copy engine (TMA) use shared memory through the async
 proxy, ``cp.async`` and ordinary stores through the generic one. The rows role's threads wait for
 their copies, fence (``fence.proxy.async``), meet at a barrier, and only then one of them arrives.
+(The compiler puts a barrier of the role before every arrival that follows work on shared memory or
+a product, so none is written here; ``test_gluon_offline`` looks for each of them.)
 The other direction needs no fence: the tensor cores' reads have ended (``wgmma.wait_group``) when
 the stage is released, and the next writer begins after it has seen that.
 
