@@ -8,6 +8,7 @@ import torch
 
 from fivefold.errors import ConfigurationError, UnsupportedError
 from fivefold.moe import ACTIVATIONS, backends, fused_moe
+from fivefold.moe._grouped_whole import forward_whole
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -187,3 +188,42 @@ def test_backends_say_why_they_are_missing(monkeypatch):
     with pytest.raises(UnsupportedError, match="'absent' cannot work here: no such thing here"):
         fused_moe(**given, backend="absent")
     fused_moe(**given, backend="auto")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("top_k", "options"), [(3, {}), (3, {"recompute": False}), (1, {"weight_on_input": True})]
+)
+def test_many_small_experts_at_once_give_what_one_after_the_other_gives(
+    monkeypatch, dtype, top_k, options
+):
+    given = operands((20, 16, 24, 12, top_k), dtype=dtype)
+    given["topk_ids"][::4] = -1
+    given["topk_ids"][given["topk_ids"] == 5] = -1  # one expert has no rows at all
+
+    def outputs():
+        leaves = {n: v.clone().requires_grad_() for n, v in given.items() if v.is_floating_point()}
+        found = fused_moe(**(given | leaves), **options)
+        found.square().sum().backward()
+        return [found.detach(), *(leaf.grad for leaf in leaves.values())]
+
+    calls = []
+    monkeypatch.setattr(
+        "fivefold.moe._grouped.forward_whole",
+        lambda *a, **k: calls.append(1) or forward_whole(*a, **k),
+    )
+    at_once = outputs()
+    assert calls
+    monkeypatch.setattr("fivefold.moe._grouped.is_for_whole", lambda *_, **__: False)
+    one_by_one = outputs()
+    assert len(calls) == 1
+    for found, wanted in zip(at_once, one_by_one, strict=True):
+        assert found.is_contiguous()
+        torch.testing.assert_close(found, wanted)
+
+
+def test_a_call_without_gradients_is_the_recorded_one():
+    given = operands((9, 16, 24, 4, 2), bias=True, dtype=torch.float32)
+    plain = fused_moe(**given)
+    given["x"].requires_grad_()
+    assert torch.equal(plain, fused_moe(**given).detach())

@@ -133,3 +133,24 @@ def test_a_wait_ends():
     exchange(**given)
     with pytest.raises(CommunicationError, match=r"waited 0\.2 s for"):
         exchange.check()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("backend", ["fused", "split"])
+def test_forward_and_gradients_over_a_group_are_those_of_one_rank(shape, backend):
+    given = on_gpu(operands(shape, bias=True, dtype=torch.bfloat16))
+
+    def outputs(**options):
+        leaves = {n: v.clone().requires_grad_() for n, v in given.items() if v.is_floating_point()}
+        found = fused_moe(**(given | leaves), backend=backend, **options)
+        found.square().sum().backward()
+        return [found.detach(), *(leaf.grad for leaf in leaves.values())]
+
+    wanted = outputs()
+    for ranks in (1, 2):
+        group = exchange_for(given, ranks, training=True, debug=True)
+        for _ in range(3):
+            found = outputs(group=group)
+            group.check()
+        for one, other in zip(found, wanted, strict=True):
+            assert relative(one, other.double()) < TOLERANCE[torch.bfloat16]

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from fivefold.moe._activations import Activation
+from fivefold.moe._grouped_whole import backward_whole, forward_whole, is_for_whole
 
 __all__ = ["Assignments", "backward_grouped", "forward_grouped", "sort_assignments"]
 
@@ -33,11 +34,13 @@ class Assignments:
         slots: Flat place t K + k of each, int64 [R]; dropped ones are left out.
         tokens: Its token, int64 [R].
         ranges: (expert, first, stop) of each expert that has any.
+        ends: Where the rows of each expert end, int32 [E].
     """
 
     slots: torch.Tensor
     tokens: torch.Tensor
     ranges: Ranges
+    ends: torch.Tensor
 
 
 def sort_assignments(ids: torch.Tensor, num_experts: int) -> Assignments:
@@ -51,7 +54,8 @@ def sort_assignments(ids: torch.Tensor, num_experts: int) -> Assignments:
         The order.
     """
     flat = ids.reshape(-1).long()
-    counts = torch.bincount(flat + 1, minlength=num_experts + 1).tolist()
+    found = torch.bincount(flat + 1, minlength=num_experts + 1)
+    counts = found.tolist()
     slots = torch.sort(flat, stable=True).indices[counts[0] :]
     ranges, first = [], 0
     for expert, count in enumerate(counts[1:]):
@@ -59,7 +63,8 @@ def sort_assignments(ids: torch.Tensor, num_experts: int) -> Assignments:
             ranges.append((expert, first, first + count))
         first += count
     tokens = torch.div(slots, max(ids.shape[1], 1), rounding_mode="floor")
-    return Assignments(slots=slots, tokens=tokens, ranges=tuple(ranges))
+    ends = found[1:].cumsum(0, dtype=torch.int32)
+    return Assignments(slots=slots, tokens=tokens, ranges=tuple(ranges), ends=ends)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,14 +74,15 @@ class _Work:
     order: Assignments
     rows: torch.Tensor  # [R, H], as they enter the first product
     weights: torch.Tensor  # [R, 1], at least float32
-    blocks: tuple[Ranges, ...]
     num_tokens: int
     top_k: int
 
-    @property
-    def most_rows(self) -> int:
-        """Rows of the largest block."""
-        return max((block[-1][2] - block[0][1] for block in self.blocks), default=0)
+    def is_whole(
+        self, x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, *, biased: bool
+    ) -> bool:
+        """Whether all experts go through one grouped product."""
+        busy = len(self.order.ranges)
+        return not biased and is_for_whole(x, (w13, w2), num_rows=len(self.rows), busy_experts=busy)
 
 
 def _work(
@@ -90,10 +96,14 @@ def _work(
         order=order,
         rows=(rows * by_row).to(x.dtype) if weigh_rows else rows,
         weights=by_row,
-        blocks=_blocks(order.ranges),
         num_tokens=len(x),
         top_k=ids.shape[1],
     )
+
+
+def _most_rows(blocks: tuple[Ranges, ...]) -> int:
+    """Rows of the largest block."""
+    return max((block[-1][2] - block[0][1] for block in blocks), default=0)
 
 
 def _blocks(ranges: Ranges) -> tuple[Ranges, ...]:
@@ -144,12 +154,17 @@ def forward_grouped(  # noqa: PLR0913 - the operator's own operands
     What the activation takes goes to ``hidden`` [T K, rows of w13], where that is not None.
     """
     work = _work(x, ids, weights, experts=len(w2), weigh_rows=weight_on_input)
+    if work.is_whole(x, w13, w2, biased=b13 is not None or b2 is not None):
+        ends = work.order.ends
+        found = forward_whole(work.rows, w13, w2, ends, activation=activation, hidden=hidden)
+        return _added(found, work, None if weight_on_input else weights).to(x.dtype)
     # One row more, of zeros, for what was dropped.
     outputs = x.new_empty((len(work.rows) + 1, x.shape[1]))
     outputs[-1] = 0.0
     first_weights, second_weights = w13.mT.unbind(0), w2.mT.unbind(0)
-    scratch = x.new_empty((work.most_rows if hidden is None else 0, w13.shape[1]))
-    for block in work.blocks:
+    blocks = _blocks(work.order.ranges)
+    scratch = x.new_empty((_most_rows(blocks) if hidden is None else 0, w13.shape[1]))
+    for block in blocks:
         start, stop = block[0][1], block[-1][2]
         entering = scratch[: stop - start] if hidden is None else hidden[start:stop]
         _products(work.rows[start:stop], first_weights, block, out=entering, bias=b13)
@@ -159,19 +174,27 @@ def forward_grouped(  # noqa: PLR0913 - the operator's own operands
 
 
 def _added(rows: torch.Tensor, work: _Work, weights: torch.Tensor | None) -> torch.Tensor:
-    """Sum over k, in order, of the tokens' rows [R + 1, H], weighted or not; [T, H]."""
+    """Sum over k, in order, of the tokens' rows [R + 1, H], weighted or not; [T, H].
+
+    The last row, of zeros, may be missing; it is added where something was dropped.
+    """
     wide = torch.promote_types(rows.dtype, torch.float32)
     total = torch.zeros((work.num_tokens, rows.shape[1]), dtype=wide, device=rows.device)
     count = work.num_tokens * work.top_k
-    place = torch.full((count,), len(work.rows), dtype=torch.int64, device=rows.device)
-    place[work.order.slots] = torch.arange(len(work.rows), device=rows.device)
-    of_slot = place.view(work.num_tokens, work.top_k)
-    for slot in range(work.top_k):
-        term = rows.index_select(0, of_slot[:, slot]).to(wide)
-        if weights is None:
+    kept = len(work.rows)
+    if kept < count and len(rows) == kept:
+        rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+    place = torch.full((count,), kept, dtype=torch.int64, device=rows.device)
+    place.scatter_(0, work.order.slots, torch.arange(kept, device=rows.device))
+    # Cut all at once: with few tokens a slice costs as much as an addition.
+    of_slot = place.view(work.num_tokens, work.top_k).t().contiguous().unbind(0)
+    factors = None if weights is None else weights.to(wide).unsqueeze(2).unbind(1)
+    for slot, places in enumerate(of_slot):
+        term = rows.index_select(0, places).to(wide)
+        if factors is None:
             total += term
         else:
-            total.addcmul_(term, weights[:, slot].to(wide).unsqueeze(1))
+            total.addcmul_(term, factors[slot])
     return total
 
 
@@ -225,8 +248,77 @@ def backward_grouped(  # noqa: PLR0913 - the operator's own operands
         Gradients of x, w13, w2, weights, b13 and b2.
     """
     work = _work(x, ids, weights, experts=len(w2), weigh_rows=weight_on_input)
+    incoming = gradient.index_select(0, work.order.tokens)
+    if work.is_whole(x, w13, w2, biased=b13 is not None or b2 is not None):
+        found = _gradients_of_whole(
+            work,
+            incoming,
+            w13,
+            w2,
+            hidden,
+            activation=activation,
+            weight_on_input=weight_on_input,
+        )
+    else:
+        found = _gradients_of_blocks(
+            work,
+            incoming,
+            (w13, w2, b13, b2),
+            hidden,
+            activation=activation,
+            weight_on_input=weight_on_input,
+        )
+    if weight_on_input:
+        plain = x.index_select(0, work.order.tokens)
+        found.weights[:] = (found.rows[: len(plain)] * plain).sum(
+            -1, keepdim=True, dtype=work.weights.dtype
+        )
+        found.rows[: len(plain)] *= work.weights.to(found.rows.dtype)
+    d_weights = torch.zeros(ids.numel(), dtype=work.weights.dtype, device=x.device)
+    d_weights[work.order.slots] = found.weights.squeeze(1)
+    d_x = _added(found.rows, work, None).to(x.dtype)
+    shaped = d_weights.view(weights.shape).to(weights.dtype)
+    return d_x, found.w13, found.w2, shaped, found.b13, found.b2
+
+
+def _gradients_of_whole(
+    work: _Work,
+    incoming: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    hidden: torch.Tensor | None,
+    *,
+    activation: Activation,
+    weight_on_input: bool,
+) -> _Gradients:
+    rows, d_w13, d_w2, d_weights = backward_whole(
+        incoming,
+        work.rows,
+        w13,
+        w2,
+        work.order.ends,
+        work.weights,
+        activation=activation,
+        weight_on_input=weight_on_input,
+        hidden=hidden,
+    )
+    if d_weights is None:
+        d_weights = torch.empty_like(work.weights)
+    return _Gradients(rows=rows, w13=d_w13, w2=d_w2, weights=d_weights, b13=None, b2=None)
+
+
+def _gradients_of_blocks(
+    work: _Work,
+    incoming: torch.Tensor,
+    parameters: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+    hidden: torch.Tensor | None,
+    *,
+    activation: Activation,
+    weight_on_input: bool,
+) -> _Gradients:
+    w13, w2, b13, b2 = parameters
     found = _Gradients(
-        rows=x.new_empty((len(work.rows) + 1, x.shape[1])),
+        rows=incoming.new_empty((len(work.rows) + 1, incoming.shape[1])),
         w13=_blank(w13, work),
         w2=_blank(w2, work),
         weights=torch.empty_like(work.weights),
@@ -234,10 +326,10 @@ def backward_grouped(  # noqa: PLR0913 - the operator's own operands
         b2=None if b2 is None else torch.zeros_like(b2),
     )
     found.rows[-1] = 0.0
-    incoming = gradient.index_select(0, work.order.tokens)
     turned, first_weights, second_weights = w13.mT.unbind(0), w13.unbind(0), w2.unbind(0)
-    scratch = x.new_empty((work.most_rows if hidden is None else 0, w13.shape[1]))
-    for block in work.blocks:
+    blocks = _blocks(work.order.ranges)
+    scratch = incoming.new_empty((_most_rows(blocks) if hidden is None else 0, w13.shape[1]))
+    for block in blocks:
         start, stop = block[0][1], block[-1][2]
         entering = scratch[: stop - start]
         if hidden is not None:
@@ -256,15 +348,7 @@ def backward_grouped(  # noqa: PLR0913 - the operator's own operands
             b2=b2,
             weight_on_input=weight_on_input,
         )
-    if weight_on_input:
-        plain = x.index_select(0, work.order.tokens)
-        found.weights[:] = (found.rows[:-1] * plain).sum(-1, keepdim=True, dtype=work.weights.dtype)
-        found.rows[:-1] *= work.weights.to(found.rows.dtype)
-    d_weights = torch.zeros(ids.numel(), dtype=work.weights.dtype, device=x.device)
-    d_weights[work.order.slots] = found.weights.squeeze(1)
-    d_x = _added(found.rows, work, None).to(x.dtype)
-    shaped = d_weights.view(weights.shape).to(weights.dtype)
-    return d_x, found.w13, found.w2, shaped, found.b13, found.b2
+    return found
 
 
 def _blank(weights: torch.Tensor, work: _Work) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 
 from fivefold.errors import ConfigurationError, UnsupportedError
 from fivefold.moe._activations import activation_named
-from fivefold.moe._backends import backend_for
+from fivefold.moe._backends import Backend, backend_for
 from fivefold.moe._capacity import DropPolicy, drop_beyond_capacity
 from fivefold.moe._exchange import ExpertExchange
 from fivefold.moe._group import exchange_moe
@@ -278,26 +278,53 @@ def fused_moe(  # noqa: PLR0913 - an operator's operands and options, all but fi
             policy=drop_policy,
         )
         topk_ids = topk_ids.masked_fill(~kept, -1)
-    chosen = backend_for(backend, x).name
-    floats = (x, w13, w2, topk_weights, b13, b2)
+    return _computed(
+        backend_for(backend, x),
+        (x, w13, w2, topk_ids, topk_weights),
+        {
+            "activation": activation,
+            "b13": b13,
+            "b2": b2,
+            "weight_on_input": weight_on_input,
+            "precision": precision,
+        },
+        workspace,
+        recompute=recompute,
+    )
+
+
+def _computed(
+    chosen: Backend,
+    operands: tuple[torch.Tensor, ...],
+    options: dict[str, Any],
+    workspace: Workspace | None,
+    *,
+    recompute: bool,
+) -> torch.Tensor:
+    b13, b2 = options["b13"], options["b2"]
+    floats = (*operands[:3], operands[4], b13, b2)
     wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in floats)
+    if not wanted and _is_plain(operands[0]):
+        # Nothing to record: without the price of torch's dispatch.
+        kind = activation_named(options["activation"])
+        return chosen.forward(*operands, **(options | {"activation": kind}), workspace=workspace)
     result: torch.Tensor = _forward(
-        x,
-        w13,
-        w2,
-        topk_ids,
-        topk_weights,
+        *operands,
         b13,
         b2,
-        activation,
-        weight_on_input,
-        chosen,
-        precision,
+        options["activation"],
+        options["weight_on_input"],
+        chosen.name,
+        options["precision"],
         None if workspace is None else workspace.control,
         None if workspace is None else workspace.scratch,
         wanted and not recompute,
     )[0]
     return result
+
+
+def _is_plain(x: torch.Tensor) -> bool:
+    return not torch.compiler.is_compiling() and type(x) in {torch.Tensor, torch.nn.Parameter}
 
 
 def _check_group(group: Any, workspace: Workspace | None, *, recompute: bool) -> None:
