@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.internal import enum_type_wrapper
+from typer.testing import CliRunner
 
+from fivefold.cli._main import app
 from fivefold.codesign import (
     ClusterPlan,
     JobPlan,
@@ -180,3 +182,37 @@ def test_sums_in_switches_have_no_msccl_program():
     plan = JobPlan(order=(0, 1), algorithm="in_network", root="switch", slots=1)
     with pytest.raises(UnsupportedError, match="switches sum"):
         msccl_programs(switch(2), job, plan)
+
+
+JOBS = """
+[[jobs]]
+id = 'a <b>'
+gpus = 4
+compute = 0.3
+gradients = '1 GB'
+layers = 2
+iterations = 3
+"""
+
+
+def test_the_commands_write_pages_and_programs(tmp_path):
+    file, out = tmp_path / "jobs.toml", tmp_path / "out"
+    file.write_text(JOBS)
+    cluster = ["--cluster", "switch:4,bandwidth=1GB/s"]
+    page = tmp_path / "page.html"
+    result = CliRunner().invoke(
+        app, ["simulate", str(file), *cluster, "--output", str(out), "--report", str(page)]
+    )
+    assert result.exit_code == 0, result.output
+    assert (out / "msccl" / "job0.all_reduce.xml").read_text().startswith("<algo")
+    text = page.read_text()
+    assert "a &lt;b&gt;" in text
+    assert "a <b>" not in text
+    bars = tmp_path / "bars.html"
+    arguments = ["ablate", str(file), *cluster, "--seeds", "1", "--budget", "2"]
+    result = CliRunner().invoke(app, [*arguments, "--report", str(bars)])
+    assert result.exit_code == 0, result.output
+    assert "V+H+II+HN" in bars.read_text()
+    missing = tmp_path / "no" / "such.html"
+    result = CliRunner().invoke(app, [*arguments, "--report", str(missing)])
+    assert "cannot be written" in str(result.exception)

@@ -38,6 +38,7 @@ __all__ = ["plan_page"]
 
 _LOADS = "Share of each link's rate in use over the whole run"
 _MOST_SVG_BYTES = 1_500_000
+_MOST_BARS = 16  # jobs
 _JOB_COLUMNS = (
     ("job", ""),
     ("ranks", "Processes of the job"),
@@ -221,7 +222,7 @@ def _job_bars(topology: Topology, jobs: Sequence[JobSpec], found: CoDesignResult
         ("baseline", found.baseline_outcome, found.baseline),
         ("planned", found.outcome, found.plan),
     )
-    for job in jobs:
+    for job in _most_changed(jobs, found):
         for name, outcome, plan in variants:
             total_s = outcome.iteration_s[job.job_id]
             compute_s = min(total_s, _compute_s(topology, job, plan.jobs[job.job_id]))
@@ -237,7 +238,21 @@ def _job_bars(topology: Topology, jobs: Sequence[JobSpec], found: CoDesignResult
                 )
             )
     kinds = (("compute", "compute"), ("exposed_communication", "waiting for communication"))
-    return BarChart(rows=tuple(rows), kinds=kinds, caption="Where an iteration's time goes.")
+    caption = "Where an iteration's time goes."
+    if len(jobs) > _MOST_BARS:
+        caption += f" The {_MOST_BARS} jobs that the plan changes most."
+    return BarChart(rows=tuple(rows), kinds=kinds, caption=caption)
+
+
+def _most_changed(jobs: Sequence[JobSpec], found: CoDesignResult) -> list[JobSpec]:
+    """The jobs to draw, in their own order."""
+
+    def changed(job: JobSpec) -> float:
+        before = found.baseline_outcome.iteration_s[job.job_id]
+        return -abs(found.outcome.iteration_s[job.job_id] / before - 1)
+
+    chosen = {job.job_id for job in sorted(jobs, key=changed)[:_MOST_BARS]}
+    return [job for job in jobs if job.job_id in chosen]
 
 
 def _pictures(topology: Topology, found: CoDesignResult) -> tuple[PlanPart, ...]:
