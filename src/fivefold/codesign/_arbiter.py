@@ -25,6 +25,7 @@ from fivefold.network.topology import Topology
 __all__ = ["Arbiter", "PlanningOptions", "Prediction", "objective_s"]
 
 _TOLERANCE = 1e-6
+_MENDING_SHARE = 4  # of the budget: at most one part in so many mends one proposal
 _LOADS = (("LinkState.load_Bps", "network"), ("FlowSet.flows", "collectives"))
 _INPUTS: dict[Layer, tuple[tuple[str, str], ...]] = dict.fromkeys(
     ("tasks", "collectives", "flows", "coordinator"), _LOADS
@@ -194,12 +195,12 @@ class Arbiter:
 
     def _mended(self, candidate: Prediction) -> Prediction:
         """Help the jobs that a proposal hurts: give back what others changed, nearest first."""
-        tried = 0
-        while tried < len(self.jobs) and self.simulations < self.options.budget:
+        # One proposal may not spend what all the others need.
+        most = min(self.options.budget, self.simulations + self.options.budget // _MENDING_SHARE)
+        while self.simulations < most:
             late = self.worse(candidate.completion_s, self.floor.completion_s)
             if not late:
                 return candidate
-            tried += 1
             better = self._without_harm(candidate, late[0])
             if better is None:
                 return candidate
@@ -349,6 +350,6 @@ class Arbiter:
             host = plan.changed(name, algorithm=algorithm, root=None, roots=(), slots=0, paths={})
             if not self.consider(
                 "network", f"{name} leaves its slots", self._rerouted(host, name), entity=name,
-                tags=("HN",),
+                tags=("HN",), mend=False,
             ):  # fmt: skip
                 return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import Topology
 
@@ -41,6 +43,14 @@ def equal_cost_paths(
             f"paths lead from one rank to another, and at least one is asked for; got {source} to "
             f"{target}, limit {limit}"
         )
+    return _paths(topology, (source, target), limit=limit, relay=relay)
+
+
+@functools.lru_cache(maxsize=1 << 14)  # planners ask for the same pairs again and again
+def _paths(
+    topology: Topology, ranks: tuple[int, int], *, limit: int, relay: bool
+) -> tuple[tuple[int, ...], ...]:
+    source, target = ranks
     begin, end = topology.node_of_rank(source), topology.node_of_rank(target)
     hops = _hops_to(topology, end, begin)
     if begin not in hops and relay:
