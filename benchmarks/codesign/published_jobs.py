@@ -90,11 +90,11 @@ def crux() -> list[BenchmarkRow]:
             peers={"Crux, published": 0.11}, target=0.02, met=slowdowns[0] >= 0.02,
         ),
     ]  # fmt: skip
-    share = crossing(shares, slowdowns, 0.11)
-    if share is not None:
+    needed = crossing(shares, slowdowns, 0.11)
+    if needed is not None:
         rows.append(
             BenchmarkRow(
-                case=case, unit="ratio", ours=share, limit=1.0,
+                case=case, unit="ratio", ours=needed, limit=1.0,
                 metric="share of its time that BERT must send for the published slowdown",
             )
         )  # fmt: skip
@@ -215,7 +215,7 @@ def atp() -> list[BenchmarkRow]:
         spec = job("a", tuple(range(8)), compute_s, 0.7)
         gains += gains_of(plan_cluster(topology, [spec], flags))
     case = "sums in the network, one job on 8 hosts, ring 0.7 s (simulated)"
-    peers: dict[str, float | None] = {"ATP, published, low": 1.38, "ATP, published, high": 1.66}
+    peers: dict[str, float] = {"ATP, published, low": 1.38, "ATP, published, high": 1.66}
     rows = [
         BenchmarkRow(
             case=case, unit="ratio", ours=gains[0], spread=(min(gains), max(gains)), peers=peers,
