@@ -147,7 +147,8 @@ def test_simulate_shows_and_writes(jobs_file, tmp_path):
     record = json.loads(result.stdout)
     assert set(record["jobs"]) == {"a", "b"}
     assert record["worse"] == []
-    assert {p.name for p in folder.iterdir()} == {"plan.json", "decisions.jsonl", "timeline.json"}
+    written = {path.name for path in folder.iterdir()}
+    assert written == {"plan.json", "decisions.jsonl", "timeline.json", "msccl"}
 
 
 def test_ablate_draws_jobs_and_a_picture(tmp_path):
