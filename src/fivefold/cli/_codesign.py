@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 JobsArgument = Annotated[
-    Path, typer.Argument(metavar="JOBS", help="TOML file with [[jobs]]; see the guide.")
+    Path, typer.Argument(metavar="JOBS", help="TOML file with \\[\\[jobs]]; see the guide.")
 ]
 ClusterOption = Annotated[
     str,
@@ -132,7 +132,7 @@ def simulate_command(  # noqa: PLR0913 - each option is a parameter
 def ablate_command(  # noqa: PLR0913 - each option is a parameter
     jobs: Annotated[
         Path | None,
-        typer.Argument(metavar="[JOBS]", help="TOML file with [[jobs]]; left out, drawn jobs."),
+        typer.Argument(metavar="[JOBS]", help="TOML file with \\[\\[jobs]]; left out, drawn jobs."),
     ] = None,
     *,
     cluster: ClusterOption,
