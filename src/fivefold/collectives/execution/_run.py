@@ -39,6 +39,7 @@ __all__ = [
 TAG = 1 << 29  # user's sends on the same inner group keep the tags below
 _AHEAD = 32  # receives of one queue that are posted and not yet used
 _WORTH_LANES_BYTES = 1 << 18  # below, what is sent is over before a thread has woken up
+_MOST_LANES = 64  # a direct exchange among thousands is no reason for thousands of threads
 
 Combine = Callable[..., Any]
 PLAIN_RECEIVES = {OpKind.RECEIVE, OpKind.RECEIVE_COPY_SEND}
@@ -143,7 +144,8 @@ class Runner:
         self._windows = dict.fromkeys(self._unposted, 0)  # posted and not yet used
         lanes = transfers.lanes
         size = max(transfers.inputs.nbytes, transfers.outputs.nbytes)
-        worth_it = len(self._lane_of) > 1 and size >= _WORTH_LANES_BYTES
+        few = 1 < len(self._lane_of) <= _MOST_LANES
+        worth_it = few and size >= _WORTH_LANES_BYTES
         self._lanes = lanes if worth_it else None
         self._arrivals: Arrivals = queue.SimpleQueue()
         self._posted: dict[int, tuple[Any, torch.Tensor]] = {}
