@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fivefold.collectives.execution._lanes import Agenda, Arrivals, Lanes
+from fivefold.collectives.execution._lanes import Agenda, Arrival, Arrivals, Lanes
 from fivefold.collectives.execution._plan import RankPlan, Span, Task
 from fivefold.collectives.lowering import Buffer, OpKind
 from fivefold.errors import CommunicationError
@@ -39,6 +39,7 @@ __all__ = [
 TAG = 1 << 29  # user's sends on the same inner group keep the tags below
 _AHEAD = 32  # receives of one queue that are posted and not yet used
 _WORTH_LANES_BYTES = 1 << 18  # below, what is sent is over before a thread has woken up
+_OTHER_ERRORS_S = 0.3
 _MOST_LANES = 64  # a direct exchange among thousands is no reason for thousands of threads
 
 Combine = Callable[..., Any]
@@ -221,12 +222,26 @@ class Runner:
         arrival = self._arrivals.get()
         while True:
             if arrival.error is not None:
-                raise arrival.error
+                raise self._first_error(arrival)
             agenda.arrived(arrival.at)
             try:
                 arrival = self._arrivals.get_nowait()
             except queue.Empty:
                 return
+
+    def _first_error(self, failed: Arrival) -> BaseException:
+        """The error of the earliest task: who is late makes others late, which fail with it."""
+        found = [failed]
+        end_s = time.monotonic() + _OTHER_ERRORS_S
+        while (left_s := end_s - time.monotonic()) > 0:
+            try:
+                found.append(self._arrivals.get(timeout=left_s))
+            except queue.Empty:
+                break
+        errors = [arrival for arrival in found if arrival.error is not None]
+        earliest = min(errors, key=lambda arrival: arrival.at).error
+        assert earliest is not None, "one of them has failed"
+        return earliest
 
     def _result_of(self, at: int, task: Task) -> torch.Tensor:
         """Carry out a task up to its sending; what it would send."""
