@@ -39,7 +39,7 @@ __all__ = [
 TAG = 1 << 29  # user's sends on the same inner group keep the tags below
 _AHEAD = 32  # receives of one queue that are posted and not yet used
 _WORTH_LANES_BYTES = 1 << 18  # below, what is sent is over before a thread has woken up
-_OTHER_ERRORS_S = 0.3
+_OTHER_ERRORS_S = 0.3  # after a failed wait: those that failed with it
 _MOST_LANES = 64  # a direct exchange among thousands is no reason for thousands of threads
 
 Combine = Callable[..., Any]
@@ -179,7 +179,7 @@ class Runner:
 
     def _post_receives(self, agenda: Agenda) -> None:
         """Post what may arrive now; in order, since a queue hands over in order."""
-        for key, waiting in self._unposted.items():
+        for key, waiting in list(self._unposted.items()):
             while waiting and self._windows[key] < _AHEAD:
                 at = waiting[0]
                 if not self._tasks[at].kind.reduces and not agenda.may_be_written(at):
@@ -187,6 +187,8 @@ class Runner:
                 waiting.popleft()
                 self._windows[key] += 1
                 self._post(at, self._tasks[at], agenda)
+            if not waiting:  # or every task would look at a thousand empty queues
+                del self._unposted[key]
 
     def _post(self, at: int, task: Task, agenda: Agenda) -> None:
         span = task.read if task.kind.reduces else task.write
