@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fivefold.errors import ConfigurationError, UnsupportedError
-from fivefold.moe import ACTIVATIONS, backends, fused_moe
+from fivefold.errors import ConfigurationError, DataError, UnsupportedError
+from fivefold.moe import ACTIVATIONS, Workspace, backends, fused_moe
 from fivefold.moe._grouped_whole import forward_whole
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -168,11 +168,80 @@ def test_compiles_whole_and_once_for_all_numbers_of_tokens():
         ({"backend": "magic"}, "there is no backend 'magic'"),
         ({"precision": "tf16"}, "there is no precision 'tf16'; use ieee, tf32x3, tf32"),
         ({"weight_on_input": True}, "weight_on_input needs top_k 1; got 2"),
+        ({"x": [[1.0]]}, "x is a list; it must be a torch.Tensor"),
+        ({"x": torch.zeros(5, 8).to(torch.float8_e4m3fn)}, "x has dtype torch.float8_e4m3fn"),
+        ({"w2": torch.zeros(4, 8, 0, dtype=torch.float64)}, "inner size must be positive"),
+        ({"w2": torch.zeros(0, 8, 4, dtype=torch.float64)}, "experts, hidden and inner size"),
+        ({"capacity": 1.5}, "capacity is 1.5; it is a whole number"),
+        ({"capacity": -1}, "capacity must not be negative"),
+        ({"drop_policy": "luck"}, "drop policy is 'luck'"),
+        ({"workspace": 3}, "workspace is a int; Workspace.allocate makes one"),
     ],
 )
 def test_bad_input_is_named(change, message):
     with pytest.raises(ConfigurationError, match=message):
         fused_moe(**operands((5, 8, 4, 4, 2)) | change)
+
+
+def test_weights_that_are_no_numbers():
+    given = operands((5, 8, 4, 4, 2))
+    given["topk_weights"][3, 1] = float("nan")
+    with pytest.raises(DataError, match="topk_weights of token 3 hold NaN"):
+        fused_moe(**given)
+    assert bool(fused_moe(**given, check=False)[3].isnan().all())
+    given["topk_weights"][3] = torch.tensor([float("inf"), -float("inf")])  # numbers, if odd ones
+    fused_moe(**given)
+
+
+SIZES = {"num_tokens": 5, "hidden": 8, "intermediate": 4, "num_experts": 4, "top_k": 2}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, None),
+        ({"scratch": lambda s: s[:-1]}, "this call needs"),
+        ({"control": lambda c: c[:-1]}, "control words; this call needs"),
+        ({"scratch": lambda s: s.view(torch.int64)}, "scratch is torch.int64"),
+        ({"control": lambda c: c.long()}, "control is torch.int64"),
+        ({"scratch": lambda s: torch.empty(len(s) * 2, dtype=s.dtype)[::2]}, "contiguous: False"),
+        ({"scratch": lambda s: torch.empty(len(s) + 1, dtype=s.dtype)[1:]}, "multiple of 16"),
+        ({"scratch": lambda s: s.to("meta")}, "the workspace is on meta"),
+    ],
+)
+def test_a_workspace_must_fit_whatever_the_backend(change, message):
+    whole = Workspace.allocate(**SIZES, dtype=torch.float64)
+    parts = {name: getattr(whole, name) for name in ("control", "scratch")}
+    workspace = Workspace(**parts | {name: make(parts[name]) for name, make in change.items()})
+    given = operands((5, 8, 4, 4, 2))
+    if message is None:
+        assert torch.equal(fused_moe(**given, workspace=workspace), fused_moe(**given))
+    else:
+        with pytest.raises(ConfigurationError, match=message):
+            fused_moe(**given, workspace=workspace)
+    with pytest.raises(ConfigurationError, match="num_tokens must be positive; got -1"):
+        Workspace.size(**SIZES | {"num_tokens": -1}, dtype=torch.float32)
+
+
+def test_a_backend_with_other_bits_is_not_deterministic(monkeypatch):
+    from dataclasses import replace
+
+    from fivefold.moe import _backends
+
+    loose = replace(_backends._BACKENDS[-1], name="loose", deterministic=False)
+    monkeypatch.setattr(_backends, "_BACKENDS", (loose, *_backends._BACKENDS))
+    given = operands((5, 8, 4, 4, 2))
+    with pytest.raises(UnsupportedError, match="'loose' does not give the same bits"):
+        fused_moe(**given, backend="loose")
+    fused_moe(**given, backend="loose", deterministic=False)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own
+def test_no_zeros_for_a_derivative_in_forward_mode():
+    given = operands((5, 8, 4, 4, 2))
+    x = given.pop("x")
+    with pytest.raises(UnsupportedError, match="no derivative in forward mode"):
+        torch.func.jvp(lambda x: fused_moe(x, **given), (x,), (x,))
 
 
 def test_backends_say_why_they_are_missing(monkeypatch):

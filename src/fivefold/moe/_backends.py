@@ -29,6 +29,7 @@ class Backend:
         missing: Says why it cannot work on a device, or None where it can.
         dtypes: What it takes; None: every floating-point type.
         automatic: Whether "auto" may choose it.
+        deterministic: Whether it gives the same bits every time.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Backend:
     missing: Callable[[torch.device], str | None]
     dtypes: frozenset[torch.dtype] | None = None
     automatic: bool = True
+    deterministic: bool = True
 
     def refuses(self, x: torch.Tensor) -> str | None:
         """Why it cannot take these tokens, or None where it can."""

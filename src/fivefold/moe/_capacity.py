@@ -12,10 +12,39 @@ from typing import Literal
 import torch
 
 from fivefold.errors import ConfigurationError
+from fivefold.moe._operands import counts_of
 
-__all__ = ["DropPolicy", "capacity_for", "drop_beyond_capacity"]
+__all__ = ["DropPolicy", "capacity_for", "check_capacity", "drop_beyond_capacity"]
 
 DropPolicy = Literal["position", "weight"]
+_MOST = 2**62  # more than there are assignments, and an int64
+
+
+def check_capacity(capacity: int | None, policy: str) -> int | None:
+    """The capacity as a number that tensors can be compared with.
+
+    Args:
+        capacity: Most tokens per expert, or None.
+        policy: Who is dropped.
+
+    Returns:
+        The capacity.
+
+    Raises:
+        ConfigurationError: It is no whole number or negative, or the policy is unknown.
+    """
+    if policy not in {"position", "weight"}:
+        raise ConfigurationError(f"drop policy is {policy!r}", hint='use "position" or "weight"')
+    if capacity is None:
+        return None
+    if isinstance(capacity, bool | float):
+        raise ConfigurationError(
+            f"capacity is {capacity!r}",
+            hint="it is a whole number of tokens; capacity_for makes one from a factor",
+        )
+    if capacity < 0:
+        raise ConfigurationError(f"capacity must not be negative; got {capacity}")
+    return min(capacity, _MOST)
 
 
 def capacity_for(num_tokens: int, num_experts: int, *, top_k: int, factor: float = 1.0) -> int:
@@ -51,7 +80,7 @@ def drop_beyond_capacity(
         True where an assignment stays, shape [T, K].
 
     Raises:
-        ConfigurationError: The capacity is negative or the policy unknown.
+        ConfigurationError: The capacity is no whole number or negative, or the policy unknown.
 
     Example:
         >>> ids, weights = torch.tensor([[0], [0], [1]]), torch.tensor([[0.2], [0.9], [0.5]])
@@ -59,19 +88,18 @@ def drop_beyond_capacity(
         >>> kept.flatten().tolist()
         [False, True, True]
     """
-    if capacity < 0:
-        raise ConfigurationError(f"capacity must not be negative; got {capacity}")
-    if policy not in {"position", "weight"}:
-        raise ConfigurationError(f"drop policy is {policy!r}", hint='use "position" or "weight"')
-    by_slot = ids.t().reshape(-1)  # first choices of all tokens, then second choices
+    most = check_capacity(capacity, policy)
+    assert most is not None, "a number stays one"
+    named = torch.where(ids < num_experts, ids, -1)
+    by_slot = named.t().reshape(-1)  # first choices of all tokens, then second choices
     order = torch.arange(by_slot.numel(), device=ids.device)
     if policy == "weight":
         order = torch.sort(weights.detach().t().reshape(-1), descending=True, stable=True).indices
     experts = by_slot[order]
     grouped = torch.sort(experts, stable=True)
-    counts = torch.bincount(experts.clamp_min(-1) + 1, minlength=num_experts + 1)
-    starts = torch.cumsum(counts, 0) - counts
-    rank = torch.arange(len(experts), device=ids.device) - starts[grouped.values + 1]
+    counts = counts_of(experts, num_experts)
+    starts = torch.cumsum(counts, 0) - counts + (len(experts) - counts.sum())
+    rank = torch.arange(len(experts), device=ids.device) - starts[grouped.values.clamp_min(0)]
     kept = torch.empty_like(experts, dtype=torch.bool)
-    kept[order[grouped.indices]] = (rank < capacity) & (grouped.values >= 0)
+    kept[order[grouped.indices]] = (rank < most) & (grouped.values >= 0)
     return kept.view(ids.shape[1], ids.shape[0]).t().contiguous()

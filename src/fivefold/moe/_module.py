@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass, field
 
@@ -13,6 +14,7 @@ from fivefold.moe._activations import activation_named
 from fivefold.moe._capacity import DropPolicy, capacity_for, drop_beyond_capacity
 from fivefold.moe._exchange import ExpertExchange
 from fivefold.moe._expert_group import ExpertGroup, ExpertLoad
+from fivefold.moe._operands import as_autocast, counts_of
 from fivefold.moe._operator import fused_moe
 from fivefold.moe._routing import Router, Routing, load_balancing_loss, route, router_z_loss
 
@@ -170,7 +172,7 @@ class MoE(nn.Module):
 
         Raises:
             CommunicationError: A rank of the group died or did not answer in time.
-        ConfigurationError: The last dimension is not H, or the tokens do not fit the group.
+            ConfigurationError: The last dimension is not H, or the tokens do not fit the group.
         """
         config = self.config
         if x.shape[-1] != config.hidden:
@@ -206,7 +208,7 @@ class MoE(nn.Module):
                 local=lambda rows, ids, weights: self._through(rows, self.experts, ids, weights),
             )
         output = self._through(tokens, self.experts, ids, routing.weights_TK, group)
-        load = ExpertLoad(routed=routing.load_E, kept=_counts(ids, experts))
+        load = ExpertLoad(routed=routing.load_E, kept=counts_of(ids, experts))
         everywhere = None if group is None else group.loads()
         if everywhere is not None:
             # With a capacity, what others' routers wanted is not known: their counts are of rows.
@@ -217,7 +219,9 @@ class MoE(nn.Module):
     def _logits(self, tokens: torch.Tensor) -> torch.Tensor:
         # Not in autocast's 16 bits: a rounded logit sends a token to another expert (selective
         # precision, arXiv 2101.03961, section 2.4).
-        with torch.autocast(tokens.device.type, enabled=False):
+        device = tokens.device.type
+        switch = torch.amp.is_autocast_available(device)
+        with torch.autocast(device, enabled=False) if switch else contextlib.nullcontext():
             wide = torch.promote_types(tokens.dtype, self.gate.weight.dtype)
             return nn.functional.linear(tokens.to(wide), self.gate.weight.to(wide))
 
@@ -320,13 +324,7 @@ def _check_exchange(config: MoEConfig, exchange: ExpertExchange) -> None:
         raise UnsupportedError(message, hint="use MoEConfig(recompute=True)")
 
 
-def _counts(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
-    return torch.bincount(ids.reshape(-1) + 1, minlength=num_experts + 1)[1:]
-
-
 def _as_autocast(tensor: torch.Tensor) -> torch.Tensor:
     """In the type of torch.autocast, where it is on: the operator takes one type for all."""
-    device = tensor.device.type
-    if not torch.is_autocast_enabled(device):
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(device))
+    cast: torch.Tensor = as_autocast((tensor,), tensor.device.type)[0]
+    return cast

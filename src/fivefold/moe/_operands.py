@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, DataError, UnsupportedError
 from fivefold.moe._activations import Activation
 
 __all__ = [
     "PRECISIONS",
     "Precision",
+    "as_autocast",
+    "check_forward_mode",
     "check_ids",
     "check_operands",
     "check_precision",
+    "check_values",
     "check_weight_on_input",
+    "counts_of",
+    "is_plain",
 ]
 
 Precision = Literal["ieee", "tf32x3", "tf32"]
@@ -23,6 +28,70 @@ PRECISIONS: tuple[Precision, ...] = ("ieee", "tf32x3", "tf32")
 """Arithmetic for float32, best first."""
 
 _ID_TYPES = (torch.int32, torch.int64)
+_FLOAT_TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def is_plain(x: torch.Tensor) -> bool:
+    """Whether a tensor has values to look at now: not while compiling, not fake, not on meta."""
+    return (
+        type(x) in {torch.Tensor, torch.nn.Parameter}
+        and x.device.type != "meta"
+        and not torch.compiler.is_compiling()
+    )
+
+
+def counts_of(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Assignments of each expert; what is no expert's number is not counted.
+
+    Not ``bincount``: that waits for the device, and its shape depends on the values.
+
+    Args:
+        ids: Of any shape.
+        num_experts: E.
+
+    Returns:
+        int64 [E].
+    """
+    flat = ids.reshape(-1).long()
+    place = torch.where((flat >= 0) & (flat < num_experts), flat + 1, 0)
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
+    return counts.scatter_add_(0, place, torch.ones_like(place))[1:]
+
+
+def as_autocast(tensors: tuple[Any, ...], device: str) -> tuple[Any, ...]:
+    """Floating-point tensors in the type of torch.autocast where it is on, as torch's products do.
+
+    Args:
+        tensors: Tensors, and None.
+        device: Its type.
+
+    Returns:
+        The same, cast.
+    """
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return tensors
+    kind = torch.get_autocast_dtype(device)
+    return tuple(
+        t.to(kind) if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in tensors
+    )
+
+
+def check_forward_mode(tensors: tuple[Any, ...]) -> None:
+    """Refuse derivatives in forward mode: torch would take those of a custom op for zeros.
+
+    Args:
+        tensors: Operands.
+
+    Raises:
+        UnsupportedError: One has a tangent.
+    """
+    mode: Any = torch.autograd.forward_ad  # untyped in torch
+    if getattr(mode, "_current_level", -1) < 0 or torch.compiler.is_compiling():
+        return
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and mode.unpack_dual(tensor).tangent is not None:
+            message = "fused_moe has no derivative in forward mode"
+            raise UnsupportedError(message, hint="use backward(), or experts_one_by_one for jvp")
 
 
 def check_operands(  # noqa: PLR0913 - the operator's own operands
@@ -51,12 +120,18 @@ def check_operands(  # noqa: PLR0913 - the operator's own operands
     Raises:
         ConfigurationError: They do not fit together.
     """
+    _check_tensors({"x": x, "w13": w13, "w2": w2, "topk_ids": ids, "topk_weights": weights})
     if x.ndim != 2 or w13.ndim != 3 or w2.ndim != 3:
         raise ConfigurationError(
             f"x, w13 and w2 have shapes {tuple(x.shape)}, {tuple(w13.shape)}, {tuple(w2.shape)}",
             hint="they are [tokens, hidden], [experts, rows, hidden], [experts, hidden, inner]",
         )
     experts, hidden, inner = w2.shape
+    if 0 in (experts, hidden, inner):
+        raise ConfigurationError(
+            f"w2 has shape {tuple(w2.shape)}: experts, hidden and inner size must be positive",
+            hint="only the number of tokens may be 0",
+        )
     expected = {
         "x": (x, (x.shape[0], hidden)),
         "w13": (w13, (experts, activation.width(inner), hidden)),
@@ -89,11 +164,21 @@ def check_operands(  # noqa: PLR0913 - the operator's own operands
             )
 
 
+def _check_tensors(given: dict[str, Any]) -> None:
+    for name, tensor in given.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ConfigurationError(
+                f"{name} is a {type(tensor).__name__}", hint="it must be a torch.Tensor"
+            )
+
+
 def _check_alike(floats: dict[str, torch.Tensor | None]) -> None:
     x = floats["x"]
     assert x is not None, "x is always there"
-    if not x.is_floating_point():
-        raise ConfigurationError(f"x has dtype {x.dtype}", hint="use a floating-point type")
+    if x.dtype not in _FLOAT_TYPES:
+        raise ConfigurationError(
+            f"x has dtype {x.dtype}", hint="use bfloat16, float16, float32 or float64"
+        )
     for name, tensor in floats.items():
         if tensor is not None and tensor.dtype != x.dtype:
             raise ConfigurationError(
@@ -129,6 +214,29 @@ def check_ids(ids: torch.Tensor, num_experts: int) -> None:
             f"token {token} is routed to an expert twice: {ids[token].tolist()}",
             hint="the experts of a token are distinct",
         )
+
+
+def check_values(ids: torch.Tensor, weights: torch.Tensor, num_experts: int) -> None:
+    """``check_ids``, and that the weights are numbers; waits for the device.
+
+    Args:
+        ids: [T, K]; -1 for none.
+        weights: [T, K].
+        num_experts: E.
+
+    Raises:
+        ConfigurationError: As ``check_ids``.
+        DataError: A weight is NaN.
+    """
+    check_ids(ids, num_experts)
+    if bool(torch.isnan(weights.detach().sum())):  # one pass where all is well
+        bad = torch.isnan(weights)
+        if bool(bad.any()):  # and not infinities of both signs
+            token = int(bad.any(dim=-1).nonzero()[0, 0])
+            raise DataError(
+                f"topk_weights of token {token} hold NaN: {weights[token].tolist()}",
+                hint="look for a diverged router before this call",
+            )
 
 
 def check_weight_on_input(ids: torch.Tensor, *, weight_on_input: bool) -> None:

@@ -14,15 +14,18 @@ import torch
 from fivefold.errors import ConfigurationError, UnsupportedError
 from fivefold.moe._activations import activation_named
 from fivefold.moe._backends import Backend, backend_for
-from fivefold.moe._capacity import DropPolicy, drop_beyond_capacity
+from fivefold.moe._capacity import DropPolicy, check_capacity, drop_beyond_capacity
 from fivefold.moe._exchange import ExpertExchange
 from fivefold.moe._group import exchange_moe
 from fivefold.moe._operands import (
     Precision,
-    check_ids,
+    as_autocast,
+    check_forward_mode,
     check_operands,
     check_precision,
+    check_values,
     check_weight_on_input,
+    is_plain,
 )
 from fivefold.moe._workspace import Workspace
 
@@ -187,6 +190,7 @@ def fused_moe(  # noqa: PLR0913 - an operator's operands and options, all but fi
     weight_on_input: bool = False,
     capacity: int | None = None,
     drop_policy: DropPolicy = "position",
+    deterministic: bool = True,
     backend: str = "auto",
     precision: Precision = "ieee",
     workspace: Workspace | None = None,
@@ -198,6 +202,7 @@ def fused_moe(  # noqa: PLR0913 - an operator's operands and options, all but fi
 
     y[t] = sum_k weight[t, k] * (W2[e] f(W13[e] x[t] + b13[e]) + b2[e]) with e = topk_ids[t, k], the
     sum over k in order and in float32 at least. Differentiable in all but the ids; deterministic.
+    Under torch.autocast the operands are cast to its type first, as those of torch's products.
 
     Args:
         x: Tokens, [T, H]; T may be 0.
@@ -212,18 +217,22 @@ def fused_moe(  # noqa: PLR0913 - an operator's operands and options, all but fi
         weight_on_input: Multiply tokens by their weight before the experts instead of after.
         capacity: Most tokens per expert; None drops nothing.
         drop_policy: Who is dropped beyond the capacity, see ``drop_beyond_capacity``.
+        deterministic: Ask for the same bits every time, forward and backward. Every backend gives
+            them, so False changes nothing; a backend that does not would be refused.
         backend: ``"auto"``, or a name of ``backends()``.
         precision: The least that float32 products may be on a GPU: ``"ieee"``; ``"tf32x3"``, three
             TF32 products for nearly the same; ``"tf32"``, 10 bits of mantissa. ``"reference"``
             leaves this to torch's own switch. Without effect on other data types.
-        workspace: Memory for ``"fused"`` and ``"split"``; None takes some for this call.
+        workspace: Memory for the kernels, of this call's ``Workspace.size`` or more, which is
+            checked for every backend; None takes some for this call.
         group: Ranks that share the experts out and reach each other's memory; None: all experts are
             here. The ids are then among all ranks' experts, w13, w2 and biases those of this rank
             (a virtual heap: of all), and the call and its backward are collective. A capacity is
             that of a rank's own tokens. See ``ExpertExchange``.
         recompute: Compute the first product again in the backward. False keeps it, T K rows of
             ``w13``'s height, where a gradient may be asked for: more memory, less work.
-        check: Look at the ids' values; None: on the CPU only, since it waits for the device.
+        check: Look at the values of ids and weights; None: on the CPU only, since it waits for the
+            device.
 
     Returns:
         [T, H], in x's data type.
@@ -231,8 +240,9 @@ def fused_moe(  # noqa: PLR0913 - an operator's operands and options, all but fi
     Raises:
         CommunicationError: A rank of the group did not answer in time.
         ConfigurationError: Shapes, data types, devices, ids or options do not fit.
-        DataError: A rank of the group would get more rows than it has room for.
-        UnsupportedError: The backend is not available here; says why.
+        DataError: A weight is NaN; or a rank of the group would get more rows than it has room for.
+        UnsupportedError: The backend is not available here, says why; or a derivative is wanted in
+            forward mode.
 
     References:
         FlashMoE, arXiv 2506.04667; the layouts are those of transformers' fused experts.
@@ -245,6 +255,11 @@ def fused_moe(  # noqa: PLR0913 - an operator's operands and options, all but fi
     """
     kind = activation_named(activation)
     check_precision(precision)
+    capacity = check_capacity(capacity, drop_policy)
+    if isinstance(x, torch.Tensor):
+        floats = as_autocast((x, w13, w2, b13, b2), x.device.type)
+        x, w13, w2, b13, b2 = floats
+        check_forward_mode((*floats, topk_weights))
     if group is not None:
         _check_group(group, workspace, recompute=recompute)
         shared: torch.Tensor = exchange_moe(
@@ -267,9 +282,12 @@ def fused_moe(  # noqa: PLR0913 - an operator's operands and options, all but fi
         return shared
     check_operands(x, w13, w2, topk_ids, topk_weights, activation=kind, b13=b13, b2=b2)
     check_weight_on_input(topk_ids, weight_on_input=weight_on_input)
-    if check or (check is None and x.device.type == "cpu" and not torch.compiler.is_compiling()):
-        check_ids(topk_ids, len(w2))
-    if capacity is not None:
+    if is_plain(x) and (check or (check is None and x.device.type == "cpu")):
+        check_values(topk_ids, topk_weights, len(w2))
+    if workspace is not None:
+        _check_workspace(workspace, x, w2, topk_ids.shape[1])
+    chosen = _chosen(backend, x, deterministic=deterministic)
+    if capacity is not None and x.device.type != "meta":
         kept = drop_beyond_capacity(
             topk_ids,
             topk_weights,
@@ -279,7 +297,7 @@ def fused_moe(  # noqa: PLR0913 - an operator's operands and options, all but fi
         )
         topk_ids = topk_ids.masked_fill(~kept, -1)
     return _computed(
-        backend_for(backend, x),
+        chosen,
         (x, w13, w2, topk_ids, topk_weights),
         {
             "activation": activation,
@@ -304,7 +322,7 @@ def _computed(
     b13, b2 = options["b13"], options["b2"]
     floats = (*operands[:3], operands[4], b13, b2)
     wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in floats)
-    if not wanted and _is_plain(operands[0]):
+    if not wanted and is_plain(operands[0]):
         # Nothing to record: without the price of torch's dispatch.
         kind = activation_named(options["activation"])
         return chosen.forward(*operands, **(options | {"activation": kind}), workspace=workspace)
@@ -323,8 +341,23 @@ def _computed(
     return result
 
 
-def _is_plain(x: torch.Tensor) -> bool:
-    return not torch.compiler.is_compiling() and type(x) in {torch.Tensor, torch.nn.Parameter}
+def _chosen(backend: str, x: torch.Tensor, *, deterministic: bool) -> Backend:
+    chosen = backend_for(backend, x)
+    if deterministic and not chosen.deterministic:
+        raise UnsupportedError(
+            f"backend {chosen.name!r} does not give the same bits every time",
+            hint="use another backend, or deterministic=False",
+        )
+    return chosen
+
+
+def _check_workspace(workspace: Any, x: torch.Tensor, w2: torch.Tensor, top_k: int) -> None:
+    if not isinstance(workspace, Workspace):
+        raise ConfigurationError(
+            f"workspace is a {type(workspace).__name__}", hint="Workspace.allocate makes one"
+        )
+    if not torch.compiler.is_compiling():  # sizes in a graph may be unknown; backends look again
+        workspace.check_call(x, w2, top_k)
 
 
 def _check_group(group: Any, workspace: Workspace | None, *, recompute: bool) -> None:

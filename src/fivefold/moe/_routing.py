@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 
 from fivefold.errors import ConfigurationError, DataError
+from fivefold.moe._operands import counts_of, is_plain
 
 __all__ = [
     "Router",
@@ -121,7 +122,7 @@ class Routing:
     @property
     def load_E(self) -> torch.Tensor:  # noqa: N802 - shape suffix
         """Tokens per expert, int64 [E]."""
-        return torch.bincount(self.ids_TK.reshape(-1), minlength=self.scores_TE.shape[1])
+        return counts_of(self.ids_TK, self.scores_TE.shape[1])
 
 
 def route(
@@ -140,8 +141,8 @@ def route(
 
     Raises:
         ConfigurationError: Shapes or the router do not fit.
-        DataError: A logit is not a number (looked at on the CPU only: elsewhere it would wait for
-            the device).
+        DataError: A logit is not a number (looked at on the CPU only, and not while compiling:
+            elsewhere it would wait for the device).
 
     Example:
         >>> logits = torch.tensor([[0.0, 2.0, 1.0]])
@@ -157,7 +158,7 @@ def route(
         raise ConfigurationError(
             f"selection_bias must be [{num_experts}]; got {tuple(selection_bias.shape)}"
         )
-    if logits.device.type == "cpu" and bool(torch.isnan(logits).any()):
+    if is_plain(logits) and logits.device.type == "cpu" and bool(torch.isnan(logits).any()):
         message = "router logits hold NaN"
         raise DataError(message, hint="look for a diverged router or input before this layer")
     values = logits.to(torch.promote_types(logits.dtype, torch.float32))

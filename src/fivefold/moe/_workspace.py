@@ -151,13 +151,21 @@ class Workspace:
         top_k: int,
         dtype: torch.dtype,
     ) -> Layout:
+        sizes = {
+            "num_tokens": num_tokens,
+            "hidden": hidden,
+            "intermediate": intermediate,
+            "num_experts": num_experts,
+            "top_k": top_k,
+        }
+        for name, value in sizes.items():
+            if value < (0 if name == "num_tokens" else 1):
+                raise ConfigurationError(f"{name} must be positive; got {value}")
+        if not isinstance(dtype, torch.dtype):
+            raise ConfigurationError(f"dtype is {dtype!r}", hint="use torch.bfloat16 or another")
         # The smallest tiles and chunks of any backend: they need the most flags and counts.
         return layout_for(
-            num_tokens=num_tokens,
-            hidden=hidden,
-            intermediate=intermediate,
-            num_experts=num_experts,
-            top_k=top_k,
+            **sizes,
             dtype=dtype,
             tile_rows=SMALLEST_TILE_ROWS,
             chunk_slots=min(CHUNK_SLOTS.values()),
@@ -186,6 +194,9 @@ class Workspace:
 
         Returns:
             Bytes of both buffers: about T K (H + I) elements.
+
+        Raises:
+            ConfigurationError: A size is not positive (there may be 0 tokens), or dtype is none.
 
         Example:
             >>> Workspace.size(
@@ -233,6 +244,9 @@ class Workspace:
 
         Returns:
             The workspace, ready for use.
+
+        Raises:
+            ConfigurationError: As ``size``.
         """
         layout = cls._layout(
             num_tokens=num_tokens,
@@ -255,6 +269,43 @@ class Workspace:
     def reset(self) -> None:
         """Clear the control words: needed after a call that failed half way only."""
         self.control.zero_()
+
+    def check_call(self, x: torch.Tensor, w2: torch.Tensor, top_k: int) -> None:
+        """Check that it is one, and enough for a call, whatever the backend.
+
+        Args:
+            x: Tokens.
+            w2: Second weights.
+            top_k: K.
+
+        Raises:
+            ConfigurationError: It is smaller than ``size`` says, elsewhere, or of another form.
+        """
+        for name, tensor, kind in (
+            ("control", self.control, torch.int32),
+            ("scratch", self.scratch, torch.uint8),
+        ):
+            if tensor.dtype != kind or tensor.ndim != 1 or not tensor.is_contiguous():
+                raise ConfigurationError(
+                    f"the workspace's {name} is {tensor.dtype} {tuple(tensor.shape)}, contiguous: "
+                    f"{tensor.is_contiguous()}",
+                    hint=f"it is one contiguous row of {kind}; Workspace.allocate makes one",
+                )
+            if tensor.device.type != "meta" and tensor.data_ptr() % 16:
+                raise ConfigurationError(
+                    f"the workspace's {name} does not begin at a multiple of 16 bytes",
+                    hint="Workspace.allocate makes one that does",
+                )
+        experts, hidden, inner = w2.shape
+        layout = self._layout(
+            num_tokens=len(x),
+            hidden=hidden,
+            intermediate=inner,
+            num_experts=experts,
+            top_k=max(top_k, 1),
+            dtype=x.dtype,
+        )
+        self.check(layout, x.device)
 
     def check(self, layout: Layout, device: torch.device) -> None:
         """Check that a call fits.
