@@ -16,6 +16,7 @@ from fivefold.cli._codesign import ablate_command, simulate_command
 from fivefold.cli._collectives import app as collectives_app
 from fivefold.cli._demo import demo_command
 from fivefold.cli._elastic import app as elastic_app
+from fivefold.cli._errors import is_usage_error, show_error
 from fivefold.cli._execute import execute_command
 from fivefold.cli._gnn import app as gnn_app
 from fivefold.cli._help import help_text
@@ -25,9 +26,7 @@ from fivefold.cli._profile import profile_command
 from fivefold.cli._report import report_command
 from fivefold.cli._topology import app as topology_app
 from fivefold.cli._train import train_command
-from fivefold.errors import FivefoldError
 
-_INTERNAL_ERROR = 3
 _INTERRUPTED = 130
 
 app = typer.Typer(
@@ -92,27 +91,13 @@ def main() -> None:
     Example:
         $ fivefold --version
     """
-    debug = "--debug" in sys.argv[1:]
     try:
-        app()
-    except FivefoldError as error:
-        if debug:
-            raise
-        _print_error(error)
-        sys.exit(error.exit_code)
+        # Not standalone, because typer's own exit code for a wrong option is our "infeasible".
+        code = app(standalone_mode=False)
     except KeyboardInterrupt:
         sys.exit(_INTERRUPTED)
     except Exception as error:
-        if debug:
+        if "--debug" in sys.argv[1:] and not is_usage_error(error):
             raise
-        message = f"internal error: {type(error).__name__}: {error}"
-        hint = "run again with --debug for the traceback, and report it"
-        _print_error(FivefoldError(message, hint=hint))
-        sys.exit(_INTERNAL_ERROR)
-
-
-def _print_error(error: FivefoldError) -> None:
-    # Plain writes: rich would wrap long lines and read brackets in messages as markup.
-    sys.stderr.write(f"error: {error.message}\n")
-    if error.hint is not None:
-        sys.stderr.write(f"hint: {error.hint}\n")
+        sys.exit(show_error(error))
+    sys.exit(code if isinstance(code, int) else 0)

@@ -102,7 +102,7 @@ def write_json(path: Path, record: dict[str, Any]) -> None:
 
 def _cannot_write(path: Path, error: OSError) -> CheckpointError:
     message = f"cannot write {path}: {error.strerror or error}"
-    hint = "free space or choose another run.output, then run the same command again"
+    hint = "check the folder and its permissions, or free space; then run the same command again"
     return CheckpointError(message, hint=hint)
 
 

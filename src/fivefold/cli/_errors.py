@@ -1,0 +1,78 @@
+"""What a command that failed says: two lines on standard error, and the exit code.
+
+Plain writes and no boxes, so that scripts can read them: rich would wrap long lines and take
+brackets in messages for markup.
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+
+import typer
+
+from fivefold.errors import FivefoldError
+
+__all__ = ["is_usage_error", "show_error"]
+
+_USER_ERROR = 1
+_INTERNAL_ERROR = 3
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+# typer brings its own copy of click, or uses the one that is installed: only the base tells which.
+_UsageError = typer.BadParameter.__bases__[0]
+
+
+def is_usage_error(error: Exception) -> bool:
+    """Whether the command line itself was wrong: an option, an argument, a command's name."""
+    return isinstance(error, _UsageError)
+
+
+def show_error(error: Exception) -> int:
+    """Write what went wrong and what to do to standard error.
+
+    Args:
+        error: What came out of the command.
+
+    Returns:
+        The exit code.
+    """
+    if type(error).__name__ == "NoArgsIsHelpError":  # a group without a command: its help
+        sys.stderr.write(f"{error.ctx.get_help()}\n")  # type: ignore[attr-defined]
+        return _USER_ERROR
+    said, code = _in_two_lines(error)
+    sys.stderr.write(f"error: {said.message}\n")
+    if said.hint is not None:
+        sys.stderr.write(f"hint: {said.hint}\n")
+    return code
+
+
+def _in_two_lines(error: Exception) -> tuple[FivefoldError, int]:
+    if isinstance(error, FivefoldError):
+        return error, error.exit_code
+    if isinstance(error, _UsageError):
+        return _of_usage(error), _USER_ERROR
+    if isinstance(error, typer.Abort):
+        return FivefoldError("given up: the input ended"), _USER_ERROR
+    if isinstance(error, OSError) and (error.filename is not None or error.errno in _FULL):
+        return _of_file(error), _USER_ERROR
+    message = f"internal error: {type(error).__name__}: {error}"
+    hint = "run again with --debug for the traceback, and report it"
+    return FivefoldError(message, hint=hint), _INTERNAL_ERROR
+
+
+def _of_usage(error: Exception) -> FivefoldError:
+    message: str = error.format_message().rstrip(".")  # type: ignore[attr-defined]
+    context = getattr(error, "ctx", None)
+    command = "fivefold" if context is None else context.command_path
+    return FivefoldError(message[:1].lower() + message[1:], hint=f"see {command} --help")
+
+
+def _of_file(error: OSError) -> FivefoldError:
+    # What is left of a file error that no command has words for.
+    if error.errno in _FULL:
+        hint = "free space there, then run the same command again"
+    else:
+        hint = "check the path and its permissions"
+    where = "" if error.filename is None else f"{error.filename}: "
+    return FivefoldError(f"{where}{error.strerror or error}", hint=hint)
