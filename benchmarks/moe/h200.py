@@ -1,12 +1,14 @@
 """Measures the single kernel on a Hopper GPU: builds, checks, then times it against its peers.
 
-Correctness first: all our backends against float64 on fresh random operands, forward and gradients
-in bfloat16, float16, TF32 and IEEE float32, and the bits of repeated calls; where a check fails
-nothing is timed. Then the machine's own ceilings (square products, a copy), and every case of
-``_h200/_cases.py`` in turns with grouped_mm pipelines of torch (also compiled), the experts
-backends of transformers, Liger-Kernel and our own split backend, as far as they are installed; each
-call after the caches were written over. Last compute-sanitizer, where there is one. Made to end
-within eight minutes; cases that time did not allow are named.
+First all kernels are compiled, by several processes. Then correctness: all our backends against
+float64 on fresh random operands, forward and gradients in bfloat16, float16, TF32 and IEEE float32,
+and the bits of repeated calls; where a check fails nothing is timed. Then the machine's own
+ceilings (square products, a copy), and every case of ``_h200/_cases.py`` in turns with grouped_mm
+pipelines of torch (also compiled), the experts backends of transformers, Liger-Kernel and our own
+split backend, as far as they are installed; each call after the caches were written over. Last
+compute-sanitizer, where there is one. Made to end within eight minutes; cases that time did not
+allow are named. What there is of results lies beside the results file, named .partial.json, until
+all is done; a kernel that hangs ends the script, which says where.
 
     python benchmarks/moe/h200.py                 needs a GPU of compute capability 9.0 or more
     python benchmarks/moe/h200.py --check-only    the checks alone
@@ -36,6 +38,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--out", type=Path, help="results file, ending in .json")
     parser.add_argument("--small-calls", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--build", default="", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

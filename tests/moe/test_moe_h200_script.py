@@ -38,7 +38,7 @@ def test_a_dry_run_does_everything_once(tmp_path):
     assert all(row["met"] for row in checks)
     metrics = {metric for case, metric in rows if case.startswith("FlashMoE paper")}
     assert {
-        "first call, with compilation",
+        "first call, with what was not compiled before",
         "forward",
         "forward, speed",
         "forward, share of the measured product ceiling",
@@ -67,6 +67,68 @@ def test_without_a_gpu_it_says_so():
     done = run("--dry-run")
     assert done.returncode == 1
     assert "needs --out FILE" in done.stderr
+
+
+def test_compiles_every_kernel_once_beforehand(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    from argparse import Namespace
+    from dataclasses import replace
+
+    from _h200._build import build, pieces
+    from _h200._cases import checked_cases, timed_cases
+    from _h200._variants import _takes
+
+    def constants(case):
+        sizes = (case.hidden, case.inner, case.experts, case.top_k, case.activation)
+        return *sizes, case.dtype, case.precision
+
+    found = pieces(times=True)
+    assert len({constants(piece) for piece in found}) == len(found)
+    for case in [*timed_cases(), *checked_cases()]:
+        piece = next(piece for piece in found if constants(piece) == constants(case))
+        assert piece.backward >= case.backward
+    assert len(pieces(times=False)) < len(found)
+    # The experimental kernel takes 16 bits and whole steps of 64 only.
+    case = timed_cases()[0]
+    odd = [{"hidden": 136}, {"inner": 72}, {"dtype": importlib.import_module("torch").float32}]
+    assert [_takes("gluon", replace(case, **change)) for change in [{}, *odd]] == [
+        True,
+        *[False] * 3,
+    ]
+    script = tmp_path / "script.py"
+    script.write_text("import sys; assert sys.argv[1] == '--build'; sys.exit('no compiler here')")
+    problems = build(script, Namespace(check_only=True), limit_s=60.0)
+    assert problems == ["compiling ended with exit code 1: no compiler here"]
+    script.write_text("import time; time.sleep(60)")
+    problems = build(script, Namespace(check_only=True), limit_s=0.5)
+    assert problems == ["compiling did not end in 0 s; the rest comes later"]
+
+
+def test_a_check_that_raises_is_a_wrong_result_and_names_the_backend(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    import torch
+    from _h200 import _checks
+    from _h200._cases import Case
+
+    from fivefold.errors import FivefoldError
+
+    def broken(_given):
+        raise RuntimeError("out of resources")
+
+    said = []
+    case = Case(name="c", tokens=3, hidden=4, inner=4, experts=2, top_k=1)
+    device = torch.device("cpu")
+    for name, stops in (("split", True), ("gluon", False)):
+        monkeypatch.setattr(_checks, "variants_of", lambda *_, n=name, **__: {n: broken})
+        rows = _checks.check(case, device, repetitions=1, say=said.append)
+        assert [row.met for row in rows] == [False]
+        assert said[-1].startswith(f"{name} in c: ")
+        assert said[-1].endswith("RuntimeError: out of resources")
+        if stops:
+            with pytest.raises(FivefoldError, match="1 of 1 checks failed"):
+                _checks.wrong_rows(rows)
+        else:
+            _checks.wrong_rows(rows)
 
 
 def test_what_it_computes_by_itself(monkeypatch):

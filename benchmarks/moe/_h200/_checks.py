@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from _h200._cases import Case
 from _h200._clock import arithmetic_of
 from _h200._operands import Operands, operands_of
-from _h200._variants import OURS, Variant, variants_of
+from _h200._variants import OUR_BACKENDS, Variant, variants_of
 from fivefold.errors import FivefoldError
 from fivefold.moe import fused_moe
 from fivefold.report import BenchmarkRow
 
-__all__ = ["TOLERANCE", "check", "error_of", "wrong_rows"]
+__all__ = ["EXPERIMENTAL", "TOLERANCE", "check", "error_of", "wrong_rows"]
 
 TOLERANCE = {"bfloat16": 5e-3, "float16": 1e-3, "tf32": 1e-3, "ieee": 2e-6}
 """Relative Frobenius error against float64, forward; gradients may have twice as much."""
 
-_OURS = (OURS, "split", "gluon")
+EXPERIMENTAL = "gluon"
+"""A backend whose errors stop nothing but itself."""
 
 
 def error_of(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -28,13 +31,16 @@ def error_of(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found.double() - wanted.double()).norm() / norm)
 
 
-def check(case: Case, device: torch.device, *, repetitions: int) -> list[BenchmarkRow]:
+def check(
+    case: Case, device: torch.device, *, repetitions: int, say: Callable[[str], None]
+) -> list[BenchmarkRow]:
     """Compare our backends with float64, forward and gradients, and with themselves.
 
     Args:
         case: Sizes.
         device: Where.
         repetitions: Calls whose bits must be equal.
+        say: Tells people what a backend raised; its error is then infinite.
 
     Returns:
         A row for each backend and thing compared.
@@ -44,17 +50,22 @@ def check(case: Case, device: torch.device, *, repetitions: int) -> list[Benchma
     wanted, slopes = _with_gradients(_exact(case), _as_float64(given))
     rows = []
     for name, run in variants_of(case, device, compiler=None).items():
-        if name not in _OURS:
+        if name not in OUR_BACKENDS:
             continue
-        found, ours = _with_gradients(run, given)
-        _poison_freed_memory(given)
-        differing = sum(not torch.equal(run(given), found) for _ in range(repetitions))
-        worst = max(error_of(a, b) for a, b in zip(ours, slopes, strict=True))
-        figures = {
-            "error of the forward": (error_of(found, wanted), limit),
-            "worst error of a gradient": (worst, 2 * limit),
-            f"calls of {repetitions} with other bits": (float(differing), 0.0),
-        }
+        try:
+            found, ours = _with_gradients(run, given)
+            _poison_freed_memory(given)
+            differing = sum(not torch.equal(run(given), found) for _ in range(repetitions))
+        except Exception as reason:  # noqa: BLE001 - the others are worth a look all the same
+            say(f"{name} in {case}: {type(reason).__name__}: {str(reason)[:400]}")
+            figures = {"error of the forward": (float("inf"), limit)}
+        else:
+            worst = max(error_of(a, b) for a, b in zip(ours, slopes, strict=True))
+            figures = {
+                "error of the forward": (error_of(found, wanted), limit),
+                "worst error of a gradient": (worst, 2 * limit),
+                f"calls of {repetitions} with other bits": (float(differing), 0.0),
+            }
         for metric, (value, most) in figures.items():
             rows.append(
                 BenchmarkRow(
@@ -70,7 +81,7 @@ def check(case: Case, device: torch.device, *, repetitions: int) -> list[Benchma
 
 
 def wrong_rows(rows: list[BenchmarkRow]) -> None:
-    """Stop where a check was not met.
+    """Stop where a check was not met, of all backends but the experimental one.
 
     Args:
         rows: Of ``check``.
@@ -78,7 +89,9 @@ def wrong_rows(rows: list[BenchmarkRow]) -> None:
     Raises:
         FivefoldError: One was not.
     """
-    wrong = [row for row in rows if row.met is False]
+    wrong = [
+        row for row in rows if row.met is False and not row.metric.startswith(f"{EXPERIMENTAL}: ")
+    ]
     if wrong:
         first = wrong[0]
         raise FivefoldError(

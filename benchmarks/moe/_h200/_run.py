@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import sys
 import time
@@ -10,8 +11,9 @@ from pathlib import Path
 
 import torch
 
+from _h200._build import build, build_share
 from _h200._cases import Case, checked_cases, timed_cases, tiny_cases
-from _h200._checks import check, wrong_rows
+from _h200._checks import EXPERIMENTAL, check, wrong_rows
 from _h200._clock import Ceilings, Clock, ceilings_of
 from _h200._sanitizer import run_small_calls, sanitize
 from _h200._timing import Plan, time_case
@@ -24,6 +26,8 @@ __all__ = ["run"]
 
 RESULTS = Path(__file__).parents[2] / "results" / "moe" / "h200.json"
 _SANITIZER_S = 60.0
+_BUILD_SHARE = 0.45  # of the budget, at most, for compiling
+_LATE_S = 120.0  # beyond the budget: then something hangs
 
 
 def say(text: str) -> None:
@@ -65,7 +69,10 @@ def _all_checks(device: torch.device, arguments: argparse.Namespace) -> list[Ben
     """Every check."""
     cases = _chosen(checked_cases(), arguments, few=2)
     repetitions = 1 if arguments.dry_run else 20
-    rows = [row for case in cases for row in check(case, device, repetitions=repetitions)]
+    rows = [row for case in cases for row in check(case, device, repetitions=repetitions, say=say)]
+    for row in rows:
+        if row.met is False:
+            say(f"not met: {row.case}: {row.metric}: {row.ours:.2e}, at most {row.target:.0e}")
     say(f"{sum(row.met is True for row in rows)} of {len(rows)} checks met")
     return rows
 
@@ -82,24 +89,31 @@ def _ceiling_rows(ceilings: Ceilings) -> list[BenchmarkRow]:
 
 
 def _all_times(
-    device: torch.device, arguments: argparse.Namespace, *, deadline_s: float
+    device: torch.device,
+    arguments: argparse.Namespace,
+    checked: list[BenchmarkRow],
+    *,
+    deadline_s: float,
 ) -> list[BenchmarkRow]:
-    """Every case that there is time for."""
+    """Every case that there is time for, after the rows of the checks."""
+    unfit = any(row.met is False for row in checked)  # of the experimental one: others stop all
     clock = Clock(device)
     plan = Plan(
         clock=clock,
         ceilings=ceilings_of(clock),
         repetitions=1 if arguments.dry_run else 15,
         compiler="eager" if arguments.dry_run else "inductor",
+        without=frozenset({EXPERIMENTAL} if unfit else ()),
         say=say,
     )
-    rows = _ceiling_rows(plan.ceilings)
+    rows = checked + _ceiling_rows(plan.ceilings)
     cases = [case for case in timed_cases() if arguments.only.lower() in str(case).lower()]
     for case in _chosen(cases, arguments, few=2):
         if time.monotonic() > deadline_s:
             say(f"left out, no time: {case}")
             continue
         rows += time_case(case, plan)
+        _write(rows, device, arguments, whole=False)
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -118,13 +132,20 @@ def _measure(arguments: argparse.Namespace, script: Path) -> None:
     if arguments.small_calls:
         run_small_calls(device)
         return
+    if arguments.build:
+        build_share(arguments.build, device, times=not arguments.check_only)
+        return
+    if not arguments.dry_run:  # a kernel that hangs is to end, and to say where
+        faulthandler.dump_traceback_later(arguments.budget_s + _LATE_S, exit=True)
     for name, reason in missing_variants(device).items():
         say(f"not here: {name}: {reason}")
+    _build_all(script, arguments)
     rows = _all_checks(device, arguments)
+    _write(rows, device, arguments, whole=False)
     wrong_rows(rows)
     if not arguments.check_only:
         deadline_s = began_s + arguments.budget_s - _SANITIZER_S
-        rows += _all_times(device, arguments, deadline_s=deadline_s)
+        rows = _all_times(device, arguments, rows, deadline_s=deadline_s)
         if arguments.dry_run:
             run_small_calls(device)
         else:
@@ -133,15 +154,32 @@ def _measure(arguments: argparse.Namespace, script: Path) -> None:
             rows += found
             for problem in problems:
                 say(problem)
-    _write(rows, device, arguments)
+    _write(rows, device, arguments, whole=True)
+    faulthandler.cancel_dump_traceback_later()
 
 
-def _write(rows: list[BenchmarkRow], device: torch.device, arguments: argparse.Namespace) -> None:
-    """The results file: the public one only after a whole run on a GPU."""
+def _build_all(script: Path, arguments: argparse.Namespace) -> None:
+    if arguments.dry_run:
+        return
+    began_s = time.monotonic()
+    for problem in build(script, arguments, limit_s=_BUILD_SHARE * arguments.budget_s):
+        say(problem)
+    say(f"compiled in {time.monotonic() - began_s:.0f} s")
+
+
+def _write(
+    rows: list[BenchmarkRow], device: torch.device, arguments: argparse.Namespace, *, whole: bool
+) -> None:
+    """The results file: the public one only after a whole run on a GPU; before, a draft of it."""
     partial = arguments.check_only or arguments.dry_run or arguments.only
     path = arguments.out or (None if partial else RESULTS)
     if path is None:
         return
+    draft = path.with_name(f"{path.stem}.partial.json")
+    if whole:
+        draft.unlink(missing_ok=True)
+    else:
+        path = draft
     versions = versions_of_peers()
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
@@ -152,7 +190,8 @@ def _write(rows: list[BenchmarkRow], device: torch.device, arguments: argparse.N
         }
     topic = "moe/h200, dry run in the interpreter" if arguments.dry_run else "moe/h200"
     write_results(path, topic=topic, rows=rows, versions=versions)
-    say(f"wrote {path}")
+    if whole:
+        say(f"wrote {path}")
 
 
 def run(arguments: argparse.Namespace, script: Path) -> int:

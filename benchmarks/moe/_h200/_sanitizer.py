@@ -12,7 +12,7 @@ import torch
 
 from _h200._cases import Case
 from _h200._operands import operands_of
-from _h200._variants import OURS, variants_of
+from _h200._variants import OUR_BACKENDS, variants_of
 from fivefold.report import BenchmarkRow
 
 __all__ = ["errors_in", "run_small_calls", "sanitize"]
@@ -30,7 +30,7 @@ def run_small_calls(device: torch.device) -> None:
         case = Case(name="dry", tokens=5, hidden=16, inner=16, experts=2, top_k=1)
     given = operands_of(case, device)
     for name, run in variants_of(case, device, compiler=None).items():
-        if name in {OURS, "split", "gluon"}:
+        if name in OUR_BACKENDS:
             leaves = given.leaves()
             torch.autograd.backward(run(leaves).square().sum())
     if device.type == "cuda":

@@ -13,9 +13,10 @@ from _h200._cases import Case
 from _h200._operands import Operands
 from fivefold.moe import Workspace, activation_named, backends, fused_moe
 
-__all__ = ["OURS", "missing_variants", "variants_of", "versions_of_peers"]
+__all__ = ["OURS", "OUR_BACKENDS", "missing_variants", "variants_of", "versions_of_peers"]
 
 OURS = "fused"
+OUR_BACKENDS = (OURS, "split", "gluon")
 Variant = Callable[[Operands], torch.Tensor]
 
 _MOST_BATCHED_TOKENS = 64  # transformers' batched_mm copies the weights of every assignment
@@ -35,7 +36,7 @@ def variants_of(case: Case, device: torch.device, *, compiler: str | None) -> di
     """
     found: dict[str, Variant] = {
         name: _our_backend(case, device, name)
-        for name in (OURS, "split", "gluon")
+        for name in OUR_BACKENDS
         if backends(device).get(name, "not there") is None and _takes(name, case)
     }
     pipeline = _grouped_pipeline(case)
@@ -72,7 +73,8 @@ def versions_of_peers() -> dict[str, str]:
 
 
 def _takes(name: str, case: Case) -> bool:
-    return name != "gluon" or case.dtype != torch.float32
+    fits = case.dtype != torch.float32 and case.hidden % 64 == 0 and case.inner % 64 == 0
+    return name != "gluon" or fits
 
 
 def _our_backend(case: Case, device: torch.device, name: str) -> Variant:
@@ -97,7 +99,7 @@ def _our_backend(case: Case, device: torch.device, name: str) -> Variant:
             backend=name,
             precision=case.precision,  # type: ignore[arg-type]  # one of the three
             workspace=workspace,
-            recompute=False,
+            recompute=name == "gluon",  # which keeps nothing for the backward
             check=False,
         )
 
