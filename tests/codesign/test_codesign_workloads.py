@@ -64,9 +64,16 @@ def test_jobs_of_a_file(jobs_file):
         (("[3, 1]", "[3, 9]"), InfeasibleError, "rank 9", "fewer"),
         (('id = "b"', 'id = "a"'), ConfigurationError, "two jobs are called 'a'", "name"),
         ((JOBS, "[[job]]\n"), ConfigurationError, "'job'", "jobs"),
-        ((JOBS, ""), ConfigurationError, "jobs.id is missing", "name of the job"),
+        ((JOBS, ""), ConfigurationError, "describes no jobs", "[[jobs]]"),
+        ((JOBS, "jobs = 3"), ConfigurationError, "describes no jobs", "[[jobs]]"),
+        ((JOBS, "[[jobs]]"), ConfigurationError, "jobs[0].id is missing", "jobs.id: name"),
+        (('"300 ms"\ngradients = "1 GB"', '"0 s"\ngradients = 0'), ConfigurationError,
+         "takes no time", "give it compute"),
+        (('gpus = 2\ncompute = "300 ms"', 'gpus = 1\ncompute = "0 s"'), ConfigurationError,
+         "takes no time", "two or more ranks"),
+        (("layers = 2", "weight = inf"), ConfigurationError, "weight", ""),
     ],
-)
+)  # fmt: skip
 def test_errors_of_a_jobs_file(jobs_file, change, error, message, hint):
     jobs_file.write_text(JOBS.replace(*change))
     with pytest.raises(error) as caught:
@@ -149,6 +156,30 @@ def test_simulate_shows_and_writes(jobs_file, tmp_path):
     assert record["worse"] == []
     written = {path.name for path in folder.iterdir()}
     assert written == {"plan.json", "decisions.jsonl", "timeline.json", "msccl"}
+
+
+def test_simulate_names_jobs_that_share_ranks(jobs_file):
+    jobs_file.write_text(JOBS.replace("gpus = 2", "ranks = [0, 1]"))
+    shown = CliRunner().invoke(app, ["simulate", str(jobs_file), "--cluster", "switch:4"])
+    assert shown.exit_code == 0
+    assert "a and b share 1 rank (1): only the network is shared" in shown.stderr
+
+
+def test_simulate_of_a_gpus_name_says_where_it_belongs(jobs_file):
+    shown = CliRunner().invoke(app, ["simulate", str(jobs_file), "--cluster", "h100-nemo"])
+    assert isinstance(shown.exception, ConfigurationError)
+    assert 'devices = "h100-nemo"' in shown.exception.hint
+
+
+@pytest.mark.parametrize("option", ["--output", "--report", "--chakra"])
+def test_simulate_looks_where_it_writes_before_it_plans(jobs_file, option, monkeypatch):
+    monkeypatch.setattr("fivefold.codesign.plan_cluster", lambda *_, **__: pytest.fail("planned"))
+    there = str(jobs_file / "below")
+    shown = CliRunner().invoke(
+        app, ["simulate", str(jobs_file), "--cluster", "switch:4", option, there]
+    )
+    assert isinstance(shown.exception, ConfigurationError)
+    assert "is a file" in str(shown.exception)
 
 
 def test_ablate_draws_jobs_and_a_picture(tmp_path):

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +14,7 @@ from fivefold.cli import main
 from fivefold.cli._collectives_report import loads_title, used_shares
 from fivefold.cli._collectives_sizes import Price, Prices, fastest_ranges, price_sizes
 from fivefold.collectives.algorithms import build_algorithm
-from fivefold.collectives.schedules import all_gather, evaluate
+from fivefold.collectives.schedules import all_gather, evaluate, read_schedule
 from fivefold.network.topology import ring, torus
 from fivefold.units import parse_bytes
 
@@ -84,11 +85,80 @@ def test_a_report_of_next_to_nothing(run, tmp_path, topology, size):
     assert "How to run it" in (tmp_path / "page.html").read_text()
 
 
-def test_a_report_that_cannot_be_written_is_refused_before_the_search(run):
-    words = ("all_gather", "ring:4", "--report", "nowhere/page.html")
-    code, out, err = run("synthesize", *words)
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--report", "file/page.html"), "file is a file"),
+        (("--output", "file/a.json"), "file is a file"),
+        (("--cache", "file/cache"), "file is a file"),
+        (("--output", "a.txt"), "no known ending"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_before_the_search(run, tmp_path, words, said):
+    (tmp_path / "file").write_text("")
+    code, out, err = run("synthesize", "all_gather", "ring:4", *words)
     assert (code, out) == (1, "")
-    assert "there is no folder nowhere" in err
+    first, second = err.splitlines()  # nothing of a search
+    assert said in first
+    assert second.startswith("hint: ")
+
+
+def test_folders_of_outputs_are_made(run, tmp_path):
+    words = ("--method", "library", "--output", "new/a.xml", "--report", "other/page.html")
+    assert run("synthesize", "all_gather", "ring:3", *words)[0] == 0
+    assert (tmp_path / "new" / "a.xml").exists()
+    assert (tmp_path / "other" / "page.html").exists()
+
+
+@pytest.mark.parametrize("name", ["broadcast", "reduce", "scatter", "gather"])
+def test_any_rank_may_be_the_root(run, name):
+    words = (name, "mesh:2x2", "--root", "3", "--method", "library", "--output", "a.json")
+    assert run("synthesize", *words)[0] == 0
+    assert json.loads((run("verify", "a.json", "--json"))[1])["verdict"] == "right"
+    assert run("synthesize", name, "mesh:2x2", "--root", "4")[0] == 1
+    schedule = read_schedule(Path("a.json").read_text())
+    assert schedule.collective.root == 3
+    # The root only sends, or only receives.
+    first = {"broadcast": schedule.sources, "scatter": schedule.sources}.get(name)
+    assert 3 in (schedule.targets if first is None else first)
+    assert 3 not in (schedule.sources if first is None else schedule.targets)
+
+
+def test_a_root_that_means_nothing_is_refused(run):
+    code, _, err = run("synthesize", "all_gather", "ring:3", "--root", "1")
+    assert code == 1
+    assert "all_gather has no root" in err
+
+
+def test_chunks_are_taken_as_asked(run):
+    words = ("all_reduce", "ring:4", "--chunks", "8", "--method", "library", "--json")
+    assert json.loads(run("synthesize", *words)[1])["chunks"] == 8
+
+
+SKETCH = 'name = "one way out"\nboxes = 2\n[connections]\n0 = [1]\n'
+
+
+def test_a_sketch_decides_who_sends_between_boxes(run, tmp_path):
+    (tmp_path / "sketch.toml").write_text(SKETCH)
+    words = ("all_gather", "ndv2:2", "--sketch", "sketch.toml", "--time-limit", "5s")
+    assert run("synthesize", *words, "--output", "a.json")[0] == 0
+    schedule = read_schedule(Path("a.json").read_text())
+    pairs = zip(schedule.sources.tolist(), schedule.targets.tolist(), strict=True)
+    assert {pair for pair in pairs if pair[0] // 8 != pair[1] // 8} == {(0, 9), (8, 1)}
+
+
+@pytest.mark.parametrize(
+    ("sketch", "said"),
+    [
+        ("sketch.toml", "sketch.toml cannot be read"),
+        ("none.json", "none.json cannot be read"),
+        ("sk9", "there is no published sketch 'sk9'"),
+    ],
+)
+def test_a_sketch_that_is_not_there(run, sketch, said):
+    code, _, err = run("synthesize", "all_gather", "ndv2:2", "--sketch", sketch)
+    assert code == 1
+    assert said in err
 
 
 @pytest.mark.parametrize("size", ["0B", "10GB"])

@@ -240,4 +240,4 @@ def test_the_command_writes_every_form_and_a_page(tmp_path):
     assert "Where the time of an iteration goes" in page.read_text()
     (tmp_path / "file").write_text("")
     arguments[-1] = str(tmp_path / "file" / "below")
-    assert "cannot be made" in str(CliRunner().invoke(app, arguments).exception)
+    assert "cannot be written" in str(CliRunner().invoke(app, arguments).exception)

@@ -75,6 +75,35 @@ def test_a_broken_cluster_file_is_a_data_error(tmp_path):
         load_cluster(write(tmp_path, "= 3", "c.toml"))
 
 
+def test_a_cluster_file_of_bytes_is_a_data_error(tmp_path):
+    (tmp_path / "c.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(DataError, match="not a readable TOML"):
+        load_cluster(tmp_path / "c.toml")
+
+
+def test_a_base_that_leads_back_is_refused(tmp_path):
+    write(tmp_path, f'base = "{tmp_path}/b.toml"\n', "a.toml")
+    write(tmp_path, f'base = "{tmp_path}/a.toml"\n', "b.toml")
+    with pytest.raises(ConfigurationError, match="made from it"):
+        load_cluster(str(tmp_path / "a.toml"))
+
+
+@pytest.mark.parametrize("name", ["dgx_a100:4", "fat_tree:8,gpus=8", "dgx_h100"])
+def test_a_network_is_no_cluster_and_the_hint_makes_one_of_it(tmp_path, name):
+    with pytest.raises(ConfigurationError, match="is a network") as caught:
+        load_cluster(name)
+    hint = caught.value.hint
+    assert f'topology = "{name}"' in hint
+    text = f'base = "h100-nemo"\ntopology = "{name}"\n'
+    assert load_cluster(write(tmp_path, text, "c.toml")).fabric.gpus_per_node == 8
+
+
+def test_an_unknown_cluster_names_all():
+    with pytest.raises(ConfigurationError) as caught:
+        load_cluster("zzz")
+    assert all(name in caught.value.hint for name in named_clusters())
+
+
 def test_a_job_with_its_own_model_and_space(tmp_path):
     job = load_job(write(tmp_path, """
         gpus = 8

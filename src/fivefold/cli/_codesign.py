@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fivefold.cli._outputs import require_picture, require_writable
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -25,7 +27,10 @@ __all__ = [
     "ReportOption",
     "SeedOption",
     "ablate_command",
+    "change_of",
     "flags_of",
+    "read_network",
+    "say_shared_ranks",
     "simulate_command",
     "typed_command",
     "write_page",
@@ -99,10 +104,11 @@ def simulate_command(  # noqa: PLR0913 - each option is a parameter
         load_jobs,
         plan_cluster,
     )
-    from fivefold.network.topology import parse_topology  # noqa: PLC0415 - as above
 
-    topology = parse_topology(cluster)
+    require_writable(output, chakra, report)
+    topology = read_network(cluster)
     specs = load_jobs(jobs, topology)
+    say_shared_ranks(specs)
     found = plan_cluster(
         topology,
         specs,
@@ -160,9 +166,10 @@ def ablate_command(  # noqa: PLR0913 - each option is a parameter
         load_jobs,
         synthetic_jobs,
     )
-    from fivefold.network.topology import parse_topology  # noqa: PLC0415 - as above
 
-    topology = parse_topology(cluster)
+    require_picture(plot)
+    require_writable(plot, report)
+    topology = read_network(cluster)
     drawn_sizes = _sizes(sizes)
 
     def make(seed: int) -> list[JobSpec]:
@@ -194,6 +201,38 @@ def ablate_command(  # noqa: PLR0913 - each option is a parameter
         typer.echo(line)
 
 
+def read_network(text: str) -> Topology:
+    """The network that ``--cluster`` names.
+
+    Raises:
+        ConfigurationError: There is no such network.
+    """
+    from fivefold.errors import ConfigurationError  # noqa: PLC0415 - keeps --help fast
+    from fivefold.network.topology import parse_topology  # noqa: PLC0415 - as above
+    from fivefold.strategy import named_clusters  # noqa: PLC0415 - as above
+
+    if text in named_clusters():
+        raise ConfigurationError(
+            f"{text!r} is a GPU with its software, and --cluster takes a network here",
+            hint=f'write for example --cluster fat_tree:4,gpus=8, and devices = "{text}" with '
+            "the job's model in the jobs file",
+        )
+    return parse_topology(text)
+
+
+def say_shared_ranks(jobs: Sequence[JobSpec]) -> None:
+    """Tell which jobs name the same ranks: their compute is planned as if it ran side by side."""
+    for place, job in enumerate(jobs):
+        for other in jobs[place + 1 :]:
+            if both := sorted(set(job.ranks) & set(other.ranks)):
+                typer.echo(
+                    f"note: {job.job_id} and {other.job_id} share {_count(len(both), 'rank')} "
+                    f"({both[0]}{', ...' if len(both) > 1 else ''}): only the network is shared "
+                    "in the plan, their compute runs side by side",
+                    err=True,
+                )
+
+
 def flags_of(text: str) -> CoDesigns:
     """Co-designs as the command line spells them."""
     from fivefold.codesign import CoDesigns  # noqa: PLC0415 - keeps --help fast
@@ -221,6 +260,15 @@ def write_page(page: PlanPage, path: Path) -> None:
 def typed_command() -> str:
     """The command line of this process, as one would type it again."""
     return shlex.join(["fivefold", *sys.argv[1:]])
+
+
+def change_of(before: float, after: float) -> str:
+    """By how much one differs from the other, in percent."""
+    return f"{100 * (after / before - 1):>+6.1f}%"
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number} {name}{'' if number == 1 else 's'}"
 
 
 def _start(text: str) -> Any:
@@ -264,8 +312,9 @@ def _described(topology: Topology, jobs: Sequence[JobSpec], found: CoDesignResul
     from fivefold.units import format_duration_s  # noqa: PLC0415 - keeps --help fast
 
     width = max(len("job"), *(len(job.job_id) for job in jobs))
+    tried = _count(found.simulations, "simulation")
     lines = [
-        f"{topology.name}: {len(jobs)} jobs, {found.simulations} simulations while planning",
+        f"{topology.name}: {_count(len(jobs), 'job')}, {tried} while planning",
         "",
         f"{'job':<{width}}  {'ranks':>5}  {'baseline':>11}  {'planned':>11}  {'change':>7}  how",
     ]
@@ -281,13 +330,13 @@ def _described(topology: Topology, jobs: Sequence[JobSpec], found: CoDesignResul
         how += ", overlaps forward" if plan.overlap_forward else ""
         lines.append(
             f"{job.job_id:<{width}}  {len(job.ranks):>5}  {format_duration_s(before):>11}  "
-            f"{format_duration_s(after):>11}  {100 * (after / before - 1):>+6.1f}%  {how}"
+            f"{format_duration_s(after):>11}  {change_of(before, after)}  {how}"
         )
     mean = found.mean_completion_s(jobs)
     base = sum(j.weight * found.baseline_outcome.completion_s[j.job_id] for j in jobs)
     base /= sum(j.weight for j in jobs)
     change = (
-        f"{format_duration_s(base)} -> {format_duration_s(mean)} ({100 * (mean / base - 1):+.1f}%)"
+        f"{format_duration_s(base)} -> {format_duration_s(mean)} ({change_of(base, mean).strip()})"
     )
     lines += [
         "",
@@ -338,8 +387,7 @@ def _write_traces(
 
 
 def _table(rows: Sequence[AblationRow]) -> list[str]:
-    plural = "" if rows[0].seeds == 1 else "s"
-    size = f"{rows[0].seeds} seed{plural}, {rows[0].jobs} jobs"
+    size = f"{_count(rows[0].seeds, 'seed')}, {_count(rows[0].jobs, 'job')}"
     heads = f"{'co-designs':<14}  {'to B0':>5}  {'interval':>13}  {'to B1':>5}  {'interval':>13}"
     lines = [
         f"{size}; ratios of mean completion time, lower is better; 95 % intervals",

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
+from fivefold.cli._collectives_bench import bench_algorithms
+from fivefold.cli._collectives_files import (
+    JsonFlag,
+    LatencyOption,
+    RateOption,
+    SizeOption,
+    network_of,
+    read_algorithm,
+    read_only_schedule,
+    require_ending,
+    show_facts,
+    write_algorithm,
+)
 from fivefold.cli._help import help_text
+from fivefold.cli._outputs import require_writable
 from fivefold.errors import ConfigurationError, DataError
-from fivefold.units import format_bytes, format_duration_s, parse_bytes, parse_duration_s
+from fivefold.units import parse_bytes, parse_duration_s
 
 if TYPE_CHECKING:
-    from fivefold.collectives.lowering import Program
-    from fivefold.collectives.schedules import Schedule
-    from fivefold.collectives.synthesis import Synthesis
+    from fivefold.collectives.synthesis import Sketch, Synthesis
     from fivefold.network.topology import Topology
 
 __all__ = ["app"]
@@ -40,10 +50,7 @@ _Network = Annotated[
 _Where = Annotated[
     str | None, typer.Option(help="The topology, where the file does not bring one.")
 ]
-_Size = Annotated[str, typer.Option(help="Size of the collective, such as 16MB.")]
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-_Rate = Annotated[str | None, typer.Option(help="Bandwidth of a generated topology's links.")]
-_Latency = Annotated[str | None, typer.Option(help="Latency of a generated topology's links.")]
+_SEARCH = "Search"
 _ELEMENTS = 7  # integers in each chunk of a trial run
 
 
@@ -51,64 +58,140 @@ def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
     collective: Annotated[str, typer.Argument(help="Such as all_reduce.")],
     topology: _Network,
     *,
-    size: _Size = "16MB",
-    method: Annotated[str, typer.Option(help="auto, library, trees, taccl, ...")] = "auto",
-    time_limit: Annotated[str, typer.Option(help="Limit of the search.")] = "60s",
+    size: SizeOption = "16MB",
+    root: Annotated[
+        int, typer.Option(min=0, help="Root of a broadcast, reduce, scatter or gather.")
+    ] = 0,
+    method: Annotated[
+        str,
+        typer.Option(
+            help="auto, library, trees, matching, flow, k_synchronous, taccl or slotted.",
+            rich_help_panel=_SEARCH,
+        ),
+    ] = "auto",
+    chunks: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Chunks that a buffer is cut into (all_reduce: the whole buffer; others: each "
+            "rank's share).",
+            show_default="chosen",
+            rich_help_panel=_SEARCH,
+        ),
+    ] = None,
+    sketch: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|NAME",
+            help="Communication sketch for taccl: .toml, TACCL's .json, or a published one.",
+            rich_help_panel=_SEARCH,
+        ),
+    ] = None,
+    time_limit: Annotated[
+        str, typer.Option(help="Limit of the search.", rich_help_panel=_SEARCH)
+    ] = "60s",
+    model: Annotated[
+        str, typer.Option(help="Cost model: serial, slotted or fluid.", rich_help_panel=_SEARCH)
+    ] = "serial",
+    seed: Annotated[
+        int, typer.Option(help="Seed of everything random.", rich_help_panel=_SEARCH)
+    ] = 0,
+    cache: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Folder of known answers, read and added to.",
+            rich_help_panel=_SEARCH,
+        ),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option(help="File to write: .json, .xml (MSCCL), .plan.json (MSCCL++).")
     ] = None,
     report: Annotated[
         Path | None, typer.Option(help="HTML page to write: pictures, methods, other sizes.")
     ] = None,
-    bandwidth: _Rate = None,
-    latency: _Latency = None,
-    as_json: _Json = False,
+    bandwidth: RateOption = None,
+    latency: LatencyOption = None,
+    as_json: JsonFlag = False,
 ) -> None:
     """Find a fast, verified algorithm for a collective on a topology.
 
     Prints its time, the lower bound and the gap between the two.
     """
-    from fivefold.cli._collectives_report import (  # noqa: PLC0415 - loads numpy
-        Asked,
-        require_folder,
-        write_report,
-    )
-    from fivefold.collectives.synthesis import (  # noqa: PLC0415 - keeps --help fast
-        SynthesisOptions,
-        synthesize,
-    )
+    from fivefold.collectives.synthesis import SynthesisOptions  # noqa: PLC0415 - keeps --help fast
 
-    network = _topology(topology, bandwidth, latency)
-    if report is not None:
-        require_folder(report)
-    options = SynthesisOptions(progress=lambda line: typer.echo(line, err=True))
-    found = synthesize(
-        collective,
-        network,
-        size_bytes=parse_bytes(size),
-        method=method,
-        time_limit_s=parse_duration_s(time_limit),
-        options=options,
+    network = network_of(topology, bandwidth, latency)
+    if output is not None:
+        require_ending(output)
+    require_writable(output, report, cache)
+    options = SynthesisOptions(
+        model=model,  # type: ignore[arg-type]
+        seed=seed,
+        root=root,
+        cache=cache,
+        progress=_each_line_once(),
     )
+    search = {"method": method, "time_limit_s": parse_duration_s(time_limit), "sketch": sketch}
+    found = _search(collective, network, size, chunks, options=options, search=search)
     facts = _facts_of(found, network)
     if output is not None:
-        _write(found.schedule, output)
+        write_algorithm(found.schedule, output)
         facts["output"] = str(output)
     if report is not None:
+        from fivefold.cli._collectives_report import Asked, write_report  # noqa: PLC0415 - as above
+
         asked = Asked(
-            collective=found.schedule.collective.name,
-            topology=topology,
-            size=size,
-            size_bytes=parse_bytes(size),
-            method=method,
-            time_limit=time_limit,
-            bandwidth=bandwidth,
-            latency=latency,
-            output=output,
-        )
+            collective=found.schedule.collective.name, topology=topology, size=size,
+            size_bytes=parse_bytes(size), method=method, time_limit=time_limit,
+            bandwidth=bandwidth, latency=latency, output=output, root=root, chunks=chunks,
+            sketch=sketch, model=model, seed=seed,
+        )  # fmt: skip
         write_report(report, found, network, asked=asked)
         facts["report"] = str(report)
-    _show(facts, as_json=as_json)
+    show_facts(facts, as_json=as_json)
+
+
+def _each_line_once() -> Callable[[str], None]:
+    """What writes progress; methods that try several chunkings would repeat themselves."""
+    said: set[str] = set()
+
+    def say(line: str) -> None:
+        if line not in said:
+            said.add(line)
+            typer.echo(line, err=True)
+
+    return say
+
+
+def _search(
+    collective: str, network: Topology, size: str, chunks: int | None, *, options: Any,
+    search: dict[str, Any],
+) -> Synthesis:  # fmt: skip
+    """Ask `synthesize` as the command line says."""
+    from fivefold.collectives.schedules import named_collective  # noqa: PLC0415 - keeps --help fast
+    from fivefold.collectives.synthesis import synthesize  # noqa: PLC0415 - as above
+
+    what: Any = collective
+    if chunks is not None:
+        what = named_collective(collective, network.num_ranks, chunks=chunks, root=options.root)
+        if what.root is None:
+            options = replace(options, root=0)
+    if search["sketch"] is not None:
+        search = {**search, "sketch": _sketch_of(search["sketch"])}
+    return synthesize(what, network, size_bytes=parse_bytes(size), options=options, **search)
+
+
+def _sketch_of(text: str) -> Sketch:
+    """A sketch from a file, or a published one by its name."""
+    from fivefold.collectives.synthesis import (  # noqa: PLC0415 - keeps --help fast
+        Sketch,
+        published_sketch,
+    )
+
+    path = Path(text)
+    if path.suffix == ".toml":
+        return Sketch.from_toml(path)
+    return Sketch.from_taccl(path) if path.suffix == ".json" else published_sketch(text)
 
 
 def _facts_of(found: Synthesis, network: Topology) -> dict[str, Any]:
@@ -125,7 +208,7 @@ def _facts_of(found: Synthesis, network: Topology) -> dict[str, Any]:
     }
 
 
-def _verify(file: _File, *, topology: _Where = None, as_json: _Json = False) -> None:
+def _verify(file: _File, *, topology: _Where = None, as_json: JsonFlag = False) -> None:
     """Prove that a schedule or a program does what it says.
 
     A schedule is checked transfer by transfer, a program with symbolic values, queues and waits.
@@ -137,11 +220,11 @@ def _verify(file: _File, *, topology: _Where = None, as_json: _Json = False) -> 
     )
     from fivefold.collectives.schedules import verify  # noqa: PLC0415 - as above
 
-    found = _read(file)
+    found = read_algorithm(file)
     if isinstance(found, Program):
         program = found
     else:
-        verify(found, topology=None if topology is None else _topology(topology, None, None))
+        verify(found, topology=None if topology is None else network_of(topology))
         program = lower(found)
     report = check_program(program)
     facts = {
@@ -152,13 +235,13 @@ def _verify(file: _File, *, topology: _Where = None, as_json: _Json = False) -> 
         "verdict": "right",
         **{name: getattr(report, name) for name in report.__dataclass_fields__},
     }
-    _show(facts, as_json=as_json)
+    show_facts(facts, as_json=as_json)
 
 
 def _draw(
     file: _File,
     *,
-    size: _Size = "16MB",
+    size: SizeOption = "16MB",
     topology: _Where = None,
     model: Annotated[str, typer.Option(help="serial, slotted or fluid.")] = "serial",
     output: Annotated[Path, typer.Option(help="Picture of the schedule.")] = Path("schedule.png"),
@@ -177,10 +260,10 @@ def _draw(
     )
     from fivefold.network.topology import draw_topology  # noqa: PLC0415 - as above
 
-    schedule = _schedule(file)
+    schedule = read_only_schedule(file)
     network = schedule.topology
     if topology is not None:
-        network = _topology(topology, None, None)
+        network = network_of(topology)
     if network is None:
         raise ConfigurationError(f"{file} brings no topology", hint="give --topology")
     timing = evaluate(schedule, network, size_bytes=parse_bytes(size), model=model)  # type: ignore[arg-type]
@@ -196,7 +279,7 @@ def _run(
     file: _File,
     *,
     seed: Annotated[int, typer.Option(help="Seed of the data.")] = 0,
-    as_json: _Json = False,
+    as_json: JsonFlag = False,
 ) -> None:
     """Execute an algorithm with real data on this machine, and check the result.
 
@@ -211,7 +294,7 @@ def _run(
         lower,
     )
 
-    found = _read(file)
+    found = read_algorithm(file)
     program = found if isinstance(found, Program) else lower(found)
     check_program(program)
     collective, numbers = program.collective, np.random.default_rng(seed)
@@ -235,181 +318,14 @@ def _run(
     if wrong:
         raise DataError(f"chunk {wrong[0][0]} is wrong on rank {wrong[0][1]}, {len(wrong)} in all")
     facts = {"file": str(file), "collective": collective.name, "ranks": program.num_ranks}
-    _show(facts | {"verdict": "right", "interpreted_s": took_s}, as_json=as_json)
+    show_facts(facts | {"verdict": "right", "interpreted_s": took_s}, as_json=as_json)
 
 
-def _bench(
-    collective: Annotated[str, typer.Argument(help="Such as all_reduce.")],
-    topology: Annotated[
-        str | None, typer.Argument(help="A topology; none where ranks are running (torchrun).")
-    ] = None,
-    *,
-    sizes: Annotated[str, typer.Option(help="Sizes with commas.")] = "64KB,1MB,16MB",
-    repetitions: Annotated[int, typer.Option(help="Measured calls of each size.")] = 5,
-    bandwidth: _Rate = None,
-    latency: _Latency = None,
-    as_json: _Json = False,
-) -> None:
-    """Price the algorithms on a topology; or, under torchrun or the lab, measure the backend.
-
-    With a topology: predicted times by message size, and which one would be chosen. Without one,
-    in running ranks: measured times of the backend's choice and of the inner backend.
-    """
-    wanted = [parse_bytes(size.strip()) for size in sizes.split(",")]
-    if topology is None:
-        if "RANK" not in os.environ:
-            raise ConfigurationError(
-                f"{collective}: there is neither a topology nor are there ranks",
-                hint="name a topology, or start it by torchrun or 'fivefold lab run'",
-            )
-        rows = _measured(collective, wanted, repetitions)
-    else:
-        rows = _priced(collective, _topology(topology, bandwidth, latency), wanted)
-    if as_json and rows:
-        typer.echo(json.dumps(rows))
-    elif rows:
-        _table(rows)
-
-
-def _priced(collective: str, network: Topology, sizes: list[int]) -> list[dict[str, Any]]:
-    from fivefold.collectives.execution import Settings, choose  # noqa: PLC0415 - loads torch
-
-    rows = []
-    for size_bytes in sizes:
-        found = choose(collective, topology=network, settings=Settings(), size_bytes=size_bytes)
-        rows.append(
-            {
-                "size": format_bytes(size_bytes),
-                "chosen": found.label,
-                "predicted_s": found.predicted_s,
-                "inner_s": found.inner_s,
-                **{f"{name}_s": time_s for name, time_s in sorted(found.others.items())},
-            }
-        )
-    return rows
-
-
-def _measured(collective: str, sizes: list[int], repetitions: int) -> list[dict[str, Any]]:
-    import torch  # noqa: PLC0415 - keeps --help fast
-    import torch.distributed as dist  # noqa: PLC0415 - as above
-
-    import fivefold.collectives.execution  # noqa: F401, PLC0415 - registers the backend
-
-    if collective.replace("-", "_") != "all_reduce":
-        raise ConfigurationError(f"{collective} is not measured", hint="all_reduce is")
-    dist.init_process_group("fivefold")
-    inner, rows = dist.new_group(backend="gloo"), []
-    engine: Any = dist.group.WORLD
-    for size_bytes in sizes:
-        data, times = torch.ones(max(size_bytes // 4, 1)), {"own": [], "inner": []}  # type: ignore[var-annotated]
-        for turn in range(repetitions + 1):
-            for name, group in (("own", None), ("inner", inner)):
-                dist.barrier(group=inner)
-                start_s = time.perf_counter()
-                dist.all_reduce(data, group=group)
-                if turn > 0:
-                    times[name].append(time.perf_counter() - start_s)
-        choice = engine.engine.choice("all_reduce", data.nbytes)
-        medians = {f"{name}_s": sorted(found)[len(found) // 2] for name, found in times.items()}
-        head = {"size": format_bytes(size_bytes), "chosen": choice.label}
-        rows.append(head | medians | {"predicted_s": choice.predicted_s})
-    rank = dist.get_rank()
-    dist.destroy_process_group()
-    return rows if rank == 0 else []
-
-
-# -- files and output ----------------------------------------------------------------------------
-
-
-def _topology(text: str, bandwidth: str | None, latency: str | None) -> Topology:
-    from fivefold.network.topology import parse_topology  # noqa: PLC0415 - keeps --help fast
-
-    given = {"bandwidth": bandwidth, "latency": latency}
-    return parse_topology(text, **{k: v for k, v in given.items() if v is not None})
-
-
-def _read(file: Path) -> Schedule | Program:
-    from fivefold.collectives.lowering import (  # noqa: PLC0415 - keeps --help fast
-        Program,
-        from_msccl_xml,
-        from_mscclpp_json,
-    )
-    from fivefold.collectives.schedules import read_schedule  # noqa: PLC0415 - as above
-
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{file} cannot be read: {error}") from error
-    if text.lstrip().startswith("<"):
-        return from_msccl_xml(text)
-    if '"threadblocks"' in text:
-        return from_mscclpp_json(text)
-    if '"fivefold-program/1"' in text:
-        return Program.from_json(text)
-    return read_schedule(text)
-
-
-def _schedule(file: Path) -> Schedule:
-    from fivefold.collectives.schedules import Schedule  # noqa: PLC0415 - keeps --help fast
-
-    found = _read(file)
-    if not isinstance(found, Schedule):
-        raise ConfigurationError(
-            f"{file} holds a program, which has no times", hint="draw the schedule it comes from"
-        )
-    return found
-
-
-def _write(schedule: Schedule, output: Path) -> None:
-    from fivefold.collectives.lowering import (  # noqa: PLC0415 - keeps --help fast
-        lower,
-        to_msccl_xml,
-        to_mscclpp_json,
-    )
-
-    if output.suffix == ".xml":
-        text = to_msccl_xml(lower(schedule))
-    elif output.name.endswith(".plan.json"):
-        text = to_mscclpp_json(lower(schedule))
-    elif output.suffix == ".json":
-        text = schedule.to_json()
-    else:
-        raise ConfigurationError(
-            f"{output} has no known ending", hint="end it with .json, .xml or .plan.json"
-        )
-    unfinished = output.with_name(output.name + ".part")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(output)
-
-
-def _show(facts: dict[str, Any], *, as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(facts))
-        return
-    width = max(len(name) for name in facts)
-    for name, value in facts.items():
-        typer.echo(f"{_plain(name):{width}}  {_text(name, value)}")
-
-
-def _table(rows: list[dict[str, Any]]) -> None:
-    table = Table()
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    for name in names:
-        table.add_column(_plain(name))
-    for row in rows:
-        table.add_row(*[_text(name, row.get(name, "")) for name in names])
-    Console().print(table)
-
-
-def _plain(name: str) -> str:
-    return name.removesuffix("_s").replace("_", " ")
-
-
-def _text(name: str, value: Any) -> str:
-    if name.endswith("_s") and isinstance(value, float):
-        return format_duration_s(value)
-    return f"{value:.1%}" if name == "gap" else str(value)
-
-
-for _command in (_synthesize, _verify, _draw, _run, _bench):
-    app.command(_command.__name__.removeprefix("_"), help=help_text(_command))(_command)
+for _name, _command in (
+    ("synthesize", _synthesize),
+    ("verify", _verify),
+    ("draw", _draw),
+    ("run", _run),
+    ("bench", bench_algorithms),
+):
+    app.command(_name, help=help_text(_command))(_command)

@@ -12,18 +12,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fivefold.cli._collectives_sizes import fastest_ranges, price_sizes
-from fivefold.errors import ConfigurationError
 from fivefold.units import format_bytes, format_bytes_per_s, format_duration_s
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from fivefold.collectives.schedules import Bound, Timing
+    from fivefold.collectives.schedules import Bound, CostModel, Timing
     from fivefold.collectives.synthesis import Synthesis
     from fivefold.network.topology import Topology
     from fivefold.report import CollectivePage, Picture
 
-__all__ = ["Asked", "loads_title", "require_folder", "used_shares", "write_report"]
+__all__ = ["Asked", "loads_title", "used_shares", "write_report"]
 
 _MOST_SVG_BYTES = 400_000  # beyond, the same picture in pixels is smaller and draws faster
 _MOST_NAMES = 6
@@ -63,6 +62,11 @@ class Asked:
     bandwidth: str | None
     latency: str | None
     output: Path | None
+    model: str = "serial"
+    root: int = 0
+    chunks: int | None = None
+    sketch: str | None = None
+    seed: int = 0
 
     @property
     def name(self) -> str:
@@ -73,17 +77,13 @@ class Asked:
         """The command that makes a file of the answer."""
         words = ["fivefold", "collectives", "synthesize", self.collective, self.topology]
         words += ["--size", self.size, "--method", self.method, "--time-limit", self.time_limit]
-        links = {"--bandwidth": self.bandwidth, "--latency": self.latency}
-        words += [word for pair in links.items() if pair[1] for word in pair if word]
+        words += ["--model", self.model] * (self.model != "serial")
+        more = {
+            "--root": self.root, "--chunks": self.chunks, "--sketch": self.sketch,
+            "--seed": self.seed, "--bandwidth": self.bandwidth, "--latency": self.latency,
+        }  # fmt: skip
+        words += [str(word) for pair in more.items() if pair[1] for word in pair]
         return shlex.join([*words, "--output", output])
-
-
-def require_folder(path: Path) -> None:
-    """Refuse a file that cannot be written before the search, not after it."""
-    if not path.parent.is_dir():
-        raise ConfigurationError(
-            f"{path} cannot be written: there is no folder {path.parent}", hint="make it first"
-        )
 
 
 def used_shares(network: Topology, timing: Timing) -> NDArray[np.float64]:
@@ -114,8 +114,9 @@ def _page(found: Synthesis, network: Topology, asked: Asked) -> CollectivePage:
     from fivefold.collectives.schedules import evaluate  # noqa: PLC0415 - keeps --help fast
     from fivefold.report import CollectivePage, MethodRow, SizeCurve  # noqa: PLC0415 - as above
 
-    timing = evaluate(found.schedule, network, size_bytes=asked.size_bytes)
-    prices = price_sizes(found.schedule, network, asked.size_bytes)
+    model: CostModel = asked.model  # type: ignore[assignment]
+    timing = evaluate(found.schedule, network, size_bytes=asked.size_bytes, model=model)
+    prices = price_sizes(found.schedule, network, asked.size_bytes, model=model)
     textbook = ("library", "synthesized") if found.method == "library" else ("library",)
     what = f"{asked.name} of {format_bytes(asked.size_bytes)} on {network.name}"
     return CollectivePage(

@@ -12,7 +12,7 @@ from fivefold.errors import FivefoldError
 from fivefold.units import format_bytes
 
 if TYPE_CHECKING:
-    from fivefold.collectives.schedules import Schedule
+    from fivefold.collectives.schedules import CostModel, Schedule
     from fivefold.network.topology import Topology
 
 __all__ = ["Price", "Prices", "fastest_ranges", "price_sizes"]
@@ -43,18 +43,20 @@ class Prices:
     curves: tuple[Price, ...]
 
 
-def price_sizes(found: Schedule, network: Topology, size_bytes: float) -> Prices:
+def price_sizes(
+    found: Schedule, network: Topology, size_bytes: float, *, model: CostModel = "serial"
+) -> Prices:
     """Times of the found schedule, the library's and the lower bound, over six decades."""
     rivals = _rivals(found, network)
     work = found.num_transfers + sum(schedule.num_transfers for schedule in rivals.values())
     sizes = _sizes(size_bytes, _POINTS if work <= _MANY else _FEW_POINTS)
     named = {name.replace("_", " "): schedule for name, schedule in rivals.items()}
     curves = [
-        _price(name, "library", _timer(schedule, network), sizes)
+        _price(name, "library", _timer(schedule, network, model), sizes)
         for name, schedule in named.items()
     ]
     label = f"{found.name.replace('_', ' ')}, chosen for {format_bytes(size_bytes)}"
-    curves.append(_price(label, "synthesized", _timer(found, network), sizes))
+    curves.append(_price(label, "synthesized", _timer(found, network, model), sizes))
     bound = _bound_timer(found, network)
     if bound is not None:
         curves.append(_price("lower bound", "bound", bound, sizes))
@@ -135,12 +137,12 @@ def _rivals(found: Schedule, network: Topology) -> dict[str, Schedule]:
     return rivals
 
 
-def _timer(schedule: Schedule, network: Topology) -> Callable[[float], float]:
+def _timer(schedule: Schedule, network: Topology, model: CostModel) -> Callable[[float], float]:
     from fivefold.collectives.schedules import evaluate  # noqa: PLC0415 - keeps --help fast
 
     @cache
     def time_s(size_bytes: float) -> float:
-        return float(evaluate(schedule, network, size_bytes=size_bytes).total_s)
+        return float(evaluate(schedule, network, size_bytes=size_bytes, model=model).total_s)
 
     return time_s
 

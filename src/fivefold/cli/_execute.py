@@ -14,9 +14,12 @@ from fivefold.cli._codesign import (
     ReportOption,
     SeedOption,
     flags_of,
+    read_network,
+    say_shared_ranks,
     typed_command,
     write_page,
 )
+from fivefold.cli._outputs import require_writable
 
 __all__ = ["execute_command"]
 
@@ -58,11 +61,12 @@ def execute_command(  # noqa: PLR0913 - each option is a parameter
         plan_cluster,
         write_order,
     )
-    from fivefold.network.topology import parse_topology  # noqa: PLC0415 - as above
     from fivefold.units import parse_duration_s  # noqa: PLC0415 - as above
 
-    topology = parse_topology(cluster)
+    require_writable(save, report)
+    topology = read_network(cluster)
     specs = load_jobs(jobs, topology)
+    say_shared_ranks(specs)
     options = PlanningOptions(classes=classes)
     found = plan_cluster(topology, specs, flags_of(co_designs), seed=seed, options=options)
     if save is not None:

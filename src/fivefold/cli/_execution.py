@@ -10,6 +10,7 @@ from pathlib import Path
 
 import typer
 
+from fivefold.cli._codesign import change_of
 from fivefold.codesign import (
     ClusterPlan,
     JobSpec,
@@ -94,7 +95,7 @@ def show_measured(
         before, after = predicted[job.job_id], measured.iteration_s[job.job_id]
         typer.echo(
             f"{job.job_id:<{width}}  {before:>8.3f} s  {after:>8.3f} s  "
-            f"{100 * (after / before - 1):>+6.1f}%  {_how(plan, job.job_id)}"
+            f"{change_of(before, after)}  {_how(plan, job.job_id)}"
         )
     for node, counts in measured.sums.items():
         refused = counts["misses"] + counts["expired"]

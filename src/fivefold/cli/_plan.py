@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from fivefold.cli._outputs import require_writable
+from fivefold.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from fivefold.strategy import Cluster, Job, Prediction, SearchResult
@@ -21,12 +25,42 @@ _PARTS = {
 }  # fmt: skip
 
 
+_MOST_REASONS = 8
+_Job = Annotated[Path, typer.Argument(help="Job file (TOML).", exists=True, dir_okay=False)]
+_ClusterOption = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME|FILE", help="A known GPU and its software, such as h100-nemo, or a TOML file."
+    ),
+]
+_Write = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="Folder for the fastest plan as device mesh, flags of Megatron-LM, configurations "
+        "of torchtitan and of fivefold train: those that can run it.",
+    ),
+]
+_Base = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ROOM.FUNCTION",
+        help="torchtitan's configuration of the model, such as llama3.llama3_8b; found by its "
+        "sizes where it is known.",
+    ),
+]
+_Report = Annotated[
+    Path | None,
+    typer.Option(
+        "--report", metavar="FILE.html", help="Page to write: plans, time, memory, reasons."
+    ),
+]
+
+
 def plan_command(  # noqa: PLR0913 - each option is a parameter
-    job: Annotated[Path, typer.Argument(help="Job file (TOML).", exists=True, dir_okay=False)],
+    job: _Job,
     *,
-    cluster: Annotated[
-        str, typer.Option(help="Cluster file (TOML), or the name of a known GPU and stack.")
-    ],
+    cluster: _ClusterOption,
     top: Annotated[int, typer.Option(min=1, help="How many of the fastest plans to show.")] = 5,
     front: Annotated[
         bool, typer.Option("--front", help="Show the front of time against memory too.")
@@ -37,28 +71,9 @@ def plan_command(  # noqa: PLR0913 - each option is a parameter
     megatron: Annotated[
         bool, typer.Option("--megatron", help="Print the fastest plan as flags of Megatron-LM.")
     ] = False,
-    write: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Folder for the fastest plan as device mesh, flags of Megatron-LM, configurations "
-            "of torchtitan and of fivefold train: those that can run it.",
-        ),
-    ] = None,
-    torchtitan_base: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ROOM.FUNCTION",
-            help="torchtitan's configuration of the model, such as llama3.llama3_8b; found by its "
-            "sizes where it is known.",
-        ),
-    ] = None,
-    report: Annotated[
-        Path | None,
-        typer.Option(
-            "--report", metavar="FILE.html", help="Page to write: plans, time, memory, reasons."
-        ),
-    ] = None,
+    write: _Write = None,
+    torchtitan_base: _Base = None,
+    report: _Report = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write the result as JSON.")] = False,
 ) -> None:
     """Search all ways to split a job over a cluster for the fastest that fits in memory.
@@ -68,34 +83,47 @@ def plan_command(  # noqa: PLR0913 - each option is a parameter
     Raises:
         FivefoldError: Whatever planning met; the entry point prints it.
     """
-    from fivefold.runs import write_text  # noqa: PLC0415 - keeps --help fast
-    from fivefold.strategy import load_cluster, load_job, plan_to_toml  # noqa: PLC0415
+    from fivefold.strategy import load_cluster, load_job  # noqa: PLC0415 - keeps --help fast
 
+    if megatron and as_json:
+        message = "--megatron and --json both write to standard output"
+        raise ConfigurationError(message, hint="give one of them; --write FOLDER keeps the flags")
+    require_writable(output, write, report)
     where = load_cluster(cluster)
     what = load_job(job, cluster=where)
-    result = (
-        None
-        if what.plan is not None
-        else _search(what, where, top=top, front=front or report is not None)
-    )
+    result = None
+    if what.plan is None:
+        result = _search(what, where, top=top, front=front or report is not None)
     best = (_judge(what, where),) if result is None else result.best
-    if output is not None:
-        write_text(output, plan_to_toml(best[0].plan))
-    if write is not None:
-        from fivefold.cli._plan_files import write_plan_files  # noqa: PLC0415 - as above
-
-        write_plan_files(write, what, best[0].plan, base=torchtitan_base)
+    _write_files(what, best[0], output=output, folder=write, base=torchtitan_base)
     if report is not None:
         _write_page(report, what, where, best, result)
     if megatron:
-        from fivefold.strategy import megatron_flags  # noqa: PLC0415 - keeps --help fast
+        from fivefold.strategy import megatron_flags  # noqa: PLC0415 - as above
 
         typer.echo(" ".join(megatron_flags(what.model, best[0].plan)))
-        return
-    if as_json:
+    elif as_json:
         typer.echo(json.dumps(_document(what, where, best, result), indent=2))
     else:
-        _show(what, where, best, result)
+        _show(what, where, best, result if front or result is None else _without_front(result))
+
+
+def _write_files(
+    job: Job, best: Prediction, *, output: Path | None, folder: Path | None, base: str | None
+) -> None:
+    from fivefold.cli._plan_files import write_plan_files  # noqa: PLC0415 - keeps --help fast
+    from fivefold.runs import write_text  # noqa: PLC0415 - as above
+    from fivefold.strategy import plan_to_toml  # noqa: PLC0415 - as above
+
+    if output is not None:
+        write_text(output, plan_to_toml(best.plan))
+    if folder is not None:
+        write_plan_files(folder, job, best.plan, base=base)
+
+
+def _without_front(result: SearchResult) -> SearchResult:
+    """What was found but for the front, which the page wanted and nobody asked to be printed."""
+    return dataclasses.replace(result, front=())
 
 
 def _write_page(
@@ -157,8 +185,6 @@ def _document(
 
 
 def _facts(found: Prediction) -> dict[str, Any]:
-    import dataclasses  # noqa: PLC0415 - keeps --help fast
-
     memory = dataclasses.asdict(found.memory) | {"total_bytes": found.memory.total_bytes}
     return {
         "plan": dataclasses.asdict(found.plan), "time_s": found.time_s, "mfu": found.mfu,
@@ -188,8 +214,12 @@ def _show(
         f"{result.num_plans:,} plans in {result.seconds:.1f} s: {result.num_evaluated:,} "
         f"evaluated, {result.num_bounded:,} ruled out by bounds"
     )
-    for reason, count in sorted(result.ruled_out.items(), key=lambda item: -item[1])[:8]:
+    reasons = sorted(result.ruled_out.items(), key=lambda item: -item[1])
+    for reason, count in reasons[:_MOST_REASONS]:
         console.print(f"  {count:>12,}  {reason}", soft_wrap=True)
+    if rest := sum(count for _, count in reasons[_MOST_REASONS:]):
+        others = len(reasons) - _MOST_REASONS
+        console.print(f"  {rest:>12,}  for {others} other reasons: --json", soft_wrap=True)
 
 
 def _plans(title: str, found: tuple[Prediction, ...]) -> Any:

@@ -54,22 +54,37 @@ class JobSpec:
             object.__setattr__(self, "layers", self.splits[0].layers)
         who = f"job {self.job_id!r}"
         if not self.job_id or not self.ranks or not self.layers:
-            raise ConfigurationError(f"{who} needs a name, ranks and layers")
+            raise ConfigurationError(f"{who} needs a name, ranks and layers", hint="give all three")
         if len(set(self.ranks)) != len(self.ranks):
             raise ConfigurationError(f"{who} names a rank twice", hint="each rank once")
-        if self.iterations < 1 or not self.weight > 0:
+        if self.iterations < 1 or not 0 < self.weight < math.inf:
             raise ConfigurationError(
-                f"{who} needs iterations and a weight above 0; got {self.iterations} and "
-                f"{self.weight}"
+                f"{who} needs iterations and a finite weight above 0; got {self.iterations} and "
+                f"{self.weight}",
+                hint="give 1 or more iterations, and a weight such as 1",
             )
         if not math.isfinite(self.arrival_s) or self.arrival_s < 0:
             raise ConfigurationError(f"{who} arrives at {self.arrival_s}", hint="0 or later")
         for split in self.splits:
             _check_ranks(split, self.ranks, who)
+        self._check_costs(who)
+
+    def _check_costs(self, who: str) -> None:
         for layer in self.layers:
             numbers = (layer.forward_s, layer.backward_s, layer.gradient_bytes)
             if any(not math.isfinite(n) or n < 0 for n in (*numbers, layer.all_to_all_bytes)):
-                raise ConfigurationError(f"{who} has a layer with a negative cost: {layer}")
+                raise ConfigurationError(
+                    f"{who} has a layer with a negative cost: {layer}", hint="costs are 0 or more"
+                )
+        if not self._takes_time():
+            raise ConfigurationError(
+                f"{who} takes no time: it neither computes nor sends anything to another rank",
+                hint="give it compute, or gradients on two or more ranks",
+            )
+
+    def _takes_time(self) -> bool:
+        sends = any(layer.gradient_bytes or layer.all_to_all_bytes for layer in self.layers)
+        return self.compute_s > 0 or (sends and len(self.ranks) > 1) or bool(self.splits)
 
     def split_as(self, number: int) -> JobSpec:
         """The job as one of its splits has it; a job without splits as it is.

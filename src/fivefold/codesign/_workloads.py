@@ -124,6 +124,13 @@ def load_jobs(path: Path | str, topology: Topology) -> list[JobSpec]:
         (0, 1)
     """
     tables = read_toml(Path(path))
+    given = tables.get("jobs")
+    if "job" not in tables and (not given or not isinstance(given, list)):
+        raise ConfigurationError(
+            f"{path} describes no jobs",
+            hint='write for each [[jobs]] and id = "a", gpus = 2, compute = "0.3 s", '
+            'gradients = "1 GB"',
+        )
     try:
         found = _File.model_validate(tables)
     except ValidationError as error:

@@ -26,6 +26,7 @@ def write_text_atomically(path: Path, text: str) -> Path:
     """
     temporary: Path | None = None
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(
             mode="w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
         ) as file:

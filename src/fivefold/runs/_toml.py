@@ -255,10 +255,10 @@ def _about(schema: type[BaseModel], key: str) -> str | None:
     if field is None:
         return None
     if field.is_required():
-        return f"{key} is the {field.description}"
+        return f"{key}: {field.description}"
     if field.default is None:
-        return f"{key} is the {field.description}; left out, there is none, or the method's own"
-    return f"{key} is the {field.description}; its default is {_format_value(field.default)}"
+        return f"{key}: {field.description}; left out, there is none, or the method's own"
+    return f"{key}: {field.description}; its default is {_format_value(field.default)}"
 
 
 def _sections(schema: type[BaseModel], prefix: str = "") -> dict[str, dict[str, Any]]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.errors import ConfigurationError, DataError
-from fivefold.network.topology import parse_topology
+from fivefold.network.topology import generator_names, machine_names, parse_topology
 from fivefold.strategy._device import DeviceSpec
 from fivefold.strategy._fabric import FabricSpec, Tier
 from fivefold.strategy._fabric_topology import fabric_from_topology
@@ -85,25 +85,32 @@ def load_cluster(source: str | Path) -> Cluster:
         >>> load_cluster("h100-nemo").device.peak_flops
         989000000000000.0
     """
+    return _load(source, bases=())
+
+
+def _load(source: str | Path, *, bases: tuple[str, ...]) -> Cluster:
+    """A cluster, and the files through which its base was reached."""
+    if str(source) in bases:
+        message = f"the base of {bases[-1]} is {source}, which is made from it"
+        raise ConfigurationError(message, hint="name another base, such as 'h100-nemo'")
+    bases = (*bases, str(source))
     if str(source) in named_clusters():
         text = (files("fivefold.strategy") / "devices" / f"{source}.toml").read_text()
-        return _cluster(tomllib.loads(text), name=str(source))
+        return _cluster(tomllib.loads(text), name=str(source), bases=bases)
     path = Path(source)
     if path.suffix != ".toml":
-        near = difflib.get_close_matches(str(source), named_clusters(), n=1, cutoff=0.0)[0]
-        message = f"cluster {str(source)!r} is unknown"
-        raise ConfigurationError(message, hint=f"did you mean {near!r}? Or give a TOML file")
+        raise _unknown(str(source))
     try:
-        table = tomllib.loads(path.read_text())
-    except (OSError, tomllib.TOMLDecodeError) as error:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         message = f"{path} is not a readable TOML file: {error}"
         raise DataError(message, hint="check the path and the syntax") from error
-    return _cluster(table, name=path.stem)
+    return _cluster(table, name=path.stem, bases=bases)
 
 
-def _cluster(table: Mapping[str, Any], *, name: str) -> Cluster:
+def _cluster(table: Mapping[str, Any], *, name: str, bases: tuple[str, ...]) -> Cluster:
     check_keys(table, _TOP, where="the cluster")
-    base = load_cluster(table["base"]) if "base" in table else None
+    base = _load(str(table["base"]), bases=bases) if "base" in table else None
     fields: dict[str, Any] = {}
     tiers: dict[str, dict[str, Any]] = {}
     if base is not None:
@@ -147,6 +154,21 @@ def _kept(tier: Mapping[str, Any]) -> dict[str, Any]:
     return {key: tier[key] for key in known if key in tier}
 
 
+def _unknown(name: str) -> ConfigurationError:
+    if name.partition(":")[0].replace("-", "_") in {*machine_names(), *generator_names()}:
+        return ConfigurationError(
+            f"{name!r} is a network, and a plan needs the GPU and its software as well",
+            hint=f'write a TOML file with base = "h100-nemo" (or another GPU and stack) and '
+            f'topology = "{name}"',
+        )
+    near = difflib.get_close_matches(name, named_clusters(), n=1)
+    meant = f"did you mean {near[0]!r}? " if near else ""
+    return ConfigurationError(
+        f"cluster {name!r} is unknown",
+        hint=f"{meant}give a TOML file or one of {', '.join(named_clusters())}",
+    )
+
+
 def check_keys(table: Mapping[str, Any], allowed: set[str], *, where: str) -> None:
     """Refuse unknown keys, with the nearest known one as a hint.
 
@@ -155,9 +177,11 @@ def check_keys(table: Mapping[str, Any], allowed: set[str], *, where: str) -> No
     """
     for key in table:
         if key not in allowed:
-            near = difflib.get_close_matches(key, sorted(allowed), n=1, cutoff=0.0)[0]
+            near = difflib.get_close_matches(key, sorted(allowed), n=1)
+            near = near or [known for known in sorted(allowed) if key in known]
             message = f"{where} has no key {key!r}"
-            raise ConfigurationError(message, hint=f"did you mean {near!r}?")
+            known = f"it has {', '.join(sorted(allowed))}"
+            raise ConfigurationError(message, hint=f"did you mean {near[0]!r}?" if near else known)
 
 
 def _read(

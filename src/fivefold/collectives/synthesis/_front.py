@@ -46,6 +46,7 @@ class SynthesisOptions:
     Args:
         model: Cost model by which schedules are compared and timed.
         seed: Seed of everything random.
+        root: Root of a collective that is given by its name.
         gap: The search ends at the first schedule that is at most this share above the bound.
         cache: Folder of known answers; None: none. A known answer is taken if it is optimal or
             was searched for at least as long.
@@ -61,6 +62,7 @@ class SynthesisOptions:
 
     model: CostModel = "serial"
     seed: int = 0
+    root: int = 0
     gap: float = 0.0
     cache: Path | None = None
     progress: Callable[[str], None] | None = None
@@ -70,7 +72,9 @@ class SynthesisOptions:
             known = ", ".join(model for model in MODELS if model != "synchronous")
             raise ConfigurationError(f"cost model {self.model!r} is unknown", hint=f"use {known}")
         if not self.gap >= 0:
-            raise ConfigurationError(f"gap must not be negative; got {self.gap}")
+            raise ConfigurationError(
+                f"gap must not be negative; got {self.gap}", hint="0.01 is 1 % above the bound"
+            )
 
 
 @dataclass(frozen=True)
@@ -152,15 +156,15 @@ def synthesize(
     the lower bound or time is over. Every schedule is verified before it counts.
 
     Args:
-        collective: A collective with its chunks, or its name (root 0) to have the number of
-            chunks chosen too.
+        collective: A collective with its chunks, or its name (its root is in the options) to
+            have the number of chunks chosen too.
         topology: Where.
         size_bytes: Size of the collective, as ``Collective.buffer_weight`` counts it.
         method: "auto", "library", "trees", "matching", "flow", "taccl", "slotted" or
             "k_synchronous".
         sketch: For TACCL; given with "auto" only TACCL is asked.
         time_limit_s: Limit of the whole search. A method that has begun ends its current step.
-        options: Cost model, seed, cache, progress.
+        options: Cost model, root, seed, cache, progress.
 
     Returns:
         The best schedule with its gap to the lower bound.
@@ -177,18 +181,10 @@ def synthesize(
         ('library', True)
     """
     chosen = SynthesisOptions() if options is None else options
-    if method not in METHODS and method != "auto":
-        hint = f"use auto, {', '.join(METHODS)}"
-        raise ConfigurationError(f"method {method!r} is unknown", hint=hint)
-    if not 0 <= size_bytes < float("inf"):
-        raise ConfigurationError(f"size_bytes must be a size; got {size_bytes}")
-    if not 0 <= time_limit_s < float("inf"):
-        raise ConfigurationError(f"time_limit_s must not be negative; got {time_limit_s}")
-    named = isinstance(collective, str)
-    plain = named_collective(collective, topology.num_ranks) if named else collective  # type: ignore[arg-type]
+    _check(method, size_bytes, time_limit_s)
     request = Request(
-        collective=plain,  # type: ignore[arg-type]
-        free=named,
+        collective=_asked(collective, topology.num_ranks, chosen.root),
+        free=isinstance(collective, str),
         topology=topology,
         size_bytes=float(size_bytes),
         model=chosen.model,
@@ -201,6 +197,33 @@ def synthesize(
     method = "taccl" if sketch is not None and method == "auto" else method
     search = _Search(request, method, bound, enough=chosen.gap)
     return search.cached(chosen.cache, time_limit_s)
+
+
+def _check(method: str, size_bytes: float, time_limit_s: float) -> None:
+    if method not in METHODS and method != "auto":
+        hint = f"use auto, {', '.join(METHODS)}"
+        raise ConfigurationError(f"method {method!r} is unknown", hint=hint)
+    if not 0 <= size_bytes < float("inf"):
+        raise ConfigurationError(
+            f"size_bytes must be a size; got {size_bytes}", hint="a finite number, 0 or more"
+        )
+    if not 0 <= time_limit_s < float("inf"):
+        raise ConfigurationError(
+            f"time_limit_s must not be negative; got {time_limit_s}",
+            hint="seconds; 0 asks the library only",
+        )
+
+
+def _asked(collective: Collective | str, num_ranks: int, root: int) -> Collective:
+    if isinstance(collective, Collective):
+        return collective
+    found = named_collective(collective, num_ranks, root=root)
+    if root != 0 and found.root is None:
+        raise ConfigurationError(
+            f"{found.name} has no root; got root={root}",
+            hint="broadcast, reduce, scatter and gather have one",
+        )
+    return found
 
 
 class _Search:

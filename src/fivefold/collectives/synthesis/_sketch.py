@@ -61,6 +61,12 @@ class SwitchSketch:
     policy: Policy = "any"
 
     def __post_init__(self) -> None:
+        numbers = isinstance(self.ranks, Iterable) and all(isinstance(r, int) for r in self.ranks)
+        if not numbers:
+            raise ConfigurationError(
+                f"ranks of a switch are whole numbers; got {self.ranks!r}",
+                hint="write ranks = [0, 1, 2]",
+            )
         object.__setattr__(self, "ranks", tuple(self.ranks))
         if len(set(self.ranks)) != len(self.ranks) or len(self.ranks) < 2 or min(self.ranks) < 0:
             message = f"a switch joins two or more different ranks; got {list(self.ranks)}"
@@ -128,6 +134,8 @@ class Sketch:
         if self.senders is not None:
             object.__setattr__(self, "senders", _rank_map("senders", self.senders))
             _check_senders(self.senders)
+        if not isinstance(self.symmetry, Iterable):
+            raise _no_symmetry(self.symmetry)
         object.__setattr__(self, "symmetry", tuple(_offset(pair) for pair in self.symmetry))
 
     def with_chunks(self, chunks: int) -> Sketch:
@@ -201,20 +209,24 @@ class Sketch:
             ConfigurationError: A key is unknown or a value is not allowed.
             DataError: The text is no TOML.
         """
-        text = source.read_text() if isinstance(source, Path) else source
-        if isinstance(source, str) and "\n" not in source and source.endswith(".toml"):
-            text = Path(source).read_text()
+        is_file = isinstance(source, Path) or ("\n" not in source and source.endswith(".toml"))
+        text = _text_of(Path(source)) if is_file else str(source)
         try:
             table = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
-            raise DataError(f"the sketch is no TOML file: {error}") from error
+            raise DataError(
+                f"the sketch is no TOML file: {error}", hint="Sketch.to_toml() writes one"
+            ) from error
         for key in table:
             if key not in _KEYS:
                 near = difflib.get_close_matches(key, _KEYS, n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(_KEYS)}"
                 raise ConfigurationError(f"a sketch has no key {key!r}", hint=hint)
-        switches = tuple(_switch(entry) for entry in table.pop("switches", []))
-        return cls(**table, switches=switches)
+        switches = table.pop("switches", [])
+        if not isinstance(switches, list) or not all(isinstance(one, dict) for one in switches):
+            message = f"switches of a sketch are tables; got {switches!r}"
+            raise ConfigurationError(message, hint="write [[switches]] and ranks = [0, 1]")
+        return cls(**table, switches=tuple(_switch(entry) for entry in switches))
 
     @classmethod
     def from_taccl(cls, source: str | Path | Mapping[str, Any], *, name: str = "taccl") -> Sketch:
@@ -253,14 +265,25 @@ def _json_table(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(source, Mapping):
         return source
     is_file = isinstance(source, Path) or source.endswith(".json")
-    text = Path(source).read_text() if is_file else str(source)
+    text = _text_of(Path(source)) if is_file else str(source)
     try:
         table = json.loads(text)
     except json.JSONDecodeError as error:
-        raise DataError(f"the TACCL sketch is no JSON file: {error}") from error
+        raise DataError(
+            f"the TACCL sketch is no JSON file: {error}", hint="it is one object, { ... }"
+        ) from error
     if not isinstance(table, dict):
         raise DataError(f"the TACCL sketch is a {type(table).__name__}", hint="it begins with {")
     return table
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"the sketch {path} cannot be read: {error}", hint="name a TOML or TACCL JSON file"
+        ) from error
 
 
 def _taccl_switches(inside: Mapping[str, Any]) -> tuple[SwitchSketch, ...]:
@@ -300,9 +323,10 @@ def _switch(entry: Mapping[str, Any]) -> SwitchSketch:
 def _rank_map(key: str, table: Mapping[Any, Iterable[int]]) -> dict[int, tuple[int, ...]]:
     try:
         ranks = {int(rank): tuple(int(other) for other in others) for rank, others in table.items()}
-    except (TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError) as error:
         message = f"{key} of a sketch maps ranks to lists of ranks; got {table!r}"
-        raise ConfigurationError(message) from error
+        hint = f"write [{key}] and a line such as 0 = [1, 3]"
+        raise ConfigurationError(message, hint=hint) from error
     numbers = [*ranks, *(other for others in ranks.values() for other in others)]
     if min(numbers, default=0) < 0:
         raise ConfigurationError(f"{key} of a sketch names rank {min(numbers)}")
@@ -318,8 +342,14 @@ def _check_senders(senders: Mapping[int, tuple[int, ...]]) -> None:
 
 
 def _offset(pair: Iterable[int]) -> tuple[int, int]:
-    numbers = tuple(pair)
-    if len(numbers) != 2 or not 0 < numbers[0] <= numbers[1]:
-        message = f"a symmetry is [offset, size] with 0 < offset <= size; got {list(numbers)}"
-        raise ConfigurationError(message)
+    numbers = tuple(pair) if isinstance(pair, Iterable) else ()
+    whole = all(isinstance(number, int) for number in numbers)
+    if len(numbers) != 2 or not whole or not 0 < numbers[0] <= numbers[1]:
+        raise _no_symmetry(pair)
     return numbers[0], numbers[1]
+
+
+def _no_symmetry(got: object) -> ConfigurationError:
+    shown = list(got) if isinstance(got, tuple) else got
+    message = f"a symmetry is [offset, size] with 0 < offset <= size; got {shown}"
+    return ConfigurationError(message, hint="symmetry = [[8, 16]] exchanges two boxes of 8 ranks")

@@ -1,0 +1,118 @@
+"""``fivefold collectives bench``: algorithms priced on a topology, or the backend measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from fivefold.cli._collectives_files import (
+    JsonFlag,
+    LatencyOption,
+    RateOption,
+    network_of,
+    plain_name,
+    value_text,
+)
+from fivefold.errors import ConfigurationError
+from fivefold.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from fivefold.network.topology import Topology
+
+__all__ = ["bench_algorithms"]
+
+
+def bench_algorithms(
+    collective: Annotated[str, typer.Argument(help="Such as all_reduce.")],
+    topology: Annotated[
+        str | None, typer.Argument(help="A topology; none where ranks are running (torchrun).")
+    ] = None,
+    *,
+    sizes: Annotated[str, typer.Option(help="Sizes with commas.")] = "64KB,1MB,16MB",
+    repetitions: Annotated[int, typer.Option(help="Measured calls of each size.")] = 5,
+    bandwidth: RateOption = None,
+    latency: LatencyOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Price the algorithms on a topology; or, under torchrun or the lab, measure the backend.
+
+    With a topology: predicted times by message size, and which one would be chosen. Without one,
+    in running ranks: measured times of the backend's choice and of the inner backend.
+    """
+    wanted = [parse_bytes(size.strip()) for size in sizes.split(",")]
+    if topology is None:
+        if "RANK" not in os.environ:
+            raise ConfigurationError(
+                f"{collective}: there is neither a topology nor are there ranks",
+                hint="name a topology, or start it by torchrun or 'fivefold lab run'",
+            )
+        rows = _measured(collective, wanted, repetitions)
+    else:
+        rows = _priced(collective, network_of(topology, bandwidth, latency), wanted)
+    if as_json and rows:
+        typer.echo(json.dumps(rows))
+    elif rows:
+        _table(rows)
+
+
+def _priced(collective: str, network: Topology, sizes: list[int]) -> list[dict[str, Any]]:
+    from fivefold.collectives.execution import Settings, choose  # noqa: PLC0415 - loads torch
+
+    rows = []
+    for size_bytes in sizes:
+        found = choose(collective, topology=network, settings=Settings(), size_bytes=size_bytes)
+        rows.append(
+            {
+                "size": format_bytes(size_bytes),
+                "chosen": found.label,
+                "predicted_s": found.predicted_s,
+                "inner_s": found.inner_s,
+                **{f"{name}_s": time_s for name, time_s in sorted(found.others.items())},
+            }
+        )
+    return rows
+
+
+def _measured(collective: str, sizes: list[int], repetitions: int) -> list[dict[str, Any]]:
+    import torch  # noqa: PLC0415 - keeps --help fast
+    import torch.distributed as dist  # noqa: PLC0415 - as above
+
+    import fivefold.collectives.execution  # noqa: F401, PLC0415 - registers the backend
+
+    if collective.replace("-", "_") != "all_reduce":
+        raise ConfigurationError(f"{collective} is not measured", hint="all_reduce is")
+    dist.init_process_group("fivefold")
+    inner, rows = dist.new_group(backend="gloo"), []
+    engine: Any = dist.group.WORLD
+    for size_bytes in sizes:
+        data, times = torch.ones(max(size_bytes // 4, 1)), {"own": [], "inner": []}  # type: ignore[var-annotated]
+        for turn in range(repetitions + 1):
+            for name, group in (("own", None), ("inner", inner)):
+                dist.barrier(group=inner)
+                start_s = time.perf_counter()
+                dist.all_reduce(data, group=group)
+                if turn > 0:
+                    times[name].append(time.perf_counter() - start_s)
+        choice = engine.engine.choice("all_reduce", data.nbytes)
+        medians = {f"{name}_s": sorted(found)[len(found) // 2] for name, found in times.items()}
+        head = {"size": format_bytes(size_bytes), "chosen": choice.label}
+        rows.append(head | medians | {"predicted_s": choice.predicted_s})
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    return rows if rank == 0 else []
+
+
+def _table(rows: list[dict[str, Any]]) -> None:
+    table = Table()
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    for name in names:
+        table.add_column(plain_name(name))
+    for row in rows:
+        table.add_row(*[value_text(name, row.get(name, "")) for name in names])
+    Console().print(table)

@@ -1,0 +1,141 @@
+"""What the commands of collectives share: networks, files of algorithms, facts as text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fivefold.errors import ConfigurationError, DataError
+from fivefold.runs import write_text
+from fivefold.units import format_duration_s
+
+if TYPE_CHECKING:
+    from fivefold.collectives.lowering import Program
+    from fivefold.collectives.schedules import Schedule
+    from fivefold.network.topology import Topology
+
+__all__ = [
+    "JsonFlag",
+    "LatencyOption",
+    "RateOption",
+    "SizeOption",
+    "network_of",
+    "plain_name",
+    "read_algorithm",
+    "read_only_schedule",
+    "require_ending",
+    "show_facts",
+    "value_text",
+    "write_algorithm",
+]
+
+SizeOption = Annotated[str, typer.Option(help="Size of the collective, such as 16MB.")]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+RateOption = Annotated[str | None, typer.Option(help="Bandwidth of a generated topology's links.")]
+LatencyOption = Annotated[str | None, typer.Option(help="Latency of a generated topology's links.")]
+
+
+def network_of(text: str, bandwidth: str | None = None, latency: str | None = None) -> Topology:
+    """The topology of a name or a file."""
+    from fivefold.network.topology import parse_topology  # noqa: PLC0415 - keeps --help fast
+
+    given = {"bandwidth": bandwidth, "latency": latency}
+    return parse_topology(text, **{k: v for k, v in given.items() if v is not None})
+
+
+def read_algorithm(file: Path) -> Schedule | Program:
+    """A schedule or a program from a file, whichever form it has.
+
+    Raises:
+        DataError: The file cannot be read.
+    """
+    from fivefold.collectives.lowering import (  # noqa: PLC0415 - keeps --help fast
+        Program,
+        from_msccl_xml,
+        from_mscclpp_json,
+    )
+    from fivefold.collectives.schedules import read_schedule  # noqa: PLC0415 - as above
+
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"{file} cannot be read: {error}", hint="name a file that 'synthesize --output' wrote"
+        ) from error
+    if text.lstrip().startswith("<"):
+        return from_msccl_xml(text)
+    if '"threadblocks"' in text:
+        return from_mscclpp_json(text)
+    if '"fivefold-program/1"' in text:
+        return Program.from_json(text)
+    return read_schedule(text)
+
+
+def read_only_schedule(file: Path) -> Schedule:
+    """A schedule from a file.
+
+    Raises:
+        ConfigurationError: The file holds a program.
+    """
+    from fivefold.collectives.schedules import Schedule  # noqa: PLC0415 - keeps --help fast
+
+    found = read_algorithm(file)
+    if not isinstance(found, Schedule):
+        raise ConfigurationError(
+            f"{file} holds a program, which has no times", hint="draw the schedule it comes from"
+        )
+    return found
+
+
+def require_ending(output: Path) -> None:
+    """Refuse a file name that says no format, before the search and not after it.
+
+    Raises:
+        ConfigurationError: The ending is not known.
+    """
+    if output.suffix not in {".json", ".xml"}:
+        raise ConfigurationError(
+            f"{output} has no known ending", hint="end it with .json, .xml or .plan.json"
+        )
+
+
+def write_algorithm(schedule: Schedule, output: Path) -> None:
+    """Write a schedule, or the program that it lowers to, as the file's ending says."""
+    from fivefold.collectives.lowering import (  # noqa: PLC0415 - keeps --help fast
+        lower,
+        to_msccl_xml,
+        to_mscclpp_json,
+    )
+
+    if output.suffix == ".xml":
+        text = to_msccl_xml(lower(schedule))
+    elif output.name.endswith(".plan.json"):
+        text = to_mscclpp_json(lower(schedule))
+    else:
+        text = schedule.to_json()
+    write_text(output, text)
+
+
+def show_facts(facts: dict[str, Any], *, as_json: bool) -> None:
+    """Write names and values one below the other, or as JSON."""
+    if as_json:
+        typer.echo(json.dumps(facts))
+        return
+    width = max(len(name) for name in facts)
+    for name, value in facts.items():
+        typer.echo(f"{plain_name(name):{width}}  {value_text(name, value)}")
+
+
+def plain_name(name: str) -> str:
+    """A key as people read it."""
+    return name.removesuffix("_s").replace("_", " ")
+
+
+def value_text(name: str, value: Any) -> str:
+    """A value as people read it."""
+    if name.endswith("_s") and isinstance(value, float):
+        return format_duration_s(value)
+    return f"{value:.1%}" if name == "gap" else str(value)
