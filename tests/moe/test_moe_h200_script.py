@@ -91,10 +91,8 @@ def test_compiles_every_kernel_once_beforehand(monkeypatch, tmp_path):
     # The experimental kernel takes 16 bits and whole steps of 64 only.
     case = timed_cases()[0]
     odd = [{"hidden": 136}, {"inner": 72}, {"dtype": importlib.import_module("torch").float32}]
-    assert [_takes("gluon", replace(case, **change)) for change in [{}, *odd]] == [
-        True,
-        *[False] * 3,
-    ]
+    assert _takes("gluon", case)
+    assert not any(_takes("gluon", replace(case, **change)) for change in odd)
     script = tmp_path / "script.py"
     script.write_text("import sys; assert sys.argv[1] == '--build'; sys.exit('no compiler here')")
     problems = build(script, Namespace(check_only=True), limit_s=60.0)
@@ -113,7 +111,8 @@ def test_a_check_that_raises_is_a_wrong_result_and_names_the_backend(monkeypatch
     from fivefold.errors import FivefoldError
 
     def broken(_given):
-        raise RuntimeError("out of resources")
+        message = "out of resources"
+        raise RuntimeError(message)
 
     said = []
     case = Case(name="c", tokens=3, hidden=4, inner=4, experts=2, top_k=1)
