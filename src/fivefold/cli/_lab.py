@@ -42,107 +42,118 @@ _CLUSTER = "Cluster"
 _RUN = "Run"
 
 
+_Command = Annotated[
+    list[str], typer.Argument(metavar="PLAN | -- COMMAND...", help="What every rank runs.")
+]
+_Hosts = Annotated[int, typer.Option(help="Number of hosts.", rich_help_panel=_CLUSTER)]
+_Rate = Annotated[
+    str | None,
+    typer.Option(
+        help="Rate of each link, both ways, such as 200Mbit/s.",
+        show_default="unlimited",
+        rich_help_panel=_CLUSTER,
+    ),
+]
+_Delay = Annotated[str, typer.Option(help="One-way delay between hosts.", rich_help_panel=_CLUSTER)]
+_Jitter = Annotated[
+    str, typer.Option(help="The delay varies by up to this much.", rich_help_panel=_CLUSTER)
+]
+_Loss = Annotated[
+    float, typer.Option(help="Probability of losing a packet.", rich_help_panel=_CLUSTER)
+]
+_HostRates = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="HOST=RATE",
+        help="Rate of one host, such as 1=50Mbit/s; may be repeated.",
+        rich_help_panel=_CLUSTER,
+    ),
+]
+_Topology = Annotated[
+    str | None,
+    typer.Option(
+        help="A topology in place of one switch: a TOML file, or such as ring:4.",
+        show_default="none",
+        rich_help_panel=_CLUSTER,
+    ),
+]
+_Classes = Annotated[
+    int, typer.Option(help="Priority classes of every link.", rich_help_panel=_CLUSTER)
+]
+_HostClasses = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="HOST=CLASS",
+        help="Class of what a host sends, such as 1=0, 0 the most urgent; may be repeated.",
+        rich_help_panel=_CLUSTER,
+    ),
+]
+_SumAt = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NODE",
+        help="A switch that sums chunks for the hosts; may be repeated.",
+        rich_help_panel=_CLUSTER,
+    ),
+]
+_Processes = Annotated[int, typer.Option(help="Processes per host.", rich_help_panel=_CLUSTER)]
+_Mtu = Annotated[
+    int | None,
+    typer.Option(help="Largest packet in bytes.", show_default="chosen", rich_help_panel=_CLUSTER),
+]
+_Seed = Annotated[int, typer.Option(help="Seed of jitter and loss.", rich_help_panel=_CLUSTER)]
+_Timeout = Annotated[
+    str | None,
+    typer.Option(help="Longest run, such as 10min.", show_default="none", rich_help_panel=_RUN),
+]
+_Grace = Annotated[
+    str,
+    typer.Option(
+        help="Time to end alone after another rank failed, and after SIGTERM.",
+        rich_help_panel=_RUN,
+    ),
+]
+_LogFolder = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder for each rank's output.", show_default="a new one", rich_help_panel=_RUN
+    ),
+]
+_Unshaped = Annotated[
+    bool,
+    typer.Option(
+        "--allow-unshaped",
+        help="Where links cannot be shaped, run over loopback all the same.",
+        rich_help_panel=_RUN,
+    ),
+]
+_Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Only write logs to files.", rich_help_panel=_RUN)
+]
+
+
 @app.command(help=_RUN_HELP, context_settings={"allow_interspersed_args": False})
 def run(  # noqa: PLR0913 - one parameter per option of the command line
     *,
-    command: Annotated[
-        list[str], typer.Argument(metavar="PLAN | -- COMMAND...", help="What every rank runs.")
-    ],
-    hosts: Annotated[int, typer.Option(help="Number of hosts.", rich_help_panel=_CLUSTER)] = 2,
-    rate: Annotated[
-        str | None,
-        typer.Option(
-            help="Rate of each link, both ways, such as 200Mbit/s.",
-            show_default="unlimited",
-            rich_help_panel=_CLUSTER,
-        ),
-    ] = None,
-    delay: Annotated[
-        str, typer.Option(help="One-way delay between hosts.", rich_help_panel=_CLUSTER)
-    ] = "0ms",
-    jitter: Annotated[
-        str,
-        typer.Option(help="The delay varies by up to this much.", rich_help_panel=_CLUSTER),
-    ] = "0ms",
-    loss: Annotated[
-        float, typer.Option(help="Probability of losing a packet.", rich_help_panel=_CLUSTER)
-    ] = 0.0,
-    host_rate: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="HOST=RATE",
-            help="Rate of one host, such as 1=50Mbit/s; may be repeated.",
-            rich_help_panel=_CLUSTER,
-        ),
-    ] = None,
-    topology: Annotated[
-        str | None,
-        typer.Option(
-            help="A topology in place of one switch: a TOML file, or such as ring:4.",
-            show_default="none",
-            rich_help_panel=_CLUSTER,
-        ),
-    ] = None,
-    classes: Annotated[
-        int, typer.Option(help="Priority classes of every link.", rich_help_panel=_CLUSTER)
-    ] = 1,
-    host_class: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="HOST=CLASS",
-            help="Class of what a host sends, such as 1=0, 0 the most urgent; may be repeated.",
-            rich_help_panel=_CLUSTER,
-        ),
-    ] = None,
-    sum_at: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NODE",
-            help="A switch that sums chunks for the hosts; may be repeated.",
-            rich_help_panel=_CLUSTER,
-        ),
-    ] = None,
-    nproc_per_host: Annotated[
-        int, typer.Option(help="Processes per host.", rich_help_panel=_CLUSTER)
-    ] = 1,
-    mtu: Annotated[
-        int | None,
-        typer.Option(
-            help="Largest packet in bytes.", show_default="chosen", rich_help_panel=_CLUSTER
-        ),
-    ] = None,
-    seed: Annotated[
-        int, typer.Option(help="Seed of jitter and loss.", rich_help_panel=_CLUSTER)
-    ] = 0,
-    timeout: Annotated[
-        str | None,
-        typer.Option(help="Longest run, such as 10min.", show_default="none", rich_help_panel=_RUN),
-    ] = None,
-    grace: Annotated[
-        str,
-        typer.Option(
-            help="Time to end alone after another rank failed, and after SIGTERM.",
-            rich_help_panel=_RUN,
-        ),
-    ] = "30s",
-    log_folder: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder for each rank's output.", show_default="a new one", rich_help_panel=_RUN
-        ),
-    ] = None,
-    allow_unshaped: Annotated[
-        bool,
-        typer.Option(
-            "--allow-unshaped",
-            help="Where links cannot be shaped, run over loopback all the same.",
-            rich_help_panel=_RUN,
-        ),
-    ] = False,
-    quiet: Annotated[
-        bool,
-        typer.Option("--quiet", "-q", help="Only write logs to files.", rich_help_panel=_RUN),
-    ] = False,
+    command: _Command,
+    hosts: _Hosts = 2,
+    rate: _Rate = None,
+    delay: _Delay = "0ms",
+    jitter: _Jitter = "0ms",
+    loss: _Loss = 0.0,
+    host_rate: _HostRates = None,
+    topology: _Topology = None,
+    classes: _Classes = 1,
+    host_class: _HostClasses = None,
+    sum_at: _SumAt = None,
+    nproc_per_host: _Processes = 1,
+    mtu: _Mtu = None,
+    seed: _Seed = 0,
+    timeout: _Timeout = None,
+    grace: _Grace = "30s",
+    log_folder: _LogFolder = None,
+    allow_unshaped: _Unshaped = False,
+    quiet: _Quiet = False,
 ) -> None:
     """Run a command on every host; ``_RUN_HELP`` is what users read.
 
@@ -150,38 +161,30 @@ def run(  # noqa: PLR0913 - one parameter per option of the command line
         typer.Exit: Always, with the run's exit code.
     """
     from fivefold.lab import LabSpec, run_lab  # noqa: PLC0415 - keeps --help fast
-    from fivefold.units import parse_duration_s  # noqa: PLC0415 - as above
 
-    links: dict[str, Any] = {"hosts": hosts, "rate": rate}
-    if topology is not None:
-        links = _links_of(topology, rate)
+    links = {"hosts": hosts, "rate": rate} if topology is None else _links_of(topology, rate)
     spec = LabSpec(
-        **links,
-        delay=delay,
-        jitter=jitter,
-        loss=loss,
-        nproc_per_host=nproc_per_host,
-        mtu=mtu,
-        seed=seed,
+        **links, delay=delay, jitter=jitter, loss=loss, nproc_per_host=nproc_per_host, mtu=mtu,
+        seed=seed, classes=classes,
         host_rates=_by_host("--host-rate", host_rate or [], example="1=50Mbit/s"),
-        classes=classes,
         host_classes=_host_classes(host_class or []),
         aggregators={node: {} for node in sum_at or []},
-    )
+    )  # fmt: skip
     if _is_plan(command):
         _run_plan(Path(command[0]), spec, timeout)
         return
     result = run_lab(
-        spec,
-        command,
-        timeout_s=None if timeout is None else parse_duration_s(timeout),
-        grace_s=parse_duration_s(grace),
-        log_folder=log_folder,
-        allow_unshaped=allow_unshaped,
-        stream=not quiet,
-    )
+        spec, command, timeout_s=_seconds(timeout), grace_s=_seconds(grace),
+        log_folder=log_folder, allow_unshaped=allow_unshaped, stream=not quiet,
+    )  # fmt: skip
     _summarise(spec, result)
     raise typer.Exit(result.exit_code)
+
+
+def _seconds(text: str | None) -> Any:
+    from fivefold.units import parse_duration_s  # noqa: PLC0415 - keeps --help fast
+
+    return None if text is None else parse_duration_s(text)
 
 
 def check(
@@ -234,14 +237,13 @@ def _is_plan(command: list[str]) -> bool:
 def _run_plan(path: Path, spec: LabSpec, timeout: str | None) -> None:
     from fivefold.cli._execution import run_saved  # noqa: PLC0415 - keeps --help fast
     from fivefold.lab import LabSpec  # noqa: PLC0415 - as above
-    from fivefold.units import parse_duration_s  # noqa: PLC0415 - as above
 
     if spec != LabSpec(delay="0ms", jitter="0ms"):  # as the options' defaults are spelled
         raise ConfigurationError(
             f"the plan {path} brings its own cluster; got options for {spec.describe()} besides",
             hint="leave them out",
         )
-    run_saved(path, timeout_s=parse_duration_s(_PLAN_LIMIT if timeout is None else timeout))
+    run_saved(path, timeout_s=_seconds(_PLAN_LIMIT if timeout is None else timeout))
 
 
 def _by_host(option: str, texts: list[str], *, example: str) -> dict[int, str]:

@@ -105,37 +105,54 @@ def plan_cluster(
         True
     """
     check_jobs(topology, jobs)
-    options = PlanningOptions() if options is None else options
     allowed = CoDesigns.all() if co_designs is None else co_designs
     make = null_plan if start == "null" else best_alone_plan
     baseline = make(topology, jobs, seed=seed)
-    simulations = 0
     if allowed.horizontal:
-        singles = {
-            subset.label: _plan_singles(topology, tuple(jobs), baseline, subset, seed)
-            for subset in CoDesigns.combinations()
-            if subset in allowed and not subset.horizontal
-        }
-        arbiter = Arbiter(topology, jobs, baseline, allowed, options)
+        options = PlanningOptions() if options is None else options
+        return _plan_together(topology, jobs, baseline, allowed, seed=seed, options=options)
+    single = _plan_singles(topology, tuple(jobs), baseline, allowed, seed)
+    outcome, floor = (_outcome(topology, tuple(jobs), one) for one in (single.plan, baseline))
+    return CoDesignResult(
+        plan=single.plan,
+        baseline=baseline,
+        decisions=single.decisions,
+        outcome=_own(outcome),
+        baseline_outcome=_own(floor),
+        simulations=0,
+    )
+
+
+def _plan_together(
+    topology: Topology,
+    jobs: Sequence[JobSpec],
+    baseline: ClusterPlan,
+    allowed: CoDesigns,
+    *,
+    seed: int,
+    options: PlanningOptions,
+) -> CoDesignResult:
+    """With Horizontal: what jobs plan for themselves is put before all of them."""
+    singles = {
+        subset.label: _plan_singles(topology, tuple(jobs), baseline, subset, seed)
+        for subset in CoDesigns.combinations()
+        if subset in allowed and not subset.horizontal
+    }
+    arbiter = Arbiter(topology, jobs, baseline, allowed, options)
+    plan, outcome, floor = _arbitrate(arbiter, jobs, singles)
+    simulations = arbiter.simulations
+    longer = _judging_longer(jobs, options, floor)
+    if plan == baseline and longer is not None:
+        # A few iterations show no gain, or none that lasts: judge by all of them.
+        arbiter = Arbiter(topology, jobs, baseline, allowed, longer)
         plan, outcome, floor = _arbitrate(arbiter, jobs, singles)
-        simulations = arbiter.simulations
-        longer = _judging_longer(jobs, options, floor)
-        if plan == baseline and longer is not None:
-            # A few iterations show no gain, or none that lasts: judge by all of them.
-            arbiter = Arbiter(topology, jobs, baseline, allowed, longer)
-            plan, outcome, floor = _arbitrate(arbiter, jobs, singles)
-            simulations += arbiter.simulations
-        adopted = None if arbiter.adopted is None else singles[arbiter.adopted]
-        decisions = _nominal(jobs) if adopted is None else list(adopted.decisions)
-        decisions += arbiter.log
-    else:
-        single = _plan_singles(topology, tuple(jobs), baseline, allowed, seed)
-        plan, decisions = single.plan, list(single.decisions)
-        outcome, floor = (_outcome(topology, tuple(jobs), one) for one in (plan, baseline))
+        simulations += arbiter.simulations
+    adopted = None if arbiter.adopted is None else singles[arbiter.adopted]
+    decisions = _nominal(jobs) if adopted is None else list(adopted.decisions)
     return CoDesignResult(
         plan=plan,
         baseline=baseline,
-        decisions=tuple(decisions),
+        decisions=(*decisions, *arbiter.log),
         outcome=_own(outcome),
         baseline_outcome=_own(floor),
         simulations=simulations,

@@ -73,11 +73,6 @@ def draw_schedule(
         >>> len(figure.axes[0].get_yticks())
         4
     """
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415 - heavy and optional
-    except ImportError as error:  # pragma: no cover - the development environment has it
-        message = "Matplotlib is not installed, and pictures need it"
-        raise UnsupportedError(message, hint="pip install 'fivefold[collectives]'") from error
     if timing.starts_s.shape != schedule.chunks.shape:
         raise ConfigurationError(
             f"the timing has {timing.starts_s.size} transfers, the schedule "
@@ -86,27 +81,28 @@ def draw_schedule(
         )
     network = require_topology(schedule, topology)
     messages = _messages(schedule, network)
-    scale, unit = _time_scale(timing.total_s)
     many = messages[0].size > _MOST_BARS and timing.total_s > 0
     rows = _rows(timing, None if many else most_rows)
-    height = 1.6 + 0.2 * min(max(len(rows), 4), _MOST_NAMES if many else most_rows)
-    figure = Figure(figsize=(9.5, height), layout="constrained")
+    figure = _empty_figure(min(max(len(rows), 4), _MOST_NAMES if many else most_rows))
     axes = figure.add_subplot()
     bars = _shown(messages, rows, network.num_links)
-    if many:
-        rows, note = _paint_busy(axes, schedule, timing, bars, rows)
-    else:
-        _paint(axes, schedule, timing, bars, scale)
-        busy = int((timing.link_busy_s > 0).sum())
-        note = f"the {len(rows)} busiest of {busy} links" if len(rows) < busy else ""
-    axes.set_xlim(0, max(timing.total_s, 1e-12) * scale)
-    _label(axes, network, rows, unit, every=not many)
+    rows, note = (_paint_busy if many else _paint_bars)(axes, schedule, timing, bars, rows)
+    _label(axes, network, rows, timing, every=not many)
     _explain_colours(axes, schedule, many=many)
     axes.set_title(title or _title(schedule, timing), fontsize=10, loc="left", pad=8)
     _remark(axes, note)
     if path is not None:
         figure.savefig(path, dpi=150)
     return figure
+
+
+def _empty_figure(num_rows: int) -> Figure:
+    try:
+        from matplotlib.figure import Figure  # noqa: PLC0415 - heavy and optional
+    except ImportError as error:  # pragma: no cover - the development environment has it
+        message = "Matplotlib is not installed, and pictures need it"
+        raise UnsupportedError(message, hint="pip install 'fivefold[collectives]'") from error
+    return Figure(figsize=(9.5, 1.6 + 0.2 * num_rows), layout="constrained")
 
 
 def _rows(timing: Timing, most_rows: int | None) -> Ints:
@@ -170,11 +166,19 @@ def _remark(axes: Axes, note: str) -> None:
     )
 
 
-def _paint(
-    axes: Axes, schedule: Schedule, timing: Timing, bars: tuple[Array, Array], scale: float
-) -> None:
+def _paint_bars(
+    axes: Axes, schedule: Schedule, timing: Timing, bars: tuple[Array, Array], rows: Ints
+) -> tuple[Ints, str]:
+    """Paint each message; the link of each row, and what to say of the rows."""
+    _paint(axes, schedule, timing, bars)
+    busy = int((timing.link_busy_s > 0).sum())
+    return rows, f"the {len(rows)} busiest of {busy} links" if len(rows) < busy else ""
+
+
+def _paint(axes: Axes, schedule: Schedule, timing: Timing, bars: tuple[Array, Array]) -> None:
     import matplotlib as mpl  # noqa: PLC0415 - heavy and optional
 
+    scale, _ = _time_scale(timing.total_s)
     transfers, rows = bars
     starts = timing.starts_s[transfers] * scale
     lasts = timing.ends_s[transfers] * scale - starts
@@ -229,7 +233,8 @@ def _explain_colours(axes: Axes, schedule: Schedule, *, many: bool) -> None:
     )
 
 
-def _label(axes: Axes, topology: Topology, rows: Ints, unit: str, *, every: bool) -> None:
+def _label(axes: Axes, topology: Topology, rows: Ints, timing: Timing, *, every: bool) -> None:
+    scale, unit = _time_scale(timing.total_s)
     names = [
         f"{topology.links[row].source} \N{RIGHTWARDS ARROW} {topology.links[row].target}"
         for row in rows
@@ -239,6 +244,7 @@ def _label(axes: Axes, topology: Topology, rows: Ints, unit: str, *, every: bool
     named = [names[place] for place in places]
     axes.set_yticks(places, named, fontsize=6.5 if len(rows) > 20 else 8)
     axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_xlim(0, max(timing.total_s, 1e-12) * scale)
     axes.set_xlabel(f"time ({unit})", fontsize=9)
     axes.tick_params(axis="x", labelsize=8)
     axes.tick_params(axis="y", length=0)
