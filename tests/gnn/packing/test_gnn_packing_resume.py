@@ -7,11 +7,14 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
 from fivefold.errors import ConfigurationError, DataError, InfeasibleError, StorageError
-from fivefold.gnn.packing import PackedStore, _geometry, pack, write_plan
+from fivefold.gnn.packing import PackedStore, _geometry, _records, pack, write_plan
+from fivefold.gnn.packing._overlap import side_by_side
 from fivefold.gnn.storage import ContainerWriter
 
 FILES = ("store.json", "plan.fvf", "rows.fvf", "records.fvf")
@@ -24,13 +27,14 @@ from fivefold.gnn.packing import pack, read_plan
 from fivefold.gnn.sampling import SampleFile
 from fivefold.gnn.storage import Container
 
-folder, strategy, kills = sys.argv[1], sys.argv[2], int(sys.argv[3])
+folder, strategy = sys.argv[1:3]
+kills, memory_bytes = map(int, sys.argv[3:])
 features = Container.open(f"{folder}/features.fvf")
 samples = SampleFile.open(f"{folder}/samples.fvf")
 plan = read_plan(f"{folder}/plan")
 
 def run(name):
-    settings = {"memory_bytes": 1 << 20, "strategy": strategy}
+    settings = {"memory_bytes": memory_bytes, "strategy": strategy}
     pack(features, samples, plan, f"{folder}/{name}", **settings).close()
 
 run("whole")
@@ -72,11 +76,14 @@ def wide_world(make_world):
     return world, plan
 
 
-@pytest.mark.parametrize("strategy", ["spill", "passes"])
-def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(wide_world, strategy):
+@pytest.mark.parametrize(
+    ("strategy", "memory_bytes"), [("spill", 1 << 20), ("passes", 1 << 20), ("spill", 8 << 20)]
+)
+def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(wide_world, strategy, memory_bytes):
     world, plan = wide_world
     write_plan(plan, world.folder / "plan")
-    command = [sys.executable, "-c", KILLED_AT_RANDOM, str(world.folder), strategy, "8"]
+    settings = [strategy, "8", str(memory_bytes)]
+    command = [sys.executable, "-c", KILLED_AT_RANDOM, str(world.folder), *settings]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert result.returncode == 0, result.stderr
     assert int(result.stdout) == 8
@@ -127,6 +134,86 @@ def test_at_most_one_step_is_done_twice(wide_world, tmp_path, monkeypatch, strat
         # A step is one segment of records, one range that is spilled, or one window of rows.
         windows = {call for call in every if call[0] == every[calls][0]}
         assert len(after) <= len(every) - calls + len(windows) // 2 + 8
+
+
+@pytest.mark.parametrize("strategy", ["spill", "passes"])
+def test_with_memory_for_both_records_are_made_beside_the_rows(wide_world, tmp_path, strategy):
+    world, plan = wide_world
+    threads = {"records": set(), "rows": set()}
+
+    def progress(stage, _done, _total):
+        if stage in threads:
+            threads[stage].add(threading.current_thread().name)
+
+    def run(memory_bytes):
+        folder = tmp_path / f"{memory_bytes}"
+        settings = {"memory_bytes": memory_bytes, "strategy": strategy, "progress": progress}
+        pack(world.features, world.samples, plan, folder, **settings).close()
+        return contents(folder)
+
+    one_by_one = run(1 << 20)
+    assert threads["records"] == {"MainThread"}
+    threads["records"].clear()
+    at_once = run(12 << 20)
+    assert len(threads["records"]) == 1
+    assert threads["records"].isdisjoint({"MainThread"} | threads["rows"])
+    for name in ("rows.fvf", "records.fvf", "plan.fvf"):
+        assert one_by_one[name] == at_once[name]
+
+
+def test_an_error_in_the_records_ends_the_rows_and_the_next_run_goes_on(
+    wide_world, tmp_path, monkeypatch
+):
+    world, plan = wide_world
+    settings = {"memory_bytes": 12 << 20, "strategy": "spill"}
+    arguments = (world.features, world.samples, plan)
+    pack(*arguments, tmp_path / "whole", **settings).close()
+    made = _records.encode_record
+    rows, moving = [], threading.Event()
+
+    def encode(record):
+        if record.number == 4:
+            assert moving.wait(30)
+            raise StoppedError
+        return made(record)
+
+    def slowly(stage, done, _total):
+        if stage in {"rows", "spill"}:
+            rows.append(done)
+            moving.set()
+            time.sleep(0.05)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_records, "encode_record", encode)
+        patch.setattr(_geometry, "_LEAST_WINDOW_BYTES", 64 << 10)
+        patch.setattr(_geometry, "_CELL_BYTES", 1)
+        with pytest.raises(StoppedError):
+            pack(*arguments, tmp_path / "store", **settings, progress=slowly)
+    assert 0 < len(rows) < 20, "there are some forty ranges and windows"
+    assert not [t for t in threading.enumerate() if t.name.startswith("fivefold-pack")]
+    pack(*arguments, tmp_path / "store", **settings).close()
+    store, whole = (contents(tmp_path / name) for name in ("store", "whole"))
+    del store["store.json"], whole["store.json"]  # they name the sizes of the steps
+    assert store == whole
+
+
+def test_an_interrupt_while_records_are_made_ends_them():
+    ended = threading.Event()
+
+    def interrupted(_check):
+        raise KeyboardInterrupt
+
+    def for_ever(check):
+        try:
+            while True:
+                check()
+                time.sleep(0.001)
+        finally:
+            ended.set()
+
+    with pytest.raises(KeyboardInterrupt):
+        side_by_side(interrupted, for_ever)
+    assert ended.is_set()
 
 
 def test_windows_between_two_marks_are_done_again(wide_world, tmp_path, monkeypatch):

@@ -10,9 +10,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.gnn.planning import IdSet, is_dense
+from fivefold.gnn.planning import IdSet, Plan, is_dense
 
-__all__ = ["LocalNumbers", "SlotTracker"]
+__all__ = ["LocalNumbers", "SlotTracker", "advance", "caches_of", "make_tracker"]
 
 _COLD = -1
 
@@ -138,3 +138,22 @@ class LocalNumbers:
             return np.full(len(node_ids), -1, np.int64)
         places = np.minimum(np.searchsorted(self._sorted, node_ids), len(self._sorted) - 1)
         return np.where(self._sorted[places] == node_ids, places, -1)
+
+
+def caches_of(plan: Plan) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Node ids of the device cache and of the host cache at the start, in slot order."""
+    return np.asarray(plan.device_rows, np.int64), np.asarray(plan.host_rows, np.int64)
+
+
+def make_tracker(plan: Plan, *, num_nodes: int, dense_bytes: int) -> SlotTracker:
+    """The tracker of a plan's caches before the first batch."""
+    schedule = plan.cache_schedule
+    later = np.empty(0, np.int64) if schedule is None else schedule.admitted_rows
+    device, host = caches_of(plan)
+    return SlotTracker(device, host, num_nodes=num_nodes, later_rows=later, dense_bytes=dense_bytes)
+
+
+def advance(tracker: SlotTracker, plan: Plan, batch: int) -> None:
+    """Let in what the plan admits after this batch; static caches stay as they are."""
+    if plan.cache_schedule is not None:
+        tracker.admit(*plan.cache_schedule.admissions(batch))

@@ -36,13 +36,13 @@ class Order:
     """Node id of each output row, over all sections: packed rows, device cache, host cache.
 
     Args:
-        records: The container of the records, whose section ``order`` has the packed rows' ids.
+        layouts: The container whose section ``order`` has the packed rows' ids.
         caches: Ids of the caches' rows, device first.
     """
 
-    def __init__(self, records: Container, caches: NDArray[np.int64]) -> None:
-        self._records = records
-        self._num_packed = records.sections["order"].shape[0]
+    def __init__(self, layouts: Container, caches: NDArray[np.int64]) -> None:
+        self._layouts = layouts
+        self._num_packed = layouts.sections["order"].shape[0]
         self._caches = caches
 
     def read(self, first: int, num_rows: int) -> NDArray[np.int64]:
@@ -50,7 +50,7 @@ class Order:
         stop = first + num_rows
         parts = []
         if first < self._num_packed:
-            packed = self._records.read("order", first, min(stop, self._num_packed))
+            packed = self._layouts.read("order", first, min(stop, self._num_packed))
             parts.append(packed.astype(np.int64))
         if stop > self._num_packed:
             begin = max(first - self._num_packed, 0)

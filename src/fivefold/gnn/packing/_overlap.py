@@ -7,8 +7,9 @@ comes out of the caller's next call, and both threads end with the ``with`` bloc
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self
@@ -16,9 +17,10 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["WriteBehind", "in_threads", "read_ahead"]
+__all__ = ["WriteBehind", "in_threads", "read_ahead", "side_by_side"]
 
 Buffer = NDArray[np.uint8]
+Check = Callable[[], None]
 
 
 def read_ahead(
@@ -48,7 +50,7 @@ def read_ahead(
             yield result, buffers[number % 2]
 
 
-def in_threads(calls: Sequence[Callable[[], Any]], *, threads: int) -> Iterator[Any]:
+def in_threads(calls: Iterable[Callable[[], Any]], *, threads: int) -> Iterator[Any]:
     """What the calls return, in their order; only one more than there are threads is under way.
 
     Example:
@@ -67,6 +69,53 @@ def in_threads(calls: Sequence[Callable[[], Any]], *, threads: int) -> Iterator[
         finally:
             for future in running:
                 future.cancel()
+
+
+class _DroppedError(Exception):
+    """What runs beside has failed: this is not needed any more."""
+
+
+def side_by_side(first: Callable[[Check], Any], second: Callable[[Check], Any]) -> tuple[Any, Any]:
+    """What two calls return that run at the same time, ``second`` in a thread of its own.
+
+    Each is given a function to call now and then, which ends it when the other one has failed; the
+    error of the one that failed comes out when both have ended.
+
+    Example:
+        >>> side_by_side(lambda check: 1, lambda check: 2)
+        (1, 2)
+        >>> def for_ever(check):
+        ...     while True:
+        ...         check()
+        >>> try:
+        ...     side_by_side(for_ever, lambda check: 1 / 0)
+        ... except ZeroDivisionError as error:
+        ...     print(error)
+        division by zero
+    """
+    failed = threading.Event()
+
+    def check() -> None:
+        if failed.is_set():
+            raise _DroppedError
+
+    def watched(call: Callable[[Check], Any]) -> Any:
+        try:
+            return call(check)
+        except BaseException:
+            failed.set()
+            raise
+
+    with ThreadPoolExecutor(1, thread_name_prefix="fivefold-pack-beside") as pool:
+        beside = pool.submit(watched, second)
+        try:
+            return watched(first), beside.result()
+        except _DroppedError:
+            beside.result()  # raises why
+            raise
+        except BaseException:
+            failed.set()  # also where the wait was interrupted
+            raise
 
 
 class WriteBehind:

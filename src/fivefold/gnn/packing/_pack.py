@@ -1,58 +1,48 @@
 """Packing: from features, samples and a plan to a store that training reads in order.
 
-Two halves, each one file: records (``_records``) and rows (``_rows``). Both go on after a kill
-with the piece that was under way. ``store.json`` comes last.
+First each segment is laid out (``_layouts``), then two files are written at the same time: records
+(``_records``) and rows (``_rows``). All of them go on after a kill with the piece that was under
+way. ``store.json`` comes last.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import fcntl
-import json
-import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
 from fivefold.errors import ConfigurationError, DataError, StorageError
-from fivefold.gnn.packing._geometry import (
-    PAGE_BYTES,
-    STRATEGIES,
-    Geometry,
-    choose_geometry,
-    reader_shape,
-)
+from fivefold.gnn.packing._geometry import STRATEGIES, Geometry, reader_shape
+from fivefold.gnn.packing._job import ANEW_HINT, Job, Profile
+from fivefold.gnn.packing._layouts import KIND_LAYOUTS, write_layouts
+from fivefold.gnn.packing._levels import caches_of
 from fivefold.gnn.packing._movement import Mover, Order
+from fivefold.gnn.packing._overlap import side_by_side
 from fivefold.gnn.packing._plan_file import write_plan
-from fivefold.gnn.packing._records import KIND_RECORDS, caches_of, write_records
+from fivefold.gnn.packing._records import KIND_RECORDS, Recorder
 from fivefold.gnn.packing._rows import KIND_ROWS, write_rows
 from fivefold.gnn.packing._store import (
     PackedStore,
     StoreFiles,
     read_manifest,
-    write_json,
     write_manifest,
 )
-from fivefold.gnn.planning import DiskCost, Plan
+from fivefold.gnn.planning import Plan
 from fivefold.gnn.sampling import SampleFile
 from fivefold.gnn.storage import Container, RowReader
-from fivefold.units import format_bytes, format_duration_s
 
-Profile = DiskCost | Callable[[], DiskCost]
 Progress = Callable[[str, int, int], None]
 
 __all__ = ["pack"]
 
-_logger = logging.getLogger(__name__)
 _SECTION = "x"
 _LOCK = "lock"
-_BYTES_PER_S = 1e9  # of a disk that was not measured
-_ANEW = "give another folder, or begin anew with resume=False (--fresh)"
-_LEDGER_BYTES_PER_PAGE = 10  # checksum and state of a page, for the rows and for the spill
 
 
 def pack(  # noqa: PLR0913 - the contract names them
@@ -79,7 +69,8 @@ def pack(  # noqa: PLR0913 - the contract names them
         plan: What ``make_plan`` decided for these features and samples.
         folder: Where the store shall lie.
         memory_bytes: What buffers and indices may take; the interpreter is not in it.
-        progress: Called with a stage ("records", "spill", "rows"), what is done, and the total.
+        progress: Called with a stage ("layouts", "records", "spill", "rows"), what is done, and
+            the total. Records are made beside the rows, so calls of two stages may alternate.
         resume: Go on with an unfinished store of the same inputs, and take a finished one as it
             is. False: remove what is there and begin anew.
         backend: Engine that reads; "auto" takes threads, for requests are few and large.
@@ -135,10 +126,10 @@ def pack(  # noqa: PLR0913 - the contract names them
     with _locked(files):
         if not resume:
             _remove_store(files)
-        job = _Job(files, inputs, memory_bytes=memory_bytes)
+        job = Job(files, inputs, memory_bytes=memory_bytes)
         threads, block_bytes = reader_shape(memory_bytes)
         with (
-            _records(files, samples, plan, inputs, memory_bytes, tell) as records,
+            _layouts(files, samples, plan, inputs, memory_bytes, tell) as layouts,
             RowReader(
                 features,
                 _SECTION,
@@ -148,13 +139,26 @@ def pack(  # noqa: PLR0913 - the contract names them
                 block_bytes=block_bytes,
             ) as reader,
         ):
-            mover, sections = _mover(features, reader, records, plan)
-            spare = plan.budgets.disk_bytes - records.nbytes
+            recorder = Recorder(samples, plan, layouts, memory_bytes=memory_bytes)
+            mover, sections = _mover(features, reader, layouts, plan)
             mover = job.with_geometry(
-                mover, sections, budget_bytes=spare, profile=profile, strategy=strategy
+                mover,
+                sections,
+                beside_bytes=recorder.needed_bytes,
+                free_bytes=_room_bytes(files, samples, plan, layouts),
+                profile=profile,
+                strategy=strategy,
             )
-            with _rows(files, mover, sections, inputs, tell) as rows:
-                _finish(files, plan, samples, inputs, mover.geometry, rows, records)
+            _write_both(
+                files,
+                inputs,
+                mover,
+                recorder,
+                sections=sections,
+                at_once=job.at_once,
+                progress=tell,
+            )
+        _finish(files, plan, samples, inputs, mover.geometry)
         shutil.rmtree(files.scratch)
     return PackedStore.open(files.folder, features=features, samples=samples)
 
@@ -211,7 +215,7 @@ def _finished(
     if other:
         raise DataError(
             f"{files.folder} holds a store of other inputs ({', '.join(other)})",
-            hint=_ANEW,
+            hint=ANEW_HINT,
         )
     shutil.rmtree(files.scratch, ignore_errors=True)  # a run was killed while it tidied up
     return PackedStore.open(files.folder, features=features, samples=samples)
@@ -239,76 +243,7 @@ def _locked(files: StoreFiles) -> Iterator[None]:
         yield
 
 
-class _Job:
-    """What an unfinished run has settled: its inputs and its geometry."""
-
-    def __init__(self, files: StoreFiles, inputs: dict[str, str], *, memory_bytes: int) -> None:
-        self._files = files
-        self._path = files.scratch / "job.json"
-        self._memory_bytes = memory_bytes
-        self._settled: dict[str, Any] = {"inputs": inputs, "geometry": None, "memory_bytes": 0}
-        if not self._path.exists():
-            write_json(self._path, self._settled)
-            return
-        try:
-            self._settled = json.loads(self._path.read_text())
-            known = self._settled["inputs"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{self._path} cannot be read: {error}", hint=_ANEW) from None
-        other = [name for name in inputs if inputs[name] != known.get(name)]
-        if other:
-            message = f"{files.folder} holds an unfinished store of other {', '.join(other)}"
-            raise DataError(message, hint=_ANEW)
-
-    def with_geometry(
-        self,
-        mover: Mover,
-        sections: dict[str, int],
-        *,
-        budget_bytes: int,
-        profile: Profile | None,
-        strategy: str | None,
-    ) -> Mover:
-        """The mover with the sizes of the earlier run, where they fit, else with new ones."""
-        known = self._settled["geometry"]
-        fits = known is not None and self._settled["memory_bytes"] <= self._memory_bytes
-        if fits and strategy in {None, known["strategy"]}:
-            return dataclasses.replace(mover, geometry=Geometry(**known))
-        for leftover in (*self._files.scratch.glob("spill*"), *self._files.scratch.glob("routes*")):
-            leftover.unlink()
-        disk = profile() if callable(profile) else profile
-        output_bytes = sum(sections.values()) * mover.row_bytes
-        ledger_bytes = _LEDGER_BYTES_PER_PAGE * output_bytes // PAGE_BYTES
-        geometry = choose_geometry(
-            num_nodes=mover.num_nodes,
-            row_bytes=mover.row_bytes,
-            sections=sections,
-            memory_bytes=self._memory_bytes - ledger_bytes,
-            read_bytes_per_s=getattr(disk, "sequential_read_bytes_per_s", _BYTES_PER_S),
-            write_bytes_per_s=getattr(disk, "sequential_write_bytes_per_s", _BYTES_PER_S),
-            free_bytes=min(budget_bytes, _free_bytes(self._files)),
-            strategy=strategy,
-        )
-        _logger.info(
-            "packing (%s): reads %s, writes %s, about %s",
-            geometry.strategy,
-            format_bytes(geometry.read_bytes),
-            format_bytes(geometry.written_bytes),
-            format_duration_s(geometry.seconds),
-        )
-        self._settled |= {"geometry": geometry.to_json(), "memory_bytes": self._memory_bytes}
-        write_json(self._path, self._settled)
-        return dataclasses.replace(mover, geometry=geometry)
-
-
-def _free_bytes(files: StoreFiles) -> int:
-    """Free space, with what an unfinished run has already set aside for the rows."""
-    found = os.statvfs(files.folder)
-    taken = sum(path.stat().st_size for path in files.folder.glob("rows.fvf*"))
-    return found.f_bavail * found.f_frsize + taken
-
-
-def _records(
+def _layouts(
     files: StoreFiles,
     samples: SampleFile,
     plan: Plan,
@@ -316,14 +251,10 @@ def _records(
     memory_bytes: int,
     progress: Progress,
 ) -> Container:
-    if files.records.exists():
-        records = Container.open(files.records, kind=KIND_RECORDS)
-        if records.attributes == inputs:
-            return records
-        records.close()
-        raise DataError(f"{files.records} is of another store", hint=_ANEW)
-    return write_records(
-        files.records,
+    if files.layouts.exists():
+        return _of_this_store(files.layouts, KIND_LAYOUTS, inputs)
+    return write_layouts(
+        files.layouts,
         samples,
         plan,
         memory_bytes=memory_bytes,
@@ -332,13 +263,73 @@ def _records(
     )
 
 
+def _of_this_store(path: Path, kind: str, inputs: dict[str, str]) -> Container:
+    found = Container.open(path, kind=kind)
+    if found.attributes == inputs:
+        return found
+    found.close()
+    raise DataError(f"{path} is of another store", hint=ANEW_HINT)
+
+
+def _write_both(
+    files: StoreFiles,
+    inputs: dict[str, str],
+    mover: Mover,
+    recorder: Recorder,
+    *,
+    sections: dict[str, int],
+    at_once: bool,
+    progress: Progress,
+) -> None:
+    """Write rows and records, at the same time where there is memory for both."""
+
+    def checked(check: Callable[[], None]) -> Progress:
+        def tell(stage: str, done: int, total: int) -> None:
+            check()
+            progress(stage, done, total)
+
+        return tell
+
+    def write_all_rows(check: Callable[[], None]) -> None:
+        if not files.rows.exists():
+            write_rows(
+                files.rows,
+                mover,
+                sections=sections,
+                attributes=inputs,
+                scratch=files.scratch,
+                progress=checked(check),
+            ).close()
+
+    def write_all_records(check: Callable[[], None]) -> None:
+        if not files.records.exists():
+            tell = checked(check)
+            recorder.write(files.records, attributes=inputs, progress=tell).close()
+
+    if at_once:
+        side_by_side(write_all_rows, write_all_records)
+        return
+    write_all_records(lambda: None)
+    write_all_rows(lambda: None)
+
+
+def _room_bytes(files: StoreFiles, samples: SampleFile, plan: Plan, layouts: Container) -> int:
+    """Disk space for rows and spill: of what is free and of the budget, the smaller one."""
+    found = os.statvfs(files.folder)
+    rows = sum(path.stat().st_size for path in files.folder.glob("rows.fvf*"))  # set aside before
+    records = sum(path.stat().st_size for path in files.folder.glob("records.fvf*"))
+    whole = records if files.records.exists() else max(samples.nbytes, records)  # about as large
+    free = found.f_bavail * found.f_frsize + rows - (whole - records)
+    return min(free, plan.budgets.disk_bytes - whole - layouts.nbytes)
+
+
 def _mover(
-    features: Container, reader: RowReader, records: Container, plan: Plan
+    features: Container, reader: RowReader, layouts: Container, plan: Plan
 ) -> tuple[Mover, dict[str, int]]:
     section = features.sections[_SECTION]
     device, host = caches_of(plan)
     sections = {
-        "rows": records.sections["order"].shape[0],
+        "rows": layouts.sections["order"].shape[0],
         "device": len(device),
         "host": len(host),
     }
@@ -347,32 +338,9 @@ def _mover(
         num_nodes=section.shape[0],
         dtype=section.dtype,
         dim=section.shape[1],
-        order=Order(records, np.concatenate([device, host])),
+        order=Order(layouts, np.concatenate([device, host])),
     )
     return mover, sections
-
-
-def _rows(
-    files: StoreFiles,
-    mover: Mover,
-    sections: dict[str, int],
-    inputs: dict[str, str],
-    progress: Progress,
-) -> Container:
-    if files.rows.exists():
-        rows = Container.open(files.rows, kind=KIND_ROWS)
-        if rows.attributes == inputs:
-            return rows
-        rows.close()
-        raise DataError(f"{files.rows} is of another store", hint=_ANEW)
-    return write_rows(
-        files.rows,
-        mover,
-        sections=sections,
-        attributes=inputs,
-        scratch=files.scratch,
-        progress=progress,
-    )
 
 
 def _finish(
@@ -381,13 +349,16 @@ def _finish(
     samples: SampleFile,
     inputs: dict[str, str],
     geometry: Geometry,
-    rows: Container,
-    records: Container,
 ) -> None:
     write_plan(plan, files.plan)
+    with (
+        _of_this_store(files.rows, KIND_ROWS, inputs) as rows,
+        _of_this_store(files.records, KIND_RECORDS, inputs) as records,
+    ):
+        fingerprints = {"rows": rows.fingerprint, "records": records.fingerprint}
     manifest = {
         "inputs": inputs,
-        "files": {"rows": rows.fingerprint, "records": records.fingerprint},
+        "files": fingerprints,
         "num_epochs": samples.num_epochs,
         "packing": geometry.to_json(),
     }

@@ -1,14 +1,13 @@
-"""The first half of packing: records of all batches, and which node each packed row holds.
+"""The records of all batches: renumbered, encoded, one after the other in one file.
 
-Segment by segment: find each batch's cold nodes, lay the segment out, renumber its batches and
-append their records. One file holds the records (page-aligned), their index and ``order``, the
-node id of each packed row. Memory is that of one segment; a killed run goes on with the segment
-that was under way.
+The file holds the records (page-aligned) and their index. Records depend on where rows will lie,
+not on the rows: they are made while rows are moved. A killed run goes on after the last mark.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -18,203 +17,153 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.errors import DataError, InfeasibleError
-from fivefold.gnn.packing._levels import LocalNumbers, SlotTracker
+from fivefold.gnn.packing._layouts import places_of
+from fivefold.gnn.packing._levels import LocalNumbers, SlotTracker, advance, make_tracker
 from fivefold.gnn.packing._overlap import in_threads
 from fivefold.gnn.packing._record import BatchRecord, build_record, encode_record
-from fivefold.gnn.planning import Plan, segment_layout, sort_distinct
-from fivefold.gnn.sampling import SampleFile
+from fivefold.gnn.planning import Plan
+from fivefold.gnn.sampling import SampledBatch, SampleFile
 from fivefold.gnn.storage import Container, ContainerWriter
 from fivefold.units import format_bytes
 
-__all__ = ["KIND_RECORDS", "caches_of", "write_records"]
+__all__ = ["KIND_RECORDS", "Recorder"]
 
 KIND_RECORDS = "packed-records"
 _PAGE_BYTES = 4096
-# Measured: ids, places and what a layout keeps while it sorts, for each batch and cold node.
-_BYTES_PER_COLD_ENTRY = {"gray": 28, "folded": 28, "packed": 38, "minhash": 42, "popularity": 42}
 _BYTES_PER_NODE = 96  # of each batch whose record is being built
-_THREADS = 2
+_SAMPLED_COPIES = 5  # of its sampled record: read, decoded, renumbered, encoded
+_DENSE_SHARE = 8  # a table may take an eighth of the memory, or answers come from sorted lists
+_MARK_BYTES = 64 << 20  # a mark waits for the disk; this much is redone after a kill
+_WRITER_BYTES = 4 << 20  # through which a writer copies what is not aligned
+_MOST_THREADS = 2
 _NONE = np.empty(0, np.int64)
 
 Progress = Callable[[str, int, int], None]
+_Call = Callable[[], tuple[NDArray[np.uint8], int, int]]
 
 
-def write_records(
-    path: Path,
-    samples: SampleFile,
-    plan: Plan,
-    *,
-    memory_bytes: int,
-    attributes: dict[str, Any],
-    progress: Progress,
-) -> Container:
-    """Write the records of all batches; what an earlier run has done is kept.
+class Recorder:
+    """Makes the records of a plan's batches.
 
     Args:
-        path: File to write.
         samples: The sampled batches.
         plan: Caches, segments and layout.
-        memory_bytes: What the caches' tables and one segment may take.
-        attributes: Fingerprints of what the records are made from.
-        progress: Called with a stage, what is done and what there is in all.
+        layouts: The places of the batches' rows.
+        memory_bytes: What tables and batches under way may take.
+
+    Attributes:
+        needed_bytes: What they take at most, and the writer.
 
     Raises:
-        InfeasibleError: One segment needs more memory.
-        DataError: The plan does not fit the samples.
+        InfeasibleError: They take more.
     """
-    num_batches = samples.num_batches
-    ids = np.uint32 if samples.num_nodes < 2**32 else np.int64
-    sections = {
-        "data": (np.uint8, (None,)),
-        "order": (ids, (int(plan.segment_rows[-1]),)),
-        "index": (np.int64, (num_batches, 4)),  # place and bytes of the record, nodes, edges
-        "train_ids": (np.int64, (len(samples.train_ids),)),
-    }
-    with ContainerWriter(
-        path, kind=KIND_RECORDS, sections=sections, attributes=attributes, resume=True
-    ) as writer:
-        writer.write("train_ids", 0, samples.train_ids)
-        done = writer.progress or {"segments": 0, "bytes": 0, "rows": 0}
-        recorder = _Recorder(samples, plan, writer, memory_bytes=memory_bytes, done=done)
-        for number in range(done["segments"], len(plan.segments)):
-            recorder.add_segment(number)
-            writer.mark({"segments": number + 1, **recorder.done})
-            progress("records", plan.segments[number][1], num_batches)
-        return writer.commit()
-
-
-def caches_of(plan: Plan) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Node ids of the device cache and of the host cache at the start, in slot order."""
-    return np.asarray(plan.device_rows, np.int64), np.asarray(plan.host_rows, np.int64)
-
-
-class _Recorder:
-    """Appends the records of one segment after the other."""
 
     def __init__(
-        self,
-        samples: SampleFile,
-        plan: Plan,
-        writer: ContainerWriter,
-        *,
-        memory_bytes: int,
-        done: dict[str, int],
+        self, samples: SampleFile, plan: Plan, layouts: Container, *, memory_bytes: int
     ) -> None:
-        self._samples, self._plan, self._writer = samples, plan, writer
-        self._schedule = plan.cache_schedule
-        later = np.empty(0, np.int64) if self._schedule is None else self._schedule.admitted_rows
-        device, host = caches_of(plan)
-        self._tracker = SlotTracker(
-            device,
-            host,
-            num_nodes=samples.num_nodes,
-            later_rows=later,
-            dense_bytes=memory_bytes // 8,
-        )
-        self._numbers = SimpleQueue[LocalNumbers]()  # a table for each thread
-        self._memory_bytes = memory_bytes - self._tracker.nbytes
-        for _ in range(_THREADS):
-            table = LocalNumbers(samples.num_nodes, dense_bytes=memory_bytes // 8)
-            self._numbers.put(table)
-            self._memory_bytes -= table.nbytes
-        self._bytes, self._rows = done["bytes"], done["rows"]
-        for segment in plan.segments[: done["segments"]]:
-            for batch in range(*segment):
-                self._advance(batch)
-
-    @property
-    def done(self) -> dict[str, int]:
-        """Bytes of records and packed rows so far."""
-        return {"bytes": self._bytes, "rows": self._rows}
-
-    def add_segment(self, number: int) -> None:
-        """Lay one segment out and write its records.
-
-        Raises:
-            DataError: It has other rows than the plan says.
-            InfeasibleError: It needs more memory.
-        """
-        first, stop = self._plan.segments[number]
-        slots, cold_ids = self._classify(first, stop)
-        layout = segment_layout(
-            cold_ids,
-            layout=self._plan.layout,
-            minhash_functions=self._plan.minhash_functions,
-            first_batch=first,
-            num_batches=self._plan.num_batches,
-        )
-        if self._rows + len(layout.order) != self._plan.segment_rows[number + 1]:
-            message = f"segment {number} has other rows than the plan says"
-            raise DataError(message, hint="make the plan again from these samples")
-        uses = np.zeros(len(layout.order), np.int32)
-        for rows in layout.rows:
-            uses[rows] += 1
-        making = [
-            partial(self._make, first + place, slots[place], layout.order, rows, uses)
-            for place, rows in enumerate(layout.rows)
-        ]
-        for place, made in enumerate(in_threads(making, threads=_THREADS)):
-            self._append(first + place, *made)
-        order_type = np.uint32 if self._samples.num_nodes < 2**32 else np.int64
-        self._writer.write("order", self._rows, layout.order.astype(order_type))
-        self._rows += len(layout.order)
-
-    def _classify(
-        self, first: int, stop: int
-    ) -> tuple[list[NDArray[np.int32]], list[NDArray[np.int64]]]:
-        """Slots of all nodes of the segment's batches, and their cold ids, ascending."""
-        slots, cold_ids = [], []
-        # What a batch finds in a cache that moves depends on the batch before it.
-        threads = _THREADS if self._schedule is None else 1
-        asking = [partial(self._ask, batch) for batch in range(first, stop)]
-        for found, cold in in_threads(asking, threads=threads):
-            slots.append(found)
-            cold_ids.append(cold)
-            self._check_memory(slots, cold_ids, first, stop)
-        return slots, cold_ids
-
-    def _ask(self, batch: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Slots of a batch's nodes, and its cold ids in order; then the cache moves on."""
-        node_ids = self._samples.node_ids(batch)
-        slots = self._tracker.slots(node_ids)
-        self._advance(batch)
-        return slots, sort_distinct(node_ids[slots < 0], self._samples.num_nodes)
-
-    def _check_memory(
-        self,
-        slots: list[NDArray[np.int32]],
-        cold_ids: list[NDArray[np.int64]],
-        first: int,
-        stop: int,
-    ) -> None:
-        needed = _BYTES_PER_COLD_ENTRY[self._plan.layout] * sum(map(len, cold_ids))
-        needed += 4 * sum(map(len, slots)) + _THREADS * _BYTES_PER_NODE * max(map(len, slots))
-        if needed > self._memory_bytes:
-            total = format_bytes(needed * (stop - first) / len(slots) + self._tracker.nbytes)
+        self._samples, self._plan, self._layouts = samples, plan, layouts
+        self._dense_bytes = memory_bytes // _DENSE_SHARE
+        # One core is left to those who move rows.
+        self._threads = min(_MOST_THREADS, max(1, (os.cpu_count() or 1) - 1))
+        own_bytes = self._own_bytes()
+        self.needed_bytes = own_bytes + _WRITER_BYTES
+        if own_bytes > memory_bytes:
             raise InfeasibleError(
-                f"laying out the segment of batches {first} to {stop - 1} takes about {total} "
-                f"of memory, more than memory_bytes={self._memory_bytes + self._tracker.nbytes}",
-                hint="give packing more memory, or plan with smaller segments (segment_batches)",
+                f"making the records of the batches takes {format_bytes(own_bytes)} of memory, "
+                f"more than memory_bytes={memory_bytes}",
+                hint="give packing more memory, or sample smaller batches",
             )
 
-    def _advance(self, batch: int) -> None:
-        if self._schedule is not None:
-            self._tracker.admit(*self._schedule.admissions(batch))
+    def _own_bytes(self) -> int:
+        """Memory of tables and of the batches under way."""
+        numbers = range(self._samples.num_batches)
+        nodes = max(map(self._samples.num_nodes_of, numbers), default=0)
+        sampled = max(map(self._samples.record_bytes_of, numbers), default=0)
+        rows = int(np.diff(self._plan.segment_rows).max(initial=0))
+        order = rows * self._layouts.sections["order"].dtype.itemsize  # of a segment
+        batch = self._numbers().nbytes + _BYTES_PER_NODE * nodes + _SAMPLED_COPIES * sampled
+        return self._tracker().nbytes + order + self._threads * batch
+
+    def write(self, path: Path, *, attributes: dict[str, Any], progress: Progress) -> Container:
+        """Write the records; what an earlier run has done is kept.
+
+        Args:
+            path: File to write.
+            attributes: Fingerprints of what the records are made from.
+            progress: Called with a stage, what is done and what there is in all.
+
+        Raises:
+            DataError: The plan does not fit the samples.
+        """
+        num_batches = self._samples.num_batches
+        train_ids = self._samples.train_ids
+        sections = {
+            "data": (np.uint8, (None,)),
+            "index": (np.int64, (num_batches, 4)),  # place and bytes of the record, nodes, edges
+            "train_ids": (np.int64, (len(train_ids),)),
+        }
+        with ContainerWriter(
+            path, kind=KIND_RECORDS, sections=sections, attributes=attributes, resume=True
+        ) as writer:
+            writer.write("train_ids", 0, train_ids)
+            done = writer.progress or {"batches": 0, "bytes": 0}
+            place = marked = done["bytes"]
+            for batch, (block, nodes, edges) in enumerate(
+                self._made_from(done["batches"]), start=done["batches"]
+            ):
+                writer.append("data", block)
+                entry = np.array([[place, len(block), nodes, edges]], np.int64)
+                writer.write("index", batch, entry)
+                place += len(block)
+                if place - marked >= _MARK_BYTES:
+                    writer.mark({"batches": batch + 1, "bytes": place})
+                    marked = place
+                progress("records", batch + 1, num_batches)
+            return writer.commit()
+
+    def _made_from(self, first: int) -> Iterator[tuple[NDArray[np.uint8], int, int]]:
+        """The records from batch ``first`` on: bytes, nodes and edges of each."""
+        numbers = SimpleQueue[LocalNumbers]()  # a table for each thread
+        for _ in range(self._threads):
+            numbers.put(self._numbers())
+        return in_threads(self._calls(first, numbers), threads=self._threads)
+
+    def _calls(self, first: int, numbers: SimpleQueue[LocalNumbers]) -> Iterator[_Call]:
+        """A call for each batch; what they find in the caches is asked here, in their order."""
+        tracker = self._tracker()
+        for batch in range(first):
+            advance(tracker, self._plan, batch)
+        for segment, (start, stop) in enumerate(self._plan.segments):
+            if stop <= first:
+                continue
+            begin, end = self._plan.segment_rows[segment : segment + 2].tolist()
+            order = self._layouts.read("order", begin, end)
+            for batch in range(max(start, first), stop):
+                sampled = self._samples.batch(batch)
+                slots = tracker.slots(sampled.node_ids)
+                advance(tracker, self._plan, batch)
+                rows, private = places_of(self._layouts, batch)
+                yield partial(
+                    self._make, sampled, slots, numbers,
+                    num_device=tracker.num_device, stored=order[rows], cold_rows=begin + rows,
+                    num_private=private,
+                )  # fmt: skip
 
     def _make(
         self,
-        batch: int,
+        sampled: SampledBatch,
         slots: NDArray[np.int32],
-        order: NDArray[np.int64],
-        rows: NDArray[np.int64],
-        uses: NDArray[np.int32],
+        numbers: SimpleQueue[LocalNumbers],
+        *,
+        stored: NDArray[np.integer],
+        **known: Any,
     ) -> tuple[NDArray[np.uint8], int, int]:
         """The bytes of a batch's record, its nodes and its edges; several threads do this."""
-        numbers = self._numbers.get()
+        table = numbers.get()
         try:
-            record = self._record(batch, slots, order[rows], numbers, rows, uses)
+            record = self._record(sampled, slots, table, stored, known)
         finally:
-            self._numbers.put(numbers)
+            numbers.put(table)
         block = encode_record(record)
         padded = np.zeros(-(-len(block) // _PAGE_BYTES) * _PAGE_BYTES, np.uint8)
         padded[: len(block)] = block
@@ -222,35 +171,29 @@ class _Recorder:
 
     def _record(
         self,
-        batch: int,
+        sampled: SampledBatch,
         slots: NDArray[np.int32],
-        stored: NDArray[np.int64],
-        numbers: LocalNumbers,
-        rows: NDArray[np.int64],
-        uses: NDArray[np.int32],
+        table: LocalNumbers,
+        stored: NDArray[np.integer],
+        known: dict[str, Any],
     ) -> BatchRecord:
-        sampled = self._samples.batch(batch)
-        numbers.begin(sampled.node_ids)
+        table.begin(sampled.node_ids)
         try:
-            cold = numbers.of(stored)
+            cold = table.of(stored)
         except KeyError:
             cold = _NONE
         if len(cold) != np.count_nonzero(slots < 0) or (slots[cold] >= 0).any():
-            message = f"the plan's layout does not hold the cold nodes of batch {batch}"
+            message = f"the plan's layout does not hold the cold nodes of batch {sampled.number}"
             raise DataError(message, hint="make the plan again from these samples")
-        enters = (_NONE, _NONE) if self._schedule is None else self._schedule.admissions(batch)
-        return build_record(
-            sampled,
-            slots=slots,
-            num_device=self._tracker.num_device,
-            cold=cold,
-            cold_rows=self._rows + rows,
-            num_private=int(np.count_nonzero(uses[rows] == 1)),
-            admitted=(numbers.of(enters[0]), enters[1]),
+        schedule = self._plan.cache_schedule
+        enters = (_NONE, _NONE) if schedule is None else schedule.admissions(sampled.number)
+        admitted = (table.of(enters[0]), enters[1])
+        return build_record(sampled, slots=slots, cold=cold, admitted=admitted, **known)
+
+    def _tracker(self) -> SlotTracker:
+        return make_tracker(
+            self._plan, num_nodes=self._samples.num_nodes, dense_bytes=self._dense_bytes
         )
 
-    def _append(self, batch: int, block: NDArray[np.uint8], nodes: int, edges: int) -> None:
-        self._writer.append("data", block)
-        entry = [self._bytes, len(block), nodes, edges]
-        self._writer.write("index", batch, np.array([entry], np.int64))
-        self._bytes += len(block)
+    def _numbers(self) -> LocalNumbers:
+        return LocalNumbers(self._samples.num_nodes, dense_bytes=self._dense_bytes)

@@ -42,6 +42,7 @@ class StoreFiles:
         self.rows = self.folder / "rows.fvf"
         self.records = self.folder / "records.fvf"
         self.scratch = self.folder / "packing"
+        self.layouts = self.scratch / "layouts.fvf"
 
 
 class PackedStore:

@@ -215,12 +215,12 @@ class _Making:
         )
         return search_segments(
             question,
-            self.space(caches),
+            self.space(caches, int(cold.sizes.sum())),
             segment_batches=self.segment_batches,
             num_passes=self.training_epochs / sampled_epochs(self.samples),
         )
 
-    def space(self, caches: Caches) -> Space:
+    def space(self, caches: Caches, cold_rows: int) -> Space:
         """What the disk budget leaves for packed rows."""
         filled = caches.filled_rows
 
@@ -235,7 +235,7 @@ class _Making:
         return Space(
             disk_bytes=self.budgets.disk_bytes,
             fixed_bytes=filled * self.features.row_bytes,
-            record_bytes=lambda packed_rows: record_bytes(self.samples, packed_rows),
+            record_bytes=lambda rows: record_bytes(self.samples, rows, cold_rows),
             row_bytes=self.features.row_bytes,
             ways=ways,
         )
@@ -259,7 +259,7 @@ class _Making:
             packed_bytes=packed_rows * row_bytes,
             cache_bytes=cache_bytes,
             fill_seconds=cache_bytes / self.disk.sequential_read_bytes_per_s,
-            record_bytes=record_bytes(self.samples, packed_rows),
+            record_bytes=record_bytes(self.samples, packed_rows, tally.cold_rows),
             sample_bytes=sample_bytes(self.samples),
             scratch_bytes=packing.scratch_bytes,
             buffer_bytes=self.buffer_bytes,

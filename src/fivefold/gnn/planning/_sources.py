@@ -153,13 +153,14 @@ def sample_bytes(samples: SampleSource) -> int:
     return int(getattr(samples, "nbytes", 0))
 
 
-def record_bytes(samples: SampleSource, packed_rows: int) -> int:
-    """About the bytes that packing writes besides rows: records, order of rows, checksums.
+def record_bytes(samples: SampleSource, packed_rows: int, cold_rows: int) -> int:
+    """About the bytes that packing writes besides rows: records, and until it ends the layouts.
 
-    Records are about as large as the samples; the order takes a node id per packed row.
+    Records are about as large as the samples; the layouts take a node id per packed row and a
+    number per cold row of a batch.
     """
-    id_bytes = 4 if samples.num_nodes <= 2**31 else 8
-    return sample_bytes(samples) + packed_rows * id_bytes
+    id_bytes = 4 if samples.num_nodes <= 2**32 else 8
+    return sample_bytes(samples) + packed_rows * id_bytes + 4 * cold_rows
 
 
 def sampled_epochs(samples: SampleSource) -> int:

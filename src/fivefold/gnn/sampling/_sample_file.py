@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.gnn.sampling._batch import SampledBatch
-from fivefold.gnn.sampling._sample_record import RecordForm
+from fivefold.gnn.sampling._sample_record import PAGE_BYTES, RecordForm
 from fivefold.gnn.storage import Container
 
 __all__ = ["FORMAT_VERSION", "KIND", "SampleFile", "form_from_attributes"]
@@ -145,6 +145,14 @@ class SampleFile:
             ConfigurationError: There is no batch of this number.
         """
         return self._form.num_nodes(self._row(number))
+
+    def record_bytes_of(self, number: int) -> int:
+        """Return how many bytes a batch takes in the file, without reading it.
+
+        Raises:
+            ConfigurationError: There is no batch of this number.
+        """
+        return self._form.num_pages(self._row(number)) * PAGE_BYTES
 
     def close(self) -> None:
         """Let go of the file."""

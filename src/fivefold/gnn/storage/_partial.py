@@ -272,3 +272,4 @@ class PartialFile:
         self._finalizer()
         self.descriptor = self._direct_descriptor = -1
         self.direct = False
+        self._bounce = aligned_empty(0)  # a name may hold on to this for a while
