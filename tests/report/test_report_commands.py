@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from fivefold.cli._bench import BENCH_CONTEXT, bench_command
 from fivefold.cli._report import report_command
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, DataError
 from fivefold.report import BenchmarkRow, write_results
 
 
@@ -47,6 +47,30 @@ def test_json_goes_to_stdout_alone(call, comparison):
 def test_output_names_the_page(call, comparison, tmp_path):
     call("report", comparison / "co2", "--output", tmp_path / "x.html")
     assert (tmp_path / "x.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("files", "command"),
+    [
+        ({"plan.toml": "[plan]", "mesh.json": "{}"}, "fivefold plan JOB"),
+        ({"plan.json": "{}", "decisions.jsonl": ""}, "fivefold simulate JOBS"),
+        ({"any.json": '{"schema": "fivefold.codesign.order/1"}'}, "fivefold simulate JOBS"),
+        ({"ring.json": '{"schema": "fivefold.schedule.1"}'}, "fivefold collectives synthesize"),
+        ({"other.json": "{}", "notes.txt": ""}, "'fivefold train' and 'make demo' write it"),
+    ],
+)
+def test_what_other_commands_wrote_is_told_apart(call, tmp_path, files, command):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    error = call("report", tmp_path).exception
+    assert isinstance(error, DataError)
+    assert command in error.hint
+
+
+def test_a_plans_file_is_told_apart_too(call, tmp_path):
+    file = tmp_path / "plan.json"
+    file.write_text('{"schema": "fivefold.codesign/1"}')
+    assert "--report FILE.html" in call("report", file).exception.hint
 
 
 @pytest.fixture

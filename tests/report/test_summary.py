@@ -207,3 +207,34 @@ def test_headline_of_a_run_that_goes_on_claims_no_end(tmp_path, make_run):
     assert report.headline.endswith("So far it is at 1.900 bits per byte, DDP at 2.000.")
     alone = build_report([tmp_path / "co2"]).headline
     assert "So far it is at 1.900 bits per byte." in alone
+
+
+def _make_reordered(path, make_run):
+    """DDP with a table [tasks]: twice as fast as the plain one, so that a mix-up shows."""
+    make_run(path, "ddp", label="DDP (overlaps forward, priority)")
+    config = path / "config.toml"
+    config.write_text(config.read_text() + '\n[tasks]\nordering = "priority"\n')
+
+
+def test_ddp_in_an_order_of_its_own_is_no_baseline(comparison, make_run):
+    _make_reordered(comparison / "aaa", make_run)  # first by name
+    report = build_report([comparison])
+    assert [run.name for run in report.summaries] == ["none", "ddp", "aaa", "co2"]
+    assert [run.is_plain_ddp for run in report.summaries] == [False, True, False, False]
+    assert {run.ddp for run in report.summaries} == {"ddp"}
+    assert report.headline.startswith("CO2 (tau 8) trained 2.82x as fast as DDP")
+
+
+def test_ddp_in_an_order_of_its_own_is_what_is_looked_at(tmp_path, make_run):
+    make_run(tmp_path / "z", "ddp")
+    _make_reordered(tmp_path / "a", make_run)
+    assert build_report([tmp_path]).headline.startswith(
+        "DDP (overlaps forward, priority) was as fast as DDP"
+    )
+
+
+def test_ddp_in_an_order_of_its_own_alone_has_nothing_to_be_compared_with(tmp_path, make_run):
+    _make_reordered(tmp_path / "a", make_run)
+    report = build_report([tmp_path])
+    assert report.summaries[0].ddp is None
+    assert report.headline.endswith("There is no DDP run here to compare with.")

@@ -166,7 +166,7 @@ def _range(runs: Sequence[Run]) -> tuple[float, float]:
 
 
 def _ddp_target(runs: Sequence[Run]) -> float | None:
-    ddp = next((run for run in runs if run.manifest.method == "ddp"), None)
+    ddp = next((run for run in runs if run.is_plain_ddp), None)
     if ddp is None or len(runs) < 2 or not validation_curve(ddp):
         return None
     return final_bits_per_byte(ddp)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fivefold.report._records import Run
     from fivefold.report._summary import RunSummary
 
-__all__ = ["caveats", "headline"]
+__all__ = ["caveats", "headline", "importance"]
 
 _BASELINES = ("none", "ddp")
 _SAME = 0.02
@@ -96,10 +96,15 @@ def _differs(runs: Sequence[Run], key: str) -> bool:
 
 def _subject(summaries: Sequence[RunSummary]) -> RunSummary | None:
     trained = [run for run in summaries if run.tokens_per_s]
-    local = [run for run in trained if run.method not in _BASELINES]
-    if local:
-        return max(local, key=lambda run: (run.method == "co2", run.tokens_per_s or 0.0))
-    return next((run for run in trained if run.method == "ddp"), trained[0] if trained else None)
+    tried = [run for run in trained if run.method != "none" and not run.is_plain_ddp]
+    if tried:
+        return max(tried, key=importance)
+    return next((run for run in trained if run.is_plain_ddp), trained[0] if trained else None)
+
+
+def importance(run: RunSummary) -> tuple[bool, bool, float]:
+    """What a run is chosen by where a page speaks of one: CO2, local updates, then its rate."""
+    return run.method == "co2", run.method not in _BASELINES, run.tokens_per_s or 0.0
 
 
 def _speed(ratio: float) -> str:
@@ -153,5 +158,5 @@ def _alone(run: RunSummary) -> str:
     if run.bits_per_byte is not None:
         ended = "So far it is" if run.status == "unfinished" else "It ended"
         sentence += f" {ended} at {run.bits_per_byte:.3f} bits per byte."
-    missing = "" if run.method == "ddp" else " There is no DDP run here to compare with."
+    missing = "" if run.is_plain_ddp else " There is no DDP run here to compare with."
     return sentence + missing

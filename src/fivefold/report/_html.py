@@ -27,6 +27,7 @@ from fivefold.report._format import (
     format_time_to_ddp,
 )
 from fivefold.report._gnn_html import graph_view
+from fivefold.report._headline import importance
 from fivefold.report._lanes import timeline_panels
 from fivefold.report._mixture_summary import summarise_mixtures
 from fivefold.report._mixture_view import mixture_curve, mixture_view
@@ -181,12 +182,11 @@ def need_module(module: str) -> Any:
 
 def _tiles(summaries: Sequence[RunSummary]) -> list[tuple[str, str, str]]:
     """The few figures to see first: (value, what it is, of which run)."""
-    compared = [run for run in summaries if run.method not in ("none", "ddp")] or [
-        run for run in summaries if run.method != "none"
-    ]
+    tried = [run for run in summaries if run.method != "none"]
+    compared = [run for run in tried if not run.is_plain_ddp] or tried
     if not compared:
         return []
-    run = max(compared, key=lambda run: (run.method == "co2", run.tokens_per_s or 0.0))
+    run = max(compared, key=importance)
     candidates = [
         (run.speed_ratio_to_ddp, format_ratio, "the speed of DDP"),
         (run.fraction_of_compute_only, format_percent, "of the compute-only speed"),

@@ -299,6 +299,11 @@ class Run:
     notes: tuple[str, ...] = ()
 
     @property
+    def is_plain_ddp(self) -> bool:
+        """Whether DDP sends its gradients in its own order: the baseline that others beat."""
+        return self.manifest.method == "ddp" and "tasks" not in self.config
+
+    @property
     def status(self) -> Status:
         """How the run ended: in order, on request, or not (yet)."""
         if self.metrics.end is not None:

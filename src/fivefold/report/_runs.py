@@ -62,6 +62,7 @@ _METHOD_ORDER = (
     "eager_diloco",
     "streaming_diloco",
 )
+_HEAD_BYTES = 1000  # in which a file says of what form it is
 _POINTS: dict[str, type[BaseModel]] = {  # by their event in metrics.jsonl
     "train": TrainPoint,
     "validation": ValidationPoint,
@@ -99,13 +100,13 @@ def find_runs(paths: Iterable[Path | str]) -> list[Path]:
     for path in map(Path, paths):
         if not path.is_dir():
             problem = "is not a folder" if path.exists() else "does not exist"
-            raise DataError(f"{path} {problem}", hint="give the folder of a run, or one above it")
+            hint = _page_of(path.parent, {path.name}) or "give the folder of a run, or one above it"
+            raise DataError(f"{path} {problem}", hint=hint)
         runs = _runs_below(path)
         if not runs:
-            raise DataError(
-                f"no run found in {path}",
-                hint=f"a run's folder holds {_MANIFEST}; 'fivefold train' and 'make demo' write it",
-            )
+            default = f"a run's folder holds {_MANIFEST}; 'fivefold train' and 'make demo' write it"
+            names = {entry.name for entry in path.iterdir()}
+            raise DataError(f"no run found in {path}", hint=_page_of(path, names) or default)
         for run in runs:
             found.setdefault(run.resolve(), run)
     return list(found.values())
@@ -211,6 +212,30 @@ def _ending(end: EndPoint | None, result: RunResult | None) -> list[str]:
     return ["no result: the run is still going on, or it was killed"]
 
 
+def _page_of(folder: Path, names: set[str]) -> str | None:
+    """How to get a page of what other commands wrote; None where it is not known what it is."""
+    plan = "the page of its plan"
+    if names & {"mesh.json", "megatron_flags.txt", "fivefold_train.toml"}:
+        return _elsewhere("fivefold plan JOB ...", "the page of its plans")
+    if "decisions.jsonl" in names:
+        return _elsewhere("fivefold simulate JOBS ...", plan)
+    for name in sorted(name for name in names if name.endswith(".json")):
+        try:
+            with (folder / name).open("rb") as file:
+                head = file.read(_HEAD_BYTES)
+        except OSError:
+            continue
+        if b'"fivefold.codesign' in head:
+            return _elsewhere("fivefold simulate JOBS ...", plan)
+        if b'"fivefold.schedule.' in head:
+            return _elsewhere("fivefold collectives synthesize ...", "the page of an algorithm")
+    return None
+
+
+def _elsewhere(command: str, page: str) -> str:
+    return f"this command reads runs of training; '{command} --report FILE.html' makes {page}"
+
+
 def _runs_below(path: Path) -> list[Path]:
     runs = []
     for folder, children, files in os.walk(path):
@@ -230,10 +255,11 @@ def unique_names(folders: Sequence[Path]) -> list[str]:
     return [str(folder) for folder in folders]
 
 
-def _run_order(run: Run) -> tuple[int, str]:
+def _run_order(run: Run) -> tuple[int, bool, str]:
     method = run.manifest.method
     known = method in _METHOD_ORDER
-    return (_METHOD_ORDER.index(method) if known else len(_METHOD_ORDER), run.name)
+    place = _METHOD_ORDER.index(method) if known else len(_METHOD_ORDER)
+    return place, method == "ddp" and not run.is_plain_ddp, run.name
 
 
 def _read_metrics(path: Path, notes: list[str]) -> Metrics:

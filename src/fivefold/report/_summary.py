@@ -55,6 +55,7 @@ class RunSummary(BaseModel):
         name: The run's name in the report.
         label: Its method, for people.
         method: Its method, for programs.
+        is_plain_ddp: Whether it is DDP in its own order: what the others are compared with.
         status: ``"finished"``, ``"stopped"`` (on request) or ``"unfinished"`` (going on, killed).
         steps: Optimizer steps of each rank so far.
         tokens: Tokens of all ranks so far.
@@ -92,6 +93,7 @@ class RunSummary(BaseModel):
     name: str
     label: str
     method: str
+    is_plain_ddp: bool = False
     status: Status
     steps: int = 0
     tokens: int = 0
@@ -213,6 +215,7 @@ def _summarise_one(run: Run) -> RunSummary:
         name=run.name,
         label=run.label,
         method=run.manifest.method,
+        is_plain_ddp=run.is_plain_ddp,
         status=run.status,
         steps=steps,
         tokens=tokens,
@@ -293,12 +296,14 @@ def _training_rate(tokens: int, wall_s: float, seconds: dict[str, float] | None)
 def _compare(index: int, runs: Sequence[Run], alone: Sequence[RunSummary]) -> RunSummary:
     run, summary = runs[index], alone[index]
     found: dict[str, float | str | None] = {}
-    compute_only = _reference(run, runs, alone, method="none")
+    silent = [index for index, other in enumerate(runs) if other.manifest.method == "none"]
+    compute_only = _reference(run, runs, alone, among=silent)
     if compute_only is not None:
         found["fraction_of_compute_only"] = _ratio(
             summary.tokens_per_s, alone[compute_only].tokens_per_s
         )
-    ddp = _reference(run, runs, alone, method="ddp")
+    plain = [index for index, other in enumerate(runs) if other.is_plain_ddp]
+    ddp = _reference(run, runs, alone, among=plain)
     if ddp is not None:
         found["ddp"] = runs[ddp].name
         found["speed_ratio_to_ddp"] = _ratio(summary.tokens_per_s, alone[ddp].tokens_per_s)
@@ -313,14 +318,10 @@ def _compare(index: int, runs: Sequence[Run], alone: Sequence[RunSummary]) -> Ru
 
 
 def _reference(
-    run: Run, runs: Sequence[Run], alone: Sequence[RunSummary], *, method: str
+    run: Run, runs: Sequence[Run], alone: Sequence[RunSummary], *, among: Sequence[int]
 ) -> int | None:
-    """The run of a method that shares most with the given one, the first where several do."""
-    candidates = [
-        index
-        for index, other in enumerate(runs)
-        if other.manifest.method == method and alone[index].tokens_per_s is not None
-    ]
+    """The one of some runs that shares most with the given one, the first where several do."""
+    candidates = [index for index in among if alone[index].tokens_per_s is not None]
 
     def shared(index: int) -> int:
         mine, other = run.manifest, runs[index].manifest
