@@ -208,13 +208,12 @@ class MoE(nn.Module):
                 local=lambda rows, ids, weights: self._through(rows, self.experts, ids, weights),
             )
         output = self._through(tokens, self.experts, ids, routing.weights_TK, group)
-        load = ExpertLoad(routed=routing.load_E, kept=counts_of(ids, experts))
-        everywhere = None if group is None else group.loads()
+        # With a capacity, what others' routers wanted is not known: their counts are of rows.
+        dropless = self.config.capacity_factor is None
+        everywhere = group.loads() if group is not None and dropless else None
         if everywhere is not None:
-            # With a capacity, what others' routers wanted is not known: their counts are of rows.
-            routed = everywhere if self.config.capacity_factor is None else load.routed
-            load = ExpertLoad(routed=routed, kept=everywhere)
-        return output, load
+            return output, ExpertLoad(routed=everywhere, kept=everywhere)
+        return output, ExpertLoad(routed=routing.load_E, kept=counts_of(ids, experts))
 
     def _logits(self, tokens: torch.Tensor) -> torch.Tensor:
         # Not in autocast's 16 bits: a rounded logit sends a token to another expert (selective

@@ -132,7 +132,7 @@ class DataParallelMethod:
         if self._mixtures is not None and counted is not None:
             self._mixtures.load_state_dict(counted)
         if self._experts is not None:
-            self._experts.group.take_flights()
+            self._experts.take_flights()
         self._spans.clear()
         self.totals = CommunicationTotals()
 
@@ -182,7 +182,7 @@ class DataParallelMethod:
         """Count what travelled between experts."""
         if self._experts is None:
             return
-        for flight in self._experts.group.take_flights():
+        for flight in self._experts.take_flights():
             size = {"payload_bytes": flight.payload_bytes, "sent_bytes": flight.sent_bytes}
             self._note(f"experts: {flight.name}", flight.start_s, flight.end_s, **size)
             if self._mixtures is not None:
@@ -199,7 +199,7 @@ class DataParallelMethod:
             yield
         finally:
             if self._experts is not None:
-                self._experts.group.take_flights()
+                self._experts.take_flights()
 
     def state_dict(self) -> dict[str, Any]:
         """The totals; DDP itself keeps no state between steps."""

@@ -17,12 +17,15 @@ import torch.distributed as dist
 
 from fivefold.errors import ConfigurationError
 from fivefold.moe import ExpertGroup
+from fivefold.train._one_sided import is_one_sided, open_exchange
 from fivefold.train._world import guard
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fivefold.train._config import ModelConfig
+    from fivefold.moe import ExchangeFlight, ExpertExchange
+    from fivefold.train._config import ModelConfig, TrainConfig
+    from fivefold.train._one_sided import OneSided
     from fivefold.train._world import World
 
 __all__ = ["ExpertRanks", "require_shares", "share_experts"]
@@ -43,17 +46,19 @@ def require_shares(config: ModelConfig, *, world_size: int) -> None:
         )
 
 
-def share_experts(config: ModelConfig, world: World) -> ExpertRanks | None:
+def share_experts(config: TrainConfig, world: World) -> ExpertRanks | None:
     """Form the groups; a collective call where experts are shared out, else None.
 
     Raises:
         ConfigurationError: The number of ranks does not fit.
         CommunicationError: A peer died or did not answer in time.
+        UnsupportedError: The one-sided exchange is asked for and cannot work here.
     """
-    require_shares(config, world_size=world.world_size)
-    if config.moe is None or config.moe.expert_parallel == 1:
+    model = config.model
+    require_shares(model, world_size=world.world_size)
+    if model.moe is None or model.moe.expert_parallel == 1:
         return None
-    share = config.moe.expert_parallel
+    share = model.moe.expert_parallel
     ranks = range(world.world_size)
     # Every rank takes part in making every group, in the same order.
     with guard(world, "forming the groups of experts"):
@@ -65,6 +70,7 @@ def share_experts(config: ModelConfig, world: World) -> ExpertRanks | None:
         world=world,
         group=ExpertGroup(group, guard=lambda what: guard(world, what)),
         replicas=replicas,
+        one_sided=open_exchange(config, world, group) if is_one_sided(config, world) else None,
     )
 
 
@@ -85,11 +91,32 @@ class ExpertRanks:
         world: All ranks.
         group: Ranks that share the experts out.
         replicas: Ranks with the same experts; None where there are none.
+        one_sided: The exchange of the layers' tokens; None where they go by all-to-all.
     """
 
     world: World
     group: ExpertGroup
     replicas: dist.ProcessGroup | None
+    one_sided: OneSided | None = None
+
+    @property
+    def for_layers(self) -> ExpertGroup | ExpertExchange:
+        """What the layers send their tokens by."""
+        return self.group if self.one_sided is None else self.one_sided.exchange
+
+    def take_flights(self) -> list[ExchangeFlight]:
+        """Exchanges since the last call.
+
+        Raises:
+            CommunicationError: A peer died or did not answer in time.
+        """
+        flights = self.group.take_flights()
+        return flights if self.one_sided is None else [*flights, self.one_sided.take_flight()]
+
+    def close(self) -> None:
+        """Give the memory of the exchange back, when no rank is in a step any more."""
+        if self.one_sided is not None:
+            self.one_sided.close()
 
     def reduce(self, gradients: Sequence[torch.Tensor], *, wire: torch.dtype | None) -> int:
         """Turn gradients of this rank's experts into those of the run's loss, in place.

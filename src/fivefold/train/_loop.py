@@ -119,13 +119,13 @@ class _Run:
         self.config, self.world, self.corpus = config, world, corpus
         self.folder = RunFolder(root=config.run.output)
         require_equal_data(world, corpus)
-        experts = share_experts(config.model, world)
+        self.experts = experts = share_experts(config, world)
         self.model = Transformer(
             config.model,
             vocab_size=vocab_size,
             sequence_length=config.data.sequence_length,
             seed=config.run.seed,
-            group=None if experts is None else experts.group,
+            group=None if experts is None else experts.for_layers,
         ).to(world.device)
         self.mixtures = self.model.mixtures
         self.optimizer = make_optimizer(self.model, config)
@@ -188,7 +188,8 @@ class _Run:
         self.metrics = self._open_shared_files() if self.world.is_main else None
         shape = (self.config.optim.batch_size, self.config.data.sequence_length)
         blank = torch.zeros(shape, dtype=torch.int64, device=self.world.device)
-        self.method.warm_up(blank, blank)
+        with autocast_context(self.stepper.precision, self.world.device):
+            self.method.warm_up(blank, blank)
         self.link = LinkMeter(before["link"])
         # After everything that draws numbers, so that the stream continues where it was.
         torch.manual_seed(self.config.run.seed * self.world.world_size + self.world.rank)
@@ -281,6 +282,8 @@ class _Run:
         self.recorder.flush()
         if self.metrics is not None:
             self.metrics.close()
+        if self.experts is not None:
+            self.experts.close()
 
     # -- between steps --------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fivefold.moe import MoE, MoEConfig, Router, updated_selection_bias
+from fivefold.moe import ExpertExchange, MoE, MoEConfig, Router, updated_selection_bias
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,9 +21,16 @@ if TYPE_CHECKING:
     from fivefold.train._config import ModelConfig
     from fivefold.train._moe_config import MixtureConfig
 
-__all__ = ["Mixtures", "draw_experts", "make_mixture", "mixture_blocks"]
+__all__ = [
+    "Mixtures",
+    "dense_width",
+    "draw_experts",
+    "expert_width",
+    "make_mixture",
+    "mixture_blocks",
+]
 
-_MULTIPLE = 16  # of an expert's width, as of the dense layer's
+_MULTIPLE = 16  # of inner widths: the vector width in float32, so products have no ragged edge
 
 
 def mixture_blocks(config: ModelConfig) -> frozenset[int]:
@@ -39,23 +46,32 @@ def mixture_blocks(config: ModelConfig) -> frozenset[int]:
     return frozenset(range(config.layers - 1, -1, -config.moe.every))
 
 
+def dense_width(width: int) -> int:
+    """Inner width of a dense feed-forward layer: 8/3 of a token's width, rounded up."""
+    return -(-8 * width // (3 * _MULTIPLE)) * _MULTIPLE
+
+
+def expert_width(config: MixtureConfig, width: int) -> int:
+    """Inner width of an expert: as configured, or so that a token's work is the dense layer's."""
+    active = config.top_k + config.shared
+    even = -(-dense_width(width) // (active * _MULTIPLE)) * _MULTIPLE
+    return config.expert_width or even
+
+
 def make_mixture(
-    config: MixtureConfig, *, width: int, dense_hidden: int, group: ExpertGroup | None
+    config: MixtureConfig, *, width: int, group: ExpertGroup | ExpertExchange | None
 ) -> MoE:
     """One layer, with undrawn parameters.
 
     Args:
         config: Table ``[model.moe]``.
         width: Of a token.
-        dense_hidden: Inner width of the dense layer that it replaces.
         group: Ranks that share the experts out; None: all are here.
 
     Returns:
         The layer.
     """
-    active = config.top_k + config.shared
-    even = -(-dense_hidden // (active * _MULTIPLE)) * _MULTIPLE
-    inner = config.expert_width or even
+    inner = expert_width(config, width)
     router = Router(
         top_k=config.top_k,
         score=config.score,
@@ -129,6 +145,14 @@ class Mixtures:
         self.exchange_s = 0.0
         self._told = dict(self.bytes)
 
+    @property
+    def exchange(self) -> str:
+        """How tokens travel between the ranks that share experts: a value of the table, or none."""
+        if self.ranks == 1:
+            return "none"
+        groups = [layer.group for layer in self.layers.values()]
+        return "one_sided" if isinstance(groups[0], ExpertExchange) else "all_to_all"
+
     def auxiliary_loss(self) -> torch.Tensor:
         """Sum over the layers of the balancing and z losses of the last forward."""
         config = self.config
@@ -189,6 +213,7 @@ class Mixtures:
             "experts": self.config.experts,
             "top_k": self.config.top_k,
             "ranks": self.ranks,
+            "exchange": self.exchange,
             "load": routed,
             "dropped": [sum(r) - sum(k) for r, k in zip(routed, kept, strict=True)],
             "imbalance": [_imbalance(row) for row in routed],

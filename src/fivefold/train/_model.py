@@ -24,17 +24,22 @@ import torch.nn.functional as F  # noqa: N812 - the customary name
 from torch import nn
 
 from fivefold.errors import ConfigurationError
-from fivefold.train._mixture import Mixtures, draw_experts, make_mixture, mixture_blocks
+from fivefold.train._mixture import (
+    Mixtures,
+    dense_width,
+    draw_experts,
+    make_mixture,
+    mixture_blocks,
+)
 from fivefold.train._operators import rms_norm, rotary_tables, split_rotated_heads
 
 if TYPE_CHECKING:
-    from fivefold.moe import ExpertGroup, MoE
+    from fivefold.moe import ExpertExchange, ExpertGroup, MoE
     from fivefold.train._config import ModelConfig
 
 __all__ = ["Transformer", "token_loss"]
 
 _EPSILON = 1e-6
-_HIDDEN_MULTIPLE = 16  # the vector width in float32, so that products have no ragged edge
 
 
 class Transformer(nn.Module):
@@ -80,7 +85,7 @@ class Transformer(nn.Module):
         vocab_size: int,
         sequence_length: int,
         seed: int = 0,
-        group: ExpertGroup | None = None,
+        group: ExpertGroup | ExpertExchange | None = None,
     ) -> None:
         super().__init__()
         self.config = config
@@ -220,7 +225,7 @@ class _Block(nn.Module):
 
     def __init__(self, config: ModelConfig, mixture: MoE | None) -> None:
         super().__init__()
-        width, hidden = config.width, _hidden_width(config.width)
+        width, hidden = config.width, dense_width(config.width)
         self.heads = config.heads
         self.norm_attention_D = nn.Parameter(torch.ones(width))
         self.query_key_value_CD = nn.Parameter(torch.empty(3 * width, width))
@@ -269,11 +274,6 @@ def token_loss(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tens
     return F.cross_entropy(logits, targets_BT.flatten())
 
 
-def _mixture(config: ModelConfig, group: ExpertGroup | None) -> MoE:
+def _mixture(config: ModelConfig, group: ExpertGroup | ExpertExchange | None) -> MoE:
     assert config.moe is not None, "blocks have a mixture only where there is a table for it"
-    hidden = _hidden_width(config.width)
-    return make_mixture(config.moe, width=config.width, dense_hidden=hidden, group=group)
-
-
-def _hidden_width(width: int) -> int:
-    return -(-8 * width // (3 * _HIDDEN_MULTIPLE)) * _HIDDEN_MULTIPLE
+    return make_mixture(config.moe, width=config.width, group=group)

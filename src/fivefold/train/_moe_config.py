@@ -60,6 +60,12 @@ class MixtureConfig(Section):
     """step of balancing by a selection bias, without a loss; 0 for none"""
     expert_parallel: Positive = 1
     """ranks that share out a layer's experts"""
+    exchange: Literal["auto", "all_to_all", "one_sided"] = "auto"
+    """way of tokens between ranks that share experts: messages, or stores into a peer's memory;
+    auto is one_sided on GPUs that can, else all_to_all"""
+    exchange_room: _Factor | None = None
+    """one_sided: rows that a rank has room for, in units of the even load; left out, the most that
+    may come"""
     backend: Literal["auto", "reference", "fused", "split"] = "auto"
     """what computes the experts"""
     recompute: bool = True
@@ -86,4 +92,21 @@ class MixtureConfig(Section):
                 hint=f"use {-(-self.experts // self.expert_parallel) * self.expert_parallel} "
                 "experts, or fewer ranks per layer",
             )
+        self._check_exchange()
         return self
+
+    def _check_exchange(self) -> None:
+        if self.exchange == "one_sided" and self.capacity_factor is not None:
+            raise ConfigurationError(
+                'model.moe.exchange "one_sided" does not go with model.moe.capacity_factor '
+                f"{self.capacity_factor}: the ranks would not see one another's loads",
+                hint='use exchange = "all_to_all", or leave out capacity_factor',
+            )
+        if self.exchange == "one_sided" and not self.recompute:
+            message = 'model.moe.exchange "one_sided" keeps nothing for the backward'
+            raise ConfigurationError(message, hint='set recompute = true, or use "all_to_all"')
+        if self.exchange_room is not None and self.exchange_room < 1:
+            raise ConfigurationError(
+                f"model.moe.exchange_room is {self.exchange_room}, less than the even load",
+                hint="use 1 or more, or leave it out for room for whatever may come",
+            )
