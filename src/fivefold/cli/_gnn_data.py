@@ -57,6 +57,10 @@ IdsOption = Annotated[str, typer.Option(help="Ids in tables: auto, number or tex
 NumNodesOption = Annotated[
     int | None, typer.Option(min=0, help="Number of nodes; left out, found.")
 ]
+SplitOption = Annotated[
+    int | None,
+    typer.Option(min=0, help="Which one, where masks of nodes have several columns; from 0."),
+]
 ReverseOption = Annotated[
     bool | None,
     typer.Option(
@@ -109,6 +113,7 @@ def ingest_command(  # noqa: PLR0913 - the command's options
     header: HeaderOption = None,
     ids: IdsOption = "auto",
     num_nodes: NumNodesOption = None,
+    split: SplitOption = None,
     add_reverse: ReverseOption = None,
     drop_self_loops: SelfLoopsOption = False,
     drop_duplicates: DuplicatesOption = False,
@@ -129,7 +134,7 @@ def ingest_command(  # noqa: PLR0913 - the command's options
     from fivefold.gnn.data import EdgeRules, SourceOptions  # noqa: PLC0415 - loads numba
 
     if source in {"debian", "wordnet"} and not Path(source).exists():
-        for_files = (kind, array, column, nodes, header, num_nodes, add_reverse)
+        for_files = (kind, array, column, nodes, header, num_nodes, split, add_reverse)
         _refuse(source, any(value is not None for value in for_files))
         _refuse(source, drop_self_loops or drop_duplicates)
         _ingest_real(source, output, dim or 256, folder, as_json=as_json)
@@ -144,6 +149,7 @@ def ingest_command(  # noqa: PLR0913 - the command's options
         columns=_columns(column, header),
         ids=ids,
         num_nodes=num_nodes,
+        split=split,
     )
     rules = EdgeRules(
         add_reverse=bool(add_reverse),

@@ -68,7 +68,7 @@ def test_half_precision_and_float_labels(tmp_path):
 
 
 def test_what_cannot_be_stored_is_refused(tmp_path):
-    with pytest.raises(DataError, match="no edge_index"):
+    with pytest.raises(DataError, match="neither edge_index nor adj_t"):
         pyg_source(Data(x=torch.zeros(2, 2)))
     with pytest.raises(DataError, match="bfloat16"):
         pyg_source(

@@ -158,7 +158,7 @@ def test_node_table_with_numbers_as_ids(tmp_path, random_graph, expected_csr):
     ("edges", "nodes", "message"),
     [
         ("0,1\n1,\n", None, "empty field"),
-        ("0  1\n1  2\n", None, "empty field"),
+        ("0  1\n1  2\n", None, "several blanks"),
         ("a,b\n,c\n", None, "empty field"),
         ("0,1\n1,2,3\n", None, "Expected 2 columns"),
         ("lonely\n", None, "has 1 columns"),

@@ -26,15 +26,50 @@ def array_part(rows: Rows, weights: Rows | None, *, pairs: bool | None = None) -
     return _ArrayEdges(rows, weights, pairs=pairs)
 
 
-def as_rows(value: Any) -> Rows:
-    """Rows of an array, a tensor, or the .npy file at a path."""
+def as_rows(value: Any, name: str = "an array") -> Rows:
+    """Rows of an array, a tensor, or the .npy file at a path; ``name`` is for messages."""
     if isinstance(value, str | os.PathLike):
         return npy_rows(Path(value))
     if isinstance(value, FileRows | ArrayRows):
         return value
-    if hasattr(value, "detach"):  # a tensor, without importing torch
-        value = value.detach().cpu().numpy()
-    return ArrayRows(np.atleast_1d(np.asarray(value)))
+    return ArrayRows(np.atleast_1d(as_array(value, name)))
+
+
+def as_array(value: Any, name: str = "an array") -> NDArray[Any]:
+    """A dense array of numbers or text from an array, a list or a tensor.
+
+    Args:
+        value: What was given.
+        name: Of it, for messages.
+
+    Returns:
+        The array; a view where possible.
+
+    Raises:
+        DataError: It is sparse, partly masked, uneven, or of a dtype that NumPy has not.
+    """
+    kind = type(value).__name__
+    sparse = hasattr(value, "tocoo") or str(getattr(value, "layout", "")).startswith("torch.sparse")
+    if sparse:
+        raise DataError(
+            f"{name} is a sparse {kind}",
+            hint="make features dense; of an adjacency matrix give the indices as edge_index",
+        )
+    if np.ma.is_masked(value):
+        raise DataError(f"{name} has masked elements", hint="fill them: array.filled(0)")
+    try:
+        if hasattr(value, "detach"):  # a tensor, without importing torch
+            return np.asarray(value.detach().cpu().numpy())
+        array = np.asarray(value)
+    except (TypeError, ValueError) as error:
+        dtype = getattr(value, "dtype", None)
+        what = f"has dtype {dtype}, which NumPy has not" if dtype else f"is no array: {error}"
+        raise DataError(f"{name} {what}", hint="convert it to float16 or float32") from error
+    if array.dtype.hasobject:
+        raise DataError(
+            f"{name} holds Python objects ({kind})", hint="give an array or a tensor of numbers"
+        )
+    return array
 
 
 def array_source(
@@ -77,11 +112,11 @@ def array_source(
         raise DataError(f"there is no split {unknown[0]!r}", hint="use train, valid and test")
     return ArraySource(
         name=name,
-        edge_rows=as_rows(edge_index),
-        feature_rows=None if features is None else as_rows(features),
-        label_rows=None if labels is None else as_rows(labels),
-        weight_rows=None if weights is None else as_rows(weights),
-        split_rows={key: as_rows(value) for key, value in (splits or {}).items()},
+        edge_rows=as_rows(edge_index, "edge_index"),
+        feature_rows=None if features is None else as_rows(features, "features"),
+        label_rows=None if labels is None else as_rows(labels, "labels"),
+        weight_rows=None if weights is None else as_rows(weights, "weights"),
+        split_rows={key: as_rows(value, key) for key, value in (splits or {}).items()},
         given_nodes=num_nodes,
     )
 
@@ -140,12 +175,21 @@ class ArraySource:
 
     def _count_nodes(self) -> int:
         if self.given_nodes is not None:
-            return self.given_nodes
+            if self.given_nodes != int(self.given_nodes) or self.given_nodes < 0:
+                raise DataError(
+                    f"num_nodes is {self.given_nodes}", hint="use a whole number from 0"
+                )
+            return int(self.given_nodes)
         if self._features is not None:
             return self._features.num_rows
         if self.label_rows is not None:
             return self.label_rows.shape[0]
-        return 0 if self._edges is None else self._edges.largest_id() + 1
+        if self._edges is None:
+            return 0
+        count = self._edges.largest_id() + 1
+        hint = "number the nodes 0, 1, 2, ..., or say how many there are with num_nodes"
+        check_gaps(count, self._edges.num_edges, hint=hint)
+        return count
 
     def edges(self) -> Any:
         """The edges."""
@@ -195,7 +239,8 @@ def as_labels(block: NDArray[Any]) -> NDArray[np.int64]:
     if block.ndim > 1:
         if any(size != 1 for size in block.shape[1:]):
             raise DataError(
-                f"labels have shape {list(block.shape)}", hint="give one class per node, [N]"
+                f"labels have shape {list(block.shape)}",
+                hint="give one class per node, [N]; labels.argmax(1) of one-hot rows",
             )
         block = block.reshape(block.shape[0])
     if block.dtype.kind in "iub":
@@ -203,7 +248,8 @@ def as_labels(block: NDArray[Any]) -> NDArray[np.int64]:
     if block.dtype.kind != "f":
         raise DataError(f"labels have dtype {block.dtype}", hint="give integers")
     classes = np.where(np.isnan(block), -1, block)
-    labels = classes.astype(np.int64)
+    with np.errstate(invalid="ignore"):  # infinite ones differ, and are named below
+        labels = classes.astype(np.int64)
     if not np.array_equal(labels, classes):
         wrong = float(classes[labels != classes][0])
         raise DataError(f"a label is {wrong}", hint="labels are classes: whole numbers from 0")
@@ -228,6 +274,11 @@ def as_split(rows: Rows | None, num_nodes: int, name: str) -> NDArray[np.int64]:
         return np.empty(0, np.int64)
     blocks = [np.asarray(block) for block in rows.blocks(0, 1 << 22)]
     values = np.concatenate(blocks) if blocks else np.empty(0, rows.dtype)
+    if values.size and max(values.shape) != values.size:
+        raise DataError(
+            f"the {name} split has shape {list(values.shape)}",
+            hint="several splits stand side by side: choose one, with --split 0 or mask[:, 0]",
+        )
     values = values.reshape(-1)
     if values.dtype == bool:
         if values.size != num_nodes:
@@ -240,7 +291,27 @@ def as_split(rows: Rows | None, num_nodes: int, name: str) -> NDArray[np.int64]:
         if values.size:
             raise DataError(f"the {name} split has dtype {values.dtype}", hint="give integer ids")
         return np.empty(0, np.int64)
+    if values.size == num_nodes > 2 and values.min() >= 0 and values.max() <= 1:
+        return np.flatnonzero(values)  # a mask of numbers: as ids, some would stand there twice
     return values.astype(np.int64)
+
+
+def check_gaps(num_nodes: int, num_edges: int, *, hint: str) -> None:
+    """Refuse ids that are plainly names: far more nodes than edges could have ends.
+
+    Args:
+        num_nodes: The largest id + 1.
+        num_edges: Edges.
+        hint: What to do.
+
+    Raises:
+        DataError: The ids have gaps that would cost more than all edges.
+    """
+    if num_nodes > max(1 << 24, 64 * 2 * num_edges):
+        raise DataError(
+            f"ids go up to {num_nodes - 1}, but there are {num_edges} edges: they have gaps",
+            hint=hint,
+        )
 
 
 class _ArrayFeatures:
@@ -298,6 +369,8 @@ class _ArrayEdges:
         self.weights = weights
         self.stamp = [rows.stamp, None if weights is None else weights.stamp]
         self.weighted = weights is not None
+        if weights is not None and weights.dtype.kind not in "iufb":
+            raise DataError(f"weights have dtype {weights.dtype}", hint="give real numbers")
         if weights is not None and weights.shape not in {(self.num_edges,), (self.num_edges, 1)}:
             raise DataError(
                 f"weights have shape {list(weights.shape)} for {self.num_edges} edges",
@@ -314,7 +387,9 @@ class _ArrayEdges:
         weights = self.weights.blocks(position, max_edges)
         for (sources, targets), block in zip(pairs, weights, strict=True):
             position += sources.size
-            yield EdgeBlock(sources, targets, position, block.reshape(-1).astype(np.float32))
+            with np.errstate(over="ignore"):  # infinite weights are refused by the writer
+                numbers = block.reshape(-1).astype(np.float32)
+            yield EdgeBlock(sources, targets, position, numbers)
 
     def _pairs(self, position: int, max_edges: int) -> Iterator[tuple[Any, Any]]:
         if not self.split:

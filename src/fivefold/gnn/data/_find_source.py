@@ -8,18 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.errors import ConfigurationError, DataError
-from fivefold.gnn.data._array_source import array_source
+from fivefold.gnn.data._array_source import array_source, as_rows
 from fivefold.gnn.data._hetero import HeteroSource
 from fivefold.gnn.data._node_table import TableColumns
 from fivefold.gnn.data._ogb import mag240m_source, ogb_adds_reverse, ogb_source
 from fivefold.gnn.data._parts import Source
 from fivefold.gnn.data._pyg import pyg_source
+from fivefold.gnn.data._rows import Rows, npz_members, npz_rows, one_split
 from fivefold.gnn.data._table_source import table_source
+from fivefold.gnn.data._tables import open_table
 
 __all__ = ["SOURCE_KINDS", "SourceOptions", "find_source"]
 
 SOURCE_KINDS = ("npy", "ogb", "mag240m", "pyg", "table")
 _TABLE_ENDS = (".csv", ".tsv", ".txt", ".parquet", ".pq", ".gz", ".bz2", ".zst", ".edges")
+_NODE_TABLES = ("nodes", "node", "vertices")  # names of the one table that is not of edges
 _NPY_NAMES = {
     "edge_index": ("edge_index", "edges"),
     "features": ("features", "node_feat", "feat", "x"),
@@ -45,6 +48,7 @@ class SourceOptions:
         columns: Columns of the tables.
         ids: auto, number or text, for table.
         num_nodes: Number of nodes; None: found.
+        split: Where masks have several columns, the one to take, for npy and pyg.
 
     Example:
         >>> SourceOptions(kind="npy").ids
@@ -58,6 +62,7 @@ class SourceOptions:
     columns: TableColumns = field(default_factory=TableColumns)
     ids: Any = "auto"
     num_nodes: int | None = None
+    split: int | None = None
 
 
 def find_source(
@@ -66,8 +71,9 @@ def find_source(
     """The source at a path, and whether it wants both directions of its edges.
 
     A folder with ``raw/`` is of the Open Graph Benchmark, one with ``processed/paper`` is MAG240M,
-    one with ``edge_index.npy`` holds arrays, any other holds parts of an edge table. A file is an
-    array (.npy), a PyTorch Geometric object (.pt) or an edge table.
+    one with ``edge_index.npy`` holds arrays, any other holds parts of an edge table, and maybe a
+    node table named ``nodes``. A file is an
+    array (.npy), an archive of arrays (.npz), a PyTorch Geometric object (.pt) or an edge table.
 
     Args:
         path: The file or folder.
@@ -96,7 +102,7 @@ def find_source(
     if kind == "mag240m":
         return mag240m_source(path), False
     if kind == "pyg":
-        return pyg_source(path), False
+        return pyg_source(path, split=options.split), False
     if kind == "npy":
         return _npy_source(path, options), False
     if kind == "table":
@@ -106,7 +112,7 @@ def find_source(
 
 def _kind_of(path: Path) -> str:
     if path.is_file():
-        ends = {".npy": "npy", ".pt": "pyg", ".pth": "pyg"}
+        ends = {".npy": "npy", ".npz": "npy", ".pt": "pyg", ".pth": "pyg"}
         if path.suffix in ends:
             return ends[path.suffix]
         if path.suffix in _TABLE_ENDS:
@@ -123,42 +129,78 @@ def _kind_of(path: Path) -> str:
     raise DataError(f"{path} holds nothing that is known", hint="name its kind with --kind")
 
 
+def _first_array(path: Path, names: tuple[str, ...]) -> Path | Rows | None:
+    """The first of these arrays in a folder of files, or in an archive."""
+    if path.is_dir():
+        return _first_npy(path, names)
+    members = npz_members(path)
+    return next((npz_rows(path, name) for name in names if name in members), None)
+
+
 def _first_npy(folder: Path, names: tuple[str, ...]) -> Path | None:
     paths = (folder / f"{name}.npy" for name in names)
     return next((path for path in paths if path.is_file()), None)
 
 
 def _npy_source(path: Path, options: SourceOptions) -> Source:
-    arrays, splits = dict(options.arrays), dict(options.splits)
-    if path.is_dir():
+    arrays: dict[str, Any] = dict(options.arrays)
+    splits: dict[str, Any] = dict(options.splits)
+    if path.is_file() and path.suffix != ".npz":
+        arrays["edge_index"] = path
+    else:
         for found, names in ((arrays, _NPY_NAMES), (splits, _NPY_SPLITS)):
             for role, candidates in names.items():
-                file = _first_npy(path, candidates)
-                if file is not None:
-                    found.setdefault(role, file)
-    else:
-        arrays["edge_index"] = path
+                array = _first_array(path, candidates)
+                if array is not None:
+                    found.setdefault(role, array)
     if "edge_index" not in arrays:
-        raise DataError(f"{path} holds no edge_index.npy", hint="name the file itself")
+        raise DataError(f"{path} holds no array edge_index", hint="name the file of edges itself")
+    one_each: Any = {name: one_split(as_rows(rows), options.split) for name, rows in splits.items()}
     return array_source(
         arrays["edge_index"],
         features=arrays.get("features"),
         labels=arrays.get("labels"),
         weights=arrays.get("weights"),
-        splits=splits,
+        splits=one_each,
         num_nodes=options.num_nodes,
         name=path.stem,
     )
 
 
 def _table_files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.suffix in _TABLE_ENDS)
+    """Edge tables of a folder, or of its partitions, such as ``year=2020/part-0.parquet``."""
+    for pattern in ("*", "*=*/**/*"):
+        found = [path for path in folder.glob(pattern) if _is_table(path)]
+        if found:
+            return sorted(found)
+    return []
+
+
+def _is_table(path: Path) -> bool:
+    return path.suffix in _TABLE_ENDS and not path.name.startswith((".", "_")) and path.is_file()
+
+
+def _check_parts(files: list[Path], header: bool | None) -> None:  # noqa: FBT001 - of TableColumns
+    """Raise where parts of a folder have other columns than the first."""
+    if len(files) < 2:
+        return
+    names = {file: open_table(file, header=header).names for file in files}
+    first = names[files[0]]
+    for file, found in names.items():
+        if found != first:
+            raise DataError(
+                f"{file} has columns {', '.join(found)[:99]}, {files[0]} {', '.join(first)[:99]}",
+                hint="parts of one edge table have the same; name a node table with --nodes",
+            )
 
 
 def _tables_at(path: Path, options: SourceOptions) -> Source:
     files = _table_files(path) if path.is_dir() else [path]
     nodes = options.nodes
+    if nodes is None:
+        nodes = next((file for file in files if file.name.partition(".")[0] in _NODE_TABLES), None)
     files = [file for file in files if nodes is None or file.resolve() != nodes.resolve()]
+    _check_parts(files, options.columns.names)
     return table_source(
         files,
         nodes=nodes,

@@ -13,6 +13,7 @@ import pyarrow.compute
 from numpy.typing import NDArray
 
 from fivefold.errors import DataError
+from fivefold.gnn.data._array_source import as_labels
 from fivefold.gnn.data._parts import LabelPart
 from fivefold.gnn.data._tables import ParquetReader, TableReader, open_table
 
@@ -24,7 +25,15 @@ _SPLIT_NAMES = {
     "valid": "valid",
     "val": "valid",
     "validation": "valid",
+    "dev": "valid",
     "test": "test",
+    "": "",
+    "none": "",
+}
+_MASKS = {
+    "train": ("train_mask",),
+    "valid": ("val_mask", "valid_mask"),
+    "test": ("test_mask",),
 }
 _SPLITS = ("train", "valid", "test")
 _MOST_CLASSES = 1 << 20
@@ -101,7 +110,8 @@ class NodeTable:
         self.split = columns.split or _first_of(table.names, ("split",))
         for name in (self.id, self.label, self.split, *(columns.features or ())):
             check_column(table, name)
-        taken = {self.id, self.label, self.split}
+        self.masks = {} if self.split else self._found_masks()
+        taken = {self.id, self.label, self.split, *self.masks.values()}
         self.feature_names = (
             [name for name in table.names if name not in taken and self._width(name)]
             if columns.features is None
@@ -120,6 +130,15 @@ class NodeTable:
         first = [table.names[0]] if table.names else []
         as_text = None if self._is_typed else [pa.string()] * len(first)
         self.num_rows = sum(batch.num_rows for batch in table.batches(first, as_text))
+
+    def _found_masks(self) -> dict[str, str]:
+        """Columns that say of every node whether it is in a split, by split."""
+        found = {split: _first_of(self.table.names, names) for split, names in _MASKS.items()}
+        return {
+            split: name
+            for split, name in found.items()
+            if name is not None and pa.types.is_boolean(self.types[name])
+        }
 
     def _width(self, name: str) -> int:
         """Elements of a feature column; 0 where it is none."""
@@ -163,7 +182,7 @@ class NodeTable:
 
     def describe(self) -> list[Any]:
         """What decides the result, beside the file."""
-        return [self.id, self.label, self.split, self.feature_names]
+        return [self.id, self.label, self.split, self.feature_names, *self.masks.values()]
 
     def ids_are_rows(self) -> bool:
         """Whether the ids are 0, 1, 2, ... as without an id column."""
@@ -236,20 +255,37 @@ class NodeTable:
             column = batch.column(0)
             if names is not None:
                 column = pa.compute.index_in(column, value_set=pa.array(names, pa.string()))
-            yield column.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
+            yield as_labels(column.fill_null(-1).to_numpy(zero_copy_only=False))
 
     def _splits(self) -> dict[str, NDArray[np.int64]]:
         found: dict[str, list[NDArray[np.int64]]] = {name: [] for name in _SPLITS}
         row = 0
-        for batch in self.table.batches([self.split], [pa.string()]) if self.split else ():
-            values = np.array(
-                [_SPLIT_NAMES.get((v or "").lower(), "") for v in batch.column(0).to_pylist()]
-            )
-            for name in _SPLITS:
-                found[name].append(np.flatnonzero(values == name) + row)
+        columns = [self.split] if self.split else list(self.masks.values())
+        kinds = [pa.string() if self.split else pa.bool_()] * len(columns)
+        for batch in self.table.batches(columns, kinds) if columns else ():
+            for name, rows in self._members(batch).items():
+                found[name].append(rows + row)
             row += batch.num_rows
         nothing = [np.empty(0, np.int64)]
         return {name: np.concatenate(parts or nothing) for name, parts in found.items()}
+
+    def _members(self, batch: Any) -> dict[str, NDArray[np.int64]]:
+        """Rows of a batch that are in each split."""
+        if not self.split:
+            masks = zip(self.masks, batch.columns, strict=True)
+            return {
+                name: np.flatnonzero(column.fill_null(False).to_numpy(zero_copy_only=False))
+                for name, column in masks
+            }
+        words = [(word or "").strip().lower() for word in batch.column(0).to_pylist()]
+        unknown = sorted(set(words) - set(_SPLIT_NAMES))
+        if unknown:
+            raise DataError(
+                f"column {self.split!r} of {self.table.path} has {unknown[0]!r}",
+                hint="it says train, valid or test, or nothing for nodes of no split",
+            )
+        splits = np.array([_SPLIT_NAMES[word] for word in words])
+        return {name: np.flatnonzero(splits == name) for name in _SPLITS}
 
 
 def _first_of(names: list[str], wanted: Sequence[str]) -> str | None:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.errors import DataError
-from fivefold.gnn.data._array_source import ArraySource, as_split
+from fivefold.gnn.data._array_source import ArraySource, as_labels, as_split
 from fivefold.gnn.data._parts import EdgeBlock, LabelPart, Source
 from fivefold.gnn.data._rows import ArrayRows, Rows, file_stamp, npy_rows, npz_members, npz_rows
 from fivefold.gnn.data._tables import CsvReader
@@ -63,6 +63,11 @@ def ogb_source(folder: str | Path) -> Source:
         return _binary_source(folder)
     if (folder / "raw" / "edge.csv.gz").is_file():
         return _CsvSource(folder)
+    if (folder / "raw" / "relations").is_dir():
+        raise DataError(
+            f"{folder} has several node types",
+            hint="load it with torch_geometric.datasets.OGB_MAG, and ingest pyg_source(data)",
+        )
     raise DataError(
         f"{folder} holds neither raw/data.npz nor raw/edge.csv.gz",
         hint="give the folder into which the benchmark's archive was unpacked",
@@ -104,6 +109,7 @@ def _read_splits(folder: Path) -> dict[str, Rows]:
 
 
 def _read_ids(path: Path) -> NDArray[np.int64]:
+    _existing(path)
     blocks = [block[:, 0] for block in CsvReader(path, header=False).arrays(np.int64)]
     return np.concatenate(blocks) if blocks else np.empty(0, np.int64)
 
@@ -147,8 +153,7 @@ def _csv_labels(path: Path) -> Iterator[NDArray[np.int64]]:
             raise DataError(
                 f"{path} has {block.shape[1]} labels per node", hint="one class per node is needed"
             )
-        unknown = np.isnan(block[:, 0])
-        yield np.where(unknown, -1, block[:, 0]).astype(np.int64)
+        yield as_labels(block)
 
 
 def _existing(path: Path) -> Path:
@@ -175,6 +180,11 @@ class _CsvEdges:
             if row > position:
                 new = block[max(0, block.shape[0] - (row - position)) :]
                 yield EdgeBlock(new[:, 0].copy(), new[:, 1].copy(), row)
+        if row != self.num_edges:
+            raise DataError(
+                f"{self.path} has {row} edges, num-edge-list.csv.gz says {self.num_edges}",
+                hint="unpack the benchmark's archive again",
+            )
 
 
 class _CsvFeatures:

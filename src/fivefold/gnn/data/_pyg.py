@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fivefold.errors import DataError
-from fivefold.gnn.data._array_source import ArraySource, array_part
+from fivefold.gnn.data._array_source import ArraySource, array_part, as_array
 from fivefold.gnn.data._hetero import HeteroSource
-from fivefold.gnn.data._rows import ArrayRows, Rows, file_stamp
+from fivefold.gnn.data._rows import ArrayRows, Rows, file_stamp, one_split
 from fivefold.gnn.data._torch_files import load_pyg
 
 __all__ = ["pyg_source"]
@@ -17,16 +20,21 @@ __all__ = ["pyg_source"]
 _MASKS = {"train": "train_mask", "valid": "val_mask", "test": "test_mask"}
 
 
-def pyg_source(data: Any, *, name: str | None = None) -> ArraySource | HeteroSource:
+def pyg_source(
+    data: Any, *, name: str | None = None, split: int | None = None
+) -> ArraySource | HeteroSource:
     """A graph of PyTorch Geometric.
 
     Stored are ``x``, ``edge_index``, ``edge_weight``, ``y`` and the masks ``train_mask``,
-    ``val_mask`` and ``test_mask``, of every node and edge type; other attributes are left out.
+    ``val_mask`` and ``test_mask``, of every node and edge type; other attributes are left out. In
+    the place of ``edge_index``, ``adj_t`` will do, the transposed adjacency matrix as a sparse
+    tensor; its values are weights unless all are one.
 
     Args:
-        data: ``Data``, ``HeteroData``, or the path of a file made by ``torch.save`` of one. Files
-            are read without running code that is in them.
+        data: ``Data``, ``HeteroData``, or the path of a file made by ``torch.save`` of one, or by
+            a data set of PyG. Files are read without running code that is in them.
         name: For people; None: the file's name or the class.
+        split: Where masks have several columns, the one to take.
 
     Returns:
         The source, for ``ingest``.
@@ -50,24 +58,29 @@ def pyg_source(data: Any, *, name: str | None = None) -> ArraySource | HeteroSou
         name = name or path.stem
     name = name or type(data).__name__
     if hasattr(data, "edge_types"):
-        return _hetero_source(data, name, stamp)
+        return _hetero_source(data, name, stamp, split)
+    edges, weights = _edges(data, "the graph", stamp)
+    parts = _node_parts(data, stamp, split)
+    with warnings.catch_warnings():  # that it counts them by the edges
+        warnings.simplefilter("ignore")
+        count = getattr(data, "num_nodes", None)
     return ArraySource(
         name=name,
-        edge_rows=_needed_edges(data, "the graph", stamp),
-        weight_rows=_rows(data, "edge_weight", stamp),
-        given_nodes=data.num_nodes,
+        edge_rows=edges,
+        weight_rows=weights,
+        given_nodes=count,
         kind="pyg",
-        **_node_parts(data, stamp),
+        **parts,
     )
 
 
-def _hetero_source(data: Any, name: str, stamp: Any) -> HeteroSource:
-    sizes = {kind: int(data[kind].num_nodes) for kind in data.node_types}
+def _hetero_source(data: Any, name: str, stamp: Any, split: int | None) -> HeteroSource:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        counts = {kind: data[kind].num_nodes for kind in data.node_types}
+    sizes = {kind: _known(count, kind) for kind, count in counts.items()}
     edges = {
-        kind: array_part(
-            _needed_edges(data[kind], f"edge type {kind}", stamp),
-            _rows(data[kind], "edge_weight", stamp),
-        )
+        kind: array_part(*_edges(data[kind], f"edge type {kind}", stamp))
         for kind in data.edge_types
     }
     # Labels and features are those of a graph without edges.
@@ -77,14 +90,23 @@ def _hetero_source(data: Any, name: str, stamp: Any) -> HeteroSource:
             edge_rows=None,
             given_nodes=sizes[kind],
             kind="pyg",
-            **_node_parts(data[kind], stamp),
+            **_node_parts(data[kind], stamp, split),
         )
         for kind in data.node_types
     }
     return HeteroSource(name=name, nodes=nodes, edges=edges)
 
 
-def _node_parts(store: Any, stamp: Any) -> dict[str, Any]:
+def _known(count: int | None, kind: str) -> int:
+    if count is None:
+        raise DataError(
+            f"node type {kind!r} says neither features nor num_nodes",
+            hint=f"set data[{kind!r}].num_nodes",
+        )
+    return int(count)
+
+
+def _node_parts(store: Any, stamp: Any, split: int | None) -> dict[str, Any]:
     masks = {name: _rows(store, mask, stamp) for name, mask in _MASKS.items()}
     labels = _rows(store, "y", stamp)
     return {
@@ -92,34 +114,44 @@ def _node_parts(store: Any, stamp: Any) -> dict[str, Any]:
         "label_rows": labels,
         # Without labels there is nothing to train on, so masks alone are left out.
         "split_rows": {
-            name: mask for name, mask in masks.items() if mask is not None and labels is not None
+            name: one_split(mask, split)
+            for name, mask in masks.items()
+            if mask is not None and labels is not None
         },
     }
 
 
-def _needed_edges(store: Any, what: str, stamp: Any) -> Rows:
+def _edges(store: Any, what: str, stamp: Any) -> tuple[Rows, Rows | None]:
     rows = _rows(store, "edge_index", stamp)
-    if rows is None:
-        raise DataError(
-            f"{what} has no edge_index", hint="convert adj_t with its coo() method, and set it"
-        )
-    return rows
+    if rows is not None:
+        return rows, _rows(store, "edge_weight", stamp)
+    matrix = getattr(store, "adj_t", None)
+    if matrix is None:
+        raise DataError(f"{what} has neither edge_index nor adj_t", hint="set edge_index")
+    return _of_matrix(matrix, None if stamp is None else [*stamp, "adj_t"])
+
+
+def _of_matrix(matrix: Any, stamp: Any) -> tuple[Rows, Rows | None]:
+    """Edges of a transposed adjacency matrix: rows are targets, columns are sources."""
+    if hasattr(matrix, "coo"):  # of torch_sparse
+        targets, sources, values = matrix.coo()
+    else:
+        with warnings.catch_warnings():  # sparse tensors are called new in every version of torch
+            warnings.simplefilter("ignore")
+            sparse = matrix.to_sparse_coo()
+            # As they are stored: coalescing would add up equal edges.
+            targets, sources = sparse._indices()  # noqa: SLF001
+            values = sparse._values()  # noqa: SLF001
+    pairs = np.stack([as_array(sources, "adj_t"), as_array(targets, "adj_t")])
+    weighted = values is not None and not bool((values == 1).all())
+    weights = ArrayRows(as_array(values, "adj_t"), stamp) if weighted else None
+    return ArrayRows(pairs, stamp), weights
 
 
 def _rows(store: Any, key: str, stamp: Any) -> Rows | None:
     value = getattr(store, key, None)
     if value is None:
         return None
-    if not hasattr(value, "detach") or str(value.layout) != "torch.strided":
+    if not hasattr(value, "detach"):
         raise DataError(f"{key} is a {type(value).__name__}", hint="use a dense tensor")
-    tensor = value.detach().cpu()
-    return ArrayRows(_as_array(tensor, key), stamp=None if stamp is None else [*stamp, key])
-
-
-def _as_array(tensor: Any, key: str) -> Any:
-    try:
-        return tensor.numpy()
-    except TypeError as error:
-        raise DataError(
-            f"{key} has dtype {tensor.dtype}, which NumPy has not", hint="convert it to float16"
-        ) from error
+    return ArrayRows(as_array(value, key), stamp=None if stamp is None else [*stamp, key])

@@ -19,7 +19,16 @@ from numpy.typing import NDArray
 from fivefold.errors import DataError
 from fivefold.gnn.storage import xxh64
 
-__all__ = ["ArrayRows", "FileRows", "Rows", "file_stamp", "npy_rows", "npz_members", "npz_rows"]
+__all__ = [
+    "ArrayRows",
+    "FileRows",
+    "Rows",
+    "file_stamp",
+    "npy_rows",
+    "npz_members",
+    "npz_rows",
+    "one_split",
+]
 
 
 class Rows(Protocol):
@@ -118,6 +127,34 @@ class FileRows:
                 _fill(file, buffer, self.place)
                 block = np.frombuffer(buffer, self.dtype)
                 yield block.reshape(count, *self.shape[1:])
+
+
+def one_split(rows: Rows, column: int | None) -> Rows:
+    """One of several masks that stand side by side; what has one column is handed back.
+
+    Args:
+        rows: ``[N]`` or ``[N, K]``.
+        column: Which; None hands everything back.
+
+    Returns:
+        ``[N]``.
+
+    Raises:
+        DataError: There are not so many columns.
+    """
+    if column is None or len(rows.shape) < 2:
+        return rows
+    turned = getattr(rows, "transposed", False)
+    if not 0 <= column < rows.shape[0 if turned else 1]:
+        raise DataError(
+            f"split {column} was asked for, but masks have shape {list(rows.shape)}",
+            hint="columns count from 0",
+        )
+    if turned:
+        parts = [block[0] for block in rows.blocks(column, 1, stop=column + 1)]
+    else:
+        parts = [block[:, column] for block in rows.blocks(0, 1 << 20)]
+    return ArrayRows(np.concatenate(parts), stamp=[rows.stamp, column])
 
 
 def _fill(file: IO[bytes], buffer: bytearray, place: str) -> None:

@@ -13,7 +13,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from fivefold.errors import ConfigurationError, DataError, FivefoldError, StorageError
-from fivefold.gnn.data._array_source import array_part
+from fivefold.gnn.data._array_source import array_part, check_gaps
 from fivefold.gnn.data._dataset import GRAPH_FILE
 from fivefold.gnn.data._names import number_names, write_state
 from fivefold.gnn.data._node_table import NodeTable, TableColumns, check_column, check_whole
@@ -23,6 +23,9 @@ from fivefold.gnn.data._tables import TableReader, open_table
 from fivefold.gnn.data._write import no_progress
 
 __all__ = ["TableSource", "table_source"]
+
+_SOURCES = ("source", "src", "from", "head", "u")
+_TARGETS = ("target", "dst", "destination", "to", "tail", "v")
 
 
 def table_source(
@@ -102,7 +105,7 @@ class TableSource:
         num_nodes: int | None,
         name: str,
     ) -> None:
-        self.name = name
+        self.name, self.ids = name, ids
         self.tables = [open_table(path, header=columns.names) for path in edges]
         self.ends = [_edge_columns(table, columns) for table in self.tables]
         self.node_table = None if nodes is None else NodeTable(nodes, columns)
@@ -138,10 +141,16 @@ class TableSource:
             return rows
         if given is not None or self.text_ids:
             return given or 0
-        largest = -1
+        largest, edges = -1, 0
         for block in _TableEdges(self).blocks(0, 1 << 22):
             if block.sources.size:
                 largest = max(largest, int(block.sources.max()), int(block.targets.max()))
+                edges = block.position
+        if self.ids == "auto":
+            hint = (
+                "--ids text numbers them anew; --ids number keeps the gaps as nodes without edges"
+            )
+            check_gaps(largest + 1, edges, hint=hint)
         return largest + 1
 
     def prepare(self, folder: Path, *, memory_bytes: int, progress: Progress | None) -> None:
@@ -243,11 +252,26 @@ def _edge_columns(table: TableReader, columns: TableColumns) -> tuple[str, str, 
         raise DataError(
             f"{table.path} has {len(table.names)} columns", hint="an edge table has at least two"
         )
-    source = columns.source or table.names[0]
-    target = columns.target or table.names[1]
-    for name in (source, target, columns.weight):
+    for name in (columns.source, columns.target, columns.weight):
         check_column(table, name)
+    source = columns.source or _usual(table.names, _SOURCES)
+    target = columns.target or _usual(table.names, _TARGETS)
+    if source is None or target is None or source == target:
+        rest = [name for name in table.names if name not in (columns.source, columns.target)]
+        source = columns.source or (rest.pop(0) if rest else None)
+        target = columns.target or (rest.pop(0) if rest else None)
+    if source is None or target is None or source == target:
+        raise DataError(
+            f"source and target of {table.path} are both column {source or target!r}",
+            hint="name them: --column source=NAME --column target=NAME",
+        )
     return source, target, columns.weight
+
+
+def _usual(names: list[str], usual: Sequence[str]) -> str | None:
+    """The only column with one of these names."""
+    found = [name for name in names if name.lower() in usual]
+    return found[0] if len(found) == 1 else None
 
 
 class _TableEdges:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv as plain_csv
 import gzip
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ _COMMENTS = ("#", "%")
 _ROLES = {"source", "target", "src", "dst", "from", "to", "head", "tail", "u", "v", "weight"}
 _ROLES |= {"id", "node", "label", "y", "split", "name"}
 _DELIMITERS = ("\t", ",", ";", "|", " ")
+_PACKED = {b"\x1f\x8b": ".gz", b"BZh": ".bz2", b"\x28\xb5\x2f\xfd": ".zst"}
 
 
 class TableReader(Protocol):
@@ -89,18 +91,26 @@ class CsvReader:
         self.path = path
         lines = self._first_lines()
         self._skip = 0
-        while self._skip < len(lines) and lines[self._skip].startswith(_COMMENTS):
+        while self._skip < len(lines) and _is_prelude(lines[self._skip]):
             self._skip += 1
         first = lines[self._skip] if self._skip < len(lines) else ""
         self._delimiter = next((d for d in _DELIMITERS if d in first), ",")
-        fields = first.split(self._delimiter) if first else []
-        following = lines[self._skip + 1] if self._skip + 1 < len(lines) else ""
-        second = following.split(self._delimiter)
+        fields = self._fields(first)
+        second = self._fields(next(filter(None, lines[self._skip + 1 :]), ""))
         self._header = _is_header(fields, second, path) if header is None else header
         self.num_columns = len(fields)
         generated = [str(index) for index in range(len(fields))]
         self.names = [name.strip().strip('"') for name in fields] if self._header else generated
+        check_names(self.names, path)
         self._types: list[Any] | None = None
+
+    def _fields(self, line: str) -> list[str]:
+        if self._delimiter == " " and "  " in line.strip():
+            raise DataError(
+                f"the columns of {self.path} stand apart by several blanks",
+                hint="put one delimiter between them: tr -s ' ' <FILE >NEW",
+            )
+        return next(plain_csv.reader([line], delimiter=self._delimiter)) if line else []
 
     def _first_lines(self) -> list[str]:
         try:
@@ -108,7 +118,20 @@ class CsvReader:
                 head: bytes = stream.read(_PEEK_BYTES)
         except (OSError, gzip.BadGzipFile) as error:
             raise DataError(f"cannot read {self.path}: {error}", hint="check the file") from error
-        return head.decode("utf-8", "replace").splitlines()
+        for mark, end in _PACKED.items():
+            if head.startswith(mark):
+                raise DataError(
+                    f"{self.path} is packed, but its name does not say so",
+                    hint=f"let the name end in {end}",
+                )
+        if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+            raise DataError(f"{self.path} is UTF-16", hint="iconv -f UTF-16 -t UTF-8 <FILE >NEW")
+        if head.lower().startswith(b"%%matrixmarket"):
+            raise DataError(
+                f"{self.path} is a Matrix Market file, whose ids count from 1",
+                hint="read it with scipy.io.mmread and give its row and col to array_source",
+            )
+        return head.decode("utf-8-sig", "replace").splitlines()
 
     @property
     def types(self) -> list[Any]:
@@ -175,6 +198,22 @@ class CsvReader:
                 yield block[first : first + step]
 
 
+def _is_prelude(line: str) -> bool:
+    """Lines before the table: comments and empty ones."""
+    return line.startswith(_COMMENTS) or not line.strip()
+
+
+def check_names(names: list[str], path: Path) -> None:
+    """Raise where two columns have one name: one of them would be taken for both.
+
+    Raises:
+        DataError: Two have.
+    """
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise DataError(f"{path} has two columns {twice!r}", hint="give every column its own name")
+
+
 def _is_header(first: list[str], second: list[str], path: Path) -> bool:
     """Whether a first line names the columns; a guess that could lose an edge is not made."""
     if not first or any(map(_is_number, first)):
@@ -217,6 +256,7 @@ class ParquetReader:
             raise DataError(f"cannot read {path}: {error}", hint="check the file") from error
         schema = self._file.schema_arrow
         self.names: list[str] = list(schema.names)
+        check_names(self.names, path)
         self._types: list[Any] = list(schema.types)
 
     @property

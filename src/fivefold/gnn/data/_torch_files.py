@@ -7,6 +7,7 @@ containers and, where asked for, the classes of PyTorch Geometric are let in.
 from __future__ import annotations
 
 import pickle
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ def _numpy_names() -> list[Any]:
         np.dtype,
         *kinds,
         _codecs.encode,
+        bytes,  # the contents of an array without elements
     ]
 
 
@@ -82,13 +84,33 @@ def load_pyg(path: Path) -> Any:
     names = [Data, HeteroData, classes.DataEdgeAttr, classes.DataTensorAttr]
     names += [storage.BaseStorage, storage.NodeStorage, storage.EdgeStorage, storage.GlobalStorage]
     value = _load(path, [*names, *_numpy_names()])
-    if isinstance(value, tuple | list) and value and hasattr(value[0], "stores"):
-        value = value[0]  # data sets of PyG save (data, slices, ...)
+    kind = Data
+    if isinstance(value, tuple | list) and value:
+        kind = HeteroData if len(value) > 2 and value[2] is HeteroData else Data
+        value = _only_graph(value, path)
+    if isinstance(value, dict) and (kind is HeteroData or "edge_index" in value):
+        value = kind.from_dict(value)
     if not isinstance(value, Data | HeteroData):
         raise DataError(
-            f"{path} holds a {type(value).__name__}", hint="a Data or HeteroData is needed"
+            f"{path} holds a {type(value).__name__}",
+            hint="a Data, a HeteroData or a dictionary with edge_index is needed",
         )
     return value
+
+
+def _only_graph(value: Any, path: Path) -> Any:
+    """The graph in what data sets of PyG save: (graph or dictionary, slices, class)."""
+    is_list = len(value) > 1 and hasattr(value[1], "stores")
+    slices = None if is_list or len(value) < 2 else value[1]
+    first = slices
+    while isinstance(first, dict):  # by attribute, and before that by type
+        first = next(iter(first.values()), None)
+    count = len(value) if is_list else 1 if first is None else len(first) - 1
+    if count != 1:
+        raise DataError(
+            f"{path} holds {count} graphs", hint="one graph is needed: save dataset[0] alone"
+        )
+    return value[0]
 
 
 def _load(path: Path, names: list[Any]) -> Any:
@@ -100,11 +122,21 @@ def _load(path: Path, names: list[Any]) -> Any:
         try:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
         except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
-            reason = str(error).partition("\n")[0][:200]
             raise DataError(
-                f"{path} cannot be read safely: {reason}",
+                f"{path} cannot be read safely: {_reason(error)}",
                 hint="save a dictionary of tensors, or a Data object, with torch.save",
             ) from error
+
+
+def _reason(error: BaseException) -> str:
+    """What is wrong, without torch's advice to load the file unsafely."""
+    text = str(error)
+    found = re.search(r"(?:GLOBAL|class|function) ([\w.]+)", text)
+    if "unsupported" in text.lower() and found:
+        return f"it refers to {found[1]}"
+    if isinstance(error, pickle.UnpicklingError) or not text:
+        return "it is no file of torch.save"
+    return text.partition("\n")[0][:200]
 
 
 def _is_zip(path: Path) -> bool:

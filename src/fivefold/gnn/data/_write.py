@@ -26,6 +26,7 @@ from fivefold.gnn.storage import Container, ContainerWriter
 __all__ = ["MIN_MEMORY_BYTES", "no_progress", "write_dataset", "write_parts"]
 
 MIN_MEMORY_BYTES = 16 << 20
+_MOST_CLASSES = 1 << 24
 _MARK_EVERY_BYTES = 256 << 20  # a mark syncs the file: seldom enough to cost nothing
 
 
@@ -180,6 +181,10 @@ def _largest_label(part: LabelPart, num_nodes: int) -> int:
                 raise DataError(
                     f"a label is {int(block.min())}", hint="classes count from 0; unknown is -1"
                 )
+    if largest >= _MOST_CLASSES:
+        raise DataError(
+            f"a label is {largest}", hint=f"number the classes from 0; at most {_MOST_CLASSES}"
+        )
     if rows != num_nodes:
         raise DataError(
             f"there are {rows} labels for {num_nodes} nodes", hint="give one label per node"

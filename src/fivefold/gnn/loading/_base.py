@@ -7,7 +7,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from fivefold.errors import CheckpointError, ConfigurationError, UnsupportedError
 from fivefold.gnn.loading._batch import MiniBatch
@@ -137,9 +137,15 @@ class BatchLoader(abc.ABC):
                     f"the loader's state has {name}={state.get(name)!r}, this loader {expected!r}",
                     hint="make the loader with the settings and the data of the saved run",
                 )
+        epoch, position = (_as_count(state.get(key), key) for key in ("epoch", "position"))
+        batches = self._length(epoch)
+        if position > batches:
+            raise CheckpointError(
+                f"the loader's state has position {position}, epoch {epoch} has {batches} batches",
+                hint="make the loader with the settings and the data of the saved run",
+            )
         self._end_iterator("a state was loaded")
-        self._epoch, self._position = int(state["epoch"]), int(state["position"])
-        self._resumed = True
+        self._epoch, self._position, self._resumed = epoch, position, True
 
     def close(self) -> None:
         """End the threads and let go of files; a second call does nothing."""
@@ -147,6 +153,15 @@ class BatchLoader(abc.ABC):
             self._finalizer()
         elif self._finalizer.detach() is not None:
             _LOG.warning("files stay open, because a thread still works on them")
+
+    def __reduce__(self) -> NoReturn:
+        """A loader has threads and open files: there is no copy of it, also in a worker process.
+
+        Raises:
+            UnsupportedError: Always.
+        """
+        message = "a loader cannot be copied, pickled or sent to another process"
+        raise UnsupportedError(message, hint="open the store and make a loader where it is used")
 
     def __enter__(self) -> Self:
         return self
@@ -186,6 +201,14 @@ class BatchLoader(abc.ABC):
 
     def _wait_s(self, pipeline: Pipeline | None) -> float:
         return self._past_wait_s + (0.0 if pipeline is None else pipeline.wait_s)
+
+
+def _as_count(value: Any, name: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise CheckpointError(
+            f"the loader's state has {name}={value!r}", hint="give what state_dict() returned"
+        )
+    return value
 
 
 def _release_here(release: Callable[[], None], process: int) -> None:

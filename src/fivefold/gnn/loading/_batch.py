@@ -107,6 +107,15 @@ class MiniBatch:
     blocks: tuple[Block, ...] | None = None
     e_id: Tensor | None = None
 
+    def __repr__(self) -> str:
+        """Shapes instead of numbers, as PyG prints its batches."""
+        parts = [
+            f"{field.name}={_shown(value)}"
+            for field in dataclasses.fields(self)
+            if (value := getattr(self, field.name)) is not None
+        ]
+        return f"MiniBatch({', '.join(parts)})"
+
     @property
     def num_nodes(self) -> int:
         """Number of rows of ``x``."""
@@ -166,3 +175,11 @@ class MiniBatch:
             e_id=None if self.e_id is None else change(self.e_id),
             blocks=None if blocks is None else tuple(block._map(change) for block in blocks),  # noqa: SLF001 - same module
         )
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return str(list(value.shape))
+    if isinstance(value, tuple) and value and isinstance(value[0], Block):
+        return str([list(block.size) for block in value])
+    return str(value)

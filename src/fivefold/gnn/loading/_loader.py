@@ -23,7 +23,7 @@ from fivefold.gnn.loading._order import Remainder, batch_order, rank_share
 from fivefold.gnn.loading._pipeline import Pipeline
 from fivefold.gnn.loading._ring import BufferRing
 from fivefold.gnn.loading._rows import Backend
-from fivefold.gnn.loading._settings import LoaderSettings, buffer_count
+from fivefold.gnn.loading._settings import LoaderSettings, buffer_count, checked_device
 from fivefold.gnn.loading._stages import BatchStages, Prepared
 from fivefold.gnn.loading._statistics import LoaderStatistics
 from fivefold.gnn.loading._transfer import DeviceTransfer
@@ -124,7 +124,7 @@ class DiskLoader(BatchLoader):
     ) -> None:
         self._store = store
         self._settings = LoaderSettings(
-            device=torch.device(device),
+            device=checked_device(device),
             shuffle=store.plan.policy != "belady" if shuffle is None else shuffle,
             seed=seed,
             prefetch=prefetch,
@@ -247,7 +247,7 @@ class DiskLoader(BatchLoader):
     def _identity(self) -> dict[str, Any]:
         settings = self._settings
         return {
-            "store": f"{self._store.rows.fingerprint}-{self._store.records.fingerprint}",
+            "store": self._store.plan.order_fingerprint,
             "seed": settings.seed,
             "shuffle": settings.shuffle,
             "world_size": settings.world_size,

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import torch
+from numpy.typing import ArrayLike
 
 from fivefold.errors import ConfigurationError
 from fivefold.gnn.data import Dataset
@@ -25,6 +26,7 @@ from fivefold.gnn.loading._batch import MiniBatch
 from fivefold.gnn.loading._order import Remainder, rank_share
 from fivefold.gnn.loading._pipeline import Pipeline, Stage, Ticket
 from fivefold.gnn.loading._rows import Backend, open_rows
+from fivefold.gnn.loading._settings import checked_device
 from fivefold.gnn.loading._statistics import LoaderStatistics
 from fivefold.gnn.sampling import NeighborSampler, SampledBatch, Topology, epoch_batches
 from fivefold.gnn.storage import ReadStatistics
@@ -50,7 +52,7 @@ class OnlineLoader(BatchLoader):
 
     Args:
         dataset: Dataset that holds topology, features and labels.
-        ids: Seed node ids, distinct.
+        ids: Seed node ids, distinct, or a mask over all nodes.
         fanouts: Neighbours per hop, -1 for all.
         batch_size: Seeds per batch; the last batch of an epoch may be smaller.
         topology: Topology to sample from; None opens the dataset's.
@@ -88,7 +90,7 @@ class OnlineLoader(BatchLoader):
     def __init__(  # noqa: PLR0913 - independent options, each with a default
         self,
         dataset: Dataset,
-        ids: Ids,
+        ids: ArrayLike,
         *,
         fanouts: Sequence[int],
         batch_size: int,
@@ -113,10 +115,10 @@ class OnlineLoader(BatchLoader):
                 f"batch_size={batch_size}, prefetch={prefetch}, timeout_s={timeout_s}"
             )
         self._form = checked_form(form)
-        self._ids = np.ascontiguousarray(ids, np.int64)
+        self._ids = _checked_ids(ids, dataset.num_nodes)
         self._batch_size, self._prefetch, self._timeout_s = batch_size, prefetch, timeout_s
         self._shuffle, self._resample, self._seed = shuffle, resample, seed
-        self._device = torch.device(device)
+        self._device = checked_device(device)
         self._share = functools.partial(
             rank_share, rank=rank, world_size=world_size, remainder=remainder
         )
@@ -125,6 +127,7 @@ class OnlineLoader(BatchLoader):
             dataset.topology() if topology is None else topology, fanouts, seed=seed
         )
         self._seeds = SeedTable(self._ids, dataset.labels if dataset.has_labels else None)
+        _check_features(features, dataset.num_nodes)
         self._rows = open_rows(dataset.features, features, backend=backend, verify=verify)
         super().__init__(self._rows.close)
         self._read = _Reading()
@@ -204,3 +207,41 @@ class OnlineLoader(BatchLoader):
             )
         size = self._batch_size
         return [self._ids[i : i + size] for i in range(0, len(self._ids), size)]
+
+
+def _checked_ids(ids: ArrayLike, num_nodes: int) -> Ids:
+    values = np.asarray(ids)
+    if values.dtype == bool and values.ndim == 1:
+        if len(values) != num_nodes:
+            raise ConfigurationError(
+                f"the mask of ids has {len(values)} entries for {num_nodes} nodes",
+                hint="give one boolean per node, or ids",
+            )
+        return np.flatnonzero(values)
+    if values.ndim != 1 or (values.size and values.dtype.kind not in "iu"):
+        raise ConfigurationError(
+            f"ids have shape {list(values.shape)} and dtype {values.dtype}",
+            hint="give a list of node ids, or a mask",
+        )
+    if values.size and not 0 <= int(values.min()) <= int(values.max()) < num_nodes:
+        raise ConfigurationError(
+            f"ids go from {values.min()} to {values.max()}, the graph has {num_nodes} nodes",
+            hint="ids of nodes count from 0",
+        )
+    if np.unique(values).size != values.size:
+        message = "ids name a node twice"
+        raise ConfigurationError(message, hint="name each node once")
+    return np.ascontiguousarray(values, np.int64)
+
+
+def _check_features(features: str | npt.NDArray[Any], num_nodes: int) -> None:
+    if isinstance(features, str):
+        if features not in ("disk", "memory"):
+            raise ConfigurationError(
+                f"features is {features!r}", hint='use "disk", "memory" or an array'
+            )
+    elif features.ndim != 2 or len(features) != num_nodes:
+        raise ConfigurationError(
+            f"features have shape {list(features.shape)} for {num_nodes} nodes",
+            hint="give one row per node, in the order of the node ids",
+        )

@@ -51,6 +51,7 @@ class Stage:
         name: What it does, as it stands in errors and statistics.
         run: From the ticket to its new value.
         patience_s: How long one run may take, where that is more than the consumer's patience.
+        waits: Whether it only waits for others, and so is not to blame while one is at work.
         seconds: Time spent in ``run`` so far.
         began_s: When the present run began, None while it is idle.
         batch: The batch of the present or last run.
@@ -59,6 +60,7 @@ class Stage:
     name: str
     run: Callable[[Ticket], Any]
     patience_s: float = 0.0
+    waits: bool = False
     seconds: float = 0.0
     began_s: float | None = None
     batch: int = -1
@@ -237,7 +239,7 @@ class Pipeline:
                 f"no batch for {self._timeout_s:.1f} s, and no stage is at work",
                 hint="this is a defect of the loader: please report it",
             )
-        began_s, stage = min(busy, key=lambda pair: pair[0])
+        began_s, stage = min(busy, key=lambda pair: (pair[1].waits, pair[0]))
         return StallError(
             f"stage {stage.name!r} of batch {stage.batch} has not ended for "
             f"{now_s - began_s:.1f} s, and the training loop waits",

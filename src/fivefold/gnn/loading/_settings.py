@@ -7,15 +7,34 @@ from typing import Literal
 
 import torch
 
-from fivefold.errors import ConfigurationError, InfeasibleError
+from fivefold.errors import ConfigurationError, InfeasibleError, UnsupportedError
 from fivefold.gnn.loading._assemble import checked_form
 from fivefold.gnn.loading._order import Remainder
 from fivefold.units import format_bytes
 
-__all__ = ["LoaderSettings", "buffer_count"]
+__all__ = ["LoaderSettings", "buffer_count", "checked_device"]
 
 DEFAULT_PREFETCH = 4
 FEWEST_BUFFERS = 2  # one is with the training loop while the next is prepared
+
+
+def checked_device(device: torch.device | str) -> torch.device:
+    """The device, if torch can use it.
+
+    Raises:
+        ConfigurationError: There is no such kind of device.
+        UnsupportedError: It is a CUDA device, and torch sees none.
+    """
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"there is no device {device!r}", hint='use "cpu" or "cuda"'
+        ) from error
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        message = f"the batches were wanted on {chosen}, but torch sees no CUDA device"
+        raise UnsupportedError(message, hint='use device="cpu"')
+    return chosen
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

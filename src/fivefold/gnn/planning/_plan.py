@@ -109,6 +109,32 @@ class Plan:
         digest = hashlib.sha256(self.to_json().encode())
         return digest.hexdigest()[:32]
 
+    @property
+    def order_fingerprint(self) -> str:
+        """Hash of what decides which row stands where in which batch, 32 hexadecimal digits.
+
+        Budgets and predictions are not in it: a plan that was made again, after the disk was
+        measured anew, may have another ``fingerprint`` and still pack the same rows.
+        """
+        decides = {
+            "features": self.features_fingerprint,
+            "samples": self.samples_fingerprint,
+            "policy": self.policy,
+            "layout": self.layout,
+            "functions": self.minhash_functions if self.layout == "minhash" else 0,
+            "segments": [list(segment) for segment in self.segments],
+            "slots": self.num_host_slots,
+            "device": _hash(self.device_rows),
+            "host": _hash(self.host_rows),
+            "schedule": {
+                name: _hash(array)
+                for name, array in (
+                    self.cache_schedule.arrays() if self.cache_schedule else {}
+                ).items()
+            },
+        }
+        return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:32]
+
     def cold_ids(self, batch: int, node_ids: Array) -> Ids:
         """Node ids of a batch that come from disk, ascending.
 

@@ -11,10 +11,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -31,7 +33,7 @@ from fivefold.gnn.training._models import make_model
 from fivefold.gnn.training._progress import RunProgress
 from fivefold.gnn.training._ranks import Ranks, close_ranks, open_ranks, read_place
 from fivefold.gnn.training._result import GnnResult, parameters_sha256, run_label, run_manifest
-from fivefold.gnn.training._resume import choose_checkpoint, describe_run
+from fivefold.gnn.training._resume import check_before_work, choose_checkpoint, describe_run
 from fivefold.gnn.training._rounds import Rounds
 from fivefold.gnn.training._source import BatchSource, add_counts, counts_of, make_source
 from fivefold.gnn.training._tally import EpochTally
@@ -88,9 +90,12 @@ def train_graph(config: GnnConfig, *, show: Callable[[str], None] | None = None)
         rounds = None
         if config.run.mode == "disk":
             # Before the group forms: packing may take longer than a peer may be waited for.
+            accept = check_before_work(config, data=dataset.fingerprint, world_size=read_place()[1])
             rounds = Rounds(config, dataset, topology=topology, is_main=is_main)
             opened.callback(rounds.close)
-            rounds.open(_first_epoch(config), progress=stop.breaking(progress), show=show)
+            rounds.open(
+                _first_epoch(config), progress=stop.breaking(progress), show=show, accept=accept
+            )
         ranks = open_ranks(device=config.run.device, timeout_s=config.run.timeout_s)
         rows = dataset.features.read("x") if config.run.mode == "memory" else None
         parts: dict[str, Any] = {"topology": topology, "ranks": ranks, "features": rows}
@@ -116,10 +121,24 @@ def _first_epoch(config: GnnConfig) -> int:
     return 0 if found is None else min(int(found[1]["epoch"]), config.run.epochs - 1)
 
 
+def _finite(loss: torch.Tensor, step: int) -> float:
+    value = float(loss.detach())
+    if not math.isfinite(value):
+        raise DataError(
+            f"the loss of step {step + 1} is {value}: from here on nothing would be learned",
+            hint="look for features that are not finite; else lower optim.lr, or set "
+            "optim.grad_clip, and begin in another run.output",
+        )
+    return value
+
+
 def _require_labels(dataset: Dataset) -> None:
     if not dataset.has_labels or not len(dataset.train) or dataset.num_classes < 1:
         message = f"{dataset.folder} has no labelled training nodes"
         raise DataError(message, hint="ingest labels and a split, or use fivefold gnn generate")
+    if not np.any(dataset.labels[dataset.train] >= 0):
+        message = f"none of the {len(dataset.train)} training nodes of {dataset.folder} has a label"
+        raise DataError(message, hint="see whether split and labels belong together")
 
 
 class _Run:
@@ -169,7 +188,7 @@ class _Run:
 
     def _begin(self) -> None:
         store, changes = self._store(), self.config.sampling.refresh_every_epochs > 0
-        plan = None if store is None or changes else store.plan.fingerprint
+        plan = None if store is None or changes else store.plan.order_fingerprint
         self.description = describe_run(
             self.config, data=self.dataset.fingerprint, plan=plan, ranks=self.ranks
         )
@@ -313,7 +332,7 @@ class _Run:
             self.optimizer.step()
             self.optimizer.zero_grad()
             right = int((scores.detach().argmax(dim=1) == batch.y).sum())
-            self.tally.add(loss=float(losses.detach()), right=right, nodes=known)
+            self.tally.add(loss=_finite(losses, self.step), right=right, nodes=known)
         self.step += 1
         self.position += 1
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fivefold.errors import DataError, StorageError
+from fivefold.errors import DataError, InfeasibleError, StorageError
 from fivefold.gnn.data import Dataset
 from fivefold.gnn.packing import PackedStore, pack, read_plan, write_plan
 from fivefold.gnn.planning import Budgets, FeatureInfo, Plan, make_plan
@@ -35,6 +35,13 @@ _LOG = logging.getLogger(__name__)
 _SHARE_OF_FREE_DISK = 0.8
 _LEAST_PACKING_BYTES = 4 << 20  # less would be lost in what the interpreter takes
 Progress = Callable[[str, int, int], None]
+Text = Callable[[str], None]
+_KEYS = {  # of the configuration, for the planner's arguments
+    "host_bytes=": "budgets.host = ",
+    "device_bytes=": "budgets.device = ",
+    "disk_bytes=": "budgets.disk = ",
+    "buffer_batches": "loader.prefetch",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,6 +66,7 @@ def prepare(
     topology: Topology,
     progress: Progress | None = None,
     show: Callable[[str], None] | None = None,
+    accept: Callable[[str], None] | None = None,
     round_number: int = 0,
 ) -> Prepared:
     """Sample, plan and pack what is missing.
@@ -69,6 +77,7 @@ def prepare(
         topology: Its edges.
         progress: Called with the name of the step, what is done and what there is in all.
         show: Called with the plan's explanation before anything is packed; None logs it.
+        accept: Called with the plan's ``order_fingerprint`` before that; may raise.
         round_number: How often the samples were refreshed; each round has its own.
 
     Returns:
@@ -82,7 +91,7 @@ def prepare(
     folder = prepared_folder(config)
     work = _Preparation(config, dataset, folder, progress or _no_progress, round_number)
     with _alone_in(folder):
-        return work.run(topology, show or _LOG.info)
+        return work.run(topology, show or _LOG.info, accept or (lambda _fingerprint: None))
 
 
 def prepared_folder(config: GnnConfig) -> Path:
@@ -114,11 +123,13 @@ class _Preparation:
             | {"prefetch": config.loader.prefetch}
         )
 
-    def run(self, topology: Topology, show: Callable[[str], None]) -> Prepared:
+    def run(self, topology: Topology, show: Text, accept: Text) -> Prepared:
         with self._sampled(topology) as samples:
             path = self._folder / f"store-{self._store_key}"
             if not (path / "store.json").exists():
-                self._pack(path, samples, show)
+                plan = self._planned(samples)
+                accept(plan.order_fingerprint)
+                self._pack(path, samples, plan, show)
             store = PackedStore.open(path, features=self._dataset.features, samples=samples)
         return Prepared(store=store, seconds=self._seconds, samples_path=self._samples_path())
 
@@ -142,8 +153,7 @@ class _Preparation:
     def _samples_path(self) -> Path:
         return self._folder / f"samples-{self._samples_key}.fvf"
 
-    def _pack(self, path: Path, samples: SampleFile, show: Callable[[str], None]) -> None:
-        plan = self._planned(samples)
+    def _pack(self, path: Path, samples: SampleFile, plan: Plan, show: Text) -> None:
         show(plan.explain())
         with self._timed("pack"):
             pack(
@@ -170,7 +180,7 @@ class _Preparation:
             with contextlib.suppress(DataError):  # it costs seconds to make it again
                 return read_plan(path)
         features, config = self._dataset.features, self._config
-        with self._timed("plan"):
+        with self._timed("plan"), _in_terms_of_the_file():
             plan = make_plan(
                 samples,
                 FeatureInfo(
@@ -201,6 +211,18 @@ class _Preparation:
         started_s = time.perf_counter()
         yield
         self._seconds[name] = time.perf_counter() - started_s
+
+
+@contextlib.contextmanager
+def _in_terms_of_the_file() -> Iterator[None]:
+    """What the planner refuses, with the names of the configuration file."""
+    try:
+        yield
+    except InfeasibleError as error:
+        hint = error.hint or ""
+        for argument, key in _KEYS.items():
+            hint = hint.replace(argument, key)
+        raise InfeasibleError(error.message, hint=hint) from error
 
 
 @contextlib.contextmanager

@@ -59,8 +59,11 @@ class Rounds:
         *,
         progress: Progress | None = None,
         show: Callable[[str], None] | None = None,
+        accept: Callable[[str], None] | None = None,
     ) -> Prepared:
         """The store for an epoch; waits for it, or makes it.
+
+        ``progress``, ``show`` and ``accept`` are those of ``prepare``.
 
         Raises:
             FivefoldError: What preparing it met, here or in the background.
@@ -73,6 +76,7 @@ class Rounds:
             topology=self._topology,
             progress=progress,
             show=show,
+            accept=accept,
             round_number=self.number,
         )
         if old is not None and self._is_main:

@@ -1,0 +1,107 @@
+"""Loaders that are used in ways nobody meant: an error at once, never another batch."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from fivefold.errors import CheckpointError, ConfigurationError, UnsupportedError
+from fivefold.gnn.loading import OnlineLoader
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory, dataset_of):
+    with dataset_of(tmp_path_factory.mktemp("misused"), nodes=200, edges=900) as made:
+        yield made
+
+
+@pytest.fixture
+def loader(dataset):
+    with OnlineLoader(dataset, dataset.train, fanouts=[2], batch_size=10) as loader:
+        yield loader
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"position": -1},
+        {"position": 10**9},
+        {"position": None},
+        {"position": "3"},
+        {"epoch": -1},
+        {"epoch": 1.5},
+        {"version": 2},
+        {"seed": 9},
+    ],
+)
+def test_states_that_no_loader_gave_are_refused(loader, change):
+    state = loader.state_dict()
+    with pytest.raises(CheckpointError):
+        loader.load_state_dict(state | change)
+    del state["position"]
+    with pytest.raises(CheckpointError, match="position=None"):
+        loader.load_state_dict(state)
+    assert len(list(loader)) == len(loader)  # what was refused changed nothing
+
+
+def test_loaders_are_not_copied(loader):
+    for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(UnsupportedError, match="cannot be copied"):
+            duplicate(loader)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([1.5], "dtype float64"),
+        ([[1], [2]], "shape"),
+        ([1, 1], "twice"),
+        ([-1], "ids go from -1"),
+        ([10**6], "to 1000000, the graph has"),
+        (np.ones(3, bool), "mask of ids has 3 entries"),
+    ],
+)
+def test_ids_are_checked_when_the_loader_is_made(dataset, ids, message):
+    with pytest.raises(ConfigurationError, match=message):
+        OnlineLoader(dataset, ids, fanouts=[2], batch_size=10)
+
+
+def test_a_mask_stands_for_its_ids(dataset):
+    mask = np.zeros(dataset.num_nodes, bool)
+    mask[dataset.train] = True
+    with OnlineLoader(dataset, torch.from_numpy(mask), fanouts=[2], batch_size=7) as loader:
+        found = torch.cat([batch.n_id[: batch.batch_size] for batch in loader])
+    assert sorted(found.tolist()) == sorted(dataset.train.tolist())
+    with OnlineLoader(dataset, [], fanouts=[2], batch_size=7) as loader:
+        assert list(loader) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"features": np.zeros((5, 4), np.float32)}, ConfigurationError, r"shape \[5, 4\]"),
+        ({"features": "ram"}, ConfigurationError, "features is 'ram'"),
+        ({"device": "gpu"}, ConfigurationError, "no device 'gpu'"),
+    ],
+)
+def test_options_are_checked_when_the_loader_is_made(dataset, options, error, message):
+    with pytest.raises(error, match=message):
+        OnlineLoader(dataset, dataset.train, fanouts=[2], batch_size=10, **options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there(dataset):
+    with pytest.raises(UnsupportedError, match="torch sees no CUDA device"):
+        OnlineLoader(dataset, dataset.train, fanouts=[2], batch_size=10, device="cuda")
+
+
+def test_a_batch_prints_shapes(dataset):
+    with OnlineLoader(dataset, dataset.train, fanouts=[2, 2], batch_size=8, form="blocks") as made:
+        batch = next(iter(made))
+    text = repr(batch)
+    assert f"x={list(batch.x.shape)}" in text
+    assert f"blocks={[list(block.size) for block in batch.blocks]}" in text
+    assert "batch_size=8" in text
+    assert len(text) < 400
