@@ -3,10 +3,12 @@
 For each size a graph is generated, sampled, packed and read for some epochs, every stage in a fresh
 process under a memory cgroup of topology + cache + 512 MB. Memory is the process's highest resident
 set, less the topology and the cache where the stage holds them: what is left must not grow with
-the graph beyond a few bytes per node. Beside each packing a plain copy of the features is timed,
-large direct reads and writes, and packing is compared with its bytes per second.
+the graph beyond a few bytes per node. Before and after each packing the features are copied twice,
+large direct reads and writes, and packing is compared with the mean of their bytes per second.
+Rows of 512 bytes are those of the published configuration; with 256 the processor has twice the
+work per byte.
 
-    python benchmarks/gnn/scale.py [--nodes 1,5,10,20] [--dim 64] [--keep FOLDER] [--quick]
+    python benchmarks/gnn/scale.py [--nodes 1,5,10,20] [--dims 128,64] [--keep FOLDER] [--quick]
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ FANOUTS = [10, 10, 10]
 COPY_BLOCK_BYTES = 4 << 20
 COPY_BYTES = 2 << 30
 COPY_SHARE = 0.7
+COPIES = 2  # before and after packing
 Stages = dict[str, Any]
 
 
@@ -86,13 +89,13 @@ def copy_speed(source: Path, target: Path) -> float:
     return 2 * at / seconds
 
 
-def stages(nodes: int, arguments: argparse.Namespace, folder: Path) -> Stages:
+def stages(nodes: int, dim: int, arguments: argparse.Namespace, folder: Path) -> Stages:
     """All stages of one size."""
-    dataset, work = folder / f"graph-{nodes}-{arguments.dim}", folder / f"work-{nodes}"
-    samples = folder / f"samples-{nodes}.fvf"
+    dataset, work = folder / f"graph-{nodes}-{dim}", folder / f"work-{nodes}"
+    samples = folder / f"samples-{nodes}-{dim}.fvf"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
-    features = nodes * arguments.dim * 4
+    features = nodes * dim * 4
     cache = int(CACHE_SHARE * features)
     profile = probe_disk(work, seconds=1.0)
 
@@ -105,7 +108,7 @@ def stages(nodes: int, arguments: argparse.Namespace, folder: Path) -> Stages:
         return Worker(order, limit_bytes=limit)
 
     with worker(STAGE_BYTES + WORKING_BYTES) as one:
-        made = one.ask("generate", nodes=nodes, dim=arguments.dim, memory_bytes=STAGE_BYTES)
+        made = one.ask("generate", nodes=nodes, dim=dim, memory_bytes=STAGE_BYTES)
         note(f"{nodes} nodes: generated in {made['seconds']:.1f} s")
     with Dataset.open(dataset) as opened:
         topology = opened.topology(mapped=True).nbytes
@@ -116,22 +119,22 @@ def stages(nodes: int, arguments: argparse.Namespace, folder: Path) -> Stages:
         sampled = one.ask("sample", batch_size=BATCH_SIZE, fanouts=FANOUTS, train=train, seed=1)
         note(f"{nodes} nodes: {sampled['batches']} batches in {sampled['seconds']:.1f} s")
     drop_caches()
-    before = copy_speed(path, work / "copy")
+    copies = [copy_speed(path, work / "copy") for _ in range(COPIES)]
     rows = sampled["accesses"] / sampled["batches"]
-    with worker(limit, int(rows * (4 * arguments.dim + 56))) as one:
+    with worker(limit, int(rows * (4 * dim + 56))) as one:
         packed = one.ask("prepare")
-        after = copy_speed(path, work / "copy")
+        copies += [copy_speed(path, work / "copy") for _ in range(COPIES)]
         note(f"{nodes} nodes: packed in {packed['seconds']:.1f} s; copies "
-             f"{before / 1e6:.0f}, {after / 1e6:.0f} MB/s")  # fmt: skip
+             f"{', '.join(f'{copy / 1e6:.0f}' for copy in copies)} MB/s")  # fmt: skip
         runs = _epochs(one, arguments.repetitions)
     shutil.rmtree(work)
     if arguments.keep is None:
         shutil.rmtree(dataset)
         samples.unlink()
     return {
-        "nodes": nodes, "dim": arguments.dim, "features": features, "topology": topology,
+        "nodes": nodes, "dim": dim, "features": features, "topology": topology,
         "cache": cache, "limit": limit, "made": made, "sampled": sampled, "packed": packed,
-        "runs": runs, "copies": [before, after],
+        "runs": runs, "copies": copies,
     }  # fmt: skip
 
 
@@ -224,7 +227,8 @@ def _memory_rows(case: str, found: Stages) -> list[BenchmarkRow]:
 def flatness(sizes: list[Stages]) -> list[BenchmarkRow]:
     """How much memory grows per node from the smallest graph to the largest."""
     small, large = sizes[0], sizes[-1]
-    case = f"{small['nodes'] / 1e6:g} to {large['nodes'] / 1e6:g} M nodes"
+    sizes = f"{small['nodes'] / 1e6:g} to {large['nodes'] / 1e6:g} M nodes"
+    case = f"{sizes}, {4 * small['dim']} B rows"
     first = {row.metric: row.ours for row in _memory_rows("", small)}
     last = {row.metric: row.ours for row in _memory_rows("", large)}
     added = large["nodes"] - small["nodes"]
@@ -242,7 +246,7 @@ def main() -> None:
     """Run all sizes, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--nodes", default="1,5,10,20", help="millions, comma-separated")
-    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--dims", default="128,64", help="float32 values per row")
     parser.add_argument("--repetitions", type=int, default=3, help="epochs")
     parser.add_argument("--keep", type=Path, help="use and keep graphs and samples here")
     parser.add_argument("--output", type=Path, default=RESULTS)
@@ -250,17 +254,17 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.nodes, arguments.repetitions = "0.05,0.1", 1
-    found, rows = [], []
+    rows = []
     with ExitStack() as stack:
         folder = arguments.keep
         if folder is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fivefold-gnn-")))
         folder.mkdir(parents=True, exist_ok=True)
-        for size in arguments.nodes.split(","):
-            found.append(stages(int(float(size) * 1e6), arguments, folder))
-            rows += rows_of(found[-1])
-    if len(found) > 1:
-        rows += flatness(found)
+        for dim in map(int, arguments.dims.split(",")):
+            sizes = [int(1e6 * float(size)) for size in arguments.nodes.split(",")]
+            found = [stages(nodes, dim, arguments, folder) for nodes in sizes]
+            rows += [row for one in found for row in rows_of(one)]
+            rows += flatness(found) if len(found) > 1 else []
     for row in rows:
         met = "" if row.met is None else (" met" if row.met else " NOT MET")
         print(f"{row.case} | {row.metric}: {row.ours:.4g} {row.unit}{met}", flush=True)

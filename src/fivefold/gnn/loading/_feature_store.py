@@ -265,7 +265,8 @@ class FeatureStore:
 
     def record(self, number: int) -> BatchRecord:
         """Read the record of a batch."""
-        self.record_bytes += int(self._record_bytes[number])
+        with self._lock:  # several may be read at the same time
+            self.record_bytes += int(self._record_bytes[number])
         return self._store.record(number)
 
     def serve(self, record: BatchRecord, out: Rows) -> ReadStatistics:

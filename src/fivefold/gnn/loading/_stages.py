@@ -22,6 +22,8 @@ from fivefold.gnn.packing import BatchRecord
 
 __all__ = ["BatchStages", "Prepared"]
 
+_RECORD_READERS = 2  # one alone, beside those of rows, gets too little of the disk to keep up
+
 
 @dataclasses.dataclass(slots=True)
 class Prepared:
@@ -64,11 +66,9 @@ class BatchStages:
         one without a buffer.
         """
         groups = [
-            [
-                Stage("fill the caches", self._fill, patience_s=self._features.fill_patience_s),
-                Stage("read record", self._read_record),
-            ],
-            [Stage("wait for a buffer", self._lend)],
+            [Stage("fill the caches", self._fill, patience_s=self._features.fill_patience_s)],
+            [Stage("read record", self._read_record)],
+            [Stage("wait for a buffer", self._lend, waits=True)],
             [Stage("read cold rows", self._read_cold)],
             [Stage("gather cached rows", self._gather), Stage("build tensors", self._build)],
         ]
@@ -78,7 +78,8 @@ class BatchStages:
 
     def lanes(self) -> list[int]:
         """Threads of each group: the disk never waits between one batch and the next."""
-        return [self._features.readers if i == 2 else 1 for i in range(len(self.groups()))]
+        several = {1: _RECORD_READERS, 3: self._features.readers}
+        return [several.get(i, 1) for i in range(len(self.groups()))]
 
     def stop_waiting(self) -> None:
         """Wake the stage that waits for a buffer."""
