@@ -3,6 +3,7 @@
 import os
 import signal
 
+import pytest
 from hypothesis import settings
 
 # The same examples in every run, so that a change is judged by what it changes. For new ones run
@@ -22,3 +23,10 @@ def pytest_configure():
     # A shell starts background jobs with Ctrl-C ignored, and children inherit that: tests of
     # interruptions need the ordinary answer to it wherever they run.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest chooses by markers
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if any(item.get_closest_marker(name) for name in ("distributed", "lab")):
+            item.add_marker("alone")

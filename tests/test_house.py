@@ -166,13 +166,14 @@ def test_functions_that_raise_say_so():
     assert missing == []
 
 
-def run_python(code):
+def run_python(code, cwd=None):
+    command = [sys.executable, "-c", code]
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
+        command, capture_output=True, text=True, check=False, timeout=120, cwd=cwd
     )
 
 
-def test_import_loads_nothing_heavy_and_starts_nothing():
+def test_import_loads_nothing_heavy_and_starts_nothing(tmp_path):
     code = (
         "import sys, threading, os; before = set(os.listdir('.')); "
         "import fivefold, fivefold.errors, fivefold.units; "
@@ -180,7 +181,7 @@ def test_import_loads_nothing_heavy_and_starts_nothing():
         "assert not heavy, heavy; assert threading.active_count() == 1; "
         "assert set(os.listdir('.')) == before"
     )
-    result = run_python(code)
+    result = run_python(code, tmp_path)
     assert result.returncode == 0, result.stderr
     assert result.stdout == result.stderr == ""
 

@@ -5,12 +5,16 @@ Every room takes its decorator from here and nothing else of this file's kind ex
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import functools
 import hashlib
 import inspect
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from fivefold.errors import UnsupportedError
 
@@ -22,6 +26,8 @@ except ImportError as error:  # pragma: no cover - the development environment h
 
 __all__ = ["njit", "numba"]
 
+PATIENCE_S = 10.0  # a turn takes milliseconds; who was stopped in the middle of it holds up no one
+
 
 def njit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     """``numba.njit`` without the GIL and kept on disk, also right after one file changed.
@@ -30,6 +36,10 @@ def njit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     seconds and is the same in every process. Numba looks only at the file of the function itself
     when it decides whether what is kept is still good, but compiled code contains what it calls
     from other files. So the stamp is made of all files of a room that hold compiled code.
+
+    Processes take turns at what is kept: numba writes which file holds which argument types before
+    it writes that file, and of two processes that add types to one function at the same moment
+    both may take the same file, so that one's calls would run the other's code.
     """
     if function is None:
         return functools.partial(njit, **options)
@@ -38,7 +48,43 @@ def njit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     if kept is not None and hasattr(kept, "_source_stamp"):
         room = _room_of(Path(inspect.getfile(function)))
         kept._source_stamp = (_stamp_of(room), kept._source_stamp)  # noqa: SLF001 - no public way
+        kept.load, kept.save = _in_turn(kept, "load"), _in_turn(kept, "save")
     return made
+
+
+def _in_turn(kept: Any, name: str) -> Callable[..., Any]:
+    """A method of a function's files, run by one process at a time for each folder of them."""
+    method, folder = getattr(kept, name), Path(kept._cache_path)  # noqa: SLF001 - no public way
+
+    @functools.wraps(method)
+    def alone(*arguments: Any) -> Any:
+        with _turn_in(folder):
+            return method(*arguments)
+
+    return alone
+
+
+@contextlib.contextmanager
+def _turn_in(folder: Path) -> Iterator[None]:
+    """Hold a folder's lock, which ends with the process and is not inherited by its children."""
+    try:
+        lock = (folder / "numba.lock").open("ab")
+    except OSError:  # no such folder yet, or one that only others may write
+        yield
+        return
+    with lock:
+        until_s = time.monotonic() + PATIENCE_S
+        while not _is_ours(lock) and time.monotonic() < until_s:
+            time.sleep(0.002)
+        yield
+
+
+def _is_ours(lock: IO[bytes]) -> bool:
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno == errno.ENOLCK  # a file system without locks: go on without
+    return True
 
 
 def _room_of(file: Path) -> Path:

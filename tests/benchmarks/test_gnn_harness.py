@@ -21,6 +21,8 @@ from _harness._settings import SETTINGS, quick  # noqa: E402
 from fivefold.errors import DataError, StorageError  # noqa: E402
 from fivefold.report import BenchmarkResults, render_markdown  # noqa: E402
 
+pytestmark = pytest.mark.alone
+
 
 def use_memory(limit, megabytes):
     code = f"import sys; x = bytearray({megabytes} << 20); sys.stdout.write(str(len(x)))"

@@ -15,6 +15,8 @@ from _peers._pace import Pacer
 from _peers._rows import Measured, rows_of
 from _peers._table import CASES, find_case
 
+pytestmark = pytest.mark.alone
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "optim" / "peers.py"
 
 

@@ -11,6 +11,8 @@ import pytest
 
 from fivefold.lab import probe_capabilities
 
+pytestmark = pytest.mark.alone
+
 if TYPE_CHECKING:
     from pathlib import Path
 

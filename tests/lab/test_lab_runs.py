@@ -21,6 +21,8 @@ from fivefold.errors import CommunicationError, ConfigurationError, UnsupportedE
 from fivefold.lab import Capabilities, Capability, LabSpec, run_lab
 from fivefold.lab import _run as run_module
 
+pytestmark = pytest.mark.alone
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 

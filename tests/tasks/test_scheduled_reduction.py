@@ -12,6 +12,8 @@ from fivefold.errors import CommunicationError, ConfigurationError
 from fivefold.tasks import BucketCost, ScheduledReduction, plan_send_order
 from fivefold.testing import run_processes
 
+pytestmark = pytest.mark.alone
+
 STEPS = 5
 
 

@@ -108,6 +108,7 @@ def test_a_sketch_asks_taccl():
     assert found.schedule.name == "taccl:relay"
 
 
+@pytest.mark.alone
 def test_no_time_still_gives_a_verified_schedule_with_its_gap():
     topology = star(5, bandwidth=1e9, latency=1e-6)
     started_s = time.perf_counter()

@@ -12,6 +12,8 @@ from fivefold.errors import DataError, FivefoldError, StorageError, UnsupportedE
 from fivefold.gnn.loading import DiskLoader, FeatureStore, StallError
 from fivefold.gnn.packing import PackedStore
 
+pytestmark = pytest.mark.alone
+
 PAGE_BYTES = 4096
 
 

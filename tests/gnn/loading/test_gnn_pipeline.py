@@ -17,6 +17,8 @@ from fivefold.gnn.loading._iterator import BatchIterator
 from fivefold.gnn.loading._pipeline import Pipeline, Stage
 from fivefold.gnn.loading._ring import BufferRing
 
+pytestmark = pytest.mark.alone
+
 
 def no_threads_left(before):
     until = time.monotonic() + 5

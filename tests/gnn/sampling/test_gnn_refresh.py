@@ -9,6 +9,8 @@ import pytest
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.gnn.sampling import NeighborSampler, SampleRefresher, Topology, sample_epochs
 
+pytestmark = pytest.mark.alone
+
 SETTINGS = {"batch_size": 10, "epochs": 2}
 
 

@@ -8,6 +8,8 @@ import pytest
 
 from fivefold.gnn.storage._workers import Workers
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture
 def workers():

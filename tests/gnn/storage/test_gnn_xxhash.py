@@ -48,6 +48,7 @@ def test_pages_are_seeded_with_file_and_number():
     assert hash_pages(pages, file_id, 7).tolist() == expected
 
 
+@pytest.mark.alone
 def test_pages_are_hashed_at_more_than_a_gigabyte_per_cpu_second():
     # About 9 GB/s on a server core of 2020; a factor of nine for machines that are shared.
     pages = np.random.default_rng(0).integers(0, 256, 1 << 18, dtype=np.uint8)

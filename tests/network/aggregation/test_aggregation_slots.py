@@ -31,6 +31,8 @@ from fivefold.network.aggregation._elements import DTYPES, OrderedSum, stored_as
 from fivefold.network.aggregation._pool import SlotPool
 from fivefold.network.aggregation._wire import Frame, FrameReader, FrameWriter, Kind
 
+pytestmark = pytest.mark.alone
+
 
 def values_of(dtype, parts, size, seed=0):
     generator = np.random.default_rng(seed)
