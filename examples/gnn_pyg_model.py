@@ -1,5 +1,7 @@
 """An unchanged PyTorch Geometric model, trained from disk: only the loader is another one.
 
+At the end all nodes are judged by all of their neighbours, layer by layer, in 3 MB of memory.
+
 python examples/gnn_pyg_model.py
 """
 
@@ -17,7 +19,8 @@ from fivefold.gnn.loading import DiskLoader
 from fivefold.gnn.packing import PackedStore, pack
 from fivefold.gnn.planning import Budgets, FeatureInfo, make_plan
 from fivefold.gnn.sampling import NeighborSampler, sample_epochs
-from fivefold.gnn.storage import probe_disk
+from fivefold.gnn.storage import Container, probe_disk
+from fivefold.gnn.training import infer_layers
 
 EPOCHS = 5
 
@@ -68,6 +71,16 @@ def main() -> None:
             f"read {statistics.bytes_read / 1e6:.1f} MB, {statistics.amplification:.2f} times the "
             f"cold rows; {statistics.hit_rates['host']:.0%} of all rows came from memory"
         )
+        judge(model, dataset, Path(name))
+
+
+def judge(model: torch.nn.Module, dataset: Dataset, folder: Path) -> None:
+    """The class of every node, from all of its neighbours."""
+    scores = infer_layers(model, dataset, folder / "scores", memory_bytes=3_000_000)
+    with Container.open(scores.path) as file:
+        found = file.read("x").argmax(axis=1)
+    right = (found == dataset.labels)[dataset.test]
+    print(f"{scores.explain()}\ntest accuracy {right.mean():.3f}")
 
 
 if __name__ == "__main__":

@@ -2,11 +2,12 @@
 
 import gzip
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from fivefold.errors import DataError
+from fivefold.errors import ConfigurationError, DataError
 from fivefold.gnn.data import SourceOptions, TableColumns, find_source, ingest
 
 PAIR = {(0, 1), (1, 2)}
@@ -108,3 +109,37 @@ def test_masks_are_splits_and_no_features(tmp_path):
     with ingest(find_source(tmp_path / "e.csv", options)[0], tmp_path / "out") as dataset:
         assert (dataset.dim, dataset.labels.tolist()) == (1, [0, -1, 1])
         assert [s.tolist() for s in (dataset.train, dataset.valid, dataset.test)] == [[0], [1], []]
+
+
+def test_arrays_beside_an_edge_table(tmp_path):
+    (tmp_path / "e.csv").write_text("src,dst\n0,1\n1,2\n")
+    x = np.arange(8, dtype=np.float16).reshape(4, 2)
+    files = {"features": x, "labels": np.array([0, 1, 0, -1]), "train": np.array([2, 0])}
+    for name, array in files.items():
+        np.save(tmp_path / f"{name}.npy", array)
+    arrays = {name: tmp_path / f"{name}.npy" for name in ("features", "labels")}
+    options = SourceOptions(arrays=arrays, splits={"train": tmp_path / "train.npy"})
+    with ingest(find_source(tmp_path / "e.csv", options)[0], tmp_path / "out") as dataset:
+        assert (dataset.num_nodes, dataset.num_edges) == (4, 2)
+        np.testing.assert_array_equal(dataset.features.read("x"), x)
+        assert dataset.train.tolist() == [2, 0]
+    (tmp_path / "names.csv").write_text("src,dst\na,b\n")
+    with pytest.raises(ConfigurationError, match="named by tables"):
+        find_source(tmp_path / "names.csv", options)
+    with pytest.raises(ConfigurationError, match="weights of an edge table"):
+        find_source(tmp_path / "e.csv", SourceOptions(arrays={"weights": tmp_path / "w.npy"}))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("e.npy", {"nodes": "n.csv"}, "nodes was given, which a source of kind npy"),
+        ("e.npy", {"columns": TableColumns(source="a")}, "columns was given"),
+        ("e.pt", {"arrays": {"features": "x.npy"}}, "arrays was given"),
+        ("e.pt", {"num_nodes": 5}, "num_nodes was given"),
+    ],
+)
+def test_options_that_would_not_be_used_are_refused(tmp_path, name, options, message):
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(ConfigurationError, match=message):
+        find_source(tmp_path / name, SourceOptions(**options))

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fivefold.errors import ConfigurationError, DataError
-from fivefold.gnn.data._array_source import array_source, as_rows
+from fivefold.gnn.data._array_source import ArraySource, array_source, as_rows
 from fivefold.gnn.data._hetero import HeteroSource
+from fivefold.gnn.data._joined_source import JoinedSource
 from fivefold.gnn.data._node_table import TableColumns
 from fivefold.gnn.data._ogb import mag240m_source, ogb_adds_reverse, ogb_source
 from fivefold.gnn.data._parts import Source
 from fivefold.gnn.data._pyg import pyg_source
 from fivefold.gnn.data._rows import Rows, npz_members, npz_rows, one_split
-from fivefold.gnn.data._table_source import table_source
+from fivefold.gnn.data._table_source import TableSource, table_source
 from fivefold.gnn.data._tables import open_table
 
 __all__ = ["SOURCE_KINDS", "SourceOptions", "find_source"]
@@ -42,13 +43,13 @@ class SourceOptions:
 
     Attributes:
         kind: One of npy, ogb, mag240m, pyg and table; None: found from the path.
-        arrays: Paths of .npy files by role (features, labels, weights), for npy.
-        splits: Paths of .npy files by split, for npy.
+        arrays: Paths of .npy files by role (features, labels, weights), for npy and table.
+        splits: Paths of .npy files by split, for npy and table.
         nodes: Node table, for table.
         columns: Columns of the tables.
         ids: auto, number or text, for table.
         num_nodes: Number of nodes; None: found.
-        split: Where masks have several columns, the one to take, for npy and pyg.
+        split: Where masks have several columns, the one to take, for npy, table and pyg.
 
     Example:
         >>> SourceOptions(kind="npy").ids
@@ -97,6 +98,7 @@ def find_source(
     if not path.exists():
         raise DataError(f"there is no {path}", hint="check the path")
     kind = options.kind or _kind_of(path)
+    _check_options(kind, options)
     if kind == "ogb":
         return ogb_source(path), ogb_adds_reverse(path)
     if kind == "mag240m":
@@ -106,8 +108,33 @@ def find_source(
     if kind == "npy":
         return _npy_source(path, options), False
     if kind == "table":
-        return _tables_at(path, options), False
+        return _with_arrays(path, options), False
     raise ConfigurationError(f"source kind {kind!r}", hint=f"use one of {', '.join(SOURCE_KINDS)}")
+
+
+_FITTING = {  # what may be said about a source of each kind
+    "npy": {"arrays", "splits", "num_nodes", "split"},
+    "pyg": {"split"},
+    "ogb": set(),
+    "mag240m": set(),
+    "table": {"arrays", "splits", "split", "nodes", "columns", "ids", "num_nodes"},
+}
+
+
+def _check_options(kind: str, options: SourceOptions) -> None:
+    """Refuse what would be left unused: somebody counts on it."""
+    plain = SourceOptions()
+    given = {
+        name
+        for name in ("arrays", "splits", "split", "nodes", "columns", "ids", "num_nodes")
+        if getattr(options, name) != getattr(plain, name)
+    }
+    extra = sorted(given - _FITTING.get(kind, given))
+    if extra:
+        raise ConfigurationError(
+            f"{extra[0]} was given, which a source of kind {kind} has no use for",
+            hint=f"it takes {', '.join(sorted(_FITTING[kind])) or 'nothing but its path'}",
+        )
 
 
 def _kind_of(path: Path) -> str:
@@ -194,7 +221,30 @@ def _check_parts(files: list[Path], header: bool | None) -> None:  # noqa: FBT00
             )
 
 
-def _tables_at(path: Path, options: SourceOptions) -> Source:
+def _with_arrays(path: Path, options: SourceOptions) -> Source:
+    """The tables at a path, with the arrays that were given beside it."""
+    if not options.arrays and not options.splits:
+        return _tables_at(path, options)
+    roles = dict(options.arrays)
+    if "weights" in roles:
+        message = "weights of an edge table were given as an array"
+        raise ConfigurationError(message, hint="make them a column: --column weight=NAME")
+    splits: Any = {
+        name: one_split(as_rows(rows), options.split) for name, rows in options.splits.items()
+    }
+    features, labels = roles.get("features"), roles.get("labels")
+    arrays = ArraySource(
+        name=path.stem,
+        edge_rows=None,
+        feature_rows=None if features is None else as_rows(features, "features"),
+        label_rows=None if labels is None else as_rows(labels, "labels"),
+        split_rows=splits,
+        given_nodes=options.num_nodes,
+    )
+    return JoinedSource(_tables_at(path, replace(options, num_nodes=arrays.num_nodes)), arrays)
+
+
+def _tables_at(path: Path, options: SourceOptions) -> TableSource:
     files = _table_files(path) if path.is_dir() else [path]
     nodes = options.nodes
     if nodes is None:

@@ -26,6 +26,7 @@ from fivefold.errors import ConfigurationError, DataError, StorageError
 from fivefold.gnn.data import Dataset
 from fivefold.gnn.sampling import Topology
 from fivefold.gnn.storage import Container, ContainerWriter, DiskProfile, ReadStatistics, probe_disk
+from fivefold.gnn.training._adoption import as_layered
 from fivefold.gnn.training._inference_kernels import fill_keys
 from fivefold.gnn.training._inference_layers import Aggregate, LayerParts, take_apart
 from fivefold.gnn.training._inference_plan import (
@@ -114,7 +115,7 @@ class InferenceResult:
 
 
 def infer_layers(  # noqa: PLR0913 - independent options, each with a default
-    model: LayeredModel,
+    model: torch.nn.Module,
     dataset: Dataset,
     folder: str | Path,
     *,
@@ -130,7 +131,8 @@ def infer_layers(  # noqa: PLR0913 - independent options, each with a default
     Equals ``model(x, edge_index)`` over the whole graph, to the rounding of float32 sums.
 
     Args:
-        model: GraphSAGE, GCN or GAT; used as if in evaluation mode, on the CPU.
+        model: GraphSAGE, GCN or GAT of this package, or GraphSAGE or GAT of PyTorch Geometric;
+            used as if in evaluation mode, on the CPU.
         dataset: Graph and features.
         folder: Where the layers' outputs go; the same call resumes what is unfinished there.
         memory_bytes: Budget of rows, sums, edges and buffers; topology and model are not in it.
@@ -148,7 +150,7 @@ def infer_layers(  # noqa: PLR0913 - independent options, each with a default
         DataError: The folder holds the layers of another model or graph, or a file is damaged.
         InfeasibleError: The budget holds not even one row.
         StorageError: The disk is full or refuses; the same call goes on afterwards.
-        UnsupportedError: The model is of another kind.
+        UnsupportedError: The model is of another kind, or has options that change its layers.
 
     Example:
         >>> from fivefold.gnn.data import generate_graph
@@ -161,7 +163,7 @@ def infer_layers(  # noqa: PLR0913 - independent options, each with a default
         ...     outputs.sections["x"].shape
         (50, 3)
     """
-    folder = Path(folder)
+    folder, model = Path(folder), as_layered(model)
     _check(model, dataset, folder)
     run = _Run(
         topology=dataset.topology(mapped=mapped),
