@@ -164,6 +164,17 @@ def _read_loads(path: Path | None) -> Any:
         ) from None
 
 
+def _cut_off(topology: Topology) -> str | None:
+    """Which ranks cannot be reached, or cannot reach; None where all is well."""
+    from fivefold.errors import InfeasibleError  # noqa: PLC0415 - only here
+
+    try:
+        topology.require_connected()
+    except InfeasibleError as error:
+        return f"NO: {error.message.partition(': ')[2]}"
+    return None
+
+
 def _facts(topology: Topology) -> dict[str, Any]:
     kinds: dict[str, int] = {}
     for node in topology.nodes:
@@ -175,7 +186,8 @@ def _facts(topology: Topology) -> dict[str, Any]:
         ends = topology.nodes[source].kind, topology.nodes[target].kind
         key = (*ends, link.bandwidth_bytes_per_s, link.latency_s, link.count)
         classes[key] = classes.get(key, 0) + 1
-    connected = topology.is_connected()
+    cut_off = _cut_off(topology)
+    connected = cut_off is None
     small = topology.num_ranks <= 2048 and topology.num_ranks > 1
     return {
         "name": topology.name,
@@ -194,6 +206,7 @@ def _facts(topology: Topology) -> dict[str, Any]:
             for key, number in sorted(classes.items())
         ],
         "connected": connected,
+        "cut_off": cut_off,
         "farthest_latency_s": float(topology.eccentricity_s.max()) if connected and small else None,
         "fewest_out_bytes_per_s": _least_out(topology),
         "switches": [
@@ -230,7 +243,7 @@ def _described(facts: dict[str, Any]) -> list[str]:
         ends = f"{link['links']} {link['from']} -> {link['to']}"
         latency = format_duration_s(link["latency_s"])
         lines.append(f"  {'' if number else 'links':<11}  {ends}, {wide}, {latency}")
-    lines.append(f"  connected    {'yes' if facts['connected'] else 'NO'}")
+    lines.append(f"  connected    {facts['cut_off'] or 'yes'}")
     if facts["farthest_latency_s"] is not None:
         lines.append(f"  farthest     {format_duration_s(facts['farthest_latency_s'])} of latency")
     lines.append(f"  out of rank  at least {format_bytes_per_s(facts['fewest_out_bytes_per_s'])}")

@@ -241,9 +241,34 @@ def test_bad_files_are_refused():
         Sketch.from_taccl(table)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "connections = 5",
+        "senders = 5",
+        "senders = {0 = 3}",
+        "switches = 3",
+        "switches = [3]",
+        "[[switches]]\nranks = 3",
+        '[[switches]]\nranks = ["a", "b"]',
+        "symmetry = 3",
+        "symmetry = [3]",
+        'symmetry = [["a", 2]]',
+        "symmetry = [[1.5, 2]]",
+        'boxes = "2"',
+        "balance = 3",
+        "connections = {0 = [-1]}",
+    ],
+)
+def test_values_of_the_wrong_kind_are_refused_with_what_to_write(text):
+    with pytest.raises(ConfigurationError) as caught:
+        Sketch.from_toml(text + "\n")
+    assert caught.value.hint
+
+
 def test_sketches_that_do_not_fit_are_refused():
     topology = named_topology("ndv2", boxes=2)
-    with pytest.raises(ConfigurationError, match="3 boxes"):
+    with pytest.raises(ConfigurationError, match=r"3 boxes.*may be 1, 2, 4, 8, 16"):
         sketched(all_gather(16), topology, Sketch(boxes=3))
     with pytest.raises(ConfigurationError, match="rank 9"):
         sketched(all_gather(16), topology, Sketch(boxes=2, connections={9: (0,)}))

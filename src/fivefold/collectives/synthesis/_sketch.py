@@ -70,7 +70,7 @@ class SwitchSketch:
         object.__setattr__(self, "ranks", tuple(self.ranks))
         if len(set(self.ranks)) != len(self.ranks) or len(self.ranks) < 2 or min(self.ranks) < 0:
             message = f"a switch joins two or more different ranks; got {list(self.ranks)}"
-            raise ConfigurationError(message)
+            raise ConfigurationError(message, hint="write ranks = [0, 1, 2]")
         if self.policy not in _POLICIES:
             message = f"switch policy {self.policy!r} is unknown"
             raise ConfigurationError(message, hint=f"use one of {', '.join(_POLICIES)}")
@@ -120,7 +120,10 @@ class Sketch:
         for key in ("boxes", "chunks"):
             value = getattr(self, key)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigurationError(f"{key} of a sketch must be a positive integer: {value!r}")
+                raise ConfigurationError(
+                    f"{key} of a sketch must be a positive integer; got {value!r}",
+                    hint=f"write {key} = 2",
+                )
         if self.balance not in _BALANCES:
             message = f"balance {self.balance!r} is unknown"
             raise ConfigurationError(message, hint=f"use one of {', '.join(_BALANCES)}")
@@ -299,7 +302,10 @@ def _taccl_switches(inside: Mapping[str, Any]) -> tuple[SwitchSketch, ...]:
 
 def _taccl_balance(strategy: str) -> Balance:
     if strategy not in {"switch", *_BALANCES}:
-        raise ConfigurationError(f"intranode strategy {strategy!r} is unknown")
+        raise ConfigurationError(
+            f"intranode strategy {strategy!r} is unknown",
+            hint=f"use one of switch, {', '.join(_BALANCES)}",
+        )
     return "none" if strategy == "switch" else cast("Balance", strategy)
 
 
@@ -316,7 +322,7 @@ def _switch(entry: Mapping[str, Any]) -> SwitchSketch:
     unknown = set(entry) - {"ranks", "policy"}
     if unknown or "ranks" not in entry:
         message = f"a switch of a sketch has ranks and policy; got {sorted(entry)}"
-        raise ConfigurationError(message)
+        raise ConfigurationError(message, hint='write ranks = [0, 1] and policy = "uc-min"')
     return SwitchSketch(**entry)
 
 
@@ -329,7 +335,9 @@ def _rank_map(key: str, table: Mapping[Any, Iterable[int]]) -> dict[int, tuple[i
         raise ConfigurationError(message, hint=hint) from error
     numbers = [*ranks, *(other for others in ranks.values() for other in others)]
     if min(numbers, default=0) < 0:
-        raise ConfigurationError(f"{key} of a sketch names rank {min(numbers)}")
+        raise ConfigurationError(
+            f"{key} of a sketch names rank {min(numbers)}", hint="ranks are counted from 0"
+        )
     return ranks
 
 

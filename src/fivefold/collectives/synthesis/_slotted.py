@@ -135,7 +135,10 @@ def slotted(
         (2, True)
     """
     if size_bytes <= 0:
-        raise ConfigurationError(f"size_bytes must be positive; got {size_bytes}")
+        raise ConfigurationError(
+            f"size_bytes must be positive; got {size_bytes}",
+            hint="nothing to send needs no slots: the library does it",
+        )
     if slots is not None and slots < 0:
         raise ConfigurationError(f"slots must not be negative; got {slots}")
     cut = SlotModel() if model is None else model

@@ -183,9 +183,9 @@ def _call(generator: _Generator, values: dict[str, Any]) -> Topology:
         if parameter.default is parameter.empty and key not in own and key != generator.first
     ]
     if missing:
-        raise ConfigurationError(
-            f"it also needs {', '.join(missing)}", hint=f"write {generator.example}"
-        )
+        name = generator.example.partition(":")[0]
+        message = f"{name} also needs {', '.join(missing)}"
+        raise ConfigurationError(message, hint=f"write {generator.example}")
     return generator.build(first, **own)
 
 

@@ -147,8 +147,17 @@ def _changed(topology: Topology, entry: Mapping[str, Any], place: str) -> Topolo
     gone = {ends, ends[::-1]} if both_ways else {ends}
     kept = [link for link in topology.links if (link.source, link.target) not in gone]
     if len(kept) == topology.num_links:
-        raise ConfigurationError(f"{place}: there is no link {ends[0]!r} -> {ends[1]!r} to remove")
+        message = f"{place}: there is no link {ends[0]!r} -> {ends[1]!r} to remove"
+        raise ConfigurationError(message, hint=_near_links(topology, ends))
     return topology.with_links(kept)
+
+
+def _near_links(topology: Topology, ends: tuple[str, str]) -> str:
+    """What leads from the node, or that there is no such node."""
+    if ends[0] not in {node.name for node in topology.nodes}:
+        return f"there is no node {ends[0]!r} either"
+    targets = sorted({link.target for link in topology.links if link.source == ends[0]})
+    return f"from {ends[0]!r} links lead to {', '.join(targets[:6]) or 'nowhere'}"
 
 
 def _links(entry: Mapping[str, Any], place: str) -> Iterator[Link]:
