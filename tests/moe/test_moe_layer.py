@@ -1,5 +1,7 @@
 """The layer: forward against the parts, losses, training, checkpoints of other libraries."""
 
+import json
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from fivefold.moe import (
     convert_checkpoint,
     experts_one_by_one,
     export_checkpoint,
+    open_checkpoint,
     route,
 )
 
@@ -129,6 +132,82 @@ def test_bad_checkpoints():
         convert_checkpoint(damaged, "qwen3", prefix=prefix)
     with pytest.raises(ConfigurationError, match=r"no place for experts\.b13"):
         export_checkpoint(layer_of(bias=True).state_dict(), "mixtral")
+
+
+def test_what_the_layout_does_not_know_is_not_left_behind():
+    """A gate on the shared expert, more experts than the router has: it is another model."""
+    _, published = published_layer("qwen3")
+    for name in ("shared_expert_gate.weight", "experts.4.up_proj.weight", "experts.0.bias"):
+        for prefix in ("model.layers.0.mlp.", ""):
+            state = {n.replace("model.layers.0.mlp.", prefix): t for n, t in published.items()}
+            state |= {"model.layers.1.mlp.gate.weight": torch.zeros(1)}  # of another layer
+            convert_checkpoint(state, "qwen3", prefix=prefix)
+            with pytest.raises(DataError, match=f"'qwen3' has no place for {prefix}{name}"):
+                convert_checkpoint(state | {prefix + name: torch.zeros(1)}, "qwen3", prefix=prefix)
+    _, published = published_layer("torchtitan")
+    prefix = "model.layers.0.mlp."
+    counter = {f"{prefix}tokens_per_expert": torch.zeros(4)}
+    convert_checkpoint(published | counter, "torchtitan", prefix=prefix)
+
+
+def test_float8_in_blocks_is_widened_by_its_scales():
+    rows, columns = 130, 200  # blocks at the borders are not whole
+    state = {"gate.weight": torch.randn(1, columns)}
+    wanted = {}
+    for name, shape in {
+        "gate_proj": (rows, columns), "up_proj": (rows, columns), "down_proj": (columns, rows)
+    }.items():  # fmt: skip
+        weight = torch.randn(shape).to(torch.float8_e4m3fn)
+        scale = torch.rand(-(-shape[0] // 128), -(-shape[1] // 128)) + 0.5
+        state[f"experts.0.{name}.weight"] = weight
+        state[f"experts.0.{name}.weight_scale_inv"] = scale
+        by_hand = weight.float()
+        for row in range(shape[0]):
+            for column in range(0, shape[1], 128):
+                by_hand[row, column : column + 128] *= scale[row // 128, column // 128]
+        wanted[name] = by_hand.bfloat16()
+    found = convert_checkpoint(state, "deepseek")
+    assert torch.equal(found["experts.w2"][0], wanted["down_proj"])
+    assert torch.equal(found["experts.w13"][0], torch.cat([wanted["gate_proj"], wanted["up_proj"]]))
+    scale = state.pop("experts.0.up_proj.weight_scale_inv")
+    with pytest.raises(DataError, match=r"there is no 'experts\.0\.up_proj\.weight_scale_inv'"):
+        convert_checkpoint(state, "deepseek")
+    state["experts.0.up_proj.weight_scale_inv"] = scale[:1]
+    with pytest.raises(DataError, match=r"scales of experts\.0\.up_proj\.weight .* shape \(1, 2\)"):
+        convert_checkpoint(state, "deepseek")
+
+
+def test_reads_a_layer_out_of_sharded_files(tmp_path):
+    torch_files = pytest.importorskip("safetensors.torch")
+    layer, published = published_layer("mixtral")
+    prefix = "model.layers.0.mlp."
+    published = {name: tensor.contiguous() for name, tensor in published.items()}
+    halves = [dict(list(published.items())[part::2]) for part in range(2)]
+    for number, half in enumerate(halves):
+        torch_files.save_file(half, tmp_path / f"model-{number}.safetensors")
+    own = layer.state_dict()
+
+    assert len(open_checkpoint(tmp_path)) == len(published)
+    found = convert_checkpoint(open_checkpoint(tmp_path), "mixtral", prefix=prefix)
+    assert all(torch.equal(found[name], own[name]) for name in own)
+    places = {n: f"model-{number}.safetensors" for number, half in enumerate(halves) for n in half}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": places}))
+    assert set(open_checkpoint(tmp_path)) == set(published)
+    found = convert_checkpoint(open_checkpoint(tmp_path), "mixtral", prefix=prefix)
+    assert all(torch.equal(found[name], own[name]) for name in own)
+    index.write_text(json.dumps({"weight_map": places | {"more": "model-9.safetensors"}}))
+    with pytest.raises(DataError, match=r"model-9\.safetensors, which is not there"):
+        open_checkpoint(tmp_path)
+    index.write_text("{}")
+    with pytest.raises(DataError, match="is damaged"):
+        open_checkpoint(tmp_path)
+    index.unlink()
+    (tmp_path / "model-1.safetensors").write_bytes(b"cut off")
+    with pytest.raises(DataError, match=r"model-1\.safetensors cannot be read"):
+        open_checkpoint(tmp_path)
+    with pytest.raises(DataError, match="there are no safetensors files"):
+        open_checkpoint(tmp_path / "elsewhere")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ that reach each other's memory.
 from fivefold.moe._activations import ACTIVATIONS, Activation, activation_named
 from fivefold.moe._backends import backends
 from fivefold.moe._capacity import capacity_for, drop_beyond_capacity
+from fivefold.moe._checkpoint_files import open_checkpoint
 from fivefold.moe._checkpoints import LAYOUTS, convert_checkpoint, export_checkpoint
 from fivefold.moe._exchange import ExpertExchange
 from fivefold.moe._exchange_layout import ExchangeConfig
@@ -59,6 +60,7 @@ __all__ = [
     "export_checkpoint",
     "fused_moe",
     "load_balancing_loss",
+    "open_checkpoint",
     "register_transformers_backend",
     "route",
     "router_z_loss",

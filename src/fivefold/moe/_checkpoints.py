@@ -2,7 +2,8 @@
 
 Expert weights are kept per expert (``experts.3.gate_proj.weight``) or stacked; gate and up
 projections apart or as halves of one tensor. Here they are stacked, ``w13`` with the gate rows
-first. Nothing is cast or moved; stacked tensors are copies.
+first. Nothing is moved; stacked tensors are copies. Nothing is cast but float8 in blocks with
+scales, as DeepSeek-V3 publishes it, which becomes bfloat16.
 """
 
 from __future__ import annotations
@@ -15,6 +16,11 @@ import torch
 from fivefold.errors import ConfigurationError, DataError
 
 __all__ = ["LAYOUTS", "convert_checkpoint", "export_checkpoint"]
+
+_FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
+_SCALED_BLOCK = 128
+_ROOTS = ("experts.", "gate.", "router.", "shared_expert")
+_COUNTERS = ("tokens_per_expert",)  # torchtitan's, no weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +95,7 @@ def convert_checkpoint(
     """Make ``MoE``'s state dictionary from a published layout.
 
     Args:
-        state: The model's state dictionary; other keys are left alone.
+        state: The model's state dictionary, or ``open_checkpoint``; other layers are left alone.
         layout: A key of ``LAYOUTS``.
         prefix: What stands before the layer's names, such as ``"model.layers.3.mlp."``.
 
@@ -98,7 +104,8 @@ def convert_checkpoint(
 
     Raises:
         ConfigurationError: The layout is unknown.
-        DataError: A weight is missing or has another shape than the others.
+        DataError: A weight is missing or has another shape than the others, or the layer has more
+            than the layout has a place for.
 
     Example:
         >>> state = {"gate.weight": torch.zeros(1, 2)}
@@ -108,23 +115,87 @@ def convert_checkpoint(
         {'gate.weight': (1, 2), 'experts.w13': (1, 4, 2), 'experts.w2': (1, 2, 2)}
     """
     known = _layout(layout)
-    router = _take(state, prefix + known.router)
-    gate = _stacked(state, prefix + known.gate, known, len(router))
+    layer = _Read(state)
+    router = _take(layer, prefix + known.router)
+    gate = _stacked(layer, prefix + known.gate, known, len(router))
     halves = [gate]
     if known.up is not None:
-        halves.append(_stacked(state, prefix + known.up, known, len(router)))
+        halves.append(_stacked(layer, prefix + known.up, known, len(router)))
     found = {
         "gate.weight": router,
         "experts.w13": _joined(halves),
-        "experts.w2": _stacked(state, prefix + known.down, known, len(router)),
+        "experts.w2": _stacked(layer, prefix + known.down, known, len(router)),
     }
-    if known.bias is not None and prefix + known.bias in state:
-        found["gate.selection_bias"] = state[prefix + known.bias]
-    if known.shared is not None and prefix + known.shared[0] in state:
-        parts = [_take(state, prefix + name).unsqueeze(0) for name in known.shared]
+    if known.bias is not None and prefix + known.bias in layer:
+        found["gate.selection_bias"] = layer[prefix + known.bias]
+    if known.shared is not None and prefix + known.shared[0] in layer:
+        parts = [_take(layer, prefix + name).unsqueeze(0) for name in known.shared]
         found["shared.w13"] = _joined(parts[:2])
         found["shared.w2"] = parts[2]
+    _check_left(layer, layout, prefix)
     return found
+
+
+class _Read(dict[str, torch.Tensor]):
+    """Tensors of a state dictionary as they are asked for; float8 as bfloat16."""
+
+    def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self._state = state
+        self.used: set[str] = set()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._state
+
+    def __missing__(self, name: str) -> torch.Tensor:
+        tensor = self._state[name]
+        self.used.add(name)
+        if tensor.dtype in _FLOAT8:
+            scale = f"{name}_scale_inv"
+            if scale not in self._state:
+                raise DataError(
+                    f"{name} is {tensor.dtype}, and there is no {scale!r}",
+                    hint="a weight in float8 needs the scales of its blocks",
+                )
+            self.used.add(scale)
+            tensor = _widened(name, tensor, self._state[scale])
+        return tensor
+
+    def left(self, prefix: str) -> list[str]:
+        """Names of the layer that nobody asked for."""
+        return [n for n in self._state if n.startswith(prefix) and n not in self.used]
+
+
+def _widened(name: str, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    if weight.ndim != 2:
+        raise DataError(
+            f"{name} has shape {tuple(weight.shape)}; float8 is read per expert only",
+            hint="convert the published files, in which experts lie apart",
+        )
+    rows, columns = weight.shape
+    wanted = (-(-rows // _SCALED_BLOCK), -(-columns // _SCALED_BLOCK))
+    if tuple(scale.shape) != wanted:
+        raise DataError(
+            f"the scales of {name} {tuple(weight.shape)} have shape {tuple(scale.shape)}",
+            hint=f"blocks of {_SCALED_BLOCK} x {_SCALED_BLOCK} have {wanted}",
+        )
+    by_row = scale.float().repeat_interleave(_SCALED_BLOCK, 0)[:rows]
+    factors = by_row.repeat_interleave(_SCALED_BLOCK, 1)[:, :columns]
+    return (weight.float() * factors).to(torch.bfloat16)
+
+
+def _check_left(state: _Read, layout: str, prefix: str) -> None:
+    """Refuse to leave weights of the layer behind: it would compute something else."""
+    left = state.left(prefix)
+    if not prefix:  # perhaps with the rest of a model
+        left = [name for name in left if name.startswith(_ROOTS)]
+    left = [name for name in left if not name.endswith(_COUNTERS)]
+    if left:
+        raise DataError(
+            f"layout {layout!r} has no place for {left[0]} ({len(left)} names in all)",
+            hint="choose the layout of the model; biases of experts, a gate on the shared expert "
+            "and quantised weights other than float8 in blocks are not known",
+        )
 
 
 def export_checkpoint(
