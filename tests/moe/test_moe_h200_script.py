@@ -21,7 +21,7 @@ def run(*arguments, **environment):
         env=kept | {"OMP_NUM_THREADS": "1"} | environment,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=560,
         check=False,
     )
 

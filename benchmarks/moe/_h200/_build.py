@@ -7,6 +7,7 @@ process would take longer to compile these than to measure. Tokens are none: a f
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import subprocess
 import sys
@@ -18,12 +19,13 @@ from pathlib import Path
 import torch
 
 from _h200._cases import Case, checked_cases, timed_cases
-from _h200._operands import operands_of
-from _h200._variants import OUR_BACKENDS, variants_of
+from _h200._operands import Operands, operands_of
+from _h200._variants import LIGER, OUR_BACKENDS, Variant, variants_of
 
 __all__ = ["build", "build_share", "pieces"]
 
 _FEW_TOKENS = 16
+_LEAST_TIMED_HIDDEN = 1024  # smaller ones are checked only
 _MOST_PROCESSES = 16  # each holds a context and some operands on the GPU
 
 
@@ -66,12 +68,19 @@ def build_share(share: str, device: torch.device, *, times: bool) -> None:
     for case in pieces(times=times)[first::step]:
         given = operands_of(case, device)
         for name, run in variants_of(case, device, compiler=None).items():
-            if name not in OUR_BACKENDS:
-                continue
-            with torch.no_grad():
-                run(given)
-            if case.backward:
-                torch.autograd.backward(run(given.leaves()).sum())
+            if name in OUR_BACKENDS:
+                _call(run, given, backward=case.backward)
+            elif name == LIGER and case.hidden >= _LEAST_TIMED_HIDDEN:
+                # It tries many tiles for each size: most of that time is compiling, too.
+                with contextlib.suppress(Exception):  # said where it is timed
+                    _call(run, given, backward=case.backward)
+
+
+def _call(run: Variant, given: Operands, *, backward: bool) -> None:
+    with torch.no_grad():
+        run(given)
+    if backward:
+        torch.autograd.backward(run(given.leaves()).sum())
 
 
 def build(script: Path, arguments: argparse.Namespace, *, limit_s: float) -> list[str]:

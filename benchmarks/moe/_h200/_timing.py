@@ -11,7 +11,7 @@ from _h200._cases import Case
 from _h200._checks import TOLERANCE, error_of
 from _h200._clock import Ceilings, Clock, arithmetic_of
 from _h200._operands import Operands, operands_of
-from _h200._variants import OURS, Variant, variants_of
+from _h200._variants import LIGER, OURS, Variant, variants_of
 from fivefold.errors import FivefoldError
 from fivefold.moe import Workspace, fused_moe
 from fivefold.report import BenchmarkRow, median_and_spread
@@ -197,7 +197,7 @@ def _backward_rows(
     seconds = plan.clock.in_turns(calls, repetitions=plan.repetitions)
     middle = {name: median_and_spread(values) for name, values in seconds.items()}
     times = {name: value for name, (value, _) in middle.items()}
-    liger = times.get("Liger-Kernel")
+    liger = times.get(LIGER)
     peak = plan.ceilings.flops_per_s[arithmetic_of(case.dtype, case.precision)]
     rows = [
         _row(

@@ -13,9 +13,18 @@ from _h200._cases import Case
 from _h200._operands import Operands
 from fivefold.moe import Workspace, activation_named, backends, fused_moe
 
-__all__ = ["OURS", "OUR_BACKENDS", "missing_variants", "variants_of", "versions_of_peers"]
+__all__ = [
+    "LIGER",
+    "OURS",
+    "OUR_BACKENDS",
+    "Variant",
+    "missing_variants",
+    "variants_of",
+    "versions_of_peers",
+]
 
 OURS = "fused"
+LIGER = "Liger-Kernel"
 OUR_BACKENDS = (OURS, "split", "gluon")
 Variant = Callable[[Operands], torch.Tensor]
 
@@ -46,7 +55,7 @@ def variants_of(case: Case, device: torch.device, *, compiler: str | None) -> di
     if case.activation == "swiglu":
         found |= _transformers_backends(case)
         if device.type == "cuda" and importlib.util.find_spec("liger_kernel") is not None:
-            found["Liger-Kernel"] = _liger()
+            found[LIGER] = _liger()
     return found
 
 
