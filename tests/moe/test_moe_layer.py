@@ -218,6 +218,9 @@ def test_reads_a_layer_out_of_sharded_files(tmp_path):
         ({"capacity_factor": 0.0}, "capacity_factor must be positive"),
         ({"activation": "mish"}, "no activation 'mish'"),
         ({"router": Router(top_k=5)}, "can reach 4 experts only"),
+        ({"drop_policy": "luck"}, "drop policy is 'luck'"),
+        ({"backend": "magic"}, "there is no backend 'magic'"),
+        ({"capacity_factor": float("nan")}, "capacity_factor must be positive; got nan"),
     ],
 )
 def test_bad_configurations(options, message):

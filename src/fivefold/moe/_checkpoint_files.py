@@ -34,10 +34,13 @@ def open_checkpoint(path: str | Path) -> Mapping[str, torch.Tensor]:
         UnsupportedError: safetensors is not installed.
 
     Example:
-        >>> state = open_checkpoint("Qwen3-30B-A3B")  # doctest: +SKIP
-        >>> layer.load_state_dict(  # doctest: +SKIP
-        ...     convert_checkpoint(state, "qwen3", prefix="model.layers.3.mlp.")
-        ... )
+        >>> import tempfile
+        >>> from safetensors.torch import save_file
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_file({"gate.weight": torch.zeros(1, 2)}, f"{folder}/model.safetensors")
+        ...     state = open_checkpoint(folder)
+        ...     {name: tuple(tensor.shape) for name, tensor in state.items()}
+        {'gate.weight': (1, 2)}
     """
     try:
         module = importlib.import_module("safetensors")

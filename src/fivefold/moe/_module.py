@@ -11,7 +11,13 @@ from torch import nn
 
 from fivefold.errors import ConfigurationError, UnsupportedError
 from fivefold.moe._activations import activation_named
-from fivefold.moe._capacity import DropPolicy, capacity_for, drop_beyond_capacity
+from fivefold.moe._backends import backends
+from fivefold.moe._capacity import (
+    DropPolicy,
+    capacity_for,
+    check_capacity,
+    drop_beyond_capacity,
+)
 from fivefold.moe._exchange import ExpertExchange
 from fivefold.moe._expert_group import ExpertGroup, ExpertLoad
 from fivefold.moe._operands import as_autocast, counts_of
@@ -66,7 +72,12 @@ class MoEConfig:
             raise ConfigurationError(
                 f"shared_intermediate must not be negative; got {self.shared_intermediate}"
             )
-        if self.capacity_factor is not None and self.capacity_factor <= 0:
+        check_capacity(None, self.drop_policy)
+        if self.backend not in {"auto", *backends()}:
+            raise ConfigurationError(
+                f"there is no backend {self.backend!r}", hint=f"use auto, {', '.join(backends())}"
+            )
+        if self.capacity_factor is not None and not 0 < self.capacity_factor < math.inf:
             raise ConfigurationError(
                 f"capacity_factor must be positive; got {self.capacity_factor}",
                 hint="use None to drop nothing",

@@ -10,6 +10,7 @@ References: Shazeer et al. 2017, arXiv 1701.06538 (top-k); Fedus et al. 2021, ar
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -74,6 +75,8 @@ class Router:
             raise ConfigurationError(
                 f"group_score is {self.group_score!r}", hint='use "max" or "top2_sum"'
             )
+        if not math.isfinite(self.scale):
+            raise ConfigurationError(f"scale must be a finite number; got {self.scale}")
         if not 1 <= self.top_groups <= self.groups:
             raise ConfigurationError(
                 f"top_groups must be between 1 and groups={self.groups}; got {self.top_groups}"
