@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import warnings
@@ -96,6 +97,29 @@ def test_every_collective(world, algorithm):
         return rank
 
     assert run_processes(world, work, backend="fivefold") == list(range(world))
+
+
+def test_strides_empty_tensors_and_means_of_integers():
+    def work(rank):
+        data = (torch.arange(14) * (rank + 1))[::2]
+        dist.all_reduce(data)
+        assert torch.equal(data, torch.arange(0, 14, 2) * 6)
+        table = (torch.arange(6.0) + rank).reshape(2, 3).t()
+        dist.broadcast(table, src=1)
+        assert torch.equal(table, (torch.arange(6.0) + 1).reshape(2, 3).t())
+        nothing = torch.empty(0)
+        dist.all_reduce(nothing)
+        dist.broadcast(nothing, src=2)
+        for collective in (dist.all_gather_single, dist.reduce_scatter_single):
+            collective(torch.empty(0), nothing)
+        dist.all_to_all_single(torch.empty(0), nothing)
+        with contextlib.suppress(RuntimeError):  # what gloo makes of a mean of integers
+            dist.all_reduce(torch.ones(3, dtype=torch.int8), op=dist.ReduceOp.AVG)
+        data = torch.ones(3, dtype=torch.int8)
+        dist.all_reduce(data)  # the group lives on
+        return data.tolist()
+
+    assert run_processes(3, work, backend="fivefold") == [[3, 3, 3]] * 3
 
 
 def test_rounds_give_the_same():

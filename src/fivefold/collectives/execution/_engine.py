@@ -164,7 +164,10 @@ class Engine:
 
     def can_combine(self, tensor: torch.Tensor, operation: Any) -> bool:
         """Whether the engine's algorithms can reduce such tensors in this way."""
-        return tensor.dtype in _ADDABLE and _kind_of(operation) in _COMBINE
+        kind = _kind_of(operation)
+        # Torch does not say how a mean of integers is rounded: backends differ, or refuse it.
+        divisible = kind != _Operations.AVG or tensor.is_floating_point()
+        return tensor.dtype in _ADDABLE and kind in _COMBINE and divisible
 
     # -- choosing ------------------------------------------------------------------------------
 
