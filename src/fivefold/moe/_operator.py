@@ -260,24 +260,18 @@ def fused_moe(  # noqa: PLR0913 - an operator's operands and options, all but fi
         floats = as_autocast((x, w13, w2, b13, b2), x.device.type)
         x, w13, w2, b13, b2 = floats
         check_forward_mode((*floats, topk_weights))
+    options = {
+        "activation": activation,
+        "b13": b13,
+        "b2": b2,
+        "weight_on_input": weight_on_input,
+        "precision": precision,
+    }
     if group is not None:
         _check_group(group, workspace, recompute=recompute)
+        how = {"backend": backend, "capacity": capacity, "drop_policy": drop_policy, "check": check}
         shared: torch.Tensor = exchange_moe(
-            x,
-            w13,
-            w2,
-            topk_ids,
-            topk_weights,
-            exchange=group,
-            activation=activation,
-            b13=b13,
-            b2=b2,
-            weight_on_input=weight_on_input,
-            capacity=capacity,
-            drop_policy=drop_policy,
-            backend=backend,
-            precision=precision,
-            check=check,
+            x, w13, w2, topk_ids, topk_weights, exchange=group, **options, **how
         )
         return shared
     check_operands(x, w13, w2, topk_ids, topk_weights, activation=kind, b13=b13, b2=b2)
@@ -288,27 +282,11 @@ def fused_moe(  # noqa: PLR0913 - an operator's operands and options, all but fi
         _check_workspace(workspace, x, w2, topk_ids.shape[1])
     chosen = _chosen(backend, x, deterministic=deterministic)
     if capacity is not None and x.device.type != "meta":
-        kept = drop_beyond_capacity(
-            topk_ids,
-            topk_weights,
-            num_experts=len(w2),
-            capacity=capacity,
-            policy=drop_policy,
-        )
+        room = {"num_experts": len(w2), "capacity": capacity}
+        kept = drop_beyond_capacity(topk_ids, topk_weights, **room, policy=drop_policy)
         topk_ids = topk_ids.masked_fill(~kept, -1)
-    return _computed(
-        chosen,
-        (x, w13, w2, topk_ids, topk_weights),
-        {
-            "activation": activation,
-            "b13": b13,
-            "b2": b2,
-            "weight_on_input": weight_on_input,
-            "precision": precision,
-        },
-        workspace,
-        recompute=recompute,
-    )
+    operands = (x, w13, w2, topk_ids, topk_weights)
+    return _computed(chosen, operands, options, workspace, recompute=recompute)
 
 
 def _computed(
