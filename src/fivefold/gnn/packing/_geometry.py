@@ -34,6 +34,7 @@ _LARGEST_CHUNK_BYTES = 8 << 20  # written while the next one is filled; larger o
 _LARGEST_SOURCE_BYTES = 32 << 20  # read at a time; all threads wait at the end of each
 _THREADS_FROM_BYTES = 32 << 20  # with less, buffers would be too small for more threads
 _CELL_BYTES = 3 << 19  # large enough for a direct write, small enough for windows to be many
+CHUNKS = 3  # one is filled while two are written
 _LEAST_WINDOW_BYTES = 16 << 20  # smaller ones cost more calls than they save memory
 _LARGEST_MARK_BYTES = 128 << 20  # a mark waits for the disk; this much is redone after a kill
 _RESIDENT_WINDOW_BYTES = 256 << 20  # how much is redone after a kill
@@ -183,8 +184,9 @@ def _size(
     """Sizes and bytes of one way, or None where it cannot be."""
     cost = row_bytes + INDEX_BYTES_PER_ROW
     features, output = num_nodes * row_bytes, sum(sections.values()) * row_bytes
-    chunk_rows = _whole_pages(min(memory_bytes // 8, _LARGEST_CHUNK_BYTES) // cost, row_bytes)
-    rest = memory_bytes - 2 * chunk_rows * cost
+    chunk_bytes = min(memory_bytes // (4 * CHUNKS), _LARGEST_CHUNK_BYTES)
+    chunk_rows = _whole_pages(chunk_bytes // cost, row_bytes)
+    rest = memory_bytes - CHUNKS * chunk_rows * cost
     way: dict[str, Any] = {"strategy": name, "chunk_rows": chunk_rows, "scratch_bytes": 0}
     if name == "resident":
         if features > rest:

@@ -17,7 +17,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.gnn.packing._geometry import PAGE_BYTES, Geometry, Window, pages_of
+from fivefold.gnn.packing._geometry import CHUNKS, PAGE_BYTES, Geometry, Window, pages_of
 from fivefold.gnn.packing._overlap import WriteBehind, read_ahead
 from fivefold.gnn.storage import Container, ContainerWriter, RowReader, aligned_empty, gather_rows
 
@@ -115,9 +115,14 @@ class Mover:
         )
 
     def buffers(self, num_rows: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        """Two aligned buffers of ``num_rows`` rows."""
+        """Two aligned buffers of ``num_rows`` rows, to be filled in turn."""
         size = max(num_rows * self.row_bytes, 1)
         return aligned_empty((size,), np.uint8), aligned_empty((size,), np.uint8)
+
+    def chunks(self, extra_bytes: int = 0) -> list[NDArray[np.uint8]]:
+        """Aligned buffers for what is written behind."""
+        size = self.geometry.chunk_rows * self.row_bytes + extra_bytes
+        return [aligned_empty((max(size, 1),), np.uint8) for _ in range(CHUNKS)]
 
 
 def gather_resident(mover: Mover, writer: ContainerWriter, finished: Finished) -> None:
@@ -127,7 +132,7 @@ def gather_resident(mover: Mover, writer: ContainerWriter, finished: Finished) -
     for start, count in _chunks(mover.num_nodes, _RESIDENT_CHUNKS * step):
         part = features[start : start + count]
         mover.read_range(start, start + count, part.view(np.uint8).reshape(-1))
-    with WriteBehind(mover.buffers(step)) as behind:
+    with WriteBehind(mover.chunks()) as behind:
         for number, window in enumerate(mover.windows):
             for start, count in _chunks(window.num_rows, step):
                 ids = mover.order.read(window.first + start, count)
@@ -231,9 +236,8 @@ def spill_ranges(
         if cells.counts[:, g].any()
     ]
     chunk_bytes = mover.geometry.chunk_rows * mover.row_bytes + PAGE_BYTES
-    staging = (aligned_empty((chunk_bytes,), np.uint8), aligned_empty((chunk_bytes,), np.uint8))
     buffers = mover.buffers(min(size, mover.num_nodes))
-    with WriteBehind(staging) as behind:
+    with WriteBehind(mover.chunks(PAGE_BYTES)) as behind:
         for (low, high, g), buffer in read_ahead(ranges, _range_reader(mover), buffers):
             rows = mover.as_rows(buffer, high - low)
             for pieces in _batches_of_cells(cells, g, mover.geometry.chunk_rows, chunk_bytes):
@@ -266,7 +270,7 @@ def order_windows(
         arrival[_by_range(ids, mover.geometry.source_rows)[0]] = np.arange(window.num_rows)
         return number, arrival
 
-    with WriteBehind(mover.buffers(step)) as behind:
+    with WriteBehind(mover.chunks()) as behind:
         numbers = list(range(done, len(mover.windows)))
         for (number, arrival), buffer in read_ahead(numbers, read, mover.buffers(largest)):
             window = mover.windows[number]

@@ -1,8 +1,8 @@
 """Reading ahead and writing behind: the disk works while rows are put in order.
 
-One thread reads the next window into a second buffer, one writes finished chunks; the caller's
-thread gathers rows in between. All three release the GIL while they work. An error of a thread
-comes out of the caller's next call, and both threads end with the ``with`` block.
+One thread reads the next window into a second buffer, two write finished chunks; the caller's
+thread gathers rows in between. All of them release the GIL while they work. An error of a thread
+comes out of the caller's next call, and all threads end with the ``with`` block.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,6 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = ["WriteBehind", "in_threads", "read_ahead", "side_by_side"]
+
+_WRITERS = 2  # so that the disk has the next request when it is through with one
 
 Buffer = NDArray[np.uint8]
 Check = Callable[[], None]
@@ -119,13 +121,13 @@ def side_by_side(first: Callable[[Check], Any], second: Callable[[Check], Any]) 
 
 
 class WriteBehind:
-    """Two buffers that take turns: one is filled while the other is written.
+    """Buffers that take turns: one is filled while the others are written, by two threads.
 
-    Calls are carried out in their order, and none after one that failed: a mark that follows a
-    write says that it is done.
+    Calls are carried out in their order, each after all that was put before it, and none after
+    anything that failed: a mark that follows a write says that it is done.
 
     Args:
-        buffers: Of one size.
+        buffers: Of one size, two or more.
 
     Example:
         >>> written = []
@@ -137,13 +139,15 @@ class WriteBehind:
         [[7, 7, 7, 7], 'done']
     """
 
-    def __init__(self, buffers: tuple[Buffer, Buffer]) -> None:
+    def __init__(self, buffers: Sequence[Buffer]) -> None:
         self._buffers = buffers
-        self._writes: deque[Future[None]] = deque()
+        self._writes: deque[Future[None]] = deque()  # each has a buffer
+        self._since: list[Future[None]] = []  # the last call
         self._calls: deque[Future[None]] = deque()
         self._turn = 0
         self._failed = False
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="fivefold-pack-write")
+        self._writers = ThreadPoolExecutor(_WRITERS, thread_name_prefix="fivefold-pack-write")
+        self._caller = ThreadPoolExecutor(1, thread_name_prefix="fivefold-pack-mark")
 
     def take(self) -> Buffer:
         """The free buffer, as soon as what was put from it is written."""
@@ -156,12 +160,20 @@ class WriteBehind:
     def put(self, write: Callable[[Buffer], None]) -> None:
         """Have ``write`` called with the buffer that was taken last."""
         buffer = self._buffers[self._turn]
-        self._writes.append(self._pool.submit(self._carry_out, lambda: write(buffer)))
+        writing = self._writers.submit(self._carry_out, lambda: write(buffer))
+        self._writes.append(writing)
+        self._since.append(writing)
         self._turn = (self._turn + 1) % len(self._buffers)
 
     def then(self, call: Callable[[], None]) -> None:
         """Have ``call`` called after all that was put, without waiting for it."""
-        self._calls.append(self._pool.submit(self._carry_out, call))
+        before, self._since = self._since, []
+
+        def after() -> None:
+            wait(before)
+            self._carry_out(call)
+
+        self._calls.append(self._caller.submit(after))
 
     def _carry_out(self, call: Callable[[], None]) -> None:
         if self._failed:
@@ -182,7 +194,9 @@ class WriteBehind:
         trace: TracebackType | None,
     ) -> None:
         # After an error of the caller, what was not begun is dropped: it would be redone anyway.
-        self._pool.shutdown(wait=True, cancel_futures=kind is not None)
+        self._failed = self._failed or kind is not None
+        for pool in (self._writers, self._caller):
+            pool.shutdown(wait=True)
         if kind is None:
             for future in (*self._writes, *self._calls):
                 future.result()

@@ -32,6 +32,7 @@ __all__ = ["PartialFile"]
 _BOUNCE_BYTES = 4 << 20  # one write at a time: long ones, so that its latency does not count
 _COPY_BYTES = 256 << 10  # copied and hashed while they are in the second-level cache
 _LEAST_DIRECT_BYTES = 1 << 20  # below this the page cache is faster and holds it easily
+_LEAST_PAGES_BYTES = 256 << 10  # the same for whole pages in aligned memory, written as they are
 _EINTR = 4
 _NO_RESERVATION = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
@@ -182,8 +183,45 @@ class PartialFile:
         self._bounce = aligned_empty(_BOUNCE_BYTES)
         self.direct = True
 
+    def takes_pages(self, data: NDArray[np.uint8], offset: int) -> bool:
+        """Whether ``put_pages`` takes these bytes."""
+        aligned = (offset | len(data) | data.ctypes.data) % PAGE_BYTES == 0
+        return self.direct and aligned and len(data) >= _LEAST_PAGES_BYTES
+
+    def put_pages(
+        self, pages: NDArray[np.uint8], offset: int, *, file_id: int
+    ) -> NDArray[np.uint32]:
+        """Write whole pages from aligned memory, as several threads may at the same time.
+
+        Args:
+            pages: Bytes for which ``takes_pages`` holds.
+            offset: Where in the file.
+            file_id: Seed of the checksums.
+
+        Returns:
+            The checksums of the pages.
+
+        Raises:
+            StorageError: The disk refused.
+        """
+        checksums = np.empty(len(pages) // PAGE_BYTES, np.uint32)
+        descriptors = np.array([self._direct_descriptor, self.descriptor], np.int32)
+        done, number = _write_pages(
+            descriptors,
+            self._bounce.ctypes.data,
+            pages.ctypes.data,
+            offset,
+            np.uint64(file_id),
+            checksums,
+        )
+        if done < len(pages):
+            action = f"writing {len(pages) - done} bytes"
+            code = number or errno.ENOSPC  # a write that takes nothing and says nothing
+            raise storage_error(code, self.path, action, offset=offset + done)
+        return checksums
+
     def put(self, data: NDArray[np.uint8], offset: int, ledger: PageLedger | None) -> None:
-        """Write bytes at an offset and note them.
+        """Write bytes at an offset and note them; one thread at a time.
 
         Args:
             data: Contiguous bytes.
@@ -205,24 +243,9 @@ class PartialFile:
                 piece = data[begin - offset : end - offset]
                 write_all(self.descriptor, piece, begin, self.path)
                 ledger.note(begin, piece)
-        self._put_pages(data[first - offset : last - offset], first, ledger)
-
-    def _put_pages(self, pages: NDArray[np.uint8], offset: int, ledger: PageLedger) -> None:
-        checksums = np.empty(len(pages) // PAGE_BYTES, np.uint32)
-        descriptors = np.array([self._direct_descriptor, self.descriptor], np.int32)
-        done, number = _write_pages(
-            descriptors,
-            self._bounce.ctypes.data,
-            pages.ctypes.data,
-            offset,
-            np.uint64(ledger.file_id),
-            checksums,
-        )
-        if done < len(pages):
-            action = f"writing {len(pages) - done} bytes"
-            code = number or errno.ENOSPC  # a write that takes nothing and says nothing
-            raise storage_error(code, self.path, action, offset=offset + done)
-        ledger.set_checksums(offset // PAGE_BYTES, checksums)
+        pages = data[first - offset : last - offset]
+        checksums = self.put_pages(pages, first, file_id=ledger.file_id)
+        ledger.set_checksums(first // PAGE_BYTES, checksums)
 
     def get(self, buffer: NDArray[np.uint8], offset: int) -> None:
         """Fill a buffer from an offset.

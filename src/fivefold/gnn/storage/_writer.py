@@ -108,7 +108,9 @@ class ContainerWriter:
         self._progress: Any = None
         self._ledger = PageLedger(self.file_id, self._end // PAGE_BYTES)
         self._closed = False
-        self._lock = threading.RLock()  # several threads may write; marking takes a moment's state
+        # Several threads may write; marking takes a moment's state.
+        self._lock = threading.Condition(threading.RLock())
+        self._under_way = 0  # writes without the lock, for which closing waits
         self._file = PartialFile(self._beside(".partial"))
         self._files = {"": self._file}
         try:
@@ -285,7 +287,18 @@ class ContainerWriter:
     ) -> None:
         with self._lock:
             self._check_open()
-            file.put(data, offset, ledger)
+            if ledger is None or not file.takes_pages(data, offset):
+                file.put(data, offset, ledger)
+                return
+            self._under_way += 1
+        try:  # the lock is free: other pages may be written meanwhile
+            checksums = file.put_pages(data, offset, file_id=ledger.file_id)
+            with self._lock:
+                ledger.set_checksums(offset // PAGE_BYTES, checksums)
+        finally:
+            with self._lock:
+                self._under_way -= 1
+                self._lock.notify_all()
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[Any]:
         """Rows that have been written, before the file is committed; nothing is verified.
@@ -434,6 +447,7 @@ class ContainerWriter:
         """Let go of the file without committing: the unfinished one stays for resuming."""
         with self._lock:
             self._closed = True
+            self._lock.wait_for(lambda: self._under_way == 0)
             for file in self._files.values():
                 file.close()
 
