@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from fivefold.errors import ConfigurationError, DataError
+from fivefold.errors import ConfigurationError, DataError, StorageError
 from fivefold.gnn.data import SourceOptions, TableColumns, find_source, ingest
 
 PAIR = {(0, 1), (1, 2)}
@@ -143,3 +143,21 @@ def test_options_that_would_not_be_used_are_refused(tmp_path, name, options, mes
     (tmp_path / name).write_bytes(b"")
     with pytest.raises(ConfigurationError, match=message):
         find_source(tmp_path / name, SourceOptions(**options))
+
+
+def test_a_bound_that_cannot_be_kept_is_refused_before_names_are_numbered(tmp_path):
+    (tmp_path / "e.csv").write_text("src,dst\na,b\n")
+    with pytest.raises(ConfigurationError, match="1 MB") as refused:
+        ingest(find_source(tmp_path / "e.csv")[0], tmp_path / "out", memory_bytes=1_000_000)
+    assert "16 MB" in refused.value.hint
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError) as failed:
+        ingest(find_source(tmp_path / "e.csv")[0], tmp_path / "file")
+    assert "can be written" in failed.value.hint
+
+
+def test_text_is_no_file_of_torch(tmp_path):
+    (tmp_path / "e.csv").write_text("src,dst\n0,1\n1,2\n")
+    with pytest.raises(DataError, match="cannot be read safely"):
+        find_source(tmp_path / "e.csv", SourceOptions(kind="pyg"))

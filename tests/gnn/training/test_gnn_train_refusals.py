@@ -12,7 +12,7 @@ from training_graphs import Disk
 
 from fivefold.errors import CheckpointError, DataError, InfeasibleError
 from fivefold.gnn.data import array_source, ingest
-from fivefold.gnn.training import train_graph
+from fivefold.gnn.training import config_to_toml, infer_run, train_graph
 
 
 def test_another_run_in_the_folder_is_refused_before_sampling_and_packing(make_config, tmp_path):
@@ -86,3 +86,13 @@ def test_training_nodes_without_labels_are_refused(make_config, tmp_path):
     data = config.data.model_copy(update={"path": odd_graph(tmp_path / "g", labels=labels)})
     with pytest.raises(DataError, match="none of the 80 training nodes"):
         train_graph(config.model_copy(update={"data": data}))
+
+
+def test_inference_says_where_a_relative_path_counts_from(make_config, tmp_path):
+    config = make_config()
+    data = config.data.model_copy(update={"path": Path("graphs/here")})
+    config = config.model_copy(update={"data": data})
+    (tmp_path / "config.toml").write_text(config_to_toml(config))
+    with pytest.raises(DataError, match="not in the current folder") as refused:
+        infer_run(tmp_path)
+    assert "where the run was started" in refused.value.hint

@@ -247,6 +247,14 @@ class HeteroDataset:
         }
         return HeteroTopology(self.num_nodes, edges)
 
+    def has_features(self, node_type: str) -> bool:
+        """Whether the nodes of a type have feature rows."""
+        return (self._node_folder(node_type) / FEATURES_FILE).is_file()
+
+    def has_labels(self, node_type: str) -> bool:
+        """Whether the nodes of a type have labels."""
+        return (self._node_folder(node_type) / LABELS_FILE).is_file()
+
     def features(self, node_type: str) -> Container:
         """The container with the section ``x`` of a node type."""
         return self._container(self._node_folder(node_type) / FEATURES_FILE, "features")

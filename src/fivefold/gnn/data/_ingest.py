@@ -8,7 +8,7 @@ from typing import overload
 from fivefold.gnn.data._dataset import Dataset
 from fivefold.gnn.data._hetero import HeteroDataset, HeteroSource, ingest_hetero
 from fivefold.gnn.data._parts import Progress, Source
-from fivefold.gnn.data._write import write_dataset
+from fivefold.gnn.data._write import check_memory, write_dataset
 from fivefold.gnn.data._write_graph import EdgeRules
 
 __all__ = ["ingest"]
@@ -76,6 +76,7 @@ def ingest(
         ...         dataset.topology().neighbors(1).tolist(), dataset.features.read("x", 2).tolist()
         ([0, 2], [[0.0, 0.0, 1.0]])
     """
+    check_memory(memory_bytes)  # before hours of numbering names
     if isinstance(source, HeteroSource):
         return ingest_hetero(
             source, folder, rules=rules, memory_bytes=memory_bytes, progress=progress

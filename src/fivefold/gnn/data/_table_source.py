@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -181,9 +182,11 @@ class TableSource:
             except OSError as error:
                 if isinstance(error, FivefoldError):
                     raise
+                full = error.errno in {errno.ENOSPC, errno.EDQUOT}
+                hint = "free some space" if full else "see that the folder can be written"
                 raise StorageError(
                     f"writing names to {work} failed: {error.strerror or error}",
-                    hint="free some space and run the same command again",
+                    hint=f"{hint} and run the same command again",
                 ) from error
         self.num_nodes = state["num_nodes"]
         if needed:

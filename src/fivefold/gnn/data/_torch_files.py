@@ -121,7 +121,7 @@ def _load(path: Path, names: list[Any]) -> Any:
     with torch.serialization.safe_globals(names):
         try:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
-        except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+        except Exception as error:  # whatever bytes of another kind do to the unpickler
             raise DataError(
                 f"{path} cannot be read safely: {_reason(error)}",
                 hint="save a dictionary of tensors, or a Data object, with torch.save",

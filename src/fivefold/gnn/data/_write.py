@@ -22,12 +22,26 @@ from fivefold.gnn.data._dataset import FEATURES_FILE, GRAPH_FILE, LABELS_FILE, D
 from fivefold.gnn.data._parts import FeaturePart, LabelPart, Progress, Source
 from fivefold.gnn.data._write_graph import EdgeRules, work_folder, write_graph
 from fivefold.gnn.storage import Container, ContainerWriter
+from fivefold.units import format_bytes
 
-__all__ = ["MIN_MEMORY_BYTES", "no_progress", "write_dataset", "write_parts"]
+__all__ = ["MIN_MEMORY_BYTES", "check_memory", "no_progress", "write_dataset", "write_parts"]
 
-MIN_MEMORY_BYTES = 16 << 20
+MIN_MEMORY_BYTES = 16_000_000
 _MOST_CLASSES = 1 << 24
 _MARK_EVERY_BYTES = 256 << 20  # a mark syncs the file: seldom enough to cost nothing
+
+
+def check_memory(memory_bytes: int) -> None:
+    """Refuse a bound that no work could keep to.
+
+    Raises:
+        ConfigurationError: It is too small.
+    """
+    if memory_bytes < MIN_MEMORY_BYTES:
+        raise ConfigurationError(
+            f"memory_bytes is {memory_bytes} ({format_bytes(memory_bytes)})",
+            hint=f"allow at least {format_bytes(MIN_MEMORY_BYTES)}",
+        )
 
 
 def no_progress(_stage: str, _done: int, _total: int) -> None:
@@ -99,10 +113,7 @@ def write_parts(
         ConfigurationError: The memory bound is too small.
         DataError: The folder holds another data set.
     """
-    if memory_bytes < MIN_MEMORY_BYTES:
-        raise ConfigurationError(
-            f"memory_bytes is {memory_bytes}", hint=f"allow at least {MIN_MEMORY_BYTES} bytes"
-        )
+    check_memory(memory_bytes)
     folder.mkdir(parents=True, exist_ok=True)
     recipe = json.loads(json.dumps(recipe))  # tuples become lists, as they will when read
     attributes = {**attributes, "recipe": recipe}

@@ -3,7 +3,7 @@
 Pure parts: ``_order`` (which batch when), ``_assemble`` and ``_edges`` (what a batch is). The data
 path: ``_feature_store`` (four levels), ``_ring`` (buffers), ``_pipeline`` (threads), ``_stages``
 (what they do), ``_transfer`` (to an accelerator). Public objects: ``DiskLoader``,
-``OnlineLoader``, ``MiniBatch``, ``FeatureStore``, ``FeatureStoreAdapter``.
+``OnlineLoader``, ``HeteroLoader``, ``MiniBatch``, ``FeatureStore``, ``FeatureStoreAdapter``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from fivefold.gnn.loading._batch import Block, MiniBatch
 from fivefold.gnn.loading._failure import StallError
 from fivefold.gnn.loading._feature_store import FeatureStore
+from fivefold.gnn.loading._hetero_batch import HeteroMiniBatch
+from fivefold.gnn.loading._hetero_loader import HeteroLoader
 from fivefold.gnn.loading._loader import DiskLoader
 from fivefold.gnn.loading._online import OnlineLoader
 from fivefold.gnn.loading._order import batch_order, rank_share
@@ -26,6 +28,8 @@ __all__ = [
     "DiskLoader",
     "FeatureStore",
     "FeatureStoreAdapter",
+    "HeteroLoader",
+    "HeteroMiniBatch",
     "LoaderStatistics",
     "MiniBatch",
     "OnlineLoader",

@@ -7,12 +7,11 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, Self
+from typing import Any, Generic, NoReturn, Self
 
 from fivefold.errors import CheckpointError, ConfigurationError, UnsupportedError
-from fivefold.gnn.loading._batch import MiniBatch
 from fivefold.gnn.loading._failure import StallError
-from fivefold.gnn.loading._iterator import BatchIterator
+from fivefold.gnn.loading._iterator import Batch, BatchIterator
 from fivefold.gnn.loading._pipeline import Pipeline
 
 __all__ = ["BatchLoader"]
@@ -21,7 +20,7 @@ _LOG = logging.getLogger(__name__)
 _STATE_VERSION = 1
 
 
-class BatchLoader(abc.ABC):
+class BatchLoader(abc.ABC, Generic[Batch]):
     """A loader of mini-batches, epoch by epoch, that can stop and go on at any batch.
 
     Iterating yields the batches of the current epoch; after a whole epoch the next one begins.
@@ -39,7 +38,7 @@ class BatchLoader(abc.ABC):
         self._process = os.getpid()
         self._left_behind: Pipeline | None = None
         self._epoch, self._position, self._resumed = 0, 0, False
-        self._iterator: weakref.ref[BatchIterator] | None = None
+        self._iterator: weakref.ref[BatchIterator[Batch]] | None = None
         self._pipeline: Pipeline | None = None
         self._past_s: dict[str, float] = {}
         self._past_wait_s = 0.0
@@ -54,14 +53,14 @@ class BatchLoader(abc.ABC):
         """A running pipeline over the batches of an epoch from place ``first`` on."""
 
     @abc.abstractmethod
-    def _hand_over(self, value: Any) -> MiniBatch:
+    def _hand_over(self, value: Any) -> Batch:
         """From what the pipeline makes to what the training loop gets."""
 
     @abc.abstractmethod
     def _identity(self) -> dict[str, Any]:
         """What must be equal for a position to mean the same batch."""
 
-    def _make_room(self) -> None:  # noqa: B027 - most loaders have nothing to do here
+    def _make_room(self) -> None:  # most loaders have nothing to do here
         """Called before each wait for a batch."""
 
     def __len__(self) -> int:
@@ -84,7 +83,7 @@ class BatchLoader(abc.ABC):
         if not (self._resumed and epoch == self._epoch):
             self._epoch, self._position, self._resumed = epoch, 0, False
 
-    def __iter__(self) -> BatchIterator:
+    def __iter__(self) -> BatchIterator[Batch]:
         if not self._finalizer.alive:
             message = "this loader is closed"
             raise ConfigurationError(message, hint="make another one")
@@ -169,7 +168,7 @@ class BatchLoader(abc.ABC):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _count_and_hand_over(self, value: Any) -> MiniBatch:
+    def _count_and_hand_over(self, value: Any) -> Batch:
         batch = self._hand_over(value)
         self._position += 1
         self._delivered += 1

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fivefold.errors import ConfigurationError, DataError, UnsupportedError
 from fivefold.gnn.loading._batch import MiniBatch
+from fivefold.gnn.loading._hetero_batch import HeteroMiniBatch
 from fivefold.gnn.loading._rows import Backend, DiskRows
 from fivefold.gnn.storage import Container, ReadStatistics
 
@@ -25,13 +26,13 @@ try:
     with warnings.catch_warnings():
         # torch_geometric uses what newer torch deprecates, already on import.
         warnings.simplefilter("ignore", DeprecationWarning)
-        from torch_geometric.data import Data, TensorAttr
+        from torch_geometric.data import Data, HeteroData, TensorAttr
         from torch_geometric.data import FeatureStore as GeometricStore
 except ImportError as error:  # pragma: no cover - the development environment has it
     missing = "torch_geometric is not installed"
     raise UnsupportedError(missing, hint="pip install 'fivefold[gnn]'") from error
 
-__all__ = ["FeatureStoreAdapter", "data_of"]
+__all__ = ["FeatureStoreAdapter", "data_of", "hetero_data_of"]
 
 Ids = npt.NDArray[np.int64]
 
@@ -180,4 +181,21 @@ def data_of(batch: MiniBatch) -> Any:
     if batch.nodes_by_hop:
         data.num_sampled_nodes = list(batch.num_sampled_nodes or ())
         data.num_sampled_edges = list(batch.num_sampled_edges or ())
+    return data
+
+
+def hetero_data_of(batch: HeteroMiniBatch) -> Any:
+    """The batch as ``torch_geometric.data.HeteroData`` with the same attribute names."""
+    data = HeteroData()
+    for name, ids in batch.n_id_dict.items():
+        data[name].n_id = ids
+        data[name].num_nodes = len(ids)
+        if name in batch.x_dict:
+            data[name].x = batch.x_dict[name]
+    for kind, edges in batch.edge_index_dict.items():
+        data[kind].edge_index = edges
+    seeds = data[batch.input_type]
+    seeds.batch_size, seeds.y = batch.batch_size, batch.y
+    data.num_sampled_nodes_dict = dict(batch.num_sampled_nodes_dict)
+    data.num_sampled_edges_dict = dict(batch.num_sampled_edges_dict)
     return data

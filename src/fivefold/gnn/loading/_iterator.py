@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 from fivefold.errors import ConfigurationError
-from fivefold.gnn.loading._batch import MiniBatch
 from fivefold.gnn.loading._pipeline import Pipeline
 
-__all__ = ["BatchIterator"]
+__all__ = ["Batch", "BatchIterator"]
+
+Batch = TypeVar("Batch")
 
 
-class BatchIterator:
+class BatchIterator(Generic[Batch]):
     """Iterate over the batches of one epoch.
 
     Args:
@@ -31,7 +32,7 @@ class BatchIterator:
         self,
         pipeline: Pipeline,
         *,
-        on_batch: Callable[[Any], MiniBatch],
+        on_batch: Callable[[Any], Batch],
         on_next: Callable[[], None],
         on_end: Callable[[], None],
     ) -> None:
@@ -43,7 +44,7 @@ class BatchIterator:
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> MiniBatch:
+    def __next__(self) -> Batch:
         if self._ended_by is not None:
             raise ConfigurationError(
                 f"this iterator was ended: {self._ended_by}", hint="call iter(loader) again"

@@ -36,7 +36,7 @@ __all__ = ["DiskLoader"]
 _BUFFERS_FOR_TWO_READERS = 3
 
 
-class DiskLoader(BatchLoader):
+class DiskLoader(BatchLoader[MiniBatch]):
     """Iterate over the mini-batches of a packed store, in the shape of PyG's loaders.
 
     Every iteration is one epoch; the epochs that were sampled are used in turn. After a whole

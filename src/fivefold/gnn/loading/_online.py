@@ -26,7 +26,7 @@ from fivefold.gnn.loading._batch import MiniBatch
 from fivefold.gnn.loading._order import Remainder, rank_share
 from fivefold.gnn.loading._pipeline import Pipeline, Stage, Ticket
 from fivefold.gnn.loading._rows import Backend, open_rows
-from fivefold.gnn.loading._settings import checked_device
+from fivefold.gnn.loading._settings import checked_device, checked_ids
 from fivefold.gnn.loading._statistics import LoaderStatistics
 from fivefold.gnn.sampling import NeighborSampler, SampledBatch, Topology, epoch_batches
 from fivefold.gnn.storage import ReadStatistics
@@ -44,7 +44,7 @@ class _Reading:
     rows: int = 0
 
 
-class OnlineLoader(BatchLoader):
+class OnlineLoader(BatchLoader[MiniBatch]):
     """Sample and gather mini-batches on the fly, a few batches ahead of the training loop.
 
     Iterating yields the batches of the current epoch; after a whole epoch the next one begins,
@@ -115,7 +115,7 @@ class OnlineLoader(BatchLoader):
                 f"batch_size={batch_size}, prefetch={prefetch}, timeout_s={timeout_s}"
             )
         self._form = checked_form(form)
-        self._ids = _checked_ids(ids, dataset.num_nodes)
+        self._ids = checked_ids(ids, dataset.num_nodes)
         self._batch_size, self._prefetch, self._timeout_s = batch_size, prefetch, timeout_s
         self._shuffle, self._resample, self._seed = shuffle, resample, seed
         self._device = checked_device(device)
@@ -207,31 +207,6 @@ class OnlineLoader(BatchLoader):
             )
         size = self._batch_size
         return [self._ids[i : i + size] for i in range(0, len(self._ids), size)]
-
-
-def _checked_ids(ids: ArrayLike, num_nodes: int) -> Ids:
-    values = np.asarray(ids)
-    if values.dtype == bool and values.ndim == 1:
-        if len(values) != num_nodes:
-            raise ConfigurationError(
-                f"the mask of ids has {len(values)} entries for {num_nodes} nodes",
-                hint="give one boolean per node, or ids",
-            )
-        return np.flatnonzero(values)
-    if values.ndim != 1 or (values.size and values.dtype.kind not in "iu"):
-        raise ConfigurationError(
-            f"ids have shape {list(values.shape)} and dtype {values.dtype}",
-            hint="give a list of node ids, or a mask",
-        )
-    if values.size and not 0 <= int(values.min()) <= int(values.max()) < num_nodes:
-        raise ConfigurationError(
-            f"ids go from {values.min()} to {values.max()}, the graph has {num_nodes} nodes",
-            hint="ids of nodes count from 0",
-        )
-    if np.unique(values).size != values.size:
-        message = "ids name a node twice"
-        raise ConfigurationError(message, hint="name each node once")
-    return np.ascontiguousarray(values, np.int64)
 
 
 def _check_features(features: str | npt.NDArray[Any], num_nodes: int) -> None:

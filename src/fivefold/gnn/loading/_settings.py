@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from numpy.typing import ArrayLike
 
 from fivefold.errors import ConfigurationError, InfeasibleError, UnsupportedError
 from fivefold.gnn.loading._assemble import checked_form
 from fivefold.gnn.loading._order import Remainder
 from fivefold.units import format_bytes
 
-__all__ = ["LoaderSettings", "buffer_count", "checked_device"]
+__all__ = ["LoaderSettings", "buffer_count", "checked_device", "checked_ids"]
 
 DEFAULT_PREFETCH = 4
 FEWEST_BUFFERS = 2  # one is with the training loop while the next is prepared
@@ -35,6 +38,36 @@ def checked_device(device: torch.device | str) -> torch.device:
         message = f"the batches were wanted on {chosen}, but torch sees no CUDA device"
         raise UnsupportedError(message, hint='use device="cpu"')
     return chosen
+
+
+def checked_ids(ids: ArrayLike, num_nodes: int) -> npt.NDArray[np.int64]:
+    """Seeds from ids or from a mask over all nodes.
+
+    Raises:
+        ConfigurationError: They are neither, out of range, or not distinct.
+    """
+    values = np.asarray(ids)
+    if values.dtype == bool and values.ndim == 1:
+        if len(values) != num_nodes:
+            raise ConfigurationError(
+                f"the mask of ids has {len(values)} entries for {num_nodes} nodes",
+                hint="give one boolean per node, or ids",
+            )
+        return np.flatnonzero(values)
+    if values.ndim != 1 or (values.size and values.dtype.kind not in "iu"):
+        raise ConfigurationError(
+            f"ids have shape {list(values.shape)} and dtype {values.dtype}",
+            hint="give a list of node ids, or a mask",
+        )
+    if values.size and not 0 <= int(values.min()) <= int(values.max()) < num_nodes:
+        raise ConfigurationError(
+            f"ids go from {values.min()} to {values.max()}, the graph has {num_nodes} nodes",
+            hint="ids of nodes count from 0",
+        )
+    if np.unique(values).size != values.size:
+        message = "ids name a node twice"
+        raise ConfigurationError(message, hint="name each node once")
+    return np.ascontiguousarray(values, np.int64)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

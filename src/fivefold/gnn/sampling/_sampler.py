@@ -28,15 +28,15 @@ def check_fanouts(fanouts: Sequence[int]) -> tuple[int, ...]:
     """Return the fan-outs.
 
     Raises:
-        ConfigurationError: There are none, or one is below -1.
+        ConfigurationError: There are none, or one is below -1 or beyond 64 bits.
     """
     try:
         checked = tuple(operator.index(fanout) for fanout in fanouts)
     except TypeError:
         checked = ()
-    if not checked or min(checked) < -1:
+    if not checked or min(checked) < -1 or max(checked) >= 1 << 63:
         raise ConfigurationError(
-            f"fanouts is {list(fanouts)}",
+            f"fanouts is {fanouts!r}",
             hint="one number per hop: neighbours to sample, or -1 for all",
         )
     return checked

@@ -96,6 +96,11 @@ def infer_run(
         message = f"{run} holds no run of fivefold gnn train"
         raise DataError(message, hint="give the folder of a run, the run.output of its config")
     config = load_config(run / "config.toml")
+    if not config.data.path.is_absolute() and not config.data.path.exists():
+        raise DataError(
+            f"the run's data set {config.data.path} is not in the current folder",
+            hint=f"run this where the run was started, or set data.path in {run / 'config.toml'}",
+        )
     torch.set_num_threads(config.run.threads)
     with Dataset.open(config.data.path) as dataset:
         model, step = load_model(config, dataset)
