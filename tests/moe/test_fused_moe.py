@@ -8,7 +8,6 @@ import torch
 
 from fivefold.errors import ConfigurationError, DataError, UnsupportedError
 from fivefold.moe import ACTIVATIONS, Workspace, backends, fused_moe
-from fivefold.moe._grouped_whole import forward_whole
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -276,16 +275,9 @@ def test_many_small_experts_at_once_give_what_one_after_the_other_gives(
         found.square().sum().backward()
         return [found.detach(), *(leaf.grad for leaf in leaves.values())]
 
-    calls = []
-    monkeypatch.setattr(
-        "fivefold.moe._grouped.forward_whole",
-        lambda *a, **k: calls.append(1) or forward_whole(*a, **k),
-    )
     at_once = outputs()
-    assert calls
-    monkeypatch.setattr("fivefold.moe._grouped.is_for_whole", lambda *_, **__: False)
+    monkeypatch.setattr("fivefold.moe._expert_products._is_grouped", lambda _: False)
     one_by_one = outputs()
-    assert len(calls) == 1
     for found, wanted in zip(at_once, one_by_one, strict=True):
         assert found.is_contiguous()
         torch.testing.assert_close(found, wanted)

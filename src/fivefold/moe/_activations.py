@@ -22,7 +22,7 @@ __all__ = ["ACTIVATIONS", "Activation", "activation_named"]
 
 Pointwise = Callable[[torch.Tensor], torch.Tensor]
 
-_SILU = frozenset({"silu", "swiglu"})
+_APPROXIMATIONS = {"gelu": "none", "gelu_tanh": "tanh"}
 _SQRT_HALF = math.sqrt(0.5)
 _SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
 _TANH_CUBIC = 0.044715
@@ -61,7 +61,8 @@ class Activation:
         if not self.gated:
             return self.function(hidden)
         gate, up = hidden.chunk(2, dim=-1)
-        return self.function(gate) * up
+        opened = self.function(gate)
+        return opened * up if opened.requires_grad else opened.mul_(up)
 
     def backward(self, hidden: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         """Return the gradient of ``hidden`` from that of the output.
@@ -87,27 +88,35 @@ class Activation:
 
         Args:
             hidden: Shape [..., 2I] where gated, else [..., I].
-            gradient: Of the output, [..., I].
+            gradient: Of the output, [..., I]; overwritten.
 
         Returns:
             What ``__call__`` and ``backward`` return.
         """
-        if not self.gated:
-            return self.function(hidden), self._pulled(gradient, hidden)
-        gate, up = hidden.chunk(2, dim=-1)
-        opened = self.function(gate)
         d_hidden = torch.empty_like(hidden)
+        if not self.gated:
+            self._pull(gradient, hidden, d_hidden)
+            return self.function(hidden), d_hidden
+        gate, up = hidden.chunk(2, dim=-1)
         d_gate, d_up = d_hidden.chunk(2, dim=-1)
+        opened = self.function(gate)
         torch.mul(gradient, opened, out=d_up)
-        d_gate.copy_(self._pulled(gradient * up, gate))
+        self._pull(gradient.mul_(up), gate, d_gate)
         return opened.mul_(up), d_hidden
 
-    def _pulled(self, gradient: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-        """Return gradient * f'(at), by torch's own single pass where it has one."""
-        if self.name in _SILU:
-            pulled: torch.Tensor = torch.ops.aten.silu_backward(gradient, at)
-            return pulled
-        return gradient * self.derivative(at)
+    def _pull(self, gradient: torch.Tensor, at: torch.Tensor, out: torch.Tensor) -> None:
+        """Put gradient * f'(at) in ``out``, by torch's own single pass where it has one."""
+        aten = torch.ops.aten
+        name = _GATED.get(self.name, self.name)
+        if name == "silu":
+            aten.silu_backward.grad_input(gradient, at, grad_input=out)
+        elif name == "relu":
+            aten.threshold_backward.grad_input(gradient, at, 0, grad_input=out)
+        elif name in _APPROXIMATIONS:
+            kind = _APPROXIMATIONS[name]
+            aten.gelu_backward.grad_input(gradient, at, approximate=kind, grad_input=out)
+        else:
+            torch.mul(gradient, self.derivative(at), out=out)
 
     def width(self, intermediate: int) -> int:
         """Rows of the first weight for an intermediate size: 2I where gated, else I."""

@@ -13,6 +13,7 @@ from fivefold.moe._backward import backward_fused
 from fivefold.moe._fused import DTYPES, forward_fused, forward_split, missing_fused
 from fivefold.moe._gluon import GLUON_DTYPES, forward_gluon, missing_gluon
 from fivefold.moe._grouped import backward_grouped, forward_grouped
+from fivefold.moe._recorded import recorded_grouped
 from fivefold.moe._workspace import Workspace
 
 __all__ = ["Backend", "backend_for", "backends"]
@@ -26,6 +27,8 @@ class Backend:
         name: What ``fused_moe(backend=...)`` takes.
         forward: As ``experts_one_by_one``; what the backward needs goes to ``hidden``.
         backward: Its gradients, from ``hidden`` where that is not None.
+        recorded: ``forward`` with a record for autograd of its own, for plain tensors outside of
+            graphs; None: the custom op records.
         missing: Says why it cannot work on a device, or None where it can.
         dtypes: What it takes; None: every floating-point type.
         automatic: Whether "auto" may choose it.
@@ -36,6 +39,7 @@ class Backend:
     forward: Callable[..., torch.Tensor]
     backward: Callable[..., tuple[torch.Tensor | None, ...]]
     missing: Callable[[torch.device], str | None]
+    recorded: Callable[..., torch.Tensor] | None = None
     dtypes: frozenset[torch.dtype] | None = None
     automatic: bool = True
     deterministic: bool = True
@@ -65,6 +69,13 @@ def _backward_reference(
 ) -> tuple[torch.Tensor | None, ...]:
     del precision  # as in the forward
     return backward_grouped(*operands, **options)
+
+
+def _recorded_reference(
+    *operands: torch.Tensor, precision: str, workspace: Workspace | None, **options: Any
+) -> torch.Tensor:
+    del precision, workspace  # as in the forward
+    return recorded_grouped(*operands, **options)
 
 
 # "auto" does not choose the kernels yet: they have not run on a GPU.
@@ -97,6 +108,7 @@ _BACKENDS = (
         name="reference",
         forward=_forward_reference,
         backward=_backward_reference,
+        recorded=_recorded_reference,
         missing=_never_missing,
     ),
 )

@@ -1,10 +1,7 @@
-"""Experts on the CPU (or any device) by sorting the assignments: one matrix product per expert.
+"""Experts on the CPU (or any device) by sorting the assignments: few dense products for all rows.
 
-The rows of an expert stand together, so each of its products is one dense call. Experts are taken
-in blocks of at least ``_BLOCK_ROWS`` rows: what is done elementwise is done per block, so that many
-small experts cost few calls and what a block makes is still in the cache when it is read. The
-outputs go back by [T, K] slots and are added in the order of k in float32 at least, so the result
-does not depend on how the rows were sorted or split.
+Forward and backward go block by block (``_expert_products``): what is done elementwise is done per
+block, while it is in the cache. ``_assignments`` owns the order and the sums back by token.
 
 Shapes: T tokens, K experts per token, R assignments that were not dropped, H width, I inner width.
 """
@@ -12,128 +9,228 @@ Shapes: T tokens, K experts per token, R assignments that were not dropped, H wi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from fivefold.moe._activations import Activation
-from fivefold.moe._grouped_whole import backward_whole, forward_whole, is_for_whole
+from fivefold.moe._assignments import Assignments, added, sort_assignments
+from fivefold.moe._expert_products import Block, ExpertGradient, ExpertWeights, cut
+from fivefold.moe._large_memory import large_empty
 
-__all__ = ["Assignments", "backward_grouped", "forward_grouped", "sort_assignments"]
+__all__ = ["Call", "Gradients", "backward_grouped", "forward_grouped"]
 
-_BLOCK_ROWS = 128
-
-Ranges = tuple[tuple[int, int, int], ...]
+Gradients = tuple[
+    torch.Tensor | None,
+    torch.Tensor | None,
+    torch.Tensor | None,
+    torch.Tensor | None,
+    torch.Tensor | None,
+    torch.Tensor | None,
+]
+_ALL = (True,) * 6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Assignments:
-    """Assignments in the order of their experts.
+class Call:
+    """The operands of one call, with its assignments in order: forward and backward.
 
     Attributes:
-        slots: Flat place t K + k of each, int64 [R]; dropped ones are left out.
-        tokens: Its token, int64 [R].
-        ranges: (expert, first, stop) of each expert that has any.
-        ends: Where the rows of each expert end, int32 [E].
+        x: [T, H].
+        w13: [E, 2I or I, H].
+        w2: [E, H, I].
+        weights: [T, K].
+        b13: [E, 2I or I], or None.
+        b2: [E, H], or None.
+        activation: Between the products.
+        weight_on_input: Whether tokens are weighed before the experts instead of after.
+        order: The assignments in order.
+        blocks: In which their rows are taken, from ``cut``.
     """
 
-    slots: torch.Tensor
-    tokens: torch.Tensor
-    ranges: Ranges
-    ends: torch.Tensor
-
-
-def sort_assignments(ids: torch.Tensor, num_experts: int) -> Assignments:
-    """Bring assignments of one expert together; within an expert by token, then slot.
-
-    Args:
-        ids: [T, K]; -1 for none.
-        num_experts: E.
-
-    Returns:
-        The order.
-    """
-    flat = ids.reshape(-1).long()
-    found = torch.bincount(flat + 1, minlength=num_experts + 1)
-    counts = found.tolist()
-    slots = torch.sort(flat, stable=True).indices[counts[0] :]
-    ranges, first = [], 0
-    for expert, count in enumerate(counts[1:]):
-        if count:
-            ranges.append((expert, first, first + count))
-        first += count
-    tokens = torch.div(slots, max(ids.shape[1], 1), rounding_mode="floor")
-    ends = found[1:].cumsum(0, dtype=torch.int32)
-    return Assignments(slots=slots, tokens=tokens, ranges=tuple(ranges), ends=ends)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Work:
-    """The rows of all assignments in order, and their weights."""
-
+    x: torch.Tensor
+    w13: torch.Tensor
+    w2: torch.Tensor
+    weights: torch.Tensor
+    b13: torch.Tensor | None
+    b2: torch.Tensor | None
+    activation: Activation
+    weight_on_input: bool
     order: Assignments
-    rows: torch.Tensor  # [R, H], as they enter the first product
-    weights: torch.Tensor  # [R, 1], at least float32
-    num_tokens: int
-    top_k: int
+    blocks: tuple[Block, ...]
 
-    def is_whole(
-        self, x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, *, biased: bool
-    ) -> bool:
-        """Whether all experts go through one grouped product."""
-        busy = len(self.order.ranges)
-        return not biased and is_for_whole(x, (w13, w2), num_rows=len(self.rows), busy_experts=busy)
+    def forward(self, kept: list[torch.Tensor] | None = None) -> torch.Tensor:
+        """Compute the output, [T, H].
+
+        Args:
+            kept: What the activation takes is put there, block by block; None: it is not kept.
+
+        Returns:
+            In x's data type.
+        """
+        with _as_given(self.x):
+            order, blocks = self.order, self.blocks
+            first = ExpertWeights(self.w13, self.b13, order)
+            second = ExpertWeights(self.w2, self.b2, order)
+            by_row = self._weights_by_row() if self.weight_on_input else None
+            outputs = _RowResults(self.x, order, blocks)
+            for block in blocks:
+                entering = first.applied(self._rows(block, by_row), block)
+                inner = self.activation(entering)
+                outputs.put(second.applied(inner, block, outputs.room(block)))
+                if kept is not None:
+                    kept.append(entering)
+            weights = None if self.weight_on_input else self.weights
+            return added(outputs.rows, order, weights).to(self.x.dtype)
+
+    def backward(
+        self,
+        gradient: torch.Tensor,
+        kept: Sequence[torch.Tensor] | None = None,
+        wanted: Sequence[bool] = _ALL,
+    ) -> Gradients:
+        """Compute the gradients of the operands.
+
+        Args:
+            gradient: Of the output, [T, H].
+            kept: What the forward kept; None: it is computed again.
+            wanted: Of which of x, w13, w2, weights, b13 and b2.
+
+        Returns:
+            As many; None for what is not wanted.
+        """
+        with _as_given(self.x):
+            return _Backward(self, gradient, wanted).run(kept)
+
+    def _weights_by_row(self) -> torch.Tensor:
+        wide = torch.promote_types(self.x.dtype, torch.float32)
+        return self.weights.reshape(-1).index_select(0, self.order.slots).to(wide).unsqueeze(1)
+
+    def _rows(self, block: Block, by_row: torch.Tensor | None) -> torch.Tensor:
+        """The tokens of a block, as they enter the first product."""
+        rows = self.x.index_select(0, self.order.tokens[block.rows])
+        return rows if by_row is None else (rows * by_row[block.rows]).to(rows.dtype)
 
 
-def _work(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *, experts: int, weigh_rows: bool
-) -> _Work:
-    order = sort_assignments(ids, experts)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    by_row = weights.reshape(-1).index_select(0, order.slots).to(wide).unsqueeze(1)
-    rows = x.index_select(0, order.tokens)
-    return _Work(
-        order=order,
-        rows=(rows * by_row).to(x.dtype) if weigh_rows else rows,
-        weights=by_row,
-        num_tokens=len(x),
-        top_k=ids.shape[1],
-    )
+class _RowResults:
+    """A result [H] of each row, from all blocks: that of a single block needs no copy."""
+
+    def __init__(self, x: torch.Tensor, order: Assignments, blocks: Sequence[Block]) -> None:
+        self.rows, self._is_single = x[:0], len(blocks) == 1 and not order.drops
+        if not self._is_single:
+            # One row more, of zeros, for what was dropped.
+            self.rows = large_empty(x, order.num_rows + order.drops, x.shape[1])
+            self.rows[order.num_rows :] = 0.0
+
+    def room(self, block: Block) -> torch.Tensor | None:
+        """Where a block's belongs; None: anywhere."""
+        return None if self._is_single else self.rows[block.rows]
+
+    def put(self, found: torch.Tensor) -> None:
+        """Take a block's, which is where it belongs."""
+        if self._is_single:
+            self.rows = found
 
 
-def _most_rows(blocks: tuple[Ranges, ...]) -> int:
-    """Rows of the largest block."""
-    return max((block[-1][2] - block[0][1] for block in blocks), default=0)
+class _Backward:
+    """The gradients of a call on their way."""
 
+    def __init__(self, call: Call, gradient: torch.Tensor, wanted: Sequence[bool]) -> None:
+        self.call, self.gradient, self.wanted = call, gradient, wanted
+        order, x = call.order, call.x
+        self.first = ExpertWeights(call.w13, call.b13, order)
+        self.second = ExpertWeights(call.w2, call.b2, order)
+        self.by_row = call._weights_by_row()  # noqa: SLF001 - its own other half
+        self.d_w13 = ExpertGradient(self.first)
+        self.d_w2 = ExpertGradient(self.second)
+        self.d_rows: _RowResults | None = None
+        if wanted[0] or call.weight_on_input:
+            self.d_rows = _RowResults(x, order, call.blocks)
+        self.d_weights = self.by_row.new_zeros(order.num_rows + order.drops)
+        self.d_b13 = torch.zeros_like(call.b13) if wanted[4] and call.b13 is not None else None
+        self.d_b2 = torch.zeros_like(call.b2) if wanted[5] and call.b2 is not None else None
 
-def _blocks(ranges: Ranges) -> tuple[Ranges, ...]:
-    """Experts in a row that have enough work together."""
-    found: list[Ranges] = []
-    first = 0
-    for number, (_, _, stop) in enumerate(ranges):
-        if stop - ranges[first][1] >= _BLOCK_ROWS or number == len(ranges) - 1:
-            found.append(ranges[first : number + 1])
-            first = number + 1
-    return tuple(found)
+    def run(self, kept: Sequence[torch.Tensor] | None) -> Gradients:
+        """All of them, block by block."""
+        call, wanted = self.call, self.wanted
+        for number, block in enumerate(call.blocks):
+            self._block(block, None if kept is None else kept[number])
+        d_x = None
+        if wanted[0] and self.d_rows is not None:
+            d_x = added(self.d_rows.rows, call.order).to(call.x.dtype)
+        places = call.order.places
+        d_weights = self.d_weights.index_select(0, places.view(-1)).view(places.shape)
+        return (
+            d_x,
+            self.d_w13.result() if wanted[1] else None,
+            self.d_w2.result() if wanted[2] else None,
+            d_weights.to(call.weights.dtype) if wanted[3] else None,
+            self.d_b13,
+            self.d_b2,
+        )
 
-
-def _products(
-    rows: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    block: Ranges,
-    *,
-    out: torch.Tensor,
-    bias: torch.Tensor | None = None,
-) -> None:
-    """rows[a:b] @ weights[e] for each expert of a block, of which these are the rows."""
-    sizes = [stop - first for _, first, stop in block]
-    # Cut all at once: with many small experts a slice costs as much as a product.
-    parts, results = torch.split(rows, sizes), torch.split(out, sizes)
-    for (expert, _, _), part, result in zip(block, parts, results, strict=True):
-        if bias is None:
-            torch.mm(part, weights[expert], out=result)
+    def _block(self, block: Block, entering: torch.Tensor | None) -> None:
+        call = self.call
+        by_row = self.by_row[block.rows]
+        rows = call._rows(block, self.by_row if call.weight_on_input else None)  # noqa: SLF001 - as above
+        if entering is None:
+            entering = self.first.applied(rows, block)
+        incoming = self.gradient.index_select(0, call.order.tokens[block.rows])
+        pulled = self.second.pulled(incoming, block)
+        if call.weight_on_input:
+            inner, d_entering = call.activation.with_gradient(entering, pulled)
         else:
-            torch.addmm(bias[expert], part, weights[expert], out=result)
+            weighed = by_row.to(pulled.dtype)
+            inner, d_entering = call.activation.with_gradient(entering, pulled * weighed)
+            # <gradient, W2 h> = <W2^T gradient, h>: no need for W2 h itself.
+            of_rows = pulled.mul_(inner).sum(-1, dtype=by_row.dtype)
+            self.d_weights[block.rows] = of_rows
+            inner *= weighed
+        if self.wanted[2]:
+            self.d_w2.add(incoming, inner, block)
+        if self.wanted[1]:
+            self.d_w13.add(d_entering, rows, block)
+        self._biases(block, incoming, d_entering)
+        if self.d_rows is not None:
+            self._tokens(block, d_entering, self.d_rows)
+
+    def _tokens(self, block: Block, d_entering: torch.Tensor, results: _RowResults) -> None:
+        call = self.call
+        d_rows = self.first.pulled(d_entering, block, results.room(block))
+        results.put(d_rows)
+        if call.weight_on_input:
+            plain = call._rows(block, None)  # noqa: SLF001 - as above
+            products = (d_rows * plain).sum(-1, dtype=self.by_row.dtype)
+            self.d_weights[block.rows] = products
+            d_rows *= self.by_row[block.rows].to(d_rows.dtype)
+
+    def _biases(self, block: Block, incoming: torch.Tensor, d_entering: torch.Tensor) -> None:
+        call = self.call
+        if self.d_b13 is not None:
+            sums = self.d_b13[block.experts]
+            for number, part in block.parts(d_entering):
+                sums[number] = part.sum(0)
+        if call.b2 is None:
+            return
+        weighed = incoming
+        if not call.weight_on_input:
+            weighed = incoming * self.by_row[block.rows].to(incoming.dtype)
+            of_rows = self.d_weights[block.rows]
+            for number, part, sums in block.parts(incoming, of_rows):
+                sums.add_(part @ call.b2[block.experts.start + number])
+        if self.d_b2 is not None:
+            sums = self.d_b2[block.experts]
+            for number, part in block.parts(weighed):
+                sums[number] = part.sum(0)
+
+
+def _as_given(x: torch.Tensor) -> AbstractContextManager[object]:
+    """Products in the type of their operands, also where torch.autocast is on."""
+    device = x.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
 
 
 def forward_grouped(  # noqa: PLR0913 - the operator's own operands
@@ -149,63 +246,30 @@ def forward_grouped(  # noqa: PLR0913 - the operator's own operands
     weight_on_input: bool = False,
     hidden: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute what ``experts_one_by_one`` does, an expert at a time; same arguments.
+    """Compute what ``experts_one_by_one`` does, block by block; same arguments.
 
     What the activation takes goes to ``hidden`` [T K, rows of w13], where that is not None.
     """
-    work = _work(x, ids, weights, experts=len(w2), weigh_rows=weight_on_input)
-    if work.is_whole(x, w13, w2, biased=b13 is not None or b2 is not None):
-        ends = work.order.ends
-        found = forward_whole(work.rows, w13, w2, ends, activation=activation, hidden=hidden)
-        return _added(found, work, None if weight_on_input else weights).to(x.dtype)
-    # One row more, of zeros, for what was dropped.
-    outputs = x.new_empty((len(work.rows) + 1, x.shape[1]))
-    outputs[-1] = 0.0
-    first_weights, second_weights = w13.mT.unbind(0), w2.mT.unbind(0)
-    blocks = _blocks(work.order.ranges)
-    scratch = x.new_empty((_most_rows(blocks) if hidden is None else 0, w13.shape[1]))
-    for block in blocks:
-        start, stop = block[0][1], block[-1][2]
-        entering = scratch[: stop - start] if hidden is None else hidden[start:stop]
-        _products(work.rows[start:stop], first_weights, block, out=entering, bias=b13)
-        inner = activation(entering)
-        _products(inner, second_weights, block, out=outputs[start:stop], bias=b2)
-    return _added(outputs, work, None if weight_on_input else weights).to(x.dtype)
-
-
-def _added(rows: torch.Tensor, work: _Work, weights: torch.Tensor | None) -> torch.Tensor:
-    """Sum over k, in order, of the tokens' rows [R + 1, H], weighted or not; [T, H].
-
-    The last row, of zeros, may be missing; it is added where something was dropped.
-    """
-    wide = torch.promote_types(rows.dtype, torch.float32)
-    total = torch.zeros((work.num_tokens, rows.shape[1]), dtype=wide, device=rows.device)
-    count = work.num_tokens * work.top_k
-    kept = len(work.rows)
-    if kept < count and len(rows) == kept:
-        rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
-    place = torch.full((count,), kept, dtype=torch.int64, device=rows.device)
-    place.scatter_(0, work.order.slots, torch.arange(kept, device=rows.device))
-    # Cut all at once: with few tokens a slice costs as much as an addition.
-    of_slot = place.view(work.num_tokens, work.top_k).t().contiguous().unbind(0)
-    factors = None if weights is None else weights.to(wide).unsqueeze(2).unbind(1)
-    for slot, places in enumerate(of_slot):
-        term = rows.index_select(0, places).to(wide)
-        if factors is None:
-            total += term
-        else:
-            total.addcmul_(term, factors[slot])
-    return total
-
-
-@dataclass(kw_only=True)
-class _Gradients:
-    rows: torch.Tensor  # [R + 1, H], the last one zeros
-    w13: torch.Tensor
-    w2: torch.Tensor
-    weights: torch.Tensor  # [R, 1]
-    b13: torch.Tensor | None
-    b2: torch.Tensor | None
+    order = sort_assignments(ids, len(w2))
+    call = Call(
+        x=x,
+        w13=w13,
+        w2=w2,
+        weights=weights,
+        b13=b13,
+        b2=b2,
+        activation=activation,
+        weight_on_input=weight_on_input,
+        order=order,
+        blocks=cut(order, x.dtype),
+    )
+    if hidden is None:
+        return call.forward()
+    kept: list[torch.Tensor] = []
+    output = call.forward(kept)
+    for block, entering in zip(call.blocks, kept, strict=True):
+        hidden[block.rows] = entering
+    return output
 
 
 def backward_grouped(  # noqa: PLR0913 - the operator's own operands
@@ -221,14 +285,7 @@ def backward_grouped(  # noqa: PLR0913 - the operator's own operands
     b2: torch.Tensor | None = None,
     weight_on_input: bool = False,
     hidden: torch.Tensor | None = None,
-) -> tuple[
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor | None,
-    torch.Tensor | None,
-]:
+) -> Gradients:
     """Gradients of ``forward_grouped``.
 
     Args:
@@ -245,172 +302,20 @@ def backward_grouped(  # noqa: PLR0913 - the operator's own operands
         hidden: What the forward put there; None: it is computed again.
 
     Returns:
-        Gradients of x, w13, w2, weights, b13 and b2.
+        Gradients of x, w13, w2, weights, b13 and b2; None where there is no bias.
     """
-    work = _work(x, ids, weights, experts=len(w2), weigh_rows=weight_on_input)
-    incoming = gradient.index_select(0, work.order.tokens)
-    if work.is_whole(x, w13, w2, biased=b13 is not None or b2 is not None):
-        found = _gradients_of_whole(
-            work,
-            incoming,
-            w13,
-            w2,
-            hidden,
-            activation=activation,
-            weight_on_input=weight_on_input,
-        )
-    else:
-        found = _gradients_of_blocks(
-            work,
-            incoming,
-            (w13, w2, b13, b2),
-            hidden,
-            activation=activation,
-            weight_on_input=weight_on_input,
-        )
-    if weight_on_input:
-        plain = x.index_select(0, work.order.tokens)
-        found.weights[:] = (found.rows[: len(plain)] * plain).sum(
-            -1, keepdim=True, dtype=work.weights.dtype
-        )
-        found.rows[: len(plain)] *= work.weights.to(found.rows.dtype)
-    d_weights = torch.zeros(ids.numel(), dtype=work.weights.dtype, device=x.device)
-    d_weights[work.order.slots] = found.weights.squeeze(1)
-    d_x = _added(found.rows, work, None).to(x.dtype)
-    shaped = d_weights.view(weights.shape).to(weights.dtype)
-    return d_x, found.w13, found.w2, shaped, found.b13, found.b2
-
-
-def _gradients_of_whole(
-    work: _Work,
-    incoming: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    hidden: torch.Tensor | None,
-    *,
-    activation: Activation,
-    weight_on_input: bool,
-) -> _Gradients:
-    rows, d_w13, d_w2, d_weights = backward_whole(
-        incoming,
-        work.rows,
-        w13,
-        w2,
-        work.order.ends,
-        work.weights,
+    order = sort_assignments(ids, len(w2))
+    call = Call(
+        x=x,
+        w13=w13,
+        w2=w2,
+        weights=weights,
+        b13=b13,
+        b2=b2,
         activation=activation,
         weight_on_input=weight_on_input,
-        hidden=hidden,
+        order=order,
+        blocks=cut(order, x.dtype),
     )
-    if d_weights is None:
-        d_weights = torch.empty_like(work.weights)
-    return _Gradients(rows=rows, w13=d_w13, w2=d_w2, weights=d_weights, b13=None, b2=None)
-
-
-def _gradients_of_blocks(
-    work: _Work,
-    incoming: torch.Tensor,
-    parameters: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None],
-    hidden: torch.Tensor | None,
-    *,
-    activation: Activation,
-    weight_on_input: bool,
-) -> _Gradients:
-    w13, w2, b13, b2 = parameters
-    found = _Gradients(
-        rows=incoming.new_empty((len(work.rows) + 1, incoming.shape[1])),
-        w13=_blank(w13, work),
-        w2=_blank(w2, work),
-        weights=torch.empty_like(work.weights),
-        b13=None if b13 is None else torch.zeros_like(b13),
-        b2=None if b2 is None else torch.zeros_like(b2),
-    )
-    found.rows[-1] = 0.0
-    turned, first_weights, second_weights = w13.mT.unbind(0), w13.unbind(0), w2.unbind(0)
-    blocks = _blocks(work.order.ranges)
-    scratch = incoming.new_empty((_most_rows(blocks) if hidden is None else 0, w13.shape[1]))
-    for block in blocks:
-        start, stop = block[0][1], block[-1][2]
-        entering = scratch[: stop - start]
-        if hidden is not None:
-            entering = hidden[start:stop]
-        else:
-            _products(work.rows[start:stop], turned, block, out=entering, bias=b13)
-        _backward_of_block(
-            block,
-            work,
-            incoming[start:stop],
-            entering,
-            first_weights,
-            second_weights,
-            found,
-            activation=activation,
-            b2=b2,
-            weight_on_input=weight_on_input,
-        )
-    return found
-
-
-def _blank(weights: torch.Tensor, work: _Work) -> torch.Tensor:
-    """Room for gradients: zeros for the experts without rows, anything for the others."""
-    made = torch.empty_like(weights, memory_format=torch.contiguous_format)
-    busy = {expert for expert, _, _ in work.order.ranges}
-    for expert in range(len(weights)):
-        if expert not in busy:
-            made[expert] = 0.0
-    return made
-
-
-def _backward_of_block(  # noqa: PLR0913 - a block's share of the operands
-    block: Ranges,
-    work: _Work,
-    incoming: torch.Tensor,
-    entering: torch.Tensor,
-    w13: Sequence[torch.Tensor],
-    w2: Sequence[torch.Tensor],
-    found: _Gradients,
-    *,
-    activation: Activation,
-    b2: torch.Tensor | None,
-    weight_on_input: bool,
-) -> None:
-    start, stop = block[0][1], block[-1][2]
-    dtype, here = incoming.dtype, slice(start, stop)
-    by_row = work.weights[here].to(dtype)
-    pulled = incoming.new_empty((stop - start, found.w2.shape[2]))
-    _products(incoming, w2, block, out=pulled)
-    if weight_on_input:
-        inner, d_entering = activation.with_gradient(entering, pulled)
-    else:
-        inner, d_entering = activation.with_gradient(entering, pulled * by_row)
-        # <gradient, W2 h> = <W2^T gradient, h>: no need for W2 h itself.
-        found.weights[here] = (pulled * inner).sum(-1, keepdim=True, dtype=work.weights.dtype)
-        inner *= by_row
-    _products(d_entering, w13, block, out=found.rows[here])
-    sizes = [last - first for _, first, last in block]
-    _weight_gradients(incoming, inner, block, sizes, out=found.w2)
-    _weight_gradients(d_entering, work.rows[here], block, sizes, out=found.w13)
-    if found.b13 is not None:
-        for (expert, _, _), part in zip(block, torch.split(d_entering, sizes), strict=True):
-            found.b13[expert] = part.sum(0)
-    if found.b2 is not None and b2 is not None:
-        weighted = incoming if weight_on_input else incoming * by_row
-        for (expert, first, last), part in zip(block, torch.split(weighted, sizes), strict=True):
-            found.b2[expert] = part.sum(0)
-            if not weight_on_input:
-                plain = incoming[first - start : last - start]
-                found.weights[first:last] += (plain @ b2[expert]).unsqueeze(1)
-
-
-def _weight_gradients(
-    outgoing: torch.Tensor,
-    entering: torch.Tensor,
-    block: Ranges,
-    sizes: list[int],
-    *,
-    out: torch.Tensor,
-) -> None:
-    """out[e] = outgoing[a:b]^T @ entering[a:b] for each expert of a block."""
-    lefts, rights = torch.split(outgoing, sizes), torch.split(entering, sizes)
-    for (expert, _, _), left, right in zip(block, lefts, rights, strict=True):
-        torch.mm(left.t(), right, out=out[expert])
+    kept = None if hidden is None else [hidden[block.rows] for block in call.blocks]
+    return call.backward(gradient, kept)

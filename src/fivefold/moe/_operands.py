@@ -17,9 +17,11 @@ __all__ = [
     "check_ids",
     "check_operands",
     "check_precision",
+    "check_transforms",
     "check_values",
     "check_weight_on_input",
     "counts_of",
+    "is_eager",
     "is_plain",
 ]
 
@@ -28,15 +30,29 @@ PRECISIONS: tuple[Precision, ...] = ("ieee", "tf32x3", "tf32")
 """Arithmetic for float32, best first."""
 
 _ID_TYPES = (torch.int32, torch.int64)
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 _FLOAT_TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def is_plain(x: torch.Tensor) -> bool:
     """Whether a tensor has values to look at now: not while compiling, not fake, not on meta."""
+    return type(x) in _PLAIN_TYPES and x.device.type != "meta" and not torch.compiler.is_compiling()
+
+
+def is_eager(tensors: tuple[Any, ...]) -> bool:
+    """Whether a call is just computed: nobody traces, compiles, counts or transforms it.
+
+    Args:
+        tensors: Operands; None for those that there are not.
+
+    Returns:
+        False where torch must see one operator.
+    """
     return (
-        type(x) in {torch.Tensor, torch.nn.Parameter}
-        and x.device.type != "meta"
-        and not torch.compiler.is_compiling()
+        all(tensor is None or type(tensor) in _PLAIN_TYPES for tensor in tensors)
+        and is_plain(tensors[0])
+        and torch._C._len_torch_dispatch_stack() == 0  # noqa: SLF001 - no public name for it
+        and not torch._C._are_functorch_transforms_active()  # noqa: SLF001 - as above
     )
 
 
@@ -92,6 +108,25 @@ def check_forward_mode(tensors: tuple[Any, ...]) -> None:
         if isinstance(tensor, torch.Tensor) and mode.unpack_dual(tensor).tangent is not None:
             message = "fused_moe has no derivative in forward mode"
             raise UnsupportedError(message, hint="use backward(), or experts_one_by_one for jvp")
+
+
+def check_transforms(tensors: tuple[Any, ...]) -> None:
+    """Refuse the transformations of torch.func, of which an opaque operator knows nothing.
+
+    Args:
+        tensors: Operands.
+
+    Raises:
+        UnsupportedError: One is inside of vmap, grad or another transformation.
+    """
+    active = torch._C._are_functorch_transforms_active  # noqa: SLF001 - no public name for it
+    if torch.compiler.is_compiling() or not active():
+        return
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # noqa: SLF001 - as above
+    if any(isinstance(tensor, torch.Tensor) and wrapped(tensor) for tensor in tensors):
+        message = "fused_moe does not work inside of torch.func's vmap, grad and the like"
+        hint = "use backward(), with a batch folded into the tokens; or experts_one_by_one"
+        raise UnsupportedError(message, hint=hint)
 
 
 def check_operands(  # noqa: PLR0913 - the operator's own operands

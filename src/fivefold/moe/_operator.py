@@ -23,8 +23,10 @@ from fivefold.moe._operands import (
     check_forward_mode,
     check_operands,
     check_precision,
+    check_transforms,
     check_values,
     check_weight_on_input,
+    is_eager,
     is_plain,
 )
 from fivefold.moe._workspace import Workspace
@@ -134,7 +136,7 @@ def _backward(  # noqa: PLR0913, PLR0917 - as above
         precision=precision,
         hidden=hidden,
     )
-    return [g for g in found if g is not None]
+    return [g.contiguous() for g in found if g is not None]
 
 
 @_backward.register_fake
@@ -242,7 +244,7 @@ def fused_moe(  # noqa: PLR0913 - an operator's operands and options, all but fi
         ConfigurationError: Shapes, data types, devices, ids or options do not fit.
         DataError: A weight is NaN; or a rank of the group would get more rows than it has room for.
         UnsupportedError: The backend is not available here, says why; or a derivative is wanted in
-            forward mode.
+            forward mode, or inside of torch.func's transformations.
 
     References:
         FlashMoE, arXiv 2506.04667; the layouts are those of transformers' fused experts.
@@ -260,6 +262,7 @@ def fused_moe(  # noqa: PLR0913 - an operator's operands and options, all but fi
         floats = as_autocast((x, w13, w2, b13, b2), x.device.type)
         x, w13, w2, b13, b2 = floats
         check_forward_mode((*floats, topk_weights))
+        check_transforms((*floats, topk_ids, topk_weights))
     options = {
         "activation": activation,
         "b13": b13,
@@ -300,10 +303,14 @@ def _computed(
     b13, b2 = options["b13"], options["b2"]
     floats = (*operands[:3], operands[4], b13, b2)
     wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in floats)
-    if not wanted and is_plain(operands[0]):
-        # Nothing to record: without the price of torch's dispatch.
+    if is_eager((*operands, b13, b2)):
+        # Nobody looks at the graph: without the price of torch's dispatch.
         kind = activation_named(options["activation"])
-        return chosen.forward(*operands, **(options | {"activation": kind}), workspace=workspace)
+        more = options | {"activation": kind, "workspace": workspace}
+        if not wanted:
+            return chosen.forward(*operands, **more)
+        if chosen.recorded is not None:
+            return chosen.recorded(*operands, **more, recompute=recompute)
     result: torch.Tensor = _forward(
         *operands,
         b13,
