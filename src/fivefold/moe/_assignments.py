@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 
 from fivefold.errors import ConfigurationError
 
@@ -91,6 +90,8 @@ def sort_assignments(ids: torch.Tensor, num_experts: int) -> Assignments:
 
 def _places(slots: torch.Tensor, count: int) -> torch.Tensor:
     """Where each of ``count`` slots stands among these; beyond the last where it does not."""
+    if len(slots) == count:
+        return slots.argsort()
     places = slots.new_full((count,), len(slots))
     return places.scatter_(0, slots, torch.arange(len(slots), device=slots.device))
 
@@ -117,7 +118,10 @@ def added(
     factors = None if weights is None else weights.to(wide)
     if rows.device.type == "cpu":
         # Gathers, weighs and adds in one pass, in the order of k.
-        return F.embedding_bag(order.places, rows, mode="sum", per_sample_weights=factors)
+        flat = None if factors is None else factors.reshape(-1)
+        places = order.places.view(-1)
+        firsts = torch.arange(0, len(places), order.places.shape[1])
+        return torch.embedding_bag(rows, places, firsts, per_sample_weights=flat)[0]
     return _added_one_by_one(rows, order.places, factors)
 
 
