@@ -224,7 +224,8 @@ class TorchSymmetricHeap(SymmetricHeap):
 
     Raises:
         ConfigurationError: There is no process group, or a size is not positive.
-        UnsupportedError: This machine or this torch cannot do it; says why.
+        UnsupportedError: This machine or this torch cannot do it, says why; or a rank's memory
+            cannot be reached.
 
     Example:
         >>> TorchSymmetricHeap.missing(torch.device("cpu"))
@@ -254,7 +255,7 @@ class TorchSymmetricHeap(SymmetricHeap):
         torch.cuda.synchronize(place)
         distributed.barrier(group)
         self._handle = handle
-        super().__init__(memory[None], list(handle.buffer_ptrs), first_rank=handle.rank)
+        super().__init__(memory[None], _addresses(handle, memory), first_rank=handle.rank)
 
     @staticmethod
     def missing(device: torch.device) -> str | None:
@@ -283,3 +284,24 @@ class TorchSymmetricHeap(SymmetricHeap):
         """Let go of the memory, after all ranks' launches have ended."""
         super().close()
         self._handle = None
+
+
+def _addresses(handle: Any, memory: torch.Tensor) -> list[int]:
+    """Where each rank's part begins in this process.
+
+    torch names the blocks that the memory was cut from. In newer versions a tensor need not begin
+    where its block does; the distance is the same on all ranks.
+    """
+    bases = [int(base or 0) for base in handle.buffer_ptrs]
+    far = [rank for rank, base in enumerate(bases) if not base]
+    if far:
+        raise UnsupportedError(
+            f"the memory of rank {far[0]} cannot be reached from rank {handle.rank}",
+            hint="the ranks must be on one machine, on GPUs that reach each other",
+        )
+    distance = int(getattr(handle, "offset", 0))
+    found = [base + distance for base in bases]
+    if found[handle.rank] != memory.data_ptr():
+        message = "torch's symmetric memory does not lie where it says"
+        raise UnsupportedError(message, hint="report this with the version of torch")
+    return found
