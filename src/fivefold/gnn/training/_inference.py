@@ -163,18 +163,18 @@ def infer_layers(  # noqa: PLR0913 - independent options, each with a default
         ...     outputs.sections["x"].shape
         (50, 3)
     """
-    folder, model = Path(folder), as_layered(model)
-    _check(model, dataset, folder)
+    folder, layered = Path(folder), as_layered(model)
+    _check(layered, dataset, folder)
     run = _Run(
         topology=dataset.topology(mapped=mapped),
         profile=probe_disk(folder) if profile is None else profile,
         memory_bytes=memory_bytes,
         backend=backend,
         progress=progress or _no_progress,
-        num_layers=model.num_layers,
+        num_layers=layered.num_layers,
     )
-    files = _LayerFiles(folder, num_layers=model.num_layers, model=_identity(model, dataset))
-    return run.layers(take_apart(model), dataset.features, files, keep_layers=keep_layers)
+    files = _LayerFiles(folder, num_layers=layered.num_layers, model=_identity(layered, dataset))
+    return run.layers(take_apart(layered), dataset.features, files, keep_layers=keep_layers)
 
 
 def _check(model: LayeredModel, dataset: Dataset, folder: Path) -> None:

@@ -97,6 +97,8 @@ def train_graph(config: GnnConfig, *, show: Callable[[str], None] | None = None)
                 _first_epoch(config), progress=stop.breaking(progress), show=show, accept=accept
             )
         ranks = open_ranks(device=config.run.device, timeout_s=config.run.timeout_s)
+        if config.budgets.device and ranks.device.type == "cpu" and rounds is not None:
+            _LOG.warning("there is no device: rows of budgets.device take host memory, beside host")
         rows = dataset.features.read("x") if config.run.mode == "memory" else None
         parts: dict[str, Any] = {"topology": topology, "ranks": ranks, "features": rows}
         judge = Evaluator(config, dataset, **parts)
