@@ -120,7 +120,7 @@ def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
     """
     from fivefold.collectives.synthesis import SynthesisOptions  # noqa: PLC0415 - keeps --help fast
 
-    network = network_of(topology, bandwidth, latency)
+    network = network_of(topology, bandwidth=bandwidth, latency=latency)
     if output is not None:
         require_ending(output)
     require_writable(output, report, cache)

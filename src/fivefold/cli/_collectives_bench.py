@@ -54,7 +54,9 @@ def bench_algorithms(
             )
         rows = _measured(collective, wanted, repetitions)
     else:
-        rows = _priced(collective, network_of(topology, bandwidth, latency), wanted)
+        rows = _priced(
+            collective, network_of(topology, bandwidth=bandwidth, latency=latency), wanted
+        )
     if as_json and rows:
         typer.echo(json.dumps(rows))
     elif rows:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fivefold.errors import ConfigurationError, DataError
-from fivefold.runs import write_text
 from fivefold.units import format_duration_s
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ RateOption = Annotated[str | None, typer.Option(help="Bandwidth of a generated t
 LatencyOption = Annotated[str | None, typer.Option(help="Latency of a generated topology's links.")]
 
 
-def network_of(text: str, bandwidth: str | None = None, latency: str | None = None) -> Topology:
+def network_of(text: str, *, bandwidth: str | None = None, latency: str | None = None) -> Topology:
     """The topology of a name or a file."""
     from fivefold.network.topology import parse_topology  # noqa: PLC0415 - keeps --help fast
 
@@ -109,6 +108,7 @@ def write_algorithm(schedule: Schedule, output: Path) -> None:
         to_msccl_xml,
         to_mscclpp_json,
     )
+    from fivefold.runs import write_text  # noqa: PLC0415 - as above
 
     if output.suffix == ".xml":
         text = to_msccl_xml(lower(schedule))
