@@ -59,8 +59,10 @@ class Worker:
         environment = os.environ | {"OMP_NUM_THREADS": str(min(2, os.cpu_count() or 1))}
         here = [str(Path(__file__).parents[1]), environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, here))
-        # Large arrays go back to the system when they are freed, instead of staying in the heap.
-        environment |= {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_ARENA_MAX": "2"}
+        # glibc's own largest threshold, from the start: arrays above go back to the system when they
+        # are freed. A lower one has every array of a batch faulted in again, page by page.
+        environment |= {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_ARENA_MAX": "2",
+                        "MALLOC_TRIM_THRESHOLD_": str(64 << 20)}  # fmt: skip
         self._process = subprocess.Popen(
             [sys.executable, "-m", "_harness._worker", order.to_json()],
             stdin=subprocess.PIPE,
