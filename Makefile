@@ -38,8 +38,8 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Two parts, both run whatever the first finds: side by side what only computes, then one by one
-# what measures time or starts processes of its own. Plain `pytest` runs everything one by one.
+# Two parts, both run whatever the first finds: most tests side by side, then one by one those that
+# must not be disturbed (marker `alone`). Plain `pytest` runs everything one by one.
 tests: setup
 	@failed=0; set -x; \
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not alone" || failed=1; \

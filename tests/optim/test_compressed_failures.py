@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fivefold.errors import CommunicationError
 from fivefold.optim._transport import ProcessGroupTransport
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.alone]
 
 
 class Stream:

@@ -157,6 +157,7 @@ def test_three_workers_apply_all_their_work(tmp_path):
             assert end["weights"] == [1, 1, 1, 0, 0, 0, 0, 0]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("delayed", [True, False])
 def test_a_killed_worker_costs_the_others_nothing(tmp_path, delayed):
     with World(tmp_path, min_workers=2) as world:

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import sysconfig
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fivefold.testing import free_port
 from fivefold.train import (  # loaded before the forks, not in each of them
     DataConfig,
     ModelConfig,
@@ -75,9 +75,7 @@ class ForkedRanks:
         folder.mkdir(parents=True)
         self.file = folder / "config.toml"
         self.file.write_text(config_to_toml(config))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.codes = {}
         self.pids = {}
         for rank in range(world_size):

@@ -2,7 +2,6 @@ import errno
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 
@@ -11,6 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from fivefold.errors import CheckpointError
+from fivefold.testing import free_port
 from fivefold.train import _checkpoint as checkpoint_module
 from fivefold.train import config_to_toml
 from fivefold.train._checkpoint import (
@@ -182,9 +182,7 @@ def test_a_disk_that_is_really_full(make_config, run_ranks, final_digest, tmp_pa
     run = whole.run.model_copy(update={"output": small / "run"})
     config = whole.model_copy(update={"run": run})
     (tmp_path / "config.toml").write_text(config_to_toml(config))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     # One checkpoint and half of another fit, beside the logs.
     script = f"""
         mount -t tmpfs -o size={int(1.6 * size) + 60_000} tmpfs {small}

@@ -12,6 +12,7 @@ import torch
 
 from fivefold.errors import CommunicationError, ConfigurationError, UnsupportedError
 from fivefold.moe import ExchangeConfig
+from fivefold.testing import free_port
 from fivefold.train import MixtureConfig, _one_sided, config_to_toml, load_config, train
 from fivefold.train._one_sided import OneSided, exchange_sizes, is_one_sided, open_exchange
 
@@ -159,9 +160,7 @@ def run_interpreted(config, folder):
     """Two ranks of their own, since triton looks at the environment when kernels are loaded."""
     file = folder / f"{config.run.output.name}.toml"
     file.write_text(config_to_toml(config))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     place = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     place |= {"OMP_NUM_THREADS": 1, "GLOO_SOCKET_IFNAME": "lo"}
     place |= {"TRITON_INTERPRET": 1}

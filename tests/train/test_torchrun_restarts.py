@@ -62,6 +62,7 @@ def wait_for(condition, process, *, timeout_s=60):
         time.sleep(0.05)
 
 
+@pytest.mark.alone
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["co2", "ddp"])

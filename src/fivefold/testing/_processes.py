@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import pickle
 import queue
-import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -19,6 +18,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from fivefold.testing._ports import free_port
 
 __all__ = ["run_processes"]
 
@@ -52,7 +53,7 @@ def run_processes(
     """
     context = multiprocessing.get_context("fork")
     results: Any = context.Queue()
-    port = _free_port()
+    port = free_port()
     processes = [
         context.Process(
             target=_rank_main, args=(rank, world_size, port, work, results, timeout_s, backend)
@@ -67,12 +68,6 @@ def run_processes(
         for process in processes:
             process.kill()
             process.join()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _rank_main(

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -22,6 +21,7 @@ from fivefold.gnn.training import (
     _loop,
     train_graph,
 )
+from fivefold.testing import free_port
 
 sys.path.insert(0, str(Path(__file__).parent))
 from training_graphs import Disk, make_dataset
@@ -76,9 +76,7 @@ class ForkedRanks:
     def __init__(self, config, folder, *, world_size=1, before=None):
         folder.mkdir(parents=True)
         self.folder, self.codes, self.pids = folder, {}, {}
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         for rank in range(world_size):
             self.pids[rank] = self._fork(config, rank, world_size, before)
 

@@ -18,7 +18,7 @@ from fivefold.errors import ConfigurationError
 from fivefold.network.aggregation import AggregationOptions, SwitchProcess, ordered_sum
 from fivefold.testing import run_processes
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.alone]
 
 
 @pytest.fixture

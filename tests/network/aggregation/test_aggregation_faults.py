@@ -24,7 +24,7 @@ from fivefold.network.aggregation import (
 )
 from fivefold.testing import run_processes
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.alone]
 
 SLOT = 4096
 QUICK = AggregationOptions(retry_every=2, connect_timeout_s=1.0)

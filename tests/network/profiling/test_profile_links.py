@@ -15,6 +15,7 @@ from fivefold.testing import run_processes
 QUICK = {"sizes_bytes": (64, 65536), "repetitions": 2}
 
 
+@pytest.mark.alone
 @pytest.mark.distributed
 def test_all_ranks_get_the_same_profile():
     def work(_rank):
@@ -33,6 +34,7 @@ def test_all_ranks_get_the_same_profile():
     assert len(set(first["hosts"])) == 1
 
 
+@pytest.mark.alone
 @pytest.mark.distributed
 def test_a_group_of_some_ranks_can_be_measured_and_one_alone():
     def work(rank):
@@ -45,6 +47,7 @@ def test_a_group_of_some_ranks_can_be_measured_and_one_alone():
     assert run_processes(3, work) == [2, 1, 2]
 
 
+@pytest.mark.alone
 @pytest.mark.distributed
 def test_ranks_that_disagree_are_told_so():
     def work(rank):
@@ -58,6 +61,7 @@ def test_ranks_that_disagree_are_told_so():
         assert "rank 1 measures with" in message
 
 
+@pytest.mark.alone
 @pytest.mark.distributed
 def test_a_dead_peer_is_an_error_that_names_the_place():
     def work(rank):
@@ -81,6 +85,7 @@ def test_a_dead_peer_is_an_error_that_names_the_place():
     "arguments",
     [{"sizes_bytes": (64,)}, {"sizes_bytes": (0, 64)}, {"repetitions": 0}],
 )
+@pytest.mark.alone
 @pytest.mark.distributed
 def test_arguments_that_cannot_be_measured_are_refused(arguments):
     def work(_rank):
@@ -110,6 +115,7 @@ def test_the_command_says_how_it_is_started(monkeypatch, capsys):
 
 
 @pytest.mark.lab
+@pytest.mark.alone
 @pytest.mark.distributed
 def test_the_command_finds_the_rates_of_shaped_links(tmp_path):
     able = probe_capabilities()
