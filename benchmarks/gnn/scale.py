@@ -227,8 +227,8 @@ def _memory_rows(case: str, found: Stages) -> list[BenchmarkRow]:
 def flatness(sizes: list[Stages]) -> list[BenchmarkRow]:
     """How much memory grows per node from the smallest graph to the largest."""
     small, large = sizes[0], sizes[-1]
-    sizes = f"{small['nodes'] / 1e6:g} to {large['nodes'] / 1e6:g} M nodes"
-    case = f"{sizes}, {4 * small['dim']} B rows"
+    span = f"{small['nodes'] / 1e6:g} to {large['nodes'] / 1e6:g} M nodes"
+    case = f"{span}, {4 * small['dim']} B rows"
     first = {row.metric: row.ours for row in _memory_rows("", small)}
     last = {row.metric: row.ours for row in _memory_rows("", large)}
     added = large["nodes"] - small["nodes"]

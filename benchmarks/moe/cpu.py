@@ -24,6 +24,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -197,7 +198,7 @@ class Ceiling:
         self.flops_per_s = {}
         for dtype in TOLERANCE:
             matrix = torch.randn(size, size).to(dtype)
-            self.flops_per_s[dtype] = 2 * size**3 / _median_s(lambda m=matrix: m @ m)
+            self.flops_per_s[dtype] = 2 * size**3 / _median_s(partial(torch.mm, matrix, matrix))
         memory = torch.ones(2**24)
         self.bytes_per_s = 4 * 2**24 / _median_s(memory.sum)
 
@@ -222,7 +223,7 @@ def rows_of(shape: Shape, turns: int, ceiling: Ceiling) -> list[BenchmarkRow]:
     """Times of a shape, and the ratio to the best peer, to be at most 1."""
     bench = Bench(shape)
     bench.check()
-    busy = len(bench.ids.unique())
+    busy = len(set(bench.ids.flatten().tolist()))
     rows = []
     for metric, run in (("forward", bench.forward), ("forward and backward", bench.train)):
         seconds = measure(run, turns)

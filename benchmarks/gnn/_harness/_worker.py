@@ -59,8 +59,8 @@ class Worker:
         environment = os.environ | {"OMP_NUM_THREADS": str(min(2, os.cpu_count() or 1))}
         here = [str(Path(__file__).parents[1]), environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, here))
-        # glibc's own largest threshold, from the start: arrays above go back to the system when they
-        # are freed. A lower one has every array of a batch faulted in again, page by page.
+        # glibc's own largest threshold, from the start: arrays above go back to the system when
+        # they are freed. A lower one has every array of a batch faulted in again, page by page.
         environment |= {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_ARENA_MAX": "2",
                         "MALLOC_TRIM_THRESHOLD_": str(64 << 20)}  # fmt: skip
         self._process = subprocess.Popen(

@@ -81,8 +81,8 @@ def sketched(collective: Collective, topology: Topology, sketch: Sketch) -> Sket
     count = topology.num_ranks
     if count % sketch.boxes:
         message = f"sketch {sketch.name!r} is for {sketch.boxes} boxes, but there are {count} ranks"
-        boxes = [str(number) for number in range(1, count + 1) if count % number == 0]
-        raise ConfigurationError(message, hint=f"boxes may be {', '.join(boxes)}")
+        fitting = [str(number) for number in range(1, count + 1) if count % number == 0]
+        raise ConfigurationError(message, hint=f"boxes may be {', '.join(fitting)}")
     size = count // sketch.boxes
     _check_ranks(sketch, size)
 

@@ -83,6 +83,9 @@ def side_by_side(first: Callable[[Check], Any], second: Callable[[Check], Any]) 
     Each is given a function to call now and then, which ends it when the other one has failed; the
     error of the one that failed comes out when both have ended.
 
+    Raises:
+        BaseException: What one of them raised.
+
     Example:
         >>> side_by_side(lambda check: 1, lambda check: 2)
         (1, 2)
