@@ -117,6 +117,7 @@ def test_parts_that_are_not_there_leave_no_headings():
 
 
 def test_a_page_that_cannot_be_written_is_a_clear_error(tmp_path):
+    (tmp_path / "file").touch()
     with pytest.raises(DataError, match="cannot be written"):
-        write_collective_html(page(), tmp_path / "none" / "page.html")
-    assert write_collective_html(page(), tmp_path / "page.html").stat().st_size > 1000
+        write_collective_html(page(), tmp_path / "file" / "page.html")
+    assert write_collective_html(page(), tmp_path / "new" / "page.html").stat().st_size > 1000

@@ -138,8 +138,9 @@ def test_nothing_recorded_gives_an_empty_timeline():
 
 def test_an_unwritable_folder_is_a_clear_error(comparison):
     run = read_run(comparison / "co2")
+    (comparison / "file").touch()
     with pytest.raises(DataError, match=r"timeline\.json cannot be written.*check the folder"):
-        write_timeline(run, comparison / "nowhere" / "timeline.json")
+        write_timeline(run, comparison / "file" / "timeline.json")
 
 
 _times = st.integers(0, 60).map(lambda ticks: ticks / 8)
