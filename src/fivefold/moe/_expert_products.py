@@ -25,7 +25,7 @@ __all__ = ["Block", "ExpertGradient", "ExpertWeights", "cut"]
 
 # Rows of a block, at least: of experts with many rows, what is in the cache when it is read; of
 # those with few, so that a call from Python costs less than the products that it starts.
-_BLOCK_ROWS = 256
+_BLOCK_ROWS = 1024
 _SMALL_BLOCK_ROWS = 4096
 # Rows of an expert on average from which on they are many; those of 16 bits take less time.
 _MANY_ROWS = {torch.float32: 64, torch.float64: 64}
