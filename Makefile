@@ -7,11 +7,12 @@ BIN := $(VENV)/bin
 WORKERS ?= auto --maxprocesses 4
 SOURCES := $(shell find src -type f -not -name '*.pyc' 2>/dev/null) README.md LICENSE
 
-.PHONY: help setup demo test lint tests reference dev clean
+.PHONY: help setup demo test test-nightly lint tests reference dev clean
 
 help:
 	@echo "make demo    set up, train the same model with DDP and with CO2 over a slow link, report"
 	@echo "make test    set up, lint, check types, run all tests"
+	@echo "make test-nightly  all tests, the long ones too, with many new random cases: hours"
 	@echo "make dev     as set-up, but with the package installed in editable form"
 	@echo "make reference  write docs/reference from the docstrings"
 	@echo "make clean   remove the environment and everything that was built"
@@ -42,8 +43,15 @@ lint: setup
 # must not be disturbed (marker `alone`). Plain `pytest` runs everything one by one.
 tests: setup
 	@failed=0; set -x; \
-	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not alone" || failed=1; \
-	$(BIN)/pytest -m alone || failed=1; \
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not alone and not nightly" || failed=1; \
+	$(BIN)/pytest -m "alone and not nightly" || failed=1; \
+	exit $$failed
+
+# Everything, with a thousand new examples for each property: hours, before a release.
+test-nightly: setup
+	@failed=0; set -x; \
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not alone" --hypothesis-profile=nightly --timeout 7200 || failed=1; \
+	$(BIN)/pytest -m alone --hypothesis-profile=nightly --timeout 7200 || failed=1; \
 	exit $$failed
 
 reference: setup

@@ -1,15 +1,17 @@
 """What all tests take for granted."""
 
 import os
+import re
 import signal
 
 import pytest
 from hypothesis import settings
 
 # The same examples in every run, so that a change is judged by what it changes. For new ones run
-# pytest --hypothesis-profile=explore, and give what is found a test of its own.
-settings.register_profile("repeat", derandomize=True)
-settings.register_profile("explore", derandomize=False)
+# make test-nightly (or pytest --hypothesis-profile=nightly), and give what is found a test of its
+# own. A property takes its number of examples from the profile.
+settings.register_profile("repeat", derandomize=True, max_examples=50, deadline=None)
+settings.register_profile("nightly", derandomize=False, max_examples=1000, deadline=None)
 settings.load_profile("repeat")
 
 # One thread per operation: with several, a loaded machine may split a sum otherwise from one call
@@ -25,8 +27,22 @@ def pytest_configure():
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_make_parametrize_id(config, val, argname):  # noqa: ARG001 - pytest's signature
+    # A test's name must be the same in every process that collects it: values that are data
+    # (files' bytes, whole messages) would carry times, addresses and control characters into it.
+    if isinstance(val, bytes) or (
+        isinstance(val, str) and not re.fullmatch(r"[\w.,:=+*/@ -]{0,40}", val, re.ASCII)
+    ):
+        return argname  # pytest numbers those that are alike
+    return None
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by markers
 def pytest_collection_modifyitems(items):
+    bad = [item.nodeid for item in items if not (item.name.isprintable() and len(item.name) < 120)]
+    if bad:
+        message = f"{len(bad)} names of tests are not printable or have 120 characters or more"
+        raise pytest.UsageError(f"{message}, {bad[0]!a} among them: give the parameters ids=")
     for item in items:
         if any(item.get_closest_marker(name) for name in ("distributed", "lab")):
             item.add_marker("alone")

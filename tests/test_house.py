@@ -4,6 +4,7 @@ import ast
 import doctest
 import importlib
 import inspect
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -216,3 +217,35 @@ def test_importing_a_room_prints_nothing_and_makes_no_files(room, tmp_path):
 def test_unknown_attribute_is_an_attribute_error():
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = fivefold.nothing
+
+
+@pytest.mark.slow
+def test_every_process_collects_the_same_tests(tmp_path):
+    """Workers that share the tests compare their names, which may not hold times or addresses."""
+    (tmp_path / "next_year.py").write_text(
+        "import time\nnow = time.time\ntime.time = lambda: now() + 4e7\n"
+    )
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    here, later = (
+        subprocess.Popen(
+            [*command, *extra, str(Path(__file__).parent)],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for seed, extra, path in (
+            ("1", [], os.environ.get("PYTHONPATH", "")),
+            (
+                "2",
+                ["-p", "next_year"],
+                os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]),
+            ),
+        )
+    )
+    names = [
+        [line for line in process.communicate(timeout=280)[0].splitlines() if "::" in line]
+        for process in (here, later)
+    ]
+    assert here.returncode == later.returncode == 0
+    assert len(names[0]) > 1000
+    assert names[0] == names[1]

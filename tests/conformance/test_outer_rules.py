@@ -542,7 +542,6 @@ def test_resume_with_another_number_of_workers_goes_on_from_the_anchor(rule):
         DelayCorrected(tau=3),
         CO2(tau=3, outer_lr=1.0, outer_momentum=0.0, staleness="none", clip=None),
     ],
-    ids=repr,
 )
 def test_resume_with_another_number_loses_the_open_steps_and_nothing_else(rule):
     """Two workers do 8 steps (2 of them open), three go on from step 8."""

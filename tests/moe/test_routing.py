@@ -62,7 +62,7 @@ ROUTERS = [
 ]
 
 
-@pytest.mark.parametrize("router", ROUTERS, ids=str)
+@pytest.mark.parametrize("router", ROUTERS)
 @pytest.mark.parametrize("biased", [False, True])
 def test_equals_plain_arithmetic(router, biased):
     generator = torch.Generator().manual_seed(1)

@@ -257,7 +257,6 @@ def test_statistics_count_rounds_bytes_and_waits():
         (EagerDiLoCo(tau=2, outer_momentum=0.0), 16),
         (OuterOptimizer(tau=2, optimizer=torch.optim.SGD, options={"lr": 1.0}), 12),
     ],
-    ids=repr,
 )
 def test_outer_state_has_the_documented_size(rule, bytes_per_element):
     def work(transport):
@@ -291,7 +290,6 @@ def test_warning_at_the_stability_limit_names_the_limit():
         SlowMo(tau=1, outer_lr=1.0, outer_momentum=0.9),
         DelayCorrected(tau=1),
     ],
-    ids=repr,
 )
 def test_no_warning_below_the_limit(rule):
     def work(transport):

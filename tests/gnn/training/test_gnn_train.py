@@ -168,7 +168,6 @@ def test_a_finished_run_can_be_made_longer(make_config):
         {"loader": {"backend": "python", "prefetch": 1}},
         {"loader": {"backend": "mmap", "verify": False}},
     ],
-    ids=str,
 )
 def test_policies_layouts_and_engines_train_and_resume(changes, make_config, monkeypatch):
     def changed(**options):
