@@ -56,7 +56,6 @@ INNER_ORDER = {
         "planning",
         "packing",
         "loading",
-        "systems",
         "training",
     ],
 }

@@ -37,7 +37,8 @@ class TacclProfile:
         gpus_per_node: GPUs in a box.
         nics_per_node: NICs in a box.
         alpha: Latency inside a box.
-        betas: Time of one chunk per GPU pair without latency, ``betas[target][source]``, 0 where no link.
+        betas: Time of one chunk per GPU pair without latency, ``betas[target][source]``; 0 where
+            there is no link.
         steps: The same with latency, as TACCL's solver takes it (``invbw`` in the files).
         remote_alpha: Latency between boxes.
         remote_beta: Time of one chunk on one NIC, without latency.

@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from fivefold.errors import ConfigurationError
-from fivefold.gnn.systems import (
+from systems import (
     assign_buckets,
     assign_training_nodes,
     beta_states,
@@ -18,6 +16,8 @@ from fivefold.gnn.systems import (
     sequential_states,
     training_first_order,
 )
+
+from fivefold.errors import ConfigurationError
 
 
 def differ_in_one(states):

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from fivefold.errors import ConfigurationError
 from fivefold.gnn.sampling import Topology
 from fivefold.gnn.storage import RowReader, gather_rows
-from fivefold.gnn.systems._system import Preparation, SystemBatch, SystemStatistics, Workload
+from systems._system import Preparation, SystemBatch, SystemStatistics, Workload
 
 __all__ = ["InMemorySystem", "MappedSystem", "source_counts", "top_rows"]
 

@@ -25,10 +25,10 @@ from numpy.typing import NDArray
 from fivefold.errors import ConfigurationError
 from fivefold.gnn.sampling import SampledBatch, SampleFile, Topology
 from fivefold.gnn.storage import gather_rows
-from fivefold.gnn.systems._change_sets import ChangeSet, stream_change_sets
-from fivefold.gnn.systems._page_reads import PageReader
-from fivefold.gnn.systems._simple import read_sorted, source_counts
-from fivefold.gnn.systems._system import Preparation, SystemBatch, SystemStatistics, Workload
+from systems._change_sets import ChangeSet, stream_change_sets
+from systems._page_reads import PageReader
+from systems._simple import read_sorted, source_counts
+from systems._system import Preparation, SystemBatch, SystemStatistics, Workload
 
 __all__ = ["GinexSystem", "neighbor_cache_ids"]
 

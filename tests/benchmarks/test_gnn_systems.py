@@ -2,11 +2,7 @@
 
 import numpy as np
 import pytest
-
-from fivefold.errors import ConfigurationError, StorageError
-from fivefold.gnn.sampling import NeighborSampler, Topology, sample_epochs
-from fivefold.gnn.storage import ContainerWriter, DiskProfile
-from fivefold.gnn.systems import (
+from systems import (
     DiskGnnSystem,
     GinexSystem,
     InMemorySystem,
@@ -17,6 +13,10 @@ from fivefold.gnn.systems import (
     Workload,
     source_counts,
 )
+
+from fivefold.errors import ConfigurationError, StorageError
+from fivefold.gnn.sampling import NeighborSampler, Topology, sample_epochs
+from fivefold.gnn.storage import ContainerWriter, DiskProfile
 
 NODES, FANOUTS, BATCH = 700, [4, 3], 24
 SHAPES = [

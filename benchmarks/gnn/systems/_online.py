@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.gnn.storage import RowReader, gather_rows
-from fivefold.gnn.systems._online_cache import CachePolicy, OnlineCache
-from fivefold.gnn.systems._simple import read_sorted
-from fivefold.gnn.systems._system import Preparation, SystemBatch, SystemStatistics, Workload
+from systems._online_cache import CachePolicy, OnlineCache
+from systems._simple import read_sorted
+from systems._system import Preparation, SystemBatch, SystemStatistics, Workload
 
 __all__ = ["OnlineSystem"]
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from systems import belady_change_sets
 
 from fivefold.errors import ConfigurationError
-from fivefold.gnn.systems import belady_change_sets
 
 batches_of_small_ids = st.lists(
     st.lists(st.integers(0, 6), unique=True, max_size=5), min_size=0, max_size=6

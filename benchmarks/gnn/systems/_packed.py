@@ -23,9 +23,9 @@ from fivefold.errors import InfeasibleError
 from fivefold.gnn.packing import BatchRecord, PackedStore, pack
 from fivefold.gnn.planning import Budgets, FeatureInfo, Plan, make_plan
 from fivefold.gnn.storage import DiskProfile, RowReader, gather_rows
-from fivefold.gnn.systems._segments import first_feasible_segment
-from fivefold.gnn.systems._simple import requested_rows, top_rows
-from fivefold.gnn.systems._system import Preparation, SystemBatch, SystemStatistics, Workload
+from systems._segments import first_feasible_segment
+from systems._simple import requested_rows, top_rows
+from systems._system import Preparation, SystemBatch, SystemStatistics, Workload
 
 if TYPE_CHECKING:
     from fivefold.gnn.loading import DiskLoader

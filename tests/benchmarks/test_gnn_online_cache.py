@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from systems import OnlineCache
 
 from fivefold.errors import ConfigurationError
-from fivefold.gnn.systems import OnlineCache
 
 traces = st.lists(st.lists(st.integers(0, 9), unique=True, max_size=7), max_size=12)
 

@@ -20,15 +20,15 @@ from numpy.typing import NDArray
 from fivefold.errors import ConfigurationError
 from fivefold.gnn.sampling import NeighborSampler, Topology
 from fivefold.gnn.storage import Container, ContainerWriter, RowReader, gather_rows
-from fivefold.gnn.systems._buckets import EdgeBuckets
-from fivefold.gnn.systems._partitions import (
+from systems._buckets import EdgeBuckets
+from systems._partitions import (
     assign_training_nodes,
     dispersed_states,
     partition_rows,
     sequential_states,
     training_first_order,
 )
-from fivefold.gnn.systems._system import Preparation, SystemBatch, SystemStatistics, Workload
+from systems._system import Preparation, SystemBatch, SystemStatistics, Workload
 
 __all__ = ["MariusSystem"]
 

@@ -7,10 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from fivefold.errors import ConfigurationError, StorageError
-from fivefold.gnn.sampling import Topology
-from fivefold.gnn.systems import (
+from systems import (
     EdgeBuckets,
     PageReader,
     first_feasible_segment,
@@ -19,6 +16,9 @@ from fivefold.gnn.systems import (
     source_counts,
     top_rows,
 )
+
+from fivefold.errors import ConfigurationError, StorageError
+from fivefold.gnn.sampling import Topology
 
 
 @settings(max_examples=40, deadline=None)
