@@ -5,7 +5,8 @@ from fivefold.strategy._cluster import Cluster, load_cluster, named_clusters
 from fivefold.strategy._cost import Prediction, TimeUse, evaluate_plan
 from fivefold.strategy._demand import Message, PlanDemand, axis_groups, plan_demand
 from fivefold.strategy._device import DeviceSpec
-from fivefold.strategy._fabric import FabricSpec, Group, Tier, collective_time_s
+from fivefold.strategy._fabric import FabricSpec, Group, Tier
+from fivefold.strategy._fabric_cost import collective_time_s
 from fivefold.strategy._fabric_topology import fabric_from_topology
 from fivefold.strategy._grouping import group_period_s
 from fivefold.strategy._job import Job, job_from_table, load_job, plan_to_toml

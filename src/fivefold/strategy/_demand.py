@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fivefold.errors import ConfigurationError
-from fivefold.strategy._cost import evaluate_plan, mean_layer_cost
+from fivefold.strategy._cost import evaluate_plan
 from fivefold.strategy._device import DeviceSpec
 from fivefold.strategy._fabric import FabricSpec, Tier
-from fivefold.strategy._layer import LayerKey
+from fivefold.strategy._layer import LayerKey, mean_layer_cost
 from fivefold.strategy._memory import stage_parameters
 from fivefold.strategy._model import ModelSpec
 from fivefold.strategy._operators import Operator, head_operators, layer_operators
