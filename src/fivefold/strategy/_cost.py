@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fivefold.errors import ConfigurationError, InfeasibleError
+from fivefold.errors import ConfigurationError
 from fivefold.strategy._device import DeviceSpec
 from fivefold.strategy._fabric import FabricSpec
 from fivefold.strategy._layer import LayerKey, head_cost, mean_layer_cost
@@ -97,7 +97,6 @@ def evaluate_plan(
 
     Raises:
         ConfigurationError: The plan cannot run the model.
-        InfeasibleError: The fabric has fewer GPUs.
 
     Example:
         >>> gpt = ModelSpec(name="22B", num_layers=48, hidden=6144, num_heads=64, seq_len=2048,
@@ -114,9 +113,6 @@ def evaluate_plan(
     problem = plan_problem(model, plan)
     if problem is not None:
         raise ConfigurationError(problem, hint="choose degrees that divide the model")
-    if plan.num_gpus > fabric.num_gpus:
-        message = f"the plan takes {plan.num_gpus} GPUs, {fabric.name!r} joins {fabric.num_gpus}"
-        raise InfeasibleError(message, hint=f"use at most {fabric.num_gpus} GPUs")
     layer = mean_layer_cost(model, device, fabric, key=LayerKey.of(plan))
     head = head_cost(model, device, fabric, key=LayerKey.of(plan))
     memory = memory_use(model, device, plan, layer=layer, head=head)
