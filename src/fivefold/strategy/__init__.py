@@ -1,7 +1,7 @@
 """Layer 1: how model, data and states are split over GPUs, at what cost, and which is best."""
 
 from fivefold.strategy._calibration import Fit, MeasuredRun, fit_constants, with_constants
-from fivefold.strategy._cluster import Cluster, load_cluster, named_clusters
+from fivefold.strategy._cluster import Cluster, load_cluster, named_clusters, reached_tiers
 from fivefold.strategy._cost import Prediction, TimeUse, evaluate_plan
 from fivefold.strategy._demand import Message, PlanDemand, axis_groups, plan_demand
 from fivefold.strategy._device import DeviceSpec
@@ -81,6 +81,7 @@ __all__ = [
     "plan_demand",
     "plan_problem",
     "plan_to_toml",
+    "reached_tiers",
     "run_queue",
     "search_plans",
     "torchtitan_config",

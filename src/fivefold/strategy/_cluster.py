@@ -22,7 +22,7 @@ from fivefold.strategy._fabric import FabricSpec, Tier
 from fivefold.strategy._fabric_topology import fabric_from_topology
 from fivefold.units import parse_bytes, parse_bytes_per_s, parse_duration_s
 
-__all__ = ["Cluster", "load_cluster", "named_clusters"]
+__all__ = ["Cluster", "load_cluster", "named_clusters", "reached_tiers"]
 
 _TOP = {"name", "base", "gpus", "device", "tier", "sources", "topology"}
 _TEXT_TIER = {
@@ -136,22 +136,38 @@ def _fabric(
     table: Mapping[str, Any], tiers: Mapping[str, Mapping[str, Any]], *, name: str
 ) -> FabricSpec:
     """Tiers of a topology, where one is named, changed by what the file says of them."""
-    settings = dict(tiers)
     if "topology" in table:
-        found = fabric_from_topology(parse_topology(str(table["topology"])))
-        named = {tier.name: tier for tier in found.tiers}
-        settings = {
-            key: {**dataclasses.asdict(tier), **_kept(tiers.get(key, {}))}
-            for key, tier in named.items()
-        }
-    joined = tuple(_build(Tier, tier, where="tier") for tier in settings.values())
+        return _reached(fabric_from_topology(parse_topology(str(table["topology"]))), tiers)
+    joined = tuple(_build(Tier, tier, where="tier") for tier in tiers.values())
     return FabricSpec(name=name, tiers=tuple(sorted(joined, key=lambda tier: tier.gpus)))
 
 
-def _kept(tier: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a base's tier only what no topology knows: how much of a link software reaches."""
-    known = ("efficiency", "exchange_efficiency", "base_s", "fill_s", "all_reduce_gain")
-    return {key: tier[key] for key in known if key in tier}
+def reached_tiers(fabric: FabricSpec, known: FabricSpec) -> FabricSpec:
+    """A topology's tiers, with what ``known`` says of the share of a link that software reaches.
+
+    Args:
+        fabric: Tiers of a topology.
+        known: Tiers of a cluster; those of another name than any of these lend the outermost's.
+
+    Example:
+        >>> from fivefold.network.topology import named_topology
+        >>> tiers = fabric_from_topology(named_topology("dgx_a100", boxes=2))
+        >>> reached = reached_tiers(tiers, load_cluster("a100-megatron").fabric)
+        >>> [tier.efficiency for tier in reached.tiers]
+        [0.757, 0.336]
+    """
+    return _reached(fabric, {tier.name: dataclasses.asdict(tier) for tier in known.tiers})
+
+
+def _reached(fabric: FabricSpec, known: Mapping[str, Mapping[str, Any]]) -> FabricSpec:
+    names = ("efficiency", "exchange_efficiency", "base_s", "fill_s", "all_reduce_gain")
+    outermost = max(known.values(), key=lambda tier: int(tier.get("gpus", 0)), default={})
+    tiers = []
+    for tier in fabric.tiers:
+        said = known.get(tier.name, {} if tier.name == "node" else outermost)
+        changes = {name: said[name] for name in names if name in said}
+        tiers.append(dataclasses.replace(tier, **changes))
+    return dataclasses.replace(fabric, tiers=tuple(tiers))
 
 
 def _unknown(name: str) -> ConfigurationError:
