@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+
 from fivefold.errors import ConfigurationError
 from fivefold.strategy import FabricSpec, Group, Tier, collective_time_s, load_cluster
 

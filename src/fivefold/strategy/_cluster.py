@@ -15,7 +15,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from fivefold.errors import ConfigurationError, DataError
+from fivefold.errors import ConfigurationError, DataError, InfeasibleError
 from fivefold.network.topology import generator_names, machine_names, parse_topology
 from fivefold.strategy._device import DeviceSpec
 from fivefold.strategy._fabric import FabricSpec, Tier
@@ -38,6 +38,16 @@ _TEXT_DEVICE = {
 }  # fmt: skip
 
 
+_WORDS = {
+    "int": "a whole number", "float": "a number", "float | None": "a number",
+    "int | None": "a whole number", "bool": "true or false", "str": "text",
+}  # fmt: skip
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    "int": (int,), "float": (int, float), "float | None": (int, float), "int | None": (int,),
+    "bool": (bool,), "str": (str,),
+}  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
     """GPUs of one kind and what joins them.
@@ -57,6 +67,17 @@ class Cluster:
     device: DeviceSpec
     fabric: FabricSpec
     num_gpus: int | None = None
+
+    def require(self, num_gpus: int) -> None:
+        """Refuse a job of more GPUs than there are.
+
+        Raises:
+            InfeasibleError: There are fewer.
+        """
+        most = self.fabric.num_gpus if self.num_gpus is None else self.num_gpus
+        if isinstance(num_gpus, int) and num_gpus > most:
+            message = f"the job wants {num_gpus} GPUs, cluster {self.name!r} has {most}"
+            raise InfeasibleError(message, hint=f"use at most {most} GPUs")
 
 
 def named_clusters() -> tuple[str, ...]:
@@ -220,8 +241,38 @@ def _read(
 
 
 def _build(kind: type, fields: Mapping[str, Any], *, where: str) -> Any:
-    try:
-        return kind(**fields)
-    except TypeError as error:
-        message = f"{where} {fields.get('name', '')!r} is incomplete: {error}"
-        raise ConfigurationError(message, hint="name a base, or give every size") from error
+    require_fields(kind, fields, where=f"{where} {fields.get('name', '')!r}")
+    return kind(**fields)
+
+
+def require_fields(kind: type, values: Mapping[str, Any], *, where: str) -> None:
+    """Refuse a table that lacks a field without a default, or has a field of the wrong type.
+
+    Raises:
+        ConfigurationError: A field is missing, or is no number or word where it must be one.
+    """
+    fields = dataclasses.fields(kind)
+    missing = [
+        field.name
+        for field in fields
+        if field.name not in values
+        and field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        message = f"{where} is incomplete: it does not say {', '.join(map(_key_of, missing))}"
+        raise ConfigurationError(message, hint="give every size that has no default")
+    for field in fields:
+        allowed = _TYPES.get(str(field.type))
+        value = values.get(field.name)
+        wrong = isinstance(value, bool) and bool not in (allowed or ())
+        if value is not None and allowed and (wrong or not isinstance(value, allowed)):
+            name = _key_of(field.name)
+            message = f"{where}: {name} = {value!r} is of the wrong type"
+            raise ConfigurationError(message, hint=f"{name} is {_WORDS[str(field.type)]}")
+
+
+def _key_of(name: str) -> str:
+    """How a file writes a field."""
+    keys = {field: key for texts in (_TEXT_TIER, _TEXT_DEVICE) for key, field in texts.items()}
+    return keys.get(name, name)

@@ -24,6 +24,7 @@ PipelineSchedule = Literal[
 Recompute = Literal["none", "selective", "full"]
 Overlap = Literal["none", "ring", "pipe"]
 Order = Literal["tcdp", "tcpd"]
+DTYPES = ("bf16", "fp8", "fp32")
 WAITING_SCHEDULES = ("gpipe", "1f1b")
 """Schedules whose stages wait for their messages, whatever ``pipeline_overlap`` says."""
 _TWO_CHUNKS = {"zb_v", "v_half", "v_min", "dualpipe_v"}
@@ -105,7 +106,7 @@ class ParallelPlan:
         for name, allowed in (
             ("schedule", get_args(PipelineSchedule)), ("recompute", get_args(Recompute)),
             ("tensor_overlap", get_args(Overlap)), ("order", get_args(Order)),
-            ("zero", (0, 1, 2, 3)),
+            ("zero", (0, 1, 2, 3)), ("dtype", DTYPES),
         ):  # fmt: skip
             if getattr(self, name) not in allowed:
                 message = f"{name}={getattr(self, name)!r} is unknown"
