@@ -14,4 +14,5 @@ _LINE_BREAK_INSIDE_A_PARAGRAPH = re.compile(r"(?<!\n)\n(?!\n)")
 def help_text(command: Callable[..., None]) -> str:
     """A command's docstring without the sections that are for programmers, ready to be wrapped."""
     text = inspect.cleandoc(command.__doc__ or "").partition("\nRaises:")[0].strip()
-    return _LINE_BREAK_INSIDE_A_PARAGRAPH.sub(" ", text)
+    # What stands in brackets, such as [plan], is text and no style.
+    return _LINE_BREAK_INSIDE_A_PARAGRAPH.sub(" ", text).replace("[", r"\[")

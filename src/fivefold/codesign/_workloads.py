@@ -196,9 +196,10 @@ def place_jobs(
     for name, number in wanted.items():
         left = sum(map(len, free))
         if number > left:
+            fewer = f"give it at most {left}, or plan" if left else "plan"
             raise InfeasibleError(
                 f"job {name!r} needs {number} ranks, and {left} of {topology.num_ranks} are free",
-                hint=f"give it {left} or fewer, or plan for a larger cluster",
+                hint=f"{fewer} for a larger cluster",
             )
         ranks: list[int] = []
         whole = [own for own, all_of in zip(free, hosts, strict=True) if len(own) == len(all_of)]
