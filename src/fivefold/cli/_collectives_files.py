@@ -113,7 +113,7 @@ def write_algorithm(schedule: Schedule, output: Path) -> None:
     if output.suffix == ".xml":
         text = to_msccl_xml(lower(schedule))
     elif output.name.endswith(".plan.json"):
-        text = to_mscclpp_json(lower(schedule))
+        text = to_mscclpp_json(lower(schedule, queue_slots=None))
     else:
         text = schedule.to_json()
     write_text(output, text)

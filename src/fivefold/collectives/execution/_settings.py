@@ -284,7 +284,8 @@ def register_algorithm(
     if name in {"auto", "inner", "trees"}:
         raise ConfigurationError(f"the name {name!r} has a meaning already")
     if isinstance(source, Schedule):
-        program = lower(source, in_place=source.collective.name in {"all_reduce", "broadcast"})
+        in_place = source.collective.name in {"all_reduce", "broadcast"}
+        program = lower(source, in_place=in_place, queue_slots=None)
     elif isinstance(source, Program):
         program = source
     else:
