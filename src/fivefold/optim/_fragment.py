@@ -144,7 +144,7 @@ class Fragment(FragmentState):
             )
         )
         for group in self.groups:
-            group.anchor.sub_(group.payload, alpha=1.0 / transport.world_size)
+            group.anchor.sub_(group.payload.div_(transport.world_size))
         self.begin()
 
     def land(self) -> None:

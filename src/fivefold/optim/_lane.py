@@ -7,6 +7,7 @@ made from it, so all ranks decide alike, whatever each rank's hardware rounds to
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +48,7 @@ class LaneReading:
     @property
     def total_weight(self) -> float:
         """Sum of the weights."""
-        return sum(self.weight)
+        return math.fsum(self.weight)  # sum() rounds by Python's version
 
     def fits(self, world_size: int) -> bool:
         """Whether it has this many slots; not after a resume on another number of workers."""
@@ -69,7 +70,7 @@ class LaneReading:
     def agreed(self, values: list[float]) -> float:
         """Mean over the ranks that took part, for values that are equal up to rounding."""
         taken = [v for v, weight in zip(values, self.weight, strict=True) if weight > 0]
-        return sum(taken) / len(taken) if taken else 0.0
+        return math.fsum(taken) / len(taken) if taken else 0.0
 
     def numbers(self) -> dict[str, Any]:
         """Plain numbers, for a checkpoint."""
