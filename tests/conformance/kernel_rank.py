@@ -46,7 +46,7 @@ def digest(rank, rule, codec):
     for step in range(STEPS):
         with torch.no_grad():
             for tensor in parameters.state_dict().values():
-                tensor += 0.01 * torch.randn(tensor.shape, generator=noise)
+                tensor.add_(0.01 * torch.randn(tensor.shape, generator=noise))
         if step == 4:  # joins late: its start is a mean
             parameters.append(torch.nn.Parameter(torch.full((1003,), 1.0 + rank / 3)))
         sync.step(weight=rank + 0.3)

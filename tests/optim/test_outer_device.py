@@ -41,7 +41,7 @@ def train(transport, rule, *, outer_device):
     for _ in range(7):
         with torch.no_grad():
             for tensor in [*model.parameters(), model[1].running_mean]:
-                tensor -= 0.01 * torch.randn(tensor.shape, generator=noise)
+                tensor.sub_(0.01 * torch.randn(tensor.shape, generator=noise))
         sync.step()
     with sync.global_parameters():
         before = [value.clone() for value in model.state_dict().values()]
@@ -63,7 +63,7 @@ def both_ways(monkeypatch, rule):
     monkeypatch.setattr(torch.Tensor, "copy_", counted)
     apart = run_world(2, lambda t: train(t, rule, outer_device="cpu"))
     assert staged.count(_flat._CPU_PIECE_ELEMENTS) > 20  # the stage was really taken, in pieces
-    return zip(sum(beside, []), sum(apart, []), strict=True)
+    return [pair for ranks in zip(beside, apart, strict=True) for pair in zip(*ranks, strict=True)]
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)

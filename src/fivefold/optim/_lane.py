@@ -18,7 +18,17 @@ from fivefold.optim._update import Number
 
 __all__ = ["Lane", "LaneReading"]
 
-_FIELDS = ("weight", "weighted", "hash", "move", "delta", "step_s", "flight_s", "pending")
+_FIELDS = (
+    "weight",
+    "weighted",
+    "hash",
+    "move",
+    "delta",
+    "step_s",
+    "flight_s",
+    "pending",
+    "non_finite",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +44,8 @@ class LaneReading:
         step_s: Seconds per local step that a flight can hide behind.
         flight_s: Seconds of each rank's last flight.
         pending: What of the model's parameters each rank would adopt; 0 for nothing.
+        non_finite: Number, from 1, of the first tensor in which each rank had a not-a-number or an
+            infinity: its payload is zeros of weight 0. 0 where all numbers are finite.
     """
 
     weight: list[float]
@@ -44,6 +56,7 @@ class LaneReading:
     step_s: list[float]
     flight_s: list[float]
     pending: list[float]
+    non_finite: list[float]
 
     @property
     def total_weight(self) -> float:

@@ -71,6 +71,8 @@ def merge_pieces(pieces: Iterable[Piece], task: MergeTask, *, merge: Merge) -> P
     statistics = PieceStatistics()
     for piece in pieces:
         merge(piece, task, statistics)
+        if task.send:  # while it is in the processor's cache
+            statistics.look_at(piece.payload)
     return statistics
 
 

@@ -14,7 +14,7 @@ References:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -81,6 +81,7 @@ class PieceStatistics:
         gap_sum: Sum of the per-element gaps; 0 where the gap is a scalar.
         clipped: Elements that the clip changed.
         elements: Elements seen.
+        extremes: Least and greatest element of each piece's payload, where one is to be sent.
     """
 
     delta_square: Number = 0.0
@@ -88,6 +89,16 @@ class PieceStatistics:
     gap_sum: Number = 0.0
     clipped: Number = 0
     elements: int = 0
+    extremes: list[torch.Tensor] = field(default_factory=list)
+
+    def look_at(self, payload: torch.Tensor) -> None:
+        """Remember what tells whether all elements are finite: not-a-number is passed on."""
+        if payload.numel():
+            self.extremes += torch.aminmax(payload)
+
+    def all_finite(self) -> bool:
+        """Whether all elements that were looked at are finite."""
+        return not self.extremes or bool(torch.stack(self.extremes).isfinite().all())
 
 
 def accumulate_momentum_(
