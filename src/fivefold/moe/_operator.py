@@ -216,7 +216,9 @@ def fused_moe(  # noqa: PLR0913 - an operator's operands and options, all but fi
         activation: A key of ``ACTIVATIONS``.
         b13: [E, 2I] or [E, I]; None for none.
         b2: [E, H]; None for none.
-        weight_on_input: Multiply tokens by their weight before the experts instead of after.
+        weight_on_input: Give the experts weight * x instead of weighing their outputs. The weight
+            multiplies W13 x, in float32 at least and before the bias: weight * x is never rounded to
+            16 bits on its way in, by no backend.
         capacity: Most tokens per expert; None drops nothing.
         drop_policy: Who is dropped beyond the capacity, see ``drop_beyond_capacity``.
         deterministic: Ask for the same bits every time, forward and backward. Every backend gives
