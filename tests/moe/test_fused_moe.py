@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fivefold.errors import ConfigurationError, DataError, UnsupportedError
-from fivefold.moe import ACTIVATIONS, Workspace, backends, experts_one_by_one, fused_moe
+from fivefold.moe import ACTIVATIONS, Activation, Workspace, backends, experts_one_by_one, fused_moe
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -317,3 +317,25 @@ def test_a_call_without_gradients_is_the_recorded_one():
     plain = fused_moe(**given)
     given["x"].requires_grad_()
     assert torch.equal(plain, fused_moe(**given).detach())
+
+
+def test_an_activation_of_your_own():
+    def cube(rows):
+        return rows**3
+
+    own = Activation(name="cube", gated=True, function=cube, derivative=lambda r: 3 * r**2)
+    given = operands((9, 6, 5, 4, 2), bias=True)
+    names = [name for name, value in given.items() if value.is_floating_point()]
+    leaves = {n: v.clone().requires_grad_(n in names) for n, v in given.items()}
+    wanted = experts_one_by_one(
+        *(leaves[n] for n in ("x", "w13", "w2", "topk_ids", "topk_weights")),
+        activation=own, b13=leaves["b13"], b2=leaves["b2"],
+    )  # fmt: skip
+    slopes = torch.autograd.grad(wanted.square().sum(), [leaves[n] for n in names])
+    found = fused_moe(**leaves, activation=own)
+    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-12)
+    gradients = torch.autograd.grad(found.square().sum(), [leaves[n] for n in names])
+    for gradient, slope in zip(gradients, slopes, strict=True):
+        torch.testing.assert_close(gradient, slope, rtol=1e-10, atol=1e-11)
+    with pytest.raises(UnsupportedError, match="'cube' is none of ACTIVATIONS"):
+        fused_moe(**{n: v.to("meta") for n, v in given.items()}, activation=own)
