@@ -6,7 +6,7 @@ checkpoint and end. This room knows nothing of what is run and loads no torch.
 """
 
 from fivefold.runs._ending import end_without_waiting, exit_code
-from fivefold.runs._files import MetricsWriter, write_json, write_text
+from fivefold.runs._files import MetricsWriter, cannot_write, write_json, write_text
 from fivefold.runs._lock import FolderLock
 from fivefold.runs._section import (
     Bytes,
@@ -42,6 +42,7 @@ __all__ = [
     "StopRequest",
     "Text",
     "apply_overrides",
+    "cannot_write",
     "end_without_waiting",
     "exit_code",
     "format_toml",

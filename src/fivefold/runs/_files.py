@@ -101,7 +101,20 @@ def write_json(path: Path, record: dict[str, Any]) -> None:
 
 
 def cannot_write(path: Path, error: OSError) -> CheckpointError:
-    """Return the error of a run's file that the disk refused."""
+    """Return the error to raise for a run's file that the disk refused.
+
+    Args:
+        path: The file.
+        error: What the operating system said.
+
+    Returns:
+        The error, with what to do.
+
+    Example:
+        >>> from pathlib import Path
+        >>> cannot_write(Path("run/a.txt"), OSError(28, "No space left on device")).message
+        'cannot write run/a.txt: No space left on device'
+    """
     message = f"cannot write {path}: {error.strerror or error}"
     hint = "check the folder and its permissions, or free space; then run the same command again"
     return CheckpointError(message, hint=hint)
@@ -118,7 +131,7 @@ def _finite(value: Any) -> Any:
 
 
 def _lines_until(path: Path, step: int) -> list[str]:
-    if not path.exists():
+    if not path.is_file():
         return []
     kept = []
     for line in path.read_bytes().splitlines(keepends=True):

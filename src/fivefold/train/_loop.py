@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fivefold.runs import MetricsWriter, StopRequest, format_toml, write_json, write_text
-from fivefold.train._checkpoint import read_checkpoint, write_checkpoint
+from fivefold.train._checkpoint import write_checkpoint
 from fivefold.train._control import ControlLane
 from fivefold.train._evaluate import Validation, bits_per_byte, evaluate
 from fivefold.train._expert_ranks import require_shares, share_experts
@@ -26,7 +26,7 @@ from fivefold.train._model import Transformer
 from fivefold.train._precision import autocast_context
 from fivefold.train._progress import TrainingProgress
 from fivefold.train._result import RunResult, make_result, parameters_sha256
-from fivefold.train._resume import RunFolder, choose_checkpoint, describe_run
+from fivefold.train._resume import RunFolder, choose_checkpoint, describe_run, read_own_state
 from fivefold.train._setup import (
     hold_folder,
     load_equal_data,
@@ -167,7 +167,7 @@ class _Run:
         self.resumed_from: Path | None = path
         if path is None:
             return None
-        state = read_checkpoint(path, rank=self.world.rank)
+        state = read_own_state(path, world=self.world)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.method.load_state_dict(state["method"])
