@@ -7,6 +7,7 @@ of what is run and loads no torch.
 
 from fivefold.runs._ending import end_without_waiting, exit_code
 from fivefold.runs._files import MetricsWriter, write_json, write_text
+from fivefold.runs._lock import FolderLock
 from fivefold.runs._section import (
     Bytes,
     Count,
@@ -28,6 +29,7 @@ __all__ = [
     "Bytes",
     "Count",
     "FilePath",
+    "FolderLock",
     "Fraction",
     "MetricsWriter",
     "Momentum",

@@ -196,6 +196,7 @@ class _Preparation:
                 minhash_functions=config.plan.minhash_functions,
                 buffer_batches=config.loader.prefetch + 1,
                 training_epochs=config.run.epochs,
+                scratch_folder=self._folder,
             )
             write_plan(plan, path)
         return plan
