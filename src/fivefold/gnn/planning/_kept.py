@@ -105,6 +105,7 @@ class KeptArrays:
 
     def _spill(self) -> None:
         if self._kept_bytes > self._scratch.most_bytes:
+            self.close()
             raise InfeasibleError(
                 f"the disk budget of {format_bytes(self._scratch.most_bytes)} does not hold the "
                 "scratch file of planning, which has the node ids of all batches",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from dataclasses import dataclass
@@ -152,9 +153,9 @@ class _Making:
     def plan(self) -> Plan:
         caches = self.fill_caches()
         tally = Tally(self.samples, self.features, caches, self.disk)
-        cold = KeptArrays(tally.cold_ids(), limit=self.samples.num_nodes, scratch=self.scratch)
-        found = self.search(cold, caches)
-        cold.close()
+        kept = KeptArrays(tally.cold_ids(), limit=self.samples.num_nodes, scratch=self.scratch)
+        with contextlib.closing(kept) as cold:
+            found = self.search(cold, caches)
         return Plan(
             policy=self.policy,
             layout=self.layout,

@@ -390,7 +390,9 @@ def _read_ends(descriptor: int, header: Header, path: Path) -> tuple[NDArray[np.
 def _check_places(sections: dict[str, Section], header: Header, path: Path) -> None:
     covered = header.table_bytes // 4 * PAGE_BYTES
     for section in sections.values():
-        if section.offset % PAGE_BYTES or section.offset + section.nbytes > covered:
+        offset = section.offset
+        on_page = isinstance(offset, int) and offset >= PAGE_BYTES and offset % PAGE_BYTES == 0
+        if not on_page or offset + section.nbytes > covered:
             raise DataError(
                 f"section {section.name!r} of {path} does not lie in the file",
                 hint="make the file again",
