@@ -61,6 +61,14 @@ SplitOption = Annotated[
     int | None,
     typer.Option(min=0, help="Which one, where masks of nodes have several columns; from 0."),
 ]
+LeaveOutOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME",
+        help="Features of edges that may be left out, such as edge_attr: they cannot be stored. "
+        "May be repeated.",
+    ),
+]
 ReverseOption = Annotated[
     bool | None,
     typer.Option(
@@ -114,6 +122,7 @@ def ingest_command(  # noqa: PLR0913 - the command's options
     ids: IdsOption = "auto",
     num_nodes: NumNodesOption = None,
     split: SplitOption = None,
+    leave_out: LeaveOutOption = None,
     add_reverse: ReverseOption = None,
     drop_self_loops: SelfLoopsOption = False,
     drop_duplicates: DuplicatesOption = False,
@@ -135,6 +144,7 @@ def ingest_command(  # noqa: PLR0913 - the command's options
 
     if source in {"debian", "wordnet"} and not Path(source).exists():
         for_files = (kind, array, column, nodes, header, num_nodes, split, add_reverse)
+        _refuse(source, bool(leave_out))
         _refuse(source, any(value is not None for value in for_files))
         _refuse(source, drop_self_loops or drop_duplicates)
         _ingest_real(source, output, dim or 256, folder, as_json=as_json)
@@ -150,6 +160,7 @@ def ingest_command(  # noqa: PLR0913 - the command's options
         ids=ids,
         num_nodes=num_nodes,
         split=split,
+        leave_out=tuple(leave_out or ()),
     )
     rules = EdgeRules(
         add_reverse=bool(add_reverse),

@@ -66,13 +66,6 @@ def test_open_says_what_is_missing(tmp_path, folder):
     assert "fivefold gnn" in caught.value.hint
 
 
-def test_files_of_two_data_sets_are_refused(folder, tmp_path):
-    generate_graph(tmp_path / "other", nodes=700, dim=5).close()
-    (tmp_path / "other" / "features.fvf").rename(folder / "features.fvf")
-    with pytest.raises(DataError, match="700 rows"):
-        Dataset.open(folder)
-
-
 def test_describe_counts(tmp_path):
     edges = [[0, 0, 0, 2], [1, 2, 3, 1]]
     source = array_source(edges, features=np.zeros((5, 3), np.float16), labels=[0, 1, -1, 0, 0])

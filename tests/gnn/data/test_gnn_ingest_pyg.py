@@ -18,6 +18,7 @@ from fivefold.gnn.data import (
     pyg_source,
     verify,
 )
+from fivefold.gnn.storage import read_json_file, write_json_file
 
 with warnings.catch_warnings():  # of deprecations in torch, on import
     warnings.simplefilter("ignore")
@@ -147,6 +148,7 @@ def test_hetero_listing_damaged(tmp_path, hetero):
     listing.write_text(text[:-20])
     with pytest.raises(DataError, match="damaged"):
         HeteroDataset.open(tmp_path)
-    listing.write_text(text.replace('"version": 1', '"version": 2'))
-    with pytest.raises(DataError, match="version 2"):
+    listing.write_text(text)
+    write_json_file(listing, {**read_json_file(listing), "version": 7})
+    with pytest.raises(DataError, match="version 7"):
         HeteroDataset.open(tmp_path)

@@ -24,7 +24,8 @@ def write(path, kind, arrays, **attributes):
     with ContainerWriter(path, kind=kind, sections=sections, attributes=attributes) as writer:
         for name, array in arrays.items():
             writer.write(name, 0, array)
-        writer.commit().close()
+        with writer.commit() as container:
+            return container.fingerprint
 
 
 def skewed_graph(nodes, edges, random):
@@ -44,15 +45,18 @@ def make_dataset(folder, *, nodes=500, edges=4000, dim=4, dtype=np.float32, trai
     labels = {"y": random.integers(0, 5, nodes)}
     labels |= {name: ids[i::3] for i, name in enumerate(("train", "valid", "test"))}
     folder.mkdir(parents=True, exist_ok=True)
+    files = {
+        "features.fvf": write(folder / "features.fvf", "features", {"x": x}),
+        "labels.fvf": write(folder / "labels.fvf", "labels", labels, num_classes=5),
+    }
     write(
         folder / "graph.fvf",
         "graph",
         {"indptr": indptr, "indices": indices},
         name="random",
         num_nodes=nodes,
+        files=files,
     )
-    write(folder / "features.fvf", "features", {"x": x})
-    write(folder / "labels.fvf", "labels", labels, num_classes=5)
     return Dataset.open(folder)
 
 

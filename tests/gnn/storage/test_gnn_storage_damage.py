@@ -1,5 +1,6 @@
 """Damaged, cut, swapped and foreign files: each is refused with what to do, and no row is wrong."""
 
+import json
 import struct
 
 import numpy as np
@@ -163,3 +164,74 @@ def test_the_map_back_end_sees_a_cut_file_before_it_touches_it(make_file, random
             reader.read_rows(np.arange(3), np.empty((3, 3), np.float32))
     with pytest.raises(DataError, match="cannot be mapped"):
         container.memory_map("x")
+
+
+def with_manifest(data, change):
+    """A file with another manifest, and all checksums right for it."""
+    header = list(struct.unpack_from("<8sIIQ32sQQQQQQQ", data))
+    offset, count = header[9], header[10]
+    manifest = json.loads(data[offset : offset + count])
+    change(manifest)
+    text = json.dumps(manifest).encode()
+    pages = text.ljust(-(-len(text) // PAGE) * PAGE, b"\0")
+    header[5] = offset + len(pages)
+    header[10], header[11] = len(text), xxhash.xxh64(pages).intdigest()
+    page = struct.pack("<8sIIQ32sQQQQQQQ", *header).ljust(PAGE - 8, b"\0")
+    page += struct.pack("<Q", xxhash.xxh64(page).intdigest())
+    return page + data[PAGE:offset] + pages
+
+
+def set_section(**values):
+    return lambda manifest: manifest["sections"][0].update(values)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        set_section(offset=4097),
+        set_section(offset=1 << 40),
+        set_section(offset=4096 * 10),
+        set_section(shape=[3000, 4]),
+        set_section(shape=[1 << 40, 3]),
+    ],
+    ids=["not on a page", "far away", "past the end", "too wide", "too long"],
+)
+def test_a_section_that_does_not_lie_in_the_file_is_refused(change, sound_file, tmp_path):
+    (tmp_path / "same").write_bytes(with_manifest(sound_file, lambda _manifest: None))
+    Container.open(tmp_path / "same", verify="full").close()
+    (tmp_path / "a").write_bytes(with_manifest(sound_file, change))
+    with pytest.raises(DataError, match="does not lie in the file"):
+        Container.open(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        set_section(offset=-4096),
+        set_section(offset=0),
+        set_section(offset=4096.0),
+        set_section(offset="4096"),
+        set_section(shape=[-1, 3]),
+        set_section(shape=3),
+        set_section(dtype="O"),
+        set_section(dtype="no type"),
+        lambda manifest: manifest.update(sections=7),
+        lambda manifest: manifest.pop("attributes"),
+    ],
+    ids=[
+        "negative",
+        "in the header",
+        "float",
+        "text",
+        "negative shape",
+        "flat shape",
+        "objects",
+        "no type",
+        "no list",
+        "no attributes",
+    ],
+)
+def test_a_manifest_of_nonsense_is_refused(change, sound_file, tmp_path):
+    (tmp_path / "a").write_bytes(with_manifest(sound_file, change))
+    with pytest.raises(DataError, match="; "):
+        Container.open(tmp_path / "a")

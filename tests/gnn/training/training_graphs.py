@@ -21,7 +21,8 @@ def write(path, kind, arrays, attributes):
     with ContainerWriter(path, kind=kind, sections=sections, attributes=attributes) as writer:
         for name, array in arrays.items():
             writer.write(name, 0, array)
-        writer.commit().close()
+        with writer.commit() as container:
+            return container.fingerprint
 
 
 def awkward_edges(rng, *, nodes, edges):
@@ -50,9 +51,13 @@ def make_dataset(folder, *, nodes=300, edges=2000, dim=5, dtype=np.float32, clas
     graph = {"indptr": indptr.astype(np.int64), "indices": sources[order].astype(np.int32)}
     labels = {"y": y.astype(np.int64), "train": np.sort(ids[:first])}
     labels |= {"valid": np.sort(ids[first:second]), "test": np.sort(ids[second:])}
-    write(folder / "graph.fvf", "graph", graph, about)
-    write(folder / "features.fvf", "features", {"x": x}, about)
-    write(folder / "labels.fvf", "labels", labels, about | {"num_classes": classes})
+    files = {
+        "features.fvf": write(folder / "features.fvf", "features", {"x": x}, about),
+        "labels.fvf": write(
+            folder / "labels.fvf", "labels", labels, about | {"num_classes": classes}
+        ),
+    }
+    write(folder / "graph.fvf", "graph", graph, about | {"files": files})
     return Dataset.open(folder)
 
 

@@ -9,10 +9,10 @@ comes. What was spilled is journalled, so that a killed run goes on.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.errors import InfeasibleError, StorageError
+from fivefold.errors import DataError, InfeasibleError, StorageError
 from fivefold.gnn.data._bucket_kernels import assign_places, count_keys
 from fivefold.gnn.data._parts import EdgeBlock, index_dtype
+from fivefold.gnn.storage import read_json_file, write_json_file
 
 __all__ = ["CsrPiece", "EdgeBuckets"]
 
@@ -87,6 +88,7 @@ class EdgeBuckets:
         if weighted:
             self.columns["weights"] = np.dtype(np.float32)
         self.sizes = np.zeros(self._spilled_buckets, np.int64)
+        self._sums: dict[str, int] = {}  # of what was spilled, by the file's name
         self.position = 0
         self.complete = False
         self._held: list[EdgeBlock] = []
@@ -105,15 +107,16 @@ class EdgeBuckets:
             return
         if not self._take_over():
             self.sizes[:] = 0
+            self._sums = {}
             self.position, self.complete, self._marked = 0, False, 0
             self.remove()
             self.folder.mkdir(parents=True)
 
     def _take_over(self) -> bool:
         try:
-            journal = json.loads((self.folder / _JOURNAL).read_bytes())
-        except (OSError, ValueError):
-            return False
+            journal = read_json_file(self.folder / _JOURNAL)
+        except (DataError, OSError):
+            return False  # the edges are read again
         if journal["recipe_id"] != self.recipe_id or journal["width"] != self.width:
             return False
         sizes = np.array(journal["sizes"], np.int64)
@@ -126,6 +129,7 @@ class EdgeBuckets:
                 if path.is_file():
                     os.truncate(path, stop)
         self.sizes, self.position = sizes, journal["position"]
+        self._sums = journal["sums"]
         self.complete = journal["complete"]
         self._marked = int(sizes.sum())
         return True
@@ -188,9 +192,11 @@ class EdgeBuckets:
     def _append(self, name: str, ordered: NDArray[Any], starts: NDArray[np.int64]) -> None:
         for bucket in np.flatnonzero(np.diff(starts)).tolist():
             path = self._path(bucket, name)
+            data = ordered[starts[bucket] : starts[bucket + 1]].data.cast("B")
+            self._sums[path.name] = zlib.crc32(data, self._sums.get(path.name, 0))
             try:
                 with path.open("ab") as file:
-                    file.write(ordered[starts[bucket] : starts[bucket + 1]].data.cast("B"))
+                    file.write(data)
             except OSError as error:
                 raise StorageError(
                     f"writing edges to {path} failed: {error.strerror}",
@@ -211,10 +217,9 @@ class EdgeBuckets:
             "sizes": self.sizes.tolist(),
             "position": self.position,
             "complete": self.complete,
+            "sums": self._sums,
         }
-        temporary = self.folder / f"{_JOURNAL}.new"
-        temporary.write_text(json.dumps(journal))
-        temporary.replace(self.folder / _JOURNAL)
+        write_json_file(self.folder / _JOURNAL, journal)
         self._marked = self.num_edges
 
     def _path(self, bucket: int, name: str) -> Path:
@@ -235,6 +240,7 @@ class EdgeBuckets:
         if self.in_memory:
             yield from self._all_in_memory()
             return
+        self._check(bucket)
         num_nodes = self.nodes_of(bucket)
         for first, stop in self._fitting_parts(bucket, num_nodes):
             if stop - first == 1 and first >= 0 and self._is_giant:
@@ -271,6 +277,18 @@ class EdgeBuckets:
             stop = max(stop, first + 1)
             yield first, stop
             first = stop
+
+    def _check(self, bucket: int) -> None:
+        """Compare what was spilled with its checksums, before it is used as indices."""
+        for name in self.columns if self.sizes[bucket] else ():
+            path, checksum = self._path(bucket, name), 0
+            for chunk in self._chunks(bucket, name):
+                checksum = zlib.crc32(chunk.data.cast("B"), checksum)
+            if checksum != self._sums[path.name]:
+                raise DataError(
+                    f"{path} is damaged: its checksum is wrong",
+                    hint=f"remove {self.folder} and run the same command again",
+                )
 
     def _chunks(self, bucket: int, name: str) -> Iterator[NDArray[Any]]:
         """A column of a bucket, a part that surely fits at a time."""

@@ -1,6 +1,7 @@
 """A data set on disk: a folder with a graph, feature rows, labels and splits.
 
-    graph.fvf      kind "graph": indptr int64 [N + 1], indices int32 or int64 [E], maybe weights
+    graph.fvf      kind "graph": indptr int64 [N + 1], indices int32 or int64 [E], maybe weights;
+                   its attribute "files" names the fingerprints of the others
     features.fvf   kind "features": x [N, D] of any dtype; absent where nodes have none
     labels.fvf     kind "labels": y int64 [N] (-1 unknown), train, valid, test int64 ids; optional
 
@@ -22,12 +23,21 @@ from fivefold.errors import DataError
 from fivefold.gnn.sampling import Topology
 from fivefold.gnn.storage import Container
 
-__all__ = ["FEATURES_FILE", "GRAPH_FILE", "HETERO_FILE", "LABELS_FILE", "Dataset"]
+__all__ = [
+    "FEATURES_FILE",
+    "GRAPH_FILE",
+    "HETERO_FILE",
+    "LABELS_FILE",
+    "NAMES_FILE",
+    "Dataset",
+    "check_belongs",
+]
 
 GRAPH_FILE = "graph.fvf"
 FEATURES_FILE = "features.fvf"
 LABELS_FILE = "labels.fvf"
 HETERO_FILE = "dataset.json"
+NAMES_FILE = "names.json"
 
 
 class Dataset:
@@ -69,7 +79,8 @@ class Dataset:
             The data set.
 
         Raises:
-            DataError: The folder holds no finished data set, or one of several node types.
+            DataError: The folder holds no finished data set, one of several node types, or files
+                of several data sets.
         """
         folder = Path(folder)
         if (folder / HETERO_FILE).is_file():
@@ -82,17 +93,24 @@ class Dataset:
                 f"{folder} holds no data set: {GRAPH_FILE} is missing", hint=_cause(folder)
             )
         dataset = cls(folder, Container.open(folder / GRAPH_FILE, kind="graph"))
-        dataset._check()
+        try:
+            dataset._check()
+        except BaseException:
+            dataset.close()
+            raise
         return dataset
 
     def _check(self) -> None:
-        for name, rows in (("x", self._features), ("y", self._labels)):
-            if rows is not None and rows.sections[name].shape[0] != self.num_nodes:
-                raise DataError(
-                    f"{rows.path} has {rows.sections[name].shape[0]} rows, "
-                    f"{GRAPH_FILE} has {self.num_nodes} nodes",
-                    hint="the files belong to different data sets: ingest into a new folder",
-                )
+        files = self.graph.attributes.get("files")
+        if files is None:
+            raise DataError(
+                f"{self.graph.path} is of an older version: it does not say which features and "
+                "labels belong to it",
+                hint="run the same ingest or generate command again: it makes this file anew and "
+                "keeps the others",
+            )
+        for name, found in ((FEATURES_FILE, self._features), (LABELS_FILE, self._labels)):
+            check_belongs(self.folder / name, found, files.get(name), named_by=GRAPH_FILE)
 
     @property
     def name(self) -> str:
@@ -118,7 +136,8 @@ class Dataset:
         """The edges, in memory or as a memory map.
 
         Args:
-            mapped: Map the file instead of reading it.
+            mapped: Map the file instead of keeping it in memory; it is read through once and
+                verified in any case.
 
         Returns:
             In-neighbours in compressed rows.
@@ -242,6 +261,31 @@ class Dataset:
             )
         values: NDArray[np.int64] = self._labels.read(section)
         return values
+
+
+def check_belongs(path: Path, found: Container | None, named: str | None, *, named_by: str) -> None:
+    """Refuse a file that is not the one its data set was written with, or is not there.
+
+    Args:
+        path: Of the file.
+        found: The file, opened; None where there is none.
+        named: Fingerprint of the file that belongs there; None where none does.
+        named_by: What says so, for the message.
+
+    Raises:
+        DataError: It is another, or missing, or one too many.
+    """
+    if (None if found is None else found.fingerprint) == named:
+        return
+    if found is None:
+        message = f"{path} is missing; {named_by} says that its fingerprint is {named}"
+    else:
+        told = "that there is none" if named is None else f"that its fingerprint is {named}"
+        message = f"{path} does not belong to this data set: {named_by} says {told}"
+    raise DataError(
+        message,
+        hint="put the right file back, or ingest the data set again into a new folder",
+    )
 
 
 def _cause(folder: Path) -> str:

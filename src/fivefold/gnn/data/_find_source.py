@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from fivefold.gnn.data._hetero import HeteroSource
 from fivefold.gnn.data._joined_source import JoinedSource
 from fivefold.gnn.data._node_table import TableColumns
 from fivefold.gnn.data._ogb import mag240m_source, ogb_adds_reverse, ogb_source
-from fivefold.gnn.data._parts import Source
+from fivefold.gnn.data._parts import EDGE_FEATURES, Source, refuse_edge_features
 from fivefold.gnn.data._pyg import pyg_source
 from fivefold.gnn.data._rows import Rows, npz_members, npz_rows, one_split
 from fivefold.gnn.data._table_source import TableSource, table_source
@@ -50,6 +50,7 @@ class SourceOptions:
         ids: auto, number or text, for table.
         num_nodes: Number of nodes; None: found.
         split: Where masks have several columns, the one to take, for npy, table and pyg.
+        leave_out: Features of edges that may be left out, by name, for npy, pyg and ogb.
 
     Example:
         >>> SourceOptions(kind="npy").ids
@@ -64,6 +65,7 @@ class SourceOptions:
     ids: Any = "auto"
     num_nodes: int | None = None
     split: int | None = None
+    leave_out: Collection[str] = ()
 
 
 def find_source(
@@ -100,11 +102,11 @@ def find_source(
     kind = options.kind or _kind_of(path)
     _check_options(kind, options)
     if kind == "ogb":
-        return ogb_source(path), ogb_adds_reverse(path)
+        return ogb_source(path, leave_out=options.leave_out), ogb_adds_reverse(path)
     if kind == "mag240m":
         return mag240m_source(path), False
     if kind == "pyg":
-        return pyg_source(path, split=options.split), False
+        return pyg_source(path, split=options.split, leave_out=options.leave_out), False
     if kind == "npy":
         return _npy_source(path, options), False
     if kind == "table":
@@ -113,9 +115,9 @@ def find_source(
 
 
 _FITTING = {  # what may be said about a source of each kind
-    "npy": {"arrays", "splits", "num_nodes", "split"},
-    "pyg": {"split"},
-    "ogb": set(),
+    "npy": {"arrays", "splits", "num_nodes", "split", "leave_out"},
+    "pyg": {"split", "leave_out"},
+    "ogb": {"leave_out"},
     "mag240m": set(),
     "table": {"arrays", "splits", "split", "nodes", "columns", "ids", "num_nodes"},
 }
@@ -126,7 +128,7 @@ def _check_options(kind: str, options: SourceOptions) -> None:
     plain = SourceOptions()
     given = {
         name
-        for name in ("arrays", "splits", "split", "nodes", "columns", "ids", "num_nodes")
+        for name in (f.name for f in fields(SourceOptions) if f.name != "kind")
         if getattr(options, name) != getattr(plain, name)
     }
     extra = sorted(given - _FITTING.get(kind, given))
@@ -175,6 +177,8 @@ def _npy_source(path: Path, options: SourceOptions) -> Source:
     if path.is_file() and path.suffix != ".npz":
         arrays["edge_index"] = path
     else:
+        beside = (name for name in EDGE_FEATURES if _first_array(path, (name,)) is not None)
+        refuse_edge_features(path, beside, options.leave_out)
         for found, names in ((arrays, _NPY_NAMES), (splits, _NPY_SPLITS)):
             for role, candidates in names.items():
                 array = _first_array(path, candidates)

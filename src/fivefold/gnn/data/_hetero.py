@@ -1,6 +1,6 @@
 """Data sets of several node and edge types: a folder per type and a list of them.
 
-dataset.json             name, node types and edge types with their folders
+dataset.json             name, node types and edge types with their folders and fingerprints
 nodes/0_paper/           features.fvf and labels.fvf, as for one type
 edges/0_cites/           graph.fvf: rows are targets, indices are nodes of the source type
 """
@@ -8,8 +8,6 @@ edges/0_cites/           graph.fvf: rows are targets, indices are nodes of the s
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,17 +19,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.errors import DataError
-from fivefold.gnn.data._dataset import FEATURES_FILE, GRAPH_FILE, HETERO_FILE, LABELS_FILE
+from fivefold.gnn.data._dataset import (
+    FEATURES_FILE,
+    GRAPH_FILE,
+    HETERO_FILE,
+    LABELS_FILE,
+    check_belongs,
+)
 from fivefold.gnn.data._parts import EdgePart, Progress, Source
-from fivefold.gnn.data._write import no_progress, write_parts
+from fivefold.gnn.data._write import fingerprints, no_progress, write_parts
 from fivefold.gnn.data._write_graph import EdgeRules
 from fivefold.gnn.sampling import HeteroTopology, Topology
-from fivefold.gnn.storage import Container
+from fivefold.gnn.storage import Container, read_json_file, write_json_file
 
 __all__ = ["HeteroDataset", "HeteroSource", "ingest_hetero"]
 
 EdgeType = tuple[str, str, str]
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +104,10 @@ def ingest_hetero(
     rules = rules or EdgeRules()
     for entry in listing["edges"]:
         _write_edges(folder, source, entry, rules, run)
-    _write_listing(folder, listing)
+    for entry in (*listing["nodes"].values(), *listing["edges"]):
+        names = (FEATURES_FILE, LABELS_FILE, GRAPH_FILE)
+        entry["files"] = fingerprints(folder / entry["folder"], names)
+    write_json_file(folder / HETERO_FILE, listing)  # last: a folder with this file is complete
     return HeteroDataset.open(folder)
 
 
@@ -153,17 +160,6 @@ def _write_edges(
     )
 
 
-def _write_listing(folder: Path, listing: dict[str, Any]) -> None:
-    """Last, so that a folder with this file is complete."""
-    folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f"{HETERO_FILE}.partial"
-    with temporary.open("w") as file:
-        json.dump(listing, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(folder / HETERO_FILE)
-
-
 class HeteroDataset:
     """A graph of several node and edge types in a folder; made by ``HeteroDataset.open``.
 
@@ -194,6 +190,11 @@ class HeteroDataset:
         self._edges: dict[EdgeType, Path] = {
             tuple(e["type"]): folder / e["folder"] for e in listing["edges"]
         }
+        self._files: dict[Path, str] = {
+            folder / e["folder"] / name: fingerprint
+            for e in (*listing["nodes"].values(), *listing["edges"])
+            for name, fingerprint in e["files"].items()
+        }
         self._opened: dict[Path, Container] = {}
 
     @classmethod
@@ -218,16 +219,12 @@ class HeteroDataset:
                 "it is ingested again",
             )
         try:
-            listing = json.loads(path.read_bytes())
-            if listing["version"] != _VERSION:
-                raise DataError(
-                    f"{path} is of version {listing['version']}", hint="ingest it again"
-                )
-            return cls(folder, listing)
-        except (KeyError, TypeError, ValueError) as error:
-            if isinstance(error, DataError):
-                raise
-            raise DataError(f"{path} is damaged: {error!r}", hint="ingest it again") from error
+            listing = read_json_file(path)
+        except DataError as error:
+            raise DataError(error.message, hint="ingest it again") from error
+        if listing["version"] != _VERSION:
+            raise DataError(f"{path} is of version {listing['version']}", hint="ingest it again")
+        return cls(folder, listing)
 
     @property
     def node_types(self) -> list[str]:
@@ -241,19 +238,20 @@ class HeteroDataset:
 
     def topology(self, *, mapped: bool = False) -> HeteroTopology:
         """The edges of all types, in memory or as memory maps."""
-        edges = {
-            kind: Topology.open(self._container(path / GRAPH_FILE, "graph"), mapped=mapped)
-            for kind, path in self._edges.items()
-        }
+        edges = {kind: Topology.open(self.graph(kind), mapped=mapped) for kind in self._edges}
         return HeteroTopology(self.num_nodes, edges)
+
+    def graph(self, edge_type: EdgeType) -> Container:
+        """The container of the edges of a type."""
+        return self._container(self._edges[edge_type] / GRAPH_FILE, "graph")
 
     def has_features(self, node_type: str) -> bool:
         """Whether the nodes of a type have feature rows."""
-        return (self._node_folder(node_type) / FEATURES_FILE).is_file()
+        return self._node_folder(node_type) / FEATURES_FILE in self._files
 
     def has_labels(self, node_type: str) -> bool:
         """Whether the nodes of a type have labels."""
-        return (self._node_folder(node_type) / LABELS_FILE).is_file()
+        return self._node_folder(node_type) / LABELS_FILE in self._files
 
     def features(self, node_type: str) -> Container:
         """The container with the section ``x`` of a node type."""
@@ -275,9 +273,9 @@ class HeteroDataset:
     @property
     def containers(self) -> dict[str, Container]:
         """All files, by their place in the folder."""
-        paths = [path for folder in self._nodes.values() for path in sorted(folder.glob("*.fvf"))]
-        paths += [path / GRAPH_FILE for path in self._edges.values()]
-        return {str(path.relative_to(self.folder)): self._container(path, None) for path in paths}
+        return {
+            str(path.relative_to(self.folder)): self._container(path, None) for path in self._files
+        }
 
     @cached_property
     def fingerprint(self) -> str:
@@ -295,9 +293,12 @@ class HeteroDataset:
 
     def _container(self, path: Path, kind: str | None) -> Container:
         if path not in self._opened:
-            if not path.is_file():
+            if path not in self._files:
                 raise DataError(f"there is no {path}", hint="this type was ingested without it")
-            self._opened[path] = Container.open(path, kind=kind)
+            found = Container.open(path, kind=kind) if path.is_file() else None
+            check_belongs(path, found, self._files[path], named_by=HETERO_FILE)
+            assert found is not None, "a file that is missing does not belong"
+            self._opened[path] = found
         return self._opened[path]
 
     def close(self) -> None:

@@ -12,9 +12,9 @@ the memory.
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,15 @@ from pyarrow import ipc, parquet
 from fivefold.errors import DataError
 from fivefold.gnn.data._bucket_kernels import hash_texts
 from fivefold.gnn.data._buckets import EdgeBuckets
+from fivefold.gnn.data._dataset import NAMES_FILE
 from fivefold.gnn.data._parts import EdgeBlock, Progress
+from fivefold.gnn.storage import read_json_file, write_json_file
 
-__all__ = ["NameBuckets", "number_names"]
+__all__ = ["NameBuckets", "number_names", "read_numbering", "write_numbering"]
 
 _BUCKET_BYTES = 16 << 20
+_CHUNK_BYTES = 4 << 20
+_FILES = ("names.parquet", "names.work/edges.npy", "names.work/weights.npy")
 _MOST_BUCKETS = 256
 _SCHEMA = pa.schema([("name", pa.string()), ("place", pa.int64())])
 
@@ -209,8 +213,47 @@ def _write_edges(path: Path, ends: EdgeBuckets, progress: Progress) -> None:
                 progress("names numbered", done, total)
 
 
-def write_state(path: Path, state: dict[str, Any]) -> None:
-    """Write a small JSON file so that it is there as a whole or not at all."""
-    temporary = path.with_name(path.name + ".new")
-    temporary.write_text(json.dumps(state))
-    temporary.replace(path)
+def write_numbering(folder: Path, recipe: Mapping[str, Any], num_nodes: int) -> dict[str, Any]:
+    """Note in ``names.json`` what was numbered, with checksums of the files that came of it.
+
+    Args:
+        folder: Of the data set; ``names.parquet`` and the folder ``names.work`` lie in it.
+        recipe: Of the source.
+        num_nodes: Number of nodes.
+
+    Returns:
+        What was noted.
+
+    Raises:
+        StorageError: The disk refused.
+    """
+    files = {name: _checksum(folder / name) for name in _FILES if (folder / name).is_file()}
+    state = {"recipe": dict(recipe), "num_nodes": num_nodes, "files": files}
+    write_json_file(folder / NAMES_FILE, state)
+    return state
+
+
+def read_numbering(folder: Path) -> dict[str, Any] | None:
+    """What ``names.json`` says; None where names were not numbered.
+
+    Raises:
+        DataError: It is damaged, or a file that it names is.
+    """
+    if not (folder / NAMES_FILE).is_file():
+        return None
+    state = read_json_file(folder / NAMES_FILE)
+    for name, expected in state["files"].items():
+        if (folder / name).is_file() and _checksum(folder / name) != expected:
+            raise DataError(
+                f"{folder / name} is damaged: its checksum is wrong",
+                hint=f"remove {folder / NAMES_FILE} and run the same command again",
+            )
+    return state
+
+
+def _checksum(path: Path) -> int:
+    checksum = 0
+    with path.open("rb") as file:
+        while block := file.read(_CHUNK_BYTES):
+            checksum = zlib.crc32(block, checksum)
+    return checksum

@@ -7,7 +7,7 @@ Large-scale challenge (arXiv 2103.09430): the paper nodes of MAG240M under ``pro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from fivefold.errors import DataError
 from fivefold.gnn.data._array_source import ArraySource, as_labels, as_split
-from fivefold.gnn.data._parts import EdgeBlock, LabelPart, Source
+from fivefold.gnn.data._parts import EdgeBlock, LabelPart, Source, refuse_edge_features
 from fivefold.gnn.data._rows import ArrayRows, Rows, file_stamp, npy_rows, npz_members, npz_rows
 from fivefold.gnn.data._tables import CsvReader
 from fivefold.gnn.data._torch_files import load_plain
@@ -38,18 +38,20 @@ def ogb_adds_reverse(folder: str | Path) -> bool:
     return any(part in name for part in _UNDIRECTED)
 
 
-def ogb_source(folder: str | Path) -> Source:
+def ogb_source(folder: str | Path, *, leave_out: Collection[str] = ()) -> Source:
     """A node property prediction data set of the Open Graph Benchmark.
 
     Args:
         folder: The one with ``raw`` and ``split``, as ``ogbn_products`` or ``papers100M-bin``.
+        leave_out: "edge_feat" lets features of edges be left out, which cannot be stored.
 
     Returns:
         The source, for ``ingest``. Products and proteins need ``add_reverse`` (the benchmark
         adds it when it loads them), papers100M and arxiv do not: ``ogb_adds_reverse`` tells.
 
     Raises:
-        DataError: A file is missing or not what the benchmark writes.
+        DataError: A file is missing or not what the benchmark writes, or there are features of
+            edges.
 
     Example:
         >>> try:
@@ -60,8 +62,11 @@ def ogb_source(folder: str | Path) -> Source:
     """
     folder = Path(folder)
     if (folder / "raw" / "data.npz").is_file():
+        refuse_edge_features(folder, npz_members(folder / "raw" / "data.npz"), leave_out)
         return _binary_source(folder)
     if (folder / "raw" / "edge.csv.gz").is_file():
+        if (folder / "raw" / "edge-feat.csv.gz").is_file():
+            refuse_edge_features(folder, ["edge_feat"], leave_out)
         return _CsvSource(folder)
     if (folder / "raw" / "relations").is_dir():
         raise DataError(

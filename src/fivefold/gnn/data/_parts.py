@@ -7,14 +7,17 @@ for the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fivefold.errors import DataError
+
 __all__ = [
+    "EDGE_FEATURES",
     "EdgeBlock",
     "EdgePart",
     "FeaturePart",
@@ -22,11 +25,13 @@ __all__ = [
     "Progress",
     "Source",
     "index_dtype",
+    "refuse_edge_features",
 ]
 
 Progress = Callable[[str, int, int], None]
 """Called with (stage, done, total); total is 0 where it is not known before the end."""
 
+EDGE_FEATURES = ("edge_attr", "edge_feat", "edge_features")
 _SPLITS = ("train", "valid", "test")
 _LAST_INT32 = 2**31 - 1
 
@@ -34,6 +39,26 @@ _LAST_INT32 = 2**31 - 1
 def index_dtype(num_nodes: int) -> np.dtype[Any]:
     """The type of node ids in ``indices``: int32 while they fit."""
     return np.dtype(np.int32 if num_nodes - 1 <= _LAST_INT32 else np.int64)
+
+
+def refuse_edge_features(what: object, names: Iterable[str], leave_out: Collection[str]) -> None:
+    """Refuse features of edges, which cannot be stored, unless they may be left out.
+
+    Args:
+        what: Where they are, for the message.
+        names: Of the arrays that are there.
+        leave_out: Those that may be left out.
+
+    Raises:
+        DataError: There are some, and not all may be.
+    """
+    for name in names:
+        if name in EDGE_FEATURES and name not in leave_out:
+            raise DataError(
+                f"{what} has {name}, and features of edges cannot be stored",
+                hint="one number per edge can, as its weight; or leave them out: "
+                f"leave_out=[{name!r}], on the command line --leave-out {name}",
+            )
 
 
 @dataclass(frozen=True, slots=True)

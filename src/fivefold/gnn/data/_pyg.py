@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -12,35 +14,49 @@ import numpy as np
 from fivefold.errors import DataError
 from fivefold.gnn.data._array_source import ArraySource, array_part, as_array
 from fivefold.gnn.data._hetero import HeteroSource
+from fivefold.gnn.data._parts import refuse_edge_features
 from fivefold.gnn.data._rows import ArrayRows, Rows, file_stamp, one_split
 from fivefold.gnn.data._torch_files import load_pyg
 
 __all__ = ["pyg_source"]
 
+_LOG = logging.getLogger(__name__)
+_STORED = frozenset(
+    {"x", "y", "edge_index", "edge_weight", "adj_t", "num_nodes", "batch", "ptr"}
+    | {"train_mask", "val_mask", "test_mask"}
+)
 _MASKS = {"train": "train_mask", "valid": "val_mask", "test": "test_mask"}
 
 
 def pyg_source(
-    data: Any, *, name: str | None = None, split: int | None = None
+    data: Any,
+    *,
+    name: str | None = None,
+    split: int | None = None,
+    leave_out: Collection[str] = (),
 ) -> ArraySource | HeteroSource:
     """A graph of PyTorch Geometric.
 
     Stored are ``x``, ``edge_index``, ``edge_weight``, ``y`` and the masks ``train_mask``,
-    ``val_mask`` and ``test_mask``, of every node and edge type; other attributes are left out. In
-    the place of ``edge_index``, ``adj_t`` will do, the transposed adjacency matrix as a sparse
-    tensor; its values are weights unless all are one.
+    ``val_mask`` and ``test_mask``, of every node and edge type. Features of edges (``edge_attr``)
+    cannot be stored, and are refused unless ``leave_out`` names them; further attributes that are
+    not stored are named in a warning of the log. In the place of ``edge_index``, ``adj_t`` will
+    do, the transposed adjacency matrix as a sparse tensor; its values are weights unless all are
+    one.
 
     Args:
         data: ``Data``, ``HeteroData``, or the path of a file made by ``torch.save`` of one, or by
             a data set of PyG. Files are read without running code that is in them.
         name: For people; None: the file's name or the class.
         split: Where masks have several columns, the one to take.
+        leave_out: Attributes that may be left out, such as "edge_attr".
 
     Returns:
         The source, for ``ingest``.
 
     Raises:
-        DataError: There are no edges in ``edge_index``, or the file is of something else.
+        DataError: There are no edges in ``edge_index``, there are features of edges, or the file
+            is of something else.
         UnsupportedError: PyTorch Geometric is not installed.
 
     Example:
@@ -58,7 +74,8 @@ def pyg_source(
         name = name or path.stem
     name = name or type(data).__name__
     if hasattr(data, "edge_types"):
-        return _hetero_source(data, name, stamp, split)
+        return _hetero_source(data, name, stamp, split, leave_out)
+    _check_left_out(data, name, leave_out)
     edges, weights = _edges(data, "the graph", stamp)
     parts = _node_parts(data, stamp, split)
     with warnings.catch_warnings():  # that it counts them by the edges
@@ -74,7 +91,21 @@ def pyg_source(
     )
 
 
-def _hetero_source(data: Any, name: str, stamp: Any, split: int | None) -> HeteroSource:
+def _check_left_out(store: Any, what: str, allowed: Collection[str]) -> None:
+    """Nothing is left out without a word."""
+    names = store.keys() if callable(getattr(store, "keys", None)) else vars(store)
+    given = [name for name in names if getattr(store, name, None) is not None]
+    refuse_edge_features(what, given, allowed)
+    lost = [name for name in given if name not in _STORED and name not in allowed]
+    if lost:
+        _LOG.warning("%s: not stored: %s", what, ", ".join(lost))
+
+
+def _hetero_source(
+    data: Any, name: str, stamp: Any, split: int | None, leave_out: Collection[str]
+) -> HeteroSource:
+    for kind in (*data.node_types, *data.edge_types):
+        _check_left_out(data[kind], f"type {kind}", leave_out)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         counts = {kind: data[kind].num_nodes for kind in data.node_types}

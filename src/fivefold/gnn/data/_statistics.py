@@ -10,10 +10,11 @@ from numpy.typing import NDArray
 
 from fivefold.errors import DataError
 from fivefold.gnn.data._bucket_kernels import count_keys
-from fivefold.gnn.data._dataset import HETERO_FILE, Dataset
+from fivefold.gnn.data._dataset import HETERO_FILE, NAMES_FILE, Dataset
 from fivefold.gnn.data._hetero import HeteroDataset
+from fivefold.gnn.data._names import read_numbering
 from fivefold.gnn.data._parts import Progress
-from fivefold.gnn.data._write import no_progress
+from fivefold.gnn.data._write import names_fingerprint, no_progress
 from fivefold.gnn.storage import Container
 
 __all__ = ["describe", "open_dataset", "verify"]
@@ -96,8 +97,8 @@ def describe(dataset: Dataset | HeteroDataset) -> dict[str, Any]:
 
 def _describe_hetero(dataset: HeteroDataset) -> dict[str, Any]:
     edges = {
-        " ".join(kind): topology.num_edges
-        for kind, topology in dataset.topology(mapped=True).edges.items()
+        " ".join(kind): int(dataset.graph(kind).sections["indices"].shape[0])
+        for kind in dataset.edge_types
     }
     return {"name": dataset.name, "nodes": dataset.num_nodes, "edges": edges, **_files(dataset)}
 
@@ -143,7 +144,7 @@ def _spread(degrees: NDArray[np.int64]) -> dict[str, Any]:
 
 
 def verify(dataset: Dataset | HeteroDataset, progress: Progress | None = None) -> int:
-    """Read every byte of a data set, compare all checksums, and check the edges.
+    """Read every byte of a data set, compare all checksums, check the edges and the names.
 
     Args:
         dataset: The data set.
@@ -171,7 +172,19 @@ def verify(dataset: Dataset | HeteroDataset, progress: Progress | None = None) -
         read_bytes += file.path.stat().st_size
         if file.kind == "graph":
             _check_graph(file)
+    if isinstance(dataset, Dataset):
+        _check_names(dataset)
     return read_bytes
+
+
+def _check_names(dataset: Dataset) -> None:
+    """Names that were numbered must be those of this graph."""
+    read_numbering(dataset.folder)
+    if names_fingerprint(dataset.folder) != dataset.graph.attributes["files"].get(NAMES_FILE):
+        raise DataError(
+            f"{NAMES_FILE} in {dataset.folder} does not belong to this data set",
+            hint="put the right file back, or ingest the data set again into a new folder",
+        )
 
 
 def _check_graph(file: Container) -> None:

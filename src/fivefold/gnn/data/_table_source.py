@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from fivefold.errors import ConfigurationError, DataError, FivefoldError, StorageError
 from fivefold.gnn.data._array_source import array_part, check_gaps
 from fivefold.gnn.data._dataset import GRAPH_FILE
-from fivefold.gnn.data._names import number_names, write_state
+from fivefold.gnn.data._names import number_names, read_numbering, write_numbering
 from fivefold.gnn.data._node_table import NodeTable, TableColumns, check_column, check_whole
 from fivefold.gnn.data._parts import EdgeBlock, LabelPart, Progress
 from fivefold.gnn.data._rows import file_stamp, npy_rows
@@ -25,6 +26,7 @@ from fivefold.gnn.data._write import no_progress
 
 __all__ = ["TableSource", "table_source"]
 
+_LOG = logging.getLogger(__name__)
 _SOURCES = ("source", "src", "from", "head", "u")
 _TARGETS = ("target", "dst", "destination", "to", "tail", "v")
 
@@ -168,17 +170,16 @@ class TableSource:
         """
         if not self.text_ids:
             return
-        work, state_file = folder / "names.work", folder / "names.json"
+        work = folder / "names.work"
         recipe = json.loads(json.dumps(dict(self.recipe)))
-        state = json.loads(state_file.read_bytes()) if state_file.is_file() else None
+        state = read_numbering(folder)
         if state is not None and state["recipe"] != recipe:
             raise DataError(f"{folder} holds names of another source", hint="choose another folder")
         needed = not (folder / GRAPH_FILE).is_file()
         if state is None or (needed and not (work / "edges.npy").is_file()):
             try:
                 count = self._number(folder, memory_bytes, progress)
-                state = {"recipe": recipe, "num_nodes": count}
-                write_state(state_file, state)
+                state = write_numbering(folder, recipe, count)
             except OSError as error:
                 if isinstance(error, FivefoldError):
                     raise
@@ -257,6 +258,15 @@ def _edge_columns(table: TableReader, columns: TableColumns) -> tuple[str, str, 
         )
     for name in (columns.source, columns.target, columns.weight):
         check_column(table, name)
+    source, target = _ends_of(table, columns)
+    kept = (source, target, columns.weight)
+    lost = [name for name in table.names if name not in kept]
+    if lost:
+        _LOG.warning("%s: columns not stored: %s", table.path, ", ".join(lost))
+    return source, target, columns.weight
+
+
+def _ends_of(table: TableReader, columns: TableColumns) -> tuple[str, str]:
     source = columns.source or _usual(table.names, _SOURCES)
     target = columns.target or _usual(table.names, _TARGETS)
     if source is None or target is None or source == target:
@@ -268,7 +278,7 @@ def _edge_columns(table: TableReader, columns: TableColumns) -> tuple[str, str, 
             f"source and target of {table.path} are both column {source or target!r}",
             hint="name them: --column source=NAME --column target=NAME",
         )
-    return source, target, columns.weight
+    return source, target
 
 
 def _usual(names: list[str], usual: Sequence[str]) -> str | None:

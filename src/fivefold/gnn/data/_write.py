@@ -7,9 +7,10 @@ file: a file of another recipe is never reused.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.errors import ConfigurationError, DataError
-from fivefold.gnn.data._dataset import FEATURES_FILE, GRAPH_FILE, LABELS_FILE, Dataset
+from fivefold.gnn.data._dataset import FEATURES_FILE, GRAPH_FILE, LABELS_FILE, NAMES_FILE, Dataset
 from fivefold.gnn.data._parts import FeaturePart, LabelPart, Progress, Source
 from fivefold.gnn.data._write_graph import EdgeRules, work_folder, write_graph
 from fivefold.gnn.storage import Container, ContainerWriter
 from fivefold.units import format_bytes
 
-__all__ = ["MIN_MEMORY_BYTES", "check_memory", "no_progress", "write_dataset", "write_parts"]
+__all__ = [
+    "MIN_MEMORY_BYTES",
+    "check_memory",
+    "fingerprints",
+    "names_fingerprint",
+    "no_progress",
+    "write_dataset",
+    "write_parts",
+]
 
 MIN_MEMORY_BYTES = 16_000_000
 _MOST_CLASSES = 1 << 24
@@ -119,6 +128,8 @@ def write_parts(
     attributes = {**attributes, "recipe": recipe}
     names = (LABELS_FILE, GRAPH_FILE, FEATURES_FILE)
     finished = [_is_finished(folder / name, recipe) for name in names]  # all, before any work
+    if finished[1]:
+        finished[1] = _names_its_files(folder / GRAPH_FILE)
     labels, edges, features = parts
     if not finished[0] and (label_part := labels()) is not None:
         _write_labels(folder / LABELS_FILE, label_part, attributes, progress)
@@ -129,12 +140,42 @@ def write_parts(
         write_graph(
             folder / GRAPH_FILE,
             edge_part,
-            attributes,
+            {**attributes, "files": _files_beside(folder)},
             rules=rules,
             memory_bytes=memory_bytes,
             progress=progress,
         )
     shutil.rmtree(work_folder(folder / GRAPH_FILE), ignore_errors=True)
+
+
+def fingerprints(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """The fingerprints of the files of these names that are in a folder."""
+    found = {}
+    for name in names:
+        if (folder / name).is_file():
+            with Container.open(folder / name) as container:
+                found[name] = container.fingerprint
+    return found
+
+
+def names_fingerprint(folder: Path) -> str | None:
+    """A hash of names.json; None where names were not numbered."""
+    path = folder / NAMES_FILE
+    return (
+        hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest() if path.is_file() else None
+    )
+
+
+def _files_beside(folder: Path) -> dict[str, str]:
+    """What a graph says of the files that belong to it."""
+    found, names = fingerprints(folder, (FEATURES_FILE, LABELS_FILE)), names_fingerprint(folder)
+    return found if names is None else {**found, NAMES_FILE: names}
+
+
+def _names_its_files(graph: Path) -> bool:
+    """Whether it says which files belong to it; older versions did not, and it is made anew."""
+    with Container.open(graph) as container:
+        return "files" in container.attributes
 
 
 def _is_finished(path: Path, recipe: Mapping[str, Any]) -> bool:

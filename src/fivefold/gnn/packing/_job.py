@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -12,8 +11,9 @@ from typing import Any
 from fivefold.errors import DataError, InfeasibleError
 from fivefold.gnn.packing._geometry import PAGE_BYTES, Geometry, choose_geometry
 from fivefold.gnn.packing._movement import Mover
-from fivefold.gnn.packing._store import StoreFiles, write_json
+from fivefold.gnn.packing._store import StoreFiles
 from fivefold.gnn.planning import DiskCost
+from fivefold.gnn.storage import read_json_file, write_json_file
 from fivefold.units import format_bytes, format_duration_s
 
 __all__ = ["ANEW_HINT", "Job", "Profile"]
@@ -50,13 +50,13 @@ class Job:
             "memory_bytes": 0,
         }
         if not self._path.exists():
-            write_json(self._path, self._settled)
+            write_json_file(self._path, self._settled)
             return
         try:
-            self._settled = json.loads(self._path.read_text())
-            known = self._settled["inputs"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{self._path} cannot be read: {error}", hint=ANEW_HINT) from None
+            self._settled = read_json_file(self._path)
+        except DataError as error:
+            raise DataError(error.message, hint=ANEW_HINT) from None
+        known = self._settled["inputs"]
         other = [name for name in inputs if inputs[name] != known.get(name)]
         if other:
             message = f"{files.folder} holds an unfinished store of other {', '.join(other)}"
@@ -124,7 +124,7 @@ class Job:
             "at_once": at_once,
             "memory_bytes": self._memory_bytes,
         }
-        write_json(self._path, self._settled)
+        write_json_file(self._path, self._settled)
         return dataclasses.replace(mover, geometry=geometry)
 
 

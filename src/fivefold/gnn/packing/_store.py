@@ -6,7 +6,6 @@ its own files, so that a store is either whole or not there, and a file of anoth
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from functools import cached_property
@@ -23,12 +22,12 @@ from fivefold.gnn.packing._record import BatchRecord, decode_record
 from fivefold.gnn.packing._records import KIND_RECORDS
 from fivefold.gnn.planning import Plan
 from fivefold.gnn.sampling import SampleFile
-from fivefold.gnn.storage import Container
+from fivefold.gnn.storage import Container, read_json_file, write_json_file
 
 __all__ = ["KIND_ROWS", "PackedStore", "StoreFiles"]
 
 KIND_ROWS = "packed-rows"
-_VERSION = 1
+_VERSION = 2
 _REPACK = "pack again with resume=False (`fivefold gnn pack --fresh`)"
 
 
@@ -235,7 +234,7 @@ def read_manifest(files: StoreFiles) -> dict[str, Any]:
         DataError: It is not there, or not of this form.
     """
     try:
-        manifest: Any = json.loads(files.store.read_text())
+        manifest = read_json_file(files.store)
     except FileNotFoundError:
         if files.scratch.exists():
             raise DataError(
@@ -243,41 +242,14 @@ def read_manifest(files: StoreFiles) -> dict[str, Any]:
                 hint="run packing again; it goes on where it stopped",
             ) from None
         raise DataError(f"{files.folder} holds no packed store", hint="pack first") from None
-    except (OSError, ValueError) as error:
-        raise DataError(f"{files.store} cannot be read: {error}", hint=_REPACK) from None
-    known: dict[str, Any] = manifest if isinstance(manifest, dict) else {}
-    version = known.get("version")
-    if version != _VERSION or not {"inputs", "files", "num_epochs"} <= known.keys():
-        found = f"version {version!r}" if version != _VERSION else "parts missing"
-        raise DataError(f"{files.store} is not of version {_VERSION}: {found}", hint=_REPACK)
-    return known
+    except (DataError, StorageError) as error:
+        raise DataError(f"{files.store} cannot be read: {error.message}", hint=_REPACK) from None
+    if manifest.get("version") != _VERSION:
+        found = manifest.get("version")
+        raise DataError(f"{files.store} is of version {found!r}, not {_VERSION}", hint=_REPACK)
+    return manifest
 
 
 def write_manifest(files: StoreFiles, manifest: dict[str, Any]) -> None:
     """Put ``store.json`` in place, whole or not at all."""
-    write_json(files.store, {"version": _VERSION, **manifest})
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a small file under a temporary name, wait for the disk, rename.
-
-    Raises:
-        StorageError: The disk refused.
-    """
-    temporary = path.with_name(path.name + ".new")
-    try:
-        with temporary.open("w") as file:
-            json.dump(value, file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise StorageError(
-            f"{path} cannot be written: {error.strerror}",
-            hint="free some space; what was packed stays, run packing again",
-        ) from error
+    write_json_file(files.store, {"version": _VERSION, **manifest})

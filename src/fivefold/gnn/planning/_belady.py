@@ -22,9 +22,9 @@ import numpy as np
 
 from fivefold._compiler import njit
 from fivefold.errors import ConfigurationError, DataError
-from fivefold.gnn.planning._kept import KeptArrays
+from fivefold.gnn.planning._kept import KeptArrays, Scratch
 from fivefold.gnn.planning._schedule import CacheSchedule
-from fivefold.gnn.planning._sources import Array, BatchList, Ids, SampleSource
+from fivefold.gnn.planning._sources import Array, BatchList, Ids, SampleSource, folder_of
 
 __all__ = ["BeladyCache", "Initial", "belady", "lru_misses"]
 
@@ -59,6 +59,7 @@ def belady(
     num_rows: int,
     initial: Initial = "empty",
     pinned: Array | None = None,
+    scratch: Scratch | None = None,
 ) -> BeladyCache:
     """The best course of a cache when the order of the batches is known.
 
@@ -68,6 +69,8 @@ def belady(
         initial: ``"empty"``, or ``"first-use"``: before the first batch the cache is filled with
             the rows that are used first, as Ginex does; that costs ``num_rows`` reads.
         pinned: Node ids that are always cached elsewhere; they count as hits and never enter.
+        scratch: Where a scratch file goes if the ids of all batches are many; None: beside the
+            samples where they are a file, else in the system's folder for temporary files.
 
     Returns:
         What is in the cache at first, what misses and what enters after each batch.
@@ -75,6 +78,7 @@ def belady(
     Raises:
         ConfigurationError: An argument is out of range.
         DataError: A batch has an id twice, or one that is out of range.
+        StorageError: The scratch file cannot be written.
 
     Example:
         >>> course = belady([np.array([1, 2]), np.array([3, 1]), np.array([2])], num_rows=1)
@@ -88,7 +92,7 @@ def belady(
         )
     source = _as_source(samples)
     size = min(num_rows, source.num_nodes)
-    nexts, first_use = _next_uses(source)
+    nexts, first_use = _next_uses(source, scratch or Scratch(folder=folder_of(samples)))
     cache = _Cache(source.num_nodes, size, never=source.num_batches, pinned=pinned)
     if initial == "first-use":
         cache.fill(first_use)
@@ -211,7 +215,7 @@ def _as_source(samples: SampleSource | Sequence[Array]) -> SampleSource:
     return BatchList(samples, num_nodes=largest + 1)
 
 
-def _next_uses(source: SampleSource) -> tuple[KeptArrays, Array]:
+def _next_uses(source: SampleSource, scratch: Scratch) -> tuple[KeptArrays, Array]:
     """Next use of every id of every batch, last batch first; and the first use of every node.
 
     The number of the batches stands for never.
@@ -231,7 +235,8 @@ def _next_uses(source: SampleSource) -> tuple[KeptArrays, Array]:
                 )
             yield nexts
 
-    return KeptArrays(backwards(), limit=source.num_batches + 1), following
+    kept = KeptArrays(backwards(), limit=source.num_batches + 1, scratch=scratch)
+    return kept, following
 
 
 @njit

@@ -17,6 +17,7 @@ from fivefold.errors import DataError
 from fivefold.gnn.planning._belady import belady
 from fivefold.gnn.planning._budgets import FeatureInfo
 from fivefold.gnn.planning._id_set import IdSet, is_dense, sort_distinct
+from fivefold.gnn.planning._kept import Scratch
 from fivefold.gnn.planning._pages import read_costs
 from fivefold.gnn.planning._schedule import CacheSchedule
 from fivefold.gnn.planning._sources import Array, DiskCost, Ids, SampleSource
@@ -46,7 +47,13 @@ class Caches:
 
     @classmethod
     def fill(
-        cls, samples: SampleSource, policy: Policy, *, device_slots: int, host_slots: int
+        cls,
+        samples: SampleSource,
+        policy: Policy,
+        *,
+        device_slots: int,
+        host_slots: int,
+        scratch: Scratch | None = None,
     ) -> Caches:
         """Choose the contents for a policy."""
         device = _hottest(samples, device_slots)
@@ -54,7 +61,7 @@ class Caches:
             both = _hottest(samples, device_slots + host_slots)
             host = np.setdiff1d(both, device, assume_unique=True)
             return cls(device_rows=device, host_rows=host, num_host_slots=len(host))
-        course = belady(samples, num_rows=host_slots, pinned=device)
+        course = belady(samples, num_rows=host_slots, pinned=device, scratch=scratch)
         return cls(
             device_rows=device,
             host_rows=course.initial_rows,

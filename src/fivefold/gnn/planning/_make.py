@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 from fivefold.errors import ConfigurationError, DataError, InfeasibleError
 from fivefold.gnn.planning._budgets import Budgets, FeatureInfo
 from fivefold.gnn.planning._caches import Caches, Policy, Tally
-from fivefold.gnn.planning._kept import KeptArrays
+from fivefold.gnn.planning._kept import KeptArrays, Scratch
 from fivefold.gnn.planning._layout import Layout, check_layout
 from fivefold.gnn.planning._packing_cost import packing_ways
 from fivefold.gnn.planning._plan import Plan
@@ -19,6 +22,7 @@ from fivefold.gnn.planning._segments import GAPS_BYTES, SegmentQuestion, segment
 from fivefold.gnn.planning._sources import (
     DiskCost,
     SampleSource,
+    folder_of,
     record_bytes,
     sample_bytes,
     sampled_epochs,
@@ -44,8 +48,12 @@ def make_plan(  # noqa: PLR0913 - one keyword per decision that the caller may t
     max_gap_bytes: int | None = None,
     buffer_batches: int = 3,
     training_epochs: int = 50,
+    scratch_folder: str | os.PathLike[str] | None = None,
 ) -> Plan:
-    """Decide what goes where, and predict what that costs. Nothing is written.
+    """Decide what goes where, and predict what that costs.
+
+    Nothing is written but, where the batches have many ids, a scratch file of as many bytes as
+    their ids have, which goes when planning ends.
 
     Args:
         samples: Sampled batches.
@@ -63,6 +71,8 @@ def make_plan(  # noqa: PLR0913 - one keyword per decision that the caller may t
             memory where there is some; the caches get the rest of the budgets.
         training_epochs: Epochs over which the time for packing is spread in the choice of the
             segment size.
+        scratch_folder: Where the scratch file goes; None: beside the samples where they are a
+            file, else the system's folder for temporary files.
 
     Returns:
         The plan.
@@ -71,6 +81,7 @@ def make_plan(  # noqa: PLR0913 - one keyword per decision that the caller may t
         ConfigurationError: An argument is not allowed.
         DataError: Samples and features are of different graphs.
         InfeasibleError: A budget is short; says which, and the smallest that would do.
+        StorageError: The scratch file cannot be written.
 
     Example:
         >>> import numpy as np
@@ -98,6 +109,10 @@ def make_plan(  # noqa: PLR0913 - one keyword per decision that the caller may t
         max_gap_bytes=max_gap_bytes,
         buffer_batches=buffer_batches,
         training_epochs=training_epochs,
+        scratch=Scratch(
+            folder=folder_of(samples) if scratch_folder is None else Path(scratch_folder),
+            most_bytes=budgets.disk_bytes,
+        ),
     )
     making.check()
     return making.plan()
@@ -118,6 +133,7 @@ class _Making:
     max_gap_bytes: int | None
     buffer_batches: int
     training_epochs: int
+    scratch: Scratch
 
     def check(self) -> None:
         if self.policy not in {"static", "belady"}:
@@ -137,9 +153,9 @@ class _Making:
     def plan(self) -> Plan:
         caches = self.fill_caches()
         tally = Tally(self.samples, self.features, caches, self.disk)
-        cold = KeptArrays(tally.cold_ids(), limit=self.samples.num_nodes)
-        found = self.search(cold, caches)
-        cold.close()
+        kept = KeptArrays(tally.cold_ids(), limit=self.samples.num_nodes, scratch=self.scratch)
+        with contextlib.closing(kept) as cold:
+            found = self.search(cold, caches)
         return Plan(
             policy=self.policy,
             layout=self.layout,
@@ -200,6 +216,7 @@ class _Making:
             self.policy,
             device_slots=device_slots,
             host_slots=spare_bytes // row_bytes,
+            scratch=self.scratch,
         )
 
     def search(self, cold: KeptArrays, caches: Caches) -> Found:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +23,7 @@ __all__ = [
     "DiskCost",
     "Ids",
     "SampleSource",
+    "folder_of",
     "record_bytes",
     "sample_bytes",
     "sampled_epochs",
@@ -146,6 +148,12 @@ def _fingerprint(batches: Sequence[Ids], num_nodes: int) -> str:
     for ids in batches:
         digest.update(ids.tobytes())
     return digest.hexdigest()[:32]
+
+
+def folder_of(samples: object) -> Path | None:
+    """The folder of the samples, where they are a file: scratch files belong on that disk."""
+    path = getattr(samples, "path", None)
+    return None if path is None else Path(path).parent
 
 
 def sample_bytes(samples: SampleSource) -> int:

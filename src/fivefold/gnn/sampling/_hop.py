@@ -119,7 +119,7 @@ def number_edges(
     """Return the local number of each edge's source, entering new nodes in ``table``.
 
     Raises:
-        DataError: The topology names a node that there is not.
+        DataError: The topology names a node that there is not, or its file was changed.
     """
     sources = np.empty(positions.size, np.int32)
     done = 0
@@ -142,5 +142,6 @@ def number_edges(
             )
         table.count = count
         if done == positions.size:
+            topology.check_unchanged()
             return sources
         table.enlarge()

@@ -111,8 +111,8 @@ class NeighborSampler:
 
         Raises:
             ConfigurationError: A seed stands twice or is out of range.
-            DataError: The topology names a node that there is not (mapped topologies are not
-                checked beforehand).
+            DataError: The topology names a node that there is not (one made with ``check=False``),
+                or its mapped file was changed.
         """
         ids = as_ids(seeds, "seeds")
         table, scratch = self._buffers()

@@ -21,6 +21,7 @@ from fivefold.gnn.sampling._kernels import (
     check_indptr,
     check_weights,
 )
+from fivefold.gnn.storage import WatchedFile
 
 if TYPE_CHECKING:
     from fivefold.gnn.storage import Container
@@ -86,6 +87,7 @@ class Topology:
         self.num_edges: int = self.indices.size
         self.num_sources: int = self.num_nodes if num_sources is None else num_sources
         self._fingerprint: str | None = None
+        self._watched: WatchedFile | None = None
 
     @classmethod
     def open(cls, container: Container, mapped: bool = False) -> Topology:  # noqa: FBT001, FBT002
@@ -93,12 +95,13 @@ class Topology:
 
         Args:
             container: Has sections ``indptr``, ``indices`` and perhaps ``weights``.
-            mapped: Leave the arrays on the disk and map them with advice for random access:
-                ``indptr`` is read through once and verified, the others are not. Otherwise all
-                is read and verified.
+            mapped: Leave the arrays on the disk and map them with advice for random access.
+                All is read through once and verified in both cases, a mapped file in blocks; and
+                samplers refuse a mapped file that is written to afterwards.
 
         Raises:
             DataError: A section is missing, damaged, or does not describe a graph.
+            StorageError: The disk refused.
         """
         missing = {"indptr", "indices"} - set(container.sections)
         if missing:
@@ -111,10 +114,16 @@ class Topology:
         topology: Topology = cls.__new__(cls)
         num_sources = container.attributes.get("num_sources")
         topology._hold(read("indptr"), read("indices"), weights, num_sources)
+        if mapped:  # what is verified now was written before this moment
+            topology._watched = WatchedFile(container.path, container.descriptor)
         rows = _read_blocks(container) if mapped else [topology.indptr]
         topology.max_degree = topology._check_rows(rows)
-        if not mapped:
-            topology.check()
+        for name in ("indices", "weights"):
+            if name not in container.sections:
+                continue
+            blocks = _read_parts(container, name) if mapped else [getattr(topology, name)]
+            topology._check_values(name, blocks)
+        topology.check_unchanged()
         topology._fingerprint = container.fingerprint
         return topology
 
@@ -153,18 +162,38 @@ class Topology:
         Raises:
             DataError: A source is out of range, or a weight is negative or not finite.
         """
-        place = check_indices(self.indices, self.num_sources)
-        if place >= 0:
-            raise DataError(
-                f"edge {place} comes from node {self.indices[place]}",
-                hint=f"sources are 0 to {self.num_sources - 1}",
-            )
-        place = -1 if self.weights is None else check_weights(self.weights)
-        if place >= 0 and self.weights is not None:
-            raise DataError(
-                f"edge {place} has weight {self.weights[place]}",
-                hint="weights are finite and not negative; 0 means never sampled",
-            )
+        self._check_values("indices", [self.indices])
+        if self.weights is not None:
+            self._check_values("weights", [self.weights])
+
+    def _check_values(self, name: str, blocks: Iterable[NDArray[Any]]) -> None:
+        first = 0
+        for block in blocks:
+            indices = name == "indices"
+            place = check_indices(block, self.num_sources) if indices else check_weights(block)
+            if place >= 0 and indices:
+                raise DataError(
+                    f"edge {first + place} comes from node {block[place]}",
+                    hint=f"sources are 0 to {self.num_sources - 1}",
+                )
+            if place >= 0:
+                raise DataError(
+                    f"edge {first + place} has weight {block[place]}",
+                    hint="weights are finite and not negative; 0 means never sampled",
+                )
+            first += block.size
+
+    def check_unchanged(self) -> None:
+        """Make sure that a mapped file is still the one that was verified.
+
+        Raises:
+            DataError: It has been written to since.
+        """
+        if self._watched is not None:
+            self._watched.check()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_watched": None}  # the copy has its arrays in memory
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -198,6 +227,13 @@ class Topology:
         if most > _MOST_DEGREE:
             raise DataError(f"a node has {most} in-edges", hint=f"at most {_MOST_DEGREE}")
         return most
+
+
+def _read_parts(container: Container, name: str) -> Iterator[NDArray[Any]]:
+    """Yield a section in verified pieces."""
+    rows = container.sections[name].num_rows
+    for start in range(0, rows, _BLOCK_ROWS):
+        yield container.read(name, start, min(start + _BLOCK_ROWS, rows))
 
 
 def _read_blocks(container: Container) -> Iterator[NDArray[np.int64]]:

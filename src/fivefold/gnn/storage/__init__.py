@@ -15,10 +15,12 @@ from fivefold.gnn.storage._buffers import aligned_empty
 from fivefold.gnn.storage._container import Container
 from fivefold.gnn.storage._format import Section
 from fivefold.gnn.storage._gather import gather_rows
+from fivefold.gnn.storage._json_file import read_json_file, write_json_file
 from fivefold.gnn.storage._probe import probe_disk
 from fivefold.gnn.storage._profile import DiskProfile
 from fivefold.gnn.storage._reader import RowReader
 from fivefold.gnn.storage._statistics import ReadStatistics
+from fivefold.gnn.storage._watched import WatchedFile
 from fivefold.gnn.storage._writer import ContainerWriter
 from fivefold.gnn.storage._xxhash import xxh64
 
@@ -29,8 +31,11 @@ __all__ = [
     "ReadStatistics",
     "RowReader",
     "Section",
+    "WatchedFile",
     "aligned_empty",
     "gather_rows",
     "probe_disk",
+    "read_json_file",
+    "write_json_file",
     "xxh64",
 ]

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.gnn.storage._buffers import aligned_empty
 from fivefold.gnn.storage._errors import closed_error, storage_error
-from fivefold.gnn.storage._files import read_into
+from fivefold.gnn.storage._files import open_to_read, read_into
 from fivefold.gnn.storage._format import (
     Header,
     Section,
@@ -119,7 +119,7 @@ class Container:
             raise ConfigurationError(f"verify is {verify!r}", hint='use "manifest" or "full"')
         place = Path(path).absolute()
         try:
-            descriptor = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = open_to_read(place)
         except FileNotFoundError:
             raise DataError(f"there is no file {place}", hint=_unfinished_hint(place)) from None
         except OSError as error:
@@ -266,7 +266,10 @@ class Container:
     def memory_map(
         self, name: str, advice: Literal["random", "normal", "sequential"] = "random"
     ) -> NDArray[Any]:
-        """A section as a read-only array that the system pages in; nothing is verified.
+        """A section as a read-only array that the system pages in; nothing is verified here.
+
+        Verify the file before, and guard the map with a :class:`WatchedFile`, as
+        ``Topology.open`` does.
 
         Args:
             name: Section.
@@ -387,7 +390,9 @@ def _read_ends(descriptor: int, header: Header, path: Path) -> tuple[NDArray[np.
 def _check_places(sections: dict[str, Section], header: Header, path: Path) -> None:
     covered = header.table_bytes // 4 * PAGE_BYTES
     for section in sections.values():
-        if section.offset % PAGE_BYTES or section.offset + section.nbytes > covered:
+        offset = section.offset
+        on_page = isinstance(offset, int) and offset >= PAGE_BYTES and offset % PAGE_BYTES == 0
+        if not on_page or offset + section.nbytes > covered:
             raise DataError(
                 f"section {section.name!r} of {path} does not lie in the file",
                 hint="make the file again",

@@ -3,15 +3,37 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.errors import StorageError
+from fivefold.errors import DataError, StorageError
 from fivefold.gnn.storage._errors import storage_error, truncated_error
 
-__all__ = ["read_into", "sync_folder", "write_all", "write_atomically"]
+__all__ = ["open_to_read", "read_into", "sync_folder", "write_all", "write_atomically"]
+
+
+def open_to_read(path: Path) -> int:
+    """Open a regular file; anything else, such as a pipe, could make the reader wait for ever.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The descriptor.
+
+    Raises:
+        DataError: It is no regular file.
+        OSError: The system refused.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise DataError(f"{path} is no regular file", hint="check the path")
+    os.set_blocking(descriptor, True)  # io_uring would answer EAGAIN instead of waiting
+    return descriptor
 
 
 def write_all(descriptor: int, data: NDArray[np.uint8], offset: int, path: Path) -> None:

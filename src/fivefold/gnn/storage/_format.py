@@ -303,7 +303,7 @@ def decode_manifest(data: bytes, path: str) -> tuple[dict[str, Section], dict[st
             for entry in manifest["sections"]
         ]
         return {section.name: section for section in sections}, manifest["attributes"]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise DataError(
             f"the manifest of {path} cannot be read: {error!r}", hint="make the file again"
         ) from error

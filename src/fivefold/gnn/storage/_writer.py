@@ -25,7 +25,7 @@ from numpy.typing import DTypeLike, NDArray
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.gnn.storage._container import Container
 from fivefold.gnn.storage._errors import closed_error, storage_error
-from fivefold.gnn.storage._files import sync_folder, write_atomically
+from fivefold.gnn.storage._files import sync_folder
 from fivefold.gnn.storage._format import (
     Section,
     aligned,
@@ -34,6 +34,7 @@ from fivefold.gnn.storage._format import (
     make_file_id,
     make_section,
 )
+from fivefold.gnn.storage._json_file import read_json_file, write_json_file
 from fivefold.gnn.storage._ledger import DIRTY, PageLedger
 from fivefold.gnn.storage._partial import PartialFile
 from fivefold.gnn.storage._seal import seal
@@ -42,7 +43,7 @@ from fivefold.gnn.storage._xxhash import PAGE_BYTES
 __all__ = ["ContainerWriter"]
 
 _CHUNK_BYTES = 8 << 20
-_JOURNAL_VERSION = 1
+_JOURNAL_VERSION = 2
 _DAMAGED = "its journal is damaged"
 _DIFFERENT = "it has another kind, other sections or other attributes"
 _NO_SUMS = "its checksums are missing"
@@ -162,13 +163,11 @@ class ContainerWriter:
         if self._file.size == 0:
             return False  # a journal beside it is a leftover of a file that was completed
         try:
-            journal = json.loads(self._journal.read_bytes())
+            journal = read_json_file(self._journal)
         except FileNotFoundError:
             return False
-        except ValueError as error:
+        except DataError as error:
             raise self._refused(_DAMAGED) from error
-        if not isinstance(journal, dict):
-            raise self._refused(_DAMAGED)
         if journal.get("version") != _JOURNAL_VERSION or journal.get("id") != self.file_id:
             raise self._refused(_DIFFERENT)
         self._rows = {name: int(journal["rows"][name]) for name in self._grown}
@@ -362,18 +361,17 @@ class ContainerWriter:
             journal = {
                 "version": _JOURNAL_VERSION,
                 "id": self.file_id,
-                "token": token,
+                "token": json.loads(encode_json(token)),
                 "rows": self._rows,
             }
-            data = encode_json(journal)
             for file in {id(file): file for file in self._files.values()}.values():
                 file.sync()
             try:
                 self._ledger.save(self._sums)
             except OSError as error:
                 raise storage_error(error.errno or 0, self._sums, "writing checksums") from error
-            write_atomically(self._journal, data)
-        self._progress = json.loads(data)["token"]
+            write_json_file(self._journal, journal)
+        self._progress = journal["token"]
 
     # --- ending -----------------------------------------------------------------------------
 

@@ -141,6 +141,10 @@ def load_model(config: GnnConfig, dataset: Dataset) -> tuple[LayeredModel, int]:
         message = f"{config.run.output} has no checkpoint"
         raise CheckpointError(message, hint="train first, or give another run")
     path, state, description = found
+    written = config.model_dump(mode="json", include={"model"})["model"]
+    if description["model"] != written:
+        message = f"{path} was written with model {description['model']}; now it is {written}"
+        raise CheckpointError(message, hint="use the config.toml that the run was started with")
     if description["data"]["fingerprint"] != dataset.fingerprint:
         message = f"{path} was trained on other data than {dataset.folder}"
         raise DataError(message, hint="set data.path in the run's config.toml to its data set")

@@ -362,6 +362,7 @@ class _LayerWork:
             drops_loops=self.parts.drops_loops,
             keys=self.keys,
         )
+        topology.check_unchanged()
         keys = self.keys[:count]
         keys.sort()
         return keys

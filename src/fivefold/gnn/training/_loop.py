@@ -37,7 +37,7 @@ from fivefold.gnn.training._resume import check_before_work, choose_checkpoint, 
 from fivefold.gnn.training._rounds import Rounds
 from fivefold.gnn.training._source import BatchSource, add_counts, counts_of, make_source
 from fivefold.gnn.training._tally import EpochTally
-from fivefold.runs import MetricsWriter, StopRequest, write_json, write_text
+from fivefold.runs import FolderLock, MetricsWriter, StopRequest, write_json, write_text
 
 __all__ = ["train_graph"]
 
@@ -58,7 +58,8 @@ def train_graph(config: GnnConfig, *, show: Callable[[str], None] | None = None)
         What was reached, and where the time went.
 
     Raises:
-        ConfigurationError: A setting does not fit this data set or machine.
+        ConfigurationError: A setting does not fit this data set or machine, or another process
+            trains in the run's folder.
         DataError: The data set is missing, damaged or has no labels.
         CheckpointError: A checkpoint could not be written, or none can be resumed from.
         CommunicationError: A peer died or did not answer in time.
@@ -86,6 +87,8 @@ def train_graph(config: GnnConfig, *, show: Callable[[str], None] | None = None)
         _require_labels(dataset)
         topology = dataset.topology(mapped=config.data.mapped)
         is_main = read_place()[0] == 0
+        if is_main:
+            opened.enter_context(FolderLock(config.run.output, "run.output"))
         progress = opened.enter_context(_progress(config, shown=is_main))
         rounds = None
         if config.run.mode == "disk":

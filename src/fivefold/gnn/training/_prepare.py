@@ -175,11 +175,13 @@ class _Preparation:
         return self._folder / f"plan-{self._store_key}.fvf"
 
     def _planned(self, samples: SampleFile) -> Plan:
-        path = self._plan_file()
+        path, features, config = self._plan_file(), self._dataset.features, self._config
         if path.exists():
             with contextlib.suppress(DataError):  # it costs seconds to make it again
-                return read_plan(path)
-        features, config = self._dataset.features, self._config
+                found = read_plan(path)
+                inputs = (found.features_fingerprint, found.samples_fingerprint)
+                if inputs == (features.fingerprint, samples.fingerprint):
+                    return found
         with self._timed("plan"), _in_terms_of_the_file():
             plan = make_plan(
                 samples,
@@ -196,6 +198,7 @@ class _Preparation:
                 minhash_functions=config.plan.minhash_functions,
                 buffer_batches=config.loader.prefetch + 1,
                 training_epochs=config.run.epochs,
+                scratch_folder=self._folder,
             )
             write_plan(plan, path)
         return plan
