@@ -12,7 +12,8 @@ import math
 import os
 from typing import TYPE_CHECKING, Any, TextIO
 
-from fivefold.errors import CheckpointError, UnsupportedError
+from fivefold.errors import CheckpointError, DataError, UnsupportedError
+from fivefold.files import parse_json
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -122,8 +123,8 @@ def _lines_until(path: Path, step: int) -> list[str]:
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
         try:
-            record = json.loads(line)
-        except ValueError:  # the line during which the run was killed
+            record = parse_json(line, where=str(path))
+        except DataError:  # the line during which the run was killed
             continue
         if record["step"] <= step:
             kept.append(line)

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from fivefold.errors import CheckpointError
+from fivefold.files import parse_json
 from fivefold.train._state import flatten_state, restore_state
 from fivefold.train._world import guard
 
@@ -158,7 +159,7 @@ def verify_checkpoint(path: Path) -> dict[str, Any]:
         CheckpointError: Something is missing, truncated or changed; the message says what.
     """
     try:
-        manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        manifest: dict[str, Any] = parse_json((path / MANIFEST).read_bytes(), where=MANIFEST)
         files = dict(manifest["files"])
     except FileNotFoundError:
         raise _damaged(path, f"{MANIFEST} is missing") from None

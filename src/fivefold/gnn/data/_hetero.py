@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.errors import DataError
+from fivefold.files import read_json
 from fivefold.gnn.data._dataset import FEATURES_FILE, GRAPH_FILE, HETERO_FILE, LABELS_FILE
 from fivefold.gnn.data._parts import EdgePart, Progress, Source
 from fivefold.gnn.data._write import no_progress, write_parts
@@ -218,7 +219,7 @@ class HeteroDataset:
                 "it is ingested again",
             )
         try:
-            listing = json.loads(path.read_bytes())
+            listing = read_json(path)
             if listing["version"] != _VERSION:
                 raise DataError(
                     f"{path} is of version {listing['version']}", hint="ingest it again"

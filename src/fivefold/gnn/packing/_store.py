@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.errors import ConfigurationError, DataError, StorageError
+from fivefold.files import parse_json
 from fivefold.gnn.packing._plan_file import read_plan
 from fivefold.gnn.packing._record import BatchRecord, decode_record
 from fivefold.gnn.packing._records import KIND_RECORDS
@@ -235,7 +236,7 @@ def read_manifest(files: StoreFiles) -> dict[str, Any]:
         DataError: It is not there, or not of this form.
     """
     try:
-        manifest: Any = json.loads(files.store.read_text())
+        manifest: Any = parse_json(files.store.read_bytes(), where=str(files.store))
     except FileNotFoundError:
         if files.scratch.exists():
             raise DataError(
