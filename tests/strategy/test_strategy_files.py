@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fivefold.cli._main import app
-from fivefold.errors import ConfigurationError, DataError, InfeasibleError
+from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.strategy import (
     load_cluster,
     load_job,
@@ -70,14 +70,14 @@ def test_a_bad_cluster_file_is_explained(tmp_path, text, words):
     assert words in str(caught.value)
 
 
-def test_a_broken_cluster_file_is_a_data_error(tmp_path):
-    with pytest.raises(DataError, match="not a readable TOML"):
+def test_a_broken_cluster_file_is_an_error_of_configuration(tmp_path):
+    with pytest.raises(ConfigurationError, match="is not TOML"):
         load_cluster(write(tmp_path, "= 3", "c.toml"))
 
 
-def test_a_cluster_file_of_bytes_is_a_data_error(tmp_path):
+def test_a_cluster_file_of_bytes_is_an_error_of_configuration(tmp_path):
     (tmp_path / "c.toml").write_bytes(b"\xff\xfe")
-    with pytest.raises(DataError, match="not a readable TOML"):
+    with pytest.raises(ConfigurationError, match="is not TOML"):
         load_cluster(tmp_path / "c.toml")
 
 

@@ -128,8 +128,11 @@ def demo_command(
         for run in report.runs:
             write_timeline(run, run.path / "timeline.json")
         page = write_html(report, output / "report.html")
-    console.print(f"\nreport: {page}  (open it in a browser; works offline)", soft_wrap=True)
-    console.print(f"timelines: {output}/*/timeline.json (open in ui.perfetto.dev)", soft_wrap=True)
+    for line in (
+        f"\nreport: {page}  (open it in a browser; works offline)",
+        f"timelines: {output}/*/timeline.json (open in ui.perfetto.dev)",
+    ):
+        console.print(line, soft_wrap=True, markup=False)
 
 
 def _clear(output: Path) -> None:

@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field, ValidationError
 from fivefold.codesign._described import ModelJob, job_from_plan
 from fivefold.codesign._jobs import JobSpec, check_jobs, check_ranks
 from fivefold.errors import ConfigurationError, InfeasibleError
+from fivefold.files import read_toml
 from fivefold.network.topology import Topology
 from fivefold.runs import (
     Bytes,
@@ -24,7 +25,6 @@ from fivefold.runs import (
     Section,
     Seed,
     Text,
-    read_toml,
     readable_error,
 )
 from fivefold.strategy import job_from_table, load_cluster

@@ -23,7 +23,7 @@ from fivefold.runs._section import (
     Text,
 )
 from fivefold.runs._stop import StopRequest
-from fivefold.runs._toml import apply_overrides, format_toml, read_toml, readable_error
+from fivefold.runs._toml import apply_overrides, format_toml, readable_error
 
 __all__ = [
     "Bytes",
@@ -46,7 +46,6 @@ __all__ = [
     "end_without_waiting",
     "exit_code",
     "format_toml",
-    "read_toml",
     "readable_error",
     "write_json",
     "write_text",

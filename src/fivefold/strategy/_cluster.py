@@ -15,7 +15,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from fivefold.errors import ConfigurationError, DataError, InfeasibleError
+from fivefold.errors import ConfigurationError, InfeasibleError
+from fivefold.files import read_toml
 from fivefold.network.topology import generator_names, machine_names, parse_topology
 from fivefold.strategy._device import DeviceSpec
 from fivefold.strategy._fabric import FabricSpec, Tier
@@ -100,7 +101,6 @@ def load_cluster(source: str | Path) -> Cluster:
 
     Raises:
         ConfigurationError: A name or key is unknown, or a value is not allowed.
-        DataError: The file is missing or not TOML.
 
     Example:
         >>> load_cluster("h100-nemo").device.peak_flops
@@ -121,11 +121,7 @@ def _load(source: str | Path, *, bases: tuple[str, ...]) -> Cluster:
     path = Path(source)
     if path.suffix != ".toml":
         raise _unknown(str(source))
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        message = f"{path} is not a readable TOML file: {error}"
-        raise DataError(message, hint="check the path and the syntax") from error
+    table = read_toml(path, what="cluster file")
     return _cluster(table, name=path.stem, bases=bases)
 
 

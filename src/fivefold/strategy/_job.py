@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.errors import ConfigurationError, InfeasibleError
-from fivefold.runs import format_toml, read_toml
+from fivefold.files import read_toml
+from fivefold.runs import format_toml
 from fivefold.strategy._cluster import Cluster, check_keys, require_fields
 from fivefold.strategy._model import (
     ConvolutionStage,

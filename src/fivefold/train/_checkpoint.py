@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from fivefold.errors import CheckpointError
+from fivefold.files import parse_json
 from fivefold.train._state import flatten_state, restore_state
 from fivefold.train._world import guard
 from fivefold.units import format_bytes
@@ -185,7 +186,7 @@ def verify_checkpoint(path: Path) -> dict[str, Any]:
 def _read_manifest(path: Path) -> dict[str, Any]:
     try:
         _require_file(path / MANIFEST)
-        manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        manifest: dict[str, Any] = parse_json((path / MANIFEST).read_bytes(), where=MANIFEST)
         schema, stored = manifest["schema"], manifest.pop("crc32", None)
     except FileNotFoundError:
         raise _damaged(path, f"{MANIFEST} is missing") from None

@@ -38,6 +38,7 @@ from fivefold.collectives.schedules import (
     scatter,
 )
 from fivefold.errors import ConfigurationError, DataError, InfeasibleError, UnsupportedError
+from fivefold.files import read_text
 
 __all__ = ["from_msccl_xml", "to_msccl_xml"]
 
@@ -266,10 +267,7 @@ def from_msccl_xml(source: str | Path, *, collective: Collective | None = None) 
 def _read(source: str | Path) -> str:
     if isinstance(source, str) and source.lstrip().startswith("<"):
         return source
-    try:
-        return Path(source).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{source} cannot be read: {error}") from error
+    return read_text(source, what="program")
 
 
 def _parse(text: str) -> _Element:
