@@ -300,3 +300,61 @@ def test_tensor_groups_stay_inside_a_node_unless_asked():
     assert any("across nodes" in reason for reason in found.ruled_out)
     asked = SearchSpace(**wide, tensor=(16,))
     assert search_plans(model, base.device, base.fabric, space=asked).best[0].plan.tensor == 16
+
+
+def test_keys_and_values_go_round_once_forward_and_twice_backward():
+    """Over links too slow to hide anything: the gradients of both travel too."""
+    model = ModelSpec(
+        name="x",
+        num_layers=4,
+        hidden=1024,
+        num_heads=8,
+        seq_len=4096,
+        vocab=1000,
+        learned_positions=False,
+    )
+    device = DEVICES["h100-nemo"]
+    plain = {"efficiency": 1.0, "base_s": 0.0, "hop_s": 0.0}
+    slow = Tier(name="node", gpus=8, bandwidth_bytes_per_s=1e3, **plain)
+    plan = ParallelPlan(global_batch=2, context=2)
+    found = evaluate_plan(model, device, FabricSpec(name="slow", tiers=(slow,)), plan=plan).time
+    both = 2 * 2 * model.seq_len * model.hidden  # two bytes, keys and values
+    assert found.context_s == pytest.approx(2 * 4 * 3 * both / 2 / 1e3, rel=1e-3)
+
+
+def test_no_pass_is_faster_than_the_host_issues_it():
+    """Forward, backward and, where all is recomputed, forward again: a second for each kernel."""
+    base = load_cluster("a100-megatron")
+    device = dataclasses.replace(base.device, host_kernel_s=1.0)
+
+    def layer_s(recompute):
+        plan = ParallelPlan(global_batch=1, recompute=recompute)
+        times = []
+        for layers in (4, 8):
+            model = ModelSpec(
+                name="x", num_layers=layers, hidden=64, num_heads=8, seq_len=64, vocab=1000
+            )
+            time = evaluate_plan(model, device, base.fabric, plan=plan).time
+            times.append(time.compute_s + time.recompute_s)
+        return (times[1] - times[0]) / 4
+
+    kernels = layer_s("none") / 2
+    assert kernels == pytest.approx(round(kernels), rel=1e-6)
+    assert 5 <= kernels <= 50
+    assert layer_s("full") == pytest.approx(3 * kernels, rel=1e-6)
+
+
+def test_a_message_pays_its_latency_and_the_exchange_rate():
+    tiers = (
+        Tier(name="node", gpus=8, bandwidth_bytes_per_s=1e11, base_s=1e-3, hop_s=2e-3,
+             exchange_efficiency=0.5),
+        Tier(name="net", gpus=64, bandwidth_bytes_per_s=1e10, base_s=4e-3, hop_s=8e-3,
+             exchange_efficiency=0.25),
+    )  # fmt: skip
+    fabric = FabricSpec(name="two", tiers=tiers)
+    near, far = (
+        collective_time_s(fabric, "point_to_point", size_bytes=1e9, group=Group(size=4, stride=s))
+        for s in (2, 8)
+    )
+    assert near == pytest.approx(3e-3 + 1e9 / 0.5e11)
+    assert far == pytest.approx(12e-3 + 1e9 / 0.25e10)
