@@ -17,7 +17,14 @@ from fivefold.codesign import (
 from fivefold.codesign._arbiter import Arbiter
 from fivefold.codesign._traffic import aggregation_tree, summed_columns
 from fivefold.codesign._trees import free_slots, job_trees, nearest_roots, spread_trees
-from fivefold.network.topology import Aggregation, HostSpec, fat_tree, leaf_spine, rail_optimized
+from fivefold.network.topology import (
+    Aggregation,
+    HostSpec,
+    fat_tree,
+    leaf_spine,
+    rail_optimized,
+    switch,
+)
 from fivefold.tasks import LayerCost
 
 KINDS = ("tor", "agg", "core")
@@ -194,3 +201,39 @@ def test_the_guard_is_that_of_the_flows_layer(guard):
     assert arbiter.worse({"a": 1.0, "b": 2.0}, {"a": 1.0, "b": 1.0}) == ["b"]
     assert arbiter.worse({"a": 3.0, "b": 2.0}, {"a": 1.0, "b": 1.0}) == ["a", "b"]
     assert arbiter.worse({"a": 1.0, "b": 0.5}, {"a": 1.0, "b": 1.0}) == []
+
+
+@FEW
+@given(cases(), st.booleans())
+def test_what_was_taken_last_is_what_the_plan_costs(case, guard):
+    """Nothing that hurts a job is taken on the way: the last plan taken is the one kept."""
+    topology, jobs = case
+    options = PlanningOptions(budget=6, iterations=5, guard=guard)
+    found = plan_cluster(topology, jobs, options=options)
+    taken = [
+        one for one in found.decisions
+        if "H" in one.co_designs and not one.decision.startswith("not ")
+    ]  # fmt: skip
+    if taken:
+        cost_s = taken[-1].alternatives[taken[-1].decision]
+        assert found.mean_completion_s(jobs) == pytest.approx(cost_s, rel=1e-9)
+    else:
+        assert found.plan == found.baseline
+
+
+def test_a_gain_for_most_that_one_job_pays_for_is_not_taken():
+    """Strict classes are good for the heavy job and delay the other; there is no time to mend."""
+    slow = LayerCost(forward_s=0.5, backward_s=0.1, gradient_bytes=4 * 10**9)
+    heavy = LayerCost(forward_s=0.02, backward_s=0.1, gradient_bytes=4 * 10**9)
+    jobs = [
+        JobSpec(job_id="slow", ranks=(3, 1), layers=(slow,) * 2, iterations=4),
+        JobSpec(job_id="heavy", ranks=(3, 2), layers=(heavy,), iterations=4, weight=10.0),
+    ]
+    topology = switch(4, bandwidth="10 GB/s")
+    for guard in (True, False):
+        options = PlanningOptions(guard=guard, budget=3, iterations=4)
+        found = plan_cluster(topology, jobs, options=options)
+        assert found.worse == (() if guard else ("slow",))
+        (classes,) = (one for one in found.decisions if "priority classes" in one.decision)
+        assert classes.decision == ("not " * guard) + "priority classes"
+        assert classes.alternatives["priority classes"] < classes.alternatives["as before"]

@@ -1,5 +1,6 @@
 """Paths and priorities against networkx, hand-solved cases and brute force."""
 
+import dataclasses
 import itertools
 
 import networkx as nx
@@ -195,3 +196,20 @@ def test_jobs_that_share_nothing_need_one_class():
 def test_a_job_that_sends_nothing_has_a_class():
     found = priority_classes(route_flows(switch(3), [job("a"), job("b", (0, 1, 1e9))]))
     assert set(found.classes) == {"a", "b"}
+
+
+def test_a_weight_makes_a_job_more_urgent():
+    """Of two jobs alike, the heavier goes first; three times the intensity outweighs two."""
+
+    def classes(**weights):
+        jobs = [
+            dataclasses.replace(job(name, (0, 1, 1e9), compute_s=seconds), weight=weights[name])
+            for name, seconds in (("a", 1.0), ("b", 1.0), ("c", 3.0))
+        ]
+        found = priority_classes(route_flows(switch(2, bandwidth="1 GB/s"), jobs), classes=3)
+        assert found.lost == 0
+        return sorted(found.classes, key=found.classes.__getitem__)
+
+    assert classes(a=2.0, b=1.0, c=1.0) == ["c", "a", "b"]
+    assert classes(a=1.0, b=2.0, c=1.0) == ["c", "b", "a"]
+    assert classes(a=4.0, b=1.0, c=1.0) == ["a", "c", "b"]

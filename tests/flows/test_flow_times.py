@@ -224,3 +224,12 @@ def test_the_guard_lets_nobody_lose(candidate, taken, worse):
     found = never_worse("new", "old", predict=plans.__getitem__)
     assert (found.taken, found.worse) == (taken, worse)
     assert found.plan == ("new" if taken else "old")
+
+
+@pytest.mark.parametrize(("tolerance", "alike"), [(0.01, True), (0.0, False), (0.003, False)])
+def test_nearly_equal_periods_share_a_circle_within_the_tolerance(tolerance, alike):
+    """Periods of 2 and 2.016 seconds on a fine grid: a common circle only where they are alike."""
+    routing = on_one_link(job("a", 1.0, 1.0), job("b", 1.016, 1.0))
+    found = time_shifts(routing, slots_per_period=1000, period_tolerance=tolerance)
+    assert (found.left_out == ()) is alike
+    assert (found.shift_s["b"] != found.shift_s["a"]) is alike

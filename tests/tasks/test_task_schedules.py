@@ -216,3 +216,24 @@ def test_a_search_leaves_ctrl_c_as_it_was():
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
     )
     assert done.stdout == "interrupted\n", done.stderr[-2000:]
+
+
+def test_fifo_is_the_order_of_becoming_ready():
+    """Two messages wait for a third; the one that the program names last was ready first."""
+    graph = TaskGraph((
+        compute("late", 5.0), compute("soon", 2.0, resource="compute 2"), send("first", 10),
+        send("a", 1, after=("late",)), send("b", 1, after=("soon",)),
+    ))  # fmt: skip
+    starts = {span.task_id: span.start_s for span in schedule_tasks(graph, ordering="fifo").spans}
+    assert (starts["first"], starts["b"], starts["a"]) == (0.0, 10.0, 11.0)
+
+
+@pytest.mark.parametrize("ordering", ORDERINGS)
+def test_what_follows_waits_for_its_own_release(ordering):
+    """Its predecessor ends at 1; it may not begin before 7."""
+    graph = TaskGraph((
+        compute("before", 1.0), send("message", 2, after=("before",), release_s=7.0),
+        compute("after", 1.0, after=("before",), release_s=4.0),
+    ))  # fmt: skip
+    starts = {s.task_id: s.start_s for s in schedule_tasks(graph, ordering=ordering).spans}
+    assert (starts["message"], starts["after"]) == (7.0, 4.0)

@@ -123,7 +123,7 @@ class _Builder:
         self._compute(name, seconds, before)
         for m in own:
             if not m.hidden:
-                message = self._message(f"{name}, {m.axis}", m, times, self._last)
+                message = self._message(f"{name}, {m.axis} {m.kind}", m, times, self._last)
                 self._last = (message,)
         self._last = (*self._last, *beside)
 

@@ -196,7 +196,7 @@ def place_jobs(
     for name, number in wanted.items():
         left = sum(map(len, free))
         if number > left:
-            fewer = f"give it at most {left}, or plan" if left else "plan"
+            fewer = f"give it {left} or fewer, or plan" if left else "plan"
             raise InfeasibleError(
                 f"job {name!r} needs {number} ranks, and {left} of {topology.num_ranks} are free",
                 hint=f"{fewer} for a larger cluster",
