@@ -32,7 +32,6 @@ from fivefold.network.topology import (
     fully_connected,
     line,
     ring,
-    star,
     switch,
 )
 

@@ -63,7 +63,10 @@ def from_mscclpp_json(source: str | Path, *, collective: Collective | None = Non
     try:
         plan = json.loads(_read(source))
         return _program(plan, collective)
-    except (json.JSONDecodeError, KeyError, IndexError, TypeError, AttributeError) as error:
+    except RecursionError:
+        message = "this is no MSCCL++ plan: it is nested too deeply"
+        raise DataError(message) from None
+    except (LookupError, TypeError, AttributeError, OverflowError) as error:
         raise DataError(f"this is no MSCCL++ plan: {error!r}") from error
     except ConfigurationError as error:
         raise DataError(f"the plan is inconsistent: {error}") from error

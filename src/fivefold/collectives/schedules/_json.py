@@ -121,6 +121,9 @@ def read_schedule(text: str) -> Schedule:
             f"the schedule is no JSON: line {error.lineno}, column {error.colno}: {error.msg}",
             hint="write it with Schedule.to_json",
         ) from None
+    except (ValueError, RecursionError) as error:  # thousands of digits, or of brackets
+        message = f"the schedule cannot be read: {error}"
+        raise DataError(message, hint="write it with Schedule.to_json") from None
     schema = data.get("schema") if isinstance(data, dict) else None
     if schema != SCHEMA:
         raise DataError(
