@@ -358,6 +358,29 @@ def test_algorithms_of_unequal_networks_become_right_programs(name, method, rank
     require_found_is_right(name, method, ranks, chunks, seed)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_messages_go_only_where_there_is_a_link(name):
+    numbers = random.Random(3)
+    network = random_network(5, numbers)
+    joined = {(link.source, link.target) for link in network.links}
+    collective = named_collective(name, 5, chunks=10 if name == "all_reduce" else 2)
+    for algorithm in available_algorithms(collective):
+        if algorithm in ("in_network_tree", "hierarchical"):
+            continue
+        schedule = build_algorithm(algorithm, collective, network)
+        program = lower(schedule, channels=2)
+        pairs = {(f"g{rank}", f"g{block.send_peer}") for rank, _, block in program.blocks()}
+        assert {pair for pair in pairs if pair[1] != "g-1"} <= joined
+        require_right(schedule, numbers)
+
+
+def test_other_runtimes_send_straight():
+    network = random_network(5, random.Random(3))
+    schedule = build_algorithm("direct", named_collective("all_gather", 5), network)
+    assert check_program(lower(schedule, relay=False)).num_messages == 20
+    assert check_program(lower(schedule)).num_messages > 20
+
+
 # -- what was wrong once -------------------------------------------------------------------------
 
 

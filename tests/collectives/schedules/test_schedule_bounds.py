@@ -41,6 +41,19 @@ from fivefold.network.topology import (
 )
 
 
+def test_an_all_reduce_over_a_copying_switch_is_not_bound_by_what_leaves_the_ranks():
+    # Ranks send 1 GB/s and receive 3. By turns each sends three quarters of its buffer to be summed
+    # elsewhere, then its own sum once, which the switch copies to all: one buffer each, 1 s.
+    ranks = [Node(f"g{rank}", "gpu") for rank in range(4)]
+    up = [Link(node.name, "s", bandwidth_bytes_per_s=1e9) for node in ranks]
+    down = [Link("s", node.name, bandwidth_bytes_per_s=3e9) for node in ranks]
+    ability = SwitchAbility("s", multicast=True)
+    network = Topology("copying", [*ranks, Node("s", "switch")], up + down, switches=[ability])
+    assert lower_bound(all_reduce(4), network, 1e9).seconds <= 1.0 + 1e-9
+    plain = Topology("plain", network.nodes, network.links)
+    assert lower_bound(all_reduce(4), plain, 1e9).seconds == pytest.approx(1.5)
+
+
 def graph(edges, num_ranks, num_switches=0):
     names = [*(f"r{i}" for i in range(num_ranks)), *(f"s{i}" for i in range(num_switches))]
     nodes = [Node(name, "gpu" if name[0] == "r" else "switch") for name in names]

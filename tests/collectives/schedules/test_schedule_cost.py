@@ -25,7 +25,15 @@ from fivefold.collectives.schedules import (
     with_times,
 )
 from fivefold.errors import ConfigurationError
-from fivefold.network.topology import Link, Node, Topology, fully_connected, line, ring, switch
+from fivefold.network.topology import (
+    Link,
+    Node,
+    Topology,
+    fully_connected,
+    line,
+    ring,
+    switch,
+)
 
 
 @st.composite
@@ -67,7 +75,6 @@ def slow_times(schedule, topology, size_bytes, serial):
         route = [max(direct, key=lambda link: (widths[link], -link))] if direct.size else None
         if route is None:
             route = topology.shortest_route(move.source, move.target)
-        delay = sum(topology.latencies_s[link] for link in route)
         known = [e for s, e in arrivals.get((move.chunk, move.source), []) if s < move.step]
         ready = 0.0
         if (move.chunk, move.source) not in held:
@@ -76,10 +83,18 @@ def slow_times(schedule, topology, size_bytes, serial):
             ready = max([0.0, *known])
         if collective.reducing:
             ready = max(ready, read_at.get((move.chunk, move.target), 0.0))
-        start = max([ready, *(free.get(link, 0.0) for link in route)])
-        for link in route:
-            free[link] = start + (delay if serial else 0) + sizes[move.chunk] / widths[link]
-        end = start + delay + sizes[move.chunk] / min(widths[link] for link in route)
+        legs, end, start = [[]], ready, None
+        for link in route:  # a rank on the way has to have all of it before it sends it on
+            legs[-1].append(link)
+            if topology.is_rank[topology.link_targets[link]]:
+                legs.append([])
+        for leg in legs[:-1]:
+            end = max([end, *(free.get(link, 0.0) for link in leg)])
+            start = end if start is None else start
+            delay = sum(topology.latencies_s[link] for link in leg)
+            for link in leg:
+                free[link] = end + (delay if serial else 0) + sizes[move.chunk] / widths[link]
+            end += delay + sizes[move.chunk] / min(widths[link] for link in leg)
         arrivals.setdefault((move.chunk, move.target), []).append((move.step, end))
         place = (move.chunk, move.source)
         read_at[place] = max(read_at.get(place, 0.0), start)
@@ -154,6 +169,35 @@ def test_dependencies_are_the_arrivals_that_a_transfer_sends_on(case):
         if collective.reducing and copies:
             earlier = earlier[copies[-1] :]
         assert sorted(waits.of(index).tolist()) == sorted(earlier)
+
+
+@pytest.mark.parametrize("model", ["serial", "slotted", "synchronous", "fluid"])
+@pytest.mark.parametrize("reduces", [False, True])
+def test_a_rank_on_the_way_receives_all_before_it_sends_it_on(model, reduces):
+    # Three links of 1 GB/s and 1 s each, through two ranks: 3 (1 + 1) s, not 3 + 1.
+    network = line(4, bandwidth="1 GB/s", latency="1 s")
+    collective = custom(
+        4, [(0, 0), (0, 3)] if reduces else [(0, 0)], post=[(0, 3)], reducing=reduces
+    )
+    move = Transfer(chunk=0, source=0, target=3, reduces=reduces, step=0)
+    schedule = Schedule.from_transfers([move], collective=collective, topology=network)
+    timing = evaluate(schedule, size_bytes=collective.buffer_weight * 1e9, model=model)
+    assert timing.total_s == pytest.approx(6.0)
+    assert timing.link_bytes.sum() == pytest.approx(3e9)
+    timed = with_times(schedule, timing)
+    verify(timed, check_times=True)
+    with pytest.raises(ScheduleError, match="its route needs 6 s"):
+        verify(timed.replaced(ends_s=timed.ends_s * 0.99), check_times=True)
+
+
+def test_a_switch_on_the_way_passes_bits_on_as_they_come():
+    network = switch(3, bandwidth="1 GB/s", latency="1 s")
+    move = Transfer(chunk=0, source=0, target=1)
+    collective = custom(3, [(0, 0)], post=[(0, 1)])
+    schedule = Schedule.from_transfers([move], collective=collective, topology=network)
+    latency_s = network.latencies_s[list(network.shortest_route(0, 1))].sum()
+    timing = evaluate(schedule, size_bytes=1e9)
+    assert timing.total_s == pytest.approx(1.0 + latency_s)
 
 
 A, B = 3e-6, 10e9  # latency and capacity of the closed forms

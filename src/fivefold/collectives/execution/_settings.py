@@ -305,7 +305,7 @@ def register_algorithm(
         raise ConfigurationError(f"the name {name!r} has a meaning already")
     if isinstance(source, Schedule):
         in_place = source.collective.name in {"all_reduce", "broadcast"}
-        program = lower(source, in_place=in_place, queue_slots=None)
+        program = lower(source, in_place=in_place, queue_slots=None, relay=False)
     elif isinstance(source, Program):
         program = source
     else:

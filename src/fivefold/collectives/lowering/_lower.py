@@ -40,7 +40,7 @@ _FUSED = {
 _MAX_COUNT = 64  # MSCCL's interpreter refuses counts from 72 on
 
 
-def lower(
+def lower(  # noqa: PLR0913 - independent options, each with a default
     schedule: Schedule,
     *,
     channels: int = 1,
@@ -49,6 +49,7 @@ def lower(
     fuse: bool = True,
     max_count: int = _MAX_COUNT,
     queue_slots: int | None = 2,
+    relay: bool = True,
 ) -> Program:
     """Turn a schedule into a program, and prove with :func:`check_program` that it is right.
 
@@ -66,6 +67,9 @@ def lower(
         queue_slots: Chunks that a queue holds before the sender waits: 2 in MSCCL's protocol
             Simple, 8 in LL and LL128. None has no limit: fewer and longer messages, for runtimes
             that do not make senders wait.
+        relay: Whether a transfer that passes other ranks on its way through the schedule's
+            topology is received and sent on by them; False sends it straight, for runtimes whose
+            network joins all ranks.
 
     Returns:
         The program.
@@ -99,6 +103,7 @@ def lower(
             instances=instances,
             in_place=in_place,
             max_count=max_count,
+            relay=relay,
             window=window,
         )
         program = _program_of(schedule, moves, in_place=in_place, fuse=fuse)

@@ -3,8 +3,8 @@
 A copied chunk lies in the input of who held it first and in the output (or, on its way through a
 rank that need not keep it, in the scratch) of everyone else. A partial sum starts in the input and
 moves to the output or the scratch when the first contribution is added to it, so that inputs stay
-as they are. Transfers that go between the same ranks at the same time over adjacent slots become
-one message.
+as they are. A rank on a transfer's way through the topology keeps it in its scratch meanwhile.
+Transfers that go between the same ranks at the same time over adjacent slots become one message.
 
 All of it follows one order of events (a transfer is read, a transfer is written), which is the
 verifier's. What happens to one chunk never touches another, so chunks may also be taken in groups,
@@ -14,11 +14,12 @@ one after the other: then fewer of them are under way at once.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
 from fivefold.collectives.lowering._program import Buffer
-from fivefold.collectives.schedules import Schedule, event_order
+from fivefold.collectives.schedules import Schedule, event_order, relays_of
 from fivefold.errors import DataError
 
 __all__ = ["Copy", "Message", "Moves", "plan_moves"]
@@ -94,6 +95,7 @@ def plan_moves(
     instances: int,
     in_place: bool,
     max_count: int,
+    relay: bool = False,
     window: int | None = None,
 ) -> Moves:
     """Where every chunk of a schedule lies when it is sent and received.
@@ -104,6 +106,7 @@ def plan_moves(
         instances: Consecutive chunks that are parts of one chunk, each on channels of its own.
         in_place: Whether a rank's held and wanted slots of a chunk are one memory.
         max_count: Largest number of slots in one message.
+        relay: Whether ranks on a transfer's way through the topology receive it and send it on.
         window: Chunks that set out over one connection before they have all arrived everywhere;
             0 takes one chunk after the other, None has no limit.
 
@@ -126,46 +129,73 @@ def plan_moves(
     events = event_order(schedule)
     group = _groups(schedule, events, window)
     events = events[np.argsort(group[events >> 1], kind="stable")]
-    position = np.empty(events.size, dtype=np.int64)
-    position[events] = np.arange(events.size)
-    sent, received = position[0::2].tolist(), position[1::2].tolist()
-    lanes = _lanes(schedule, sent, received, channels=channels, instances=instances)
+    legs = _legs(schedule, group, relay=relay)
     places = _Places(schedule, in_place=in_place)
-    found = [_Single(-1, -1, (Buffer.INPUT, -1), (Buffer.INPUT, -1), None)] * len(sent)
     touched: dict[tuple[int, int], tuple[int, int]] = {}  # last write, last access of any kind
-    for place, event in enumerate(events.tolist()):
+    clock = -1
+    for event in events.tolist():
         at, chunk = event >> 1, int(schedule.chunks[event >> 1])
+        clock += 1
         if event & 1 == 0:
-            key = (int(schedule.sources[at]), chunk)
-            read = places.held(key[0], chunk, transfer=at)
-            written, _ = touched.get(key, (-1, -1))
-            touched[key] = (written, place)
-            found[at] = _Single(written, -1, read, read, None)
+            leg = legs[at][0]
+            key = (leg.source, chunk)
+            leg.sent, leg.read = clock, places.held(leg.source, chunk, transfer=at)
+            leg.written, _ = touched.get(key, (-1, -1))
+            touched[key] = (leg.written, clock)
+            for leg, following in pairwise(legs[at]):  # ranks on the way pass it on at once
+                leg.write = following.read = places.passing(leg.target)
+                leg.received, following.sent = clock + 1, clock + 2
+                following.written = leg.received
+                clock += 2
             continue
-        key = (int(schedule.targets[at]), chunk)
-        add, write = places.arrive(key[0], chunk, reduces=bool(schedule.reduces[at]))
-        _, last = touched.get(key, (-1, -1))
-        touched[key] = (place, place)
-        found[at] = replace(found[at], touched=last, write=write, add=add)
-    messages = _joined(
-        schedule,
-        found,
-        (sent, received),
-        (lanes, _moments(schedule, group)),
-        max_count=max_count,
-    )
+        leg = legs[at][-1]
+        key = (leg.target, chunk)
+        leg.received = clock
+        leg.add, leg.write = places.arrive(key[0], chunk, reduces=bool(schedule.reduces[at]))
+        _, leg.touched = touched.get(key, (-1, -1))
+        touched[key] = (clock, clock)
+    flat = sorted((leg for route in legs for leg in route), key=lambda leg: leg.sent)
+    _choose_lanes(flat, channels=channels, instances=instances)
+    messages = _joined(flat, max_count=max_count)
     return Moves(messages, places.final_copies(max_count=max_count), places.scratch_slots)
 
 
-@dataclass(frozen=True, slots=True)
-class _Single:
-    """A transfer's slots, and which earlier events it may not be moved ahead of."""
+@dataclass(slots=True)
+class _Leg:
+    """A transfer, or the part of it between two ranks on its way."""
 
-    written: int  # last write of what it reads
-    touched: int  # last access to what it writes
-    read: Place
-    write: Place
-    add: Place | None
+    source: int
+    target: int
+    chunk: int
+    moment: tuple[float, ...]  # legs of equal moments may be one message
+    lane: int = 0
+    sent: int = -1
+    received: int = -1
+    read: Place = (Buffer.INPUT, -1)
+    write: Place = (Buffer.INPUT, -1)
+    add: Place | None = None
+    written: int = -1  # last write of what it reads: it may not be moved ahead of that
+    touched: int = -1  # last access to what it writes: as above
+
+
+def _legs(schedule: Schedule, group: np.ndarray, *, relay: bool) -> list[list[_Leg]]:
+    """The legs of each transfer."""
+    ways = relays_of(schedule) if relay else [()] * schedule.num_transfers
+    moments = _moments(schedule, group)
+    return [
+        [
+            _Leg(source, target, chunk, (*moments[at], number))
+            for number, (source, target) in enumerate(pairwise((first, *ways[at], last)))
+        ]
+        for at, (first, last, chunk) in enumerate(
+            zip(
+                schedule.sources.tolist(),
+                schedule.targets.tolist(),
+                schedule.chunks.tolist(),
+                strict=True,
+            )
+        )
+    ]
 
 
 def _groups(schedule: Schedule, events: np.ndarray, window: int | None) -> np.ndarray:
@@ -202,64 +232,48 @@ def _moments(schedule: Schedule, group: np.ndarray) -> list[tuple[float, ...]]:
     return list(zip(groups, starts, ends, strict=True))
 
 
-def _lanes(
-    schedule: Schedule, sent: list[int], received: list[int], *, channels: int, instances: int
-) -> list[int]:
-    """Channel of each transfer."""
-    # A queue hands over in the order of sending: what overtakes another transfer needs another one.
-    parts = schedule.chunks % instances
-    whole = schedule.chunks // instances
-    lanes: list[int] = (parts * channels + whole % channels).tolist()
+def _choose_lanes(legs: list[_Leg], *, channels: int, instances: int) -> None:
+    """Deal the chunks to channels."""
+    # A queue hands over in the order of sending: what overtakes another leg needs another one.
     last: dict[tuple[int, int, int], int] = {}
-    stride = channels * instances
-    for at in np.argsort(np.array(sent)).tolist():
-        pair = (int(schedule.sources[at]), int(schedule.targets[at]))
-        while last.get((*pair, lanes[at]), -1) > received[at]:
-            lanes[at] += stride
-        last[*pair, lanes[at]] = received[at]
-    return lanes
+    for leg in legs:
+        leg.lane = leg.chunk % instances * channels + leg.chunk // instances % channels
+        while last.get((leg.source, leg.target, leg.lane), -1) > leg.received:
+            leg.lane += channels * instances
+        last[leg.source, leg.target, leg.lane] = leg.received
 
 
-def _joined(
-    schedule: Schedule,
-    found: list[_Single],
-    when: tuple[list[int], list[int]],
-    which: tuple[list[int], list[tuple[float, ...]]],
-    *,
-    max_count: int,
-) -> list[Message]:
-    """One message for transfers of one moment over adjacent slots, where no event is overtaken."""
-    (sent, received), (lanes, moments) = when, which
+def _joined(legs: list[_Leg], *, max_count: int) -> list[Message]:
+    """One message for legs of one moment over adjacent slots, where no event is overtaken."""
     joined: list[Message] = []
     last: dict[tuple[int, int, int], tuple[int, tuple[float, ...]]] = {}
-    for at in np.argsort(np.array(sent)).tolist():
-        one = found[at]
+    for leg in legs:
         message = Message(
-            int(schedule.sources[at]),
-            int(schedule.targets[at]),
-            lanes[at],
-            one.read,
-            one.write,
-            one.add,
+            leg.source,
+            leg.target,
+            leg.lane,
+            leg.read,
+            leg.write,
+            leg.add,
             1,
-            sent[at],
-            received[at],
+            leg.sent,
+            leg.received,
         )
-        queue = (message.source, message.target, message.channel)
+        queue = (leg.source, leg.target, leg.lane)
         place, moment = last.get(queue, (-1, ()))
         if (
             place >= 0
-            and moment == moments[at]
+            and moment == leg.moment
             and joined[place].count < max_count
             # It would be read and written when the message's first part is: nothing that it
             # must follow may lie between (a write of what it reads; any use of what it writes).
-            and one.written < joined[place].sent
-            and one.touched < joined[place].received
+            and leg.written < joined[place].sent
+            and leg.touched < joined[place].received
             and _continues(joined[place], message)
         ):
             joined[place] = replace(joined[place], count=joined[place].count + 1)
         else:
-            last[queue] = (len(joined), moments[at])
+            last[queue] = (len(joined), leg.moment)
             joined.append(message)
     return joined
 
@@ -321,14 +335,18 @@ class _Places:
         self._now[rank, chunk] = home
         return before, home
 
+    def passing(self, rank: int) -> Place:
+        """A slot of its own for what a rank only passes on."""
+        self.scratch_slots[rank] += 1
+        return Buffer.SCRATCH, self.scratch_slots[rank] - 1
+
     def _home_of(self, rank: int, chunk: int) -> Place:
         key = (rank, chunk)
         if key not in self._home:
             if key in self._outputs:
                 self._home[key] = (Buffer.OUTPUT, self._outputs[key])
             else:
-                self._home[key] = (Buffer.SCRATCH, self.scratch_slots[rank])
-                self.scratch_slots[rank] += 1
+                self._home[key] = self.passing(rank)
         return self._home[key]
 
     def final_copies(self, *, max_count: int) -> list[Copy]:

@@ -63,7 +63,7 @@ def from_mscclpp_json(source: str | Path, *, collective: Collective | None = Non
     try:
         plan = parse_json(_read(source), where="the plan")
         return _program(plan, collective)
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
+    except (LookupError, TypeError, AttributeError, OverflowError) as error:
         raise DataError(f"this is no MSCCL++ plan: {error!r}") from error
     except ConfigurationError as error:
         raise DataError(f"the plan is inconsistent: {error}") from error

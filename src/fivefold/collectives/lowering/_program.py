@@ -18,12 +18,13 @@ from typing import Any
 import numpy as np
 
 from fivefold.collectives.schedules import Collective
-from fivefold.errors import ConfigurationError, DataError
+from fivefold.errors import ConfigurationError, DataError, FivefoldError
 from fivefold.files import parse_json
 
 __all__ = ["Buffer", "OpKind", "Operation", "Program", "RankProgram", "ThreadBlock"]
 
 _IN_PLACE = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"}
+_MOST_SLOTS = 1 << 27
 _PROTOCOLS = ("Simple", "LL", "LL128")
 
 
@@ -224,8 +225,12 @@ class Program:
                 f"{self.collective.name} cannot run in place",
                 hint=f"in place run {', '.join(sorted(_IN_PLACE))}",
             )
+        for name in ("min_bytes", "max_bytes"):
+            _require_whole(name, getattr(self, name), most=1 << 63)
         for rank, program in enumerate(self.ranks):
             _check_slots(self.collective, rank, program)
+            for number, block in enumerate(program.blocks):
+                _check_block(f"rank {rank} block {number}", block)
 
     @property
     def num_ranks(self) -> int:
@@ -303,10 +308,39 @@ class Program:
                 min_bytes=data["min_bytes"],
                 max_bytes=data["max_bytes"],
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             if isinstance(error, DataError):
                 raise
-            raise DataError(f"this is no program in JSON: {error!r}") from error
+            reason = error.message if isinstance(error, FivefoldError) else repr(error)
+            raise DataError(f"this is no program in JSON: {reason}") from error
+
+
+def _require_whole(what: str, value: object, *, least: int = 0, most: int = 1 << 31) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        shown = repr(value) if not isinstance(value, int) or abs(value) < 1 << 64 else "too large"
+        raise ConfigurationError(
+            f"{what} is {shown}", hint=f"use a whole number from {least} to {most}"
+        )
+
+
+def _check_block(where: str, block: ThreadBlock) -> None:
+    """Types and ranges; whether what is named exists is for `run_order` to say."""
+    for name in ("send_peer", "receive_peer"):
+        _require_whole(f"{where}: {name}", getattr(block, name), least=-1)
+    _require_whole(f"{where}: channel", block.channel, most=1 << 20)
+    for step, operation in enumerate(block.operations):
+        wrong = not isinstance(operation.kind, OpKind)
+        wrong |= not isinstance(operation.source, Buffer) or not isinstance(
+            operation.target, Buffer
+        )
+        if wrong:
+            raise ConfigurationError(
+                f"{where} step {step} is {operation!r}", hint="kinds are OpKind, buffers Buffer"
+            )
+        for name in ("source_offset", "target_offset", "wait_block", "wait_step", "count"):
+            value = getattr(operation, name)
+            if type(value) is not int or not -1 <= value <= 1 << 31:
+                _require_whole(f"{where} step {step}: {name}", value, least=-1)
 
 
 def _check_slots(collective: Collective, rank: int, program: RankProgram) -> None:
@@ -315,6 +349,8 @@ def _check_slots(collective: Collective, rank: int, program: RankProgram) -> Non
         "output": int(collective.output_slots[rank]),
     }
     have = {"input": program.input_slots, "output": program.output_slots}
+    for buffer, slots in (*have.items(), ("scratch", program.scratch_slots)):
+        _require_whole(f"rank {rank}: the number of {buffer} slots", slots, most=_MOST_SLOTS)
     for buffer, count in needed.items():
         if have[buffer] < count:
             raise ConfigurationError(

@@ -34,6 +34,7 @@ from fivefold.collectives.schedules._evaluate import (
     with_times,
 )
 from fivefold.collectives.schedules._json import read_schedule
+from fivefold.collectives.schedules._routes import relays_of
 from fivefold.collectives.schedules._schedule import Schedule, Transfer
 from fivefold.collectives.schedules._slots import Dependencies, dependencies, event_order
 from fivefold.collectives.schedules._throughput import ThroughputOptimum, throughput_optimum
@@ -75,6 +76,7 @@ __all__ = [
     "read_schedule",
     "reduce",
     "reduce_scatter",
+    "relays_of",
     "scatter",
     "throughput_optimum",
     "verify",

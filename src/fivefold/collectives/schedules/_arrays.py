@@ -9,12 +9,24 @@ from numpy.typing import ArrayLike, NDArray
 
 from fivefold.errors import ConfigurationError
 
-__all__ = ["Array", "Floats", "Ints", "Longs", "frozen", "offsets_of", "require_count"]
+__all__ = [
+    "Array",
+    "Floats",
+    "Ints",
+    "Longs",
+    "frozen",
+    "offsets_of",
+    "require_count",
+    "require_pairs",
+]
 
 Array = NDArray[Any]
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
 Floats = NDArray[np.float64]
+
+
+MOST_RANKS, MOST_PAIRS = 1 << 20, 1 << 27  # beyond, memory would end before any work began
 
 
 def frozen(values: ArrayLike, dtype: type) -> Array:
@@ -28,6 +40,20 @@ def offsets_of(sorted_keys: Array, count: int) -> Longs:
     """Where each key 0..count-1 begins in a sorted array of keys; int64 [count + 1]."""
     found = np.searchsorted(sorted_keys, np.arange(count + 1, dtype=sorted_keys.dtype))
     return found.astype(np.int64)
+
+
+def require_pairs(what: str, count: int) -> None:
+    """Refuse more (chunk, rank) pairs, chunks or ranks than memory could hold.
+
+    Raises:
+        ConfigurationError: There are too many.
+    """
+    if count > MOST_PAIRS:
+        shown = f"{count}" if count < 10**18 else "more than 10^18"
+        raise ConfigurationError(
+            f"the collective has {shown} {what}, more than {MOST_PAIRS}",
+            hint="use fewer ranks or chunks",
+        )
 
 
 def require_count(name: str, value: int, *, least: int = 1) -> int:

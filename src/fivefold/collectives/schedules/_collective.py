@@ -28,6 +28,7 @@ from fivefold.collectives.schedules._arrays import (
     frozen,
     offsets_of,
     require_count,
+    require_pairs,
 )
 from fivefold.errors import ConfigurationError
 
@@ -91,14 +92,22 @@ class Collective:
     root: int | None = None
 
     def __post_init__(self) -> None:
-        require_count("num_ranks", self.num_ranks)
-        require_count("num_chunks", self.num_chunks, least=0)
+        require_pairs("ranks", require_count("num_ranks", self.num_ranks))
+        require_pairs("chunks", require_count("num_chunks", self.num_chunks, least=0))
         for side in ("pre", "post"):
-            chunks = frozen(getattr(self, f"{side}_chunks"), np.int32)
-            ranks = frozen(getattr(self, f"{side}_ranks"), np.int32)
+            try:
+                chunks = frozen(getattr(self, f"{side}_chunks"), np.int32)
+                ranks = frozen(getattr(self, f"{side}_ranks"), np.int32)
+            except (TypeError, ValueError, OverflowError) as error:
+                message = f"{side}_chunks and {side}_ranks are no lists of numbers: {error}"
+                raise ConfigurationError(message, hint="give int32 arrays") from None
             _check_pairs(side, chunks, ranks, self)
             object.__setattr__(self, f"{side}_chunks", chunks)
             object.__setattr__(self, f"{side}_ranks", ranks)
+        if self.root is not None and require_count("root", self.root, least=0) >= self.num_ranks:
+            raise ConfigurationError(
+                f"root is {self.root}", hint=f"choose a root from 0 to {self.num_ranks - 1}"
+            )
         weights = _checked_weights(self.chunk_weights, self.num_chunks)
         object.__setattr__(self, "chunk_weights", frozen(weights, np.float64))
         _check_sources(self)
@@ -401,7 +410,11 @@ def _check_pairs(side: str, chunks: Ints, ranks: Ints, collective: Collective) -
 
 def _checked_weights(weights: ArrayLike | None, num_chunks: int) -> Floats:
     """Weights of all chunks; equal ones become one number that is repeated without memory."""
-    given = np.asarray(1.0 if weights is None else weights, dtype=np.float64)
+    try:
+        given = np.asarray(1.0 if weights is None else weights, dtype=np.float64)
+    except (TypeError, ValueError, OverflowError) as error:
+        message = f"chunk_weights are no numbers: {error}"
+        raise ConfigurationError(message, hint=f"give {num_chunks} weights") from None
     if given.shape not in ((), (num_chunks,)):
         raise ConfigurationError(
             f"chunk_weights has the shape {given.shape}", hint=f"give {num_chunks} weights"

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fivefold.collectives.schedules._arrays import Floats, Ints, require_count
+from fivefold.collectives.schedules._arrays import Floats, Ints, require_count, require_pairs
 from fivefold.collectives.schedules._collective import Collective
 from fivefold.errors import ConfigurationError
 
@@ -30,16 +30,19 @@ Pairs = tuple[Ints, Ints]
 
 
 def _each_at_owner(num_ranks: int, per_rank: int) -> Pairs:
+    require_pairs("chunks", num_ranks * per_rank)
     chunks = np.arange(num_ranks * per_rank, dtype=np.int32)
     return chunks, chunks // np.int32(per_rank)
 
 
 def _each_everywhere(num_ranks: int, chunks: int) -> Pairs:
+    require_pairs("pairs of chunk and rank", num_ranks * chunks)
     ranks = np.arange(num_ranks, dtype=np.int32)
     return np.repeat(np.arange(chunks, dtype=np.int32), num_ranks), np.tile(ranks, chunks)
 
 
 def _each_at(rank: int, chunks: int) -> Pairs:
+    require_pairs("chunks", chunks)
     return np.arange(chunks, dtype=np.int32), np.full(chunks, rank, dtype=np.int32)
 
 
@@ -158,6 +161,7 @@ def all_to_all(num_ranks: int, chunks_per_pair: int = 1) -> Collective:
     """
     count = require_count("num_ranks", num_ranks)
     per_pair = require_count("chunks_per_pair", chunks_per_pair)
+    require_pairs("chunks", count * count * per_pair)
     chunks = np.arange(count * count * per_pair, dtype=np.int32)
     pairs = chunks // np.int32(per_pair)
     pre, post = (chunks, pairs // np.int32(count)), (chunks, pairs % np.int32(count))
@@ -184,7 +188,11 @@ def all_to_allv(sizes: ArrayLike) -> Collective:
         >>> collective.chunk_bytes(collective.buffer_weight).tolist()
         [0.0, 3.0, 1.0, 2.0]
     """
-    matrix = np.asarray(sizes, dtype=np.float64)
+    try:
+        matrix = np.asarray(sizes, dtype=np.float64)
+    except (TypeError, ValueError, OverflowError) as error:
+        message = f"the sizes are no matrix of numbers: {error}"
+        raise ConfigurationError(message, hint="give one row for each rank") from None
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:
         raise ConfigurationError(
             f"sizes has the shape {matrix.shape}", hint="give one row and one column for each rank"
@@ -343,7 +351,17 @@ def custom(
 
 
 def _sorted_pairs(pairs: Iterable[tuple[int, int]]) -> Pairs:
-    table = np.array(list(pairs), dtype=np.int32).reshape(-1, 2)
+    try:
+        listed = np.array(list(pairs))
+    except (TypeError, ValueError, OverflowError):
+        listed = np.array(["no numbers"])
+    whole = listed.dtype.kind in "iu" and listed.ndim == 2 and listed.shape[1] == 2
+    if listed.size and not (whole and listed.min() >= 0 and listed.max() < 2**31):
+        message = "the conditions are no list of pairs (chunk, rank)"
+        raise ConfigurationError(
+            message, hint="give pairs of whole numbers from 0, such as [(0, 1), (1, 1)]"
+        )
+    table = listed.reshape(-1, 2).astype(np.int32)
     ordered = table[np.lexsort((table[:, 1], table[:, 0]))]
     return ordered[:, 0], ordered[:, 1]
 
@@ -382,6 +400,10 @@ def named_collective(
         >>> named_collective("all-gather", 4, chunks=2).num_chunks
         8
     """
+    if not isinstance(name, str):
+        raise ConfigurationError(
+            f"the collective's name is {name!r}", hint=f"choose one of {', '.join(COLLECTIVES)}"
+        )
     plain = name.strip().lower().replace("-", "_").replace(" ", "_")
     if plain == "all_reduce":
         return all_reduce(num_ranks, chunks)

@@ -5,7 +5,8 @@ the link's capacity (TACCL, TACOS). ``slotted``: only the bytes keep a link busy
 the arrival (TE-CCL). ``synchronous``: all transfers of a step run together; a step costs its
 largest latency and the time of its fullest link (SCCL). ``fluid``: transfers run as soon as they
 can and share links max-min fairly (`fivefold.network.simulation`); those of one connection follow
-one another.
+one another. In all of them a rank on a transfer's route receives the whole of it before it sends it
+on.
 
 In the first two, messages are taken in the schedule's order; each starts as soon as its source
 holds the chunk and every link of its route is free, and never overtakes one that is listed before
@@ -16,7 +17,7 @@ References: TACCL, arXiv 2111.04867; TE-CCL, arXiv 2305.13479; SCCL, arXiv 2008.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
@@ -178,13 +179,14 @@ def _listed(
 ) -> Times:
     read, written, filled, order = slots_of(schedule)
     capacities = topology.capacities_bytes_per_s
+    legs, first_legs = routes.legs()
     starts_s, ends_s, busy_s, broken = list_schedule(
         _messages_in_order(schedule, order),
         (read, written, filled),
-        (routes.rows, routes.offsets, routes.links),
+        (routes.rows, first_legs, legs.offsets, legs.links),
         (
-            routes.latencies_s(topology.latencies_s),
-            routes.capacities_bytes_per_s(capacities),
+            legs.latencies_s(topology.latencies_s),
+            legs.capacities_bytes_per_s(capacities),
             capacities,
         ),
         (schedule.chunks, np.ascontiguousarray(schedule.steps), chunk_bytes),
@@ -228,18 +230,22 @@ def _synchronous(
         )
     starts_s, ends_s = np.zeros(schedule.num_transfers), np.zeros(schedule.num_transfers)
     busy_s = np.zeros(topology.num_links)
-    latencies_s = routes.latencies_s(topology.latencies_s)
+    legs, first_legs = routes.legs()
+    latencies_s = legs.latencies_s(topology.latencies_s)
     order = np.argsort(schedule.steps, kind="stable")
     bounds = np.searchsorted(schedule.steps[order], np.arange(schedule.num_steps + 1))
     now_s = 0.0
     for first, last in pairwise(bounds):
         members = order[first:last]
-        part = RouteTable(rows=routes.rows[members], offsets=routes.offsets, links=routes.links)
-        loads = part.loads(chunk_bytes[schedule.chunks[members]], topology.num_links)
-        transmit_s = loads / topology.capacities_bytes_per_s
         starts_s[members] = now_s
-        now_s += float(transmit_s.max(initial=0.0))
-        now_s += float(latencies_s[routes.rows[members]].max(initial=0.0))
+        rows = routes.rows[members]
+        for hop in range(int((first_legs[rows + 1] - first_legs[rows]).max(initial=0))):
+            on = first_legs[rows] + hop < first_legs[rows + 1]
+            hops = replace(legs, rows=first_legs[rows[on]] + hop)
+            loads = hops.loads(chunk_bytes[schedule.chunks[members[on]]], topology.num_links)
+            transmit_s = loads / topology.capacities_bytes_per_s
+            now_s += float(transmit_s.max(initial=0.0))
+            now_s += float(latencies_s[hops.rows].max(initial=0.0))
+            busy_s += transmit_s
         ends_s[members] = now_s
-        busy_s += transmit_s
     return starts_s, ends_s, busy_s

@@ -64,8 +64,8 @@ def list_schedule(
     Args:
         messages: Offsets and members (transfers) of each message, in order of priority.
         slots: Slot read, slot written, slots filled at first.
-        routes: Row of each transfer, offsets and links of each row.
-        costs: Latency and smallest capacity of each row, capacity of each link.
+        routes: Row of each transfer, first leg of each row, offsets and links of each leg.
+        costs: Latency and smallest capacity of each leg, capacity of each link.
         transfers: Chunk and step of each transfer, bytes of each chunk.
         shape: Whether chunks are summed; whether latency keeps links busy (serial).
 
@@ -75,7 +75,7 @@ def list_schedule(
     """
     offsets, members = messages
     read, written, filled = slots
-    rows, route_offsets, route_links = routes
+    rows, first_legs, leg_offsets, leg_links = routes
     latencies_s, narrowest, capacities = costs
     chunks, steps, chunk_bytes = transfers
     reducing, serial = shape
@@ -87,7 +87,6 @@ def list_schedule(
     for message in range(offsets.size - 1):
         first, last = offsets[message], offsets[message + 1]
         row = rows[members[first]]
-        route = route_links[route_offsets[row] : route_offsets[row + 1]]
         start_s, size = 0.0, 0.0
         for place in range(first, last):
             index = members[place]
@@ -97,10 +96,15 @@ def list_schedule(
                 start_s = max(start_s, last_read_s[written[index]])
         if not np.isfinite(start_s):
             return starts_s, ends_s, links[1], members[first]
-        for link in route:
-            start_s = max(start_s, links[0][link])
-        end_s = start_s + latencies_s[row] + size / narrowest[row]
-        _occupy(route, start_s, latencies_s[row] if serial else 0.0, size, links)
+        end_s = start_s
+        for leg in range(first_legs[row], first_legs[row + 1]):
+            route = leg_links[leg_offsets[leg] : leg_offsets[leg + 1]]
+            for link in route:
+                end_s = max(end_s, links[0][link])
+            if leg == first_legs[row]:
+                start_s = end_s
+            _occupy(route, end_s, latencies_s[leg] if serial else 0.0, size, links)
+            end_s += latencies_s[leg] + size / narrowest[leg]
         for place in range(first, last):
             index = members[place]
             starts_s[index], ends_s[index] = start_s, end_s

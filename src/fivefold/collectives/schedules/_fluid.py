@@ -47,15 +47,29 @@ def fluid_times(
     """Starts, ends and busy seconds of the links, from `fivefold.network.simulation`."""
     from fivefold.network import simulation  # noqa: PLC0415 - only this model needs it
 
-    lengths = np.diff(routes.offsets)[routes.rows]
+    # A flow for each leg. It waits for the leg before it, the first one for what its transfer does.
+    legs, first_legs = routes.legs()
+    counts = np.diff(first_legs)[routes.rows]
+    begins = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    owner = np.repeat(np.arange(counts.size), counts)
+    number = np.arange(owner.size) - begins[owner]
+    rows = first_legs[routes.rows[owner]] + number
+    lengths = np.diff(legs.offsets)[rows]
     within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    links = routes.links[np.repeat(routes.offsets[:-1][routes.rows], lengths) + within]
+    links = legs.links[np.repeat(legs.offsets[:-1][rows], lengths) + within]
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    wait_offsets, waits = flow_dependencies(schedule)
+    num_waits = np.where(number == 0, np.diff(wait_offsets)[owner], 1)
+    of_first = np.repeat(number == 0, num_waits)
+    leg_waits = np.empty(of_first.size, dtype=np.int64)
+    leg_waits[of_first] = begins[1:][waits] - 1
+    leg_waits[~of_first] = np.flatnonzero(number > 0) - 1
     table = simulation.FlowTable.build(
-        sizes=chunk_bytes[schedule.chunks],
+        sizes=chunk_bytes[schedule.chunks[owner]],
         routes=simulation.Routes(offsets, links.astype(np.int64)),
-        dependencies=flow_dependencies(schedule),
-        latencies_s=routes.latencies_s(topology.latencies_s)[routes.rows],
+        dependencies=(np.concatenate([[0], np.cumsum(num_waits)]).astype(np.int64), leg_waits),
+        latencies_s=legs.latencies_s(topology.latencies_s)[rows],
     )
     result = simulation.simulate(topology, table)
-    return result.start_s, result.finish_s, np.asarray(result.link_busy_s)
+    starts_s, ends_s = result.start_s[begins[:-1]], result.finish_s[begins[1:] - 1]
+    return starts_s, ends_s, np.asarray(result.link_busy_s)

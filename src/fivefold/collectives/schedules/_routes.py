@@ -1,17 +1,21 @@
 """Which links each transfer takes, as one table: its own route, the direct link, or the shortest.
 
+Switches pass bits on as they come. A rank has to receive a message before it can send it on, so a
+route that passes other ranks falls into legs, each as long as a message of its own.
+
 Transfers between the same two ranks share a row where they have no routes of their own, so that
 the table stays small at millions of transfers.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fivefold.collectives.schedules._arrays import Floats, Ints, Longs
+from fivefold.collectives.schedules._arrays import Array, Floats, Ints, Longs
 from fivefold.collectives.schedules._errors import ScheduleError
 from fivefold.collectives.schedules._schedule import Schedule
 from fivefold.errors import ConfigurationError
@@ -19,7 +23,7 @@ from fivefold.errors import ConfigurationError
 if TYPE_CHECKING:
     from fivefold.network.topology import Topology
 
-__all__ = ["RouteTable", "explicit_routes", "require_topology", "route_table"]
+__all__ = ["RouteTable", "explicit_routes", "relays_of", "require_topology", "route_table"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +34,14 @@ class RouteTable:
         rows: Row of each transfer, int32 [T].
         offsets: Where each row begins in ``links``, int64 [rows + 1].
         links: Link indices in order, int32.
+        stops: Whether each of ``links`` ends at a rank, bool.
 
     Example:
         >>> table = RouteTable(
-        ...     rows=np.array([0, 0]), offsets=np.array([0, 2]), links=np.array([3, 4])
+        ...     rows=np.array([0, 0]),
+        ...     offsets=np.array([0, 2]),
+        ...     links=np.array([3, 4]),
+        ...     stops=np.array([False, True]),
         ... )
         >>> table.latencies_s(np.full(5, 1.0)).tolist()
         [2.0]
@@ -42,6 +50,22 @@ class RouteTable:
     rows: Ints
     offsets: Longs
     links: Ints
+    stops: Array
+
+    def legs(self) -> tuple[RouteTable, Longs]:
+        """The parts of the rows from rank to rank, as rows, and where those of each row begin.
+
+        An empty row has one empty leg.
+        """
+        inner = self.stops.copy()
+        inner[self.offsets[1:][np.diff(self.offsets) > 0] - 1] = False  # the end of its row
+        begins = np.concatenate([self.offsets[:-1], np.flatnonzero(inner) + 1])
+        order = np.argsort(begins, kind="stable")
+        first = np.flatnonzero(order < self.offsets.size - 1)
+        offsets = np.append(begins[order], self.links.size).astype(np.int64)
+        rows = np.arange(begins.size, dtype=np.int32)
+        table = RouteTable(rows=rows, offsets=offsets, links=self.links, stops=self.stops)
+        return table, np.append(first, begins.size).astype(np.int64)
 
     def latencies_s(self, link_latencies_s: Floats) -> Floats:
         """Sum of the latencies along each row, float64 [rows]."""
@@ -97,9 +121,12 @@ def route_table(schedule: Schedule, topology: Topology) -> RouteTable:
     """
     if schedule.route_offsets is not None and schedule.route_links is not None:
         rows = np.arange(schedule.num_transfers, dtype=np.int32)
-        table = RouteTable(rows=rows, offsets=schedule.route_offsets, links=schedule.route_links)
+        stops = np.zeros(schedule.route_links.size, dtype=np.bool_)
+        table = RouteTable(
+            rows=rows, offsets=schedule.route_offsets, links=schedule.route_links, stops=stops
+        )
         _check_paths(schedule, topology, table)
-        return table
+        return replace(table, stops=topology.is_rank[topology.link_targets[table.links]])
     count = np.int64(topology.num_ranks)
     used = np.zeros(int(count * count), dtype=np.bool_)
     keys = schedule.sources.astype(np.int64) * count + schedule.targets
@@ -108,7 +135,41 @@ def route_table(schedule: Schedule, topology: Topology) -> RouteTable:
     row_of_pair = np.zeros(used.size, dtype=np.int32)
     row_of_pair[pairs] = np.arange(pairs.size, dtype=np.int32)
     offsets, links = _pair_routes(pairs // count, pairs % count, topology)
-    return RouteTable(rows=row_of_pair[keys], offsets=offsets, links=links)
+    stops = topology.is_rank[topology.link_targets[links]]
+    return RouteTable(rows=row_of_pair[keys], offsets=offsets, links=links, stops=stops)
+
+
+def relays_of(schedule: Schedule) -> list[tuple[int, ...]]:
+    """Return the ranks that each transfer passes on its way through the schedule's topology.
+
+    Args:
+        schedule: The schedule; without a topology every transfer goes straight.
+
+    Returns:
+        For each transfer the ranks between its source and its target, in order.
+
+    Raises:
+        ScheduleError: A route of the schedule is no path from its source to its target.
+        InfeasibleError: Two ranks have no route.
+
+    Example:
+        >>> from fivefold.collectives.schedules import Transfer, broadcast
+        >>> from fivefold.network.topology import line
+        >>> move = Transfer(chunk=0, source=0, target=2)
+        >>> relays_of(
+        ...     Schedule.from_transfers([move], collective=broadcast(3), topology=line(3))
+        ... )
+        [(1,)]
+    """
+    if schedule.topology is None:
+        return [()] * schedule.num_transfers
+    table = route_table(schedule, schedule.topology)
+    ranks = schedule.topology.rank_of_node[schedule.topology.link_targets[table.links]]
+    rows = [
+        tuple(int(rank) for rank in ranks[first : max(last - 1, first)] if rank >= 0)
+        for first, last in pairwise(table.offsets.tolist())
+    ]
+    return [rows[row] for row in table.rows.tolist()]
 
 
 def explicit_routes(schedule: Schedule, topology: Topology) -> tuple[Longs, Ints]:

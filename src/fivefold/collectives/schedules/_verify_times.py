@@ -118,9 +118,12 @@ def check_times_against_links(
     size = size_of(schedule, size_bytes)
     transfer_bytes = schedule.collective.chunk_bytes(size)[schedule.chunks]
     leaders, message_bytes = messages_of(schedule, transfer_bytes)
-    capacities = topology.capacities_bytes_per_s
-    least_s = routes.latencies_s(topology.latencies_s)[routes.rows]
-    least_s = least_s + message_bytes / routes.capacities_bytes_per_s(capacities)[routes.rows]
+    legs, first_legs = routes.legs()
+    latencies_s = _running(legs.latencies_s(topology.latencies_s))
+    per_byte_s = _running(1.0 / legs.capacities_bytes_per_s(topology.capacities_bytes_per_s))
+    begins, ends = first_legs[routes.rows], first_legs[routes.rows + 1]
+    least_s = latencies_s[ends] - latencies_s[begins]
+    least_s = least_s + message_bytes * (per_byte_s[ends] - per_byte_s[begins])
     lasts_s = schedule.ends_s - schedule.starts_s
     horizon_s = float(schedule.ends_s.max(initial=0.0))
     leading = leaders == np.arange(leaders.size)
@@ -129,7 +132,8 @@ def check_times_against_links(
         at = int(np.argmax(fast))
         raise ScheduleError(
             f"transfer {at} takes {lasts_s[at]:.6g} s, but its route needs {least_s[at]:.6g} s",
-            hint="a message needs its route's latency, and its bytes over the least capacity",
+            hint="a message needs its route's latency, and its bytes over the least capacity; a "
+            "rank on its way receives all of it before it sends it on",
             transfer=at,
         )
     _check_room(schedule, topology, routes, np.flatnonzero(leading), message_bytes)
@@ -149,11 +153,21 @@ def _check_room(
     lengths = np.diff(routes.offsets)[rows]
     owner = np.repeat(leading, lengths)
     within = np.arange(owner.size) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    links = routes.links[np.repeat(routes.offsets[:-1][rows], lengths) + within]
-    latency = routes.latencies_s(topology.latencies_s)[routes.rows[owner]]
+    places = np.repeat(routes.offsets[:-1][rows], lengths) + within
+    links = routes.links[places]
+    legs, first_legs = routes.legs()
+    leg = np.repeat(legs.rows, np.diff(legs.offsets))[places]
+    begins, last = first_legs[routes.rows[owner]], first_legs[routes.rows[owner] + 1]
+    latencies_s = _running(legs.latencies_s(topology.latencies_s))
+    per_byte_s = _running(1.0 / legs.capacities_bytes_per_s(topology.capacities_bytes_per_s))
     needs_s = message_bytes[owner] / topology.capacities_bytes_per_s[links]
-    starts_s = schedule.starts_s[owner]
-    ends_s = np.maximum(schedule.ends_s[owner] - latency, starts_s)  # the last byte left by then
+    # After the legs before, and early enough for its own latency and the legs behind.
+    before_s = latencies_s[leg] - latencies_s[begins]
+    before_s += message_bytes[owner] * (per_byte_s[leg] - per_byte_s[begins])
+    behind_s = latencies_s[last] - latencies_s[leg]
+    behind_s += message_bytes[owner] * (per_byte_s[last] - per_byte_s[leg + 1])
+    starts_s = schedule.starts_s[owner] + before_s
+    ends_s = np.maximum(schedule.ends_s[owner] - behind_s, starts_s)  # the last byte left by then
     order = np.lexsort((starts_s, links))
     late = first_overload(links[order], starts_s[order], ends_s[order], needs_s[order])
     if late[0] >= 0:
@@ -165,6 +179,11 @@ def _check_room(
             hint="start the transfer later, or take another link",
             transfer=at,
         )
+
+
+def _running(values: Floats) -> Floats:
+    """Sums of the first 0, 1, 2, ... values."""
+    return np.concatenate([[0.0], np.cumsum(values)])
 
 
 @njit

@@ -2,14 +2,17 @@
 
 Routing (which links each chunk takes), ordering (a list schedule) and scheduling (exact times,
 with chunks between boxes joined into messages). The first and last are CP-SAT models without
-large constants; in the last the order is free as well, which TACCL fixes. Sums are solved as
-copies run backwards. Whatever the solvers reach in time is a complete, verified algorithm.
+large constants; in the last the order is free as well, which TACCL fixes. On small instances the
+time that is left goes to routes and times at once, which finds what no order of the first routes
+gives. Sums are solved as copies run backwards. Whatever the solvers reach in time is a complete,
+verified algorithm.
 
 References: TACCL, arXiv 2111.04867, sections 3 to 5.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -33,6 +36,7 @@ from fivefold.collectives.synthesis._taccl_routing import (
     candidates,
     greedy_routes,
     route,
+    route_and_order,
 )
 from fivefold.collectives.synthesis._taccl_scheduling import (
     Messages,
@@ -48,17 +52,22 @@ Progress = Callable[[str], None]
 _MOST_PAIRS = 400_000  # (chunk, link) pairs that the routing model may have
 _DETOUR_PAIRS = 20_000  # below it paths one hop longer than the shortest are looked at as well
 _SHOP_MOVES = 6_000  # transfers that the scheduling model may have
+_JOINT_PAIRS = 3_000  # (chunk, link) pairs up to which routes and times are looked for at once
 
 
 @dataclass(frozen=True)
 class TacclResult:
     """An algorithm with what the stages said.
 
+    TACCL proves nothing about the whole: unless ``is_optimal``, a longer search, another sketch,
+    other chunks or another method (see `synthesize`) may find a shorter schedule.
+
     Args:
         schedule: The verified schedule with times in TACCL's model ("serial").
         time_s: Its length.
-        routing_bound_s: No routing that keeps to the sketch is shorter; 0 where unknown. For an
-            all-reduce the sum of both parts.
+        routing_bound_s: No routing that was looked at (shortest paths in hops, in small instances
+            one hop more) is shorter; 0 where unknown. For an all-reduce the sum of both parts.
+        bound_s: No schedule of this collective is shorter, whatever its sketch; 0 where unknown.
         stages: Seconds spent and lengths reached, by stage.
 
     Example:
@@ -72,7 +81,13 @@ class TacclResult:
     schedule: Schedule
     time_s: float
     routing_bound_s: float
+    bound_s: float = 0.0
     stages: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_optimal(self) -> bool:
+        """Whether no schedule of this collective can be shorter."""
+        return self.time_s <= self.bound_s * (1 + 1e-9)
 
 
 def taccl(
@@ -132,7 +147,11 @@ def taccl(
     verify(schedule, topology=topology)
     length_s = float(schedule.ends_s.max(initial=0.0)) if schedule.ends_s is not None else 0.0
     schedule = schedule.replaced(name=f"taccl:{plan.name}")
-    return TacclResult(schedule, length_s, run.bound_s, run.stages)
+    bound_s = bound_of(collective, topology, size_bytes).seconds
+    result = TacclResult(schedule, length_s, run.bound_s, bound_s, run.stages)
+    if progress is not None and not result.is_optimal:
+        progress(f"{length_s:.6g} s, {bound_s:.6g} s is the lower bound: it may be improved")
+    return result
 
 
 class _Run:
@@ -163,9 +182,46 @@ class _Run:
                     self._say(f"schedule of {length_s:.6g} s")
             if best_s <= least_s * (1 + 1e-9):
                 break
+        for schedule in self._jointly(sketch, prices, best_s, least_s, deadline_s):
+            if _length_s(schedule) < best_s:
+                best, best_s = schedule, _length_s(schedule)
+                self._say(f"schedule of {best_s:.6g} s")
         assert best is not None, "the greedy routing always gives a schedule"
         self.bound_s += min(bounds_s, default=0.0)
         return best
+
+    def _jointly(
+        self, sketch: Sketched, prices: Prices, best_s: float, least_s: float, deadline_s: float
+    ) -> Iterator[Schedule]:
+        """Shorter schedules from routes and times together, in the time that is left."""
+        for detour in (0, 1, 2):
+            left_s = deadline_s - time.perf_counter()
+            pairs = int(candidates(sketch, detour=detour).sum())
+            ordered = sketch.sketch.own_chunks_first
+            if best_s <= least_s * (1 + 1e-9) or pairs > _JOINT_PAIRS or ordered or left_s <= 0:
+                return
+            started_s = time.perf_counter()
+            below = math.ceil(best_s / prices.unit_s * (1 - 1e-9))
+            timed, proved = route_and_order(
+                sketch,
+                prices,
+                below=below,
+                detour=detour,
+                time_limit_s=left_s / (3 - detour),
+                seed=self.seed,
+            )
+            self.stages["joint_s"] = self.stages.get("joint_s", 0.0) + (
+                time.perf_counter() - started_s
+            )
+            self.stages[f"best_with_detour_{detour}"] = proved
+            if timed is None:
+                continue
+            plain = self._priced(sketch, prices, _plain(prices, timed))
+            limit_s = max(deadline_s - time.perf_counter(), 0.0) * 0.2
+            joined = join_messages(sketch, prices, timed, time_limit_s=limit_s, seed=self.seed)
+            for schedule in (plain, self._priced(sketch, prices, joined)):
+                best_s = min(best_s, _length_s(schedule))
+                yield schedule
 
     def _say(self, line: str) -> None:
         if self.progress is not None:

@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from fivefold.collectives.synthesis._cp import CpOutcome, new_model, solve
 from fivefold.collectives.synthesis._instance import UNREACHABLE, Instance, Orbits, prune
 from fivefold.collectives.synthesis._sketched import Sketched
+from fivefold.collectives.synthesis._taccl_ordering import Timed
 from fivefold.collectives.synthesis._taccl_prices import Prices
 
-__all__ = ["Routing", "candidates", "greedy_routes", "route"]
+__all__ = ["Routing", "candidates", "greedy_routes", "route", "route_and_order"]
 
 _POLICY_WEIGHT = 0.01  # of one chunk's time per connection, as TACCL weighs it
 
@@ -173,6 +174,26 @@ class _Model:
                 if not holders & box and ends.wanted[chunk] & box:
                     self.model.add_bool_or(entering.get(chunk, []))
 
+    def add_order(self) -> dict[int, Any]:
+        """Times of the transfers, those of one resource one after another; starts by orbit."""
+        begins: dict[int, Any] = {}
+        users: dict[int, list[Any]] = {}
+        for chunk, link in self.pairs:
+            orbit = int(self.orbits.link_orbits[chunk, link])
+            way = self.sends[orbit]
+            begin = begins[orbit] = self.model.new_int_var(0, self.horizon, f"s{orbit}")
+            source, target = int(self.instance.sources[link]), int(self.instance.targets[link])
+            self.model.add(begin >= self._start(chunk, source)).only_enforce_if(way)
+            arrival = begin + int(self.prices.delays[link])
+            self.model.add(self._start(chunk, target) >= arrival).only_enforce_if(way)
+            taken = zip(self.instance.resources[link], self.prices.busy[link], strict=True)
+            for resource, busy in taken:
+                interval = self.model.new_optional_fixed_size_interval_var(begin, busy, way, "")
+                users.setdefault(resource, []).append(interval)
+        for intervals in users.values():
+            self.model.add_no_overlap(intervals)
+        return begins
+
     def _add_objective(self) -> None:
         """T first; then the policy of the switches and the balance of the links."""
         scale = round(1 / _POLICY_WEIGHT)
@@ -310,3 +331,44 @@ def _fastest_tree(
             needed.add(came_by[here])
             here = int(instance.sources[came_by[here]])
     return sorted(needed)
+
+
+def route_and_order(
+    sketch: Sketched,
+    prices: Prices,
+    *,
+    below: int,
+    detour: int,
+    time_limit_s: float,
+    seed: int = 0,
+) -> tuple[Timed | None, bool]:
+    """Choose the links and the times of all chunks at once, which TACCL does one after the other.
+
+    Args:
+        sketch: The sketch on its topology; one that does not order a sender's own chunks.
+        prices: Times of one chunk.
+        below: The schedule must be shorter than this.
+        detour: Hops beyond the shortest path that a chunk may take.
+        time_limit_s: Limit of the solver.
+        seed: Seed of the solver.
+
+    Returns:
+        The schedule, None where none was found, and whether that is the best there is: of
+        schedules with one chunk a message and paths no longer than these.
+    """
+    instance = sketch.logical.instance
+    model = _Model(sketch, prices, candidates(sketch, detour=detour), Orbits(instance, ()))
+    begins = model.add_order()
+    model.model.add(model.length < below)
+    model.model.minimize(model.length)
+    outcome = solve(model.model, time_limit_s=time_limit_s, seed=seed)
+    if not outcome.found:
+        return None, outcome.status == "infeasible"
+    moves = model.moves(outcome)
+    starts = {
+        pair: outcome.value(begins[int(model.orbits.link_orbits[pair])])  # by chunk and link
+        for pair in moves
+    }
+    order = sorted(moves, key=lambda pair: starts[pair])  # stable: roots first
+    timed = Timed(tuple(order), tuple(starts[pair] for pair in order), outcome.value(model.length))
+    return timed, outcome.status == "optimal"
