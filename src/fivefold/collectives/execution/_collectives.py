@@ -249,7 +249,7 @@ class Collectives:
         received = flat.new_empty(sum(sizes))
 
         def finish() -> None:
-            for place, part in zip(outputs, received.split(sizes), strict=True):
+            for place, part in zip(outputs, torch.split(received, sizes), strict=True):
                 place.copy_(part.view(place.shape))
 
         sent = [tensor.numel() for tensor in inputs]
