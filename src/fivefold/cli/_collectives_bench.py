@@ -36,7 +36,7 @@ def bench_algorithms(
     ] = None,
     *,
     sizes: Annotated[str, typer.Option(help="Sizes with commas.")] = "64KB,1MB,16MB",
-    repetitions: Annotated[int, typer.Option(help="Measured calls of each size.")] = 5,
+    repetitions: Annotated[int, typer.Option(min=1, help="Measured calls of each size.")] = 5,
     bandwidth: RateOption = None,
     latency: LatencyOption = None,
     as_json: JsonFlag = False,
@@ -44,7 +44,8 @@ def bench_algorithms(
     """Price the algorithms on a topology; or, under torchrun or the lab, measure the backend.
 
     With a topology: predicted times by message size, and which one would be chosen. Without one,
-    in running ranks: measured times of the backend's choice and of the inner backend.
+    in running ranks: measured times of the backend's choice and of the inner backend, each the
+    median of the slowest rank's.
     """
     wanted = [parse_bytes(size.strip()) for size in sizes.split(",")]
     if topology is None:
@@ -94,16 +95,20 @@ def _measured(collective: str, sizes: list[int], repetitions: int) -> list[dict[
     inner, rows = dist.new_group(backend="gloo"), []
     engine: Any = dist.group.WORLD
     for size_bytes in sizes:
-        data, times = torch.ones(max(size_bytes // 4, 1)), {"own": [], "inner": []}  # type: ignore[var-annotated]
+        data = torch.ones(max(size_bytes // 4, 1))
+        times_s = torch.zeros(2, repetitions + 1, dtype=torch.float64)
         for turn in range(repetitions + 1):
-            for name, group in (("own", None), ("inner", inner)):
+            for at, group in enumerate((None, inner)):
                 dist.barrier(group=inner)
                 start_s = time.perf_counter()
                 dist.all_reduce(data, group=group)
-                if turn > 0:
-                    times[name].append(time.perf_counter() - start_s)
+                times_s[at, turn] = time.perf_counter() - start_s
+        dist.all_reduce(
+            times_s, op=dist.ReduceOp.MAX, group=inner
+        )  # a call ends with its last rank
         choice = engine.engine.choice("all_reduce", data.nbytes)
-        medians = {f"{name}_s": sorted(found)[len(found) // 2] for name, found in times.items()}
+        own_s, inner_s = times_s[:, 1:].median(dim=1).values.tolist()
+        medians = {"own_s": own_s, "inner_s": inner_s}
         head = {"size": format_bytes(size_bytes), "chosen": choice.label}
         rows.append(head | medians | {"predicted_s": choice.predicted_s})
     rank = dist.get_rank()

@@ -40,7 +40,6 @@ def laid_out(values, layout):
     if layout == "strided":
         found = torch.zeros(2 * values.numel(), dtype=values.dtype)[::2]
     elif layout == "transposed" and values.numel() % 2 == 0 and values.numel():
-        found = torch.zeros(2, values.numel() // 2, dtype=values.dtype).t().reshape(-1)
         found = torch.zeros(2, values.numel() // 2, dtype=values.dtype).t()
         return found.copy_(values.view(found.shape))
     elif layout == "offset":
@@ -86,7 +85,7 @@ def _broadcast(step, group, place, own):
     return [data], dist.broadcast(data, step.root, group=group, async_op=own)
 
 
-def _reduce(step, group, place, own):
+def _reduce(step, group, _, own):
     data = step.values(step.size + 1)
     work = dist.reduce(data, step.root, step.operation, group=group, async_op=own)
     return [data] if dist.get_rank() == step.root else [], work
@@ -107,20 +106,20 @@ def _all_gather_single(step, group, place, own):
     return [found], dist.all_gather_single(found, data, group=group, async_op=own)
 
 
-def _reduce_scatter_single(step, group, place, own):
+def _reduce_scatter_single(step, group, _, own):
     data = step.values(step.size * len(step.ranks))
     found = torch.zeros(step.size, dtype=step.dtype)
     work = dist.reduce_scatter_single(found, data, step.operation, group=group, async_op=own)
     return [found], work
 
 
-def _reduce_scatter(step, group, place, own):
+def _reduce_scatter(step, group, _, own):
     parts = [step.values(step.size, at) for at in range(len(step.ranks))]
     found = torch.zeros(step.size, dtype=step.dtype)
     return [found], dist.reduce_scatter(found, parts, step.operation, group=group, async_op=own)
 
 
-def _all_to_all_single(step, group, place, own):
+def _all_to_all_single(step, group, _, own):
     me = dist.get_rank()
     sent = [step.splits[me][target] for target in step.ranks]
     received = [step.splits[source][me] for source in step.ranks]
@@ -132,20 +131,20 @@ def _all_to_all_single(step, group, place, own):
     return [found], dist.all_to_all_single(found, data, group=group, async_op=own, **options)
 
 
-def _gather(step, group, place, own):
+def _gather(step, group, _, own):
     data = step.values(step.size + 1)
     found = [torch.zeros_like(data) for _ in step.ranks] if dist.get_rank() == step.root else None
     return found or [], dist.gather(data, found, step.root, group=group, async_op=own)
 
 
-def _scatter(step, group, place, own):
+def _scatter(step, group, _, own):
     found = torch.zeros(step.size + 1, dtype=step.dtype)
     parts = [step.values(step.size + 1, at) for at in range(len(step.ranks))]
     parts = parts if dist.get_rank() == step.root else None
     return [found], dist.scatter(found, parts, step.root, group=group, async_op=own)
 
 
-def _barrier(step, group, place, own):
+def _barrier(_step, group, _, own):
     return [], dist.barrier(group=group, async_op=own)
 
 
@@ -203,8 +202,8 @@ def check_cases(world, cases, seed):
             for ranks in (everyone, few)
         ]
         for case in range(cases):
-            common = random.Random(f"{seed} {case}")
-            own = random.Random(f"{seed} {case} {rank}")
+            common = random.Random(f"{seed} {case}")  # noqa: S311 - no secret
+            own = random.Random(f"{seed} {case} {rank}")  # noqa: S311 - as above
             ranks, ours, gloos = common.choice(pairs)
             steps = [Step(common, own, ranks) for _ in range(common.randint(1, 6))]
             if rank not in ranks:
@@ -223,5 +222,5 @@ def check_cases(world, cases, seed):
 def test_random_sequences_equal_gloos(world, algorithms):
     configure(algorithms=algorithms)
     profile = settings()
-    seed = 0 if profile.derandomize else random.randrange(1 << 30)
+    seed = 0 if profile.derandomize else random.randrange(1 << 30)  # noqa: S311 - no secret
     check_cases(world, profile.max_examples, seed)

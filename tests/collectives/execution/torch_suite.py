@@ -1,9 +1,9 @@
-"""Run PyTorch's own tests of a distributed backend in forked ranks: ``torch_suite.py BACKEND [TEST...]``.
+"""Run PyTorch's own tests of a distributed backend: ``torch_suite.py BACKEND [TEST...]``.
 
-Prints one JSON object: the outcome of each test by name, ``"passed"``, ``"skipped"``, or the last
-line of what went wrong. Under ``fivefold`` every collective with algorithms of its own is forced to
-take one. Torch decides by the backend's name what a backend can do, when its tests are imported:
-they are imported under gloo's, and run under the one asked for.
+Ranks are forked. Prints one JSON object: the outcome of each test by name, ``"passed"``,
+``"skipped"``, or what went wrong. Under ``fivefold`` every collective with algorithms of its own is
+forced to take one. Torch decides by the backend's name what a backend can do, when its tests are
+imported: they are imported under gloo's, and run under the one asked for.
 """
 
 from __future__ import annotations
@@ -38,6 +38,19 @@ def _imported():
     return distributed_test
 
 
+class _Name(str):
+    """A backend's name that is equal to gloo's, too: tests ask by it which devices there are."""
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+
+    def __eq__(self, other):
+        return str(other) in (str(self), "gloo")
+
+    def __ne__(self, other):
+        return not self == other
+
+
 def _under(module, backend):
     """Let the tests run on another backend than the one that they were imported for."""
     import torch.distributed as dist
@@ -45,13 +58,13 @@ def _under(module, backend):
     from fivefold.collectives.execution import configure
 
     configure(algorithms=ALGORITHMS)
-    module.BACKEND = backend
+    module.BACKEND = _Name(backend)
     # Not for sends and receives, which are gloo's, and so are their events.
     module.PROFILING_SUPPORTED_BACKENDS.append(backend)
     c10d, monitored = dist.distributed_c10d, dist.monitored_barrier
 
     def monitored_barrier(*args, **kwargs):  # torch asks for gloo's name, not for the method
-        with mock.patch.object(c10d, "get_backend", lambda *_: "gloo"):
+        with mock.patch.object(c10d, "get_backend", return_value="gloo"):
             return monitored(*args, **kwargs)
 
     dist.monitored_barrier = monitored_barrier
@@ -80,13 +93,10 @@ def main(backend, names):
         with mock.patch.object(sys, "stdout", sys.stderr):
             case(name).run(result)
         wrong = [text for _, text in (*result.errors, *result.failures)]
-        outcomes[name] = (
-            wrong[0].strip().splitlines()[-1][:300]
-            if wrong
-            else ("skipped" if result.skipped else "passed")
-        )
-        print(name, outcomes[name], file=sys.stderr, flush=True)
-    print(json.dumps(outcomes))
+        lines = [line for text in wrong for line in text.splitlines() if "Error" in line]
+        outcomes[name] = lines[-1][:300] if wrong else "skipped" if result.skipped else "passed"
+        sys.stderr.write(f"{name} {outcomes[name]}\n")
+    sys.stdout.write(json.dumps(outcomes) + "\n")
 
 
 if __name__ == "__main__":

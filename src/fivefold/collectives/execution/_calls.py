@@ -245,8 +245,9 @@ class CallLog:
 
     def _abort(self) -> None:
         """End all waits: gloo closes a group's connections when one message does not come."""
-        peer = (self._rank + 1) % self._size
+        lost = torch.empty(1, dtype=torch.uint8)
         for group in self._groups():
-            with contextlib.suppress(RuntimeError):
-                lost = torch.empty(1, dtype=torch.uint8)
-                group.recv([lost], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
+            for step in range(1, self._size):  # of a connection that is closed it says so at once
+                peer = (self._rank + step) % self._size
+                with contextlib.suppress(RuntimeError):
+                    group.recv([lost], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))

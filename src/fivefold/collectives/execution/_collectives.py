@@ -45,14 +45,7 @@ class Collectives:
         if not self._fits(kind, tensors):
             return self._run(kind, None, inner, tensors, tensors, opts)
         flat, finish = _flat_in_out(tensor)
-        call = Call(
-            name="all_reduce",
-            inputs=flat,
-            outputs=flat,
-            unit=flat.numel(),
-            size_bytes=flat.nbytes,
-            operation=opts.reduceOp,
-        )
+        call = self._reduce_call(flat, opts)
         if finish is not None:
             inner = partial(self._inner(flat).allreduce, [flat], opts)
         return self._run(kind, call, inner, tensors, tensors, opts, finish)
@@ -71,7 +64,20 @@ class Collectives:
             for tensor, part in zip(tensors, parts, strict=True):
                 tensor.copy_(part.view(tensor.shape))
 
-        return _then(self.allreduce([joined], plain), tensors, finish)
+        kind = self._kind("all_reduce", joined, operation=opts.reduceOp)
+        call = self._reduce_call(joined, opts) if self._fits(kind, [joined]) else None
+        inner = partial(self._inner(joined).allreduce, [joined], plain)
+        return self._run(kind, call, inner, tensors, tensors, plain, finish)
+
+    def _reduce_call(self, flat: _Tensor, opts: Any) -> Call:
+        return Call(
+            name="all_reduce",
+            inputs=flat,
+            outputs=flat,
+            unit=flat.numel(),
+            size_bytes=flat.nbytes,
+            operation=opts.reduceOp,
+        )
 
     # -- all-gather ----------------------------------------------------------------------------
 
@@ -129,12 +135,28 @@ class Collectives:
     def allgather_coalesced(
         self, outputs: list[list[_Tensor]], inputs: list[_Tensor], opts: Any = None
     ) -> Any:
-        """Several all-gathers into lists."""
-        works = [
-            self.allgather([[listed[at] for listed in outputs]], [own], opts)
-            for at, own in enumerate(inputs)
-        ]
-        return _all_of(works, outputs)
+        """Several all-gathers into lists, as one where they are of one kind."""
+        opts = opts or dist.AllgatherOptions()
+        if len({(tensor.dtype, tensor.device) for tensor in inputs}) > 1:
+            works = [
+                self.allgather([[listed[at] for listed in outputs]], [own], opts)
+                for at, own in enumerate(inputs)
+            ]
+            return _all_of(works, outputs)
+        joined = torch.cat([tensor.reshape(-1) for tensor in inputs])
+        gathered = joined.new_empty(self.engine.size, joined.numel())
+
+        def finish() -> None:
+            sizes = [tensor.numel() for tensor in inputs]
+            for listed, row in zip(outputs, gathered, strict=True):
+                for place, part in zip(listed, row.split(sizes), strict=True):
+                    place.copy_(part.view(place.shape))
+
+        kind = self._kind("all_gather", gathered)
+        call = self._gather_call(gathered.view(-1), joined)
+        gather = inner_method(self._inner(joined), "_allgather_base", "all_gather_single")
+        inner = partial(gather, gathered.view(-1), joined, opts)
+        return self._run(kind, call, inner, inputs, outputs, opts, finish)
 
     # -- reduce-scatter ------------------------------------------------------------------------
 
@@ -227,7 +249,7 @@ class Collectives:
         received = flat.new_empty(sum(sizes))
 
         def finish() -> None:
-            for place, part in zip(outputs, received.split(sizes), strict=True):
+            for place, part in zip(outputs, torch.split(received, sizes), strict=True):
                 place.copy_(part.view(place.shape))
 
         sent = [tensor.numel() for tensor in inputs]

@@ -181,7 +181,7 @@ def profiler_event(name: str, tensors: Sequence[torch.Tensor]) -> Callable[[], N
     Returns:
         What ends it; None where nobody profiles.
     """
-    if not torch.autograd._profiler_enabled():  # noqa: SLF001 - torch has no public name
+    if not torch._C._autograd._profiler_enabled():  # noqa: SLF001 - torch has no public name
         return None
     record = torch._C._profiler._RecordFunctionFast(  # noqa: SLF001 - the one that takes shapes
         f"fivefold:{name}", list(tensors)
