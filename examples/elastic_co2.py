@@ -15,7 +15,13 @@ import time
 
 import torch
 
-from fivefold.optim import DelayCorrected, OuterSync, elastic_transport, start_lighthouse
+from fivefold.optim import (
+    DelayCorrected,
+    LeftBehindError,
+    OuterSync,
+    elastic_transport,
+    start_lighthouse,
+)
 
 STEPS = 320
 
@@ -31,6 +37,23 @@ def train(name: str, lighthouse: str) -> None:
     first = sync.statistics().steps
     print(f"worker {name}: starts at step {first}", flush=True)
 
+    while True:
+        try:
+            take_steps(name, model, optimizer, sync)
+            sync.finalize()
+            break
+        except LeftBehindError as error:  # silent for too long: come back with a peer's state
+            print(f"worker {name}: {error}", flush=True)
+            transport.join(sync)
+    checksum = torch.cat([p.detach().flatten() for p in model.parameters()]).sum()
+    print(f"worker {name}: checksum {checksum.item():.6f}", flush=True)
+    transport.close()
+
+
+def take_steps(
+    name: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, sync: OuterSync
+) -> None:
+    """Take the local steps that are left; ``sync`` counts them."""
     while (step := sync.statistics().steps) < STEPS:
         inputs = torch.randn(64, 8)
         loss = (model(inputs) - inputs.sum(dim=1, keepdim=True).sin()).square().mean()
@@ -41,11 +64,6 @@ def train(name: str, lighthouse: str) -> None:
         time.sleep(0.02)  # stands for a model that takes longer
         if step % 80 == 0:
             print(f"worker {name}: step {step:3d}  loss {loss.item():.4f}", flush=True)
-
-    sync.finalize()
-    checksum = torch.cat([p.detach().flatten() for p in model.parameters()]).sum()
-    print(f"worker {name}: checksum {checksum.item():.6f}", flush=True)
-    transport.close()
 
 
 def main() -> None:

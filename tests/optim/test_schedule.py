@@ -22,7 +22,8 @@ def settings_of_schedules(draw):
 
 
 events = st.sampled_from(["step", "step", "step", "drain", "reload"]) | st.integers(1, 9)
-histories = st.lists(events, max_size=120)
+# Long from the start: of 50 examples without a least size half are empty.
+histories = st.lists(events, min_size=30, max_size=120)
 
 
 class Ledger:
@@ -141,3 +142,14 @@ def test_synchronous_bootstrap_by_hand():
         (1, 2, False),
         (2, 3, False),
     ]
+
+
+def test_a_resumed_schedule_does_not_begin_with_a_synchronous_round_again():
+    arguments = {"tau": 2, "delayed": True, "first_round_synchronous": True}
+    schedule, resumed = RoundSchedule(**arguments), RoundSchedule(**arguments)
+    assert [schedule.step(), schedule.step()][1].wait_for_launched
+    resumed.restore(schedule.state())
+    for _ in range(4):
+        assert resumed.step() == schedule.step()
+        assert resumed.state() == schedule.state()
+    assert schedule.in_flight_round == 2

@@ -34,7 +34,11 @@ def lighthouse(
     *,
     bind: Annotated[
         str, typer.Option(help="Address and port to listen on; port 0 takes a free one.")
-    ] = "0.0.0.0:29510",
+    ] = "127.0.0.1:29510",
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(help="Host, address or network that may connect; may be repeated."),
+    ] = None,
     min_workers: Annotated[
         int, typer.Option(min=1, help="Fewer workers than this wait instead of training.")
     ] = 2,
@@ -47,10 +51,14 @@ def lighthouse(
 ) -> None:
     """Run the meeting place that elastic workers vote at, until Ctrl-C or SIGTERM.
 
-    Start one on a machine that all workers reach, then give its address to every worker
-    (elastic_transport(lighthouse="host:29510")). It prints its port as one line of JSON on
-    standard output and shows who is there as a page on the same port. It keeps nothing on disk:
-    after it was started again the workers find one another within a round.
+    By default only this machine reaches it. For workers on others give an address that they
+    reach, and who may connect: --bind 0.0.0.0:29510 --allow 10.0.0.0/24. It has no password:
+    whoever may connect can take part in the job, and run code in its workers.
+
+    Give its address to every worker (elastic_transport(lighthouse="host:29510")). It prints its
+    port as one line of JSON on standard output and shows who is there as a page on the same port.
+    It keeps nothing on disk: after it was started again the workers find one another within a
+    round.
 
     Make --join-timeout longer than the slowest worker's lag behind the fastest in a round.
 
@@ -62,6 +70,7 @@ def lighthouse(
 
     server = start_lighthouse(
         bind,
+        allow=allow or (),
         min_workers=min_workers,
         join_timeout_s=parse_duration_s(join_timeout),
         heartbeat_timeout_s=parse_duration_s(heartbeat_timeout),

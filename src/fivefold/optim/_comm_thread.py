@@ -7,7 +7,10 @@ a group whose order is broken they could only time out.
 
 On CUDA a job runs on a stream of its own, which first waits for an event recorded where the job
 was handed over; whoever waits for the job makes the current stream wait for it. The device as a
-whole is never synchronised. This module knows nothing of codecs or rounds.
+whole is never synchronised. With NCCL, whose collectives do not block the host, a CUDA job is
+issued by the caller itself: were it another thread, the order of these collectives among those of
+the training thread (FSDP's) would differ from rank to rank, and two communicators could each wait
+for the other. This module knows nothing of codecs or rounds.
 """
 
 from __future__ import annotations
@@ -58,8 +61,14 @@ class Job:
         self._rank = rank
         self._what = what
         self._handover = handover
+        self._device = _current_device()
         self._issued = threading.Event()
         self._error: BaseException | None = None
+
+    @property
+    def issued(self) -> bool:
+        """Whether it has been carried out; on CUDA its work may still be under way."""
+        return self._issued.is_set()
 
     def wait(self, thread_is_alive: Callable[[], bool]) -> None:
         """Block until the results are there; on CUDA, until the current stream will wait for them.
@@ -79,10 +88,12 @@ class Job:
             self._handover.hold_current_streams()
 
     def carry_out(self, broken_by: str | None) -> str | None:
-        """Run on the communication thread; return why no later job can succeed, or None."""
+        """Run on this thread; return why no later job can succeed, or None."""
         assert self._run is not None, "a job is carried out once"
         try:
             self._require_order(broken_by)
+            if self._device is not None:  # a new thread's is the first of the machine
+                torch.cuda.set_device(self._device)
             with named_errors(self._rank, self._what):
                 self._run_on_streams(self._run)
         except BaseException as error:  # noqa: BLE001 - handed to whoever waits
@@ -104,9 +115,12 @@ class Job:
             return
         with self._handover.entered():
             run()
-        self._issued.set()  # the waiting streams have an event to wait for; the host need not
-        self._handover.synchronize()
-        self.completed_at_s = time.perf_counter()
+
+    def stamp(self) -> None:
+        """On CUDA: wait until the issued work has ended, and note when that was."""
+        if self._handover is not None and self._error is None:
+            self._handover.synchronize()
+            self.completed_at_s = time.perf_counter()
 
 
 class CommunicationThread:
@@ -114,10 +128,14 @@ class CommunicationThread:
 
     Args:
         rank: This rank's number, for error messages.
+        issues_at_once: Whether the caller issues CUDA jobs itself, and the thread only notes when
+            they end.
     """
 
-    def __init__(self, *, rank: int) -> None:
+    def __init__(self, *, rank: int, issues_at_once: bool = False) -> None:
         self._rank = rank
+        self._issues_at_once = issues_at_once
+        self._broken_by: str | None = None
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=_carry_out_all, args=(self._jobs,), name="fivefold-communication", daemon=True
@@ -131,7 +149,7 @@ class CommunicationThread:
         """Queue a job.
 
         Args:
-            run: Called on the thread; on CUDA within the side streams.
+            run: Called on the thread, or at once; on CUDA within the side streams.
             tensors: What the job reads and writes.
             what: What it does, for error messages.
 
@@ -140,11 +158,16 @@ class CommunicationThread:
         """
         if not self._thread.is_alive() and self._thread.ident is None:
             self._thread.start()
-        devices = {tensor.device for tensor in tensors if tensor.is_cuda}
-        handover = _Handover([self._stream(device) for device in devices]) if devices else None
+        handover = self._handover(tensors)
         job = Job(run, rank=self._rank, what=what, handover=handover)
+        if handover is not None and self._issues_at_once:
+            self._broken_by = job.carry_out(self._broken_by)
         self._jobs.put(job)
         return job
+
+    def _handover(self, tensors: Iterable[torch.Tensor]) -> _Handover | None:
+        devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+        return _Handover([self._stream(device) for device in devices]) if devices else None
 
     def wait(self, job: Job) -> None:
         """Wait for a job of this thread; see ``Job.wait``.
@@ -186,6 +209,12 @@ class _Handover:
             ended.synchronize()
 
 
+def _current_device() -> int | None:
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    return torch.cuda.current_device()
+
+
 def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
     with torch.cuda.device(stream.device):
         # Blocking: the thread that waits for it sleeps and leaves its core to the training.
@@ -197,7 +226,10 @@ def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
 def _carry_out_all(jobs: queue.SimpleQueue[Job | None]) -> None:
     broken_by: str | None = None
     while (job := jobs.get()) is not None:
-        broken_by = job.carry_out(broken_by)
+        if not job.issued:
+            broken_by = job.carry_out(broken_by)
+        with contextlib.suppress(RuntimeError):  # whoever waits for the results is told
+            job.stamp()
         del job  # not kept alive while waiting for the next
 
 

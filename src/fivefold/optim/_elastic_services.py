@@ -24,7 +24,9 @@ import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from http.server import ThreadingHTTPServer
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -32,6 +34,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch hid
 from torch.utils._pytree import tree_map
 
 from fivefold.errors import CommunicationError, ConfigurationError, UnsupportedError
+from fivefold.optim._elastic_gate import listen_at
 from fivefold.optim._elastic_quorum import Ballot, Decision, Member, decide
 
 __all__ = ["ElasticGroup", "ElasticServices", "lighthouse_url", "require_torchft"]
@@ -100,8 +103,14 @@ class ElasticServices:
         self._client = self._connect()
         host = host or _own_address(self._url)
         self.worker = f"{host}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        listener = listen_at(host, 0)  # by itself it would listen on all interfaces
         self._store = TCPStore(
-            host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+            host,
+            listener.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+            master_listen_fd=listener.detach(),
         )
         self.store_address = f"{host}:{self._store.port}"
         self._state_server = _StateServer(host, timeout_s=timeout_s)
@@ -329,12 +338,20 @@ class _StateServer:
     """
 
     def __init__(self, host: str, *, timeout_s: float) -> None:
-        from torchft.checkpointing.http_transport import (  # noqa: PLC0415 - optional, slow
-            HTTPTransport,
-        )
+        from torchft.checkpointing import http_transport  # noqa: PLC0415 - optional, slow
+
+        class Server(ThreadingHTTPServer):
+            """torchft's own listens on all interfaces."""
+
+            def __init__(self, _: object, handler: Any) -> None:
+                listener = listen_at(host, 0)
+                super().__init__(listener.getsockname(), handler, bind_and_activate=False)
+                self.socket.close()
+                self.socket = listener
 
         self._timeout = timedelta(seconds=timeout_s)
-        self._transport: Any = HTTPTransport(timeout=self._timeout, num_chunks=0)
+        with mock.patch.object(http_transport, "_IPv6HTTPServer", Server):
+            self._transport: Any = http_transport.HTTPTransport(timeout=self._timeout, num_chunks=0)
         server = self._transport._server  # noqa: SLF001 - it has no public way to do these two
         # It would write a line to standard error for every request.
         server.RequestHandlerClass.log_message = lambda *_: None

@@ -34,6 +34,7 @@ __all__ = ["Fragment", "Surroundings"]
 _LOG = logging.getLogger(__name__)
 # A flight that is waited for and gets lost goes out again, but not for ever.
 _MOST_ATTEMPTS = 16
+_POLL_S = 0.0005
 
 
 class Fragment(FragmentState):
@@ -73,6 +74,7 @@ class Fragment(FragmentState):
 
     def run(self, boundary: Boundary) -> None:
         """Wait, merge and launch as the boundary says."""
+        self._finish_compute()
         started_s = time.perf_counter()
         meter = self._shared.meter
         waited_before_s = meter.exposed_wait_s
@@ -150,7 +152,8 @@ class Fragment(FragmentState):
         self._wait(
             transport.launch(
                 self._payloads(), lane=self._lane.tensor, fragment=self.index, what=what
-            )
+            ),
+            what=what,
         )
         reading = self._lane.read()
         self._tell_non_finite(reading, round_number=self.schedule.round)
@@ -219,7 +222,8 @@ class Fragment(FragmentState):
         if handle is None:  # already landed, by a checkpoint or before a resume
             return
         wait_started_s = time.perf_counter()
-        flight.arrived = self._wait(handle)
+        what = f"the all-reduce of round {flight.round}, waited for after step "
+        flight.arrived = self._wait(handle, what=f"{what}{self.schedule.total_steps}")
         wait_ended_s = time.perf_counter()
         completed_s = handle.completed_at_s
         landed_s = wait_ended_s if completed_s is None else min(completed_s, wait_ended_s)
@@ -239,7 +243,7 @@ class Fragment(FragmentState):
         )
         self._shared.meter.add_flight(record)
 
-    def _wait(self, handle: Any) -> bool:
+    def _wait(self, handle: Any, *, what: str) -> bool:
         if self._side is None:
             return bool(handle.wait())
         # The host waits for the flight alone: on a stream of its own, so that the steps queued on
@@ -247,9 +251,26 @@ class Fragment(FragmentState):
         with torch.cuda.stream(self._side):
             arrived = bool(handle.wait())
             self._lane.fetch()
-        self._side.synchronize()
+            landed = self._side.record_event()
+        # Polled, since NCCL reports no failure here: a wait for the stream would have no end.
+        deadline_s = time.monotonic() + self._shared.timeout_s
+        while not landed.query():
+            if time.monotonic() > deadline_s:
+                message = f"rank {self._shared.transport.rank}: {what} did not end in time"
+                hint = f"a peer ended, or takes more than timeout_s={self._shared.timeout_s:g} s"
+                raise CommunicationError(message, hint=hint)
+            time.sleep(_POLL_S)
         torch.cuda.current_stream(self._side.device).wait_stream(self._side)
         return arrived
+
+    def _finish_compute(self) -> None:
+        """On CUDA: let the local steps end, which the host has only queued.
+
+        Once a round, so that what is measured from here on (the waits, the seconds per step that
+        the automatic tau is set by) are the device's times and not those of the queue.
+        """
+        if self._side is not None:
+            torch.cuda.current_stream(self._side.device).synchronize()
 
     def _coefficients(self, flight: InFlight) -> OuterCoefficients | None:
         """Turn what the lane brought into the scalars of this outer step."""

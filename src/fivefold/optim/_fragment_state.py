@@ -41,6 +41,7 @@ class Surroundings:
         meter: Where flights and merges are counted.
         inner_lr: Reads the inner learning rate.
         check_every_rounds: Replica checks; 0 for none.
+        timeout_s: Longest wait for a flight on CUDA, where the backend reports no failure.
         worker: The ranks that act as one worker; None where that is one rank.
         pending: What this rank would adopt, for the lane; see ``_late_parameters``.
         outer_device: Where the outer state lives; None for beside the parameters.
@@ -54,6 +55,7 @@ class Surroundings:
     meter: StatisticsMeter
     inner_lr: Callable[[], float]
     check_every_rounds: int
+    timeout_s: float
     worker: WorkerGroup | None
     pending: Callable[[], float]
     name_of: Callable[[torch.Tensor], str]

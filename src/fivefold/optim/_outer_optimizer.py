@@ -115,7 +115,7 @@ class OuterOptimizerStep:
             raise ConfigurationError(message, hint=hint) from error
         self._rounding: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if all(parameter.device.type == "cpu" for parameter in self._parameters):
-            self._rounding = SeparateRounding()
+            self._rounding = SeparateRounding()  # type: ignore[no-untyped-call] # torch
             for group in self._optimizer.param_groups:  # other ways to the same numbers
                 group.update({name: False for name in ("foreach", "fused") if name in group})
         self._steps = 0

@@ -18,7 +18,7 @@ __all__ = ["SeparateRounding"]
 _ATEN = torch.ops.aten
 
 
-class SeparateRounding(TorchDispatchMode):
+class SeparateRounding(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch
     """Carry out torch's fused elementwise operations as single ones, each rounded by itself.
 
     Covers the operations of the elementwise optimizers of ``torch.optim`` in their plain form

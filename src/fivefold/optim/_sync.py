@@ -164,6 +164,7 @@ class OuterSync:
             meter=self._meter,
             inner_lr=self._inner_lr,
             check_every_rounds=check_every_rounds,
+            timeout_s=timeout_s,
             worker=self._worker,
             pending=lambda: self._late.announced,
             name_of=self._name_of,

@@ -168,7 +168,9 @@ class ProcessGroupTransport:
                 use_local_synchronization=process_group is not None,
             )
         self._global_root = members[0]
-        self._thread = CommunicationThread(rank=self.rank)
+        self._thread = CommunicationThread(
+            rank=self.rank, issues_at_once="nccl" in dist.get_backend_config(self._group)
+        )
         self._exchange: CompressedExchange | None = None
         if not isinstance(self.codec, ExactCodec):
             self._exchange = CompressedExchange(

@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import signal
+import socket
 import sys
 import tempfile
 import uuid
@@ -24,10 +25,12 @@ from fivefold.errors import CommunicationError, ConfigurationError
 from fivefold.train._config import load_config
 from fivefold.train._methods import require_peers
 from fivefold.train._outcome import error_from_record
+from fivefold.train._rendezvous import STORE_VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch.distributed import TCPStore  # type: ignore[attr-defined] # hidden
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig
 
@@ -84,17 +87,39 @@ def launch(
     with tempfile.TemporaryDirectory(prefix="fivefold-launch-") as folder:
         _set_environment(config, outcomes=Path(folder))
         command = ["-m", "fivefold.train._worker", str(config_file), *overrides]
+        store = _local_store()
+        os.environ[STORE_VARIABLE] = f"127.0.0.1:{store.port}"
         settings = _launch_config(
-            config, nproc=nproc, max_restarts=max_restarts, log_folder=Path(folder) / "elastic"
+            config,
+            port=store.port,
+            nproc=nproc,
+            max_restarts=max_restarts,
+            log_folder=Path(folder) / "elastic",
         )
-        return _run_elastic(settings, command, outcomes=Path(folder), nproc=nproc)
+        try:
+            return _run_elastic(settings, command, outcomes=Path(folder), nproc=nproc)
+        finally:
+            del os.environ[STORE_VARIABLE]
+
+
+def _local_store() -> TCPStore:
+    """Where the ranks meet; only this machine reaches it."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined] # noqa: PLC0415 - slow
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    return TCPStore(
+        "127.0.0.1",
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def _set_environment(config: TrainConfig, *, outcomes: Path) -> None:
     os.environ[OUTCOME_VARIABLE] = str(outcomes)
     os.environ.setdefault("OMP_NUM_THREADS", str(config.run.threads))
-    # Otherwise torch hands the ranks of a restart the store of the attempt before, in which
-    # they find the addresses of the dead.
+    # The ranks meet in the launcher's own store: torch's would listen on all interfaces.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if sys.platform == "linux":
         # All ranks are on this host; resolving its name may fail or lead outside.
@@ -102,7 +127,7 @@ def _set_environment(config: TrainConfig, *, outcomes: Path) -> None:
 
 
 def _launch_config(
-    config: TrainConfig, *, nproc: int, max_restarts: int, log_folder: Path
+    config: TrainConfig, *, port: int, nproc: int, max_restarts: int, log_folder: Path
 ) -> LaunchConfig:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs  # noqa: PLC0415 - slow
     from torch.distributed.launcher.api import LaunchConfig  # noqa: PLC0415 - slow
@@ -116,7 +141,8 @@ def _launch_config(
         nproc_per_node=nproc,
         run_id=str(uuid.uuid4()),
         rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
+        rdzv_endpoint=f"127.0.0.1:{port}",
+        rdzv_configs={"is_host": False},
         local_addr="127.0.0.1",
         max_restarts=max_restarts,
         logs_specs=DefaultLogsSpecs(log_dir=str(log_folder)),

@@ -17,13 +17,15 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined] # hidden
 
-__all__ = ["attempt_store"]
+__all__ = ["STORE_VARIABLE", "attempt_store"]
 
+STORE_VARIABLE = "FIVEFOLD_STORE"
+"""host:port of the launcher's store; set by ``fivefold train --nproc``."""
 _POLL_S = 0.02
 
 
 def attempt_store(*, rank: int, world_size: int, timeout_s: float) -> Store | None:
-    """The store for this start of the ranks, where torchrun shares one among all starts.
+    """The store for this start of the ranks, where a launcher shares one among all starts.
 
     Args:
         rank: This process.
@@ -36,14 +38,13 @@ def attempt_store(*, rank: int, world_size: int, timeout_s: float) -> Store | No
     Raises:
         RuntimeError: The others did not come in time, or the store cannot be reached.
     """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    address = os.environ.get(STORE_VARIABLE)
+    if address is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    if address is None:
         return None
-    shared = TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=False,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    host, _, port = address.rpartition(":")
+    shared = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
     return PrefixStore(_agree(shared, rank, world_size, timeout_s=timeout_s), shared)
 
 

@@ -126,8 +126,9 @@ class StepRunner:
             group["lr"] = self.lr
         self._parts.method.update(optimizer)
         if self._world.device.type == "cuda":
-            # So that what follows is a wait for the network, not for this step's kernels.
-            torch.cuda.synchronize()
+            # So that what follows is a wait for the network, not for this step's kernels. The
+            # device as a whole would be waited for with the all-reduce that runs behind the steps.
+            torch.cuda.current_stream(self._world.device).synchronize()
 
     def _summed_loads(self, loads: Sequence[float]) -> list[float]:
         if self._config.sync.method == "none":  # every rank trains alone

@@ -1,0 +1,155 @@
+"""No command listens where other machines reach it, unless it was asked to."""
+
+import contextlib
+import ipaddress
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from fivefold.errors import ConfigurationError
+from fivefold.network.aggregation import AggregationSwitch
+from fivefold.optim import elastic_transport, start_lighthouse
+from fivefold.train._config import config_to_toml
+
+pytestmark = [pytest.mark.alone, pytest.mark.distributed]
+_LISTEN = "0A"
+_HEAR = (
+    "import socket, time; s = socket.create_server(('0.0.0.0', 5000)); print('here', flush=True); "
+    "time.sleep(1)"
+)
+
+
+def family_of(pid):
+    """A process and all that it started, as far as they share this network namespace."""
+    here = Path("/proc/self/ns/net").readlink()
+    found = [pid]
+    for one in found:
+        with contextlib.suppress(OSError):
+            for task in Path(f"/proc/{one}/task").iterdir():
+                found += map(int, (task / "children").read_text().split())
+    with contextlib.suppress(OSError):
+        return [one for one in found if Path(f"/proc/{one}/ns/net").readlink() == here]
+    return []
+
+
+def listeners(pids):
+    """Addresses at which these processes listen."""
+    inodes = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for entry in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    match = re.fullmatch(r"socket:\[(\d+)\]", str(entry.readlink()))
+                    inodes |= {match[1]} if match else set()
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == _LISTEN and fields[9] in inodes:
+                words = bytes.fromhex(fields[1].partition(":")[0])
+                parts = [words[i : i + 4][::-1] for i in range(0, len(words), 4)]
+                found.add(str(ipaddress.ip_address(b"".join(parts))))
+    return found
+
+
+def is_loopback(address):
+    plain = ipaddress.ip_address(address)
+    return (getattr(plain, "ipv4_mapped", None) or plain).is_loopback
+
+
+def watched(*arguments, until=None):
+    """All addresses at which a command and its children listened, and what it printed."""
+    command = [sys.executable, "-m", "fivefold", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    found, deadline_s = set(), time.monotonic() + 120
+    try:
+        while process.poll() is None and time.monotonic() < deadline_s:
+            found |= listeners(family_of(process.pid))
+            if until is not None and found:
+                break
+            time.sleep(0.02)
+    finally:
+        process.terminate()
+        output = process.communicate(timeout=60)[0]
+    return found, output
+
+
+def test_two_ranks_from_one_command(make_config, tmp_path):
+    path = tmp_path / "config.toml"
+    path.write_text(config_to_toml(make_config("co2", steps=20)))
+    found, output = watched("train", str(path), "--nproc", "2")
+    assert found, output
+    assert all(map(is_loopback, found)), found
+    assert "finished" in output or "20" in output
+
+
+def test_the_lighthouse_by_default():
+    pytest.importorskip("torchft")
+    found, output = watched("elastic", "lighthouse", until="it listens")
+    assert found == {"127.0.0.1"}, output
+
+
+def test_the_lab_outside_its_namespaces():
+    found, output = watched("lab", "run", "--hosts", "2", "--", sys.executable, "-c", _HEAR)
+    assert "here" in output
+    assert all(map(is_loopback, found)), found
+
+
+def test_an_elastic_worker():
+    pytest.importorskip("torchft")
+    lighthouse = start_lighthouse("127.0.0.1:0", min_workers=1)
+    before = listeners([os.getpid()])
+    transport = elastic_transport(lighthouse=f"127.0.0.1:{lighthouse.port}", quorum_timeout_s=20)
+    try:
+        transport._services._beat()  # as its first vote does
+        after = listeners([os.getpid()])
+    finally:
+        transport.close()
+        lighthouse.close()
+    assert before == {"127.0.0.1"}
+    assert after
+    assert all(map(is_loopback, after)), after
+
+
+def test_the_aggregation_switch_by_default():
+    with AggregationSwitch(slots=1) as switch:
+        assert switch.address.startswith("127.0.0.1:")
+
+
+def test_a_lighthouse_for_others_asks_who():
+    with pytest.raises(ConfigurationError, match="no host is allowed to connect"):
+        start_lighthouse("0.0.0.0:0")
+    with pytest.raises(ConfigurationError, match=r"addresses and networks; got '10\.0\.0/8x'"):
+        start_lighthouse("0.0.0.0:0", allow=["10.0.0/8x"])
+
+
+@pytest.mark.parametrize(
+    ("allow", "admitted"),
+    [(["127.0.0.0/8"], True), (["localhost"], True), (["10.0.0.0/8", "192.0.2.1"], False)],
+    ids=["network", "name", "others"],
+)
+def test_only_allowed_hosts_reach_a_lighthouse_for_others(allow, admitted):
+    pytest.importorskip("torchft")
+    lighthouse = start_lighthouse("0.0.0.0:0", allow=allow)
+    try:
+        url = f"http://127.0.0.1:{lighthouse.port}/status"
+        if admitted:
+            with urllib.request.urlopen(url, timeout=10) as page:
+                assert page.status == 200
+            # A worker votes through it as well.
+            transport = elastic_transport(lighthouse=url.removesuffix("/status"))
+            transport.close()
+        else:
+            with socket.create_connection(("127.0.0.1", lighthouse.port), timeout=10) as peer:
+                peer.sendall(b"GET /status HTTP/1.0\r\n\r\n")
+                with contextlib.suppress(ConnectionResetError):
+                    assert peer.recv(100) == b""
+    finally:
+        lighthouse.close()
