@@ -233,7 +233,8 @@ class ExpertGradient:
 def _is_faster_turned() -> bool:
     """Whether the matrix library is the one, and the processor the other maker's."""
     capabilities: Any = getattr(torch.cpu, "get_capabilities", dict)  # torch 2.10 and newer
-    return torch.backends.mkl.is_available() and "AMD" in capabilities().get("cpu_name", "")
+    library: Any = torch.backends.mkl
+    return bool(library.is_available()) and "AMD" in capabilities().get("cpu_name", "")
 
 
 def _is_grouped(weight: torch.Tensor) -> bool:
