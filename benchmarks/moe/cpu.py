@@ -71,7 +71,8 @@ class Shape:
         """As a case of the results."""
         return (
             f"{self.name}: {self.tokens} tokens, H {self.hidden}, I {self.inner}, "
-            f"{self.experts} experts, top {self.top_k}, {str(self.dtype).removeprefix('torch.')}"
+            f"{self.experts} experts, top {self.top_k}, {str(self.dtype).removeprefix('torch.')}, "
+            f"on {torch.cpu.get_capabilities()['cpu_name']}"
         )
 
 

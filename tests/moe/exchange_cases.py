@@ -318,6 +318,8 @@ def a_gate_that_does_not_fit():
     exchange = exchange_for(given, 2)
     wrong = {
         "the router has top_k 2": (gate, Router(top_k=2)),
+        "has no score 'sqrtsoftplus'": (gate, Router(top_k=3, score="sqrtsoftplus")),
+        "with epsilon 1e-06": (gate, Router(top_k=3, score="sigmoid", epsilon=1e-6)),
         "gate is (5, 24)": (gate[:5], router),
         "gate has dtype torch.float64": (gate.double(), router),
         "cannot be cut into 5 equal groups": (gate, Router(top_k=3, groups=5)),

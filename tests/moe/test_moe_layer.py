@@ -6,6 +6,8 @@ import json
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.optim.swa_utils import AveragedModel
 
 from fivefold.errors import ConfigurationError, DataError
@@ -117,6 +119,60 @@ def test_capacity_of_the_layer():
         layer.gate.weight.zero_()  # ties: every token to expert 0
     x = torch.randn(8, 6, dtype=torch.float64)
     assert layer(x).abs().sum(-1).nonzero()[:, 0].tolist() == [0]  # ceil(8 / 4 * 0.5) = 1
+
+
+@given(
+    tokens=st.integers(0, 9),
+    router=st.builds(
+        Router,
+        top_k=st.integers(1, 2),
+        score=st.sampled_from(["softmax", "topk_softmax", "sigmoid", "topk_sigmoid"]),
+        normalize=st.booleans(),
+        scale=st.floats(0.5, 2.0),
+        groups=st.sampled_from([1, 2]),
+        group_score=st.sampled_from(["max", "top2_sum"]),
+    ),
+    bias=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_names_of_experts_and_places_of_tokens_do_not_matter(tokens, router, bias, seed):
+    """Experts are renamed within their groups; with them output, loss and loads go along."""
+    torch.manual_seed(seed)
+    config = MoEConfig(
+        hidden=6,
+        intermediate=5,
+        experts=6,
+        router=router,
+        bias=bias,
+        selection_bias=True,
+        shared_intermediate=3,
+        shared_gate=True,
+    )
+    layer, renamed = MoE(config).double(), MoE(config).double()
+    layer.gate.selection_bias.normal_(std=0.3)
+    if bias:
+        for parameter in (layer.experts.b13, layer.experts.b2):
+            torch.nn.init.normal_(parameter)
+    size = 6 // router.groups
+    groups = torch.randperm(router.groups)
+    names = torch.cat([group * size + torch.randperm(size) for group in groups])
+    state = layer.state_dict()
+    renamed.load_state_dict(
+        {n: t[names] if n.startswith(("gate.", "experts.")) else t for n, t in state.items()}
+    )
+    x = torch.randn(tokens, 6, dtype=torch.float64)
+    order = torch.randperm(tokens)
+    found, wanted = renamed(x[order]), layer(x)[order]
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+    assert torch.equal(renamed.last_load.routed, layer.last_load.routed[names])
+    losses = [part.auxiliary_loss(balance=1.0, z=0.5) for part in (renamed, layer)]
+    torch.testing.assert_close(*losses, rtol=1e-10, atol=1e-12)
+    slopes = [
+        torch.autograd.grad(output.square().sum() + loss, (part.gate.weight, part.experts.w2))
+        for part, output, loss in zip((renamed, layer), (found, wanted), losses, strict=True)
+    ]
+    for slope, other in zip(*slopes, strict=True):
+        torch.testing.assert_close(slope, other[names], rtol=1e-9, atol=1e-11)
 
 
 def published_layer(layout):
@@ -273,6 +329,8 @@ def test_reads_a_layer_out_of_sharded_files(tmp_path):
         ({"drop_policy": "luck"}, "drop policy is 'luck'"),
         ({"backend": "magic"}, "there is no backend 'magic'"),
         ({"capacity_factor": float("nan")}, "capacity_factor must be positive; got nan"),
+        ({"shared_gate": True}, "shared_gate needs a shared expert"),
+        ({"weight_on_input": True}, "weight_on_input needs top_k 1; got 2"),
     ],
 )
 def test_bad_configurations(options, message):

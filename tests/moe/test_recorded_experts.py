@@ -18,7 +18,7 @@ from fivefold.moe import _large_memory as memory
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from moe_oracle import operands, relative
+from moe_oracle import expected, operands, relative
 
 FLOATS = ("x", "w13", "w2", "topk_weights", "b13", "b2")
 WAYS = {  # T, H, I, E, K
@@ -318,3 +318,29 @@ def test_no_huge_pages_is_no_error(monkeypatch):
 
     monkeypatch.setattr(memory.mmap, "mmap", refused)
     assert memory.large_empty(torch.zeros(1), 3, 4).shape == (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("maker", "first_is"),
+    [("AMD EPYC", 3), ("Intel(R) Xeon(R)", 2), ("", 2)],
+    ids=["AMD", "Intel", "unknown"],
+)
+def test_a_few_rows_are_turned_where_that_is_faster(monkeypatch, maker, first_is):
+    """As columns for AMD's processors alone; the result is the same whoever made it."""
+    real, seen = torch.nn.functional.grouped_mm, []
+
+    def watched(left, right, **options):
+        seen.append(left.ndim)
+        return real(left, right, **options)
+
+    given = operands((16, 256, 128, 64, 8), dtype=torch.float32)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"cpu_name": maker})
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", watched)
+    products._is_faster_turned.cache_clear()
+    try:
+        found = fused_moe(**given)
+    finally:
+        products._is_faster_turned.cache_clear()
+    assert seen[0] == first_is
+    assert relative(found, expected(given, "swiglu")) < 1e-6

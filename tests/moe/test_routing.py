@@ -165,6 +165,12 @@ def test_bad_logits():
         route(torch.zeros(3, 4), Router(top_k=1), selection_bias=torch.zeros(3))
 
 
+@pytest.mark.parametrize("group_score", ["max", "top2_sum"])
+def test_no_tokens_in_groups(group_score):
+    router = Router(top_k=2, groups=2, group_score=group_score, score="sigmoid")
+    assert route(torch.zeros(0, 4), router).ids_TK.shape == (0, 2)
+
+
 def test_no_tokens():
     routing = route(torch.zeros(0, 4), Router(top_k=2))
     assert routing.ids_TK.shape == (0, 2)

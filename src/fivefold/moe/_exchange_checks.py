@@ -16,6 +16,8 @@ from fivefold.moe._routing import Router
 
 __all__ = ["check_call", "check_gate", "described", "dropped_by_rank"]
 
+_SCORES = frozenset({"softmax", "topk_softmax", "sigmoid"})  # of the kernel's gate
+
 _KINDS = {
     1: "a task of its own",
     2: "the counts",
@@ -131,9 +133,14 @@ def check_gate(
 
     Raises:
         ConfigurationError: They do not fit.
-        UnsupportedError: The capacity might drop something.
+        UnsupportedError: The capacity might drop something, or the kernel has no such router.
     """
     router.check_experts(config.experts)
+    if router.score not in _SCORES or router.epsilon != Router(top_k=1).epsilon:
+        raise UnsupportedError(
+            f"the gate in the launch has no score {router.score!r} with epsilon {router.epsilon}",
+            hint="route first, and give the exchange ids and weights",
+        )
     if router.top_k != config.top_k:
         raise ConfigurationError(
             f"the router has top_k {router.top_k}, the exchange {config.top_k}"

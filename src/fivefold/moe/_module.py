@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from fivefold.moe._capacity import (
 )
 from fivefold.moe._exchange import ExpertExchange
 from fivefold.moe._expert_group import ExpertGroup, ExpertLoad
+from fivefold.moe._families import layer_options
 from fivefold.moe._operands import as_autocast, counts_of
 from fivefold.moe._operator import fused_moe
 from fivefold.moe._routing import Router, Routing, load_balancing_loss, route, router_z_loss
@@ -40,6 +42,8 @@ class MoEConfig:
         bias: Whether experts have biases.
         shared_intermediate: Inner width of an expert that every token goes through, unweighted;
             0 for none.
+        shared_gate: Whether that expert's output is multiplied by a sigmoid of the token.
+        weight_on_input: As in ``fused_moe``.
         selection_bias: Whether the router has a bias for choosing (no gradient; move it with
             ``updated_selection_bias``).
         capacity_factor: Capacity of an expert in units of the even load; None drops nothing.
@@ -58,6 +62,8 @@ class MoEConfig:
     activation: str = "swiglu"
     bias: bool = False
     shared_intermediate: int = 0
+    shared_gate: bool = False
+    weight_on_input: bool = False
     selection_bias: bool = False
     capacity_factor: float | None = None
     drop_policy: DropPolicy = "position"
@@ -71,6 +77,14 @@ class MoEConfig:
         if self.shared_intermediate < 0:
             raise ConfigurationError(
                 f"shared_intermediate must not be negative; got {self.shared_intermediate}"
+            )
+        if self.shared_gate and not self.shared_intermediate:
+            message = "shared_gate needs a shared expert"
+            raise ConfigurationError(message, hint="set shared_intermediate, its inner width")
+        if self.weight_on_input and self.router.top_k != 1:
+            raise ConfigurationError(
+                f"weight_on_input needs top_k 1; got {self.router.top_k}",
+                hint="with more experts per token the weights belong to the outputs",
             )
         check_capacity(None, self.drop_policy)
         if self.backend not in {"auto", *backends()}:
@@ -131,10 +145,11 @@ class MoE(nn.Module):
     """A feed-forward layer of which each token uses a few experts.
 
     Weights: ``gate.weight`` [E, H], ``experts.w13`` [E, 2I, H] (gate rows, then up rows; [E, I, H]
-    for plain activations), ``experts.w2`` [E, H, I], biases ``experts.b13`` and ``experts.b2``, and
-    ``shared.*`` as one more expert. ``convert_checkpoint`` makes these from the layouts of Mixtral,
-    Qwen3-MoE, DeepSeek and torchtitan. With a group each rank holds E / P of the experts, in order,
-    and everything else whole; forward and backward are then collective calls.
+    for plain activations), ``experts.w2`` [E, H, I], biases ``experts.b13`` and ``experts.b2``,
+    ``shared.*`` as one more expert, and its gate ``shared_gate`` [1, H]. ``convert_checkpoint``
+    makes these from the layouts of Mixtral, Qwen3-MoE, DeepSeek and torchtitan. With a group each
+    rank holds E / P of the experts, in order, and everything else whole; forward and backward are
+    then collective calls.
 
     Args:
         config: Sizes and options.
@@ -174,11 +189,42 @@ class MoE(nn.Module):
         self.experts = _Experts(len(here), config.hidden, config.intermediate, config)
         shared = config.shared_intermediate
         self.shared = _Experts(1, config.hidden, shared, config) if shared else None
+        self.shared_gate = (
+            nn.Parameter(torch.empty(1, config.hidden)) if config.shared_gate else None
+        )
         self.last_routing: Routing | None = None
         self.last_logits: torch.Tensor | None = None
         self.last_load: ExpertLoad | None = None
         self._decision: _Decision | None = None
         self.reset_parameters()
+
+    @classmethod
+    def from_config(
+        cls, config: Any, group: ExpertGroup | ExpertExchange | None = None, **changes: Any
+    ) -> MoE:
+        """Make the mixture-of-experts layer of a model of Hugging Face transformers.
+
+        Its weights are drawn anew; ``convert_checkpoint`` brings the model's.
+
+        Args:
+            config: The model's configuration, such as ``model.config``.
+            group: As for the layer.
+            **changes: Fields of ``MoEConfig`` to set otherwise, such as ``backend``.
+
+        Returns:
+            A layer that computes what the model's own block does, with its shared expert.
+
+        Raises:
+            ConfigurationError: It is no configuration of transformers, or lacks a number.
+            UnsupportedError: The family is not known, or its block does more than this layer.
+
+        Example:
+            >>> from transformers import MixtralConfig  # doctest: +SKIP
+            >>> MoE.from_config(MixtralConfig()).config.experts  # doctest: +SKIP
+            8
+        """
+        options = {"router": Router.from_config(config), **layer_options(config)}
+        return cls(MoEConfig(**options | changes), group)
 
     def reset_parameters(self) -> None:
         """Draw weights uniformly within 1 / sqrt(inputs), as ``nn.Linear``; biases are zero."""
@@ -219,9 +265,17 @@ class MoE(nn.Module):
         output, self.last_load = self._through_the_group(tokens, routing, ids)
         if self.shared is not None:
             every = torch.zeros(len(tokens), 1, dtype=torch.int64, device=x.device)
-            one = torch.ones(len(tokens), 1, dtype=routing.weights_TK.dtype, device=x.device)
-            output = output + self._through(tokens, self.shared, every, one)
+            output = output + self._through(
+                tokens, self.shared, every, self._shared_weights(tokens)
+            )
         return output.view(x.shape)
+
+    def _shared_weights(self, tokens: torch.Tensor) -> torch.Tensor:
+        """What the shared expert's output is multiplied by, [T, 1]."""
+        if self.shared_gate is None:
+            kind = torch.promote_types(tokens.dtype, torch.float32)
+            return torch.ones(len(tokens), 1, dtype=kind, device=tokens.device)
+        return torch.sigmoid(nn.functional.linear(tokens, _as_autocast(self.shared_gate)))
 
     def _through_the_group(
         self, tokens: torch.Tensor, routing: Routing, ids: torch.Tensor
@@ -292,6 +346,7 @@ class MoE(nn.Module):
             b13=None if experts.b13 is None else _as_autocast(experts.b13),
             b2=None if experts.b2 is None else _as_autocast(experts.b2),
             backend=self.config.backend,
+            weight_on_input=self.config.weight_on_input and experts is self.experts,
             precision="ieee" if group is None else group.config.precision,
             group=group,
             recompute=self.config.recompute,

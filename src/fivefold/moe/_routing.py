@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import torch
 
 from fivefold.errors import ConfigurationError, DataError
+from fivefold.moe._families import router_options
 from fivefold.moe._operands import counts_of, is_plain
 
 __all__ = [
@@ -28,7 +29,8 @@ __all__ = [
     "updated_selection_bias",
 ]
 
-Score = Literal["softmax", "topk_softmax", "sigmoid"]
+Score = Literal["softmax", "topk_softmax", "sigmoid", "topk_sigmoid", "sqrtsoftplus"]
+_SCORES = frozenset(get_args(Score))
 GroupScore = Literal["max", "top2_sum"]
 _SMALL = 1e-20  # keeps a token whose scores all underflowed from dividing by zero
 
@@ -40,13 +42,15 @@ class Router:
     Attributes:
         top_k: Experts per token, K.
         score: ``"softmax"``: probabilities over all experts, then the K largest.
-            ``"topk_softmax"``: the K largest logits, then a softmax over these. ``"sigmoid"``:
-            independent scores, then the K largest.
+            ``"topk_softmax"``: the K largest logits, then a softmax over these. ``"sigmoid"``,
+            ``"sqrtsoftplus"``: independent scores, then the K largest. ``"topk_sigmoid"``: the K
+            largest logits, then their sigmoids: as "sigmoid", but for a selection bias.
         normalize: Divide the K weights by their sum; without effect for ``"topk_softmax"``.
         groups: Equal groups of consecutive experts.
         top_groups: How many of them a token may use.
         group_score: What a group is chosen by: its largest score, or the sum of its two largest.
         scale: Factor on all weights.
+        epsilon: Added to the sum that weights are divided by.
 
     Raises:
         ConfigurationError: A number is out of range.
@@ -63,13 +67,36 @@ class Router:
     top_groups: int = 1
     group_score: GroupScore = "max"
     scale: float = 1.0
+    epsilon: float = _SMALL
+
+    @classmethod
+    def from_config(cls, config: Any) -> Router:
+        """Make the router of a model of Hugging Face transformers.
+
+        Args:
+            config: Its configuration, such as ``model.config``. DeepSeek-V4's router is that of its
+                layers without hashing.
+
+        Returns:
+            A router whose routing is that of the model's own block.
+
+        Raises:
+            ConfigurationError: It is no configuration of transformers, or lacks a number.
+            UnsupportedError: The family is not known, or its router does more than this one.
+
+        Example:
+            >>> from transformers import DeepseekV3Config  # doctest: +SKIP
+            >>> Router.from_config(DeepseekV3Config()).group_score  # doctest: +SKIP
+            'top2_sum'
+        """
+        return cls(**router_options(config))
 
     def __post_init__(self) -> None:
         if self.top_k < 1:
             raise ConfigurationError(f"top_k must be at least 1; got {self.top_k}")
-        if self.score not in {"softmax", "topk_softmax", "sigmoid"}:
+        if self.score not in _SCORES:
             raise ConfigurationError(
-                f"score is {self.score!r}", hint='use "softmax", "topk_softmax" or "sigmoid"'
+                f"score is {self.score!r}", hint=f"use {', '.join(get_args(Score))}"
             )
         if self.group_score not in {"max", "top2_sum"}:
             raise ConfigurationError(
@@ -77,6 +104,8 @@ class Router:
             )
         if not math.isfinite(self.scale):
             raise ConfigurationError(f"scale must be a finite number; got {self.scale}")
+        if not 0.0 <= self.epsilon < math.inf:
+            raise ConfigurationError(f"epsilon must not be negative; got {self.epsilon}")
         if not 1 <= self.top_groups <= self.groups:
             raise ConfigurationError(
                 f"top_groups must be between 1 and groups={self.groups}; got {self.top_groups}"
@@ -115,7 +144,7 @@ class Routing:
         ids_TK: Experts of each token by descending score, int64; distinct within a token.
         weights_TK: Their weights, in the logits' data type (at least float32).
         scores_TE: Scores of all experts, for the losses: probabilities for the softmax routers,
-            sigmoids otherwise.
+            sigmoids or the like otherwise.
     """
 
     ids_TK: torch.Tensor  # noqa: N815 - shape suffix
@@ -173,8 +202,8 @@ def route(
         message = "router logits hold NaN"
         raise DataError(message, hint="look for a diverged router or input before this layer")
     values = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    scores = torch.sigmoid(values) if router.score == "sigmoid" else torch.softmax(values, dim=-1)
-    wanted = values if router.score == "topk_softmax" else scores
+    scores = _scores(values, router.score)
+    wanted = values if router.score.startswith("topk") else scores
     choice = wanted.detach()
     if selection_bias is not None:
         choice = choice + selection_bias.detach().to(choice)
@@ -184,16 +213,27 @@ def route(
     return Routing(ids_TK=ids, weights_TK=_weights(wanted.gather(1, ids), router), scores_TE=scores)
 
 
+def _scores(values: torch.Tensor, score: Score) -> torch.Tensor:
+    if score in {"sigmoid", "topk_sigmoid"}:
+        return torch.sigmoid(values)
+    if score == "sqrtsoftplus":
+        return torch.nn.functional.softplus(values).sqrt()
+    return torch.softmax(values, dim=-1)
+
+
 def _weights(chosen: torch.Tensor, router: Router) -> torch.Tensor:
     if router.score == "topk_softmax":
-        chosen = torch.softmax(chosen, dim=-1)
-    elif router.normalize:
-        chosen = chosen / (chosen.sum(dim=-1, keepdim=True) + _SMALL)
+        return torch.softmax(chosen, dim=-1) * router.scale
+    if router.score == "topk_sigmoid":
+        chosen = torch.sigmoid(chosen)
+    if router.normalize:
+        chosen = chosen / (chosen.sum(dim=-1, keepdim=True) + router.epsilon)
     return chosen * router.scale
 
 
 def _limited_to_groups(choice: torch.Tensor, router: Router) -> torch.Tensor:
-    grouped = choice.view(len(choice), router.groups, -1)
+    size = choice.shape[1] // router.groups
+    grouped = choice.view(len(choice), router.groups, size)
     if router.group_score == "max":
         worth = grouped.amax(dim=-1)
     else:

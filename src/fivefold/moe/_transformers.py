@@ -39,6 +39,7 @@ _FUNCTIONS = {
     torch.relu: "relu",
 }
 _GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": "reglu"}
+_untraced: Any = torch.compiler.disable(fused_moe)  # type: ignore[no-untyped-call]
 _PARAMETERS = frozenset(
     f"{name}{kind}" for name in ("gate_up_proj", "up_proj", "down_proj") for kind in ("", "_bias")
 )
@@ -130,8 +131,8 @@ def _forward(
     if experts._is_expert_parallel:  # noqa: SLF001 - its own mark for expert numbers beyond the last
         top_k_index = top_k_index.masked_fill(top_k_index >= len(second), -1)
     # A function of the module's own is Python, which a graph has to leave.
-    call = torch.compiler.disable(fused_moe) if isinstance(kind, _Own) else fused_moe
-    return call(
+    call: Any = _untraced if isinstance(kind, _Own) else fused_moe
+    output: torch.Tensor = call(
         hidden_states.to(second.dtype),
         first,
         second,
@@ -143,7 +144,8 @@ def _forward(
         backend=backend,
         recompute=recompute,
         check=False,  # transformers' routers choose distinct experts in range
-    ).to(hidden_states.dtype)
+    )
+    return output.to(hidden_states.dtype)
 
 
 def _activation_of(experts: Any) -> Activation:
