@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fivefold.runs import MetricsWriter, StopRequest, format_toml, write_json, write_text
+from fivefold.train._before import require_settings
 from fivefold.train._checkpoint import write_checkpoint
 from fivefold.train._control import ControlLane
 from fivefold.train._evaluate import Validation, bits_per_byte, evaluate
-from fivefold.train._expert_ranks import require_shares, share_experts
+from fivefold.train._expert_ranks import share_experts
 from fivefold.train._machine import LinkMeter, run_manifest
-from fivefold.train._methods import make_method, method_label, require_peers
+from fivefold.train._methods import make_method, method_label
 from fivefold.train._model import Transformer
 from fivefold.train._precision import autocast_context
 from fivefold.train._progress import TrainingProgress
@@ -91,8 +92,7 @@ def train(config: TrainConfig) -> RunResult:
         2
     """
     identity = read_identity()
-    require_peers(config.sync, world_size=identity.world_size)
-    require_shares(config.model, world_size=identity.world_size)
+    require_settings(config, world_size=identity.world_size)
     stop = StopRequest()
     with stop.handling_signals():
         torch.set_num_threads(config.run.threads)
@@ -195,7 +195,8 @@ class _Run:
             self.method.warm_up(blank, blank)
         self.link = LinkMeter(before["link"])
         # After everything that draws numbers, so that the stream continues where it was.
-        torch.manual_seed(self.config.run.seed * self.world.world_size + self.world.rank)
+        seed = self.config.run.seed * self.world.world_size + self.world.rank
+        torch.manual_seed(seed % 2**64)
         if state is not None:
             restore_rng(state["rng"])
         self._started_s = time.perf_counter()

@@ -202,13 +202,15 @@ def load_tokenizer(spec: str) -> Tokenizer:
 
 def _read_json(path: Path) -> bytes:
     hint = 'data.tokenizer is "bytes" or the path of a tokenizer.json'
+    if path.exists() and not path.is_file():  # to read a FIFO would wait for who writes to it
+        raise ConfigurationError(f"tokenizer {path} is not a file", hint=hint)
     try:
         content = path.read_bytes()
         json.loads(content)
     except OSError as error:
         message = f"tokenizer file {path} cannot be read: {error.strerror}"
         raise ConfigurationError(message, hint=hint) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         message = f"tokenizer file {path} is not JSON: {error}"
         raise ConfigurationError(message, hint=hint) from None
     return content
