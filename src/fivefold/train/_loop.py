@@ -182,10 +182,11 @@ class _Run:
 
     def _begin(self, state: dict[str, Any] | None) -> None:
         """Open the files and start the clock."""
-        before = state or {"seconds": None, "link": None}
+        before = state or {"seconds": None, "waits": None, "link": None}
         self.recorder = SpanRecorder(
             self.folder.root / "ranks" / f"rank{self.world.rank}.jsonl",
             seconds=before["seconds"],
+            waits=before["waits"],
             resumed=state is not None,
         )
         self.metrics = self._open_shared_files() if self.world.is_main else None
@@ -247,10 +248,12 @@ class _Run:
     def _finish(self) -> None:
         """Drain, judge and save the final parameters."""
         self.world.where = "the end of training"
-        self.lane.drain()
-        if self.saved_step == self.config.run.steps:  # a resume of a run that was complete
+        complete = self.saved_step == self.config.run.steps  # a resume of such a run
+        if not complete:
+            self.method.finalize()
+        self.lane.drain()  # last: its message may have queued behind a round's payload
+        if complete:
             return
-        self.method.finalize()
         if self.metrics is not None:  # the drain's last arrival may have moved tau
             self._log_decisions(self.metrics, self.wall_s())
         self.recorder.add(self.lane.take_spans() + self.method.take_spans())
@@ -266,6 +269,7 @@ class _Run:
             tokens=self.tokens(self.step),
             wall_s=wall_s,
             seconds=self.recorder.categories(wall_s),
+            waits=self.recorder.waits,
             validation=self.validation and self.validation[1],
             link_bytes=self.link.record(),
             reason=reason,
@@ -418,6 +422,7 @@ class _Run:
             "rng": rng_state(),
             "wall_s": self.wall_s(),
             "seconds": self.recorder.seconds,
+            "waits": self.recorder.waits,
             "validation": validation,
             "link": self.link.record(),
         }
