@@ -49,6 +49,17 @@ def test_seconds_overlap_and_exposed_share(comparison):
     assert run.exposed_fraction == pytest.approx(0.5 / 19)
 
 
+def test_overlap_is_of_all_timelines_and_rank_0s_sums_only_without(comparison):
+    folder = comparison / "co2"
+    result = json.loads((folder / "result.json").read_text())
+    result["communication"]["overlap_fraction"] = 0.25
+    (folder / "result.json").write_text(json.dumps(result))
+    assert _by_method(comparison)["co2"].overlap_fraction == pytest.approx(1 - 0.5 / 4)
+    for path in (folder / "ranks").iterdir():
+        path.unlink()
+    assert _by_method(comparison)["co2"].overlap_fraction == 0.25
+
+
 def test_bytes_per_step(comparison):
     runs = _by_method(comparison)
     assert runs["ddp"].payload_bytes_per_step == 12_000_000
