@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 
@@ -9,7 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fivefold.report import build_report, configuration_differences, read_runs, time_to_value
+from fivefold.report import (
+    build_report,
+    configuration_differences,
+    print_report,
+    read_runs,
+    time_to_value,
+    write_html,
+)
 
 
 def _by_method(path):
@@ -41,12 +49,45 @@ def test_seconds_overlap_and_exposed_share(comparison):
     assert run.exposed_fraction == pytest.approx(0.5 / 19)
 
 
+def test_overlap_is_of_all_timelines_and_rank_0s_sums_only_without(comparison):
+    folder = comparison / "co2"
+    result = json.loads((folder / "result.json").read_text())
+    result["communication"]["overlap_fraction"] = 0.25
+    (folder / "result.json").write_text(json.dumps(result))
+    assert _by_method(comparison)["co2"].overlap_fraction == pytest.approx(1 - 0.5 / 4)
+    for path in (folder / "ranks").iterdir():
+        path.unlink()
+    assert _by_method(comparison)["co2"].overlap_fraction == 0.25
+
+
 def test_bytes_per_step(comparison):
     runs = _by_method(comparison)
     assert runs["ddp"].payload_bytes_per_step == 12_000_000
     assert runs["ddp"].least_link_bytes_per_step == 12_000_000  # 2 (2 - 1) / 2 of it
     assert runs["co2"].payload_bytes_per_step == 1_500_000  # one round in eight steps
     assert runs["co2"].sent_bytes_per_step == pytest.approx(1_575_000)
+    assert runs["co2"].received_bytes_per_step == pytest.approx(525_000)
+
+
+@pytest.mark.parametrize("finished", [True, False], ids=["result", "timeline"])
+def test_waits_by_cause(tmp_path, make_run, finished):
+    folder = make_run(tmp_path / "co2", "co2", finished=finished)
+    if finished:
+        result = json.loads((folder / "result.json").read_text())
+        waits = {"agreement on stopping": 0.125, "all-reduce": 0.375}
+        (folder / "result.json").write_text(json.dumps(result | {"waits": waits}))
+        expected = [("all-reduce", 0.375), ("agreement on stopping", 0.125)]
+    else:
+        expected = [("all-reduce", 0.5)]
+    report = build_report([folder])
+    assert list(report.summaries[0].waits.items()) == expected
+    text = io.StringIO()
+    print_report(report, file=text)
+    (line,) = [line for line in text.getvalue().splitlines() if "all-reduce" in line]
+    assert ("all-reduce 375 ms, agreement on stopping 125 ms" in line) is finished
+    assert "all-reduce 500 ms" in line or finished
+    page = write_html(report, tmp_path / "report.html").read_text()
+    assert "agreement on stopping 125 ms" in page or not finished
 
 
 def test_least_link_bytes_of_four_hosts_and_of_shared_links(tmp_path, make_run):

@@ -113,6 +113,19 @@ BAD = [
     ("", "sync.method=none\nsync.codec=fp32", "sync.method must be one of", "co2"),
     ("[sync]\nmethod = 'ddp'\ncodec = 'int8'\n", "", "is not for ddp", '"bf16" or "fp16"'),
     ("[sync]\ncodec = 'int9'\n", "", "sync.codec must be one of 'fp32', 'bf16'", "on the wire"),
+    ("[sync]\nmethod = 'CO2'\n", "", "got 'CO2'", 'did you mean "co2"?'),
+    ("[run]\ndevice = 'cpuu'\n", "", "run.device must be one of", 'did you mean "cpu"?'),
+    ("[sync]\nstaleness = 'gapp'\n", "", "sync.staleness 'gapp' is not kn", 'did you mean "gap"?'),
+    ("[sync]\nstaleness = 'constant:x'\n", "", "sync.staleness 'constant:x' is not", "constant:2"),
+    ("[sync]\nstaleness = 'constant:0.5'\n", "", "sync.staleness 'constant:0.5'", "at least 1"),
+    ("[sync]\nstaleness = 3\n", "", "sync.staleness must be a string; got 3", "penalty"),
+    ("[sync]\nouter_lr = 50\n", "", "sync.outer_lr must be at most 10; got 50", "mean"),
+    ("[optim]\nlr = 30\n", "", "optim.lr must be at most 1; got 30", "AdamW"),
+    ("[optim]\nlr = 1\nweight_decay = 2\n", "", "weight_decay must be at most 1", "lower"),
+    ("[run]\ntimeout_s = 1e300\n", "", "run.timeout_s must be at most 2.592e+06", "30 days"),
+    ("[run]\nthreads = 1000000\n", "", "run.threads must be at most 4096", "per rank"),
+    ("[run]\nsteps = 99999999999999999999\n", "", "run.steps must be at most 9.0", "per rank"),
+    ("[model]\nlayers = 1000000000\n", "", "model.layers must be at most 10000", "blocks"),
     ("[sync]\nmethod = 'diloco'\n", "sync.tau=auto", "hides whole rounds; got diloco", "use co2,"),
     ("[sync]\nmethod = 'streaming_diloco'\n", "sync.tau=auto", "got streaming_diloco", "co2"),
     ("[sync.auto_tau]\nmaximum = 9\n", "", '[sync.auto_tau] is for sync.tau = "auto"', "drop"),
@@ -202,6 +215,7 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=2
 positive = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
 
 
+rates = st.floats(min_value=0, max_value=1, exclude_min=True)
 names = st.text(st.characters(min_codepoint=33, max_codepoint=500), min_size=1, max_size=9)
 SYNC = st.one_of(
     st.builds(SyncConfig, clip=positive | st.just(float("inf")), tau=st.integers(1, 99)),
@@ -224,13 +238,13 @@ SYNC = st.one_of(
         RunConfig,
         steps=st.integers(20, 10**9),
         seed=st.integers(0, 2**63 - 1),
-        timeout_s=positive,
+        timeout_s=st.floats(0, 30 * 24 * 3600, exclude_min=True),
         resume=texts,
         tensorboard=st.booleans(),
     ),
     data=st.builds(DataConfig, path=texts, tokenizer=texts, cache=texts),
     optim=st.builds(
-        OptimConfig, lr=positive, betas=st.tuples(*[st.floats(0, 1, exclude_max=True)] * 2)
+        OptimConfig, lr=rates, betas=st.tuples(*[st.floats(0, 1, exclude_max=True)] * 2)
     ),
     sync=SYNC,
 )

@@ -151,3 +151,25 @@ def test_one_rank_decides_alone_and_at_once():
     assert not lane.poll(1)
     stop.requested = True
     assert lane.poll(2)
+
+
+@pytest.mark.distributed
+def test_ranks_that_are_fast_in_turn_do_not_wait_for_the_agreement(monkeypatch):
+    """Within a round of local steps each rank is slow once; only the round's end is common."""
+    monkeypatch.setattr(_control, "_PERIOD_S", 0.01)  # a step
+    rounds, slow_s = 25, 0.08
+
+    def work(rank):
+        world = open_world(read_identity(), device="cpu", timeout_s=20.0)
+        lane = ControlLane(world, StopRequest())
+        lane.start(0)
+        for step in range(1, 4 * rounds + 1):
+            time.sleep(slow_s if step % 4 == 1 + rank else 0.01)
+            lane.poll(step)
+            if step % 4 == 0:
+                world.gather(None, what="the end of a round")
+        lane.drain()
+        return sum(span.end_s - span.start_s for span in lane.take_spans())
+
+    # Agreed on at every step, each round would wait once on each rank.
+    assert max(run_processes(2, work)) < 0.3 * rounds * slow_s

@@ -1,8 +1,10 @@
 """Whatever happens to the files of a run, a resumed run is exact or refused, never wrong."""
 
 import json
+import logging
 import os
 import shutil
+import signal
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -181,6 +183,40 @@ def test_a_manifest_that_names_too_little_is_noticed(golden, kept):
 @pytest.mark.parametrize("text", ["[" * 100_000, "[]", "{}", "1", '"schema"', "9" * 5000, "\0"])
 def test_a_manifest_that_is_none(golden, text):
     (golden.fresh() / NEWEST / "manifest.json").write_text(text)
+    assert golden.resume() == golden.expected
+
+
+class StopAt(logging.Handler):
+    """Ask a run to stop when it says that it has done a step."""
+
+    def __init__(self, step):
+        super().__init__()
+        self._words = f"step {step}/"
+
+    def emit(self, record):
+        if self._words in record.getMessage():
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_new_checkpoint_is_not_removed_for_a_damaged_newer_one(golden):
+    root = golden.fresh()
+    (root / NEWEST / "manifest.json").unlink()
+    for step in (5, 7):  # as of a run of more steps that went on
+        shutil.copytree(root / NEWEST, root / f"checkpoints/step-{step:08d}")
+    shutil.rmtree(root / NEWEST)
+    config = golden.config(golden.work)
+    run = config.run.model_copy(update={"keep_checkpoints": 1, "line_every_s": 1e-9})
+    logger, handler = logging.getLogger("fivefold.train"), StopAt(2)
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        assert train(config.model_copy(update={"run": run})).reason == "stopped"
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    left = sorted(path.name[-1] for path in (root / "checkpoints").iterdir())
+    assert left == ["2", "5", "7"]
     assert golden.resume() == golden.expected
 
 

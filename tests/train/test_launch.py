@@ -168,11 +168,12 @@ def test_a_killed_worker_is_two_lines_and_a_restart_goes_on(fivefold, write_conf
 @pytest.mark.slow
 def test_an_error_of_the_workers_is_two_lines_once(fivefold, write_config, tmp_path):
     _, path = write_config("ddp")
-    folder = tmp_path / "absent"
+    folder = tmp_path / "empty"
+    folder.mkdir()
     code, _, err = finish(fivefold(path, "--nproc", "2", "--set", f"data.path={folder}"))
     assert code == 1
     error, hint = error_lines(err)
-    assert "absent" in error
+    assert "empty" in error
     assert hint
     assert "Traceback" not in err
 

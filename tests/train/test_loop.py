@@ -101,6 +101,8 @@ def test_seconds_by_category_sum_to_the_wall_time(make_config, run_ranks, method
     seconds = result["seconds"]
     assert math.isclose(sum(seconds.values()), result["wall_s"], rel_tol=1e-9)
     assert all(value >= 0 for value in seconds.values()), seconds
+    waited_s = sum(result["waits"].values())
+    assert math.isclose(waited_s, seconds["exposed_communication"], rel_tol=1e-9, abs_tol=1e-9)
     # Everything that matters is named; "other" is the loop itself.
     assert seconds["other"] < 0.1 * result["wall_s"]
     assert seconds["compute"] > 0

@@ -263,7 +263,7 @@ def test_any_optimizer_of_torch_is_an_outer_optimizer():
         assert "AdamW" in caught.value.hint
         assert name != "Adamw" or "did you mean AdamW?" in caught.value.hint
     with pytest.raises(ConfigurationError, match="refuses options"):
-        make_rule(SyncConfig(method="outer_optimizer", options={"learning_rate": 1.0}))
+        make_rule(SyncConfig(method="outer_optimizer", options={"lr": -1.0}))
 
 
 def test_labels():

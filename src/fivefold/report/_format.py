@@ -22,6 +22,7 @@ __all__ = [
     "format_ratio",
     "format_seconds",
     "format_time_to_ddp",
+    "format_waits",
 ]
 
 UNKNOWN = "–"  # noqa: RUF001 - an en dash is what a table shows for "does not apply"
@@ -67,6 +68,13 @@ def format_bits(value: float | None) -> str:
 def format_seconds(value: float | None) -> str:
     """Write a duration."""
     return UNKNOWN if value is None or not math.isfinite(value) else format_duration_s(value)
+
+
+def format_waits(waits: dict[str, float] | None) -> str:
+    """Write the causes of waiting with their times."""
+    if not waits:
+        return UNKNOWN
+    return ", ".join(f"{cause} {format_duration_s(seconds)}" for cause, seconds in waits.items())
 
 
 def format_time_to_ddp(run: RunSummary) -> str:

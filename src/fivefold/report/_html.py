@@ -25,6 +25,7 @@ from fivefold.report._format import (
     format_ratio,
     format_seconds,
     format_time_to_ddp,
+    format_waits,
 )
 from fivefold.report._gnn_html import graph_view
 from fivefold.report._headline import importance
@@ -219,6 +220,11 @@ _COLUMNS: tuple[tuple[str, str, Callable[[RunSummary], str]], ...] = (
         "waiting",
         "Share of the wall time in which training stood still for communication.",
         lambda run: format_percent(run.exposed_fraction),
+    ),
+    (
+        "waited for",
+        "What that was for, on rank 0.",
+        lambda run: format_waits(run.waits),
     ),
     (
         "hidden",

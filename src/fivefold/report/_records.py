@@ -220,6 +220,7 @@ class RunResult(_Record):
     tokens_per_s: float | None = None
     bits_per_byte: float | None = None
     seconds: dict[str, float] = Field(default_factory=dict)
+    waits: dict[str, float] = Field(default_factory=dict)
     communication: Communication | None = None
     link_bytes: LinkBytes | None = None
     sync: dict[str, Any] | None = None

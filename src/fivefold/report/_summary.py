@@ -65,6 +65,8 @@ class RunSummary(BaseModel):
         ddp: Name of the DDP run that this one is compared with; None where there is none.
         speed_ratio_to_ddp: ``tokens_per_s`` over that of the DDP run.
         seconds: Rank 0's wall time by category; None where nothing recorded it.
+        waits: Rank 0's seconds of waiting by cause, the longest first; None where nothing
+            recorded it.
         in_flight_s: Seconds in which a collective was under way; None where there was none.
         exposed_wait_s: Seconds in which training stood still for one; ``seconds`` also counts
             the waits for other messages, such as the ranks' agreement on stopping.
@@ -103,6 +105,7 @@ class RunSummary(BaseModel):
     ddp: str | None = None
     speed_ratio_to_ddp: float | None = None
     seconds: dict[str, float] | None = None
+    waits: dict[str, float] | None = None
     in_flight_s: float | None = None
     exposed_wait_s: float | None = None
     overlap_fraction: float | None = None
@@ -222,6 +225,7 @@ def _summarise_one(run: Run) -> RunSummary:
         wall_s=wall_s,
         tokens_per_s=_training_rate(tokens, wall_s, seconds),
         seconds=seconds,
+        waits=_waits(run),
         in_flight_s=in_flight_s,
         exposed_wait_s=exposed_s,
         overlap_fraction=overlap_fraction if in_flight_s else None,
@@ -259,6 +263,20 @@ def _seconds(run: Run) -> dict[str, float] | None:
         if span.lane in LANE_CATEGORIES:
             seconds[LANE_CATEGORIES[span.lane]] += span.end_s - span.start_s
     return seconds
+
+
+def _waits(run: Run) -> dict[str, float] | None:
+    if run.result is not None and run.result.waits:
+        waits = dict(run.result.waits)
+    elif run.ranks and run.ranks[0].rank == 0 and run.ranks[0].spans:
+        waits = {}
+        for span in run.ranks[0].spans:
+            if span.lane == "wait":
+                cause = span.name.partition(" round ")[0]
+                waits[cause] = waits.get(cause, 0.0) + span.end_s - span.start_s
+    else:
+        return None
+    return dict(sorted(waits.items(), key=lambda item: -item[1]))
 
 
 def _communication_seconds(run: Run) -> tuple[float | None, float | None]:

@@ -23,6 +23,7 @@ from fivefold.report._format import (
     format_ratio,
     format_seconds,
     format_time_to_ddp,
+    format_waits,
 )
 from fivefold.report._gnn_text import print_graph_runs
 from fivefold.report._mixture_summary import summarise_mixtures
@@ -86,6 +87,7 @@ def print_report(report: Report, *, file: TextIO | None = None) -> None:
     console.print()
     console.print(_comparison(report.summaries, boxed=console.is_terminal))
     _print_seconds(console, report.summaries)
+    _print_waits(console, report.summaries)
     _print_overlap(console, report.summaries)
     _print_mixtures(console, report)
     _print_setting(console, report)
@@ -145,6 +147,18 @@ def _print_seconds(console: Console, summaries: Sequence[RunSummary]) -> None:
             legend.append(f"{mark} ", style=_STYLES[kind]).append(f"{name}   ")
     legend.rstrip()
     console.print(legend)
+
+
+def _print_waits(console: Console, summaries: Sequence[RunSummary]) -> None:
+    waited = [run for run in summaries if run.waits]
+    if not waited:
+        return
+    console.print("\nWhat rank 0 waited for")
+    table = _table(boxed=False)
+    table.show_header = False
+    for run in waited:
+        table.add_row(Text(run.label), format_waits(run.waits))
+    console.print(table)
 
 
 def _print_overlap(console: Console, summaries: Sequence[RunSummary]) -> None:

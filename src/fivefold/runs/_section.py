@@ -45,8 +45,10 @@ def _path(value: Any) -> Any:
     return Path(value) if isinstance(value, str) else value
 
 
-Count = Annotated[int, Field(ge=0)]
-Positive = Annotated[int, Field(ge=1)]
+# The largest that all who take them can hold: JSON's readers, NumPy and torch.
+_MOST = 2**53
+Count = Annotated[int, Field(ge=0, le=_MOST)]
+Positive = Annotated[int, Field(ge=1, le=_MOST)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=0)]
 Seconds = Annotated[float, BeforeValidator(_duration), Field(gt=0, allow_inf_nan=False)]

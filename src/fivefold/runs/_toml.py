@@ -159,7 +159,8 @@ def _explain(problem: ErrorDetails, schema: type[BaseModel]) -> tuple[str, str |
         return _explain_unknown(problem["loc"], schema)
     cause = context.get("error")
     if isinstance(cause, ConfigurationError):
-        prefix = "" if cause.message.startswith(tuple(schema.model_fields)) else f"{key}: "
+        told = not key or cause.message.startswith(tuple(schema.model_fields))
+        prefix = "" if told else f"{key}: "
         return prefix + cause.message, cause.hint
     if kind == "missing" and isinstance(problem["loc"][-1], str):
         return _explain_missing(key, schema)
@@ -172,6 +173,12 @@ def _explain(problem: ErrorDetails, schema: type[BaseModel]) -> tuple[str, str |
         got = f"{problem['input']}"
     elif kind == "literal_error":
         wanted = f"one of {context['expected']}"
+        close = difflib.get_close_matches(
+            str(problem["input"]).lower(), re.findall(r"'([^']*)'", context["expected"]), n=1
+        )
+        meant = [f'did you mean "{name}"?' for name in close]
+        hint = " ".join([*meant, *filter(None, [_about(schema, key)])])
+        return f"{key} must be {wanted}; got {got}", hint or None
     elif (items := _items(schema, key)) and kind in {"missing", *_LIST_PROBLEMS}:
         wanted = f"a list of {items}"
         key = key.partition("[")[0]  # an item that is not there

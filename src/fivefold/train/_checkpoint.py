@@ -236,8 +236,8 @@ def _save(state: dict[str, Any], partial: Path, *, world: World) -> None:
         # Raised on every rank alike; it is no Exception, so nothing above would catch it.
         rank, (cause, _) = next(iter(error.failures.items()))
         size = format_bytes(sum(tensor.nbytes for tensor in tensors.values()))
-        cause = f"{_one_line(cause)} (a rank's part takes about {size})"
-        raise _cannot_write(partial.parent, rank=rank, cause=cause) from error
+        text = f"{_one_line(cause)} (a rank's part takes about {size})"
+        raise _cannot_write(partial.parent, rank=rank, cause=text) from error
 
 
 class _Disk(FileSystem):

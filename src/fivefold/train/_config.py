@@ -58,6 +58,9 @@ __all__ = [
 _LOG = logging.getLogger(__name__)
 
 
+_MONTH_S = 30 * 24 * 3600.0  # sockets count a wait in milliseconds of 32 bits
+
+
 def _pair(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
@@ -86,12 +89,12 @@ class RunConfig(Section):
     """newest checkpoints that are kept"""
     resume: Text = "auto"
     """"auto", "never" or the path of a checkpoint"""
-    threads: Positive = 1
+    threads: Annotated[int, Field(ge=1, le=4096)] = 1
     """torch CPU threads per rank"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where the model is trained"""
-    timeout_s: Seconds = 120.0
-    """longest wait on another rank, in seconds"""
+    timeout_s: Annotated[Seconds, Field(le=_MONTH_S)] = 120.0
+    """longest wait on another rank, in seconds; at most 30 days"""
     tensorboard: bool = False
     """also write TensorBoard event files"""
     line_every_s: Seconds = 10.0
@@ -114,7 +117,7 @@ class DataConfig(Section):
     """share of the files held out for validation, between 0 and 1"""
     cache: Text = "auto"
     """folder of the tokens; "auto" for the user's cache folder"""
-    sequence_length: Positive = 128
+    sequence_length: Annotated[int, Field(ge=1, le=2**20)] = 128
     """tokens per sequence"""
 
 
@@ -130,11 +133,11 @@ class ModelConfig(Section):
         4
     """
 
-    layers: Positive = 4
+    layers: Annotated[int, Field(ge=1, le=10_000)] = 4
     """transformer blocks"""
-    width: Positive = 192
+    width: Annotated[int, Field(ge=1, le=2**20)] = 192
     """width of the residual stream, a multiple of 2 * heads"""
-    heads: Positive = 4
+    heads: Annotated[int, Field(ge=1, le=2**20)] = 4
     """attention heads"""
     moe: MixtureConfig | None = None
     """table of the mixture of experts; left out, the model is dense"""
@@ -159,26 +162,36 @@ class OptimConfig(Section):
         (0.9, 0.95)
     """
 
-    lr: Rate = 3e-3
-    """peak learning rate"""
+    lr: Annotated[Rate, Field(le=1)] = 3e-3
+    """peak learning rate, at most 1: AdamW moves each parameter by about that much"""
     min_lr_fraction: Fraction = 0.1
     """last learning rate as a share of the peak, between 0 and 1"""
     warmup_steps: Count = 20
     """steps of linear warmup; at most run.steps"""
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
-    """decoupled weight decay of the matrices"""
+    """decoupled weight decay of the matrices; lr * weight_decay is at most 1"""
     betas: Annotated[tuple[Momentum, Momentum], BeforeValidator(_pair)] = (0.9, 0.95)
     """AdamW's two decay rates, each in [0, 1)"""
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
     """largest norm of the gradient; inf for no clipping"""
-    batch_size: Positive = 8
+    batch_size: Annotated[int, Field(ge=1, le=2**20)] = 8
     """sequences per rank and micro-batch"""
-    accumulation: Positive = 1
+    accumulation: Annotated[int, Field(ge=1, le=2**20)] = 1
     """micro-batches per optimizer step"""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """arithmetic of forward and backward"""
     validation_batches: Positive = 20
     """batches per validation, over all ranks"""
+
+    @model_validator(mode="after")
+    def _decay_shrinks(self) -> OptimConfig:
+        if self.lr * self.weight_decay > 1:
+            raise ConfigurationError(
+                "optim.lr * optim.weight_decay must be at most 1, or a step turns all signs; "
+                f"got {self.lr:g} * {self.weight_decay:g}",
+                hint="lower optim.weight_decay; its default is 0.1",
+            )
+        return self
 
 
 class TrainConfig(Section):

@@ -2,9 +2,10 @@
 
 A rank that is told to stop must not stop alone, or its peers wait for it in the next
 collective. So the ranks sum up their wishes: a small all-reduce (maximum) on a group of its
-own is launched every few steps and read the same number of steps later. Nobody waits for it on
-a slow link, and since launch and reading come at the same steps everywhere, all decide alike.
-This module knows nothing of training.
+own is launched every few steps and read the same number of steps later. Since launch and reading
+come at the same steps everywhere, all decide alike. The number of steps follows how long such a
+message takes, behind a round's payload on a slow link or for a rank that is behind within its
+round, so that it has arrived when it is read. This module knows nothing of training.
 """
 
 from __future__ import annotations
@@ -28,6 +29,11 @@ __all__ = ["ControlLane"]
 # A stop is agreed within about two periods; a message every half second costs nothing.
 _PERIOD_S = 0.5
 _MAX_PERIOD_STEPS = 1000
+# A message is read after twice the time that such messages took lately, but a stop must come
+# before a scheduler's patience ends.
+_SPARE = 2.0
+_LONGEST_PERIOD_S = 10.0
+_MEMORY = 0.7
 
 
 class ControlLane:
@@ -50,6 +56,8 @@ class ControlLane:
         self._period_steps = 1
         self._launch_step = 0
         self._launch_s = 0.0
+        self._latency_s = 0.0
+        self._arrival: torch.futures.Future[float]
         self._spans: list[Span] = []
         if world.world_size > 1:
             with guard(world, "setting up the control lane"):
@@ -95,20 +103,25 @@ class ControlLane:
             return
         # The period travels with the wish: ranks measure different step times, but must launch
         # and read at the same steps.
-        wished = math.ceil(_PERIOD_S / max(step_s, _PERIOD_S / _MAX_PERIOD_STEPS))
+        period_s = min(max(_PERIOD_S, _SPARE * self._latency_s), _LONGEST_PERIOD_S)
+        wished = math.ceil(period_s / max(step_s, period_s / _MAX_PERIOD_STEPS))
         self._message[0], self._message[1] = int(self._stop.requested), wished
         self._launch_step, self._launch_s = step, time.perf_counter()
         with guard(self._world, "the agreement on stopping"):
             self._work = dist.all_reduce(
                 self._message, op=dist.ReduceOp.MAX, group=self._group, async_op=True
             )
+            assert self._work is not None, "an asynchronous collective of a member returns its work"
+            self._arrival = self._work.get_future().then(lambda _: time.perf_counter())
 
     def _read(self) -> tuple[bool, int]:
         assert self._work is not None, "start() launches the first message"
         start_s = time.perf_counter()
         with guard(self._world, "the agreement on stopping"):
             self._work.wait()
+            arrived_s = self._arrival.wait()
         self._work = None
+        self._latency_s = max(arrived_s - self._launch_s, _MEMORY * self._latency_s)
         end_s = time.perf_counter()
         self._spans.append(
             Span(lane="wait", name="agreement on stopping", start_s=start_s, end_s=end_s)

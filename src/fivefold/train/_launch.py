@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fivefold.errors import CommunicationError, ConfigurationError
+from fivefold.train._before import require_host, require_settings
 from fivefold.train._config import load_config
-from fivefold.train._methods import require_peers
 from fivefold.train._outcome import error_from_record
 from fivefold.train._rendezvous import STORE_VARIABLE
 
@@ -83,7 +83,8 @@ def launch(
         )
         raise ConfigurationError(message, hint="use --nproc 2")
     config = load_config(config_file, overrides)
-    require_peers(config.sync, world_size=nproc)
+    require_settings(config, world_size=nproc)
+    require_host(config, nproc=nproc)
     with tempfile.TemporaryDirectory(prefix="fivefold-launch-") as folder:
         _set_environment(config, outcomes=Path(folder))
         command = ["-m", "fivefold.train._worker", str(config_file), *overrides]

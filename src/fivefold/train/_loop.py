@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fivefold.runs import MetricsWriter, StopRequest, format_toml, write_json, write_text
+from fivefold.train._before import require_settings
 from fivefold.train._checkpoint import write_checkpoint
 from fivefold.train._control import ControlLane
 from fivefold.train._evaluate import Validation, bits_per_byte, evaluate
-from fivefold.train._expert_ranks import require_shares, share_experts
+from fivefold.train._expert_ranks import share_experts
 from fivefold.train._machine import LinkMeter, run_manifest
-from fivefold.train._methods import make_method, method_label, require_peers
+from fivefold.train._methods import make_method, method_label
 from fivefold.train._model import Transformer
 from fivefold.train._precision import autocast_context
 from fivefold.train._progress import TrainingProgress
@@ -91,8 +92,7 @@ def train(config: TrainConfig) -> RunResult:
         2
     """
     identity = read_identity()
-    require_peers(config.sync, world_size=identity.world_size)
-    require_shares(config.model, world_size=identity.world_size)
+    require_settings(config, world_size=identity.world_size)
     stop = StopRequest()
     with stop.handling_signals():
         torch.set_num_threads(config.run.threads)
@@ -182,10 +182,11 @@ class _Run:
 
     def _begin(self, state: dict[str, Any] | None) -> None:
         """Open the files and start the clock."""
-        before = state or {"seconds": None, "link": None}
+        before = state or {"seconds": None, "waits": None, "link": None}
         self.recorder = SpanRecorder(
             self.folder.root / "ranks" / f"rank{self.world.rank}.jsonl",
             seconds=before["seconds"],
+            waits=before["waits"],
             resumed=state is not None,
         )
         self.metrics = self._open_shared_files() if self.world.is_main else None
@@ -195,7 +196,8 @@ class _Run:
             self.method.warm_up(blank, blank)
         self.link = LinkMeter(before["link"])
         # After everything that draws numbers, so that the stream continues where it was.
-        torch.manual_seed(self.config.run.seed * self.world.world_size + self.world.rank)
+        seed = self.config.run.seed * self.world.world_size + self.world.rank
+        torch.manual_seed(seed % 2**64)
         if state is not None:
             restore_rng(state["rng"])
         self._started_s = time.perf_counter()
@@ -246,10 +248,12 @@ class _Run:
     def _finish(self) -> None:
         """Drain, judge and save the final parameters."""
         self.world.where = "the end of training"
-        self.lane.drain()
-        if self.saved_step == self.config.run.steps:  # a resume of a run that was complete
+        complete = self.saved_step == self.config.run.steps  # a resume of such a run
+        if not complete:
+            self.method.finalize()
+        self.lane.drain()  # last: its message may have queued behind a round's payload
+        if complete:
             return
-        self.method.finalize()
         if self.metrics is not None:  # the drain's last arrival may have moved tau
             self._log_decisions(self.metrics, self.wall_s())
         self.recorder.add(self.lane.take_spans() + self.method.take_spans())
@@ -265,6 +269,7 @@ class _Run:
             tokens=self.tokens(self.step),
             wall_s=wall_s,
             seconds=self.recorder.categories(wall_s),
+            waits=self.recorder.waits,
             validation=self.validation and self.validation[1],
             link_bytes=self.link.record(),
             reason=reason,
@@ -417,6 +422,7 @@ class _Run:
             "rng": rng_state(),
             "wall_s": self.wall_s(),
             "seconds": self.recorder.seconds,
+            "waits": self.recorder.waits,
             "validation": validation,
             "link": self.link.record(),
         }

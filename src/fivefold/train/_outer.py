@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
 import time
 from typing import TYPE_CHECKING, Any
@@ -207,8 +208,19 @@ def make_rule(config: SyncConfig) -> OuterRule:
     if config.auto_tau is not None:
         settings["tau"] = AutoTau(**config.auto_tau.model_dump())
     if config.optimizer is not None:
-        settings["optimizer"] = _torch_optimizer(config.optimizer)
+        settings["optimizer"] = kind = _torch_optimizer(config.optimizer)
+        _require_options(kind, config.options or {})
     return _RULES[config.method](**settings)
+
+
+def _require_options(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
+    taken = [name for name in inspect.signature(kind).parameters if name != "params"]
+    for name in options:
+        if name not in taken:
+            close = difflib.get_close_matches(name, taken, n=1)
+            meant = f"did you mean {close[0]}? " if close else ""
+            message = f"sync.options.{name} is not an argument of torch.optim.{kind.__name__}"
+            raise ConfigurationError(message, hint=f"{meant}It takes {', '.join(taken)}")
 
 
 def _torch_optimizer(name: str) -> type[torch.optim.Optimizer]:

@@ -41,6 +41,7 @@ class RunResult:
             not counted.
         bits_per_byte: Last validation; None where there was none.
         seconds: Seconds per category; they sum to ``wall_s``.
+        waits: Seconds per cause of waiting; they sum to ``seconds["exposed_communication"]``.
         communication: Totals over the method's collectives.
         link_bytes: Interface, bytes sent and received; None where not known.
         sync: The outer engine's statistics; None for other methods.
@@ -62,6 +63,7 @@ class RunResult:
     tokens_per_s: float
     bits_per_byte: float | None
     seconds: dict[str, float]
+    waits: dict[str, float]
     communication: dict[str, Any]
     link_bytes: dict[str, Any] | None
     sync: dict[str, Any] | None
@@ -91,6 +93,7 @@ def make_result(  # noqa: PLR0913 - one argument per part of the record, one cal
     tokens: int,
     wall_s: float,
     seconds: dict[str, float],
+    waits: dict[str, float],
     validation: Validation | None,
     link_bytes: dict[str, Any] | None,
     reason: str,
@@ -111,6 +114,7 @@ def make_result(  # noqa: PLR0913 - one argument per part of the record, one cal
         tokens_per_s=tokens / max(training_s, 1e-9),
         bits_per_byte=None if validation is None else validation.bits_per_byte,
         seconds=seconds,
+        waits=waits,
         communication=method.totals.record(),
         link_bytes=link_bytes,
         sync=None if statistics is None else dataclasses.asdict(statistics),

@@ -6,6 +6,7 @@ This module knows nothing of the loop.
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from fivefold.train._config import TrainConfig
     from fivefold.train._world import World
 
-__all__ = ["RunFolder", "choose_checkpoint", "describe_run", "read_own_state"]
+__all__ = ["RunFolder", "choose_checkpoint", "describe_run", "read_own_state", "require_resumable"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -123,23 +124,35 @@ def read_own_state(path: Path, *, world: World) -> dict[str, Any]:
 def _choose(
     folder: RunFolder, resume: str, *, description: dict[str, Any], world: World
 ) -> Path | None:
+    require_resumable(folder, resume)
     if resume == "never":
-        if folder.has_run:
-            message = f'run.resume is "never", but {folder.root} already has a run'
-            raise ConfigurationError(message, hint='choose another run.output, or resume = "auto"')
         return None
     if resume == "auto":
         path, manifest = _newest_whole(folder)
     else:
         path = Path(resume)
-        if not path.is_dir():
-            message = f"run.resume names {path}, which is not a folder"
-            hint = f"name a folder such as {folder.checkpoints / 'step-00000100'}"
-            raise CheckpointError(message, hint=hint)
         manifest = verify_checkpoint(path)
     if path is not None:
         _require_same_run(path, manifest, description=description, world=world)
     return path
+
+
+def require_resumable(folder: RunFolder, resume: str) -> None:
+    """Refuse what can be told from the folders' names alone.
+
+    Raises:
+        CheckpointError: ``resume`` names no folder.
+        ConfigurationError: "never", but the folder already has a run.
+    """
+    if resume == "never" and folder.has_run:
+        message = f'run.resume is "never", but {folder.root} already has a run'
+        raise ConfigurationError(message, hint='choose another run.output, or resume = "auto"')
+    if resume not in {"auto", "never"} and not Path(resume).is_dir():
+        close = difflib.get_close_matches(resume, ["auto", "never"], n=1)
+        meant = f'did you mean "{close[0]}"? ' if close else ""
+        message = f"run.resume names {resume}, which is not a folder"
+        hint = f'{meant}Use "auto", "never" or a folder such as '
+        raise CheckpointError(message, hint=f"{hint}{folder.checkpoints / 'step-00000100'}")
 
 
 def _newest_whole(folder: RunFolder) -> tuple[Path | None, dict[str, Any]]:

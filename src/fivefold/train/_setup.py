@@ -63,9 +63,9 @@ def load_equal_data(config: DataConfig, world: World) -> tuple[Tokenizer, Corpus
     except FivefoldError as error:
         failed = error_to_record(error)
     found = world.gather((fingerprint, failed), what="the data's fingerprint")
-    for _, error in found:
-        if error is not None:
-            raise error_from_record(error)
+    for _, other in found:
+        if other is not None:
+            raise error_from_record(other)
     odd = [rank for rank, (value, _) in enumerate(found) if value != found[0][0]]
     if odd:
         message = f"rank {odd[0]} reads other data than rank 0"

@@ -96,6 +96,7 @@ class SpanRecorder:
     Args:
         path: The rank's file.
         seconds: Sums per lane from a checkpoint; None for a fresh run.
+        waits: Sums per cause of waiting from a checkpoint; None for a fresh run.
         resumed: Append to the file, with a clock line of this process; else begin it anew.
 
     Raises:
@@ -103,7 +104,12 @@ class SpanRecorder:
     """
 
     def __init__(
-        self, path: Path, *, seconds: dict[str, float] | None = None, resumed: bool = False
+        self,
+        path: Path,
+        *,
+        seconds: dict[str, float] | None = None,
+        waits: dict[str, float] | None = None,
+        resumed: bool = False,
     ) -> None:
         self._path = path
         with self._writing():
@@ -113,6 +119,7 @@ class SpanRecorder:
         self._dropped = 0
         self.seconds = dict.fromkeys(CATEGORIES, 0.0)
         self.seconds.update(seconds or {})
+        self.waits = dict(waits or {})
         self._line({"event": "clock", "unix_s": time.time(), "perf_s": time.perf_counter()})
 
     @contextlib.contextmanager
@@ -130,6 +137,9 @@ class SpanRecorder:
         for span in spans:
             if span.lane in self.seconds:
                 self.seconds[span.lane] += span.end_s - span.start_s
+            if span.lane == "wait":
+                cause = span.name.partition(" round ")[0]
+                self.waits[cause] = self.waits.get(cause, 0.0) + span.end_s - span.start_s
             if self._written >= _MAX_SPANS_IN_FILE:
                 self._dropped += 1
                 continue

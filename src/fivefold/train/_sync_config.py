@@ -7,13 +7,15 @@ setting that does nothing. This module knows nothing of torch.
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import math
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from fivefold.errors import ConfigurationError
-from fivefold.runs import Count, Momentum, Positive, Rate, Section, Share, Text
+from fivefold.runs import Count, Momentum, Positive, Section, Share, Text
 
 __all__ = ["AutoTauConfig", "SyncConfig", "keys_of_method"]
 
@@ -42,6 +44,29 @@ _METHODS: dict[str, dict[str, Any]] = {
 _SGD_OPTIONS = {False: {"lr": 0.7, "momentum": 0.9, "nesterov": True}, True: {"lr": 0.5}}
 _DDP_CODECS = ("fp32", "bf16", "fp16")
 _AUTO = ("co2", "delay_corrected", "overlap_local_sgd", "eager_diloco")
+
+
+# The names of fivefold.optim, which loads torch; a test compares them.
+_PENALTIES = ("gap", "gap-rms", "gap-param", "constant", "none")
+
+
+def _staleness(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value  # the type check says so
+    name, colon, number = value.partition(":")
+    if name in _PENALTIES and not colon:
+        return value
+    if name == "constant":
+        with contextlib.suppress(ValueError):
+            if float(number) >= 1 and math.isfinite(float(number)):
+                return value
+    close = difflib.get_close_matches(name.lower(), _PENALTIES, n=1)
+    meant = f'did you mean "{close[0]}"? ' if close else ""
+    names = ", ".join(f'"{known}"' for known in _PENALTIES)
+    message = f"sync.staleness {value!r} is not known"
+    raise ConfigurationError(
+        message, hint=f'{meant}Use one of {names}, or "constant:2" with a number of at least 1'
+    )
 
 
 def _tau(value: Any) -> Any:
@@ -123,11 +148,11 @@ class SyncConfig(Section):
     """table of the bounds of tau = "auto\""""
     codec: Literal["fp32", "bf16", "fp16", "int8", "int4"] | None = None
     """form of the numbers on the wire"""
-    outer_lr: Rate | None = None
-    """learning rate of the outer step"""
+    outer_lr: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] | None = None
+    """learning rate of the outer step, at most 10; 1 takes the mean of the ranks"""
     outer_momentum: Momentum | None = None
     """momentum of the outer step, in [0, 1)"""
-    staleness: Text | None = None
+    staleness: Annotated[Text | None, BeforeValidator(_staleness)] = None
     """name of the staleness penalty"""
     clip: Annotated[float, Field(gt=0)] | None = None
     """elementwise bound of the outer momentum; inf for none"""
