@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fivefold.errors import ConfigurationError, DataError
+from fivefold.errors import ConfigurationError
 from fivefold.files import read_text
 from fivefold.units import format_duration_s
 

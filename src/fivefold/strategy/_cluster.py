@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import tomllib
+import types
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
@@ -106,15 +108,27 @@ def _load(source: str | Path, *, bases: tuple[str, ...]) -> Cluster:
 
 def _cluster(table: Mapping[str, Any], *, name: str, bases: tuple[str, ...]) -> Cluster:
     check_keys(table, _TOP, where="the cluster")
+    for key in ("name", "base", "topology"):
+        if not isinstance(table.get(key, ""), str):
+            message = f"{key} of the cluster must be text; got {table[key]!r:.60}"
+            raise ConfigurationError(message, hint=f'write {key} = "..."')
     base = _load(str(table["base"]), bases=bases) if "base" in table else None
     fields: dict[str, Any] = {}
     tiers: dict[str, dict[str, Any]] = {}
     if base is not None:
         fields = {f.name: getattr(base.device, f.name) for f in dataclasses.fields(base.device)}
         tiers = {t.name: dataclasses.asdict(t) for t in base.fabric.tiers}
-    sources = dict(fields.get("sources", ())) | dict(table.get("sources", {}))
+    given = table.get("sources", {})
+    if not isinstance(given, dict) or not all(isinstance(one, str) for one in given.values()):
+        message = f"sources of {name!r} must be a table of texts; got {given!r:.60}"
+        raise ConfigurationError(message, hint='write [sources] and key = "where it comes from"')
+    sources = dict(fields.get("sources", ())) | given
     fields |= _read(table.get("device", {}), DeviceSpec, _TEXT_DEVICE, where="device")
-    for entry in table.get("tier", []):
+    entries = table.get("tier", [])
+    if not isinstance(entries, list):
+        message = f"tier of {name!r} must be tables; got {entries!r:.60}"
+        raise ConfigurationError(message, hint="write [[tier]] and its keys below")
+    for entry in entries:
         values = _read(entry, Tier, _TEXT_TIER, where="tier")
         named = str(values.get("name", ""))
         tiers[named] = tiers.get(named, {}) | values
@@ -171,6 +185,10 @@ def check_keys(table: Mapping[str, Any], allowed: set[str], *, where: str) -> No
     Raises:
         ConfigurationError: A key is unknown.
     """
+    if not isinstance(table, Mapping):
+        raise ConfigurationError(
+            f"{where} must be a table; got {table!r:.60}", hint="write a table and its keys below"
+        )
     for key in table:
         if key not in allowed:
             near = difflib.get_close_matches(key, sorted(allowed), n=1)
@@ -178,6 +196,34 @@ def check_keys(table: Mapping[str, Any], allowed: set[str], *, where: str) -> No
             message = f"{where} has no key {key!r}"
             known = f"it has {', '.join(sorted(allowed))}"
             raise ConfigurationError(message, hint=f"did you mean {near[0]!r}?" if near else known)
+
+
+def check_types(values: Mapping[str, Any], kind: type, *, where: str) -> None:
+    """Refuse values that the fields of a dataclass do not take.
+
+    Raises:
+        ConfigurationError: A value is of another type.
+    """
+    hints = typing.get_type_hints(kind)
+    for name, value in values.items():
+        if name in hints and not _fits(value, hints[name]):
+            shown = str(getattr(hints[name], "__name__", hints[name])).replace("typing.", "")
+            message = f"{where}: {name} must be {shown}; got {value!r:.60}"
+            raise ConfigurationError(message, hint=f"{name} takes no {type(value).__name__}")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in {typing.Union, types.UnionType}:
+        return any(_fits(value, one) for one in inner)
+    if origin is typing.Literal:
+        return value in inner
+    if origin is tuple and inner[-1] is ...:
+        return isinstance(value, list | tuple) and all(_fits(one, inner[0]) for one in value)
+    if hint in {int, float}:
+        plain = int if hint is int else int | float
+        return isinstance(value, plain) and not isinstance(value, bool)
+    return not isinstance(hint, type) or isinstance(value, hint)
 
 
 def _read(
@@ -196,6 +242,7 @@ def _read(
             values[name] = parse_duration_s(value)
         else:
             values[name] = value
+    check_types(values, kind, where=where)
     return values
 
 

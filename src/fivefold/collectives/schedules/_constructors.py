@@ -27,19 +27,31 @@ __all__ = [
 ]
 
 Pairs = tuple[Ints, Ints]
+_MOST_PLACES = 10_000_000
+
+
+def _require_places(num_ranks: int, chunks: int) -> None:
+    if num_ranks * chunks > _MOST_PLACES:
+        raise ConfigurationError(
+            f"{chunks:,} chunks on {num_ranks:,} ranks are more than {_MOST_PLACES:,} places",
+            hint="use fewer chunks: a schedule has a transfer or more for each",
+        )
 
 
 def _each_at_owner(num_ranks: int, per_rank: int) -> Pairs:
+    _require_places(num_ranks, per_rank)
     chunks = np.arange(num_ranks * per_rank, dtype=np.int32)
     return chunks, chunks // np.int32(per_rank)
 
 
 def _each_everywhere(num_ranks: int, chunks: int) -> Pairs:
+    _require_places(num_ranks, chunks)
     ranks = np.arange(num_ranks, dtype=np.int32)
     return np.repeat(np.arange(chunks, dtype=np.int32), num_ranks), np.tile(ranks, chunks)
 
 
 def _each_at(rank: int, chunks: int) -> Pairs:
+    _require_places(1, chunks)
     return np.arange(chunks, dtype=np.int32), np.full(chunks, rank, dtype=np.int32)
 
 

@@ -140,6 +140,9 @@ def _schedule_from_data(data: dict[str, Any]) -> Schedule:
 
     arrays = {key: _numbers(data, key) for key in (*_ARRAYS, *_OPTIONAL) if key in data}
     toml = data["topology"]
+    for key in ("name", "solver"):
+        if not isinstance(data[key], str):
+            raise TypeError(f"{key} is {data[key]!r:.60}, not text")
     return Schedule(
         collective=_collective_from_data(data["collective"]),
         **{**{key: data[key] for key in _ARRAYS}, **arrays},
