@@ -285,9 +285,11 @@ def _not_of_the_form(error: ValueError, where: str, form: _Form) -> FivefoldErro
 def _check_values(found: Any, where: str, form: _Form) -> None:
     """Look at every key and value, level by level and without recursion."""
     level = [found]
-    for _ in range(_MOST_LEVELS + 1):
+    for levels_left in range(_MOST_LEVELS, -1, -1):
         below = []
         for value in level:
+            if isinstance(value, list | dict) and not levels_left:
+                raise _too_deep(where, form)
             if isinstance(value, list):
                 below += value
             elif isinstance(value, dict):
@@ -301,7 +303,6 @@ def _check_values(found: Any, where: str, form: _Form) -> None:
         if not below:
             return
         level = below
-    raise _too_deep(where, form)
 
 
 def _problem(value: object, form: _Form) -> tuple[str, str] | None:

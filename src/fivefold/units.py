@@ -129,6 +129,8 @@ def format_duration_s(duration_s: float) -> str:
         >>> format_duration_s(0.00123), format_duration_s(95), format_duration_s(7200)
         ('1.23 ms', '1 min 35 s', '2 h 0 min')
     """
+    if duration_s >= 1e6 * _SECONDS["h"]:
+        return f"{_three_digits(duration_s / _SECONDS['h'])} h"
     if duration_s >= _SECONDS["h"]:
         hours, rest_s = divmod(round(duration_s), 3600)
         return f"{hours} h {rest_s // 60} min"
@@ -154,20 +156,22 @@ def _seconds(number: str, unit: str) -> float:
     if unit not in _EXPONENTS:
         return float(number) * _SECONDS[unit]
     digits, _, exponent = number.lower().partition("e")
+    if len(exponent) > 9:  # Python refuses to read thousands of digits
+        return 0.0 if exponent.startswith("-") else math.inf
     return float(f"{digits}e{int(exponent or 0) + _EXPONENTS[unit]}")
 
 
 def _plain_number(text: str | float, *, kind: str, example: str) -> float:
     try:
         value = float(text)
-    except (TypeError, ValueError):
+    except (OverflowError, TypeError, ValueError):
         value = math.nan
     return _finite(value, text, kind, example)
 
 
 def _finite(value: float, text: object, kind: str, example: str) -> float:
     if not math.isfinite(value) or value < 0:
-        message = f"{text!r} is not a {kind}"
+        message = f"{text!r:.60} is not a {kind}"
         raise ConfigurationError(message, hint=f"write a number with its unit, such as {example!r}")
     return value
 
@@ -180,5 +184,5 @@ def _with_prefix(value: float, unit: str) -> str:
 
 
 def _three_digits(value: float) -> str:
-    text = f"{value:.3g}"
-    return f"{float(text):.0f}" if "e" in text else text
+    text = f"{value:.3g}"  # from 1,000 on with an exponent, which only far numbers keep
+    return f"{float(text):.0f}" if "e+" in text and abs(value) < 1e6 else text

@@ -1,3 +1,4 @@
+# ruff: noqa: S311, E501
 """Mutations of whole documents: what people mistype, what disks damage, what other programs write.
 
 A document is changed as its grammar has it (a value of another type, a key gone or twice, a list
@@ -23,7 +24,7 @@ PIECES = [
 ]  # fmt: skip
 
 
-class NotToml(Exception):
+class NotTomlError(Exception):
     """The mutated value has no form in TOML."""
 
 
@@ -40,7 +41,7 @@ def mutated(text, kind, seed):
     for _ in range(20):
         try:
             return _KINDS[kind](text, rng).encode(errors="surrogatepass")
-        except NotToml:
+        except (NotTomlError, RecursionError):
             continue
     return _bytes(text.encode(), rng)
 
@@ -58,7 +59,9 @@ def _bytes(data, rng):
         flipped = bytearray(data or b"x")
         flipped[place % len(flipped)] ^= 1 << rng.randrange(8)
         return bytes(flipped)
-    return rng.choice([b"", b"\0" * 100, b"[" * 100000, bytes(rng.randrange(256) for _ in range(200)), data * 2])
+    return rng.choice(
+        [b"", b"\0" * 100, b"[" * 100000, bytes(rng.randrange(256) for _ in range(200)), data * 2]
+    )
 
 
 def _tree(value, rng):
@@ -87,9 +90,13 @@ def _change(holder, key, rng, places):
     elif way == 1 and isinstance(holder, dict):
         holder[rng.choice([str(key) + "x", "", "name", "é"])] = holder.pop(key)
     elif way == 2 and isinstance(value, list) and value:
-        holder[key] = rng.choice([value * 2, value[:-1], value[1:], [*value, value[0]], value[::-1]])
+        holder[key] = rng.choice(
+            [value * 2, value[:-1], value[1:], [*value, value[0]], value[::-1]]
+        )
     elif way == 3 and isinstance(value, int | float) and math.isfinite(value):
-        holder[key] = rng.choice([-value, value + 1, value * 1000, value * 10**9, value / 3, str(value), [value]])
+        holder[key] = rng.choice(
+            [-value, value + 1, value * 1000, value * 10**9, value / 3, str(value), [value]]
+        )
     elif way == 4:
         other, place = rng.choice(places)
         try:
@@ -111,13 +118,13 @@ def _json(text, rng):
 def _toml(text, rng):
     value = _tree(tomllib.loads(text), rng)
     if not isinstance(value, dict):
-        raise NotToml
+        raise NotTomlError
     return "\n".join(f"{_quoted(key)} = {_toml_value(one)}" for key, one in value.items()) + "\n"
 
 
 def _toml_value(value):
     if value is None:
-        raise NotToml
+        raise NotTomlError
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
@@ -144,7 +151,25 @@ def _xml(text, rng):
         if pattern is _TAG:
             new = rng.choice(["", found[0] * 2, "<step/>", "<!DOCTYPE a>", "<x>", "</tb>"])
         else:
-            odd = rng.choice(["", "-1", "0", "1", "7", "99999", str(10**12), "9" * 5000, "x", "nan", "i", "o", "s", "r", "cpy"])
+            odd = rng.choice(
+                [
+                    "",
+                    "-1",
+                    "0",
+                    "1",
+                    "7",
+                    "99999",
+                    str(10**12),
+                    "9" * 5000,
+                    "x",
+                    "nan",
+                    "i",
+                    "o",
+                    "s",
+                    "r",
+                    "cpy",
+                ]
+            )
             new = rng.choice([f'{found[1]}="{odd}"', f'{found[1]}x="{found[2]}"', "", found[0] * 2])
         text = text[: found.start()] + new + text[found.end() :]
     return text
@@ -165,9 +190,29 @@ def mutated_line(text, seed):
         elif way == 1:
             words[place] *= 2
         elif way == 2:
-            words[place] = rng.choice(["0", "1", "3", "-1", "7", "1000000000", "10" * 12, "9" * 5000, "1e9", "0.5", "nan", "x", "é", "²", ""])
+            words[place] = rng.choice(
+                [
+                    "0",
+                    "1",
+                    "3",
+                    "-1",
+                    "7",
+                    "1000000000",
+                    "10" * 12,
+                    "9" * 5000,
+                    "1e9",
+                    "0.5",
+                    "nan",
+                    "x",
+                    "é",
+                    "²",
+                    "",
+                ]
+            )
         elif way == 3:
-            words[place] += rng.choice([",", ":", "=", "x", "=1", ",gpus=3", ":2", "\0", " ", "[/]", "25GB/s", "1e999s"])
+            words[place] += rng.choice(
+                [",", ":", "=", "x", "=1", ",gpus=3", ":2", "\0", " ", "[/]", "25GB/s", "1e999s"]
+            )
         else:
             other = rng.randrange(len(words))
             words[place], words[other] = words[other], words[place]

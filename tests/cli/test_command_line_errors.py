@@ -68,7 +68,8 @@ def _raising(monkeypatch, error):
     ("error", "code", "words"),
     [
         (ConfigurationError("tau is 0", hint="use 1"), 1, ["error: tau is 0", "hint: use 1"]),
-        (InfeasibleError("too large"), 2, ["error: too large"]),
+        (InfeasibleError("too large"), 2, ["error: too large", "hint: see fivefold --help"]),
+        (ConfigurationError("a\nb \x1b[2J", hint="c\n d"), 1, ["error: a b  [2J", "hint: c d"]),
         (PermissionError(errno.EACCES, "Permission denied", "/a"), 1,
          ["error: /a: Permission denied", "hint: check the path and its permissions"]),
         (OSError(errno.ENOSPC, "No space left on device"), 1,

@@ -205,7 +205,7 @@ def test_degrees_of_a_search_are_whole_numbers(tmp_path, key, value):
     ("line", "words"),
     [
         ("", "does not say bandwidth"),
-        ('bandwidth = "1 GB/s"\nefficiency = "much"\n', "efficiency = 'much' is of the wrong type"),
+        ('bandwidth = "1 GB/s"\nefficiency = "much"\n', "efficiency must be a number; got 'much'"),
     ],
     ids=["missing", "type"],
 )

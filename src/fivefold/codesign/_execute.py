@@ -6,6 +6,7 @@ reads (`_execute_rank`). What cannot be run as planned is refused, never run oth
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from collections import Counter
@@ -175,7 +176,12 @@ def write_order(
         "jobs": record,
         "plan": json.loads(plan.to_json()),
     }
-    write_text(path, json.dumps(order, indent=1) + "\n")
+    write_text(path, json.dumps({**order, "sha256": _checksum(order)}, indent=1) + "\n")
+
+
+def _checksum(order: Mapping[str, Any]) -> str:
+    own = {name: value for name, value in order.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
 
 
 def read_order(path: Path) -> Order:
@@ -193,13 +199,17 @@ def read_order(path: Path) -> Order:
     Example:
         >>> read_order(Path("nowhere.json"))  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        fivefold.errors.ConfigurationError: nowhere.json is no plan to be run: No such ...
+        fivefold.errors.ConfigurationError: nowhere.json is no plan to be run: file ...
     """
     try:
         record = read_json(path)
         if not isinstance(record, dict) or record.get("schema") != _SCHEMA:
             raise ConfigurationError(
                 f"{path} is no plan to be run: its schema is not {_SCHEMA}", hint=_WRITE
+            )
+        if record.get("sha256") != _checksum(record):
+            raise ConfigurationError(
+                f"{path} is no plan to be run: it was changed after it was written", hint=_WRITE
             )
         return Order(
             str(record["topology"]),

@@ -157,7 +157,7 @@ class ClusterPlan:
             for name, values in record["jobs"].items():
                 paths = {(a, b): tuple(links) for a, b, *links in values["paths"]}
                 jobs[name] = JobPlan(**{**values, "paths": paths})
-        except (ValueError, KeyError, TypeError) as error:
+        except (AttributeError, ValueError, KeyError, TypeError) as error:
             if isinstance(error, ConfigurationError):
                 raise
             raise ConfigurationError(f"this is no plan: {error}", hint=hint) from error

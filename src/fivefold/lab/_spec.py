@@ -9,12 +9,12 @@ how links are made: the same specification is served by ``tbf``, by ``netem`` or
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fivefold.errors import ConfigurationError
+from fivefold.files import parse_toml
 from fivefold.lab._classes import MAX_CLASSES
 from fivefold.units import (
     format_bytes_per_s,
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["LabSpec"]
 
 _MAX_HOSTS = 253  # addresses 10.77.0.1 to 10.77.0.253 of one /24 network
+_MAPPINGS = ("host_rates", "host_classes", "aggregators", "routes")
 _MIN_RATE_BYTES_PER_S = 1000.0  # one full frame then takes 1.5 s; below that TCP only times out
 _MIN_MTU = 576  # every IPv4 host must take this size (RFC 791)
 _MAX_MTU = 65000
@@ -98,6 +99,17 @@ class LabSpec:
 
     def __post_init__(self) -> None:
         _check_integer("hosts", self.hosts, low=1, high=_MAX_HOSTS)
+        for name in _MAPPINGS:
+            if not isinstance(getattr(self, name), Mapping):
+                raise ConfigurationError(
+                    f"{name} must be a mapping; got {getattr(self, name)!r:.60}",
+                    hint=f"leave {name} out for none",
+                )
+        if self.topology is not None and not isinstance(self.topology, str):
+            raise ConfigurationError(
+                f"topology must be the text of a topology file; got {self.topology!r:.60}",
+                hint="use LabSpec.of_topology",
+            )
         _check_integer("nproc_per_host", self.nproc_per_host, low=1, high=1024)
         _check_integer("seed", self.seed, low=0, high=2**63)
         if self.mtu is not None:
@@ -143,6 +155,11 @@ class LabSpec:
                     f"there is no switch {node!r} that could sum",
                     hint=f"the switches are {', '.join(able) or 'none: hosts are joined directly'}",
                 )
+            if not isinstance(options, Mapping):
+                raise ConfigurationError(
+                    f"the options of {node!r} must be a mapping; got {options!r:.60}",
+                    hint="write {} for the usual ones",
+                )
             unknown = [name for name in options if name not in _AGGREGATOR_OPTIONS]
             if unknown:
                 raise ConfigurationError(
@@ -162,9 +179,9 @@ class LabSpec:
         return [node.name for node in nodes if not node.is_rank]
 
     def _check_path(self) -> None:
-        if not 0.0 <= self.loss < 1.0:
+        if not isinstance(self.loss, int | float) or not 0.0 <= self.loss < 1.0:
             raise ConfigurationError(
-                f"loss must be a probability in [0, 1); got {self.loss:g}",
+                f"loss must be a probability in [0, 1); got {self.loss!r:.60}",
                 hint="one packet in a hundred is 0.01",
             )
         if self.jitter_s > self.delay_s:
@@ -307,7 +324,7 @@ class LabSpec:
         rate = self.rate_bytes_per_s
         parts = [f"{self.hosts} host{'s' if self.hosts > 1 else ''}"]
         if self.topology is not None:
-            parts = [f"{parts[0]} on {tomllib.loads(self.topology).get('name', 'a topology')}"]
+            parts = [f"{parts[0]} on {_name_of(self.topology)}"]
         if self.nproc_per_host > 1:
             parts.append(f"{self.nproc_per_host} processes each")
         if self.topology is None:
@@ -328,10 +345,15 @@ class LabSpec:
         return ", ".join(parts)
 
 
+def _name_of(topology: str) -> str:
+    return str(parse_toml(topology, where="the topology's text").get("name", "a topology"))
+
+
 def _check_integer(name: str, value: object, *, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise ConfigurationError(
-            f"{name} must be a whole number from {low} to {high}; got {value!r}"
+            f"{name} must be a whole number from {low} to {high}; got {value!r:.60}",
+            hint=f"the limits of {name} are {low} and {high}",
         )
 
 

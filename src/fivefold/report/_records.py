@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -46,6 +46,7 @@ __all__ = [
 ]
 
 SCHEMA_VERSION = 1
+_Seconds = Annotated[float, Field(ge=-1e12, le=1e12)]  # sums of these stay numbers
 
 Status = Literal["finished", "stopped", "unfinished"]
 
@@ -100,7 +101,7 @@ class TrainPoint(_Record):
 
     step: NonNegativeInt
     tokens: NonNegativeInt
-    wall_s: float
+    wall_s: _Seconds
     loss: float
     bits_per_byte: float
     lr: float | None = None
@@ -113,7 +114,7 @@ class ValidationPoint(_Record):
 
     step: NonNegativeInt
     tokens: NonNegativeInt
-    wall_s: float
+    wall_s: _Seconds
     bits_per_byte: float
     loss: float | None = None
 
@@ -122,7 +123,7 @@ class CheckpointPoint(_Record):
     """One checkpoint: when, how long it took, how large it is."""
 
     step: NonNegativeInt
-    wall_s: float
+    wall_s: _Seconds
     seconds: NonNegativeFloat
     bytes: NonNegativeInt | None = None
 
@@ -131,7 +132,7 @@ class ResumePoint(_Record):
     """The run went on from a checkpoint."""
 
     step: NonNegativeInt
-    wall_s: float
+    wall_s: _Seconds
     checkpoint: str | None = None
 
 
@@ -140,7 +141,7 @@ class EndPoint(_Record):
 
     step: NonNegativeInt
     tokens: NonNegativeInt
-    wall_s: float
+    wall_s: _Seconds
     reason: str
 
 
@@ -148,7 +149,7 @@ class SyncPoint(_Record):
     """The outer engine's totals on rank 0 at one step."""
 
     step: NonNegativeInt
-    wall_s: float
+    wall_s: _Seconds
     tau: NonNegativeInt | None = None
     rounds: NonNegativeInt | None = None
     sent_bytes: NonNegativeInt | None = None
@@ -160,12 +161,12 @@ class TauPoint(_Record):
     """One decision of ``tau="auto"``."""
 
     step: NonNegativeInt
-    wall_s: float
+    wall_s: _Seconds
     round: NonNegativeInt
     previous: PositiveInt
     tau: PositiveInt
-    step_s: float
-    flight_s: float
+    step_s: _Seconds
+    flight_s: _Seconds
     reason: str
 
 
@@ -173,7 +174,7 @@ class MixturePoint(_Record):
     """Where the routers sent the tokens since the line before; lists are by block."""
 
     step: NonNegativeInt
-    wall_s: float
+    wall_s: _Seconds
     blocks: tuple[NonNegativeInt, ...]
     ranks: PositiveInt = 1
     load: tuple[tuple[NonNegativeInt, ...], ...]
@@ -200,8 +201,8 @@ class LinkBytes(_Record):
 class Communication(_Record):
     """Rank 0's collectives, summed over the run."""
 
-    in_flight_s: float = 0.0
-    exposed_wait_s: float = 0.0
+    in_flight_s: _Seconds = 0.0
+    exposed_wait_s: _Seconds = 0.0
     overlap_fraction: float | None = None
     payload_bytes: NonNegativeInt = 0
     sent_bytes: NonNegativeInt | None = None
@@ -216,11 +217,11 @@ class RunResult(_Record):
     label: str
     steps: NonNegativeInt
     tokens: NonNegativeInt
-    wall_s: float
+    wall_s: _Seconds
     tokens_per_s: float | None = None
     bits_per_byte: float | None = None
-    seconds: dict[str, float] = Field(default_factory=dict)
-    waits: dict[str, float] = Field(default_factory=dict)
+    seconds: dict[str, _Seconds] = Field(default_factory=dict)
+    waits: dict[str, _Seconds] = Field(default_factory=dict)
     communication: Communication | None = None
     link_bytes: LinkBytes | None = None
     sync: dict[str, Any] | None = None
@@ -236,8 +237,8 @@ class Span:
 
     lane: str
     name: str
-    start_s: float
-    end_s: float
+    start_s: _Seconds
+    end_s: _Seconds
     round: int | None = None
     fragment: int | None = None
     sent_bytes: int | None = None

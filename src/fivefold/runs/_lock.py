@@ -11,13 +11,13 @@ import shlex
 import socket
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fivefold.errors import ConfigurationError
 from fivefold.runs._files import cannot_write
 
 if TYPE_CHECKING:
-    from pathlib import Path
     from types import TracebackType
     from typing import Self
 
@@ -70,8 +70,8 @@ class FolderLock:
         True
     """
 
-    def __init__(self, folder: Path, what: str) -> None:
-        self._folder, self._what = folder, what
+    def __init__(self, folder: str | os.PathLike[str], what: str) -> None:
+        self._folder, self._what = Path(folder), what
         self._descriptor: int | None = None
 
     def __enter__(self) -> Self:

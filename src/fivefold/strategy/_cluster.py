@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import tomllib
+import types
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
@@ -39,14 +41,7 @@ _TEXT_DEVICE = {
 }  # fmt: skip
 
 
-_WORDS = {
-    "int": "a whole number", "float": "a number", "float | None": "a number",
-    "int | None": "a whole number", "bool": "true or false", "str": "text",
-}  # fmt: skip
-_TYPES: Mapping[str, tuple[type, ...]] = {
-    "int": (int,), "float": (int, float), "float | None": (int, float), "int | None": (int,),
-    "bool": (bool,), "str": (str,),
-}  # fmt: skip
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,15 +122,27 @@ def _load(source: str | Path, *, bases: tuple[str, ...]) -> Cluster:
 
 def _cluster(table: Mapping[str, Any], *, name: str, bases: tuple[str, ...]) -> Cluster:
     check_keys(table, _TOP, where="the cluster")
+    for key in ("name", "base", "topology"):
+        if not isinstance(table.get(key, ""), str):
+            message = f"{key} of the cluster must be text; got {table[key]!r:.60}"
+            raise ConfigurationError(message, hint=f'write {key} = "..."')
     base = _load(str(table["base"]), bases=bases) if "base" in table else None
     fields: dict[str, Any] = {}
     tiers: dict[str, dict[str, Any]] = {}
     if base is not None:
         fields = {f.name: getattr(base.device, f.name) for f in dataclasses.fields(base.device)}
         tiers = {t.name: dataclasses.asdict(t) for t in base.fabric.tiers}
-    sources = dict(fields.get("sources", ())) | dict(table.get("sources", {}))
+    given = table.get("sources", {})
+    if not isinstance(given, dict) or not all(isinstance(one, str) for one in given.values()):
+        message = f"sources of {name!r} must be a table of texts; got {given!r:.60}"
+        raise ConfigurationError(message, hint='write [sources] and key = "where it comes from"')
+    sources = dict(fields.get("sources", ())) | given
     fields |= _read(table.get("device", {}), DeviceSpec, _TEXT_DEVICE, where="device")
-    for entry in table.get("tier", []):
+    entries = table.get("tier", [])
+    if not isinstance(entries, list):
+        message = f"tier of {name!r} must be tables; got {entries!r:.60}"
+        raise ConfigurationError(message, hint="write [[tier]] and its keys below")
+    for entry in entries:
         values = _read(entry, Tier, _TEXT_TIER, where="tier")
         named = str(values.get("name", ""))
         tiers[named] = tiers.get(named, {}) | values
@@ -208,6 +215,10 @@ def check_keys(table: Mapping[str, Any], allowed: set[str], *, where: str) -> No
     Raises:
         ConfigurationError: A key is unknown.
     """
+    if not isinstance(table, Mapping):
+        raise ConfigurationError(
+            f"{where} must be a table; got {table!r:.60}", hint="write a table and its keys below"
+        )
     for key in table:
         if key not in allowed:
             near = difflib.get_close_matches(key, sorted(allowed), n=1)
@@ -215,6 +226,42 @@ def check_keys(table: Mapping[str, Any], allowed: set[str], *, where: str) -> No
             message = f"{where} has no key {key!r}"
             known = f"it has {', '.join(sorted(allowed))}"
             raise ConfigurationError(message, hint=f"did you mean {near[0]!r}?" if near else known)
+
+
+def check_types(values: Mapping[str, Any], kind: type, *, where: str) -> None:
+    """Refuse values that the fields of a dataclass do not take.
+
+    Raises:
+        ConfigurationError: A value is of another type.
+    """
+    hints = typing.get_type_hints(kind)
+    for name, value in values.items():
+        if name in hints and not _fits(value, hints[name]):
+            wanted = " or ".join(_words(hints[name]))
+            message = f"{where}: {_key_of(name)} must be {wanted}; got {value!r:.60}"
+            hint = f"a {type(value).__name__} cannot stand there"
+            raise ConfigurationError(message, hint=hint)
+
+
+def _words(hint: Any) -> list[str]:
+    if typing.get_origin(hint) in {typing.Union, types.UnionType}:
+        inner = typing.get_args(hint)
+        return [word for one in inner if one is not type(None) for word in _words(one)]
+    return [_WORDS.get(hint) or str(getattr(hint, "__name__", hint)).replace("typing.", "")]
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in {typing.Union, types.UnionType}:
+        return any(_fits(value, one) for one in inner)
+    if origin is typing.Literal:
+        return value in inner
+    if origin is tuple and inner[-1] is ...:
+        return isinstance(value, list | tuple) and all(_fits(one, inner[0]) for one in value)
+    if hint in {int, float}:
+        plain = int if hint is int else int | float
+        return isinstance(value, plain) and not isinstance(value, bool)
+    return not isinstance(hint, type) or isinstance(value, hint)
 
 
 def _read(
@@ -233,6 +280,7 @@ def _read(
             values[name] = parse_duration_s(value)
         else:
             values[name] = value
+    check_types(values, kind, where=where)
     return values
 
 
@@ -242,10 +290,10 @@ def _build(kind: type, fields: Mapping[str, Any], *, where: str) -> Any:
 
 
 def require_fields(kind: type, values: Mapping[str, Any], *, where: str) -> None:
-    """Refuse a table that lacks a field without a default, or has a field of the wrong type.
+    """Refuse a table that lacks a field without a default.
 
     Raises:
-        ConfigurationError: A field is missing, or is no number or word where it must be one.
+        ConfigurationError: A field is missing.
     """
     fields = dataclasses.fields(kind)
     missing = [
@@ -258,14 +306,6 @@ def require_fields(kind: type, values: Mapping[str, Any], *, where: str) -> None
     if missing:
         message = f"{where} is incomplete: it does not say {', '.join(map(_key_of, missing))}"
         raise ConfigurationError(message, hint="give every size that has no default")
-    for field in fields:
-        allowed = _TYPES.get(str(field.type))
-        value = values.get(field.name)
-        wrong = isinstance(value, bool) and bool not in (allowed or ())
-        if value is not None and allowed and (wrong or not isinstance(value, allowed)):
-            name = _key_of(field.name)
-            message = f"{where}: {name} = {value!r} is of the wrong type"
-            raise ConfigurationError(message, hint=f"{name} is {_WORDS[str(field.type)]}")
 
 
 def _key_of(name: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.files import read_toml
 from fivefold.runs import format_toml
-from fivefold.strategy._cluster import Cluster, check_keys, require_fields
+from fivefold.strategy._cluster import Cluster, check_keys, check_types, require_fields
 from fivefold.strategy._model import (
     ConvolutionStage,
     LatentAttention,
@@ -103,9 +103,14 @@ def job_from_table(
         if value is None:
             message = f"{where} does not say {name!r}"
             raise ConfigurationError(message, hint=f"add {name} = ...")
+    seq_len = table.get("seq_len")
+    for name, value, most in (("gpus", gpus, 1_000_000), ("seq_len", seq_len or 1, 1 << 30),
+                              ("global_batch", table["global_batch"], 100_000_000)):  # fmt: skip
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            message = f"{name} in {where} must be a whole number; got {value!r:.60}"
+            raise ConfigurationError(message, hint=f"it goes from 1 to {most:,}")
     if cluster is not None:
         cluster.require(gpus)
-    seq_len = table.get("seq_len")
     model = _model(table["model"], seq_len=seq_len, folder=folder)
     search = _tuples(table.get("search", {}), SearchSpace, where="[search]")
     if "shards" in search:  # TOML has no None: 0 stands for all replicas
@@ -114,6 +119,7 @@ def job_from_table(
     plan = None
     if "plan" in table:
         check_keys(table["plan"], _names(ParallelPlan), where="[plan]")
+        check_types(table["plan"], ParallelPlan, where="[plan]")
         plan = ParallelPlan(**{"global_batch": table["global_batch"], **table["plan"]})
         if plan.global_batch != space.global_batch:
             message = (
@@ -136,11 +142,12 @@ def _names(kind: type) -> set[str]:
 
 def _tuples(table: Mapping[str, Any], kind: type, *, where: str) -> dict[str, Any]:
     check_keys(table, _names(kind), where=where)
-    return {
+    found = {
         name: tuple(value) if isinstance(value, list)
         else value if name in {"num_gpus", "global_batch"} else (value,)
         for name, value in table.items()
     }  # fmt: skip
+    return found  # SearchSpace looks at each value
 
 
 def _model(source: Any, *, seq_len: int | None, folder: Path) -> ModelSpec:
@@ -165,6 +172,8 @@ def _model(source: Any, *, seq_len: int | None, folder: Path) -> ModelSpec:
 
 
 def _build(kind: type, values: Mapping[str, Any], *, where: str) -> Any:
+    check_keys(values, _names(kind), where=where)
+    check_types(values, kind, where=where)
     require_fields(kind, values, where=where)
     return kind(**values)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fivefold.errors import ConfigurationError, DataError
+from fivefold.errors import ConfigurationError, DataError, FivefoldError
 from fivefold.files import read_json
 from fivefold.strategy._model import (
     ConvolutionStage,
@@ -264,4 +264,10 @@ def load_model(source: str, *, seq_len: int | None = None) -> ModelSpec:
     if not isinstance(config, dict):
         message = f"{path} does not hold a JSON object"
         raise DataError(message, hint="is it a config.json?")
-    return model_from_hugging_face(config, name=path.parent.name or path.stem, seq_len=seq_len)
+    try:
+        return model_from_hugging_face(config, name=path.parent.name or path.stem, seq_len=seq_len)
+    except FivefoldError:
+        raise
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        message = f"{path} has a wrong or missing entry: {error!r}"
+        raise DataError(message, hint="is it the config.json of a transformer?") from error

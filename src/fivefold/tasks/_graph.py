@@ -284,7 +284,7 @@ class TaskGraph:
                 raise ConfigurationError(f"unknown schema {record['schema']!r}", hint=hint)
             tasks = tuple(_task(entry) for entry in record["tasks"])
             marks = tuple(record["marks"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (AttributeError, ValueError, KeyError, TypeError) as error:
             if isinstance(error, ConfigurationError):
                 raise
             raise ConfigurationError(f"this is no task graph: {error}", hint=hint) from error
@@ -300,19 +300,22 @@ def _task(entry: dict[str, Any]) -> Task:
 
 
 def _check_common(task: Task) -> None:
-    if not task.task_id:
+    if not isinstance(task.task_id, str) or not task.task_id:
         message = "a task needs a name"
         raise ConfigurationError(message, hint="give task_id")
     if not task.resource:
         raise ConfigurationError(
             f"task {task.task_id!r} names no resource", hint='such as "compute" or "network"'
         )
-    if isinstance(task.depends_on, str) or not isinstance(task.depends_on, Iterable):
+    names = task.depends_on
+    if isinstance(names, Iterable) and not isinstance(names, str):
+        names = tuple(names)
+    if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
         raise ConfigurationError(
             f"depends_on of task {task.task_id!r} must be names; got {task.depends_on!r}",
             hint='write a tuple, such as ("forward 0",)',
         )
-    object.__setattr__(task, "depends_on", tuple(task.depends_on))
+    object.__setattr__(task, "depends_on", names)
     _check_number(task, "release_s")
 
 

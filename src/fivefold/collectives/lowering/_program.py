@@ -13,6 +13,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -299,14 +300,17 @@ class Program:
             data = parse_json(text, where="the program")
             if data["format"] != "fivefold-program/1":
                 raise DataError(f"the format is {data['format']!r}, not 'fivefold-program/1'")
+            for key in ("name", "protocol"):
+                if not isinstance(data[key], str):
+                    raise DataError(f"{key} of the program is {data[key]!r:.60}, not text")
             return cls(
                 _collective_from_json(data["collective"]),
                 tuple(_rank_from_json(rank) for rank in data["ranks"]),
                 name=data["name"],
                 in_place=data["in_place"],
                 protocol=data["protocol"],
-                min_bytes=data["min_bytes"],
-                max_bytes=data["max_bytes"],
+                min_bytes=index(data["min_bytes"]),
+                max_bytes=index(data["max_bytes"]),
             )
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             if isinstance(error, DataError):
@@ -409,16 +413,16 @@ def _rank_from_json(data: dict[str, Any]) -> RankProgram:
                     int(source[1:]),
                     Buffer(target[0]),
                     int(target[1:]),
-                    count,
-                    wait_block,
-                    wait_step,
+                    index(count),
+                    index(wait_block),
+                    index(wait_step),
                 )
                 for kind, source, target, count, wait_block, wait_step in block["operations"]
             ),
-            send_peer=block["send"],
-            receive_peer=block["receive"],
-            channel=block["channel"],
+            send_peer=index(block["send"]),
+            receive_peer=index(block["receive"]),
+            channel=index(block["channel"]),
         )
         for block in data["blocks"]
     )
-    return RankProgram(blocks, *data["slots"])
+    return RankProgram(blocks, *map(index, data["slots"]))

@@ -11,7 +11,7 @@ from fivefold.collectives.schedules._arrays import Array
 from fivefold.collectives.schedules._collective import Collective
 from fivefold.collectives.schedules._constructors import COLLECTIVES, named_collective
 from fivefold.collectives.schedules._schedule import Schedule
-from fivefold.errors import ConfigurationError, DataError
+from fivefold.errors import DataError
 from fivefold.files import parse_json
 
 __all__ = ["read_schedule", "to_json"]
@@ -128,7 +128,7 @@ def read_schedule(text: str) -> Schedule:
         return _schedule_from_data(data)
     except KeyError as error:
         raise DataError(f"the schedule has no entry {error}", hint="write it again") from None
-    except (ConfigurationError, TypeError, ValueError, OverflowError) as error:
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
         if isinstance(error, DataError):
             raise
         message = f"the schedule has a wrong entry: {error}"
@@ -140,6 +140,9 @@ def _schedule_from_data(data: dict[str, Any]) -> Schedule:
 
     arrays = {key: _numbers(data, key) for key in (*_ARRAYS, *_OPTIONAL) if key in data}
     toml = data["topology"]
+    for key in ("name", "solver"):
+        if not isinstance(data[key], str):
+            raise TypeError(f"{key} is {data[key]!r:.60}, not text")
     return Schedule(
         collective=_collective_from_data(data["collective"]),
         **{**{key: data[key] for key in _ARRAYS}, **arrays},

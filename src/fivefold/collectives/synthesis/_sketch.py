@@ -259,6 +259,11 @@ class Sketch:
             )
         except KeyError as error:
             raise ConfigurationError(f"the TACCL sketch has no key {error}") from error
+        except (AttributeError, TypeError) as error:
+            raise ConfigurationError(
+                f"the TACCL sketch has a value of a wrong type: {error}",
+                hint="compare it with the sketches that TACCL ships",
+            ) from error
 
 
 def _json_table(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
@@ -315,7 +320,7 @@ def _switch(entry: Mapping[str, Any]) -> SwitchSketch:
 def _rank_map(key: str, table: Mapping[Any, Iterable[int]]) -> dict[int, tuple[int, ...]]:
     try:
         ranks = {int(rank): tuple(int(other) for other in others) for rank, others in table.items()}
-    except (AttributeError, TypeError, ValueError) as error:
+    except (AttributeError, OverflowError, TypeError, ValueError) as error:
         message = f"{key} of a sketch maps ranks to lists of ranks; got {table!r}"
         hint = f"write [{key}] and a line such as 0 = [1, 3]"
         raise ConfigurationError(message, hint=hint) from error

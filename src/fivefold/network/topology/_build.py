@@ -12,6 +12,10 @@ from fivefold.units import parse_bytes_per_s, parse_duration_s
 
 __all__ = ["Builder", "Wire", "check_count"]
 
+# Those of any cluster that exists, and few enough to be built in seconds.
+_MOST_NODES = 500_000
+_MOST_LINKS = 1_000_000
+
 
 @dataclass(frozen=True)
 class Wire:
@@ -49,7 +53,15 @@ class Builder:
     switches: list[SwitchAbility] = field(default_factory=list)
 
     def node(self, name: str, kind: NodeKind, *, host: str | None = None) -> str:
-        """Add a node and give its name back."""
+        """Add a node and give its name back.
+
+        Raises:
+            ConfigurationError: There are too many.
+        """
+        if len(self.nodes) >= _MOST_NODES:
+            raise ConfigurationError(
+                f"the topology has more than {_MOST_NODES:,} nodes", hint="describe a smaller one"
+            )
         self.nodes.append(Node(name, kind, host))
         return name
 
@@ -60,12 +72,21 @@ class Builder:
         return [self.node(f"{prefix}{index}", kind, host=host) for index in range(number)]
 
     def send(self, source: str, target: str, wire: Wire) -> None:
-        """Add a link in one direction."""
+        """Add a link in one direction.
+
+        Raises:
+            ConfigurationError: There are too many.
+        """
+        if len(self.links) >= _MOST_LINKS:
+            raise ConfigurationError(
+                f"the topology has more than {_MOST_LINKS:,} links", hint="describe a smaller one"
+            )
         self.links.append(wire.link(source, target))
 
     def join(self, first: str, second: str, wire: Wire) -> None:
         """Add a link in each direction."""
-        self.links += [wire.link(first, second), wire.link(second, first)]
+        self.send(first, second, wire)
+        self.send(second, first, wire)
 
     def done(self, name: str, *, source: str = "") -> Topology:
         """The topology of all that was added."""
@@ -78,7 +99,8 @@ def check_count(what: str, value: object, *, low: int = 1, hint: str | None = No
     Raises:
         ConfigurationError: It is not.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ConfigurationError(
-            f"{what} must be a whole number from {low}; got {value!r}", hint=hint
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= _MOST_NODES:
+        allowed = f"a whole number from {low}" + (
+            f" to {_MOST_NODES:,}" if isinstance(value, int) and value > 0 else ""
         )
+        raise ConfigurationError(f"{what} must be {allowed}; got {value!r:.40}", hint=hint)

@@ -53,9 +53,10 @@ def dragonfly(
         (72, 108, True)
     """
     a = routers_per_group
+    check_count("routers_per_group", a)
     p = max(a // 2, 1) if ranks_per_router is None else ranks_per_router
     h = max(a // 2, 1) if global_links is None else global_links
-    for what, value in (("routers_per_group", a), ("ranks_per_router", p), ("global_links", h)):
+    for what, value in (("ranks_per_router", p), ("global_links", h)):
         check_count(what, value)
     most = a * h + 1
     number = most if groups is None else groups

@@ -27,6 +27,7 @@ __all__ = [
 NodeKind = Literal["gpu", "cpu", "pcie", "nvswitch", "nic", "tor", "agg", "core", "switch"]
 NODE_KINDS: tuple[str, ...] = get_args(NodeKind)
 COMPUTE_KINDS = ("gpu", "cpu")
+_MOST_PHYSICAL_LINKS = 1_000_000
 _PLAIN = (("count", int), ("latency_s", float), ("bandwidth_bytes_per_s", float))
 
 
@@ -118,10 +119,14 @@ class Link:
                 f"{place} has latency {self.latency_s!r}",
                 hint="seconds must be finite and at least zero",
             )
-        if isinstance(self.count, bool) or not isinstance(self.count, Integral) or self.count < 1:
+        if (
+            isinstance(self.count, bool)
+            or not isinstance(self.count, Integral)
+            or not 1 <= self.count <= _MOST_PHYSICAL_LINKS
+        ):
             raise ConfigurationError(
                 f"{place} has count {self.count!r}",
-                hint="the number of physical links is a whole number from 1",
+                hint=f"a whole number of physical links, from 1 to {_MOST_PHYSICAL_LINKS:,}",
             )
         # Numbers of numpy become plain ones: they are written to files and compared.
         for key, kind in _PLAIN:
@@ -170,7 +175,9 @@ class Aggregation:
                 f"aggregation has rate {rate!r}",
                 hint="bytes per second must be finite and more than zero, or left out: line rate",
             )
-        if not all(isinstance(dtype, str) and dtype for dtype in self.dtypes):
+        if not isinstance(self.dtypes, list | tuple) or not all(
+            isinstance(dtype, str) and dtype for dtype in self.dtypes
+        ):
             raise ConfigurationError(
                 f"aggregation has dtypes {self.dtypes!r}", hint='list names such as "float32"'
             )
@@ -204,4 +211,4 @@ class SwitchAbility:
 def _is_number(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, Real):
         return False
-    return math.isfinite(value)
+    return -math.inf < value < math.inf  # also of whole numbers that no float holds

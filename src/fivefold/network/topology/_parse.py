@@ -20,6 +20,8 @@ from fivefold.network.topology._topology import Topology
 
 __all__ = ["generator_names", "generator_usage", "parse_topology"]
 
+_MOST_DIGITS = 18  # of a count; what is longer is no number, and refused as such
+
 
 @dataclass(frozen=True)
 class _Generator:
@@ -192,7 +194,7 @@ def _call(generator: _Generator, values: dict[str, Any]) -> Topology:
 def _value(text: str) -> int | float | str | tuple[int, ...]:
     """A whole number, a shape such as 4x4, a plain number, or text such as 25GB/s."""
     sizes = text.split("x")
-    if all(size.isdecimal() for size in sizes):
+    if all(size.isdecimal() and len(size) <= _MOST_DIGITS for size in sizes):
         return int(text) if len(sizes) == 1 else tuple(map(int, sizes))
     try:
         return float(text)
@@ -201,9 +203,9 @@ def _value(text: str) -> int | float | str | tuple[int, ...]:
 
 
 def _count(text: str, whole: str) -> int:
-    if not text.isdecimal():
+    if not text.isdecimal() or len(text) > _MOST_DIGITS:
         raise ConfigurationError(
-            f"{text!r} in {whole!r} is no number of boxes", hint="write dgx_a100:2"
+            f"{text!r:.40} in {whole!r:.60} is no number of boxes", hint="write dgx_a100:2"
         )
     return int(text)
 

@@ -234,6 +234,7 @@ def _grid(name: str, shape: Sequence[int], *, wrap: bool, wire: Wire | list[Wire
             f"a {name} of shape {tuple(shape)} got {len(wires)} bandwidths",
             hint=f"give one for all, or {len(shape)}: one per dimension",
         )
+    check_count(f"the product of the dimensions of a {name}", math.prod(shape))
     builder = Builder()
     names = builder.row("gpu", math.prod(shape))
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]

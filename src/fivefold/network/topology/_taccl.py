@@ -7,6 +7,7 @@ counts a pair of NVLinks as one connection of half the time, so such a connectio
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -100,9 +101,12 @@ class TacclProfile:
             DataError: A key is missing, or a matrix has the wrong shape.
         """
         for key in _REQUIRED:
-            if not isinstance(table.get(key), int | float):
+            value = table.get(key)
+            if not isinstance(value, int | float) or not 0 <= value < math.inf:
                 raise DataError(f"the TACCL profile has no number {key}", hint="add the key")
-        gpus = int(table["gpus_per_node"])
+        gpus, nics = table["gpus_per_node"], table.get("nics_per_node", 1)
+        for key, count in (("gpus_per_node", gpus), ("nics_per_node", nics)):
+            check_count(f"{key} of the TACCL profile", count)
         if "links" in table:
             betas, steps = (_matrix(table, key, gpus) for key in ("betas", "invbws"))
             switched = False
@@ -112,7 +116,7 @@ class TacclProfile:
         return cls(
             name=str(table.get("name", "taccl")),
             gpus_per_node=gpus,
-            nics_per_node=int(table.get("nics_per_node", 1)),
+            nics_per_node=nics,
             alpha=float(table["alpha"]),
             betas=betas,
             steps=steps,
@@ -292,18 +296,32 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 
 def _matrix(table: Mapping[str, Any], key: str, size: int) -> tuple[tuple[float, ...], ...]:
     rows = table.get(key)
-    if not isinstance(rows, list) or [len(row) for row in rows] != [size] * size:
-        raise DataError(f"{key} of the TACCL profile must be {size} rows of {size} numbers")
     links = table["links"]
+    for name, matrix in ((key, rows), ("links", links)):
+        if not _is_square(matrix, size):
+            raise DataError(
+                f"{name} of the TACCL profile must be {size} rows of {size} numbers from 0",
+                hint="there is one row for each GPU of a box",
+            )
     return tuple(
         tuple(value if links[target][source] else 0 for source, value in enumerate(row))
         for target, row in enumerate(rows)
     )
 
 
+def _is_square(rows: object, size: int) -> bool:
+    if not isinstance(rows, list) or len(rows) != size:
+        return False
+    return all(isinstance(row, list) and len(row) == size and _are_times(row) for row in rows)
+
+
+def _are_times(values: Sequence[object]) -> bool:
+    return all(isinstance(value, int | float) and 0 <= value < math.inf for value in values)
+
+
 def _classes(table: Mapping[str, Any], key: str, size: int) -> tuple[tuple[float, ...], ...]:
     values = table.get(key)
-    if not isinstance(values, list) or len(values) not in (1, 2):
+    if not isinstance(values, list) or len(values) not in (1, 2) or not _are_times(values):
         raise DataError(f"{key} of the TACCL profile must list one or two numbers")
     if len(values) == 1:
         return tuple(

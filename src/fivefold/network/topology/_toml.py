@@ -180,7 +180,7 @@ def _switch(entry: Mapping[str, Any], place: str) -> SwitchAbility:
             slots=table["slots"],
             slot_bytes=parse_bytes(_quantity(table, "slot_size", place, "256 B")),
             rate_bytes_per_s=rate,
-            dtypes=tuple(table.get("dtypes", ())),
+            dtypes=table.get("dtypes", ()),
         ),
     )
 
