@@ -7,14 +7,14 @@ BIN := $(VENV)/bin
 WORKERS ?= auto --maxprocesses 4
 SOURCES := $(shell find src -type f -not -name '*.pyc' 2>/dev/null) README.md LICENSE
 
-.PHONY: help setup demo test test-nightly lint tests reference dev clean
+.PHONY: help setup demo test test-nightly lint tests docs dev clean
 
 help:
 	@echo "make demo    set up, train the same model with DDP and with CO2 over a slow link, report"
-	@echo "make test    set up, lint, check types, run all tests"
+	@echo "make test    set up, lint, check types, build the docs, run all tests"
 	@echo "make test-nightly  all tests, the long ones too, with many new random cases: hours"
 	@echo "make dev     as set-up, but with the package installed in editable form"
-	@echo "make reference  write docs/reference from the docstrings"
+	@echo "make docs    build the pages and the reference into build/site; warnings are errors"
 	@echo "make clean   remove the environment and everything that was built"
 
 setup: $(VENV)/.wheel
@@ -32,7 +32,7 @@ $(VENV)/.wheel: $(VENV)/.dependencies $(SOURCES)
 demo: setup
 	@$(BIN)/fivefold demo
 
-test: lint tests
+test: lint docs tests
 
 lint: setup
 	$(BIN)/ruff check .
@@ -54,8 +54,8 @@ test-nightly: setup
 	$(BIN)/pytest -m alone --hypothesis-profile=nightly --timeout 7200 || failed=1; \
 	exit $$failed
 
-reference: setup
-	$(BIN)/python tools/make_reference.py
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 dev: $(VENV)/.dependencies
 	@$(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .

@@ -30,6 +30,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from systems import MariusSystem, SystemBatch, Workload
 
 from fivefold.errors import FivefoldError
 from fivefold.gnn.data import Dataset, debian_packages, generate_graph, wordnet
@@ -38,7 +39,6 @@ from fivefold.gnn.packing import pack
 from fivefold.gnn.planning import Budgets, FeatureInfo, make_plan
 from fivefold.gnn.sampling import NeighborSampler, SampleFile, sample_epochs
 from fivefold.gnn.storage import DiskProfile, probe_disk
-from fivefold.gnn.systems import MariusSystem, SystemBatch, Workload
 from fivefold.gnn.training import GraphSAGE
 from fivefold.report import BenchmarkRow, median_and_spread, write_results
 

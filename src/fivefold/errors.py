@@ -15,6 +15,7 @@ __all__ = [
     "DataError",
     "FivefoldError",
     "InfeasibleError",
+    "NonFiniteError",
     "ReplicaMismatchError",
     "StorageError",
     "UnsupportedError",
@@ -112,6 +113,15 @@ class ReplicaMismatchError(FivefoldError, RuntimeError):
 
     Example:
         >>> issubclass(ReplicaMismatchError, RuntimeError)
+        True
+    """
+
+
+class NonFiniteError(FivefoldError, ArithmeticError):
+    """Training gave not-a-number or infinity on every rank; names ranks, round and parameters.
+
+    Example:
+        >>> issubclass(NonFiniteError, ArithmeticError)
         True
     """
 

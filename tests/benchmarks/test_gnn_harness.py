@@ -9,19 +9,17 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from _harness._fault_process import in_child
+from _harness._memory_limit import MemoryLimit
+from _harness._rows import rows_of
+from _harness._settings import SETTINGS, quick
 
-GNN = Path(__file__).parents[2] / "benchmarks" / "gnn"
-sys.path.insert(0, str(GNN))
-
-from _harness._fault_process import in_child  # noqa: E402 - after its path
-from _harness._memory_limit import MemoryLimit  # noqa: E402
-from _harness._rows import rows_of  # noqa: E402
-from _harness._settings import SETTINGS, quick  # noqa: E402
-
-from fivefold.errors import DataError, StorageError  # noqa: E402
-from fivefold.report import BenchmarkResults, render_markdown  # noqa: E402
+from fivefold.errors import DataError, StorageError
+from fivefold.report import BenchmarkResults, render_markdown
 
 pytestmark = pytest.mark.alone
+
+GNN = Path(__file__).parents[2] / "benchmarks" / "gnn"
 
 
 def use_memory(limit, megabytes):

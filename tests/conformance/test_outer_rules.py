@@ -21,8 +21,8 @@ from fivefold.optim import (
     StreamingDiLoCo,
     _flat,
 )
-from fivefold.optim._reference import reference_run
 from fivefold.testing import run_world
+from oracles.outer_updates import reference_run
 
 sys.path.insert(0, str(Path(__file__).parent))
 from outer_world import (

@@ -17,8 +17,8 @@ from fivefold.optim import (
     SlowMo,
     StreamingDiLoCo,
 )
-from fivefold.optim._reference import reference_run
 from fivefold.testing import run_processes
+from oracles.outer_updates import reference_run
 
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs an NVIDIA GPU")

@@ -5,7 +5,7 @@ float64.
 """
 
 import torch
-from moe_oracle import operands, relative
+from moe_oracle import TOLERANCE, operands, relative
 
 from fivefold.errors import FivefoldError
 from fivefold.moe import (
@@ -62,8 +62,19 @@ def spoil(group):
     group.heap.own[:, first:last] = 0xFF
 
 
+def agree(slopes, right):
+    """Gradients of torch's own products, over other rows at once."""
+    for name, slope in slopes.items():
+        limit = TOLERANCE[slope.dtype] if right[name].any() else 0.0
+        assert (slope - right[name]).norm() <= limit * right[name].norm(), name
+
+
 def compared(given, ranks, *, backends=("reference",), **options):
-    """The bits of one process with the same backend; with "reference", sums may round otherwise."""
+    """The bits of one process with the same kernels.
+
+    Not with "reference": a rank's rows are other blocks at other places in memory, for which a
+    matrix library may take another way. There they agree up to rounding.
+    """
     names = ("activation", "weight_on_input", "capacity", "drop_policy")
     known = {name: options.pop(name) for name in names if name in options}
     made = {"activation": known["activation"]} if "activation" in known else {}
@@ -74,9 +85,12 @@ def compared(given, ranks, *, backends=("reference",), **options):
             spoil(group)
             found, slopes = with_gradients(given, group=group, backend=backend, **known)
             wanted, right = with_gradients(given, backend=backend, **known)
-            for name, slope in slopes.items():
-                assert torch.equal(slope, right[name]), (number, backend, name)
-            assert backend == "reference" or torch.equal(found, wanted), (number, backend)
+            if backend == "reference":
+                agree(slopes, right)
+            else:
+                assert torch.equal(found, wanted), (number, backend)
+                for name, slope in slopes.items():
+                    assert torch.equal(slope, right[name]), (number, backend, name)
             worst = max(worst, relative(found, wanted.double()) if found.any() else 0.0)
         assert group.epoch == 2 * len(backends)
     return {"error": worst}
@@ -100,7 +114,7 @@ def the_capacity_layout():
     group = group_of(given, 3, capacity=14)
     found, slopes = with_gradients(given, group=group)
     wanted, right = with_gradients(given)
-    assert all(torch.equal(slope, right[name]) for name, slope in slopes.items())
+    agree(slopes, right)
     return {"error": relative(found, wanted.double())}
 
 

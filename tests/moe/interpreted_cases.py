@@ -16,7 +16,7 @@ assert os.environ["TRITON_INTERPRET"] == "1"
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from moe_oracle import expected, operands, relative
+from moe_oracle import cancelling, expected, operands, relative
 
 from fivefold.errors import FivefoldError
 from fivefold.moe import ACTIVATIONS, Workspace, backends, fused_moe
@@ -133,6 +133,18 @@ def no_tokens():
 def weights_on_the_input():
     given = operands((9, 16, 16, 3, 1), "gelu", bias=True, dtype=torch.float32)
     return error(given, "gelu", weight_on_input=True)
+
+
+@case
+def a_weight_on_the_input_multiplies_what_was_not_rounded():
+    given = {dtype: cancelling(dtype) for dtype in (torch.bfloat16, torch.float16)}
+    return {
+        "holds": all(
+            not run(operands, "silu", forward=forward, weight_on_input=True).any()
+            for operands in given.values()
+            for forward in (forward_fused, forward_split)
+        )
+    }
 
 
 @case

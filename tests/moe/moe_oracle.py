@@ -48,3 +48,17 @@ def expected(given, activation, **options):
 
 def relative(found, wanted):
     return float((found.double() - wanted).norm() / wanted.norm())
+
+
+def cancelling(dtype):
+    """One token with W13 x = 0 exactly, and a weight that its elements cannot be multiplied with.
+
+    The output is then 0 as well, for the activation "silu", whose slope is 1 / 2 there.
+    """
+    return {
+        "x": torch.tensor([[3.0, 1.0]], dtype=dtype),
+        "w13": torch.tensor([[[1.0, -3.0]]], dtype=dtype),
+        "w2": torch.tensor([[[1.0], [0.0]]], dtype=dtype),
+        "topk_ids": torch.zeros(1, 1, dtype=torch.int64),
+        "topk_weights": torch.tensor([[1 / 3]]),
+    }

@@ -8,7 +8,15 @@ import torch
 import torch.distributed as dist
 
 from fivefold.errors import ConfigurationError
-from fivefold.moe import ExpertGroup, MoE, MoEConfig, Router
+from fivefold.moe import (
+    ExpertGroup,
+    MoE,
+    MoEConfig,
+    Router,
+    load_balancing_loss,
+    route,
+    router_z_loss,
+)
 
 TOKENS = (5, 0, 7, 2)  # by rank
 
@@ -88,7 +96,7 @@ def test_outputs_gradients_loads_and_bytes_are_those_of_one_process(tmp_path, si
         mine = layer(config, group)
         x = tokens_of(size)[rank].requires_grad_()
         y = mine(x)
-        y.square().sum().backward()
+        (y.square().sum() + mine.auxiliary_loss(balance=0.3, z=0.1)).backward()
         gradients = {name: p.grad for name, p in mine.named_parameters()}
         flights = [vars(flight) for flight in group.take_flights()]
         return y.detach(), x.grad, gradients, vars(mine.last_load), flights
@@ -98,7 +106,14 @@ def test_outputs_gradients_loads_and_bytes_are_those_of_one_process(tmp_path, si
     whole = layer(config)
     x = torch.cat(tokens_of(size)).requires_grad_()
     y = whole(x)
-    y.square().sum().backward()
+    loss = y.square().sum()
+    for part in x.split(list(TOKENS[:size])):  # of each rank with tokens, by the load of all
+        logits = part @ whole.gate.weight.T
+        routing = route(logits, config.router)
+        if len(part):
+            loss = loss + 0.3 * load_balancing_loss(routing, load=whole.last_load.routed)
+            loss = loss + 0.1 * router_z_loss(logits)
+    loss.backward()
     close = {"rtol": 1e-12, "atol": 1e-12}
     torch.testing.assert_close(torch.cat([rank[0] for rank in found]), y.detach(), **close)
     torch.testing.assert_close(torch.cat([rank[1] for rank in found]), x.grad, **close)

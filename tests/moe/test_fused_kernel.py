@@ -35,6 +35,7 @@ ACCURATE = [
 HOLDING = [
     "all dropped",
     "no tokens",
+    "a weight on the input multiplies what was not rounded",
     "same bits for all grids launches and memory",
     "as the operator with gradients",
 ]

@@ -1,9 +1,12 @@
 """The layer: forward against the parts, losses, training, checkpoints of other libraries."""
 
+import copy
+import io
 import json
 
 import pytest
 import torch
+from torch.optim.swa_utils import AveragedModel
 
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.moe import (
@@ -57,6 +60,55 @@ def test_losses_reach_the_router_and_training_learns():
         optimizer.step()
     assert losses[-1] < 0.5 * losses[0]
     assert layer.gate.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("score", ["softmax", "topk_softmax", "sigmoid"])
+def test_without_tokens_the_losses_are_zero_with_a_graph(score):
+    """A rank whose batch is empty takes part in its peers' backward pass like any other."""
+    layer = layer_of(router=Router(top_k=2, score=score))
+    x = torch.zeros(0, 6, dtype=torch.float64, requires_grad=True)
+    output = layer(x)
+    loss = layer.auxiliary_loss(balance=0.3, z=0.2)
+    assert float(loss.detach()) == 0.0
+    (output.sum() + loss).backward()
+    assert x.grad.shape == (0, 6)
+    assert torch.equal(layer.gate.weight.grad, torch.zeros(4, 6, dtype=torch.float64))
+
+
+def test_what_a_layer_remembers_holds_no_graph():
+    layer = layer_of(router=Router(top_k=2))
+    x = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+    layer(x)
+    assert not layer.last_logits.requires_grad
+    assert not layer.last_routing.weights_TK.requires_grad
+    assert not layer.last_routing.scores_TE.requires_grad
+    wanted = torch.autograd.grad(layer.auxiliary_loss(), layer.gate.weight, retain_graph=True)
+    again = torch.autograd.grad(layer.auxiliary_loss(), layer.gate.weight)  # as often as one likes
+    assert torch.equal(wanted[0], again[0])
+    assert wanted[0].any()
+    with torch.no_grad():
+        layer(x)
+    assert not layer.auxiliary_loss().requires_grad
+
+
+def test_a_layer_is_copied_and_averaged_after_a_training_step():
+    layer = layer_of(router=Router(top_k=2), shared_intermediate=3)
+    x = torch.randn(5, 6, dtype=torch.float64)
+    output = layer(x)
+    averaged = AveragedModel(layer)
+    twin = copy.deepcopy(layer)
+    (output.sum() + layer.auxiliary_loss()).backward()  # the copies took nothing away
+    averaged.update_parameters(layer)
+    assert torch.equal(twin(x), output.detach())
+    twin.auxiliary_loss().backward()
+    for part in (copy.deepcopy(layer), averaged.module):
+        assert torch.equal(part.last_routing.ids_TK, layer.last_routing.ids_TK)
+        with pytest.raises(ConfigurationError, match="call the layer before its losses"):
+            part.auxiliary_loss()  # the copy itself has computed nothing yet
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=False)(x), layer(x))
 
 
 def test_capacity_of_the_layer():

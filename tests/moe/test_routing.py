@@ -163,14 +163,18 @@ def test_bad_logits():
         route(torch.zeros(3), Router(top_k=1))
     with pytest.raises(ConfigurationError, match="selection_bias must be"):
         route(torch.zeros(3, 4), Router(top_k=1), selection_bias=torch.zeros(3))
-    with pytest.raises(DataError, match="needs tokens"):
-        router_z_loss(torch.zeros(0, 4))
 
 
 def test_no_tokens():
     routing = route(torch.zeros(0, 4), Router(top_k=2))
     assert routing.ids_TK.shape == (0, 2)
     assert routing.load_E.tolist() == [0, 0, 0, 0]
+    logits = torch.zeros(0, 4, requires_grad=True)
+    losses = load_balancing_loss(route(logits, Router(top_k=2))), router_z_loss(logits)
+    for loss in losses:
+        assert float(loss.detach()) == 0.0
+        loss.backward()
+    assert logits.grad.shape == (0, 4)
 
 
 def kept_by_loop(ids, weights, num_experts, capacity, policy):

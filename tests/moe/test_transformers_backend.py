@@ -1,5 +1,8 @@
 """The operator as an experts backend of transformers, against transformers' own loop."""
 
+import importlib
+import types
+
 import pytest
 import torch
 
@@ -104,7 +107,34 @@ def experts(activation="silu", **layout):
     return made
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh", "relu"])
+def compared(module, top_k=2, *, parallel=False):
+    """Output and all gradients against those of transformers' own products."""
+    generator = torch.Generator().manual_seed(1)
+    hidden = module.down_proj.shape[2 if module.is_transposed else 1]
+    number = module.num_experts
+    x = torch.randn(9, hidden, dtype=torch.float64, generator=generator).requires_grad_()
+    ids = torch.rand(9, number + parallel, generator=generator).argsort(dim=1)[:, :top_k]
+    weights = torch.rand(9, top_k, dtype=torch.float64, generator=generator)
+    if parallel:  # what another rank has comes as a number beyond the last, with weight zero
+        weights = weights.masked_fill(ids == number, 0.0)
+    weights.requires_grad_()
+    leaves = [x, weights, *module.parameters()]
+    calls = (module, lambda *given: moe.batched_mm_experts_forward(module, *given))
+    for call in calls:
+        output = call(x, ids, weights)
+        gradients = torch.autograd.grad(output.square().sum(), leaves)
+        yield output.detach(), *gradients
+
+
+def agree(module, **options):
+    for found, expected in zip(*compared(module, **options), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "activation",
+    ["silu", "gelu", "gelu_python", "gelu_pytorch_tanh", "relu", "relu2", "quick_gelu"],
+)
 @pytest.mark.parametrize(
     "layout",
     [{}, {"is_transposed": True}, {"has_bias": True}, {"has_gate": False, "has_bias": True}],
@@ -115,35 +145,80 @@ def test_layouts_and_activations_agree_with_grouped_products(activation, layout,
     torch.manual_seed(1)
     module = experts(activation, **layout)
     module._is_expert_parallel = parallel
-    x = torch.randn(9, 8, dtype=torch.float64)
-    ids = torch.rand(9, 6 if parallel else 5).argsort(dim=1)[:, :2]
-    weights = torch.rand(9, 2, dtype=torch.float64)
-    if parallel:  # what another rank has comes as a number beyond the last, with weight zero
-        weights = weights.masked_fill(ids == 5, 0.0)
-    expected = moe.batched_mm_experts_forward(module, x, ids, weights)
-    torch.testing.assert_close(module(x, ids, weights), expected, rtol=1e-9, atol=1e-9)
+    agree(module, parallel=parallel)
 
 
-@pytest.mark.parametrize(
-    ("activation", "layout", "reason"),
-    [
-        ("quick_gelu", {}, "has the activation QuickGELUActivation"),
-        ("relu2", {}, "gates with ReLUSquaredActivation"),
-        ("silu", {"is_concatenated": False}, "interleaves"),
-        ("silu", {"has_post_expert_norm": True}, "normalises each expert's output"),
-    ],
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("name", ["silu", "gelu", "softplus", "logsigmoid"])
+def test_an_activation_may_be_a_plain_function(name, gated):
+    module = experts(has_gate=gated)
+    del module.act_fn
+    module.act_fn = getattr(torch.nn.functional, name)
+    agree(module)
+
+
+FAMILIES = [
+    ("beam", "BeamExperts"),
+    ("deepseek_v4", "DeepseekV4Experts"),
+    ("glm5_next", "Glm5NextTextExperts"),
+    ("gpt_oss", "GptOssExperts"),
+    ("hy_v4", "HYV4Experts"),
+    ("inkling2", "Inkling2Experts"),
+    ("lfm2_moe", "Lfm2MoeExperts"),
+    ("minimax_m3_vl", "MiniMaxM3VLExperts"),
+    ("openai_privacy_filter", "OpenAIPrivacyFilterExperts"),
+]
+TINY = types.SimpleNamespace(
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 5),
+    **dict.fromkeys(("intermediate_size", "moe_intermediate_size"), 12),
+    **dict.fromkeys(("swiglu_limit", "swiglu_alpha"), 1.3),
+    **dict.fromkeys(("mlp_gate_softcap", "mlp_up_softcap"), 2.0),
+    hidden_size=8,
+    hidden_act="silu",
+    _experts_implementation="fivefold",
 )
-def test_what_does_not_fit_is_refused_by_name(activation, layout, reason):
-    module = experts(activation, **layout)
-    with pytest.raises(UnsupportedError, match=reason):
-        module(torch.zeros(1, 8).double(), torch.tensor([[0, 1]]), torch.ones(1, 2).double())
 
 
-def test_a_gate_of_its_own_is_refused():
+@pytest.mark.parametrize(("family", "name"), FAMILIES, ids=[family for family, _ in FAMILIES])
+def test_gates_of_their_own_are_called(family, name):
+    """Clamped, shifted, interleaved, computed in float32: whatever the model does."""
+    try:
+        modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    except ImportError:
+        pytest.skip(f"this transformers has no {family}")
+    torch.manual_seed(2)
+    register_transformers_backend()
+    module = getattr(modeling, name)(TINY)
+    in_float32 = family in {"beam", "inkling2"}  # their gates are, whatever comes in
+    module = module.float() if in_float32 else module.double()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter)
+    if not in_float32:
+        agree(module)
+        return
+    x, ids, weights = torch.randn(9, 8), torch.rand(9, 5).argsort(dim=1)[:, :2], torch.rand(9, 2)
+    expected = moe.batched_mm_experts_forward(module, x, ids, weights)
+    torch.testing.assert_close(module(x, ids, weights), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_gates_of_their_own_leave_a_graph_and_come_back():
     module = experts()
-    type(module)._apply_gate = lambda _self, rows: rows[..., :10]
-    with pytest.raises(UnsupportedError, match="has a gate of its own"):
-        module(torch.zeros(1, 8).double(), torch.tensor([[0, 1]]), torch.ones(1, 2).double())
+    type(module)._apply_gate = lambda _self, rows: rows[..., :10].tanh() + rows[..., 10:]
+    given = (torch.randn(3, 8).double(), torch.tensor([[0, 1]] * 3), torch.ones(3, 2).double())
+    compiled = torch.compile(lambda *given: module(*given) * 2, backend="eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*given), 2 * module(*given))
+    torch.compiler.reset()
+
+
+def test_what_does_not_fit_is_refused_by_name():
+    given = (torch.zeros(1, 8).double(), torch.tensor([[0, 1]]), torch.ones(1, 2).double())
+    with pytest.raises(UnsupportedError, match="normalises each expert's output"):
+        experts(has_post_expert_norm=True)(*given)
+    module = experts()
+    module.act_fn = torch.nn.PReLU(dtype=torch.float64)  # a gate's gradient would be left out
+    with pytest.raises(UnsupportedError, match=r"has parameters of its own \(act_fn.weight\)"):
+        module(*given)
 
 
 def test_names_of_transformers_and_unknown_backends_are_refused():

@@ -17,6 +17,7 @@ os.environ.setdefault("RUST_LOG", "error")  # read when torchft is loaded
 pytest.importorskip("torchft", reason="torchft is not installed (fivefold[elastic])")
 
 from fivefold.errors import CommunicationError, ConfigurationError, UnsupportedError
+from fivefold.optim import _elastic_services
 from fivefold.optim._elastic import LeftBehindError, elastic_transport
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -358,6 +359,38 @@ def test_the_lighthouse_is_killed_and_another_takes_its_place(tmp_path):
         require_equal_anchors(world, "a", "b")
         require_all_work_of(world, "a", "b")
         assert end_of(world, "a")["lost"] == 0
+
+
+def test_a_new_lighthouse_leaves_no_healthy_worker_behind(tmp_path):
+    """Its first two voters would be a quorum, but it has not heard of the third yet."""
+    with World(tmp_path, min_workers=2) as world:
+        for name in "abc":
+            world.start(name, train, rounds=30)
+        world.until_rounds("a", 4)
+        world.kill_lighthouse()
+        world.kill("c", signal.SIGSTOP)  # so that the others are the first to be heard of
+        time.sleep(0.5)
+        world.start_lighthouse(world.lighthouse)
+        time.sleep(3.0)
+        world.kill("c", signal.SIGCONT)
+        world.join("a", "b", "c")
+        assert not world.log("c", "left_behind")
+        require_equal_anchors(world, "a", "b", "c")
+        require_all_work_of(world, "a", "b", "c")
+        assert end_of(world, "a")["lost"] == 0
+
+
+def test_a_new_lighthouse_waits_for_a_dead_worker_only_so_long(tmp_path, monkeypatch):
+    monkeypatch.setattr(_elastic_services, "_RETURN_S", 2.0)
+    with World(tmp_path, min_workers=2) as world:
+        for name in "abc":
+            world.start(name, train, rounds=12)
+        world.until_rounds("a", 4)
+        world.kill_lighthouse()
+        world.kill("c")
+        world.start_lighthouse(world.lighthouse)
+        world.join("a", "b")
+        require_equal_anchors(world, "a", "b")
 
 
 def test_a_lighthouse_that_is_not_there():

@@ -16,8 +16,8 @@ from fivefold.optim import (
     SlowMo,
     StreamingDiLoCo,
 )
-from fivefold.optim._reference import reference_run
 from fivefold.testing import run_processes, run_world
+from oracles.outer_updates import reference_run
 
 ROUNDS = 50
 SHAPES = [(3, 4), (5,), (2, 2, 2), (1,)]

@@ -23,8 +23,8 @@ from fivefold.optim import (
     SlowMo,
     StreamingDiLoCo,
 )
-from fivefold.optim._reference import reference_run
 from fivefold.testing import run_processes
+from oracles.outer_updates import reference_run
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # its module still uses torch.jit.script

@@ -8,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.errors import UnsupportedError
-from fivefold.strategy import ParallelPlan, device_mesh, megatron_flags, named_model
+from fivefold.strategy import (
+    ParallelPlan,
+    SearchSpace,
+    device_mesh,
+    load_cluster,
+    megatron_flags,
+    named_model,
+    search_plans,
+)
 
 
 def parsed(flags):
@@ -43,6 +51,40 @@ def test_flags_of_a_model_with_experts():
     found = parsed(megatron_flags(named_model("mixtral-8x7b"), plan))
     assert (found["num_experts"], found["moe_router_topk"]) == ("8", "2")
     assert found["expert_model_parallel_size"] == "8"
+    assert found["moe_grouped_gemm"] is True
+    assert found["moe_token_dispatcher_type"] == "alltoall"  # noqa: S105 - no secret
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [("bf16", (True, None)), ("fp8", (True, "hybrid")), ("fp32", (None, None))],
+)
+def test_flags_of_the_type_of_products(dtype, expected):
+    """Megatron-LM's parameters are 32 bits wide without --bf16, under FP8 too."""
+    plan = ParallelPlan(global_batch=64, dtype=dtype)
+    found = parsed(megatron_flags(named_model("llama2-7b"), plan))
+    assert (found.get("bf16"), found.get("fp8_format")) == expected
+    assert "fp16" not in found
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_flags_of_messages_between_interleaved_stages(overlap):
+    """Megatron-LM overlaps them unless it is told not to."""
+    plan = ParallelPlan(
+        global_batch=64, pipeline=4, virtual=2, schedule="interleaved", pipeline_overlap=overlap
+    )
+    found = megatron_flags(named_model("llama2-7b"), plan)
+    assert ("--no-overlap-p2p-communication" in found) is not overlap
+
+
+def test_what_a_search_finds_for_plain_schedules_has_flags():
+    """No switch is on that the schedule does not have."""
+    model, cluster = named_model("llama2-7b"), load_cluster("h100-nemo")
+    space = SearchSpace(num_gpus=16, global_batch=64, pipeline=(4,), schedules=("1f1b",),
+                        zero=(0, 1))  # fmt: skip
+    best = search_plans(model, cluster.device, cluster.fabric, space=space).best[0]
+    assert not best.plan.pipeline_overlap
+    assert megatron_flags(model, best.plan)
 
 
 @pytest.mark.parametrize(
@@ -53,6 +95,14 @@ def test_flags_of_a_model_with_experts():
         ("llama2-7b", {"schedule": "zb_1p", "pipeline": 4}, "zb_1p"),
         ("deepseek-v3", {}, "latent attention"),
         ("resnet50", {}, "language models only"),
+        ("llama2-7b", {"tensor": 2, "sequence_parallel": True, "regather": False}, "keeps"),
+        ("llama2-7b", {"tensor": 2, "sequence_parallel": True, "tensor_overlap": "ring"}, "rings"),
+        ("llama2-7b", {"tensor": 2, "tensor_overlap": "pipe"}, "without sequence"),
+        ("llama2-7b", {"pipeline": 4, "pipeline_overlap": True}, "beside compute under 1f1b"),
+        ("llama2-7b", {"pipeline": 2, "virtual": 2, "schedule": "interleaved"}, "messages wait"),
+        ("llama2-7b", {"offload_optimizer": True}, "without ZeRO-1"),
+        ("mixtral-8x7b", {"data": 8, "tensor": 2, "expert": 8}, "without sequence"),
+        ("mixtral-8x7b", {"dtype": "fp32"}, "32 bits"),
     ],
 )
 def test_what_has_no_flag_is_refused(model, changes, message):

@@ -1,19 +1,12 @@
-"""Collectives on tiers: closed forms, measured tables, scalar against columns."""
+"""Collectives on tiers: closed forms, measured tables, groups astride of nodes."""
 
 import math
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError
 from fivefold.strategy import FabricSpec, Group, Tier, collective_time_s, load_cluster
-from fivefold.strategy._fabric_table import (
-    all_reduce_column_s,
-    gather_column_s,
-    point_to_point_column_s,
-)
 
 PLAIN = {"efficiency": 1.0, "base_s": 0.0, "hop_s": 0.0}
 
@@ -118,31 +111,6 @@ def test_measured_a100_all_reduce():
             measured_s = alpha_us * 1e-6 + 2 * (ranks - 1) / ranks * size / bus
             ours = collective_time_s(fabric, "all_reduce", size_bytes=size, group=Group(size=ranks))
             assert ours == pytest.approx(measured_s, rel=0.16 if ranks == 2 else 0.06)
-
-
-@given(
-    size=st.integers(1, 300),
-    stride=st.integers(1, 128),
-    data=st.floats(0, 1e10),
-    fill=st.sampled_from([0.0, 1e-7]),
-)
-def test_columns_equal_scalars(size, stride, data, fill):
-    tiers = (
-        Tier(name="a", gpus=8, bandwidth_bytes_per_s=3e11, fill_s=fill, all_reduce_gain=1.3),
-        Tier(name="b", gpus=64, bandwidth_bytes_per_s=5e10, hop_s=1e-5),
-        Tier(name="c", gpus=1024, bandwidth_bytes_per_s=1e10, hop_s=2e-5),
-    )
-    fabric = FabricSpec(name="three", tiers=tiers)
-    sizes, strides = np.array([size]), np.array([stride])
-    for kind, column in (
-        ("all_reduce", all_reduce_column_s), ("all_gather", gather_column_s),
-        ("point_to_point", point_to_point_column_s),
-    ):  # fmt: skip
-        scalar = collective_time_s(
-            fabric, kind, size_bytes=data, group=Group(size=size, stride=stride)
-        )
-        many = column(fabric, size_bytes=np.array([data]), size=sizes, stride=strides)[0]
-        assert many == pytest.approx(scalar, rel=1e-12)
 
 
 def test_nothing_is_free_only_for_one():

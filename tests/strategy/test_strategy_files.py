@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fivefold.cli._main import app
-from fivefold.errors import ConfigurationError, DataError, InfeasibleError
+from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.strategy import (
     load_cluster,
     load_job,
@@ -70,14 +70,14 @@ def test_a_bad_cluster_file_is_explained(tmp_path, text, words):
     assert words in str(caught.value)
 
 
-def test_a_broken_cluster_file_is_a_data_error(tmp_path):
-    with pytest.raises(DataError, match="not a readable TOML"):
+def test_a_broken_cluster_file_is_an_error_of_configuration(tmp_path):
+    with pytest.raises(ConfigurationError, match="is not TOML"):
         load_cluster(write(tmp_path, "= 3", "c.toml"))
 
 
-def test_a_cluster_file_of_bytes_is_a_data_error(tmp_path):
+def test_a_cluster_file_of_bytes_is_an_error_of_configuration(tmp_path):
     (tmp_path / "c.toml").write_bytes(b"\xff\xfe")
-    with pytest.raises(DataError, match="not a readable TOML"):
+    with pytest.raises(ConfigurationError, match="is not TOML"):
         load_cluster(tmp_path / "c.toml")
 
 
@@ -175,3 +175,42 @@ def test_what_does_not_fit_is_refused(tmp_path):
     forced = run(write(tmp_path, tight + "[plan]\nmicro_batch = 8\n"), "--cluster", "h100-nemo")
     assert isinstance(forced.exception, InfeasibleError)
     assert "memory binds" in str(forced.exception)
+
+
+def test_a_cluster_takes_no_job_of_more_gpus_than_it_has(tmp_path):
+    small = load_cluster(write(tmp_path, 'base = "h100-nemo"\ngpus = 32\n', "small.toml"))
+    job = 'model = "llama2-7b"\nglobal_batch = 64\n'
+    assert load_job(write(tmp_path, job + "gpus = 32\n"), cluster=small).space.num_gpus == 32
+    with pytest.raises(InfeasibleError, match="wants 64 GPUs, cluster 'small' has 32"):
+        load_job(write(tmp_path, job + "gpus = 64\n"), cluster=small)
+
+
+def test_a_job_and_its_plan_agree_on_the_batch(tmp_path):
+    job = 'model = "llama2-7b"\ngpus = 8\nglobal_batch = 64\n[plan]\ndata = 8\n'
+    assert load_job(write(tmp_path, job)).plan.global_batch == 64
+    with pytest.raises(ConfigurationError, match=r"global_batch = 64, its \[plan\] 128"):
+        load_job(write(tmp_path, job + "global_batch = 128\n"))
+
+
+@pytest.mark.parametrize("key", ["tensor", "pipeline", "context", "micro_batch", "virtual", "tau"])
+@pytest.mark.parametrize("value", ["0", "-2", "1.5", "true"])
+def test_degrees_of_a_search_are_whole_numbers(tmp_path, key, value):
+    text = f'model = "llama2-7b"\ngpus = 8\nglobal_batch = 8\n[search]\n{key} = [{value}]\n'
+    with pytest.raises(ConfigurationError, match=f"{key} of the search space") as caught:
+        load_job(write(tmp_path, text))
+    assert "at least 1" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("", "does not say bandwidth"),
+        ('bandwidth = "1 GB/s"\nefficiency = "much"\n', "efficiency = 'much' is of the wrong type"),
+    ],
+    ids=["missing", "type"],
+)
+def test_a_tier_is_described_in_the_words_of_the_file(tmp_path, line, words):
+    text = f'base = "h100-nemo"\n[[tier]]\nname = "pod"\ngpus = 64\n{line}'
+    with pytest.raises(ConfigurationError, match=words) as caught:
+        load_cluster(write(tmp_path, text, "c.toml"))
+    assert "__init__" not in str(caught.value)

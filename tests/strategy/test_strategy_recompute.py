@@ -69,7 +69,8 @@ def test_messages_are_hidden_only_in_the_steady_part(virtual, micro_batches):
     cluster = cluster_with(overlap_slowdown=0.0)
     beside = time_of(cluster, model, plan).boundary_s
     apart = time_of(cluster, model, dataclasses.replace(plan, pipeline_overlap=False)).boundary_s
-    filling = (virtual - 1) * 8 / (virtual * micro_batches)
+    # Plain 1F1B waits for its messages: nothing of them is hidden.
+    filling = (virtual - 1) * 8 / (virtual * micro_batches) if virtual > 1 else 1.0
     assert beside == pytest.approx(filling * apart, rel=1e-9, abs=1e-15)
 
 

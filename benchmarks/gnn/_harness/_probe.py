@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-
-from fivefold.gnn.systems import PageReader
+from systems import PageReader
 
 __all__ = ["Probe", "probe"]
 

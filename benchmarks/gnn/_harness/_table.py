@@ -7,10 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fivefold.gnn.data import Dataset
-from fivefold.gnn.sampling import SampleFile
-from fivefold.gnn.storage import DiskProfile
-from fivefold.gnn.systems import (
+from systems import (
     DiskGnnSystem,
     GinexSystem,
     InMemorySystem,
@@ -22,6 +19,10 @@ from fivefold.gnn.systems import (
     Workload,
     source_counts,
 )
+
+from fivefold.gnn.data import Dataset
+from fivefold.gnn.sampling import SampleFile
+from fivefold.gnn.storage import DiskProfile
 
 if TYPE_CHECKING:
     from fivefold.gnn.loading import DiskLoader

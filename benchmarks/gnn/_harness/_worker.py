@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+from systems import System, SystemBatch, prefetched
 
 from _harness._memory_limit import MemoryLimit
 from _harness._table import Order, make_system
 from fivefold.gnn.data import Dataset, generate_graph
 from fivefold.gnn.sampling import NeighborSampler, SampleFile, sample_epochs
 from fivefold.gnn.storage import RowReader
-from fivefold.gnn.systems import System, SystemBatch, prefetched
 
 __all__ = ["Worker", "WorkerError"]
 

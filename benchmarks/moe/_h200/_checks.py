@@ -14,13 +14,10 @@ from fivefold.errors import FivefoldError
 from fivefold.moe import fused_moe
 from fivefold.report import BenchmarkRow
 
-__all__ = ["EXPERIMENTAL", "TOLERANCE", "check", "error_of", "wrong_rows"]
+__all__ = ["TOLERANCE", "check", "error_of", "wrong_rows"]
 
 TOLERANCE = {"bfloat16": 5e-3, "float16": 1e-3, "tf32": 1e-3, "ieee": 2e-6}
 """Relative Frobenius error against float64, forward; gradients may have twice as much."""
-
-EXPERIMENTAL = "gluon"
-"""A backend whose errors stop nothing but itself."""
 
 
 def error_of(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -81,7 +78,7 @@ def check(
 
 
 def wrong_rows(rows: list[BenchmarkRow]) -> None:
-    """Stop where a check was not met, of all backends but the experimental one.
+    """Stop where a check was not met, of any backend.
 
     Args:
         rows: Of ``check``.
@@ -89,9 +86,7 @@ def wrong_rows(rows: list[BenchmarkRow]) -> None:
     Raises:
         FivefoldError: One was not.
     """
-    wrong = [
-        row for row in rows if row.met is False and not row.metric.startswith(f"{EXPERIMENTAL}: ")
-    ]
+    wrong = [row for row in rows if row.met is False]
     if wrong:
         first = wrong[0]
         raise FivefoldError(

@@ -13,7 +13,7 @@ import torch
 
 from _h200._build import build, build_share
 from _h200._cases import Case, checked_cases, timed_cases, tiny_cases
-from _h200._checks import EXPERIMENTAL, check, wrong_rows
+from _h200._checks import check, wrong_rows
 from _h200._clock import Ceilings, Clock, ceilings_of
 from _h200._sanitizer import run_small_calls, sanitize
 from _h200._timing import Plan, time_case
@@ -96,14 +96,12 @@ def _all_times(
     deadline_s: float,
 ) -> list[BenchmarkRow]:
     """Every case that there is time for, after the rows of the checks."""
-    unfit = any(row.met is False for row in checked)  # of the experimental one: others stop all
     clock = Clock(device)
     plan = Plan(
         clock=clock,
         ceilings=ceilings_of(clock),
         repetitions=1 if arguments.dry_run else 15,
         compiler="eager" if arguments.dry_run else "inductor",
-        without=frozenset({EXPERIMENTAL} if unfit else ()),
         say=say,
     )
     rows = checked + _ceiling_rows(plan.ceilings)

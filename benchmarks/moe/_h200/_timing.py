@@ -31,7 +31,6 @@ class Plan:
         ceilings: Of the machine.
         repetitions: Turns of each variant.
         compiler: Backend of torch.compile.
-        without: Variants to leave out.
         say: Tells people.
     """
 
@@ -39,7 +38,6 @@ class Plan:
     ceilings: Ceilings
     repetitions: int
     compiler: str
-    without: frozenset[str]
     say: Say
 
 
@@ -60,7 +58,6 @@ def time_case(case: Case, plan: Plan) -> list[BenchmarkRow]:
     given = operands_of(case, clock.device)
     compiler = plan.compiler if case.compiled else None
     variants = variants_of(case, clock.device, compiler=compiler)
-    variants = {name: run for name, run in variants.items() if name not in plan.without}
     built_s = clock.seconds(lambda: variants[OURS](given))
     rows = [_row(case, "first call, with what was not compiled before", "s", built_s)]
     with torch.no_grad():

@@ -25,7 +25,7 @@ __all__ = [
 
 OURS = "fused"
 LIGER = "Liger-Kernel"
-OUR_BACKENDS = (OURS, "split", "gluon")
+OUR_BACKENDS = (OURS, "split")
 Variant = Callable[[Operands], torch.Tensor]
 
 _MOST_BATCHED_TOKENS = 64  # transformers' batched_mm copies the weights of every assignment
@@ -46,7 +46,7 @@ def variants_of(case: Case, device: torch.device, *, compiler: str | None) -> di
     found: dict[str, Variant] = {
         name: _our_backend(case, device, name)
         for name in OUR_BACKENDS
-        if backends(device).get(name, "not there") is None and _takes(name, case)
+        if backends(device).get(name, "not there") is None
     }
     pipeline = _grouped_pipeline(case)
     found["torch grouped_mm"] = pipeline
@@ -81,11 +81,6 @@ def versions_of_peers() -> dict[str, str]:
     return found
 
 
-def _takes(name: str, case: Case) -> bool:
-    fits = case.dtype != torch.float32 and case.hidden % 64 == 0 and case.inner % 64 == 0
-    return name != "gluon" or fits
-
-
 def _our_backend(case: Case, device: torch.device, name: str) -> Variant:
     workspace = Workspace.allocate(
         num_tokens=case.tokens,
@@ -108,7 +103,7 @@ def _our_backend(case: Case, device: torch.device, name: str) -> Variant:
             backend=name,
             precision=case.precision,  # type: ignore[arg-type]  # one of the three
             workspace=workspace,
-            recompute=name == "gluon",  # which keeps nothing for the backward
+            recompute=False,
             check=False,
         )
 

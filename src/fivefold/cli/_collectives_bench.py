@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from fivefold.cli._collectives_files import (
@@ -116,5 +117,5 @@ def _table(rows: list[dict[str, Any]]) -> None:
     for name in names:
         table.add_column(plain_name(name))
     for row in rows:
-        table.add_row(*[value_text(name, row.get(name, "")) for name in names])
+        table.add_row(*[escape(value_text(name, row.get(name, ""))) for name in names])
     Console().print(table)

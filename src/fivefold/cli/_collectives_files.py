@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fivefold.errors import ConfigurationError, DataError
+from fivefold.errors import ConfigurationError
+from fivefold.files import read_text
 from fivefold.units import format_duration_s
 
 if TYPE_CHECKING:
@@ -58,12 +59,7 @@ def read_algorithm(file: Path) -> Schedule | Program:
     )
     from fivefold.collectives.schedules import read_schedule  # noqa: PLC0415 - as above
 
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"{file} cannot be read: {error}", hint="name a file that 'synthesize --output' wrote"
-        ) from error
+    text = read_text(file, what="algorithm")
     if text.lstrip().startswith("<"):
         return from_msccl_xml(text)
     if '"threadblocks"' in text:
@@ -113,7 +109,7 @@ def write_algorithm(schedule: Schedule, output: Path) -> None:
     if output.suffix == ".xml":
         text = to_msccl_xml(lower(schedule))
     elif output.name.endswith(".plan.json"):
-        text = to_mscclpp_json(lower(schedule))
+        text = to_mscclpp_json(lower(schedule, queue_slots=None))
     else:
         text = schedule.to_json()
     write_text(output, text)

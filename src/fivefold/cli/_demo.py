@@ -107,26 +107,32 @@ def demo_command(
         write_html,
         write_timeline,
     )
+    from fivefold.runs import FolderLock  # noqa: PLC0415 - keeps --help fast
 
-    _clear(output)
     console = Console(stderr=True)
-    demo = _Demo(
-        folder=output,
-        spec=LabSpec(hosts=_HOSTS, rate=rate, mtu=_FRAME_BYTES),
-        steps=steps,
-        console=console,
-    )
-    alone = max(steps // 4, 20)
-    demo.train("none", title=f"1/3 compute only: {alone} steps without communication", steps=alone)
-    demo.train("ddp", title=f"2/3 DDP: {steps} steps over {rate}", steps=steps)
-    demo.train("co2", title=f"3/3 CO2: {steps} steps over {rate}", steps=steps)
-    report = build_report([output])
-    print_report(report)
-    for run in report.runs:
-        write_timeline(run, run.path / "timeline.json")
-    page = write_html(report, output / "report.html")
-    console.print(f"\nreport: {page}  (open it in a browser; works offline)", soft_wrap=True)
-    console.print(f"timelines: {output}/*/timeline.json (open in ui.perfetto.dev)", soft_wrap=True)
+    with FolderLock(output, "--output"):
+        _clear(output)
+        demo = _Demo(
+            folder=output,
+            spec=LabSpec(hosts=_HOSTS, rate=rate, mtu=_FRAME_BYTES),
+            steps=steps,
+            console=console,
+        )
+        alone = max(steps // 4, 20)
+        title = f"1/3 compute only: {alone} steps without communication"
+        demo.train("none", title=title, steps=alone)
+        demo.train("ddp", title=f"2/3 DDP: {steps} steps over {rate}", steps=steps)
+        demo.train("co2", title=f"3/3 CO2: {steps} steps over {rate}", steps=steps)
+        report = build_report([output])
+        print_report(report)
+        for run in report.runs:
+            write_timeline(run, run.path / "timeline.json")
+        page = write_html(report, output / "report.html")
+    for line in (
+        f"\nreport: {page}  (open it in a browser; works offline)",
+        f"timelines: {output}/*/timeline.json (open in ui.perfetto.dev)",
+    ):
+        console.print(line, soft_wrap=True, markup=False)
 
 
 def _clear(output: Path) -> None:
@@ -138,4 +144,3 @@ def _clear(output: Path) -> None:
                 message = f"{run} exists and was not written by the demo"
                 raise ConfigurationError(message, hint="choose another folder with --output")
             shutil.rmtree(run)
-    output.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ brackets in messages for markup.
 from __future__ import annotations
 
 import errno
+import re
 import sys
 
 import typer
@@ -17,6 +18,7 @@ __all__ = ["is_usage_error", "show_error"]
 
 _USER_ERROR = 1
 _INTERNAL_ERROR = 3
+_LONGEST = 2000  # of a message: values that are quoted may be files
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 # typer brings its own copy of click, or uses the one that is installed: only the base tells which.
@@ -41,10 +43,25 @@ def show_error(error: Exception) -> int:
         sys.stderr.write(f"{error.ctx.get_help()}\n")  # type: ignore[attr-defined]
         return _USER_ERROR
     said, code = _in_two_lines(error)
-    sys.stderr.write(f"error: {said.message}\n")
-    if said.hint is not None:
-        sys.stderr.write(f"hint: {said.hint}\n")
+    sys.stderr.write(f"error: {_one_line(said.message)}\n")
+    sys.stderr.write(f"hint: {_one_line(said.hint or _see_help())}\n")
     return code
+
+
+def _one_line(text: str) -> str:
+    # Only what a terminal shows as it is: names in files may hold anything.
+    line = "".join(c if c.isprintable() else " " for c in re.sub(r"\s*\n\s*", " ", text))
+    return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 4]} ..."
+
+
+def _see_help() -> str:
+    """Where the command that was called is explained."""
+    words = ["fivefold"]
+    for word in sys.argv[1:3]:
+        if not word.isalpha():
+            break
+        words.append(word)
+    return f"see {' '.join(words)} --help"
 
 
 def _in_two_lines(error: Exception) -> tuple[FivefoldError, int]:

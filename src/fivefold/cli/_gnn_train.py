@@ -27,13 +27,13 @@ def train_command(
         bool, typer.Option("--json", help="Print what was reached as JSON on standard output.")
     ] = False,
 ) -> None:
-    r"""Train a graph neural network as CONFIG says, or resume where a run stopped.
+    """Train a graph neural network as CONFIG says, or resume where a run stopped.
 
     With mode "disk" whatever is missing is made first, in the data set's folder or data.store:
     the mini-batches are sampled, a plan is made for the budgets and shown, and the rows are
     packed. Each of these goes on where a killed run stopped.
 
-    Several processes: [bold]torchrun --nproc-per-node 2 -m fivefold gnn train config.toml[/bold].
+    Several processes: torchrun --nproc-per-node 2 -m fivefold gnn train config.toml.
     They share one packed store; budgets are per process.
 
     The same command resumes a run from its newest whole checkpoint, in the middle of an epoch.

@@ -6,6 +6,8 @@ import inspect
 import re
 from collections.abc import Callable
 
+from rich.markup import escape
+
 __all__ = ["help_text"]
 
 _LINE_BREAK_INSIDE_A_PARAGRAPH = re.compile(r"(?<!\n)\n(?!\n)")
@@ -14,4 +16,4 @@ _LINE_BREAK_INSIDE_A_PARAGRAPH = re.compile(r"(?<!\n)\n(?!\n)")
 def help_text(command: Callable[..., None]) -> str:
     """A command's docstring without the sections that are for programmers, ready to be wrapped."""
     text = inspect.cleandoc(command.__doc__ or "").partition("\nRaises:")[0].strip()
-    return _LINE_BREAK_INSIDE_A_PARAGRAPH.sub(" ", text)
+    return escape(_LINE_BREAK_INSIDE_A_PARAGRAPH.sub(" ", text))  # [plan] is a table, no style

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from fivefold.cli._help import help_text
@@ -283,8 +284,8 @@ def _summarise(spec: LabSpec, result: LabResult) -> None:
         failed = result.ranks[result.first_failed_rank]
         _note(f"[red]failed[/]: rank {failed.rank} on host{failed.host} first, after {took} in all")
     if spec.shapes and result.lab["means"] is None:
-        _note(f"[yellow]the links were not shaped[/]: {result.lab['reason']}")
-    _note(f"{spec.describe()} ({links}); output: {result.log_folder}")
+        _note(f"[yellow]the links were not shaped[/]: {escape(str(result.lab['reason']))}")
+    _note(escape(f"{spec.describe()} ({links}); output: {result.log_folder}"))
 
 
 def _note(text: str) -> None:
@@ -305,7 +306,9 @@ def _show_capabilities(able: Capabilities) -> None:
     for item in able.items:
         # Without namespaces nothing else could be tried: one explanation is enough.
         if not item.works and (able.isolation is not None or item.name == "namespaces"):
-            console.print(f"\n{item.name}: {item.reason}\n  fix: {item.fix}", soft_wrap=True)
+            console.print(
+                f"\n{item.name}: {item.reason}\n  fix: {item.fix}", soft_wrap=True, markup=False
+            )
     how = f" (as {able.isolation})" if able.isolation else ""
     console.print(f"\nlinks can be given: {able.shaping}{how}")
 

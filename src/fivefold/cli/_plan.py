@@ -196,12 +196,13 @@ def _show(
     job: Job, cluster: Cluster, best: tuple[Prediction, ...], result: SearchResult | None
 ) -> None:
     from rich.console import Console  # noqa: PLC0415 - keeps --help fast
+    from rich.markup import escape  # noqa: PLC0415 - as above
 
     console = Console(highlight=False)
     billions = job.model.num_parameters / 1e9
     console.print(
-        f"[bold]{job.model.name}[/bold], {billions:.1f} B parameters, "
-        f"{job.space.num_gpus} GPUs of {cluster.name}, batch {job.space.global_batch}"
+        f"[bold]{escape(job.model.name)}[/bold], {billions:.1f} B parameters, "
+        f"{job.space.num_gpus} GPUs of {escape(cluster.name)}, batch {job.space.global_batch}"
     )
     console.print(_plans("fastest plans" if result else "the plan", best))
     console.print(_breakdown(best[0]))
@@ -216,7 +217,7 @@ def _show(
     )
     reasons = sorted(result.ruled_out.items(), key=lambda item: -item[1])
     for reason, count in reasons[:_MOST_REASONS]:
-        console.print(f"  {count:>12,}  {reason}", soft_wrap=True)
+        console.print(f"  {count:>12,}  {reason}", soft_wrap=True, markup=False)
     if rest := sum(count for _, count in reasons[_MOST_REASONS:]):
         others = len(reasons) - _MOST_REASONS
         console.print(f"  {rest:>12,}  for {others} other reasons: --json", soft_wrap=True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from fivefold.errors import ConfigurationError
@@ -95,8 +96,8 @@ def _hand_on(profile: Profile, output: Path | None, *, as_json: bool) -> None:
     _show(profile)
     if topology is not None:
         Console(stderr=True, soft_wrap=True, highlight=False).print(
-            f"[bold]profile[/]  {topology.source}"
-            + (f"; written to {output}" if output is not None else "")
+            f"[bold]profile[/]  {escape(topology.source)}"
+            + (f"; written to {escape(str(output))}" if output is not None else "")
         )
 
 
@@ -113,8 +114,8 @@ def _show(profile: Profile) -> None:
     for a, b in pairs[:_SHOWN_PAIRS]:
         error, worst = residuals[a, b, -1], max(residuals[a, b].tolist(), key=abs)
         table.add_row(
-            f"rank{a} ({profile.hosts[a]})",
-            f"rank{b} ({profile.hosts[b]})",
+            escape(f"rank{a} ({profile.hosts[a]})"),
+            escape(f"rank{b} ({profile.hosts[b]})"),
             format_duration_s(alphas[a, b]),
             ("" if rates[a, b] < float("inf") else "over ") + format_bytes_per_s(bounds[a, b]),
             f"{100 * error:+.1f} %",
@@ -124,7 +125,7 @@ def _show(profile: Profile) -> None:
     if len(pairs) > _SHOWN_PAIRS:
         console.print(f"and {len(pairs) - _SHOWN_PAIRS} more pairs (--json has all)")
     for line in _contention_lines(profile, format_bytes_per_s):
-        console.print(line)
+        console.print(line, markup=False)
 
 
 def _contention_lines(profile: Profile, text: Any) -> list[str]:

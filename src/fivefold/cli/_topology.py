@@ -154,9 +154,10 @@ def _read_loads(path: Path | None) -> Any:
     if path is None:
         return None
     from fivefold.errors import DataError  # noqa: PLC0415 - only here
+    from fivefold.files import read_json  # noqa: PLC0415 - as above
 
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_json(path)
         return [float(value) for value in values]
     except (ValueError, TypeError) as error:
         raise DataError(

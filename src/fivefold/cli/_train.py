@@ -35,12 +35,12 @@ def train_command(
         typer.Option(min=0, help="With --nproc: start all ranks again this often after a failure."),
     ] = 0,
 ) -> None:
-    r"""Train a language model as CONFIG says, or resume where a run stopped.
+    """Train a language model as CONFIG says, or resume where a run stopped.
 
-    On one machine: [bold]fivefold train config.toml --nproc 2[/bold]. Under torchrun or a
+    On one machine: fivefold train config.toml --nproc 2. Under torchrun or a
     scheduler, which set RANK and WORLD_SIZE, leave --nproc out: the command is one rank.
 
-    How the ranks are kept together is table \[sync]: method (none, ddp, local_sgd, slowmo, diloco,
+    How the ranks are kept together is table [sync]: method (none, ddp, local_sgd, slowmo, diloco,
     co2, delay_corrected, overlap_local_sgd, eager_diloco, streaming_diloco, outer_optimizer), tau
     (local steps per round, or auto), codec (fp32, bf16, fp16, int8, int4) and the method's own
     keys. A key that the method does not take is an error that says which methods do.

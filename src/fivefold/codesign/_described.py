@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fivefold.codesign._jobs import JobSpec
+from fivefold.codesign._mesh_iteration import mesh_iteration
+from fivefold.codesign._plans import JobPlan
 from fivefold.codesign._splits import Split, mesh_ranks
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import Topology
@@ -20,19 +22,26 @@ from fivefold.strategy import (
     Cluster,
     FabricSpec,
     Job,
+    ModelSpec,
     ParallelPlan,
+    PlanDemand,
     Prediction,
+    collective_time_s,
     evaluate_plan,
     fabric_from_topology,
     plan_demand,
+    reached_tiers,
     search_plans,
 )
+from fivefold.tasks import schedule_tasks
 from fivefold.units import format_bytes
 
 __all__ = ["ModelJob", "job_from_plan"]
 
 _LOOKED_AT = 200  # fastest plans, of which many differ in switches only
 _NOMINAL, _INFORMED = 4, 4
+_MOST_LOOKS, _ALIKE = 8, 1e-6
+_LEAST_S = 1e-12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +131,8 @@ def _candidates(topology: Topology, described: ModelJob) -> list[Prediction]:
         return [_judged(described, job.plan)]
     own = _of_different_mesh(_fastest(job, devices, devices.fabric), _NOMINAL)
     informed: list[Prediction] = []
-    tiers = _tiers(topology, devices.fabric.tiers[-1].efficiency)
-    if tiers is not None and tiers.num_gpus >= job.space.num_gpus:
+    tiers = _fabric_below(topology, devices, job.space.num_gpus)
+    if tiers != devices.fabric:
         informed = _of_different_mesh(_fastest(job, devices, tiers), _INFORMED)
     seen = {_mesh(one.plan) for one in own}
     more = [one for one in informed if _mesh(one.plan) not in seen]
@@ -165,10 +174,10 @@ def _mesh(plan: ParallelPlan) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=32)
-def _tiers(topology: Topology, efficiency: float) -> FabricSpec | None:
+def _tiers(topology: Topology) -> FabricSpec | None:
     """What layer 1 can know of the topology; None where its hosts are unequal."""
     try:
-        return fabric_from_topology(topology, efficiency=efficiency)
+        return fabric_from_topology(topology)
     except ConfigurationError:
         return None
 
@@ -176,20 +185,74 @@ def _tiers(topology: Topology, efficiency: float) -> FabricSpec | None:
 def _split(
     topology: Topology, described: ModelJob, prediction: Prediction, ranks: Sequence[int]
 ) -> Split:
-    plan = prediction.plan
+    plan, devices = prediction.plan, described.devices
     who = f"job {described.job_id!r}"
     hosts = {topology.host_of(rank) for rank in ranks}
+    demand = plan_demand(
+        described.job.model,
+        devices.device,
+        plan,
+        gpus_per_node=max(1, len(ranks) // len(hosts)) if None not in hosts else 1,
+    )
+    tiers = devices.fabric.tiers[0], devices.fabric.tiers[-1]
+    fabric = _fabric_below(topology, devices, plan.num_gpus)
     return Split(
         name=split_name(plan),
-        demand=plan_demand(
-            described.job.model,
-            described.devices.device,
-            plan,
-            gpus_per_node=max(1, len(ranks) // len(hosts)) if None not in hosts else 1,
-        ),
+        demand=_priced_alike(described.job.model, devices, fabric, demand),
         ranks=mesh_ranks(topology, ranks, tensor=plan.tensor, who=who),
         nominal_s=prediction.time_s,
         memory_bytes=prediction.memory.total_bytes,
+        reached=tuple((t.efficiency, t.exchange_share) for t in tiers),  # type: ignore[arg-type]
+    )
+
+
+def _fabric_below(topology: Topology, devices: Cluster, num_gpus: int) -> FabricSpec:
+    """Tiers of the topology, as much of them as the devices' software reaches."""
+    tiers = _tiers(topology)
+    if tiers is None or tiers.num_gpus < num_gpus:
+        return devices.fabric
+    return reached_tiers(tiers, devices.fabric)
+
+
+def _priced_alike(
+    model: ModelSpec, devices: Cluster, fabric: FabricSpec, demand: PlanDemand
+) -> PlanDemand:
+    """The demand with what layer 1 counts and its tasks have no place for.
+
+    Such are messages of the other stages while a pipeline fills, and compute that is slower beside
+    communication. At layer 1's prices of collectives the tasks then take layer 1's time.
+    """
+    plan = demand.plan
+    wanted_s = evaluate_plan(model, devices.device, fabric, plan=plan).time_s
+
+    def quote(kind: str, size_bytes: float) -> float:
+        collective, _, axis = kind.partition(" over ")
+        collective = "point_to_point" if collective in {"send", "return"} else collective
+        group = plan.group(axis)
+        return collective_time_s(fabric, collective, size_bytes=size_bytes, group=group)
+
+    choice = JobPlan(order=tuple(range(plan.num_gpus)))
+    for _ in range(_MOST_LOOKS):
+        tasks = schedule_tasks(mesh_iteration(demand, choice, quote), ordering=choice.ordering)
+        missing_s = wanted_s - tasks.end_s
+        if abs(missing_s) <= _ALIKE * wanted_s:
+            break
+        demand = _with_waits(demand, missing_s)
+    return demand
+
+
+def _with_waits(demand: PlanDemand, more_s: float) -> PlanDemand:
+    """More seconds of waiting; where there is too little to take away, less compute."""
+    overhead_s = demand.overhead_s + more_s
+    idle_s = demand.idle_s + min(overhead_s, 0.0)
+    computed_s = demand.micro_batches * demand.segments * (demand.forward_s + demand.backward_s)
+    less = max(1.0 + min(idle_s, 0.0) / max(computed_s, _LEAST_S), 0.0)
+    return replace(
+        demand,
+        overhead_s=max(overhead_s, 0.0),
+        idle_s=max(idle_s, 0.0),
+        forward_s=less * demand.forward_s,
+        backward_s=less * demand.backward_s,
     )
 
 

@@ -19,6 +19,7 @@ from fivefold.codesign._jobs import JobSpec
 from fivefold.codesign._plans import ClusterPlan, JobPlan
 from fivefold.codesign._traffic import aggregation_tree, host_groups
 from fivefold.errors import ConfigurationError, InfeasibleError, UnsupportedError
+from fivefold.files import read_json
 from fivefold.network.topology import Topology
 from fivefold.runs import write_text
 from fivefold.tasks import LayerCost
@@ -195,7 +196,7 @@ def read_order(path: Path) -> Order:
         fivefold.errors.ConfigurationError: nowhere.json is no plan to be run: No such ...
     """
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = read_json(path)
         if not isinstance(record, dict) or record.get("schema") != _SCHEMA:
             raise ConfigurationError(
                 f"{path} is no plan to be run: its schema is not {_SCHEMA}", hint=_WRITE

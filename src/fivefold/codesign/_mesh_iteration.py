@@ -50,6 +50,7 @@ class _Builder:
         self._tasks: list[ComputeTask | CommunicationTask] = []
         self._last: tuple[str, ...] = ()
         self._reduced: dict[int, list[str]] = {i: [] for i in range(demand.segments)}
+        self._states = [m for m in demand.messages if m.phase in {"reduce", "gather"}]
         self._updated: dict[int, list[str]] = {}
 
     def graph(self) -> TaskGraph:
@@ -57,6 +58,10 @@ class _Builder:
         demand = self._demand
         segments = range(demand.segments)
         last_of_all = demand.segments - 1
+        for m in self._states:
+            if m.hidden:
+                self._message(f"{m.phase} beside, {m.axis} {m.kind}", m, demand.segments, ())
+        self._states = [m for m in self._states if not m.hidden]
         if demand.micro_batches == 1:
             self._boundary("return")
         bucket: list[int] = []
@@ -125,13 +130,13 @@ class _Builder:
     def _is_full(self, bucket: Sequence[int]) -> bool:
         if self._plan.bucket_bytes is None:
             return True
-        each = sum(m.size_bytes for m in self._demand.messages if m.phase == "reduce")
+        each = sum(m.size_bytes for m in self._states if m.phase == "reduce")
         return self._plan.bucket_bytes > 0 and len(bucket) * each >= self._plan.bucket_bytes
 
     def _reduce(self, bucket: Sequence[int]) -> None:
         ends = f"{bucket[0]}" if len(bucket) == 1 else f"{bucket[0]}-{bucket[-1]}"
         after: tuple[str, ...] = self._last
-        for m in self._demand.messages:
+        for m in self._states:
             if m.phase != "reduce":
                 continue
             name = self._message(f"reduce {ends} {m.axis}", m, len(bucket), after)
@@ -157,7 +162,7 @@ class _Builder:
                                 depends_on=(*self._last, *awaited))
                 )  # fmt: skip
                 self._updated[i] = [name]
-            for m in demand.messages:
+            for m in self._states:
                 if m.phase == "gather":
                     after = (*self._last, *self._updated[i])
                     self._updated[i].append(self._message(f"gather {i} {m.axis}", m, 1, after))

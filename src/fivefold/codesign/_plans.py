@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from fivefold.errors import ConfigurationError
+from fivefold.files import parse_json
 from fivefold.tasks import Ordering
 
 __all__ = ["Algorithm", "ClusterPlan", "JobPlan"]
@@ -149,7 +150,7 @@ class ClusterPlan:
         """
         hint = f"give what ClusterPlan.to_json wrote (schema {_SCHEMA})"
         try:
-            record = json.loads(text)
+            record = parse_json(text, where="the text")
             if record["schema"] != _SCHEMA:
                 raise ConfigurationError(f"unknown schema {record['schema']!r}", hint=hint)
             jobs = {}

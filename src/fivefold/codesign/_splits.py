@@ -28,6 +28,8 @@ class Split:
         ranks: Ranks of the topology, in the order of the mesh.
         nominal_s: Layer 1's own prediction of an iteration, from nominal constants.
         memory_bytes: On the fullest GPU.
+        reached: Shares of a link's rate that collectives and messages (all-to-all, stage to
+            stage) reach, between ranks of a host and between hosts, as the devices' file has it.
 
     Example:
         >>> from fivefold.strategy import ParallelPlan
@@ -44,6 +46,7 @@ class Split:
     ranks: tuple[int, ...]
     nominal_s: float
     memory_bytes: float
+    reached: tuple[tuple[float, float], tuple[float, float]] = ((1.0, 1.0), (1.0, 1.0))
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
         """Ranks of each group of an axis."""

@@ -7,6 +7,7 @@ the schedules), without an object per chunk, so that hundreds of jobs can be sim
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections import Counter
@@ -88,7 +89,8 @@ def phases_of(
     chosen = job.split_as(plan.split)
     collective, _, axis = kind.partition(" over ")
     if collective in {"send", "return"}:
-        return _sent(chosen, axis, size_bytes, back=collective == "return")
+        sent = _sent(chosen, axis, size_bytes, back=collective == "return")
+        return _at_reached_rate(topology, chosen, sent, exchange=True)
     found: list[list[list[Phase]]] = []
     trees = 0
     for group in job_groups(chosen, plan, axis):
@@ -103,7 +105,26 @@ def phases_of(
         if plan.algorithm == "in_network" and axis in SUMMED_AXES:
             trees += len((host_groups(topology, group) or [()])[0])
     steps = max(map(len, found), default=0)
-    return [[phase for own in found if i < len(own) for phase in own[i]] for i in range(steps)]
+    joint = [[phase for own in found if i < len(own) for phase in own[i]] for i in range(steps)]
+    return _at_reached_rate(topology, chosen, joint, exchange=collective == "all_to_all")
+
+
+def _at_reached_rate(
+    topology: Topology, job: JobSpec, steps: list[list[Phase]], *, exchange: bool
+) -> list[list[Phase]]:
+    """Phases with as many bytes as take the time at the link's rate that they take in truth."""
+    if job.mesh is None:
+        return steps
+    inside, across = (reached[exchange] for reached in job.mesh.reached)
+    if inside == across == 1.0:
+        return steps
+
+    def slowed(phase: Phase) -> Phase:
+        hosts = ((topology.host_of(a), topology.host_of(b)) for a, b in phase.edges)
+        far = phase.tree is not None or any(a is None or a != b for a, b in hosts)
+        return dataclasses.replace(phase, edge_bytes=phase.edge_bytes / (across if far else inside))
+
+    return [[slowed(phase) for phase in phases] for phases in steps]
 
 
 def job_groups(job: JobSpec, plan: JobPlan, axis: str) -> tuple[tuple[int, ...], ...]:
@@ -161,8 +182,10 @@ class _Collective:
         algorithm = self.plan.algorithm
         if algorithm == "in_network" and not (sums and rounds == 2):
             algorithm = "hierarchical"
-        hosts = None if algorithm == "ring" else host_groups(self.topology, group)
-        if hosts is None:
+        hosts = host_groups(self.topology, group)
+        if algorithm == "ring" and self.job.mesh is not None and hosts is not None:
+            return [_rings(hosts, rounds * self.size_bytes, rounds=rounds)]
+        if algorithm == "ring" or hosts is None:
             if algorithm != "ring" and self.job.mesh is None:
                 raise InfeasibleError(
                     f"job {self.job.job_id!r} has not the same number of ranks on each host",
@@ -280,6 +303,27 @@ def _ring(order: Sequence[int], sent_bytes: float, *, rounds: int) -> Phase:
     number = len(order)
     edges = tuple((order[i], order[(i + 1) % number]) for i in range(number))
     return Phase(edges, sent_bytes * (number - 1) / number, steps=rounds * (number - 1))
+
+
+def _rings(hosts: list[tuple[int, ...]], sent_bytes: float, *, rounds: int) -> list[Phase]:
+    """As many rings as a host has members, each leaving it by another one, as NCCL's channels do.
+
+    So all ports of a host carry a share, as layer 1 counts on.
+    """
+    local, number = len(hosts[0]), len(hosts) * len(hosts[0])
+    if local == 1 or len(hosts) == 1:
+        return [_ring([rank for own in hosts for rank in own], sent_bytes, rounds=rounds)]
+    passed = sent_bytes * (number - 1) / number / local
+    inside = tuple((own[i], own[(i + 1) % local]) for own in hosts for i in range(local))
+    across = tuple(
+        (own[i - 1], further[i])
+        for own, further in zip(hosts, (*hosts[1:], hosts[0]), strict=True)
+        for i in range(local)
+    )
+    return [
+        Phase(inside, passed * (local - 1), steps=rounds * (number - len(hosts))),
+        Phase(across, passed, steps=rounds * (len(hosts) - 1)),
+    ]
 
 
 def _tree_phase(topology: Topology, leaves: Sequence[int], root: str, size_bytes: float) -> Phase:

@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field, ValidationError
 from fivefold.codesign._described import ModelJob, job_from_plan
 from fivefold.codesign._jobs import JobSpec, check_jobs, check_ranks
 from fivefold.errors import ConfigurationError, InfeasibleError
+from fivefold.files import read_toml
 from fivefold.network.topology import Topology
 from fivefold.runs import (
     Bytes,
@@ -24,7 +25,6 @@ from fivefold.runs import (
     Section,
     Seed,
     Text,
-    read_toml,
     readable_error,
 )
 from fivefold.strategy import job_from_table, load_cluster
@@ -196,9 +196,10 @@ def place_jobs(
     for name, number in wanted.items():
         left = sum(map(len, free))
         if number > left:
+            fewer = f"give it at most {left}, or plan" if left else "plan"
             raise InfeasibleError(
                 f"job {name!r} needs {number} ranks, and {left} of {topology.num_ranks} are free",
-                hint=f"give it {left} or fewer, or plan for a larger cluster",
+                hint=f"{fewer} for a larger cluster",
             )
         ranks: list[int] = []
         whole = [own for own, all_of in zip(free, hosts, strict=True) if len(own) == len(all_of)]

@@ -4,8 +4,8 @@ Mini-batches are sampled offline, their feature rows are packed in the order in 
 will read them, and a pipeline streams them at the speed of the disk (DiskGNN, arXiv 2405.05231).
 
 The rooms, each importing only those before it: ``storage`` (files and fast reads), ``sampling``
-and ``data``, ``planning`` (what goes where), ``packing``, ``loading``, ``systems`` (the peers)
-and ``training``. They are loaded when first used.
+and ``data``, ``planning`` (what goes where), ``packing``, ``loading`` and ``training``. They are
+loaded when first used.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ if TYPE_CHECKING:
         planning,
         sampling,
         storage,
-        systems,
         training,
     )
 
-__all__ = ["data", "loading", "packing", "planning", "sampling", "storage", "systems", "training"]
+__all__ = ["data", "loading", "packing", "planning", "sampling", "storage", "training"]
 
 
 def __getattr__(name: str) -> Any:

@@ -176,11 +176,11 @@ ACTIVATIONS: dict[str, Activation] = {
 geglu_tanh, reglu."""
 
 
-def activation_named(name: str) -> Activation:
+def activation_named(name: str | Activation) -> Activation:
     """Look an activation up.
 
     Args:
-        name: A key of ``ACTIVATIONS``.
+        name: A key of ``ACTIVATIONS``; an activation is returned as it is.
 
     Returns:
         The activation.
@@ -188,6 +188,8 @@ def activation_named(name: str) -> Activation:
     Raises:
         ConfigurationError: There is none of this name.
     """
+    if isinstance(name, Activation):
+        return name
     try:
         return ACTIVATIONS[name]
     except KeyError:

@@ -11,7 +11,6 @@ import torch
 from fivefold.errors import ConfigurationError, UnsupportedError
 from fivefold.moe._backward import backward_fused
 from fivefold.moe._fused import DTYPES, forward_fused, forward_split, missing_fused
-from fivefold.moe._gluon import GLUON_DTYPES, forward_gluon, missing_gluon
 from fivefold.moe._grouped import backward_grouped, forward_grouped
 from fivefold.moe._recorded import recorded_grouped
 from fivefold.moe._workspace import Workspace
@@ -97,14 +96,6 @@ _BACKENDS = (
         automatic=False,
     ),
     Backend(
-        name="gluon",
-        forward=forward_gluon,
-        backward=backward_fused,
-        missing=missing_gluon,
-        dtypes=GLUON_DTYPES,
-        automatic=False,
-    ),
-    Backend(
         name="reference",
         forward=_forward_reference,
         backward=_backward_reference,
@@ -117,9 +108,8 @@ _BACKENDS = (
 def backends(device: str | torch.device = "cpu") -> dict[str, str | None]:
     """All backends, with what is missing for each on a device, or None.
 
-    "fused" is the single kernel, "split" the same work in five launches, "gluon" the single kernel
-    with specialised warps, an experiment that no GPU has run; "reference" is plain torch. All but
-    the last share the kernels of the backward.
+    "fused" is the single kernel, "split" the same work in five launches, both with the same kernels
+    for the backward; "reference" is plain torch.
 
     Args:
         device: Where the tokens would be.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from fivefold.errors import DataError, UnsupportedError
+from fivefold.files import read_json
 
 __all__ = ["open_checkpoint"]
 
@@ -60,7 +60,7 @@ class _Files(Mapping[str, torch.Tensor]):
 
     def _by_index(self, folder: Path) -> dict[str, Path]:
         try:
-            found = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
+            found = read_json(folder / _INDEX)["weight_map"]
             places = {name: folder / file for name, file in found.items()}
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise DataError(f"{folder / _INDEX} is damaged: {error!r}") from error

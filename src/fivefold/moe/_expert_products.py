@@ -21,7 +21,7 @@ import torch
 from fivefold.moe._assignments import Assignments
 from fivefold.moe._large_memory import LARGE_BYTES, large_empty
 
-__all__ = ["Block", "ExpertGradient", "ExpertWeights", "cut"]
+__all__ = ["Block", "ExpertGradient", "ExpertWeights", "by_row", "cut"]
 
 # Rows of a block, at least: of experts with many rows, what is in the cache when it is read; of
 # those with few, so that a call from Python costs less than the products that it starts.
@@ -112,6 +112,12 @@ def _block(order: Assignments, first: int, stop: int) -> Block:
     )
 
 
+def by_row(bias: torch.Tensor, block: Block) -> torch.Tensor:
+    """Repeat the biases [E, N] of a block's experts for their rows, [R, N]."""
+    repeats = torch.tensor(block.sizes, device=bias.device)
+    return bias[block.experts].repeat_interleave(repeats, dim=0)
+
+
 class ExpertWeights:
     """The weights of all experts, [E, N, K], and biases [E, N].
 
@@ -145,8 +151,7 @@ class ExpertWeights:
         if self.is_grouped:
             found = self._grouped(rows, block)
             if self.bias is not None:
-                repeats = torch.tensor(block.sizes, device=rows.device)
-                found += self.bias[block.experts].repeat_interleave(repeats, dim=0)
+                found += by_row(self.bias, block)
             return found if out is None else out.copy_(found)
         return _one_by_one(rows, turned, self.bias, block, out)
 

@@ -16,7 +16,7 @@ import torch
 
 from fivefold.moe._activations import Activation
 from fivefold.moe._assignments import Assignments, added, sort_assignments
-from fivefold.moe._expert_products import Block, ExpertGradient, ExpertWeights, cut
+from fivefold.moe._expert_products import Block, ExpertGradient, ExpertWeights, by_row, cut
 from fivefold.moe._large_memory import large_empty
 
 __all__ = ["Call", "Gradients", "backward_grouped", "forward_grouped"]
@@ -44,7 +44,7 @@ class Call:
         b13: [E, 2I or I], or None.
         b2: [E, H], or None.
         activation: Between the products.
-        weight_on_input: Whether tokens are weighed before the experts instead of after.
+        weight_on_input: Whether W13 x is weighed, which is W13 (w x), instead of the output.
         order: The assignments in order.
         blocks: In which their rows are taken, from ``cut``.
     """
@@ -71,12 +71,11 @@ class Call:
         """
         with _as_given(self.x):
             order, blocks = self.order, self.blocks
-            first = ExpertWeights(self.w13, self.b13, order)
+            first = self._first()
             second = ExpertWeights(self.w2, self.b2, order)
-            by_row = self._weights_by_row() if self.weight_on_input else None
             outputs = _RowResults(self.x, order, blocks)
             for block in blocks:
-                entering = first.applied(self._rows(block, by_row), block)
+                entering = self._entering(first, self._rows(block), block)
                 inner = self.activation(entering)
                 outputs.put(second.applied(inner, block, outputs.room(block)))
                 if kept is not None:
@@ -107,10 +106,25 @@ class Call:
         wide = torch.promote_types(self.x.dtype, torch.float32)
         return self.weights.reshape(-1).index_select(0, self.order.slots).to(wide).unsqueeze(1)
 
-    def _rows(self, block: Block, by_row: torch.Tensor | None) -> torch.Tensor:
-        """The tokens of a block, as they enter the first product."""
-        rows = self.x.index_select(0, self.order.tokens[block.rows])
-        return rows if by_row is None else (rows * by_row[block.rows]).to(rows.dtype)
+    def _rows(self, block: Block) -> torch.Tensor:
+        """The tokens of a block."""
+        return self.x.index_select(0, self.order.tokens[block.rows])
+
+    def _first(self) -> ExpertWeights:
+        """The first product; its bias comes after a weight on the input."""
+        bias = None if self.weight_on_input else self.b13
+        return ExpertWeights(self.w13, bias, self.order)
+
+    def _entering(self, first: ExpertWeights, rows: torch.Tensor, block: Block) -> torch.Tensor:
+        """What the activation takes."""
+        found = first.applied(rows, block)
+        if not self.weight_on_input:
+            return found
+        # W13 (w x) = w (W13 x), and without rounding w x to 16 bits: what the kernels do as well.
+        weighed = found * self._weights_by_row()[block.rows]
+        if self.b13 is not None:
+            weighed += by_row(self.b13, block)
+        return weighed.to(found.dtype)
 
 
 class _RowResults:
@@ -139,9 +153,9 @@ class _Backward:
     def __init__(self, call: Call, gradient: torch.Tensor, wanted: Sequence[bool]) -> None:
         self.call, self.gradient, self.wanted = call, gradient, wanted
         order, x = call.order, call.x
-        self.first = ExpertWeights(call.w13, call.b13, order)
+        self.first = call._first()  # noqa: SLF001 - its own other half
         self.second = ExpertWeights(call.w2, call.b2, order)
-        self.by_row = call._weights_by_row()  # noqa: SLF001 - its own other half
+        self.by_row = call._weights_by_row()  # noqa: SLF001 - as above
         self.d_w13 = ExpertGradient(self.first)
         self.d_w2 = ExpertGradient(self.second)
         self.d_rows: _RowResults | None = None
@@ -172,36 +186,37 @@ class _Backward:
 
     def _block(self, block: Block, entering: torch.Tensor | None) -> None:
         call = self.call
-        by_row = self.by_row[block.rows]
-        rows = call._rows(block, self.by_row if call.weight_on_input else None)  # noqa: SLF001 - as above
+        weights = self.by_row[block.rows]
+        rows = call._rows(block)  # noqa: SLF001 - as above
         if entering is None:
-            entering = self.first.applied(rows, block)
+            entering = call._entering(self.first, rows, block)  # noqa: SLF001 - as above
         incoming = self.gradient.index_select(0, call.order.tokens[block.rows])
         pulled = self.second.pulled(incoming, block)
         if call.weight_on_input:
             inner, d_entering = call.activation.with_gradient(entering, pulled)
         else:
-            weighed = by_row.to(pulled.dtype)
+            weighed = weights.to(pulled.dtype)
             inner, d_entering = call.activation.with_gradient(entering, pulled * weighed)
             # <gradient, W2 h> = <W2^T gradient, h>: no need for W2 h itself.
-            of_rows = pulled.mul_(inner).sum(-1, dtype=by_row.dtype)
+            of_rows = pulled.mul_(inner).sum(-1, dtype=weights.dtype)
             self.d_weights[block.rows] = of_rows
             inner *= weighed
         if self.wanted[2]:
             self.d_w2.add(incoming, inner, block)
         if self.wanted[1]:
-            self.d_w13.add(d_entering, rows, block)
+            seen = (rows * weights).to(rows.dtype) if call.weight_on_input else rows
+            self.d_w13.add(d_entering, seen, block)
         self._biases(block, incoming, d_entering)
         if self.d_rows is not None:
-            self._tokens(block, d_entering, self.d_rows)
+            self._tokens(block, rows, d_entering, self.d_rows)
 
-    def _tokens(self, block: Block, d_entering: torch.Tensor, results: _RowResults) -> None:
-        call = self.call
+    def _tokens(
+        self, block: Block, rows: torch.Tensor, d_entering: torch.Tensor, results: _RowResults
+    ) -> None:
         d_rows = self.first.pulled(d_entering, block, results.room(block))
         results.put(d_rows)
-        if call.weight_on_input:
-            plain = call._rows(block, None)  # noqa: SLF001 - as above
-            products = (d_rows * plain).sum(-1, dtype=self.by_row.dtype)
+        if self.call.weight_on_input:
+            products = (d_rows * rows).sum(-1, dtype=self.by_row.dtype)
             self.d_weights[block.rows] = products
             d_rows *= self.by_row[block.rows].to(d_rows.dtype)
 

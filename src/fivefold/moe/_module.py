@@ -110,6 +110,23 @@ class _Experts(nn.Module):
         self.b2 = nn.Parameter(torch.zeros(experts, hidden)) if config.bias else None
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Decision:
+    """What the last forward decided, with its graph: for the losses, and for this layer alone.
+
+    A copy of the layer starts without: what has a graph can be neither copied nor pickled.
+    """
+
+    routing: Routing
+    logits: torch.Tensor
+
+    def __deepcopy__(self, _memo: dict[int, object]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
 class MoE(nn.Module):
     """A feed-forward layer of which each token uses a few experts.
 
@@ -126,9 +143,9 @@ class MoE(nn.Module):
             here, and the tokens as evenly as can be).
 
     Attributes:
-        last_routing: What the last forward decided, for losses and statistics; with its graph
-            while gradients are on.
-        last_logits: The router logits of the last forward.
+        last_routing: What the last forward decided, for statistics; without a graph, which
+            ``auxiliary_loss`` has.
+        last_logits: The router logits of the last forward, without a graph.
         last_load: Assignments per expert of the last forward, over all ranks of the group; of this
             process alone where an ``ExpertExchange`` does not know better (with a capacity).
 
@@ -160,6 +177,7 @@ class MoE(nn.Module):
         self.last_routing: Routing | None = None
         self.last_logits: torch.Tensor | None = None
         self.last_load: ExpertLoad | None = None
+        self._decision: _Decision | None = None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -194,7 +212,8 @@ class MoE(nn.Module):
         tokens = x.reshape(-1, config.hidden)
         logits = self._logits(tokens)
         routing = route(logits, config.router, selection_bias=self.gate.selection_bias)
-        self.last_routing, self.last_logits = routing, logits
+        self._decision = _Decision(routing=routing, logits=logits)
+        self.last_routing, self.last_logits = routing.detached(), logits.detach()
         ids = self._within_capacity(routing)
         tokens = _as_autocast(tokens)
         output, self.last_load = self._through_the_group(tokens, routing, ids)
@@ -287,17 +306,17 @@ class MoE(nn.Module):
             z: Coefficient of ``router_z_loss``.
 
         Returns:
-            A scalar with gradients to the router.
+            A scalar with gradients to the router; 0 with a graph where there were no tokens.
 
         Raises:
-            ConfigurationError: There was no forward yet.
+            ConfigurationError: This layer had no forward yet; a copy has none of its own.
         """
-        if self.last_routing is None or self.last_logits is None:
+        if self._decision is None:
             message = "there is no routing yet"
             raise ConfigurationError(message, hint="call the layer before its losses")
         load = None if self.last_load is None else self.last_load.routed
-        loss = balance * load_balancing_loss(self.last_routing, load=load)
-        return loss + z * router_z_loss(self.last_logits) if z else loss
+        loss = balance * load_balancing_loss(self._decision.routing, load=load)
+        return loss + z * router_z_loss(self._decision.logits) if z else loss
 
     @property
     def expert_parameters(self) -> list[str]:

@@ -23,7 +23,7 @@ from fivefold.moe._activations import activation_named
 from fivefold.moe._fused import OPTIONS
 from fivefold.moe._tiles import Tiles, constants_for, tiles_for
 
-__all__ = ["OfflineKernel", "compile_offline", "examined"]
+__all__ = ["OfflineKernel", "compile_offline"]
 
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _DATA = frozenset({"x", "b13", "b2", "out", "inner", "hidden", "outputs"})
@@ -167,18 +167,6 @@ def _compiled(
         target=backends.GPUTarget("cuda", capability, 32),
         options={"num_warps": warps, **OPTIONS},
     )
-    return examined(built)
-
-
-def examined(built: Any) -> OfflineKernel:
-    """Look at a kernel that triton has compiled.
-
-    Args:
-        built: What ``triton.compile`` returned.
-
-    Returns:
-        What is in it.
-    """
     usage, code = _disassembled(built.asm["cubin"])
     numbers = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
     instructions = re.findall(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fivefold.errors import ConfigurationError, UnsupportedError
-from fivefold.moe._activations import activation_named
+from fivefold.moe._activations import ACTIVATIONS, Activation, activation_named
 from fivefold.moe._backends import Backend, backend_for
 from fivefold.moe._capacity import DropPolicy, check_capacity, drop_beyond_capacity
 from fivefold.moe._exchange import ExpertExchange
@@ -186,7 +186,7 @@ def fused_moe(  # noqa: PLR0913 - an operator's operands and options, all but fi
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
     *,
-    activation: str = "swiglu",
+    activation: str | Activation = "swiglu",
     b13: torch.Tensor | None = None,
     b2: torch.Tensor | None = None,
     weight_on_input: bool = False,
@@ -213,10 +213,13 @@ def fused_moe(  # noqa: PLR0913 - an operator's operands and options, all but fi
         w2: Second weights, [E, H, I].
         topk_ids: Experts of each token, int32 or int64 [T, K]; -1 drops an assignment.
         topk_weights: [T, K].
-        activation: A key of ``ACTIVATIONS``.
+        activation: A key of ``ACTIVATIONS``; or one of your own, for "reference", outside of graphs
+            and groups.
         b13: [E, 2I] or [E, I]; None for none.
         b2: [E, H]; None for none.
-        weight_on_input: Multiply tokens by their weight before the experts instead of after.
+        weight_on_input: Give the experts weight * x instead of weighing their outputs. The weight
+            multiplies W13 x, in float32 at least and before the bias: no backend rounds
+            weight * x to 16 bits.
         capacity: Most tokens per expert; None drops nothing.
         drop_policy: Who is dropped beyond the capacity, see ``drop_beyond_capacity``.
         deterministic: Ask for the same bits every time, forward and backward. Every backend gives
@@ -264,13 +267,14 @@ def fused_moe(  # noqa: PLR0913 - an operator's operands and options, all but fi
         check_forward_mode((*floats, topk_weights))
         check_transforms((*floats, topk_ids, topk_weights))
     options = {
-        "activation": activation,
+        "activation": kind.name,
         "b13": b13,
         "b2": b2,
         "weight_on_input": weight_on_input,
         "precision": precision,
     }
     if group is not None:
+        _check_own(kind, "between the ranks of a group", refused=True)
         _check_group(group, workspace, recompute=recompute)
         how = {"backend": backend, "capacity": capacity, "drop_policy": drop_policy, "check": check}
         shared: torch.Tensor = exchange_moe(
@@ -284,17 +288,19 @@ def fused_moe(  # noqa: PLR0913 - an operator's operands and options, all but fi
     if workspace is not None:
         _check_workspace(workspace, x, w2, topk_ids.shape[1])
     chosen = _chosen(backend, x, deterministic=deterministic)
+    _check_own(kind, f"on backend {chosen.name!r}", refused=chosen.recorded is None)
     if capacity is not None and x.device.type != "meta":
         room = {"num_experts": len(w2), "capacity": capacity}
         kept = drop_beyond_capacity(topk_ids, topk_weights, **room, policy=drop_policy)
         topk_ids = topk_ids.masked_fill(~kept, -1)
     operands = (x, w13, w2, topk_ids, topk_weights)
-    return _computed(chosen, operands, options, workspace, recompute=recompute)
+    return _computed(chosen, operands, kind, options, workspace, recompute=recompute)
 
 
 def _computed(
     chosen: Backend,
     operands: tuple[torch.Tensor, ...],
+    kind: Activation,
     options: dict[str, Any],
     workspace: Workspace | None,
     *,
@@ -305,12 +311,12 @@ def _computed(
     wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in floats)
     if is_eager((*operands, b13, b2)):
         # Nobody looks at the graph: without the price of torch's dispatch.
-        kind = activation_named(options["activation"])
         more = options | {"activation": kind, "workspace": workspace}
         if not wanted:
             return chosen.forward(*operands, **more)
         if chosen.recorded is not None:
             return chosen.recorded(*operands, **more, recompute=recompute)
+    _check_own(kind, "in graphs and transformations", refused=True)
     result: torch.Tensor = _forward(
         *operands,
         b13,
@@ -334,6 +340,15 @@ def _chosen(backend: str, x: torch.Tensor, *, deterministic: bool) -> Backend:
             hint="use another backend, or deterministic=False",
         )
     return chosen
+
+
+def _check_own(kind: Activation, where: str, *, refused: bool) -> None:
+    """Refuse an activation that only Python knows where others have to know it by name."""
+    if refused and ACTIVATIONS.get(kind.name) is not kind:
+        raise UnsupportedError(
+            f"the activation {kind.name!r} is none of ACTIVATIONS, and cannot be had {where}",
+            hint='use backend="reference", outside of torch.compile and without a group',
+        )
 
 
 def _check_workspace(workspace: Any, x: torch.Tensor, w2: torch.Tensor, top_k: int) -> None:

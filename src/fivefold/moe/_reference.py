@@ -36,7 +36,7 @@ def experts_one_by_one(  # noqa: PLR0913 - the operator's own operands
         activation: f.
         b13: [E, 2I] or [E, I]; None for none.
         b2: [E, H]; None for none. Weighted like the rest of the expert's output.
-        weight_on_input: Multiply the token by its weight before the first product instead.
+        weight_on_input: Multiply W13 x by the weight instead, which is W13 (weight * x).
 
     Returns:
         [T, H], differentiable in everything but ``ids``.
@@ -48,7 +48,9 @@ def experts_one_by_one(  # noqa: PLR0913 - the operator's own operands
             if expert < 0:
                 continue
             weight = weights[token, slot]
-            hidden = w13[expert] @ (x[token] * weight if weight_on_input else x[token])
+            hidden = w13[expert] @ x[token]
+            if weight_on_input:
+                hidden = hidden * weight
             if b13 is not None:
                 hidden = hidden + b13[expert]
             output = w2[expert] @ activation(hidden)

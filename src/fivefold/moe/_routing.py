@@ -127,6 +127,14 @@ class Routing:
         """Tokens per expert, int64 [E]."""
         return counts_of(self.ids_TK, self.scores_TE.shape[1])
 
+    def detached(self) -> Routing:
+        """Return the same routing without its graph."""
+        return Routing(
+            ids_TK=self.ids_TK,
+            weights_TK=self.weights_TK.detach(),
+            scores_TE=self.scores_TE.detach(),
+        )
+
 
 def route(
     logits: torch.Tensor, router: Router, *, selection_bias: torch.Tensor | None = None
@@ -203,20 +211,17 @@ def load_balancing_loss(routing: Routing, *, load: torch.Tensor | None = None) -
     implementations that divide by the number of tokens instead of assignments.
 
     Args:
-        routing: Of at least one token.
+        routing: A routing.
         load: Assignments per expert that f_e is the share of, [E]; None: this routing's own. With
             those of all ranks the mean of the ranks' losses is the loss of the whole batch.
 
     Returns:
-        A scalar.
-
-    Raises:
-        DataError: There are no tokens.
+        A scalar; without tokens 0, with a graph, so that an empty rank's backward pass runs along
+        with its peers'.
     """
     num_tokens, num_experts = routing.scores_TE.shape
     if num_tokens == 0:
-        message = "a load balancing loss needs tokens"
-        raise DataError(message, hint="skip it for empty batches")
+        return routing.scores_TE.sum()
     counts = (routing.load_E if load is None else load).to(routing.scores_TE.dtype)
     share = counts / counts.sum()
     scores = routing.scores_TE
@@ -228,18 +233,14 @@ def router_z_loss(logits: torch.Tensor) -> torch.Tensor:
     """Mean over the tokens of logsumexp(logits) squared: keeps router logits small.
 
     Args:
-        logits: Shape [T, E], T at least 1.
+        logits: Shape [T, E].
 
     Returns:
-        A scalar.
-
-    Raises:
-        DataError: There are no tokens.
+        A scalar; without tokens 0, with a graph.
     """
-    if len(logits) == 0:
-        message = "a z loss needs tokens"
-        raise DataError(message, hint="skip it for empty batches")
     values = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if len(values) == 0:
+        return values.sum()
     return torch.logsumexp(values, dim=-1).square().mean()
 
 

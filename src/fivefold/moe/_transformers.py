@@ -2,13 +2,15 @@
 
 transformers (version 5) lets a model's expert modules be computed by a function registered under a
 name. Models that keep gate and up projections as halves of one tensor, or have no gate, fit this
-operator as they are; what does not fit is refused by name, never computed another way.
+operator as they are. A gate or an activation of a module's own is called as it is, between our
+products, where "reference" computes them; what does more than that is refused by name.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,7 +32,16 @@ _NAMES = {
     "ReLU": "relu",
     "ReLUSquaredActivation": "relu2",
 }
+_FUNCTIONS = {
+    torch.nn.functional.silu: "silu",
+    torch.nn.functional.gelu: "gelu",
+    torch.nn.functional.relu: "relu",
+    torch.relu: "relu",
+}
 _GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": "reglu"}
+_PARAMETERS = frozenset(
+    f"{name}{kind}" for name in ("gate_up_proj", "up_proj", "down_proj") for kind in ("", "_bias")
+)
 
 
 def register_transformers_backend(
@@ -118,13 +129,15 @@ def _forward(
         first, second = first.transpose(1, 2), second.transpose(1, 2)
     if experts._is_expert_parallel:  # noqa: SLF001 - its own mark for expert numbers beyond the last
         top_k_index = top_k_index.masked_fill(top_k_index >= len(second), -1)
-    return fused_moe(
+    # A function of the module's own is Python, which a graph has to leave.
+    call = torch.compiler.disable(fused_moe) if isinstance(kind, _Own) else fused_moe
+    return call(
         hidden_states.to(second.dtype),
         first,
         second,
         top_k_index,
         top_k_weights,
-        activation=kind.name,
+        activation=kind,
         b13=b13,
         b2=b2,
         backend=backend,
@@ -134,28 +147,58 @@ def _forward(
 
 
 def _activation_of(experts: Any) -> Activation:
-    """What the module computes between its two products.
+    """What the module computes between its two products: one of ours, or its own.
 
     Raises:
-        UnsupportedError: It is not one of ours, or the module does more than the operator.
+        UnsupportedError: The module does more than the operator.
     """
     module = type(experts).__name__
-    gate = getattr(type(experts), "_apply_gate", None)
-    if experts.has_gate and getattr(gate, "__name__", "") != "_default_apply_gate":
-        raise _unfit(module, "has a gate of its own")
-    if experts.has_gate and not experts.is_concatenated:
-        raise _unfit(module, "interleaves the rows of gate and up projections")
     if experts.has_post_expert_norm:
         raise _unfit(module, "normalises each expert's output")
-    function = experts.act_fn
-    plain = _NAMES.get(type(function).__name__)
-    if plain is None or (plain == "gelu" and not _is_exact(function)):
-        raise _unfit(module, f"has the activation {type(function).__name__}")
-    if not experts.has_gate:
-        return activation_named(plain)
-    if plain not in _GATED:
-        raise _unfit(module, f"gates with {type(function).__name__}")
-    return activation_named(_GATED[plain])
+    more = sorted({name for name, _ in experts.named_parameters()} - _PARAMETERS)
+    if more:
+        raise _unfit(module, f"has parameters of its own ({', '.join(more)})")
+    gate = getattr(type(experts), "_apply_gate", None)
+    is_usual = not experts.has_gate or getattr(gate, "__name__", "") == "_default_apply_gate"
+    plain = _name_of(experts.act_fn) if is_usual else None
+    name = _GATED.get(plain or "") if experts.has_gate else plain
+    if name is not None:
+        return activation_named(name)
+    function = experts._apply_gate if experts.has_gate else experts.act_fn  # noqa: SLF001 - what its own backends call
+    return _Own(
+        name=f"that of {module}",
+        gated=experts.has_gate,
+        function=function,
+        derivative=function,  # not asked for: autograd has it
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Own(Activation):
+    """A module's own function of the whole first product, which autograd differentiates."""
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.function(hidden)
+
+    def backward(self, hidden: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        return self.with_gradient(hidden, gradient)[1]
+
+    def with_gradient(
+        self, hidden: torch.Tensor, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.enable_grad():
+            leaf = hidden.detach().requires_grad_()
+            output = self.function(leaf)
+            (d_hidden,) = torch.autograd.grad(output, leaf, gradient)
+        return output.detach(), d_hidden
+
+
+def _name_of(function: Any) -> str | None:
+    """Our name of an activation function or module; None where we have none."""
+    if function in _FUNCTIONS:
+        return _FUNCTIONS[function]
+    name = _NAMES.get(type(function).__name__)
+    return None if name == "gelu" and not _is_exact(function) else name
 
 
 def _is_exact(function: Any) -> bool:

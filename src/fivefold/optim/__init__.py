@@ -1,9 +1,9 @@
 """Local-update data parallelism with communication hidden behind computation.
 
-Specification: ``_reference`` (all ranks in one process, float64, line by line). Core: ``_rule`` and
-its presets, ``_staleness``, ``_schedule``, ``_auto_tau``, ``_codecs``, ``_update``, ``_merge``
-(pure). Adapters: ``_transport`` (torch.distributed), ``_elastic`` (torchft). Public object:
-``OuterSync``. Paper: CO2, arXiv 2401.16265. It knows nothing of trainers, labs or reports.
+Core: ``_rule`` and its presets, ``_staleness``, ``_schedule``, ``_auto_tau``, ``_codecs``,
+``_update``, ``_merge`` (pure). Adapters: ``_transport`` (torch.distributed), ``_elastic``
+(torchft). Public object: ``OuterSync``. Paper: CO2, arXiv 2401.16265. It knows nothing of trainers,
+labs or reports.
 """
 
 from __future__ import annotations

@@ -216,7 +216,8 @@ class ElasticTransport:
         if copiers and decision.turn >= 0:  # at the start of a job they got it in join()
             self._services.serve_state(self._holder.peer_state(), turn=turn, copiers=copiers)
         tensors = [*payloads, lane]
-        ballot = self._ballot(turn=turn, history=decision.history, slot=self._slot)
+        names = tuple(member.worker for member in decision.members)
+        ballot = self._ballot(turn=turn, history=decision.history, slot=self._slot, members=names)
         self._flight = ElasticFlight(
             self, tensors, members=decision.members, ballot=ballot, what=what
         )

@@ -37,6 +37,8 @@ class Ballot:
         settings: Fingerprint of model, rule and software; equal on all.
         store: host:port of the worker's key-value store.
         state: Address of the worker's state server.
+        members: Workers of the flight that is voted on.
+        gone: Those of them that this worker knows to have ended.
     """
 
     worker: str
@@ -49,6 +51,8 @@ class Ballot:
     settings: str = ""
     store: str = ""
     state: str = ""
+    members: Sequence[str] = ()
+    gone: Sequence[str] = ()
 
     @property
     def joining(self) -> bool:
@@ -87,6 +91,9 @@ class Decision:
         sources: For each worker that joins: name and state address of the worker to copy from.
         refused: For each worker that cannot join: the reason.
         left_behind: Workers that the others went on without; they have to join again.
+        missing: Workers of the last flight that did not vote, and that some voter does not know to
+            have ended. While there are any the decision does not stand: all vote again. A
+            lighthouse that was started again has heard of some workers and not yet of others.
     """
 
     turn: int
@@ -96,6 +103,7 @@ class Decision:
     sources: dict[str, tuple[str, str]]
     refused: dict[str, str]
     left_behind: tuple[str, ...]
+    missing: tuple[str, ...] = ()
 
     def copiers_from(self, worker: str) -> list[str]:
         """Workers that copy their state from this one."""
@@ -128,6 +136,9 @@ def decide(ballots: Sequence[Ballot]) -> Decision:
     )
     accepted, refused = _screen(applicants, like=current[0], taken=len(current))
     names = {ballot.worker for ballot in current}
+    here = {ballot.worker for ballot in ballots}
+    known = set.intersection(*(set(ballot.gone) for ballot in current))
+    missing = {name for ballot in current for name in ballot.members} - here - known
     committed = all(ballot.arrived for ballot in current)
     members = _seat(current, accepted)
     return Decision(
@@ -138,6 +149,7 @@ def decide(ballots: Sequence[Ballot]) -> Decision:
         sources=_sources(accepted, current),
         refused=refused,
         left_behind=tuple(sorted(b.worker for b in voters if b.worker not in names)),
+        missing=tuple(sorted(missing)),
     )
 
 

@@ -12,6 +12,7 @@ rules whose sums are applied one round later.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import socket
@@ -21,6 +22,7 @@ import urllib.request
 import uuid
 import warnings
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -38,7 +40,9 @@ _LOG = logging.getLogger(__name__)
 _POLL_S = 0.05
 _CONNECT_S = 10.0
 _HEARTBEAT_S = 0.25
+_RETURN_S = 10.0  # how long a new lighthouse's workers wait for those that it does not know
 # One line of the lighthouse's page for each live worker; a dead one's has the class "old" too.
+_HEARD = re.compile(r'class="heartbeat[^"]*"\s*>\s*(\S+): seen ')
 _LIVE = re.compile(r'class="heartbeat\s*"\s*>\s*(\S+): seen ')
 
 
@@ -112,6 +116,9 @@ class ElasticServices:
     def vote(self, ballot: Ballot, *, what: str) -> Decision:
         """Give the lighthouse this worker's ballot and read the quorum's.
 
+        While members are missing that the lighthouse does not know to have ended (it was started
+        again and has not heard of them yet), all vote again, for ``_RETURN_S`` at most.
+
         Args:
             ballot: This worker's.
             what: What is voted on, for messages.
@@ -120,6 +127,7 @@ class ElasticServices:
             CommunicationError: No quorum came together in time.
         """
         deadline_s = time.monotonic() + self.quorum_timeout_s
+        patience_s = math.inf
         self._beat()
         while True:
             left_s = max(deadline_s - time.monotonic(), _POLL_S)
@@ -134,8 +142,15 @@ class ElasticServices:
                     shrink_only=False,
                     data=ballot.to_data(),
                 )
-                return decide([Ballot(**member.data) for member in quorum.participants])
-            except (TimeoutError, RuntimeError) as error:
+                decision = decide([Ballot(**member.data) for member in quorum.participants])
+                if not decision.missing:
+                    return decision
+                patience_s = min(patience_s, time.monotonic() + _RETURN_S)
+                waited = time.monotonic() >= patience_s
+                gone = set(decision.missing) if waited else self._ended()
+                ballot = replace(ballot, gone=sorted(gone.intersection(ballot.members)))
+                time.sleep(_POLL_S)
+            except (TimeoutError, RuntimeError, CommunicationError) as error:
                 if time.monotonic() >= deadline_s - _POLL_S:
                     raise self._no_quorum(what) from error
                 _LOG.warning("the lighthouse does not answer (%s); trying again", error)
@@ -149,15 +164,23 @@ class ElasticServices:
         Raises:
             CommunicationError: The page could not be read.
         """
+        return sorted(set(_LIVE.findall(self._page())) - set(voters))
+
+    def _ended(self) -> set[str]:
+        """Workers that the lighthouse knows, and has not heard for longer than its timeout."""
+        page = self._page()
+        return set(_HEARD.findall(page)) - set(_LIVE.findall(page))
+
+    def _page(self) -> str:
         url = f"{self._url}/status"
         try:
             timeout_s = self._connect_timeout.total_seconds()
             with urllib.request.urlopen(url, timeout=timeout_s) as page:  # noqa: S310 - http only
-                text = page.read().decode()
+                text: str = page.read().decode()
         except OSError as error:
             message = f"worker {self.worker}: the lighthouse's page cannot be read: {error}"
             raise CommunicationError(message, hint=f"look at {url}") from error
-        return sorted(set(_LIVE.findall(text)) - set(voters))
+        return text
 
     def serve_state(self, state: object, *, turn: int, copiers: Sequence[str]) -> None:
         """Offer a copy of the state as of this flight to workers that join.

@@ -94,7 +94,7 @@ class FlatGroup:
         device = live_device if device is None else device
         size = sum(part.numel() for part in self.parts())
         # Pinned, so that copies to and from a GPU run at the speed of the bus.
-        pinned = device.type == "cpu" and live_device.type == "cuda"
+        self._pinned = pinned = device.type == "cpu" and live_device.type == "cuda"
 
         def zeros() -> torch.Tensor:
             return torch.zeros(size, dtype=dtype, device=device, pin_memory=pinned)
@@ -149,19 +149,26 @@ class FlatGroup:
         for start, stop in _ranges(local, on_cpu=self.anchor.device.type == "cpu"):
             whole = local.is_contiguous()
             view = local.view(-1)[start:stop] if whole else local
-            stage = view.to(self.anchor.device, copy=True) if self._staged else view
+            stage = view
+            if self._staged:
+                stage = self._stage(view.dtype, view.numel()).view(view.shape).copy_(view)
             yield self._piece(stage, offset + start, offset + stop)
             if self._staged:  # whoever took the piece has done with it
                 view.copy_(stage)
+
+    def _stage(self, dtype: torch.dtype, size: int) -> torch.Tensor:
+        """Room for so many live elements beside the outer state, kept for the next piece."""
+        stage = self._stages.get(dtype)
+        if stage is None or stage.numel() < size:
+            room = max(size, _CPU_PIECE_ELEMENTS)
+            stage = self._stages[dtype] = torch.empty(room, dtype=dtype, pin_memory=self._pinned)
+        return stage[:size]
 
     def _piece_of_several(
         self, parts: list[torch.Tensor], start: int, stop: int
     ) -> Iterator[Piece]:
         """Yield one piece for several small tensors; they are read before and written after."""
-        dtype = parts[0].dtype
-        if dtype not in self._stages:
-            self._stages[dtype] = torch.empty(_CPU_PIECE_ELEMENTS, dtype=dtype)
-        stage = self._stages[dtype][: stop - start]
+        stage = self._stage(parts[0].dtype, stop - start)
         views = [
             view.view(part.shape)
             for view, part in zip(

@@ -8,12 +8,13 @@ flight is always the payload.
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
 import torch
 
-from fivefold.errors import CommunicationError
+from fivefold.errors import CommunicationError, NonFiniteError
 from fivefold.optim._flat import FlatGroup
 from fivefold.optim._fragment_state import FragmentState, Surroundings
 from fivefold.optim._lane import Lane, LaneReading
@@ -30,6 +31,7 @@ from fivefold.optim._update import OuterCoefficients, PieceStatistics
 
 __all__ = ["Fragment", "Surroundings"]
 
+_LOG = logging.getLogger(__name__)
 # A flight that is waited for and gets lost goes out again, but not for ever.
 _MOST_ATTEMPTS = 16
 
@@ -55,6 +57,8 @@ class Fragment(FragmentState):
         if device.type == "cuda":
             self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch
         self._weighted = False
+        self._finite = True
+        self._untold = 0  # of a lost flight: others still have to be told
         self._others_lr: float | None = None
         surroundings.transport.prepare(self._payloads(), fragment=index)
 
@@ -132,19 +136,26 @@ class Fragment(FragmentState):
         Raises:
             CommunicationError: The all-reduce failed or timed out.
         """
-        transport = self._shared.transport
+        transport, measured = self._shared.transport, PieceStatistics()
         transport.broadcast(self.anchors)
         for piece in self._pieces():
             torch.sub(piece.anchor, piece.local, out=piece.payload)
-        self._lane.write(transport.rank, weight=1.0)
+            measured.look_at(piece.payload)
+        self._finite = measured.all_finite()
+        non_finite = self._first_non_finite()
+        if non_finite:
+            self._clear_payloads()
+        self._lane.write(transport.rank, weight=float(not non_finite), non_finite=non_finite)
         what = f"the mean of the new parameters of fragment {self.index}"
         self._wait(
             transport.launch(
                 self._payloads(), lane=self._lane.tensor, fragment=self.index, what=what
             )
         )
+        reading = self._lane.read()
+        self._tell_non_finite(reading, round_number=self.schedule.round)
         for group in self.groups:
-            group.anchor.sub_(group.payload, alpha=1.0 / transport.world_size)
+            group.anchor.sub_(group.payload.div_(reading.total_weight))
         self.begin()
 
     def land(self) -> None:
@@ -159,8 +170,7 @@ class Fragment(FragmentState):
             round_number: What the others launch.
             unit: Their inner learning rate.
         """
-        for group in [*self.groups, *self.averaged]:
-            group.payload.zero_()
+        self._clear_payloads()
         self._others_lr = unit  # this worker's own schedule may stand elsewhere
         self._send(round_number, weight=0.0, anchor_hash=0, step_s=0.0)
         if self.schedule.in_flight_round is None:  # the others wait for it at once
@@ -176,13 +186,33 @@ class Fragment(FragmentState):
         self._in_flight = None
         reading = flight.reading
         assert reading is not None, "landing reads the lane"
-        if flight.arrived:
+        if not flight.arrived:
+            self._untold = flight.non_finite
+        else:
+            self._tell_non_finite(reading, round_number=flight.round)
             reading.require_weights_alike()
             hashes = {slot: int(h) for slot, h in enumerate(reading.hash) if reading.weight[slot]}
             require_equal(hashes, round_number=flight.round)
             if self.index == 0:
                 self._shared.on_reading(reading, flight.round)
         return flight
+
+    def _tell_non_finite(self, reading: LaneReading, *, round_number: int) -> None:
+        """Say whose payload was left out; all ranks read the same lane, so all do alike."""
+        names = [self._shared.name_of(tensor) for tensor in self.tensors()]
+        left_out = {slot: names[int(n) - 1] for slot, n in enumerate(reading.non_finite) if n}
+        if not left_out:
+            return
+        self._shared.meter.left_out_payloads += len(left_out)
+        who = ", ".join(f"rank {slot} in {name}" for slot, name in left_out.items())
+        message = f"not-a-number or infinity in round {round_number}: {who}"
+        if reading.total_weight == 0:
+            raise NonFiniteError(
+                f"{message}; no other rank has a payload that counts",
+                hint="go on from the last checkpoint with a smaller learning rate, clipped "
+                "gradients, or without the data of that round",
+            )
+        _LOG.warning("%s; the round counts without it, and it goes on from the anchor", message)
 
     def _land(self, flight: InFlight) -> None:
         handle = flight.handle
@@ -268,14 +298,13 @@ class Fragment(FragmentState):
                 self._optimizer.step()
             for piece in self._pieces(of=self.groups):
                 piece.local.copy_(piece.anchor)
-        self._average(task, reading)
+        averaged = self._average(task, reading)
         self._share_rows()
         self._account(measured, coefficients)
+        self._finite = measured.all_finite() and averaged.all_finite()
 
-    def _average(self, task: MergeTask, reading: LaneReading | None) -> None:
+    def _average(self, task: MergeTask, reading: LaneReading | None) -> PieceStatistics:
         """Buffers are averaged by the delay-corrected merge, whatever the rule is."""
-        if not self.averaged:
-            return
         plain = None
         if task.coefficients is not None and reading is not None:
             scale = 1.0 / reading.total_weight
@@ -283,7 +312,7 @@ class Fragment(FragmentState):
         task = MergeTask(
             coefficients=plain, send=task.send, settles=task.settles, weight=task.weight
         )
-        merge_pieces(self._pieces(of=self.averaged), task, merge=MERGES["correct"])
+        return merge_pieces(self._pieces(of=self.averaged), task, merge=MERGES["correct"])
 
     def _account(self, measured: PieceStatistics, coefficients: OuterCoefficients | None) -> None:
         state = self._state
@@ -302,9 +331,48 @@ class Fragment(FragmentState):
     def _launch(self, round_number: int, *, anchor_hash: int, step_s: float) -> None:
         weight = self._weight()
         self._state.weight = None
-        self._send(round_number, weight=weight, anchor_hash=anchor_hash, step_s=step_s)
+        non_finite = self._first_non_finite()
+        if non_finite:  # as if this worker had done nothing
+            weight = 0.0
+            self._clear_payloads()
+            self._shared.on_non_finite()
+        non_finite = non_finite or self._untold
+        self._untold = 0
+        self._send(
+            round_number,
+            weight=weight,
+            anchor_hash=anchor_hash,
+            step_s=step_s,
+            non_finite=non_finite,
+        )
 
-    def _send(self, round_number: int, *, weight: float, anchor_hash: int, step_s: float) -> None:
+    def _first_non_finite(self) -> int:
+        """Number, from 1, of this worker's first tensor with a non-finite payload; 0 for none."""
+        found = 0
+        if not self._finite:
+            groups = [*self.groups, *self.averaged]
+            views = [view for group in groups for view in group.shaped(group.payload)]
+            finite = (bool(view.isfinite().all()) for view in views)
+            found = next(number for number, fine in enumerate(finite, start=1) if not fine)
+        worker = self._shared.worker
+        if worker is not None:  # all of its ranks leave the mean, or none does
+            numbers = [int(number) for (number,) in worker.gather([float(found)]) if number]
+            found = min(numbers, default=0)
+        return found
+
+    def _clear_payloads(self) -> None:
+        for payload in self._payloads():
+            payload.zero_()
+
+    def _send(
+        self,
+        round_number: int,
+        *,
+        weight: float,
+        anchor_hash: int,
+        step_s: float,
+        non_finite: int = 0,
+    ) -> None:
         shared, state = self._shared, self._state
         self._lane.write(
             shared.transport.rank,
@@ -316,6 +384,7 @@ class Fragment(FragmentState):
             step_s=step_s,
             flight_s=state.last_flight_s,
             pending=shared.pending() if self.index == 0 else 0.0,
+            non_finite=float(non_finite),
         )
         state.last_delta = 0.0  # each norm travels once
         part = "" if self.index == 0 else f" of fragment {self.index}"
@@ -329,7 +398,9 @@ class Fragment(FragmentState):
             )
         finally:
             self.launching = None
-        self._in_flight = InFlight(round=round_number, unit=unit, handle=handle, weight=weight)
+        self._in_flight = InFlight(
+            round=round_number, unit=unit, handle=handle, weight=weight, non_finite=non_finite
+        )
 
     @property
     def _slots(self) -> int:

@@ -44,6 +44,8 @@ class Surroundings:
         worker: The ranks that act as one worker; None where that is one rank.
         pending: What this rank would adopt, for the lane; see ``_late_parameters``.
         outer_device: Where the outer state lives; None for beside the parameters.
+        name_of: The name of a tensor of the model.
+        on_non_finite: Told that this worker's own numbers are not finite.
         on_reading: Told each lane of the first fragment that arrived, with its round.
     """
 
@@ -54,6 +56,8 @@ class Surroundings:
     check_every_rounds: int
     worker: WorkerGroup | None
     pending: Callable[[], float]
+    name_of: Callable[[torch.Tensor], str]
+    on_non_finite: Callable[[], None]
     on_reading: Callable[[LaneReading, int], None]
     outer_device: torch.device | None = None
 

@@ -7,6 +7,7 @@ made from it, so all ranks decide alike, whatever each rank's hardware rounds to
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,17 @@ from fivefold.optim._update import Number
 
 __all__ = ["Lane", "LaneReading"]
 
-_FIELDS = ("weight", "weighted", "hash", "move", "delta", "step_s", "flight_s", "pending")
+_FIELDS = (
+    "weight",
+    "weighted",
+    "hash",
+    "move",
+    "delta",
+    "step_s",
+    "flight_s",
+    "pending",
+    "non_finite",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +44,8 @@ class LaneReading:
         step_s: Seconds per local step that a flight can hide behind.
         flight_s: Seconds of each rank's last flight.
         pending: What of the model's parameters each rank would adopt; 0 for nothing.
+        non_finite: Number, from 1, of the first tensor in which each rank had a not-a-number or an
+            infinity: its payload is zeros of weight 0. 0 where all numbers are finite.
     """
 
     weight: list[float]
@@ -43,11 +56,12 @@ class LaneReading:
     step_s: list[float]
     flight_s: list[float]
     pending: list[float]
+    non_finite: list[float]
 
     @property
     def total_weight(self) -> float:
         """Sum of the weights."""
-        return sum(self.weight)
+        return math.fsum(self.weight)  # sum() rounds by Python's version
 
     def fits(self, world_size: int) -> bool:
         """Whether it has this many slots; not after a resume on another number of workers."""
@@ -69,7 +83,7 @@ class LaneReading:
     def agreed(self, values: list[float]) -> float:
         """Mean over the ranks that took part, for values that are equal up to rounding."""
         taken = [v for v, weight in zip(values, self.weight, strict=True) if weight > 0]
-        return sum(taken) / len(taken) if taken else 0.0
+        return math.fsum(taken) / len(taken) if taken else 0.0
 
     def numbers(self) -> dict[str, Any]:
         """Plain numbers, for a checkpoint."""

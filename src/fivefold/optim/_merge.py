@@ -19,7 +19,6 @@ from fivefold.optim._update import (
     accumulate_momentum_,
     correct_local_,
     move_anchor_,
-    step_without_momentum_,
 )
 
 __all__ = ["MERGES", "MergeTask", "merge_pieces"]
@@ -72,17 +71,14 @@ def merge_pieces(pieces: Iterable[Piece], task: MergeTask, *, merge: Merge) -> P
     statistics = PieceStatistics()
     for piece in pieces:
         merge(piece, task, statistics)
+        if task.send:  # while it is in the processor's cache
+            statistics.look_at(piece.payload)
     return statistics
 
 
 def _outer_step(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None:
     coefficients = task.coefficients
     assert coefficients is not None, "callers looked"
-    if piece.momentum is None and coefficients.clip is None:
-        step_without_momentum_(
-            piece.anchor, piece.payload, coefficients=coefficients, statistics=statistics
-        )
-        return
     momentum = accumulate_momentum_(
         piece.momentum, piece.payload, coefficients=coefficients, statistics=statistics
     )
@@ -140,7 +136,13 @@ def _correct(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None
     assert sent is not None, "rules that correct keep what they sent"
     if task.coefficients is not None:
         if not task.settles:
-            correct_local_(local, sent, piece.payload, coefficients=task.coefficients)
+            correct_local_(
+                local,
+                sent,
+                piece.payload,
+                coefficients=task.coefficients,
+                scratch=piece.scratch,
+            )
         _outer_step(piece, task, statistics)
     if task.settles:
         local.copy_(anchor)
@@ -172,8 +174,8 @@ def _eager(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None:
     direction = change
     if velocity is not None:
         velocity.mul_(task.outer_momentum).add_(change)
-        direction = change.add_(velocity, alpha=task.outer_momentum)
-    own_offset.add_(direction, alpha=-task.outer_lr).add_(anchor)  # now where the round begins
+        direction = change.add_(torch.mul(velocity, task.outer_momentum, out=piece.scratch))
+    own_offset.sub_(direction.mul_(task.outer_lr)).add_(anchor)  # now where the round begins
     _put(piece.payload, fresh, task)
     local.copy_(start)
 

@@ -10,6 +10,7 @@ References:
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -17,6 +18,7 @@ from typing import Any, ClassVar
 import torch
 
 from fivefold.errors import ConfigurationError
+from fivefold.optim._rounding import SeparateRounding
 from fivefold.optim._rule import MergeKind, OuterRule, require_plain
 
 __all__ = ["OuterOptimizer", "OuterOptimizerStep"]
@@ -31,6 +33,11 @@ class OuterOptimizer(OuterRule):
     ``SGD(lr=0.7, momentum=0.9, nesterov=True)`` is DiLoCo; with ``hidden=True`` the pseudo-gradient
     is that of the round before and the all-reduce runs behind compute, as in CO2. The optimizer's
     state is part of the checkpoint. Choose it for adaptive outer steps (FedAdam and its family).
+
+    Every rank takes the step for itself. With an elementwise optimizer on a CPU (each product and
+    sum is then rounded by itself) all reach the same bits whatever their processors; one that sums
+    over elements or multiplies matrices (Adafactor, Muon) needs ranks with equal processors, and
+    the replica check ends the run where they are not.
 
     Args:
         tau: Local steps per round.
@@ -106,11 +113,17 @@ class OuterOptimizerStep:
             message = f"optimizer={rule.optimizer!r} refuses the model's parameters: {error}"
             hint = "some optimizers take matrices only; use an elementwise one, such as AdamW"
             raise ConfigurationError(message, hint=hint) from error
+        self._rounding: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        if all(parameter.device.type == "cpu" for parameter in self._parameters):
+            self._rounding = SeparateRounding()
+            for group in self._optimizer.param_groups:  # other ways to the same numbers
+                group.update({name: False for name in ("foreach", "fused") if name in group})
         self._steps = 0
 
     def step(self) -> None:
         """Move the anchors by what is in the gradients."""
-        self._optimizer.step()
+        with self._rounding:
+            self._optimizer.step()
         self._steps += 1
 
     def state_dict(self) -> dict[str, Any]:

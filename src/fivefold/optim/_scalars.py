@@ -1,10 +1,12 @@
 """The scalars of one outer step, from what all ranks wrote into the lane.
 
-Every rank computes them from the same numbers, so all take the same step. Knows no tensors.
+Every rank computes them from the same numbers, so all take the same step: with operations that
+are rounded alike everywhere (``math.sqrt``; a power is the C library's). Knows no tensors.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from fivefold.optim._lane import LaneReading
@@ -70,6 +72,8 @@ def _norms(
 ) -> tuple[float, float]:
     """Norms of the last movement and of the pseudo-gradient before it, over all shards."""
     move, received = reading.agreed(reading.move), reading.agreed(reading.delta)
-    move_square, delta_square, total = shard_sum([move**2, received**2, float(elements)])
+    move_square, delta_square, total = shard_sum(
+        [move * move, received * received, float(elements)]
+    )
     scale = 1.0 / max(total, 1.0) if penalty.norm != "l2" else 1.0
-    return (move_square * scale) ** 0.5, (delta_square * scale) ** 0.5
+    return math.sqrt(move_square * scale), math.sqrt(delta_square * scale)

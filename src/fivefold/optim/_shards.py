@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -133,12 +134,12 @@ class WorkerGroup:
         return rows
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Sum numbers over the ranks, in the order of places: the same bits on every rank.
+        """Sum numbers over the ranks: the same bits on every rank.
 
         Raises:
             CommunicationError: A rank of this worker ended or did not answer in time.
         """
-        return [sum(column) for column in zip(*self.gather(values), strict=True)]
+        return [math.fsum(column) for column in zip(*self.gather(values), strict=True)]
 
     @torch.no_grad()
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -164,7 +165,10 @@ class WorkerGroup:
         for tensor in tensors:
             mine = tensor.detach().double().contiguous()
             parts = self._gather_tensor(mine, what="the average of this worker's buffers")
-            tensor.detach().copy_(torch.stack(parts).mean(dim=0))
+            total = parts[0]
+            for part in parts[1:]:  # a reduction's order would be the processor's
+                total += part
+            tensor.detach().copy_(total.div_(self.size))
 
     @torch.no_grad()
     def share_rows(self, tensors: Iterable[torch.Tensor]) -> None:

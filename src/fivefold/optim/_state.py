@@ -30,7 +30,7 @@ __all__ = [
     "settings",
 ]
 
-_FORMAT = 3
+_FORMAT = 4
 
 SHARED_BUFFERS = ("anchor", "momentum")
 """Buffers that are equal on all workers between boundaries."""
@@ -47,6 +47,7 @@ class InFlight:
         handle: The transport's flight; None once it has landed (the sum is in the payload).
         arrived: Whether it landed whole; False where it was lost.
         reading: What its lane brought, once it has landed.
+        non_finite: What its lane says of this rank's payload; see ``LaneReading``.
     """
 
     round: int
@@ -55,6 +56,7 @@ class InFlight:
     handle: Flight | None
     arrived: bool = True
     reading: LaneReading | None = None
+    non_finite: int = 0
 
 
 @dataclass(kw_only=True)

@@ -65,6 +65,8 @@ class SyncStatistics:
         tau: Local steps of the present round.
         tau_changes: How often the automatic tau was changed.
         lost_flights: Flights that were lost and sent again.
+        left_out_payloads: Payloads, of any rank, that were left out of a sum because they were not
+            finite.
 
     Example:
         >>> StatisticsMeter().snapshot(steps=0, rounds=0, tau=8).merged_rounds
@@ -86,6 +88,7 @@ class SyncStatistics:
     tau: int
     tau_changes: int
     lost_flights: int
+    left_out_payloads: int
 
 
 @dataclass(kw_only=True)
@@ -96,6 +99,7 @@ class StatisticsMeter:
     payload_bytes: int = 0
     sent_bytes: int = 0
     lost_flights: int = 0
+    left_out_payloads: int = 0
     in_flight_s: float = 0.0
     exposed_wait_s: float = 0.0
     boundary_s: float = 0.0
@@ -156,6 +160,7 @@ class StatisticsMeter:
             tau=tau,
             tau_changes=tau_changes,
             lost_flights=self.lost_flights,
+            left_out_payloads=self.left_out_payloads,
         )
 
     def state(self) -> dict[str, float | int | None]:

@@ -64,6 +64,11 @@ class OuterSync:
     are compared. Floating-point buffers of the state dict (BatchNorm statistics) are averaged with
     each round; integer ones are not touched.
 
+    A rank whose payload holds a not-a-number or an infinity counts with weight 0 in that round: a
+    warning of the logger names rank, round and parameter on all ranks, and the rank goes on from
+    the anchor, with 0 for what is not finite in its optimizer's state. Where no rank is left whose
+    payload counts, ``step()`` raises on all of them.
+
     Several ranks may act as one worker. Parameters that are DTensors over the worker's ranks
     (``fully_shard`` over the "shard" dimension of a mesh) need ``process_group=mesh["replicate"]``,
     the ranks that hold the same shard of the other workers. Parameters that are replicated inside
@@ -161,6 +166,8 @@ class OuterSync:
             check_every_rounds=check_every_rounds,
             worker=self._worker,
             pending=lambda: self._late.announced,
+            name_of=self._name_of,
+            on_non_finite=self._begin_again,
             on_reading=self._read,
             outer_device=outer_device_of(outer_device),
         )
@@ -180,6 +187,7 @@ class OuterSync:
                 have one.
             CommunicationError: The all-reduce failed or timed out; names rank, round and step.
             ReplicaMismatchError: The replicas' anchors differ; names the ranks.
+            NonFiniteError: No rank had a finite payload; names ranks, round and parameters.
         """
         if weight is not None and not 0 <= weight < float("inf"):
             message = f"weight must be finite and not negative; got {weight!r}"
@@ -211,6 +219,7 @@ class OuterSync:
         Raises:
             CommunicationError: The all-reduce failed or timed out.
             ReplicaMismatchError: The replicas' anchors differ.
+            NonFiniteError: No rank had a finite payload.
         """
         reshard(self._model)
         for fragment in self._fragments:
@@ -448,6 +457,20 @@ class OuterSync:
             hint = "make all parameters trainable before the start, or do without elastic workers"
             raise ConfigurationError(message, hint=hint)
         return found
+
+    @torch.no_grad()
+    def _begin_again(self) -> None:
+        """Go on from the anchor, with 0 for what is not finite in the inner optimizer's state."""
+        for fragment in self._fragments:
+            fragment.begin()
+        for entries in self._optimizer.state.values():
+            for value in entries.values():
+                if isinstance(value, torch.Tensor) and value.is_floating_point():
+                    local_tensor(value).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+    def _name_of(self, tensor: torch.Tensor) -> str:
+        named = [*self._model.named_parameters(), *self._model.named_buffers()]
+        return next(name for name, other in named if other is tensor)
 
     def _read(self, reading: LaneReading, round_number: int) -> None:
         """Act on what all ranks wrote into the lane of a round."""

@@ -3,6 +3,10 @@
 Shapes: every tensor of a call has the same number of elements N. The functions write in place,
 because the state is as large as the model; they know nothing of ranks, rounds or sockets.
 
+Anchor and momentum must have the same bits on ranks with different processors. So every product
+and every sum is rounded by itself: ``add_(x, alpha=a)``, ``addcmul_`` and ``lerp_`` are one fused
+multiply-add or two roundings, by processor, and by whether an element is in a whole vector.
+
 References:
     CO2, arXiv 2401.16265; the elementwise clip follows its released code, applied in place and
     kept in the momentum.
@@ -10,7 +14,7 @@ References:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -25,7 +29,6 @@ __all__ = [
     "accumulate_momentum_",
     "correct_local_",
     "move_anchor_",
-    "step_without_momentum_",
 ]
 
 
@@ -78,6 +81,7 @@ class PieceStatistics:
         gap_sum: Sum of the per-element gaps; 0 where the gap is a scalar.
         clipped: Elements that the clip changed.
         elements: Elements seen.
+        extremes: Least and greatest element of each piece's payload, where one is to be sent.
     """
 
     delta_square: Number = 0.0
@@ -85,6 +89,16 @@ class PieceStatistics:
     gap_sum: Number = 0.0
     clipped: Number = 0
     elements: int = 0
+    extremes: list[torch.Tensor] = field(default_factory=list)
+
+    def look_at(self, payload: torch.Tensor) -> None:
+        """Remember what tells whether all elements are finite: not-a-number is passed on."""
+        if payload.numel():
+            self.extremes += torch.aminmax(payload)
+
+    def all_finite(self) -> bool:
+        """Whether all elements that were looked at are finite."""
+        return not self.extremes or bool(torch.stack(self.extremes).isfinite().all())
 
 
 def accumulate_momentum_(
@@ -98,7 +112,7 @@ def accumulate_momentum_(
 
     Args:
         momentum: m, shape [N]; None where beta is 0, then ``delta_sum`` becomes m.
-        delta_sum: Sum over the ranks of their pseudo-gradients, shape [N]; overwritten.
+        delta_sum: Sum over the ranks of their pseudo-gradients, shape [N]; becomes D / L.
         coefficients: Scalars of this outer step.
         statistics: Added to.
 
@@ -108,15 +122,13 @@ def accumulate_momentum_(
     statistics.elements += delta_sum.numel()
     if coefficients.with_norms:
         statistics.delta_square += _square_norm(delta_sum)
-    if momentum is None:
-        result = delta_sum.mul_(coefficients.delta_scale)
-    else:
-        if coefficients.element_gap is not None:
-            gap = _element_gap(momentum, coefficients.element_gap)
-            statistics.gap_sum += _number(gap.sum(dtype=torch.float64))
-            delta_sum.div_(gap)
-        result = momentum.mul_(coefficients.momentum)
-        result.add_(delta_sum, alpha=coefficients.delta_scale)
+    if momentum is not None and coefficients.element_gap is not None:
+        gap = _element_gap(momentum, coefficients.element_gap)
+        statistics.gap_sum += _number(gap.sum(dtype=torch.float64))
+        delta_sum.div_(gap)
+    result = delta_sum.mul_(coefficients.delta_scale)
+    if momentum is not None:
+        result = momentum.mul_(coefficients.momentum).add_(delta_sum)
     if coefficients.clip is not None:
         statistics.clipped += _clip_(result, coefficients.clip)
     if coefficients.with_norms:
@@ -127,7 +139,7 @@ def accumulate_momentum_(
 def move_anchor_(
     anchor: torch.Tensor,
     momentum: torch.Tensor,
-    delta_sum: torch.Tensor,
+    delta: torch.Tensor,
     *,
     coefficients: OuterCoefficients,
 ) -> None:
@@ -136,40 +148,15 @@ def move_anchor_(
     Args:
         anchor: x, shape [N].
         momentum: The new m, shape [N].
-        delta_sum: What ``accumulate_momentum_`` got, shape [N].
+        delta: D / L, as ``accumulate_momentum_`` left it, shape [N]; overwritten.
         coefficients: Scalars of this outer step.
     """
-    if coefficients.nesterov and momentum is not delta_sum:
-        anchor.add_(momentum, alpha=-coefficients.step * coefficients.momentum)
-        anchor.add_(delta_sum, alpha=-coefficients.step * coefficients.delta_scale)
-    else:  # without a momentum buffer beta is 0 and both forms are the same
-        anchor.add_(momentum, alpha=-coefficients.step)
-
-
-def step_without_momentum_(
-    anchor: torch.Tensor,
-    delta_sum: torch.Tensor,
-    *,
-    coefficients: OuterCoefficients,
-    statistics: PieceStatistics,
-) -> None:
-    """Compute x <- x - step * D / L in place, for rules without momentum and clip.
-
-    The same as ``accumulate_momentum_`` and ``move_anchor_``, without writing D / L down.
-
-    Args:
-        anchor: x, shape [N].
-        delta_sum: Sum over the ranks of their pseudo-gradients, shape [N]; left as it is.
-        coefficients: Scalars of this outer step.
-        statistics: Added to.
-    """
-    scale = coefficients.delta_scale
-    statistics.elements += delta_sum.numel()
-    if coefficients.with_norms:
-        square = _square_norm(delta_sum)
-        statistics.delta_square += square
-        statistics.momentum_square += square * scale**2
-    anchor.add_(delta_sum, alpha=-coefficients.step * scale)
+    step = coefficients.step
+    if coefficients.nesterov and momentum is not delta:
+        anchor.sub_(delta.mul_(step))
+        step *= coefficients.momentum
+    # Without a momentum buffer beta is 0 and both forms are the same.
+    anchor.sub_(torch.mul(momentum, step, out=delta))
 
 
 def correct_local_(
@@ -178,6 +165,7 @@ def correct_local_(
     delta_sum: torch.Tensor,
     *,
     coefficients: OuterCoefficients,
+    scratch: torch.Tensor | None = None,
 ) -> None:
     """Compute z <- z + (d - D): what the mean D changes of this rank's own d, in place.
 
@@ -186,10 +174,12 @@ def correct_local_(
     Args:
         local: z, shape [N].
         sent: d, shape [N]; overwritten.
-        delta_sum: The sum over the ranks of their d, shape [N].
+        delta_sum: The sum over the ranks of their d, shape [N]; left as it is.
         coefficients: Scalars of this outer step.
+        scratch: Room for N elements; None to make some.
     """
-    local.add_(sent.sub_(delta_sum, alpha=coefficients.delta_scale))
+    mean = torch.mul(delta_sum, coefficients.delta_scale, out=scratch)
+    local.add_(sent.sub_(mean))
 
 
 def _element_gap(momentum: torch.Tensor, gap: ElementGap) -> torch.Tensor:
@@ -201,8 +191,7 @@ def _clip_(momentum: torch.Tensor, bound: float) -> Number:
         clipped = torch.count_nonzero(momentum.abs() > bound)
         momentum.clamp_(-bound, bound)
         return clipped
-    # No element exceeds the norm: the common case costs one cheap read and no write.
-    if momentum.numel() == 0 or float(torch.linalg.vector_norm(momentum)) <= bound:
+    if momentum.numel() == 0:
         return 0
     smallest, largest = torch.aminmax(momentum)
     if max(-float(smallest), float(largest)) <= bound:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fivefold.errors import DataError
+from fivefold.files import read_json
 from fivefold.report._gnn_records import (
     EpochPoint,
     GraphEnd,
@@ -45,8 +45,8 @@ def is_graph_run(folder: Path) -> bool:
     A manifest that cannot be read is left to the reader of language-model runs, which says so.
     """
     try:
-        manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        manifest = read_json(folder / _MANIFEST)
+    except DataError:
         return False
     return isinstance(manifest, dict) and manifest.get("kind") == "gnn"
 

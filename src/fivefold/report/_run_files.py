@@ -7,19 +7,18 @@ which files a run has.
 
 from __future__ import annotations
 
-import json
-import tomllib
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from fivefold import files
 from fivefold.errors import DataError
 from fivefold.report._records import SCHEMA_VERSION
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["damaged", "parse_toml", "read_lines", "read_text", "read_versioned", "validated"]
+__all__ = ["damaged", "read_lines", "read_text", "read_versioned", "validated"]
 
 _RecordT = TypeVar("_RecordT", bound=BaseModel)
 
@@ -33,10 +32,7 @@ def read_versioned(path: Path, model: type[_RecordT]) -> _RecordT | None:
     text = read_text(path)
     if text is None:
         return None
-    try:
-        values = json.loads(text)
-    except ValueError as error:
-        raise damaged(path, f"is not JSON: {error}") from error
+    values = files.parse_json(text, where=str(path))
     version = values.get("schema") if isinstance(values, dict) else None
     if isinstance(version, int) and version != SCHEMA_VERSION:
         raise DataError(
@@ -46,34 +42,13 @@ def read_versioned(path: Path, model: type[_RecordT]) -> _RecordT | None:
     return validated(values, model, where=str(path))
 
 
-def parse_toml(text: str, *, where: Path) -> dict[str, Any]:
-    """Parse TOML.
-
-    Raises:
-        DataError: It is none.
-    """
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise damaged(where, f"is not TOML: {error}") from error
-
-
 def read_text(path: Path) -> str | None:
     """Read a text file; None where there is none.
 
     Raises:
         DataError: It cannot be read.
     """
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
-    except UnicodeDecodeError as error:
-        raise damaged(path, f"is not UTF-8 text: {error}") from error
-    except OSError as error:
-        raise DataError(
-            f"{path} cannot be read: {error.strerror}", hint="check its permissions"
-        ) from error
+    return files.read_text(path) if path.exists() else None
 
 
 def damaged(path: Path | str, problem: str) -> DataError:
@@ -103,18 +78,16 @@ def read_lines(path: Path, notes: list[str]) -> list[tuple[str, dict[str, Any]]]
     Raises:
         DataError: A line in the middle is damaged, or one is no event.
     """
-    try:
-        raw = path.read_bytes()
-    except FileNotFoundError:
+    if not path.exists():
         return []
-    lines = raw.split(b"\n")
+    lines = files.read_bytes(path).split(b"\n")
     records: list[tuple[str, dict[str, Any]]] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
-        except ValueError as error:
+            record = files.parse_json(line, where=f"{path} line {number}")
+        except DataError as error:
             if number == len(lines):  # no newline after it: the writer was killed in the middle
                 notes.append(f"{path.name}: the last line is torn and was left out")
                 break

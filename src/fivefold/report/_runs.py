@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
-from fivefold.errors import DataError
+from fivefold.errors import ConfigurationError, DataError
+from fivefold.files import parse_toml
 from fivefold.report._records import (
     CheckpointPoint,
     EndPoint,
@@ -36,7 +37,6 @@ from fivefold.report._records import (
 )
 from fivefold.report._run_files import (
     damaged,
-    parse_toml,
     read_lines,
     read_text,
     read_versioned,
@@ -188,13 +188,20 @@ def read_run(path: Path | str, *, name: str | None = None) -> Run:
         name=name or path.resolve().name,
         label=manifest.label,
         manifest=manifest,
-        config=parse_toml(config_text or "", where=path / "config.toml"),
+        config=_tables(config_text or "", path / "config.toml"),
         config_text=config_text or "",
         metrics=metrics,
         ranks=ranks,
         result=result,
         notes=tuple(notes),
     )
+
+
+def _tables(text: str, path: Path) -> dict[str, Any]:
+    try:
+        return parse_toml(text, where=str(path))
+    except ConfigurationError as error:  # the run wrote it: the file is damaged
+        raise DataError(error.message, hint=error.hint) from None
 
 
 def _last_step(metrics: Metrics) -> int:

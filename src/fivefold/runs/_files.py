@@ -17,7 +17,7 @@ from fivefold.errors import CheckpointError, UnsupportedError
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["MetricsWriter", "write_json", "write_text"]
+__all__ = ["MetricsWriter", "cannot_write", "write_json", "write_text"]
 
 
 class MetricsWriter:
@@ -53,7 +53,7 @@ class MetricsWriter:
             self._file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
             self._file.flush()
         except OSError as error:
-            raise _cannot_write(self._path, error) from error
+            raise cannot_write(self._path, error) from error
         if self._board is not None:
             for name, value in values.items():
                 if isinstance(value, int | float):
@@ -68,7 +68,7 @@ class MetricsWriter:
         try:
             self._file.close()
         except OSError as error:
-            raise _cannot_write(self._path, error) from error
+            raise cannot_write(self._path, error) from error
         if self._board is not None:
             self._board.close()
 
@@ -88,7 +88,7 @@ def write_text(path: Path, text: str) -> None:
             os.fsync(file.fileno())
         partial.rename(path)
     except OSError as error:
-        raise _cannot_write(path, error) from error
+        raise cannot_write(path, error) from error
 
 
 def write_json(path: Path, record: dict[str, Any]) -> None:
@@ -100,7 +100,21 @@ def write_json(path: Path, record: dict[str, Any]) -> None:
     write_text(path, json.dumps(_finite(record), indent=1, allow_nan=False) + "\n")
 
 
-def _cannot_write(path: Path, error: OSError) -> CheckpointError:
+def cannot_write(path: Path, error: OSError) -> CheckpointError:
+    """Return the error to raise for a run's file that the disk refused.
+
+    Args:
+        path: The file.
+        error: What the operating system said.
+
+    Returns:
+        The error, with what to do.
+
+    Example:
+        >>> from pathlib import Path
+        >>> cannot_write(Path("run/a.txt"), OSError(28, "No space left on device")).message
+        'cannot write run/a.txt: No space left on device'
+    """
     message = f"cannot write {path}: {error.strerror or error}"
     hint = "check the folder and its permissions, or free space; then run the same command again"
     return CheckpointError(message, hint=hint)
@@ -117,16 +131,17 @@ def _finite(value: Any) -> Any:
 
 
 def _lines_until(path: Path, step: int) -> list[str]:
-    if not path.exists():
+    if not path.is_file():
         return []
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+    for line in path.read_bytes().splitlines(keepends=True):
         try:
-            record = json.loads(line)
-        except ValueError:  # the line during which the run was killed
-            continue
-        if record["step"] <= step:
-            kept.append(line)
+            text = line.decode()
+            done = json.loads(text)["step"] <= step
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue  # the line during which the run was killed, or a damaged one
+        if done:
+            kept.append(text)
     return kept
 
 

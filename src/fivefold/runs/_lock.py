@@ -1,122 +1,143 @@
-"""One process at a time writes in a folder."""
+"""One run per folder: a lock that the kernel takes back when its process ends, however it ends."""
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import fcntl
+import json
+import logging
 import os
+import shlex
 import socket
-from pathlib import Path
-from types import TracebackType
-from typing import IO, Self
+import sys
+import time
+from typing import TYPE_CHECKING
 
-from fivefold.errors import ConfigurationError, StorageError
+from fivefold.errors import ConfigurationError
+from fivefold.runs._files import cannot_write
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from types import TracebackType
+    from typing import Self
 
 __all__ = ["FolderLock"]
 
+_LOG = logging.getLogger(__name__)
 _NAME = ".lock"
+# A process that was killed holds its files until the kernel has taken it apart.
+_PATIENCE_S = 2.0
+_POLL_S = 0.05
+_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
+_LONGEST_COMMAND = 200
+
+_held: set[int] = set()
+
+
+def _drop_in_child() -> None:
+    # A forked child shares the lock: it would hold the folder for as long as it lives.
+    for descriptor in _held:
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_drop_in_child)
 
 
 class FolderLock:
-    """Keep other processes out of a folder while this one writes there.
+    """Keep other runs out of a folder that this process writes; a context manager.
 
-    The lock is the system's, on the file ``.lock``: it goes with the process, however that ends.
-    The file says who holds it, and is removed in the end; so is a folder that was made for it and
-    in which nothing was written.
+    The lock is ``flock`` on the file ``.lock`` in the folder, which also says who holds it. It
+    ends with the process, so a run can be resumed right after it was killed. A child that is
+    forked while the lock is held does not hold it.
 
     Args:
-        folder: The folder; made if missing.
-        what: What writes there, for the message, such as "training".
+        folder: The folder; made where it does not exist.
+        what: The setting that names it, such as ``"run.output"``, for messages.
 
     Raises:
-        ConfigurationError: On entering: another process is at work there.
-        StorageError: On entering: the folder cannot be written.
+        ConfigurationError: On entering; another process writes there. Says which.
+        CheckpointError: On entering; the folder cannot be written.
 
     Example:
-        >>> import tempfile
-        >>> folder = tempfile.mkdtemp()
-        >>> with FolderLock(folder, "a run"):
-        ...     FolderLock(folder, "another run").__enter__()
-        Traceback (most recent call last):
-            ...
-        fivefold.errors.ConfigurationError: ... is in use by a run (process ... on ...); ...
+        >>> import pathlib, tempfile
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> with FolderLock(folder, "run.output"):
+        ...     try:
+        ...         FolderLock(folder, "run.output").__enter__()
+        ...     except ConfigurationError as error:
+        ...         print(error.message.startswith(f"run.output {folder} is in use by process"))
+        True
     """
 
-    def __init__(self, folder: str | os.PathLike[str], what: str) -> None:
-        self.folder = Path(folder)
-        self._what = what
-        self._file: IO[str] | None = None
-        self._made = False
+    def __init__(self, folder: Path, what: str) -> None:
+        self._folder, self._what = folder, what
+        self._descriptor: int | None = None
 
     def __enter__(self) -> Self:
-        while self._file is None:
-            file = self._open()
-            try:
-                self._lock(file)
-            except BaseException:
-                file.close()
-                raise
-            # Who held it before may have removed the file since it was opened: then once more.
-            try:
-                current = os.path.samestat(os.fstat(file.fileno()), self._path.stat())
-            except FileNotFoundError:
-                current = False
-            if current:
-                self._file = file
-            else:
-                file.close()
-        with contextlib.suppress(OSError):  # a full disk: the lock holds, only its text is missing
-            self._file.truncate(0)
-            self._file.write(f"{self._what} (process {os.getpid()} on {socket.gethostname()})")
-            self._file.flush()
+        path = self._folder / _NAME
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise cannot_write(path, error) from error
+        try:
+            self._lock(descriptor)
+            me = {"pid": os.getpid(), "host": socket.gethostname()}
+            content = json.dumps({**me, "command": shlex.join(sys.orig_argv)}).encode()
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, content, 0)
+        except OSError as error:
+            os.close(descriptor)
+            raise cannot_write(path, error) from error
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._descriptor = descriptor
+        _held.add(descriptor)
         return self
-
-    def _open(self) -> IO[str]:
-        try:
-            self._made = self._made or not self.folder.exists()
-            self.folder.mkdir(parents=True, exist_ok=True)
-            try:
-                return self._path.open("a+", encoding="utf-8")
-            except FileNotFoundError:  # whoever made the folder removed it meanwhile
-                self.folder.mkdir(parents=True, exist_ok=True)
-                return self._path.open("a+", encoding="utf-8")
-        except OSError as error:
-            raise StorageError(
-                f"cannot write in {self.folder}: {error.strerror or error}",
-                hint="choose a folder that you may write",
-            ) from error
-
-    @property
-    def _path(self) -> Path:
-        return self.folder / _NAME
-
-    def _lock(self, file: IO[str]) -> None:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            holder = file.read(1000).strip() or "another process"
-            raise ConfigurationError(
-                f"{self.folder} is in use by {holder}",
-                hint="wait until it ends, or choose another folder",
-            ) from None
-        except OSError as error:
-            raise StorageError(
-                f"cannot lock {self.folder}: {error.strerror or error}",
-                hint="choose a folder on a file system with locks",
-            ) from error
 
     def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
-        traceback: TracebackType | None,
+        trace: TracebackType | None,
     ) -> None:
-        if self._file is not None:
-            with contextlib.suppress(OSError):
-                self._path.unlink()  # while it is locked: who opens it afterwards makes another
-                if self._made:
-                    self.folder.rmdir()
-            with contextlib.suppress(OSError):
-                self._file.close()
-            self._file = None
+        # The file stays: a run that waits for it may have it open.
+        if self._descriptor in _held:  # not in a forked child, where the number may be another's
+            _held.remove(self._descriptor)
+            os.close(self._descriptor)
+        self._descriptor = None
+
+    def _lock(self, descriptor: int) -> None:
+        give_up_at_s = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= give_up_at_s:
+                    raise self._in_use(descriptor) from None
+                time.sleep(_POLL_S)
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                _LOG.warning(
+                    "the file system of %s has no locks: make sure that no other run writes there",
+                    self._folder,
+                )
+                return
+            else:
+                return
+
+    def _in_use(self, descriptor: int) -> ConfigurationError:
+        try:
+            holder = json.loads(os.pread(descriptor, 1 << 16, 0))
+            command = str(holder["command"])
+            command = command[:_LONGEST_COMMAND] + "..." * (len(command) > _LONGEST_COMMAND)
+            who = f"process {holder['pid']} on {holder['host']}: {command}"
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            who = "another process"  # which has not written its name yet
+        return ConfigurationError(
+            f"{self._what} {self._folder} is in use by {who}",
+            hint=f"wait until it ends, or stop it; or choose another {self._what}",
+        )

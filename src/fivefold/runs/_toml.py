@@ -12,7 +12,6 @@ import difflib
 import json
 import math
 import re
-import tomllib
 import typing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from fivefold.errors import ConfigurationError
+from fivefold.files import parse_toml
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
     from pydantic_core import ErrorDetails
 
-__all__ = ["apply_overrides", "format_toml", "read_toml", "readable_error"]
+__all__ = ["apply_overrides", "format_toml", "readable_error"]
 
 _ITEM = re.compile(r"\[\d+\]")
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
@@ -53,43 +53,6 @@ _BOUNDS = {
     "less_than": ("less than", "lt"),
     "less_than_equal": ("at most", "le"),
 }
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    r"""Read a TOML file.
-
-    Args:
-        path: The file.
-
-    Returns:
-        Its tables.
-
-    Raises:
-        ConfigurationError: The file is missing, cannot be read, or is not TOML.
-
-    Example:
-        >>> import tempfile
-        >>> file = Path(tempfile.mkdtemp()) / "a.toml"
-        >>> _ = file.write_text("[run]\nsteps = 1\n")
-        >>> read_toml(file)
-        {'run': {'steps': 1}}
-    """
-    try:
-        return tomllib.loads(path.read_bytes().decode())
-    except FileNotFoundError:
-        raise ConfigurationError(
-            f"configuration file {path} does not exist", hint=_nearest_file(path)
-        ) from None
-    except OSError as error:
-        raise ConfigurationError(
-            f"configuration file {path} cannot be read: {error.strerror}",
-            hint="name a TOML file that you may read",
-        ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigurationError(
-            f"configuration file {path} is not TOML: {error}",
-            hint='tables look like [run], keys like steps = 100; strings need quotes: "co2"',
-        ) from None
 
 
 def apply_overrides(
@@ -292,8 +255,8 @@ def _override_value(text: str, annotation: Any) -> Any:
     if annotation in (str, Path) and not quoted:
         return text  # a folder may be called 2024
     try:
-        parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+        parsed = parse_toml(f"value = {text}", where="the override")
+    except ConfigurationError:
         return text
     value = parsed["value"]
     plain = isinstance(value, bool | int | float | str | list | dict)
@@ -339,12 +302,3 @@ def _describe(value: object) -> str:
     if isinstance(value, bool):
         return f"{str(value).lower()} ({name})"
     return f"{value!r} ({name})"
-
-
-def _nearest_file(path: Path) -> str:
-    folder = path.parent
-    names = [p.name for p in folder.glob("*.toml")] if folder.is_dir() else []
-    close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.5)
-    if close:
-        return f"did you mean {folder / close[0]}?"
-    return "give the path of a TOML file, such as examples/train.toml"

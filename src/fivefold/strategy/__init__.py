@@ -1,11 +1,12 @@
 """Layer 1: how model, data and states are split over GPUs, at what cost, and which is best."""
 
 from fivefold.strategy._calibration import Fit, MeasuredRun, fit_constants, with_constants
-from fivefold.strategy._cluster import Cluster, load_cluster, named_clusters
+from fivefold.strategy._cluster import Cluster, load_cluster, named_clusters, reached_tiers
 from fivefold.strategy._cost import Prediction, TimeUse, evaluate_plan
 from fivefold.strategy._demand import Message, PlanDemand, axis_groups, plan_demand
 from fivefold.strategy._device import DeviceSpec
-from fivefold.strategy._fabric import FabricSpec, Group, Tier, collective_time_s
+from fivefold.strategy._fabric import FabricSpec, Group, Tier
+from fivefold.strategy._fabric_cost import collective_time_s
 from fivefold.strategy._fabric_topology import fabric_from_topology
 from fivefold.strategy._grouping import group_period_s
 from fivefold.strategy._job import Job, job_from_table, load_job, plan_to_toml
@@ -80,6 +81,7 @@ __all__ = [
     "plan_demand",
     "plan_problem",
     "plan_to_toml",
+    "reached_tiers",
     "run_queue",
     "search_plans",
     "torchtitan_config",

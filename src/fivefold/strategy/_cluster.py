@@ -15,14 +15,15 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from fivefold.errors import ConfigurationError, DataError
+from fivefold.errors import ConfigurationError, InfeasibleError
+from fivefold.files import read_toml
 from fivefold.network.topology import generator_names, machine_names, parse_topology
 from fivefold.strategy._device import DeviceSpec
 from fivefold.strategy._fabric import FabricSpec, Tier
 from fivefold.strategy._fabric_topology import fabric_from_topology
 from fivefold.units import parse_bytes, parse_bytes_per_s, parse_duration_s
 
-__all__ = ["Cluster", "load_cluster", "named_clusters"]
+__all__ = ["Cluster", "load_cluster", "named_clusters", "reached_tiers"]
 
 _TOP = {"name", "base", "gpus", "device", "tier", "sources", "topology"}
 _TEXT_TIER = {
@@ -35,6 +36,16 @@ _TEXT_DEVICE = {
     "memory": "memory_bytes", "memory_bandwidth": "memory_bandwidth_bytes_per_s",
     "kernel_gap": "kernel_gap_s", "host_kernel": "host_kernel_s", "reserved": "reserved_bytes",
     "host_bandwidth": "host_bandwidth_bytes_per_s", "step_overhead": "step_overhead_s",
+}  # fmt: skip
+
+
+_WORDS = {
+    "int": "a whole number", "float": "a number", "float | None": "a number",
+    "int | None": "a whole number", "bool": "true or false", "str": "text",
+}  # fmt: skip
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    "int": (int,), "float": (int, float), "float | None": (int, float), "int | None": (int,),
+    "bool": (bool,), "str": (str,),
 }  # fmt: skip
 
 
@@ -58,6 +69,17 @@ class Cluster:
     fabric: FabricSpec
     num_gpus: int | None = None
 
+    def require(self, num_gpus: int) -> None:
+        """Refuse a job of more GPUs than there are.
+
+        Raises:
+            InfeasibleError: There are fewer.
+        """
+        most = self.fabric.num_gpus if self.num_gpus is None else self.num_gpus
+        if isinstance(num_gpus, int) and num_gpus > most:
+            message = f"the job wants {num_gpus} GPUs, cluster {self.name!r} has {most}"
+            raise InfeasibleError(message, hint=f"use at most {most} GPUs")
+
 
 def named_clusters() -> tuple[str, ...]:
     """Names of the known pairs of GPU and stack.
@@ -79,7 +101,6 @@ def load_cluster(source: str | Path) -> Cluster:
 
     Raises:
         ConfigurationError: A name or key is unknown, or a value is not allowed.
-        DataError: The file is missing or not TOML.
 
     Example:
         >>> load_cluster("h100-nemo").device.peak_flops
@@ -100,11 +121,7 @@ def _load(source: str | Path, *, bases: tuple[str, ...]) -> Cluster:
     path = Path(source)
     if path.suffix != ".toml":
         raise _unknown(str(source))
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        message = f"{path} is not a readable TOML file: {error}"
-        raise DataError(message, hint="check the path and the syntax") from error
+    table = read_toml(path, what="cluster file")
     return _cluster(table, name=path.stem, bases=bases)
 
 
@@ -136,22 +153,38 @@ def _fabric(
     table: Mapping[str, Any], tiers: Mapping[str, Mapping[str, Any]], *, name: str
 ) -> FabricSpec:
     """Tiers of a topology, where one is named, changed by what the file says of them."""
-    settings = dict(tiers)
     if "topology" in table:
-        found = fabric_from_topology(parse_topology(str(table["topology"])))
-        named = {tier.name: tier for tier in found.tiers}
-        settings = {
-            key: {**dataclasses.asdict(tier), **_kept(tiers.get(key, {}))}
-            for key, tier in named.items()
-        }
-    joined = tuple(_build(Tier, tier, where="tier") for tier in settings.values())
+        return _reached(fabric_from_topology(parse_topology(str(table["topology"]))), tiers)
+    joined = tuple(_build(Tier, tier, where="tier") for tier in tiers.values())
     return FabricSpec(name=name, tiers=tuple(sorted(joined, key=lambda tier: tier.gpus)))
 
 
-def _kept(tier: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a base's tier only what no topology knows: how much of a link software reaches."""
-    known = ("efficiency", "exchange_efficiency", "base_s", "fill_s", "all_reduce_gain")
-    return {key: tier[key] for key in known if key in tier}
+def reached_tiers(fabric: FabricSpec, known: FabricSpec) -> FabricSpec:
+    """A topology's tiers, with what ``known`` says of the share of a link that software reaches.
+
+    Args:
+        fabric: Tiers of a topology.
+        known: Tiers of a cluster; those of another name than any of these lend the outermost's.
+
+    Example:
+        >>> from fivefold.network.topology import named_topology
+        >>> tiers = fabric_from_topology(named_topology("dgx_a100", boxes=2))
+        >>> reached = reached_tiers(tiers, load_cluster("a100-megatron").fabric)
+        >>> [tier.efficiency for tier in reached.tiers]
+        [0.757, 0.336]
+    """
+    return _reached(fabric, {tier.name: dataclasses.asdict(tier) for tier in known.tiers})
+
+
+def _reached(fabric: FabricSpec, known: Mapping[str, Mapping[str, Any]]) -> FabricSpec:
+    names = ("efficiency", "exchange_efficiency", "base_s", "fill_s", "all_reduce_gain")
+    outermost = max(known.values(), key=lambda tier: int(tier.get("gpus", 0)), default={})
+    tiers = []
+    for tier in fabric.tiers:
+        said = known.get(tier.name, {} if tier.name == "node" else outermost)
+        changes = {name: said[name] for name in names if name in said}
+        tiers.append(dataclasses.replace(tier, **changes))
+    return dataclasses.replace(fabric, tiers=tuple(tiers))
 
 
 def _unknown(name: str) -> ConfigurationError:
@@ -204,8 +237,38 @@ def _read(
 
 
 def _build(kind: type, fields: Mapping[str, Any], *, where: str) -> Any:
-    try:
-        return kind(**fields)
-    except TypeError as error:
-        message = f"{where} {fields.get('name', '')!r} is incomplete: {error}"
-        raise ConfigurationError(message, hint="name a base, or give every size") from error
+    require_fields(kind, fields, where=f"{where} {fields.get('name', '')!r}")
+    return kind(**fields)
+
+
+def require_fields(kind: type, values: Mapping[str, Any], *, where: str) -> None:
+    """Refuse a table that lacks a field without a default, or has a field of the wrong type.
+
+    Raises:
+        ConfigurationError: A field is missing, or is no number or word where it must be one.
+    """
+    fields = dataclasses.fields(kind)
+    missing = [
+        field.name
+        for field in fields
+        if field.name not in values
+        and field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        message = f"{where} is incomplete: it does not say {', '.join(map(_key_of, missing))}"
+        raise ConfigurationError(message, hint="give every size that has no default")
+    for field in fields:
+        allowed = _TYPES.get(str(field.type))
+        value = values.get(field.name)
+        wrong = isinstance(value, bool) and bool not in (allowed or ())
+        if value is not None and allowed and (wrong or not isinstance(value, allowed)):
+            name = _key_of(field.name)
+            message = f"{where}: {name} = {value!r} is of the wrong type"
+            raise ConfigurationError(message, hint=f"{name} is {_WORDS[str(field.type)]}")
+
+
+def _key_of(name: str) -> str:
+    """How a file writes a field."""
+    keys = {field: key for texts in (_TEXT_TIER, _TEXT_DEVICE) for key, field in texts.items()}
+    return keys.get(name, name)

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fivefold.strategy._cost import mean_layer_cost
 from fivefold.strategy._device import DeviceSpec
 from fivefold.strategy._fabric import FabricSpec
-from fivefold.strategy._layer import LayerCost, LayerKey, head_cost
+from fivefold.strategy._fabric_cost import Groups
+from fivefold.strategy._layer import LayerCost, LayerKey, head_cost, mean_layer_cost
 from fivefold.strategy._model import ModelSpec
 from fivefold.strategy._table import PlanTable, decode
 
@@ -37,6 +37,7 @@ class Columns:
 
     def __post_init__(self) -> None:
         t = self.table
+        self.num_gpus: Ints = t.data * t.tensor * t.pipeline * t.context
         self.replicas: Ints = t.data * t.context
         self.shards: Ints = np.where(t.shard == 0, self.replicas, t.shard)
         tcdp = t.is_word("order", "tcdp")
@@ -60,18 +61,25 @@ class Columns:
         one = p == 1
         return tuple(np.where(one, layers, count) for count in (first, middle, last))  # type: ignore[return-value]
 
+    def groups(self, size: Ints, stride: Ints) -> Groups:
+        """Groups of an axis of every plan's mesh."""
+        return Groups(size, stride, self.num_gpus)
+
     def layer(self) -> tuple[dict[str, Floats], dict[str, Floats]]:
         """Costs of the mean layer and of the head, looked up by what they depend on."""
         t = self.table
         place = ((t.tensor * 4096 + t.context) * 4096 + t.expert) * 2**28 + self.layer_stride
         _, place_id = np.unique(place, return_inverse=True)
-        key = place_id.astype(np.int64)
+        ranks, ranks_id = np.unique(self.num_gpus, return_inverse=True)
+        key = place_id.astype(np.int64) * len(ranks) + ranks_id
         for name, size in zip(_KEYED, (2**14, 2, 2, 4, 4, 4), strict=True):
             key = key * size + t.columns[name]
         _, first, index = np.unique(key, return_index=True, return_inverse=True)
         costs, heads = [], []
         for row in first:
-            plan = _key_plan(t, int(row), stride=int(self.layer_stride[row]))
+            plan = _key_plan(
+                t, int(row), stride=int(self.layer_stride[row]), ranks=int(self.num_gpus[row])
+            )
             costs.append(mean_layer_cost(self.model, self.device, self.fabric, key=plan))
             heads.append(head_cost(self.model, self.device, self.fabric, key=plan))
         return _gather(costs, index), _gather(heads, index)
@@ -97,12 +105,12 @@ class Columns:
         return kept + np.where(one | (stage == 2), head, 0.0), routed
 
 
-def _key_plan(table: PlanTable, row: int, *, stride: int) -> LayerKey:
+def _key_plan(table: PlanTable, row: int, *, stride: int, ranks: int) -> LayerKey:
     words: dict[str, Any] = {name: decode(name, int(table.columns[name][row])) for name in _KEYED}
     degrees: dict[str, Any] = {
         name: int(table.columns[name][row]) for name in ("tensor", "context", "expert")
     }
-    return LayerKey(**words, **degrees, data_stride=stride)
+    return LayerKey(**words, **degrees, data_stride=stride, ranks=ranks)
 
 
 def _gather(costs: list[LayerCost], index: Ints) -> dict[str, Floats]:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fivefold.errors import ConfigurationError
-from fivefold.strategy._cost import evaluate_plan, mean_layer_cost
+from fivefold.strategy._cost import evaluate_plan
 from fivefold.strategy._device import DeviceSpec
 from fivefold.strategy._fabric import FabricSpec, Tier
-from fivefold.strategy._layer import LayerKey
+from fivefold.strategy._layer import LayerKey, mean_layer_cost
 from fivefold.strategy._memory import stage_parameters
 from fivefold.strategy._model import ModelSpec
 from fivefold.strategy._operators import Operator, head_operators, layer_operators
@@ -39,7 +39,8 @@ class Message:
         size_bytes: The logical buffer per GPU; of an all-gather its output.
         phase: Once per micro-batch in ``"forward"`` or ``"backward"``; once per iteration after
             the last backward (``"reduce"``) or before the first forward (``"gather"``).
-        hidden: Whether it runs beside compute instead of holding it up.
+        hidden: Whether it runs beside compute instead of holding it up; of local updates, beside
+            the whole iteration.
 
     Example:
         >>> Message(axis="data", kind="all_reduce", size_bytes=8, phase="reduce").hidden
@@ -251,20 +252,21 @@ def _state_messages(
         (kept, "data", "shard"), (routed, "expert_data", "expert_data"),
     ):  # fmt: skip
         gradient = round(device.gradient_wire_bytes * count / segments / plan.tau)
-        parameter = round(device.parameter_wire_bytes * count / segments)
+        parameter = round(device.parameter_wire_bytes * count / segments / plan.tau)
         if not gradient or plan.group(whole).size == 1:
             continue
         if plan.zero == 0:
             found.append(
-                Message(axis=whole, kind="all_reduce", size_bytes=gradient, phase="reduce")
-            )
+                Message(axis=whole, kind="all_reduce", size_bytes=gradient, phase="reduce",
+                        hidden=plan.tau > 1)
+            )  # fmt: skip
             continue
         found += _sharded(plan, shards, gradient=gradient, parameter=parameter)
         replicas = plan.group("replica").size
         if shards == "shard" and replicas > 1:
             found.append(
                 Message(axis="replica", kind="all_reduce", phase="reduce",
-                        size_bytes=gradient // plan.shards)
+                        size_bytes=gradient // plan.shards, hidden=plan.tau > 1)
             )  # fmt: skip
     return tuple(found)
 
@@ -273,8 +275,10 @@ def _sharded(plan: ParallelPlan, axis: str, *, gradient: int, parameter: int) ->
     """What ZeRO sends instead of an all-reduce: once, or for every micro-batch."""
     if plan.group(axis).size == 1:
         return []
-    scatter = Message(axis=axis, kind="reduce_scatter", size_bytes=gradient, phase="reduce")
-    gather = Message(axis=axis, kind="all_gather", size_bytes=parameter, phase="gather")
+    scatter = Message(
+        axis=axis, kind="reduce_scatter", size_bytes=gradient, phase="reduce", hidden=plan.tau > 1
+    )
+    gather = dataclasses.replace(scatter, kind="all_gather", size_bytes=parameter, phase="gather")
     if plan.zero == 1:
         return [scatter, gather]
     each = dataclasses.replace(scatter, phase="backward", hidden=plan.data_overlap)

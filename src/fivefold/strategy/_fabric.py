@@ -1,22 +1,17 @@
-"""What a collective of one plan costs on a fabric of tiers: GPU, node, pod, and so on.
+"""A fabric of tiers (GPU, node, pod, and so on) and the groups of ranks that lie on it.
 
-A tier joins units of the tier below and gives every GPU a share of what leaves its unit. A ring
-over a group crosses a tier with as many members as the group has inside one unit, so it may use
-the shares of all of them: eight data-parallel rings of a node each get one share, one tensor ring
-over two nodes gets all eight. Latencies follow NCCL's own model. The module knows no model.
+A tier joins units of the tier below and gives every GPU a share of what leaves its unit. What
+collectives cost there is in ``_fabric_cost``.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import functools
+from dataclasses import asdict, dataclass
 
 from fivefold.errors import ConfigurationError
 
-__all__ = ["FabricSpec", "Group", "Tier", "collective_time_s"]
-
-_TREE_SHARE = 0.92  # of the bandwidth, as NCCL's tuner has it
+__all__ = ["FabricSpec", "Group", "Tier"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +61,14 @@ class Tier:
         return self.bandwidth_bytes_per_s * self.efficiency
 
     @property
+    def exchange_share(self) -> float:
+        """Share of the bandwidth that all-to-all and point to point reach."""
+        return self.efficiency if self.exchange_efficiency is None else self.exchange_efficiency
+
+    @property
     def exchange_rate_bytes_per_s(self) -> float:
         """What a GPU reaches in an all-to-all or point to point."""
-        share = self.efficiency if self.exchange_efficiency is None else self.exchange_efficiency
-        return self.bandwidth_bytes_per_s * share
+        return self.bandwidth_bytes_per_s * self.exchange_share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,15 +104,33 @@ class FabricSpec:
                     message, hint="each tier joins a multiple of the one below"
                 )
 
+    @functools.cached_property
+    def merged(self) -> tuple[Tier, ...]:
+        """The tiers, neighbours of the same constants made one: nothing tells them apart."""
+        kept: list[Tier] = []
+        for tier in self.tiers:
+            if kept and _constants(kept[-1]) == _constants(tier):
+                kept.pop()
+            kept.append(tier)
+        return tuple(kept)
+
     @property
     def gpus_per_node(self) -> int:
         """GPUs that the innermost tier joins."""
-        return self.tiers[0].gpus
+        return self.merged[0].gpus
 
     @property
     def num_gpus(self) -> int:
         """GPUs that the outermost tier can join."""
         return self.tiers[-1].gpus
+
+    def holds_in_node(self, size: int, num_gpus: int) -> bool:
+        """Whether groups of ``size`` neighbouring ranks, of so many GPUs, all lie inside nodes."""
+        return num_gpus <= self.gpus_per_node or self.gpus_per_node % size == 0
+
+
+def _constants(tier: Tier) -> dict[str, object]:
+    return {key: value for key, value in asdict(tier).items() if key not in {"name", "gpus"}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,150 +140,15 @@ class Group:
     Args:
         size: Members.
         stride: Ranks between neighbours: the product of the axes inside it.
+        ranks: Ranks of the whole mesh, whose groups of this axis all work at once; None: of one
+            run of groups from rank 0. Groups that do not divide a node lie across nodes in some
+            places, and the slowest counts.
 
     Example:
-        >>> Group(size=16, stride=4).inside(8)
-        2
+        >>> Group(size=6, ranks=24)
+        Group(size=6, stride=1, ranks=24)
     """
 
     size: int
     stride: int = 1
-
-    def inside(self, gpus: int) -> int:
-        """Members within one unit of ``gpus`` GPUs."""
-        return max(1, min(self.size, gpus // self.stride))
-
-
-def collective_time_s(
-    fabric: FabricSpec, kind: str, *, size_bytes: float, group: Group, concurrent: float = 1.0
-) -> float:
-    """Time of one collective of a group, with all its sister groups at work at the same time.
-
-    Args:
-        fabric: The tiers.
-        kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"`` or
-            ``"point_to_point"``.
-        size_bytes: As the collective counts it: the buffer, the gathered output, what one GPU
-            holds before an exchange, the message.
-        group: Who takes part; of ``point_to_point`` the two are neighbours of the group.
-        concurrent: Other traffic: 2 where this group gets half of its share.
-
-    Returns:
-        Seconds; 0 for a group of one.
-
-    Raises:
-        ConfigurationError: The kind is unknown.
-
-    Example:
-        >>> net = FabricSpec(name="x", tiers=(Tier(name="node", gpus=8, bandwidth_bytes_per_s=1e11,
-        ...                                        efficiency=1.0, base_s=0.0, hop_s=0.0),))
-        >>> collective_time_s(net, "all_gather", size_bytes=8e9, group=Group(size=8))
-        0.07
-    """
-    if group.size <= 1 or size_bytes <= 0:
-        return 0.0
-    try:
-        cost = _KINDS[kind]
-    except KeyError:
-        message = f"collective {kind!r} is unknown"
-        raise ConfigurationError(message, hint=f"use one of {sorted(_KINDS)}") from None
-    return cost(fabric, size_bytes * concurrent, group)
-
-
-def _crossed(fabric: FabricSpec, group: Group) -> list[tuple[Tier, int]]:
-    """Tiers that a ring of the group crosses, each with the members inside one unit below it."""
-    below, crossed = 1, []
-    for tier in fabric.tiers:
-        if group.inside(tier.gpus) > group.inside(below):
-            crossed.append((tier, group.inside(below)))
-        below = tier.gpus
-    if group.inside(below) < group.size:  # a group beyond the last tier: at the last tier's cost
-        crossed.append((fabric.tiers[-1], group.inside(below)))
-    return crossed or [(fabric.tiers[-1], 1)]
-
-
-def _ring_rate(crossed: list[tuple[Tier, int]]) -> float:
-    return min(tier.rate_bytes_per_s * members for tier, members in crossed)
-
-
-def _fill_s(crossed: list[tuple[Tier, int]], size_bytes: float) -> float:
-    scale = max(tier.fill_s for tier, _ in crossed)
-    return 2.0 * math.sqrt(scale * size_bytes / _ring_rate(crossed)) if scale else 0.0
-
-
-def _latency_s(crossed: list[tuple[Tier, int]], group: Group, *, tree: bool) -> float:
-    """NCCL's: a ring meets every member, a tree of nodes their logarithm."""
-    base = max(tier.base_s for tier, _ in crossed)
-    outside = group.size
-    total = 0.0
-    for tier, members in reversed(crossed):
-        units = max(outside // members, 1)
-        inside_only = members == 1 and len(crossed) > 1 and tier is crossed[0][0]
-        steps = math.ceil(math.log2(units)) if tree and not inside_only else units - 1
-        rings = 1 if tree else group.size // outside
-        total += rings * steps * tier.hop_s
-        outside = members
-    return base + total
-
-
-def _gather_s(fabric: FabricSpec, size_bytes: float, group: Group) -> float:
-    crossed = _crossed(fabric, group)
-    moved = size_bytes * (group.size - 1) / group.size
-    return (
-        _latency_s(crossed, group, tree=False)
-        + moved / _ring_rate(crossed)
-        + _fill_s(crossed, size_bytes)
-    )
-
-
-def _all_reduce_s(fabric: FabricSpec, size_bytes: float, group: Group) -> float:
-    crossed = _crossed(fabric, group)
-    gain = crossed[0][0].all_reduce_gain if len(crossed) == 1 else 1.0
-    moved = 2.0 * size_bytes * (group.size - 1) / group.size
-    ring_s = 2.0 * _latency_s(crossed, group, tree=False) + moved / (gain * _ring_rate(crossed))
-    tree_s = (
-        2.0 * _latency_s(crossed, group, tree=True) + _tree_s(crossed, size_bytes, group) / gain
-    )
-    base_s = max(tier.base_s for tier, _ in crossed)
-    return min(ring_s, tree_s) - base_s + _fill_s(crossed, size_bytes)
-
-
-def _tree_s(crossed: list[tuple[Tier, int]], size_bytes: float, group: Group) -> float:
-    """Two trees, each with half the data up and down: a unit sends 2 (units - 1) / units of it.
-
-    Over two nodes that is half of what the ring carries, for the ring passes by every member.
-    """
-    outside, slowest = group.size, 0.0
-    for tier, members in reversed(crossed):
-        units = outside / members
-        share = 2.0 * (units - 1.0) / units
-        slowest = max(slowest, share * size_bytes / (tier.rate_bytes_per_s * members))
-        outside = members
-    return slowest / _TREE_SHARE
-
-
-def _all_to_all_s(fabric: FabricSpec, size_bytes: float, group: Group) -> float:
-    """Each tier carries what goes beyond the unit below it; the slowest rules."""
-    slowest = 0.0
-    crossed = _crossed(fabric, group)
-    for tier, members in crossed:
-        beyond = size_bytes * (group.size - members) / group.size
-        slowest = max(slowest, beyond / tier.exchange_rate_bytes_per_s)
-    outermost = crossed[-1][0]
-    peers = group.size - crossed[-1][1]
-    return outermost.base_s + outermost.hop_s * math.ceil(math.log2(peers + 1)) + slowest
-
-
-def _point_to_point_s(fabric: FabricSpec, size_bytes: float, group: Group) -> float:
-    """Between neighbours of the group; they share the tier with all other pairs of their kind."""
-    tier = next((t for t in fabric.tiers if group.stride < t.gpus), fabric.tiers[-1])
-    return tier.base_s + tier.hop_s + size_bytes / tier.exchange_rate_bytes_per_s
-
-
-_KINDS: Mapping[str, Callable[[FabricSpec, float, Group], float]] = {
-    "all_reduce": _all_reduce_s,
-    "all_gather": _gather_s,
-    "reduce_scatter": _gather_s,
-    "all_to_all": _all_to_all_s,
-    "point_to_point": _point_to_point_s,
-}
+    ranks: int | None = None

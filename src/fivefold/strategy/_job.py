@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.errors import ConfigurationError, InfeasibleError
-from fivefold.runs import format_toml, read_toml
-from fivefold.strategy._cluster import Cluster, check_keys
+from fivefold.files import read_toml
+from fivefold.runs import format_toml
+from fivefold.strategy._cluster import Cluster, check_keys, require_fields
 from fivefold.strategy._model import (
     ConvolutionStage,
     LatentAttention,
@@ -55,11 +56,12 @@ def load_job(path: Path | str, *, cluster: Cluster | None = None) -> Job:
         path: TOML with ``model`` (a preset, a ``config.json``, or a table of ``ModelSpec``),
             ``gpus``, ``global_batch``, and where wanted ``seq_len``, ``[search]`` (fields of
             ``SearchSpace``) and ``[plan]`` (fields of ``ParallelPlan``).
-        cluster: Whose number of GPUs is taken where the file gives none.
+        cluster: Whose number of GPUs is taken where the file gives none; a job cannot have more.
 
     Raises:
         ConfigurationError: A key is missing, unknown or not allowed.
-        InfeasibleError: The plan takes another number of GPUs than the job has.
+        InfeasibleError: The plan takes another number of GPUs than the job has, or the job more
+            than the cluster.
 
     Example:
         >>> import tempfile
@@ -82,11 +84,12 @@ def job_from_table(
         table: As in ``load_job``.
         where: Where it stands, for messages.
         folder: Where a model's file is looked for.
-        cluster: Whose number of GPUs is taken where there is none.
+        cluster: Whose number of GPUs is taken where there is none; a job cannot have more.
 
     Raises:
         ConfigurationError: A key is missing, unknown or not allowed.
-        InfeasibleError: The plan takes another number of GPUs than the job has.
+        InfeasibleError: The plan takes another number of GPUs than the job has, or the job more
+            than the cluster.
 
     Example:
         >>> table = {"model": "llama3-8b", "gpus": 8, "global_batch": 16}
@@ -100,6 +103,8 @@ def job_from_table(
         if value is None:
             message = f"{where} does not say {name!r}"
             raise ConfigurationError(message, hint=f"add {name} = ...")
+    if cluster is not None:
+        cluster.require(gpus)
     seq_len = table.get("seq_len")
     model = _model(table["model"], seq_len=seq_len, folder=folder)
     search = _tuples(table.get("search", {}), SearchSpace, where="[search]")
@@ -110,6 +115,11 @@ def job_from_table(
     if "plan" in table:
         check_keys(table["plan"], _names(ParallelPlan), where="[plan]")
         plan = ParallelPlan(**{"global_batch": table["global_batch"], **table["plan"]})
+        if plan.global_batch != space.global_batch:
+            message = (
+                f"{where} says global_batch = {space.global_batch}, its [plan] {plan.global_batch}"
+            )
+            raise ConfigurationError(message, hint="leave one of the two out, or make them equal")
         if plan.num_gpus != space.num_gpus:
             message = f"[plan] takes {plan.num_gpus} GPUs, the job has {space.num_gpus}"
             replicas = plan.data * space.num_gpus / plan.num_gpus
@@ -155,11 +165,8 @@ def _model(source: Any, *, seq_len: int | None, folder: Path) -> ModelSpec:
 
 
 def _build(kind: type, values: Mapping[str, Any], *, where: str) -> Any:
-    try:
-        return kind(**values)
-    except TypeError as error:
-        message = f"{where} is incomplete: {error}"
-        raise ConfigurationError(message, hint="give every size without a default") from error
+    require_fields(kind, values, where=where)
+    return kind(**values)
 
 
 def plan_to_toml(plan: ParallelPlan) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from fivefold.errors import UnsupportedError
 from fivefold.strategy._model import ModelSpec
-from fivefold.strategy._plan import ParallelPlan
+from fivefold.strategy._plan import WAITING_SCHEDULES, ParallelPlan
 
 __all__ = ["device_mesh", "megatron_flags"]
 
@@ -80,7 +80,29 @@ def _why_not(model: ModelSpec, plan: ParallelPlan) -> str | None:
         "states shared by a part of the data-parallel ranks": plan.shard is not None,
         "local updates (tau)": plan.tau > 1,
         "weights or activations in host memory": plan.offload_weights or plan.offload_activations,
+        "optimizer states in host memory without ZeRO-1": plan.offload_optimizer and not plan.zero,
+        "inputs that sequence parallelism keeps instead of gathering them again": (
+            plan.sequence_parallel and not plan.regather
+        ),
+        "rings of messages beside products (it chooses between rings and pipelines by itself)": (
+            plan.tensor_overlap == "ring"
+        ),
+        "tensor overlap without sequence parallelism": (
+            plan.tensor_overlap != "none" and not plan.sequence_parallel
+        ),
+        f"messages between stages beside compute under {plan.schedule}": (
+            plan.pipeline > 1 and plan.pipeline_overlap and plan.schedule in WAITING_SCHEDULES
+        ),
+        "interleaving two stages whose messages wait": (
+            plan.schedule == "interleaved" and plan.pipeline == 2 and not plan.pipeline_overlap
+        ),
         "latent attention": model.latent is not None,
+        "experts split by tensor and expert parallelism without sequence parallelism": (
+            plan.expert > 1 and plan.tensor > 1 and not plan.sequence_parallel
+        ),
+        "experts in 32 bits (their grouped products want 16)": (
+            model.experts is not None and plan.dtype == "fp32"
+        ),
         "layers with experts only here and there": model.experts is not None
         and (model.experts.every > 1 or model.experts.dense_layers > 0),
     }
@@ -99,6 +121,8 @@ def _split(plan: ParallelPlan, model: ModelSpec) -> list[str]:
     if plan.schedule == "interleaved":
         layers = model.num_layers // (plan.pipeline * plan.virtual)
         flags += ["--num-layers-per-virtual-pipeline-stage", str(layers)]
+        if not plan.pipeline_overlap:
+            flags.append("--no-overlap-p2p-communication")
     if plan.order == "tcpd":
         flags += ["--use-tp-pp-dp-mapping"]
     if plan.sequence_parallel:
@@ -109,13 +133,15 @@ def _split(plan: ParallelPlan, model: ModelSpec) -> list[str]:
         flags.append("--overlap-grad-reduce")
         if plan.zero:
             flags.append("--overlap-param-gather")
+    if model.experts is not None:
+        flags += ["--moe-grouped-gemm", "--moe-token-dispatcher-type", "alltoall"]
     return flags
 
 
 def _memory(plan: ParallelPlan) -> list[str]:
     flags = ["--use-distributed-optimizer"] if plan.zero else []
     if plan.offload_optimizer:
-        flags.append("--optimizer-cpu-offload")
+        flags += ["--optimizer-cpu-offload", "--use-precision-aware-optimizer"]
     if plan.recompute == "selective":
         flags += ["--recompute-granularity", "selective"]
     elif plan.recompute == "full":
@@ -124,7 +150,9 @@ def _memory(plan: ParallelPlan) -> list[str]:
     if plan.embedding_layers:
         flags += ["--account-for-embedding-in-pipeline-split"]
         flags += ["--account-for-loss-in-pipeline-split"]
-    return flags + (["--fp16"] if plan.dtype == "fp16" else ["--bf16"])
+    # Parameters stay 16 bits wide under FP8: without --bf16 they would be 32.
+    types = {"bf16": ["--bf16"], "fp8": ["--bf16", "--fp8-format", "hybrid"], "fp32": []}
+    return flags + types[plan.dtype]
 
 
 def _shape(model: ModelSpec) -> list[str]:

@@ -10,7 +10,8 @@ import functools
 from dataclasses import dataclass
 
 from fivefold.strategy._device import DeviceSpec, gemm_time_s, memory_time_s
-from fivefold.strategy._fabric import FabricSpec, Group, collective_time_s
+from fivefold.strategy._fabric import FabricSpec, Group
+from fivefold.strategy._fabric_cost import collective_time_s
 from fivefold.strategy._model import ModelSpec
 from fivefold.strategy._operators import (
     ELEMENT_BYTES,
@@ -22,7 +23,7 @@ from fivefold.strategy._operators import (
 )
 from fivefold.strategy._plan import ParallelPlan
 
-__all__ = ["LayerCost", "LayerKey", "head_cost", "layer_cost"]
+__all__ = ["LayerCost", "LayerKey", "head_cost", "layer_cost", "mean_layer_cost"]
 
 _CAST_BYTES = 4.0
 
@@ -36,6 +37,7 @@ class LayerKey:
     context: int
     expert: int
     data_stride: int
+    ranks: int
     sequence_parallel: bool
     regather: bool
     recompute: str
@@ -49,6 +51,7 @@ class LayerKey:
             micro_batch=plan.micro_batch, tensor=plan.tensor, context=plan.context,
             expert=plan.expert,
             data_stride=plan.group("data").stride if plan.context * plan.expert > 1 else 0,
+            ranks=plan.num_gpus,
             sequence_parallel=plan.sequence_parallel, regather=plan.regather,
             recompute=plan.recompute, tensor_overlap=plan.tensor_overlap, dtype=plan.dtype,
         )  # fmt: skip
@@ -134,6 +137,24 @@ def layer_cost(
     working = stored if key.recompute == "full" else scores * (key.recompute == "selective")
     fields = {name: getattr(cost, name) for name in cost.__dataclass_fields__}
     return LayerCost(**{**fields, "stored_bytes": kept, "working_bytes": working})
+
+
+def mean_layer_cost(
+    model: ModelSpec, device: DeviceSpec, fabric: FabricSpec, *, key: LayerKey
+) -> LayerCost:
+    """Cost of a layer, averaged over dense layers and those with experts."""
+    dense = expert = LayerCost()
+    if model.num_dense_layers:
+        dense = layer_cost(model, device, fabric, key=key)
+    if model.num_expert_layers:
+        expert = layer_cost(model, device, fabric, key=key, expert_layer=True)
+    share = model.num_expert_layers / model.num_layers
+    return LayerCost(
+        **{
+            name: (1 - share) * getattr(dense, name) + share * getattr(expert, name)
+            for name in dense.__dataclass_fields__
+        }
+    )
 
 
 @functools.lru_cache(maxsize=100_000)
@@ -269,7 +290,7 @@ def _tensor_times(
     sizes = [op.message_bytes for op in operators if op.message == "tensor"]
     if not sizes:
         return _Times()
-    group = Group(size=key.tensor)
+    group = Group(size=key.tensor, ranks=key.ranks)
     if not key.sequence_parallel:
         once = sum(
             collective_time_s(fabric, "all_reduce", size_bytes=size, group=group) for size in sizes
@@ -283,7 +304,8 @@ def _tensor_times(
         if key.regather:
             # The gather for the weights runs beside the product for the inputs.
             backward += max(0.0, gather - products.input_s * (1 - device.overlap_slowdown))
-    if key.tensor_overlap == "none":
+    # Products and messages are interleaved by writes into one another's memory: NVLink's reach.
+    if key.tensor_overlap == "none" or not fabric.holds_in_node(key.tensor, key.ranks):
         return _Times(forward_s=once, input_s=backward)
     slices = device.slices if key.tensor_overlap == "pipe" else max(key.tensor, 2)
     return _Times(
@@ -308,7 +330,7 @@ def _context_times(
     sizes = [op.message_bytes for op in operators if op.message == "context"]
     if not sizes:
         return _Times()
-    group = Group(size=key.context, stride=key.data_stride)
+    group = Group(size=key.context, stride=key.data_stride, ranks=key.ranks)
     sent_s = collective_time_s(fabric, "all_gather", size_bytes=sum(sizes), group=group)
     attention = _Times()
     for op in operators:
@@ -325,7 +347,7 @@ def _exchange_times(
     fabric: FabricSpec, *, key: LayerKey, operators: tuple[Operator, ...]
 ) -> _Times:
     sizes = [op.message_bytes for op in operators if op.message == "expert"]
-    group = Group(size=key.expert, stride=key.data_stride)
+    group = Group(size=key.expert, stride=key.data_stride, ranks=key.ranks)
     sent_s = sum(
         collective_time_s(fabric, "all_to_all", size_bytes=size, group=group) for size in sizes
     )

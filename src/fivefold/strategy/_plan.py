@@ -24,6 +24,9 @@ PipelineSchedule = Literal[
 Recompute = Literal["none", "selective", "full"]
 Overlap = Literal["none", "ring", "pipe"]
 Order = Literal["tcdp", "tcpd"]
+DTYPES = ("bf16", "fp8", "fp32")
+WAITING_SCHEDULES = ("gpipe", "1f1b")
+"""Schedules whose stages wait for their messages, whatever ``pipeline_overlap`` says."""
 _TWO_CHUNKS = {"zb_v", "v_half", "v_min", "dualpipe_v"}
 
 
@@ -49,7 +52,7 @@ class ParallelPlan:
         regather: Sequence parallelism gathers inputs again in backward instead of storing them.
         tensor_overlap: Tensor communication beside products: in rings, or in pipelined slices.
         data_overlap: Gradients and parameters travel beside compute.
-        pipeline_overlap: Stages send beside compute.
+        pipeline_overlap: Stages send beside compute; GPipe and 1F1B wait for their messages anyway.
         offload_weights: Weights live in host memory.
         offload_activations: Stored activations live in host memory.
         offload_optimizer: Optimizer states live in host memory.
@@ -103,7 +106,7 @@ class ParallelPlan:
         for name, allowed in (
             ("schedule", get_args(PipelineSchedule)), ("recompute", get_args(Recompute)),
             ("tensor_overlap", get_args(Overlap)), ("order", get_args(Order)),
-            ("zero", (0, 1, 2, 3)),
+            ("zero", (0, 1, 2, 3)), ("dtype", DTYPES),
         ):  # fmt: skip
             if getattr(self, name) not in allowed:
                 message = f"{name}={getattr(self, name)!r} is unknown"
@@ -132,7 +135,7 @@ class ParallelPlan:
 
         Args:
             axis: ``"tensor"``, ``"context"``, ``"data"`` (with context), ``"expert"``,
-                ``"expert_data"``, ``"pipeline"``, ``"shard"`` or ``"replica"``.
+                ``"expert_data"``, ``"expert_shard"``, ``"pipeline"``, ``"shard"`` or ``"replica"``.
 
         Raises:
             ConfigurationError: There is no such axis.
@@ -141,24 +144,22 @@ class ParallelPlan:
         replicas = self.data * self.context
         data_stride = inner if self.order == "tcdp" else inner * self.pipeline
         pipe_stride = inner * (replicas if self.order == "tcdp" else 1)
-        groups = {
-            "tensor": Group(size=self.tensor, stride=1),
-            "context": Group(size=self.context, stride=data_stride),
-            "data": Group(size=replicas, stride=data_stride),
-            "expert": Group(size=self.expert, stride=data_stride),
-            "expert_data": Group(
-                size=max(replicas // self.expert, 1), stride=data_stride * self.expert
-            ),
-            "pipeline": Group(size=self.pipeline, stride=pipe_stride),
-            "shard": Group(size=self.shards, stride=data_stride),
-            "replica": Group(
-                size=max(replicas // self.shards, 1), stride=data_stride * self.shards
-            ),
+        sizes = {
+            "tensor": (self.tensor, 1),
+            "context": (self.context, data_stride),
+            "data": (replicas, data_stride),
+            "expert": (self.expert, data_stride),
+            "expert_data": (max(replicas // self.expert, 1), data_stride * self.expert),
+            "expert_shard": (max(self.shards // self.expert, 1), data_stride * self.expert),
+            "pipeline": (self.pipeline, pipe_stride),
+            "shard": (self.shards, data_stride),
+            "replica": (max(replicas // self.shards, 1), data_stride * self.shards),
         }
-        if axis not in groups:
+        if axis not in sizes:
             message = f"axis {axis!r} is unknown"
-            raise ConfigurationError(message, hint=f"use one of {', '.join(groups)}")
-        return groups[axis]
+            raise ConfigurationError(message, hint=f"use one of {', '.join(sizes)}")
+        size, stride = sizes[axis]
+        return Group(size=size, stride=stride, ranks=self.num_gpus)
 
 
 def _contradiction(plan: ParallelPlan) -> tuple[str, str] | None:

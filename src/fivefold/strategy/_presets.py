@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fivefold.errors import ConfigurationError, DataError
+from fivefold.files import read_json
 from fivefold.strategy._model import (
     ConvolutionStage,
     LatentAttention,
@@ -260,11 +260,7 @@ def load_model(source: str, *, seq_len: int | None = None) -> ModelSpec:
         return ModelSpec(**{**fields, "seq_len": seq_len})
     if path.is_dir():
         path = path / "config.json"
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        message = f"{path} is not a readable config.json: {error}"
-        raise DataError(message, hint="give a file of JSON, or a preset's name") from error
+    config = read_json(path, what="model configuration")
     if not isinstance(config, dict):
         message = f"{path} does not hold a JSON object"
         raise DataError(message, hint="is it a config.json?")

@@ -180,7 +180,7 @@ def search_plans(
     if space.num_gpus > fabric.num_gpus:
         message = f"the job wants {space.num_gpus} GPUs, {fabric.name!r} has {fabric.num_gpus}"
         raise InfeasibleError(message, hint=f"use at most {fabric.num_gpus} GPUs")
-    outer = outer_choices(model, space)
+    outer = outer_choices(model, space, fabric=fabric)
     if not outer.plans:
         _raise_no_choice(outer, space)
     found = _Found(model=model, device=device, fabric=fabric, top=top)
@@ -266,7 +266,7 @@ def _raise_no_choice(outer: Outer, space: SearchSpace) -> None:
     message = (
         f"no split of {space.num_gpus} GPUs and {space.global_batch} samples can run: {reasons}"
     )
-    hint = "change the number of GPUs or the global batch, or allow more degrees"
+    hint = "change the number of GPUs or the global batch, or allow more degrees in [search]"
     raise InfeasibleError(message, hint=hint)
 
 
@@ -304,7 +304,7 @@ def _raise_no_fit(found: _Found, space: SearchSpace) -> None:
 
 def lower_bounds_of(found: _Found, space: SearchSpace) -> Floats:
     """Bounds of memory over a space."""
-    plans = outer_choices(found.model, space).plans
+    plans = outer_choices(found.model, space, fabric=found.fabric).plans
     patterns = [Pattern.of(found.model, space, plan) for plan in plans]
     return lower_bounds(
         found.model, found.device, found.fabric, space=space, plans=plans, patterns=patterns
@@ -313,7 +313,7 @@ def lower_bounds_of(found: _Found, space: SearchSpace) -> Floats:
 
 def _fits(found: _Found, space: SearchSpace) -> bool:
     """Whether any plan of a space fits in memory."""
-    outer = outer_choices(found.model, space)
+    outer = outer_choices(found.model, space, fabric=found.fabric)
     if not outer.plans:
         return False
     state = _Found(model=found.model, device=found.device, fabric=found.fabric, top=1)

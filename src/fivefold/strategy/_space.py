@@ -10,30 +10,41 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from fivefold.errors import ConfigurationError
+from fivefold.strategy._fabric import FabricSpec
 from fivefold.strategy._model import ModelSpec
-from fivefold.strategy._plan import ParallelPlan, plan_problem
+from fivefold.strategy._plan import (
+    DTYPES,
+    WAITING_SCHEDULES,
+    Order,
+    Overlap,
+    ParallelPlan,
+    PipelineSchedule,
+    Recompute,
+    plan_problem,
+)
 from fivefold.strategy._table import PlanTable, encode
 
 __all__ = ["Outer", "SearchSpace", "outer_choices"]
 
 _TWO_CHUNKS = ("zb_v", "v_half", "v_min", "dualpipe_v")
 _BOTH = (False, True)
+_SWITCHES = ("sequence_parallel", "regather", "data_overlap", "pipeline_overlap", "offload")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSpace:
-    """What may be chosen; None means every value that divides.
+    """What may be chosen; None means every value that divides, of ``tensor`` inside a node.
 
     Args:
         num_gpus: GPUs to use, all of them.
         global_batch: Samples of an iteration.
-        tensor: Degrees of tensor parallelism.
+        tensor: Degrees of tensor parallelism; None: those whose groups lie inside nodes.
         pipeline: Numbers of stages.
         context: Degrees of context parallelism.
         expert: Degrees of expert parallelism.
@@ -47,7 +58,7 @@ class SearchSpace:
         regather: Whether its inputs are gathered again.
         tensor_overlap: Kinds of tensor overlap.
         data_overlap: Whether gradients may travel beside compute.
-        pipeline_overlap: Whether stages may send beside compute.
+        pipeline_overlap: Whether stages may send beside compute, where the schedule can.
         offload: Whether weights, activations and optimizer states may go to the host.
         orders: Of the axes.
         tau: Iterations between synchronisations; more than 1 changes convergence.
@@ -95,6 +106,29 @@ class SearchSpace:
             if allowed is not None and not allowed:
                 message = f"{name} of the search space is empty"
                 raise ConfigurationError(message, hint="give at least one value, or leave it out")
+        _check_degrees(self)
+        _check_words(self)
+
+
+def _check_degrees(space: SearchSpace) -> None:
+    for name in ("tensor", "pipeline", "context", "expert", "micro_batch", "virtual", "tau"):
+        for value in getattr(space, name) or ():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                message = f"{name} of the search space must be whole numbers; got {value!r}"
+                raise ConfigurationError(message, hint="a degree is at least 1")
+
+
+def _check_words(space: SearchSpace) -> None:
+    for name, known in (
+        ("schedules", get_args(PipelineSchedule)), ("recompute", get_args(Recompute)),
+        ("tensor_overlap", get_args(Overlap)), ("orders", get_args(Order)),
+        ("dtypes", DTYPES), ("zero", (0, 1, 2, 3)), *((name, _BOTH) for name in _SWITCHES),
+    ):  # fmt: skip
+        for value in getattr(space, name):
+            if not any(value is one or value == one for one in known):
+                message = f"{name} of the search space has {value!r}"
+                allowed_words = ", ".join(map(str, known))
+                raise ConfigurationError(message, hint=f"use some of {allowed_words}")
 
 
 @dataclass
@@ -116,12 +150,18 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // i for i in small)})
 
 
-def outer_choices(model: ModelSpec, space: SearchSpace) -> Outer:
-    """Every combination of degrees, micro-batch and schedule that can run the model."""
+def outer_choices(model: ModelSpec, space: SearchSpace, *, fabric: FabricSpec) -> Outer:
+    """Every combination of degrees, micro-batch and schedule that can run the model.
+
+    Tensor groups lie inside nodes, unless the space names their degrees.
+    """
     outer = Outer()
     for tensor in _degrees(space.tensor, space.num_gpus):
         if model.num_heads % tensor or (model.stages and tensor > 1):
             outer.ruled_out[f"tensor={tensor} does not divide the heads"] += 1
+            continue
+        if space.tensor is None and not fabric.holds_in_node(tensor, space.num_gpus):
+            outer.ruled_out[f"tensor={tensor} would lie across nodes: name it to allow it"] += 1
             continue
         for pipeline in _degrees(space.pipeline, space.num_gpus // tensor):
             if pipeline > model.num_layers:
@@ -195,13 +235,13 @@ class Pattern:
     """What of an outer choice decides which switches mean something.
 
     Example:
-        >>> Pattern(split=True, copies=False, stages=True, sequences=True, shards=(None,)).split
+        >>> Pattern(split=True, copies=False, overlaps=True, sequences=True, shards=(None,)).split
         True
     """
 
     split: bool
     copies: bool
-    stages: bool
+    overlaps: bool
     sequences: bool
     shards: tuple[int | None, ...]
 
@@ -212,7 +252,7 @@ class Pattern:
         return cls(
             split=plan.tensor > 1,
             copies=replicas > 1,
-            stages=plan.pipeline > 1,
+            overlaps=plan.pipeline > 1 and plan.schedule not in WAITING_SCHEDULES,
             sequences=plan.tensor > 1 and model.seq_len % (plan.context * plan.tensor) == 0,
             shards=tuple(s for s in space.shards if s is None or replicas % s == 0),
         )
@@ -232,14 +272,12 @@ def inner_table(space: SearchSpace, pattern: Pattern) -> dict[str, npt.NDArray[n
             zeros,
             space.data_overlap if pattern.copies else (False,),
             space.tau if pattern.copies else (1,),
-            space.pipeline_overlap if pattern.stages else (False,),
+            space.pipeline_overlap if pattern.overlaps else (False,),
             space.offload,
             space.offload,
             space.offload,
         )
-        # Little is left to offload of a fully recomputed layer; local steps need whole states.
-        if not (rest[2] and layer[0] == "full" and False in space.offload)
-        and not (tau > 1 and zero > 1)
+        if not (tau > 1 and zero > 1)  # local steps need whole states
     ]
     names = (*LAYER_SWITCHES, "zero", "shard", "data_overlap", "pipeline_overlap",
              "offload_weights", "offload_activations", "offload_optimizer", "tau")  # fmt: skip

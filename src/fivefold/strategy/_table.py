@@ -11,7 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from fivefold.errors import ConfigurationError
-from fivefold.strategy._plan import Order, Overlap, ParallelPlan, PipelineSchedule, Recompute
+from fivefold.strategy._plan import (
+    DTYPES,
+    Order,
+    Overlap,
+    ParallelPlan,
+    PipelineSchedule,
+    Recompute,
+)
 
 __all__ = ["PlanTable"]
 
@@ -21,7 +28,7 @@ _WORDS: Mapping[str, tuple[Any, ...]] = {
     "recompute": get_args(Recompute),
     "tensor_overlap": get_args(Overlap),
     "order": get_args(Order),
-    "dtype": ("bf16", "fp8", "fp32"),
+    "dtype": DTYPES,
 }
 _FLAGS = {
     "sequence_parallel", "regather", "data_overlap", "pipeline_overlap", "offload_weights",

@@ -1,13 +1,13 @@
-"""Time and memory of many plans at once: what the search runs.
+"""Time and memory of many plans at once; a single plan is a table of one.
 
-Layers are looked up (``_layer`` computes the few hundred different ones), the rest is arithmetic
-on columns. It is written apart from ``_cost`` and ``_memory``, which say what it has to equal.
+An iteration is: every micro-batch through the slowest stage, the pipeline's idle time, what of
+the gradients' and parameters' communication is not hidden, and the optimizer's step. Layers are
+looked up (``_layer`` computes the few hundred different ones), the rest is arithmetic on columns.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,17 +15,18 @@ import numpy.typing as npt
 from fivefold.strategy._columns import Columns
 from fivefold.strategy._device import DeviceSpec
 from fivefold.strategy._fabric import FabricSpec
-from fivefold.strategy._fabric_table import (
+from fivefold.strategy._fabric_cost import (
     all_reduce_column_s,
     gather_column_s,
-    point_to_point_column_s,
+    neighbours_column_s,
 )
 from fivefold.strategy._memory import WEIGHT_BYTES
 from fivefold.strategy._model import ModelSpec
+from fivefold.strategy._plan import WAITING_SCHEDULES
 from fivefold.strategy._table import PlanTable
 from fivefold.strategy._table_memory import memory_column
 
-__all__ = ["CostTable", "evaluate_table", "exchanging_layer", "least_time_column"]
+__all__ = ["CostTable", "evaluate_table", "exchanging_layer", "least_time_column", "time_parts"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -73,7 +74,28 @@ def evaluate_table(
     layer, head = columns.layer()
     memory = memory_column(columns, layer, head)
     layer = _gathering_layer(columns, exchanging_layer(columns, layer))
-    return CostTable(time_s=_time_column(columns, layer, head), memory_bytes=memory)
+    times = _time_columns(columns, layer, head)
+    return CostTable(time_s=sum(times.values(), np.zeros(len(table))), memory_bytes=memory)
+
+
+def time_parts(
+    model: ModelSpec, device: DeviceSpec, fabric: FabricSpec, *, table: PlanTable
+) -> dict[str, Floats]:
+    """The fields of ``TimeUse`` for every plan of a table."""
+    columns = Columns(model, device, fabric, table)
+    layer, head = columns.layer()
+    layer = _gathering_layer(columns, exchanging_layer(columns, layer))
+    times = _time_columns(columns, layer, head)
+    m, layers = columns.micro_batches, np.max(columns.counts, axis=0)
+    one = table.pipeline == 1
+    parts = {
+        name: m * (layers * layer[name] + np.where(one, head[name], 0.0))
+        for name in ("recompute_s", "tensor_s", "context_s", "expert_s")
+    }
+    # Full recomputation repeats communication, about a third of all: it is not counted twice.
+    repeated_s = m * layers * (layer["tensor_s"] + layer["context_s"] + layer["expert_s"]) / 3.0
+    parts["recompute_s"] -= np.where(table.is_word("recompute", "full"), repeated_s, 0.0)
+    return {"compute_s": times.pop("busy_s") - sum(parts.values()), **parts, **times}
 
 
 def _stage_times(
@@ -102,7 +124,10 @@ def _embedding_s(columns: Columns) -> Floats:
     return moved / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency)
 
 
-def _time_column(columns: Columns, layer: dict[str, Floats], head: dict[str, Floats]) -> Floats:
+def _time_columns(
+    columns: Columns, layer: dict[str, Floats], head: dict[str, Floats]
+) -> dict[str, Floats]:
+    """Seconds of an iteration: ``busy_s`` in layers, and the rest as ``TimeUse`` names it."""
     t, device = columns.table, columns.device
     p, m = t.pipeline, columns.micro_batches
     stages = np.array(_stage_times(columns, layer, head))
@@ -112,29 +137,32 @@ def _time_column(columns: Columns, layer: dict[str, Floats], head: dict[str, Flo
     slowest_s = totals.max(axis=0)
     mean = _mean_stage(columns, layer, head)
     idle_s, messages, even = _schedule_columns(columns, mean)
-    message_s = _message_s(columns)
-    idle_s = idle_s + 2.0 * message_s * (p - 1)
+    message_s, through_s = _message_s(columns)
+    idle_s = idle_s + 2.0 * through_s
     idle_s = idle_s - np.where(even, (slowest_s - sum(mean)) / t.virtual, 0.0)
     boundary_s = 2.0 * message_s * messages
-    # While an interleaved pipeline fills or drains, nothing runs beside its messages.
+    # While an interleaved pipeline fills or drains, nothing runs beside its messages: overlap
+    # needs a forward beside a backward, and (v - 1) p chunks of v m come before that.
     filling = np.where(t.is_word("schedule", "interleaved"), (1.0 - 1.0 / t.virtual) * p / m, 0.0)
     beside_s = (1.0 - np.minimum(filling, 1.0)) * np.minimum(boundary_s, slowest_s)
-    hidden_s = np.where(t.pipeline_overlap == 1, beside_s, 0.0)
+    overlaps = (t.pipeline_overlap == 1) & ~t.is_word("schedule", *WAITING_SCHEDULES)
+    hidden_s = np.where(overlaps, beside_s, 0.0)
     sent_s = m * (boundary_s + (device.overlap_slowdown - 1.0) * hidden_s)
     kept, routed = _outer_parameters(columns)
-    rest_s = (
-        m * slowest_s + idle_s + sent_s
-        + _offload_s(columns, layer, slowest_s)
-        + _optimizer_s(columns, kept, routed)
-    )  # fmt: skip
+    offload_s = _offload_s(columns, layer, slowest_s)
+    optimizer_s = _optimizer_s(columns, kept, routed)
+    local_s = m * slowest_s + idle_s + sent_s + offload_s + optimizer_s
     data_s = _data_s(columns, kept, routed, slow)
-    nodes = np.maximum(_num_gpus(t) / columns.fabric.gpus_per_node, 1.0)
-    lag = 1.0 + device.jitter * np.log2(nodes)
-    local_s = rest_s * lag + device.step_overhead_s
-    left_s = np.maximum(0.0, data_s / t.tau - local_s)
-    plain_s = (rest_s + data_s) * lag + device.step_overhead_s
-    total_s: Floats = np.where(t.tau > 1, local_s + left_s, plain_s)
-    return total_s
+    nodes = np.maximum(columns.num_gpus / columns.fabric.gpus_per_node, 1.0)
+    lag = device.jitter * np.log2(nodes)
+    # Local updates synchronise once in tau iterations, hidden behind all of them.
+    local = t.tau > 1
+    lag_s = lag * np.where(local, local_s, local_s + data_s) + device.step_overhead_s
+    data_s = np.where(local, np.maximum(0.0, data_s / t.tau - local_s - lag_s), data_s)
+    return {
+        "busy_s": m * slowest_s, "boundary_s": sent_s, "idle_s": idle_s, "data_s": data_s,
+        "offload_s": offload_s, "optimizer_s": optimizer_s, "overhead_s": lag_s,
+    }  # fmt: skip
 
 
 def least_time_column(
@@ -156,10 +184,6 @@ def _mean_stage(
         each * layer[name] + head[name] / p for name in ("forward_s", "input_s", "weight_s")
     )
     return [forward_s + embedding_s, input_s, weight_s + embedding_s]
-
-
-def _num_gpus(table: PlanTable) -> Ints:
-    return table.data * table.tensor * table.pipeline * table.context
 
 
 def _schedule_columns(
@@ -188,21 +212,25 @@ def _schedule_columns(
     return idle_s, messages, t.is_word("schedule", "gpipe", "1f1b", "interleaved")
 
 
-def _message_s(columns: Columns) -> Floats:
+def _message_s(columns: Columns) -> tuple[Floats, Floats]:
+    """A micro-batch's activations (or gradients) to the next stage: slowest pair, and all in turn.
+
+    The slowest pair sets the pace of a filled pipeline; filling it takes all, one after the other.
+    """
     t, model, fabric = columns.table, columns.model, columns.fabric
     if model.stages:
-        return np.zeros(len(t))
+        return np.zeros(len(t)), np.zeros(len(t))
     whole = 2.0 * t.micro_batch * model.seq_len / t.context * model.hidden
     parallel = t.sequence_parallel == 1
     split = ~parallel & (t.tensor > 1) & columns.device.splits_stage_messages
-    gather_s = gather_column_s(
-        fabric, size_bytes=whole, size=t.tensor, stride=np.ones_like(t.tensor)
-    )
+    tensor = columns.groups(t.tensor, np.ones_like(t.tensor))
+    gather_s = gather_column_s(fabric, size_bytes=whole, groups=tensor)
+    gather_s = np.where(split & (t.pipeline > 1), gather_s, 0.0)
     size = np.where(parallel | split, whole / t.tensor, whole)
-    message_s = point_to_point_column_s(
-        fabric, size_bytes=size, size=t.pipeline, stride=columns.pipe_stride
+    slowest_s, through_s = neighbours_column_s(
+        fabric, size_bytes=size, groups=columns.groups(t.pipeline, columns.pipe_stride)
     )
-    return np.where(t.pipeline == 1, 0.0, np.where(split, gather_s, 0.0) + message_s)
+    return gather_s + slowest_s, (t.pipeline - 1) * gather_s + through_s
 
 
 def _outer_parameters(columns: Columns) -> tuple[Floats, Floats]:
@@ -255,10 +283,8 @@ def _tied_s(columns: Columns) -> Floats:
     if not model.tied or model.stages:
         return np.zeros(len(t))
     size = columns.device.gradient_wire_bytes * model.vocab * model.hidden / t.tensor
-    pair = np.full(len(t), 2, np.int64)
-    stride = np.maximum(columns.pipe_stride * (t.pipeline - 1), 1)
-    time_s = all_reduce_column_s(columns.fabric, size_bytes=size, size=pair, stride=stride)
-    return np.where(t.pipeline > 1, time_s, 0.0)
+    groups = columns.groups(t.pipeline, columns.pipe_stride)
+    return all_reduce_column_s(columns.fabric, size_bytes=size, groups=groups, ends=True)
 
 
 def _state_messages_s(columns: Columns, kept: Floats, routed: Floats) -> tuple[Floats, Floats]:
@@ -266,23 +292,23 @@ def _state_messages_s(columns: Columns, kept: Floats, routed: Floats) -> tuple[F
     t, fabric = columns.table, columns.fabric
     wide, parameters = columns.device.gradient_wire_bytes, columns.device.parameter_wire_bytes
     expert_stride = columns.data_stride * t.expert
-    whole: dict[str, Any] = {"size": columns.replicas, "stride": columns.data_stride}
-    experts: dict[str, Any] = {"size": columns.expert_replicas, "stride": expert_stride}
-    plain_s = all_reduce_column_s(fabric, size_bytes=wide * kept, **whole)
-    plain_s = plain_s + all_reduce_column_s(fabric, size_bytes=wide * routed, **experts)
+    whole = columns.groups(columns.replicas, columns.data_stride)
+    experts = columns.groups(columns.expert_replicas, expert_stride)
+    plain_s = all_reduce_column_s(fabric, size_bytes=wide * kept, groups=whole)
+    plain_s = plain_s + all_reduce_column_s(fabric, size_bytes=wide * routed, groups=experts)
+    copies = np.maximum(columns.replicas // columns.shards, 1)
     across_s = all_reduce_column_s(
         fabric, size_bytes=wide * kept / columns.shards,
-        size=np.maximum(columns.replicas // columns.shards, 1),
-        stride=columns.data_stride * columns.shards,
+        groups=columns.groups(copies, columns.data_stride * columns.shards),
     )  # fmt: skip
-    shard: dict[str, Any] = {"size": columns.shards, "stride": columns.data_stride}
-    expert_shard: dict[str, Any] = {
-        "size": np.maximum(columns.shards // t.expert, 1), "stride": expert_stride
-    }  # fmt: skip
-    scatter_s = gather_column_s(fabric, size_bytes=wide * kept, **shard)
-    scatter_s = scatter_s + gather_column_s(fabric, size_bytes=wide * routed, **expert_shard)
-    gather_s = gather_column_s(fabric, size_bytes=parameters * kept, **shard)
-    gather_s = gather_s + gather_column_s(fabric, size_bytes=parameters * routed, **expert_shard)
+    shard = columns.groups(columns.shards, columns.data_stride)
+    expert_shard = columns.groups(np.maximum(columns.shards // t.expert, 1), expert_stride)
+    scatter_s = gather_column_s(fabric, size_bytes=wide * kept, groups=shard)
+    scatter_s = scatter_s + gather_column_s(fabric, size_bytes=wide * routed, groups=expert_shard)
+    gather_s = gather_column_s(fabric, size_bytes=parameters * kept, groups=shard)
+    gather_s = gather_s + gather_column_s(
+        fabric, size_bytes=parameters * routed, groups=expert_shard
+    )
     scatter_s = np.where(t.zero == 2, columns.micro_batches, 1) * scatter_s + across_s
     reduce_s = np.where(t.zero == 0, plain_s, np.where(t.zero == 3, across_s, scatter_s))
     return reduce_s, np.where((t.zero == 1) | (t.zero == 2), gather_s, 0.0)
@@ -313,17 +339,15 @@ def _gathering_layer(columns: Columns, layer: dict[str, Floats]) -> dict[str, Fl
         return layer
     each = columns.model.num_layers / t.pipeline
     kept, routed = columns.parameters(1)
-    expert_size = np.maximum(columns.shards // t.expert, 1)
+    shard = columns.groups(columns.shards, columns.data_stride)
+    experts = columns.groups(
+        np.maximum(columns.shards // t.expert, 1), columns.data_stride * t.expert
+    )
     sent = []
     for width in (device.parameter_wire_bytes, device.gradient_wire_bytes):
         scale = width / device.shard_gather_share / each
-        time_s = gather_column_s(
-            fabric, size_bytes=scale * kept, size=columns.shards, stride=columns.data_stride
-        )
-        sent.append(time_s + gather_column_s(
-            fabric, size_bytes=scale * routed, size=expert_size,
-            stride=columns.data_stride * t.expert,
-        ))  # fmt: skip
+        time_s = gather_column_s(fabric, size_bytes=scale * kept, groups=shard)
+        sent.append(time_s + gather_column_s(fabric, size_bytes=scale * routed, groups=experts))
     forward_s = _beside(columns, layer["forward_s"], sent[0])
     backward_s = layer["input_s"] + layer["weight_s"]
     both_s = _beside(columns, backward_s, sent[0] + sent[1])

@@ -12,7 +12,7 @@ from typing import Any
 
 from fivefold.errors import ConfigurationError, UnsupportedError
 from fivefold.strategy._model import ModelSpec
-from fivefold.strategy._plan import ParallelPlan
+from fivefold.strategy._plan import WAITING_SCHEDULES, ParallelPlan
 
 __all__ = ["torchtitan_config"]
 
@@ -106,6 +106,12 @@ def _why_not(plan: ParallelPlan) -> str | None:
         and plan.schedule not in _SCHEDULES,
         "it shares gradients wherever it shares optimizer states (ZeRO-1)": plan.zero == 1,
         "local updates (tau)": plan.tau > 1,
+        "inputs that sequence parallelism keeps instead of gathering them again": (
+            plan.sequence_parallel and not plan.regather
+        ),
+        f"messages between stages beside compute under {plan.schedule}": (
+            plan.pipeline > 1 and plan.pipeline_overlap and plan.schedule in WAITING_SCHEDULES
+        ),
         "activations in host memory": plan.offload_activations,
         "weights and optimizer states go to host memory together or not at all, with ZeRO": any(
             moved

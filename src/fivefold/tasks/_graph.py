@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from fivefold.errors import ConfigurationError
+from fivefold.files import parse_json
 
 __all__ = ["CommunicationTask", "ComputeTask", "Task", "TaskGraph"]
 
@@ -278,7 +279,7 @@ class TaskGraph:
         """
         hint = f"give what TaskGraph.to_json wrote (schema {_SCHEMA})"
         try:
-            record = json.loads(text)
+            record = parse_json(text, where="the text")
             if record["schema"] != _SCHEMA:
                 raise ConfigurationError(f"unknown schema {record['schema']!r}", hint=hint)
             tasks = tuple(_task(entry) for entry in record["tasks"])

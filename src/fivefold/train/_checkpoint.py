@@ -2,14 +2,16 @@
 
 Every rank writes its own state through ``torch.distributed.checkpoint`` under names that begin
 with its rank, since under local updates the ranks' parameters differ. The files go to
-``step-XXXXXXXX.tmp``; a manifest holds the size and CRC-32 of each; rank 0 renames the folder
-when everything is on disk. The folder must be one that all ranks see. A failure on any rank is
-an error on all, and what was there before stays. This module knows nothing of models, methods
-or the loop.
+``step-XXXXXXXX.tmp``; a manifest holds the size and CRC-32 of each, and its own; rank 0 renames
+the folder when everything is on disk. The folder must be one that all ranks see. A failure on any
+rank is an error on all, and what was there before stays. This module knows nothing of models,
+methods or the loop.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import shutil
@@ -20,17 +22,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from fivefold.errors import CheckpointError
+from fivefold.files import parse_json
 from fivefold.train._state import flatten_state, restore_state
 from fivefold.train._world import guard
+from fivefold.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
     from pathlib import Path
 
     from fivefold.train._world import World
@@ -45,7 +49,7 @@ __all__ = [
 ]
 
 MANIFEST = "manifest.json"
-SCHEMA = 1
+SCHEMA = 2
 _PARTIAL = ".tmp"
 _BLOCK_BYTES = 1 << 20
 
@@ -104,6 +108,7 @@ def write_checkpoint(
             "description": description,
             "files": merged,
         }
+        manifest["crc32"] = _crc_of(manifest)
         _on_main(world, lambda: _publish(partial, final, manifest), folder=root)
     except CheckpointError:
         if world.is_main:
@@ -134,7 +139,7 @@ def read_checkpoint(path: Path, *, rank: int) -> dict[str, Any]:
             warnings.simplefilter("ignore", UserWarning)
             load(tensors, storage_reader=FileSystemReader(path), no_dist=True)
         return restore_state(tensors, prefix=prefix)
-    except (OSError, RuntimeError, KeyError, ValueError, CheckpointException) as error:
+    except (OSError, RuntimeError, LookupError, ValueError, CheckpointException) as error:
         message = f"rank {rank} cannot read the checkpoint {path}: {_one_line(error)}"
         hint = "remove that folder to resume from the one before it"
         raise CheckpointError(message, hint=hint) from error
@@ -144,26 +149,27 @@ def checkpoint_folders(root: Path) -> list[Path]:
     """Finished checkpoints, newest first; whether they are whole is not looked at."""
     if not root.is_dir():
         return []
-    found = [path for path in root.glob("step-*") if path.name[5:].isdecimal()]
+    found = [path for path in root.glob("step-*") if _is_checkpoint(path)]
     return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
 
 
 def verify_checkpoint(path: Path) -> dict[str, Any]:
-    """Check every file against the manifest.
+    """Check the manifest against its checksum, and every file of every rank against the manifest.
 
     Returns:
         The manifest.
 
     Raises:
-        CheckpointError: Something is missing, truncated or changed; the message says what.
+        CheckpointError: Something is missing, truncated, changed or of another step; the message
+            says what.
     """
-    try:
-        manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        files = dict(manifest["files"])
-    except FileNotFoundError:
-        raise _damaged(path, f"{MANIFEST} is missing") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _damaged(path, f"{MANIFEST} cannot be read: {_one_line(error)}") from error
+    manifest = _read_manifest(path)
+    step, files = manifest["step"], manifest["files"]
+    if _is_checkpoint(path) and int(path.name[5:]) != step:
+        raise _damaged(path, f"it holds step {step}")
+    for rank in range(manifest["world_size"]):
+        if not any(name.startswith(f"__{rank}_") for name in files):
+            raise _damaged(path, f"{MANIFEST} names no file of rank {rank}")
     for name, entry in files.items():
         try:
             found = _checksum(path / name)
@@ -175,6 +181,31 @@ def verify_checkpoint(path: Path) -> dict[str, Any]:
         if found != entry:
             raise _damaged(path, f"the checksum of {name} does not match")
     return manifest
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        _require_file(path / MANIFEST)
+        manifest: dict[str, Any] = parse_json((path / MANIFEST).read_bytes(), where=MANIFEST)
+        schema, stored = manifest["schema"], manifest.pop("crc32", None)
+    except FileNotFoundError:
+        raise _damaged(path, f"{MANIFEST} is missing") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise _damaged(path, f"{MANIFEST} cannot be read: {_one_line(error)}") from error
+    if schema != SCHEMA:
+        reason = f"its {MANIFEST} is of schema {schema!r}; this version reads {SCHEMA}"
+        raise _damaged(path, reason)
+    if stored != _crc_of(manifest):
+        raise _damaged(path, f"the checksum of {MANIFEST} does not match")
+    return manifest
+
+
+def _crc_of(manifest: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return path.name.startswith("step-") and path.name[5:].isdecimal()
 
 
 def _damaged(path: Path, reason: str) -> CheckpointError:
@@ -194,6 +225,7 @@ def _save(state: dict[str, Any], partial: Path, *, world: World) -> None:
     tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
     # One file per rank, synced to disk before the manifest is written.
     writer = FileSystemWriter(partial, single_file_per_rank=True, sync_files=True)
+    writer.fs = _Disk()
     alone = world.control is None
     try:
         with guard(world, "writing a checkpoint together"), warnings.catch_warnings():
@@ -203,7 +235,42 @@ def _save(state: dict[str, Any], partial: Path, *, world: World) -> None:
     except CheckpointException as error:
         # Raised on every rank alike; it is no Exception, so nothing above would catch it.
         rank, (cause, _) = next(iter(error.failures.items()))
+        size = format_bytes(sum(tensor.nbytes for tensor in tensors.values()))
+        cause = f"{_one_line(cause)} (a rank's part takes about {size})"
         raise _cannot_write(partial.parent, rank=rank, cause=cause) from error
+
+
+class _Disk(FileSystem):
+    """The disk as torch writes to it.
+
+    Of a full disk torch makes "unexpected pos 704 vs 598"; here the disk's own words are kept.
+    """
+
+    @contextlib.contextmanager
+    def create_stream(
+        self, path: str | os.PathLike[str], mode: str
+    ) -> Generator[io.IOBase, None, None]:
+        file = _NotingFile(path, mode)
+        try:
+            with io.BufferedWriter(file) as buffered:
+                yield buffered
+        except RuntimeError as error:
+            if file.error is None:
+                raise
+            raise file.error from error
+
+
+class _NotingFile(io.FileIO):
+    """A file that remembers why it could not be written."""
+
+    error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.error = error
+            raise
 
 
 def _own_files(partial: Path, rank: int) -> dict[str, dict[str, int]]:
@@ -213,7 +280,13 @@ def _own_files(partial: Path, rank: int) -> dict[str, dict[str, int]]:
     return {name: _checksum(partial / name) for name in sorted(names)}
 
 
+def _require_file(path: Path) -> None:
+    if not path.is_file() and path.exists():  # to open a FIFO would wait for who writes to it
+        raise OSError(f"{path.name} is not a file")
+
+
 def _checksum(path: Path) -> dict[str, int]:
+    _require_file(path)
     crc, size = 0, 0
     with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
@@ -278,9 +351,8 @@ def _together(world: World, action: Callable[[], Any], *, folder: Path) -> list[
     return [result for result, _ in outcomes]
 
 
-def _cannot_write(folder: Path, *, rank: int, cause: object) -> CheckpointError:
-    text = _one_line(cause) if isinstance(cause, BaseException) else str(cause)
-    message = f"rank {rank} cannot write a checkpoint to {folder}: {text}"
+def _cannot_write(folder: Path, *, rank: int, cause: str) -> CheckpointError:
+    message = f"rank {rank} cannot write a checkpoint to {folder}: {cause}"
     hint = (
         "free space or fix the folder (it must be one that all ranks share), then run the same "
         "command again; earlier checkpoints are untouched"

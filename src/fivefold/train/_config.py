@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from fivefold.errors import ConfigurationError
+from fivefold.files import read_toml
 from fivefold.runs import (
     Count,
     FilePath,
@@ -31,7 +32,6 @@ from fivefold.runs import (
     Text,
     apply_overrides,
     format_toml,
-    read_toml,
     readable_error,
 )
 from fivefold.train._moe_config import MixtureConfig

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fivefold.runs import MetricsWriter, StopRequest, format_toml, write_json, write_text
-from fivefold.train._checkpoint import read_checkpoint, write_checkpoint
+from fivefold.train._checkpoint import write_checkpoint
 from fivefold.train._control import ControlLane
-from fivefold.train._corpus import load_corpus
 from fivefold.train._evaluate import Validation, bits_per_byte, evaluate
 from fivefold.train._expert_ranks import require_shares, share_experts
 from fivefold.train._machine import LinkMeter, run_manifest
@@ -27,11 +26,16 @@ from fivefold.train._model import Transformer
 from fivefold.train._precision import autocast_context
 from fivefold.train._progress import TrainingProgress
 from fivefold.train._result import RunResult, make_result, parameters_sha256
-from fivefold.train._resume import RunFolder, choose_checkpoint, describe_run
-from fivefold.train._setup import make_optimizer, require_equal_data, restore_rng, rng_state
+from fivefold.train._resume import RunFolder, choose_checkpoint, describe_run, read_own_state
+from fivefold.train._setup import (
+    hold_folder,
+    load_equal_data,
+    make_optimizer,
+    restore_rng,
+    rng_state,
+)
 from fivefold.train._spans import Span, SpanRecorder, subtract
 from fivefold.train._step import StepRunner, TrainedParts
-from fivefold.train._tokenizer import load_tokenizer
 from fivefold.train._world import World, close_world, open_world, read_identity
 
 if TYPE_CHECKING:
@@ -62,7 +66,8 @@ def train(config: TrainConfig) -> RunResult:
         What was reached, and where the time went.
 
     Raises:
-        ConfigurationError: A setting does not fit this world or machine.
+        ConfigurationError: A setting does not fit this world or machine, or another run writes
+            into the same folder.
         DataError: There is no usable text.
         CheckpointError: A checkpoint could not be written, or none can be resumed from.
         CommunicationError: A peer died or did not answer in time.
@@ -91,16 +96,15 @@ def train(config: TrainConfig) -> RunResult:
     stop = StopRequest()
     with stop.handling_signals():
         torch.set_num_threads(config.run.threads)
-        # Before the group forms: tokenising may take longer than a peer may be waited for.
-        tokenizer = load_tokenizer(config.data.tokenizer)
-        corpus = load_corpus(config.data, tokenizer)
         world = open_world(identity, device=config.run.device, timeout_s=config.run.timeout_s)
-        run = _Run(config, world, corpus=corpus, vocab_size=tokenizer.vocab_size, stop=stop)
-        try:
-            result = run.execute()
-        finally:
-            run.close()
-        close_world(world)
+        with hold_folder(config.run.output, world):
+            tokenizer, corpus = load_equal_data(config.data, world)
+            run = _Run(config, world, corpus=corpus, vocab_size=tokenizer.vocab_size, stop=stop)
+            try:
+                result = run.execute()
+            finally:
+                run.close()
+            close_world(world)
     return result
 
 
@@ -118,7 +122,6 @@ class _Run:
     ) -> None:
         self.config, self.world, self.corpus = config, world, corpus
         self.folder = RunFolder(root=config.run.output)
-        require_equal_data(world, corpus)
         self.experts = experts = share_experts(config, world)
         self.model = Transformer(
             config.model,
@@ -164,7 +167,7 @@ class _Run:
         self.resumed_from: Path | None = path
         if path is None:
             return None
-        state = read_checkpoint(path, rank=self.world.rank)
+        state = read_own_state(path, world=self.world)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.method.load_state_dict(state["method"])

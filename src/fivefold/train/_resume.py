@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fivefold.errors import CheckpointError, ConfigurationError, FivefoldError
-from fivefold.train._checkpoint import checkpoint_folders, verify_checkpoint
+from fivefold.train._checkpoint import checkpoint_folders, read_checkpoint, verify_checkpoint
 from fivefold.train._outcome import error_from_record, error_to_record
 
 if TYPE_CHECKING:
     from fivefold.train._config import TrainConfig
     from fivefold.train._world import World
 
-__all__ = ["RunFolder", "choose_checkpoint", "describe_run"]
+__all__ = ["RunFolder", "choose_checkpoint", "describe_run", "read_own_state"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -99,6 +99,25 @@ def choose_checkpoint(
     if failed is not None:
         raise error_from_record(failed)
     return chosen
+
+
+def read_own_state(path: Path, *, world: World) -> dict[str, Any]:
+    """Read this rank's part of a checkpoint; a collective call.
+
+    Raises:
+        CheckpointError: A rank cannot read its part; raised on every rank.
+        CommunicationError: A peer died or did not answer in time.
+    """
+    state: dict[str, Any] = {}
+    failed: dict[str, Any] | None = None
+    try:
+        state = read_checkpoint(path, rank=world.rank)
+    except CheckpointError as error:
+        failed = error_to_record(error)
+    for other in world.gather(failed, what="the outcome of reading a checkpoint"):
+        if other is not None:
+            raise error_from_record(other)
+    return state
 
 
 def _choose(

@@ -14,6 +14,8 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from fivefold.runs import cannot_write
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
@@ -95,13 +97,18 @@ class SpanRecorder:
         path: The rank's file.
         seconds: Sums per lane from a checkpoint; None for a fresh run.
         resumed: Append to the file, with a clock line of this process; else begin it anew.
+
+    Raises:
+        CheckpointError: The file cannot be written; also from the methods.
     """
 
     def __init__(
         self, path: Path, *, seconds: dict[str, float] | None = None, resumed: bool = False
     ) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a" if resumed else "w", encoding="utf-8")
+        self._path = path
+        with self._writing():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a" if resumed else "w", encoding="utf-8")
         self._written = 0
         self._dropped = 0
         self.seconds = dict.fromkeys(CATEGORIES, 0.0)
@@ -138,14 +145,24 @@ class SpanRecorder:
     def flush(self) -> None:
         """Hand buffered lines to the operating system; nothing to do after ``close()``."""
         if not self._file.closed:
-            self._file.flush()
+            with self._writing():
+                self._file.flush()
 
     def close(self, **last: Any) -> None:
         """Write the closing line and close the file."""
         if self._dropped:
             last["spans_dropped"] = self._dropped
         self._line({"event": "rank_end", **last})
-        self._file.close()
+        with self._writing():
+            self._file.close()
 
     def _line(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(record) + "\n")
+        with self._writing():
+            self._file.write(json.dumps(record) + "\n")
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise cannot_write(self._path, error) from error

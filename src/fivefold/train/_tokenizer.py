@@ -8,13 +8,13 @@ splits or of models.
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from fivefold.errors import ConfigurationError, UnsupportedError
+from fivefold.errors import ConfigurationError, DataError, UnsupportedError
+from fivefold.files import parse_json, read_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -203,14 +203,10 @@ def load_tokenizer(spec: str) -> Tokenizer:
 def _read_json(path: Path) -> bytes:
     hint = 'data.tokenizer is "bytes" or the path of a tokenizer.json'
     try:
-        content = path.read_bytes()
-        json.loads(content)
-    except OSError as error:
-        message = f"tokenizer file {path} cannot be read: {error.strerror}"
-        raise ConfigurationError(message, hint=hint) from None
-    except ValueError as error:
-        message = f"tokenizer file {path} is not JSON: {error}"
-        raise ConfigurationError(message, hint=hint) from None
+        content = read_bytes(path, what="tokenizer file")
+        parse_json(content, where=f"tokenizer file {path}")
+    except DataError as error:
+        raise ConfigurationError(error.message, hint=hint) from None
     return content
 
 

@@ -6,8 +6,6 @@ import pytest
 from fivefold.errors import InfeasibleError
 from fivefold.gnn.planning import (
     FeatureInfo,
-    diskgnn_brute_force,
-    diskgnn_segment_batches,
     packing_ways,
     runs_of,
     segment_layout,
@@ -148,49 +146,6 @@ def test_ways_of_packing_move_what_they_say(disk):
     tight = packing_ways(features, output_rows=3000, memory_bytes=10**6, disk=disk)
     assert [way.strategy for way in tight] == ["passes", "spill"]  # 5 F + R against F + 3 R
     assert tight[0].read_bytes == 5 * source
-
-
-def test_diskgnn_approximate_search_stops_at_the_first_size_that_fits(make_batches):
-    source = make_batches(2, num_nodes=500, num_batches=12, share=0.4)
-    cold = [np.sort(source.node_ids(i)) for i in range(12)]
-    for blow_up in (0.9, 1.2, 1.6, 2.5):
-        chosen = diskgnn_segment_batches(cold, num_batches=12, num_nodes=500, blow_up=blow_up)
-        rows = [
-            len(set(np.concatenate(cold[:t]).tolist())) * 12 / t < blow_up * 500
-            for t in range(1, 13)
-        ]
-        assert chosen == rows.index(True) + 1
-    assert diskgnn_segment_batches(cold, num_batches=12, num_nodes=500, blow_up=-1) == 1
-    with pytest.raises(InfeasibleError, match="blow-up"):
-        diskgnn_segment_batches(cold, num_batches=12, num_nodes=500, blow_up=0.1)
-
-
-def test_diskgnn_brute_force_finds_the_least_amplification(make_batches):
-    source = make_batches(4, num_nodes=120, num_batches=6, share=0.6)
-    cold = [np.sort(source.node_ids(i)) for i in range(6)]
-    chosen = diskgnn_brute_force(cold, num_nodes=120, row_bytes=512, blow_up=1.1)
-    best = None
-    for size in range(1, 7):
-        batches = cold[:size]
-        union = np.unique(np.concatenate(batches))
-        uses = np.array([sum(v in batch for batch in batches) for v in union])
-        order = sorted(range(len(union)), key=lambda i: (-uses[i], i))
-        for count in range(len(union) + 1):  # the fewest shared rows that fit
-            rows = count + sum(int(uses[i]) for i in order[count:])
-            if rows <= 1.1 * 120 * size / 6:
-                break
-        else:
-            continue
-        shared = np.zeros(len(union), np.bool_)
-        shared[order[:count]] = True
-        laid_out = shared_and_private(batches, shared, minhash_functions=2, num_batches=6)
-        pages = sum(len(pages_of(rows.tolist(), 512)) for rows in laid_out.rows)
-        amplification = pages * 4096 / (uses.sum() * 512)
-        if best is None or amplification < best[0]:
-            best = amplification, size, count
-    assert (chosen.amplification, chosen.segment_batches, chosen.shared_rows) == best
-    with pytest.raises(InfeasibleError, match="blow-up"):
-        diskgnn_brute_force(cold, num_nodes=120, row_bytes=512, blow_up=0.01)
 
 
 def test_shared_rows_stand_once_and_all_others_per_batch():

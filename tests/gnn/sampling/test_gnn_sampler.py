@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.gnn.sampling import NeighborSampler, Topology
-from fivefold.gnn.sampling._reference import reference_sample
+from oracles.neighbor_sampling import reference_sample
 
 FIELDS = ("node_ids", "nodes_per_hop", "edges_per_hop", "degrees", "sources", "edge_ids")
 

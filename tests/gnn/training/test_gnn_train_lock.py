@@ -11,9 +11,9 @@ from fivefold.gnn.training import train_graph
 from fivefold.runs import FolderLock
 
 HOLD = """
-import sys
+import pathlib, sys
 from fivefold.runs import FolderLock
-with FolderLock(sys.argv[1], "fivefold gnn train"):
+with FolderLock(pathlib.Path(sys.argv[1]), "run.output"):
     print("held", flush=True)
     sys.stdin.read()
 """

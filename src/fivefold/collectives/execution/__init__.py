@@ -5,9 +5,9 @@ Importing this room registers the backend: ``init_process_group(backend="fivefol
 
 from fivefold.collectives.execution._aggregation import GlooHosts
 from fivefold.collectives.execution._backend import BACKEND, FivefoldGroup, register_backend
+from fivefold.collectives.execution._calls import CollectiveError
 from fivefold.collectives.execution._choose import Choice, choose
 from fivefold.collectives.execution._cost import LinkClock, predict_s
-from fivefold.collectives.execution._run import CollectiveError
 from fivefold.collectives.execution._settings import (
     Settings,
     configure,

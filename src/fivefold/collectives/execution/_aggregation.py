@@ -8,14 +8,13 @@ way at the same time.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
 from fivefold.collectives.execution._settings import Settings
-from fivefold.collectives.execution._torch import c10d, dist
+from fivefold.collectives.execution._torch import c10d, dist, inner_method
 from fivefold.network.aggregation import (
     AggregationClient,
     AggregationOutcome,
@@ -74,7 +73,7 @@ class GlooHosts:
         parts, sums = np.empty_like(own), np.empty_like(own)
         self._exchange(_bytes(parts), _bytes(own))
         share = ordered_sum(list(parts.reshape(self._size, width)), dtype)
-        gather = _method(self._group, "_allgather_base", "all_gather_single")
+        gather = inner_method(self._group, "_allgather_base", "all_gather_single")
         gather(_bytes(sums), _bytes(share), c10d.AllgatherOptions()).wait()
         return sums[: values.size]
 
@@ -115,7 +114,7 @@ class SwitchRoute:
         if rank == 0:  # jobs that share a switch need names that no other has
             store.set("aggregation job", uuid.uuid4().hex)
         job = store.get("aggregation job").decode()
-        group = dist.ProcessGroupGloo(
+        self.group = dist.ProcessGroupGloo(
             dist.PrefixStore("aggregation", store), rank, size, timeout=timeout
         )
         self._least_bytes = settings.aggregation_min_bytes
@@ -124,7 +123,7 @@ class SwitchRoute:
             job=job,
             rank=rank,
             size=size,
-            fallback=GlooHosts(group),
+            fallback=GlooHosts(self.group),
             options=settings.aggregation_options,
         )
 
@@ -144,13 +143,13 @@ class SwitchRoute:
             and tensor.nbytes >= self._least_bytes
         )
 
-    def all_reduce(self, tensor: torch.Tensor) -> AggregationOutcome:
-        """Sum a flat, contiguous tensor over the group, in place."""
+    def all_reduce(self, tensor: torch.Tensor, label: int) -> AggregationOutcome:
+        """Sum a flat, contiguous tensor over the group, in place; the label stands for the call."""
         if tensor.dtype is torch.bfloat16:  # numpy has none
             return self.client.all_reduce(
-                tensor.view(torch.int16).numpy().view(np.uint16), dtype="bfloat16"
+                tensor.view(torch.int16).numpy().view(np.uint16), dtype="bfloat16", label=label
             )
-        return self.client.all_reduce(tensor)
+        return self.client.all_reduce(tensor, label=label)
 
     def close(self) -> None:
         """Leave the switch."""
@@ -159,8 +158,3 @@ class SwitchRoute:
 
 def _bytes(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(array.view(np.uint8))
-
-
-def _method(group: Any, *names: str) -> Callable[..., Any]:
-    found: Callable[..., Any] = next(getattr(group, name) for name in names if hasattr(group, name))
-    return found

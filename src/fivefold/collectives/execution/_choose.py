@@ -210,7 +210,7 @@ def _in_pieces(
     if best is None:
         return None
     in_place = schedule.collective.name in _IN_PLACE
-    return lower(schedule, instances=best[0], in_place=in_place), best[1]
+    return lower(schedule, instances=best[0], in_place=in_place, queue_slots=None), best[1]
 
 
 def _price_s(
@@ -229,7 +229,8 @@ def _price_s(
         handled += np.bincount(schedule.targets, minlength=count)
         return _with_work_s(time_s, handled.tolist(), settings)
     # There is nothing to compare: the plain clock will do, which needs no compiled simulator.
-    program = lower(schedule, in_place=schedule.collective.name in _IN_PLACE)
+    in_place = schedule.collective.name in _IN_PLACE
+    program = lower(schedule, in_place=in_place, queue_slots=None)
     return _time_s(program, topology, settings, size_bytes)
 
 

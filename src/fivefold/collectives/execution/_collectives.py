@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 
+from fivefold.collectives.execution._calls import CallKind
 from fivefold.collectives.execution._engine import Call, Engine
 from fivefold.collectives.execution._torch import c10d as dist
+from fivefold.collectives.execution._torch import inner_method
 from fivefold.collectives.execution._work import FivefoldWork
 
 __all__ = ["Collectives"]
@@ -37,8 +40,10 @@ class Collectives:
         """Sum, or otherwise combine, one tensor over all ranks."""
         opts = opts or dist.AllreduceOptions()
         (tensor,) = tensors
-        if not self._fits("all_reduce", tensors, opts.reduceOp):
-            return self._inner(tensor).allreduce(tensors, opts)
+        kind = self._kind("all_reduce", tensor, operation=opts.reduceOp)
+        inner = partial(self._inner(tensor).allreduce, tensors, opts)
+        if not self._fits(kind, tensors):
+            return self._run(kind, None, inner, tensors, tensors, opts)
         flat, finish = _flat_in_out(tensor)
         call = Call(
             name="all_reduce",
@@ -48,8 +53,9 @@ class Collectives:
             size_bytes=flat.nbytes,
             operation=opts.reduceOp,
         )
-        work = self._run(call, tensors, opts, finish)
-        return work or self._inner(tensor).allreduce(tensors, opts)
+        if finish is not None:
+            inner = partial(self._inner(flat).allreduce, [flat], opts)
+        return self._run(kind, call, inner, tensors, tensors, opts, finish)
 
     def allreduce_coalesced(self, tensors: list[_Tensor], opts: Any = None) -> Any:
         """Combine several tensors over all ranks, as one where they are of one kind."""
@@ -72,13 +78,15 @@ class Collectives:
     def all_gather_single(self, output: _Tensor, input: _Tensor, opts: Any = None) -> Any:  # noqa: A002 - torch's name
         """Everyone's tensor, one after another, in one tensor."""
         opts = opts or dist.AllgatherOptions()
-        if self._fits("all_gather", [input, output]) and output.is_contiguous():
-            call = self._gather_call(output.view(-1), input.contiguous().view(-1))
-            if (work := self._run(call, [output], opts)) is not None:
-                return work
-        return _first_of(self._inner(input), "_allgather_base", "all_gather_single")(
-            output, input, opts
-        )
+        kind = self._kind("all_gather", output)
+        call, finish, to, own = None, None, output, input
+        if self._fits(kind, [input, output]) and output.numel() == input.numel() * self.engine.size:
+            to, finish = _output(output)
+            own = _flat(input)
+            call = self._gather_call(to.view(-1), own)
+        gather = inner_method(self._inner(input), "_allgather_base", "all_gather_single")
+        inner = partial(gather, to, own.view(input.shape), opts)
+        return self._run(kind, call, inner, [input], [output], opts, finish)
 
     def _gather_call(self, output: _Tensor, flat: _Tensor) -> Call:
         return Call(
@@ -95,19 +103,21 @@ class Collectives:
         """Everyone's tensor, in a list."""
         opts = opts or dist.AllgatherOptions()
         (listed,), (tensor,) = outputs, inputs
+        kind = self._kind("all_gather", *listed)
         equal = all(other.numel() == tensor.numel() for other in listed)
-        if equal and self._fits("all_gather", [tensor]):
-            flat = tensor.contiguous().view(-1)
-            gathered = flat.new_empty(flat.numel() * self.engine.size)
+        if not equal or not self._fits(kind, [tensor]):
+            inner = partial(self._inner(tensor).allgather, outputs, inputs, opts)
+            return self._run(kind, None, inner, inputs, outputs, opts)
+        flat = _flat(tensor)
+        gathered = flat.new_empty(flat.numel() * self.engine.size)
 
-            def finish() -> None:
-                for place, part in zip(listed, gathered.chunk(len(listed)), strict=True):
-                    place.copy_(part.view(place.shape))
+        def finish() -> None:
+            for place, part in zip(listed, gathered.chunk(len(listed)), strict=True):
+                place.copy_(part.view(place.shape))
 
-            work = self._run(self._gather_call(gathered, flat), outputs, opts, finish)
-            if work is not None:
-                return work
-        return self._inner(tensor).allgather(outputs, inputs, opts)
+        gather = inner_method(self._inner(tensor), "_allgather_base", "all_gather_single")
+        call, inner = self._gather_call(gathered, flat), partial(gather, gathered, flat, opts)
+        return self._run(kind, call, inner, inputs, outputs, opts, finish)
 
     def all_gather_single_coalesced(
         self, outputs: list[_Tensor], inputs: list[_Tensor], opts: Any = None
@@ -131,13 +141,15 @@ class Collectives:
     def reduce_scatter_single(self, output: _Tensor, input: _Tensor, opts: Any = None) -> Any:  # noqa: A002 - torch's name
         """Everyone gets one share of the sum."""
         opts = opts or dist.ReduceScatterOptions()
-        if self._fits("reduce_scatter", [input, output], opts.reduceOp) and output.is_contiguous():
-            call = self._scatter_call(output.view(-1), input.contiguous().view(-1), opts)
-            if (work := self._run(call, [output], opts)) is not None:
-                return work
-        return _first_of(self._inner(input), "_reduce_scatter_base", "reduce_scatter_single")(
-            output, input, opts
-        )
+        kind = self._kind("reduce_scatter", input, operation=opts.reduceOp)
+        call, finish, to, own = None, None, output, input
+        if self._fits(kind, [input, output]) and input.numel() == output.numel() * self.engine.size:
+            to, finish = _output(output)
+            own = _flat(input)
+            call = self._scatter_call(to.view(-1), own, opts)
+        scatter = inner_method(self._inner(input), "_reduce_scatter_base", "reduce_scatter_single")
+        inner = partial(scatter, to, own.view(input.shape), opts)
+        return self._run(kind, call, inner, [input], [output], opts, finish)
 
     def _scatter_call(self, output: _Tensor, flat: _Tensor, opts: Any) -> Call:
         return Call(
@@ -155,14 +167,17 @@ class Collectives:
         """Everyone gets one of a list of sums."""
         opts = opts or dist.ReduceScatterOptions()
         (output,), (listed,) = outputs, inputs
+        kind = self._kind("reduce_scatter", *listed, operation=opts.reduceOp)
         equal = all(part.numel() == output.numel() for part in listed)
-        if equal and self._fits("reduce_scatter", [output], opts.reduceOp):
-            flat = torch.cat([part.reshape(-1) for part in listed])
-            place, finish = _flat_in_out(output)
-            work = self._run(self._scatter_call(place, flat, opts), outputs, opts, finish)
-            if work is not None:
-                return work
-        return self._inner(output).reduce_scatter(outputs, inputs, opts)
+        if not equal or not self._fits(kind, [output]):
+            inner = partial(self._inner(output).reduce_scatter, outputs, inputs, opts)
+            return self._run(kind, None, inner, listed, outputs, opts)
+        flat = torch.cat([part.reshape(-1) for part in listed])
+        place, finish = _output(output)
+        call = self._scatter_call(place.view(-1), flat, opts)
+        scatter = inner_method(self._inner(output), "_reduce_scatter_base", "reduce_scatter_single")
+        inner = partial(scatter, place.view(-1), flat, opts)
+        return self._run(kind, call, inner, listed, outputs, opts, finish)
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[_Tensor], inputs: list[_Tensor], opts: Any = None
@@ -181,40 +196,42 @@ class Collectives:
         input_split_sizes: Sequence[int] = (),
         opts: Any = None,
     ) -> Any:
-        """Everyone sends a share to everyone."""
+        """Everyone sends a share to everyone; how much may differ from rank to rank."""
         opts = opts or dist.AllToAllOptions()
-        splits = [*output_split_sizes, *input_split_sizes]
-        if len(set(splits)) > 1:
-            self.engine.say("all_to_allv", "all-to-alls of uneven shares run on the inner backend")
-        elif self._fits("all_to_all", [input, output]) and output.is_contiguous():
-            flat = input.contiguous().view(-1)
+        kind = self._kind("all_to_all", dtype=input.dtype)
+        call, finish, to, own = None, None, output, input
+        if self._fits(kind, [input, output]):
+            to, finish = _output(output)
+            own = _flat(input).view(input.shape)
+            flat = own.view(-1)
+            rows, rest = divmod(input.size(0) if input.dim() else 1, self.engine.size)
+            equal = {rows} >= {*output_split_sizes, *input_split_sizes}
+            even = equal and not rest and output.numel() == input.numel()
             call = Call(
                 name="all_to_all",
                 inputs=flat,
-                outputs=output.view(-1),
+                outputs=to.view(-1),
                 unit=flat.numel() // self.engine.size,
-                size_bytes=flat.nbytes,
+                size_bytes=flat.nbytes if even else -1,
+                agreed=False,
             )
-            if (work := self._run(call, [output], opts)) is not None:
-                return work
-        return _first_of(self._inner(input), "alltoall_base", "all_to_all_single")(
-            output, input, list(output_split_sizes), list(input_split_sizes), opts
-        )
+        exchange = inner_method(self._inner(input), "alltoall_base", "all_to_all_single")
+        splits = list(output_split_sizes), list(input_split_sizes)
+        inner = partial(exchange, to, own, *splits, opts)
+        return self._run(kind, call, inner, [input], [output], opts, finish)
 
     def alltoall(self, outputs: list[_Tensor], inputs: list[_Tensor], opts: Any = None) -> Any:
         """Everyone sends one of a list to everyone."""
-        opts = opts or dist.AllToAllOptions()
-        if len({tensor.numel() for tensor in [*outputs, *inputs]}) == 1:
-            flat = torch.cat([tensor.reshape(-1) for tensor in inputs])
-            received = torch.empty_like(flat)
+        flat = torch.cat([tensor.reshape(-1) for tensor in inputs])
+        sizes = [tensor.numel() for tensor in outputs]
+        received = flat.new_empty(sum(sizes))
 
-            def finish() -> None:
-                for place, part in zip(outputs, received.chunk(len(outputs)), strict=True):
-                    place.copy_(part.view(place.shape))
+        def finish() -> None:
+            for place, part in zip(outputs, received.split(sizes), strict=True):
+                place.copy_(part.view(place.shape))
 
-            work = self.all_to_all_single(received, flat, opts=opts)
-            return _then(work, outputs, finish)
-        return self._inner(inputs[0]).alltoall(outputs, inputs, opts)
+        sent = [tensor.numel() for tensor in inputs]
+        return _then(self.all_to_all_single(received, flat, sizes, sent, opts), outputs, finish)
 
     # -- broadcast -----------------------------------------------------------------------------
 
@@ -222,36 +239,68 @@ class Collectives:
         """One rank's tensor on all ranks."""
         opts = opts or dist.BroadcastOptions()
         (tensor,) = tensors
-        if self._fits("broadcast", tensors):
-            flat, finish = _flat_in_out(tensor)
-            call = Call(
-                name="broadcast",
-                inputs=flat,
-                outputs=flat,
-                unit=flat.numel(),
-                size_bytes=flat.nbytes,
-                root=opts.rootRank,
-            )
-            if (work := self._run(call, tensors, opts, finish)) is not None:
-                return work
-        return self._inner(tensor).broadcast(tensors, opts)
+        kind = self._kind("broadcast", tensor, root=opts.rootRank)
+        if not self._fits(kind, tensors):
+            inner = partial(self._inner(tensor).broadcast, tensors, opts)
+            return self._run(kind, None, inner, tensors, tensors, opts)
+        flat, finish = _flat_in_out(tensor)
+        call = Call(
+            name="broadcast",
+            inputs=flat,
+            outputs=flat,
+            unit=flat.numel(),
+            size_bytes=flat.nbytes,
+            root=opts.rootRank,
+        )
+        sent = tensors if finish is None else [flat]
+        inner = partial(self._inner(tensor).broadcast, sent, opts)
+        return self._run(kind, call, inner, tensors, tensors, opts, finish)
 
     # -- what the inner backend does -----------------------------------------------------------
 
     def reduce(self, tensors: list[_Tensor], opts: Any = None) -> Any:
         """Left to the inner backend."""
+        opts = opts or dist.ReduceOptions()
+        (tensor,) = tensors
         self._say_inner("reduce")
-        return self._inner(tensors[0]).reduce(tensors, opts or dist.ReduceOptions())
+        kind = self._kind("reduce", tensor, operation=opts.reduceOp, root=opts.rootRank)
+        inner = partial(self._inner(tensor).reduce, tensors, opts)
+        return self._run(kind, None, inner, tensors, tensors, opts)
 
     def gather(self, outputs: list[list[_Tensor]], inputs: list[_Tensor], opts: Any = None) -> Any:
         """Left to the inner backend."""
+        opts = opts or dist.GatherOptions()
+        (tensor,) = inputs
         self._say_inner("gather")
-        return self._inner(inputs[0]).gather(outputs, inputs, opts or dist.GatherOptions())
+        kind = self._kind("gather", tensor, root=opts.rootRank)
+        inner = partial(self._inner(tensor).gather, outputs, inputs, opts)
+        return self._run(kind, None, inner, inputs, outputs, opts)
 
     def scatter(self, outputs: list[_Tensor], inputs: list[list[_Tensor]], opts: Any = None) -> Any:
         """Left to the inner backend."""
+        opts = opts or dist.ScatterOptions()
+        (tensor,) = outputs
         self._say_inner("scatter")
-        return self._inner(outputs[0]).scatter(outputs, inputs, opts or dist.ScatterOptions())
+        kind = self._kind("scatter", tensor, root=opts.rootRank)
+        inner = partial(self._inner(tensor).scatter, outputs, inputs, opts)
+        return self._run(kind, None, inner, outputs, outputs, opts)
+
+    def barrier(self, opts: Any = None) -> Any:
+        """Left to the inner backend."""
+        opts = opts or dist.BarrierOptions()
+        inner = partial(self.engine.inner("cpu").barrier, opts)
+        return self._run(CallKind("barrier"), None, inner, [], [], opts)
+
+    def monitored_barrier(
+        self,
+        timeout: timedelta | None = None,
+        wait_all_ranks: bool = False,  # noqa: FBT001, FBT002 - torch's signature
+    ) -> Any:
+        """Left to the inner backend; ``dist.monitored_barrier`` asks for gloo by its name."""
+        limit = timeout if timeout is not None else self.engine.timeout
+        return self.engine.inner("cpu").monitored_barrier(limit, wait_all_ranks)
+
+    # -- messages: not collectives, and not numbered -------------------------------------------
 
     def send(self, tensors: list[_Tensor], dst: int, tag: int = 0) -> Any:
         """Left to the inner backend."""
@@ -265,19 +314,6 @@ class Collectives:
         """Left to the inner backend."""
         return self._inner(tensors[0]).recv_anysource(tensors, tag)
 
-    def barrier(self, opts: Any = None) -> Any:
-        """Left to the inner backend."""
-        return self.engine.inner("cpu").barrier(opts or dist.BarrierOptions())
-
-    def monitored_barrier(
-        self,
-        timeout: timedelta | None = None,
-        wait_all_ranks: bool = False,  # noqa: FBT001, FBT002 - torch's signature
-    ) -> Any:
-        """Left to the inner backend."""
-        limit = timeout if timeout is not None else self.engine.timeout
-        return self.engine.inner("cpu").monitored_barrier(limit, wait_all_ranks)
-
     # -- common --------------------------------------------------------------------------------
 
     def _inner(self, tensor: _Tensor) -> Any:
@@ -286,29 +322,39 @@ class Collectives:
     def _say_inner(self, name: str) -> None:
         self.engine.say(name, f"{name} has no algorithm here and runs on the inner backend")
 
-    def _fits(self, name: str, tensors: Sequence[_Tensor], operation: Any = None) -> bool:
+    def _kind(self, name: str, *tensors: _Tensor, dtype: Any = None, **fields: Any) -> CallKind:
+        """What all ranks must call alike."""
+        size_bytes = -1
+        if tensors:
+            dtype = tensors[0].dtype
+            dense = all(tensor.layout is torch.strided for tensor in tensors)
+            size_bytes = sum(tensor.nbytes for tensor in tensors) if dense else -1
+        operation = fields.pop("operation", None)
+        return CallKind(name, size_bytes, dtype, getattr(operation, "op", operation), **fields)
+
+    def _fits(self, kind: CallKind, tensors: Sequence[_Tensor]) -> bool:
         if any(tensor.layout is not torch.strided for tensor in tensors):
+            name = kind.name
             self.engine.say(f"{name} sparse", f"{name} of sparse tensors runs on the inner backend")
             return False
-        if operation is not None and not self.engine.can_combine(tensors[0], operation):
-            what = f"{name} of {tensors[0].dtype} by {operation}"
+        if kind.operation is not None and not self.engine.can_combine(tensors[0], kind.operation):
+            what = f"{kind.name} of {tensors[0].dtype} by {kind.operation}"
             self.engine.say(what, f"{what} runs on the inner backend")
             return False
         return True
 
     def _run(
         self,
-        call: Call,
+        kind: CallKind,
+        call: Call | None,
+        inner: Callable[[], Any],
+        sent: Sequence[_Tensor],
         results: list[Any],
         opts: Any,
         finish: Callable[[], None] | None = None,
-    ) -> FivefoldWork | None:
+    ) -> Any:
         return self.engine.run(
-            call,
-            results=results,
-            asynchronous=bool(getattr(opts, "asyncOp", True)),
-            timeout=opts.timeout,
-            finish=finish,
+            kind, call, inner, tensors=sent, results=results, opts=opts, finish=finish
         )
 
 
@@ -323,11 +369,19 @@ for _old, _new in {
     setattr(Collectives, _old, getattr(Collectives, _new))
 
 
+def _flat(tensor: _Tensor) -> _Tensor:
+    """The elements in a row, as they are in memory: a view where that is possible."""
+    # Conjugated and negated tensors hold other bits than they show.
+    found = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # A tensor of one element counts as contiguous, whatever its stride.
+    return found.as_strided((found.numel(),), (1,))
+
+
 def _flat_in_out(tensor: _Tensor) -> tuple[_Tensor, Callable[[], None] | None]:
     """A flat view, or a flat copy and what brings it back."""
-    if tensor.is_contiguous():
-        return tensor.detach().view(-1), None
-    flat = tensor.detach().contiguous().view(-1)
+    flat = _flat(tensor)
+    if flat.data_ptr() == tensor.data_ptr():
+        return flat, None
 
     def finish() -> None:
         tensor.copy_(flat.view(tensor.shape))
@@ -335,9 +389,10 @@ def _flat_in_out(tensor: _Tensor) -> tuple[_Tensor, Callable[[], None] | None]:
     return flat, finish
 
 
-def _first_of(inner: Any, *names: str) -> Callable[..., Any]:
-    found: Callable[..., Any] = next(getattr(inner, name) for name in names if hasattr(inner, name))
-    return found
+def _output(tensor: _Tensor) -> tuple[_Tensor, Callable[[], None] | None]:
+    """The tensor itself, or a contiguous one to be filled and what brings it back."""
+    flat, finish = _flat_in_out(tensor)
+    return flat.view(tensor.shape), finish
 
 
 def _options_like(options: Any, given: Any) -> Any:

@@ -1,32 +1,42 @@
 """The backend itself, free of how torch wants to call it.
 
 One engine belongs to one process group and one rank. It asks for an algorithm by collective and
-size, compiles it for this rank once, and runs it over the inner group; what it has no algorithm
-for goes to the inner group as it is, and that is said once. All ranks must take the same
-algorithm, so rank 0 chooses and tells the others through the group's store.
+size, compiles it for this rank once, and runs it over the group's messages; what it has no
+algorithm for goes to the inner group as it is, and that is said once. All ranks must take the same
+algorithm, so the group's first rank chooses and tells the others through the group's store, and
+its settings count. Nothing is decided by what only one rank sees.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import time
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 
 from fivefold.collectives.execution._aggregation import SwitchRoute
+from fivefold.collectives.execution._calls import CallKind, CallLog, CollectiveError
 from fivefold.collectives.execution._choose import Choice, choose, size_class
 from fivefold.collectives.execution._cost import LinkClock
 from fivefold.collectives.execution._lanes import Lanes
 from fivefold.collectives.execution._plan import RankPlan, plan_rank
 from fivefold.collectives.execution._rounds import run_in_rounds
-from fivefold.collectives.execution._run import CollectiveError, Transfers, run_plan
-from fivefold.collectives.execution._settings import Settings, topology_of
-from fivefold.collectives.execution._torch import dist
-from fivefold.collectives.execution._work import FivefoldWork, WorkQueue
+from fivefold.collectives.execution._run import Transfers, run_plan
+from fivefold.collectives.execution._settings import (
+    CHOOSABLE,
+    Settings,
+    runs_own,
+    topology_of,
+)
+from fivefold.collectives.execution._torch import c10d, dist, inner_method
+from fivefold.collectives.execution._work import FivefoldWork, InnerWork, WorkQueue, profiler_event
 from fivefold.errors import CommunicationError, ConfigurationError
 from fivefold.network.topology import Topology
 
@@ -34,6 +44,8 @@ __all__ = ["Call", "Engine"]
 
 _log = logging.getLogger(__name__)
 _REFUSED = b"refused: "
+_POLL_S = (0.0005, 0.05)  # shortest and longest sleep while the first rank chooses
+_STORE_TIMEOUT = timedelta(seconds=30)  # of a store that should answer at once
 _Operations = dist.ReduceOp.RedOpType
 _COMBINE: dict[Any, Callable[..., Any]] = {
     _Operations.SUM: torch.add,
@@ -65,6 +77,7 @@ class Call:
         outputs: Output buffer; the same as ``inputs`` for an all-reduce or a broadcast.
         unit: Elements of the unit that is cut into chunks; see :meth:`Layout.offsets`.
         size_bytes: Size as :meth:`Collective.chunk_bytes` counts it.
+        agreed: Whether every rank sees this size; else they tell each other first.
         operation: How values are combined; None where they are not.
         root: Root of a broadcast.
 
@@ -79,6 +92,7 @@ class Call:
     outputs: torch.Tensor
     unit: int
     size_bytes: int
+    agreed: bool = True
     operation: Any = None
     root: int = 0
 
@@ -114,21 +128,29 @@ class Engine:
         self.size = size
         self.timeout = timeout
         self._store = dist.PrefixStore("fivefold", store)
-        self._settings = settings
-        whole, self._known = topology_of(settings, world_size)
+        # Background threads wait on this connection; on torch's own they would hold up the caller.
+        self._own_store = self._store.clone()
+        self._own_store.set_timeout(_STORE_TIMEOUT)
+        whole, known = topology_of(settings, world_size)
+        self._settings, whole, self._known = self._as_first_rank(settings, whole, known=known)
         self._topology: Topology = whole.subset(ranks) if len(ranks) < world_size else whole
         self._inner: dict[str, Any] = {}
+        self._messages: Any = None
         self._choices: dict[tuple[str, int, int], Choice] = {}
         self._plans: dict[tuple[str, int, int], RankPlan] = {}
         self._said: set[str] = set()
         self._queue = WorkQueue(name=f"fivefold rank {rank}")
         self._lanes = Lanes(f"fivefold rank {rank}")
         self._kept: list[Any] = []
-        self.inner("cpu")
         self._switch: SwitchRoute | None = None
-        if settings.aggregation is not None and size > 1:
+        self._calls = CallLog(self._own_store, rank=rank, size=size, groups=self._gloo_groups)
+        self.inner("cpu")
+        if size > 1 and any(self._settings.algorithm_of(name) != "inner" for name in CHOOSABLE):
+            # Apart from the inner group: the user's messages may have any tag there.
+            self._messages = self._gloo("messages")
+        if self._settings.aggregation is not None and size > 1:
             self._switch = SwitchRoute(
-                self._store, rank=rank, size=size, timeout=timeout, settings=settings
+                self._store, rank=rank, size=size, timeout=timeout, settings=self._settings
             )
         if not self._known and size > 1:
             self.say(
@@ -137,24 +159,59 @@ class Engine:
                 level=logging.INFO,
             )
 
-    # -- the inner group -----------------------------------------------------------------------
+    def _as_first_rank(
+        self, settings: Settings, whole: Topology, *, known: bool
+    ) -> tuple[Settings, Topology, bool]:
+        """Settings and topology of the group's first rank, which all must share."""
+        names = ("inner", "message_s", "aggregation_min_bytes", "aggregation")
+        text = whole.to_toml()
+        facts = {name: getattr(settings, name) for name in names}
+        facts["algorithms"] = {
+            name: "inner" if not runs_own(settings, name) else settings.algorithm_of(name)
+            for name in ("all_to_all", *settings.algorithms)
+        }
+        own = [facts, known, zlib.crc32(text.encode())]
+        if self.rank == 0:
+            self._store.set("topology", text)
+            self._store.set("settings", json.dumps(own))
+            return replace(settings, **facts), whole, known
+        facts, known, checksum = json.loads(self._store.get("settings"))
+        if facts["aggregation"] is not None:  # the same switch may have another address here
+            facts["aggregation"] = settings.aggregation or facts["aggregation"]
+        if checksum != own[2]:
+            whole = Topology.from_toml(self._store.get("topology").decode())
+        return replace(settings, **facts), whole, known
+
+    # -- the groups that carry messages ----------------------------------------------------------
 
     def inner(self, device_type: str) -> Any:
-        """The group that carries messages of tensors on a device."""
+        """The group that does what has no algorithm here, for tensors on a device."""
         kind = self._settings.inner or ("nccl" if device_type == "cuda" else "gloo")
         if device_type == "cpu":
             kind = "gloo"
         if kind not in self._inner:
-            store = dist.PrefixStore(f"inner {kind}", self._store)
             if kind == "nccl":
+                store = dist.PrefixStore(f"inner {kind}", self._store)
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = self.timeout  # noqa: SLF001 - torch sets it so itself
                 self._inner[kind] = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
             else:
-                self._inner[kind] = dist.ProcessGroupGloo(
-                    store, self.rank, self.size, timeout=self.timeout
-                )
+                self._inner[kind] = self._gloo(f"inner {kind}")
         return self._inner[kind]
+
+    def _gloo(self, name: str) -> Any:
+        store = dist.PrefixStore(name, self._store)
+        return dist.ProcessGroupGloo(store, self.rank, self.size, timeout=self.timeout)
+
+    def _carrier(self, device_type: str) -> Any:
+        """The group that carries the messages of algorithms."""
+        inner = self.inner(device_type)
+        return self._messages if isinstance(inner, dist.ProcessGroupGloo) else inner
+
+    def _gloo_groups(self) -> list[Any]:
+        switched = [] if self._switch is None else [self._switch.group]
+        groups = [*self._inner.values(), self._messages, *switched]
+        return [group for group in groups if isinstance(group, dist.ProcessGroupGloo)]
 
     def say(self, key: str, message: str, *, level: int = logging.WARNING) -> None:
         """Log something once, on the group's first rank."""
@@ -187,18 +244,35 @@ class Engine:
         entry = f"choice {name} {root} {size_bytes}"
         if self.rank == 0:
             return self._choose_for_all(key, entry)
-        try:
-            self._store.wait([entry], self.timeout)
-            said = self._store.get(entry)
-        except RuntimeError as error:
-            raise CollectiveError(
-                f"rank 0 did not say within {self.timeout.total_seconds():g} s how to run {name} "
-                f"of {size_bytes} bytes, which rank {self.rank} has called",
-                hint="rank 0 ended, is stuck, or called another collective or size",
-            ) from error
+        said = self._said_by_first(entry, f"{name} of {size_bytes} bytes")
         if said.startswith(_REFUSED):
             raise ConfigurationError(f"rank 0: {said.removeprefix(_REFUSED).decode()}")
         return Choice.from_bytes(said)
+
+    def _said_by_first(self, entry: str, what: str) -> bytes:
+        """What rank 0 has written; asked for again and again, as calls may turn out to differ."""
+        limit_s = self.timeout.total_seconds()
+        end_s = time.monotonic() + limit_s
+        pause_s = _POLL_S[0]
+        while not self._has_said(entry):
+            self._calls.check_reason()
+            if time.monotonic() > end_s:
+                raise CollectiveError(
+                    f"rank 0 did not say within {limit_s:g} s how to run {what}, which rank "
+                    f"{self.rank} has called",
+                    hint="rank 0 ended, is stuck, or called another collective or size",
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _POLL_S[1])
+        return bytes(self._own_store.get(entry))
+
+    def _has_said(self, entry: str) -> bool:
+        try:
+            return bool(self._own_store.check([entry]))
+        except RuntimeError as error:
+            raise CollectiveError(
+                f"the group's store is gone: {error}", hint="the process that serves it has ended"
+            ) from error
 
     def _choose_for_all(self, key: tuple[str, int, int], entry: str) -> Choice:
         name, root, size_bytes = key
@@ -238,35 +312,123 @@ class Engine:
 
     def run(
         self,
-        call: Call,
+        kind: CallKind,
+        call: Call | None,
+        inner: Callable[[], Any],
         *,
+        tensors: Sequence[torch.Tensor],
         results: list[Any],
-        asynchronous: bool,
-        timeout: timedelta,
+        opts: Any,
         finish: Callable[[], None] | None = None,
-    ) -> FivefoldWork | None:
-        """Run a collective by an algorithm of its own.
+    ) -> Any:
+        """Run a collective: by an algorithm of its own where there is one, else by the inner group.
 
         Args:
-            call: The collective.
+            kind: What all ranks must call alike.
+            call: The collective on flat buffers; None where only the inner group can do it.
+            inner: Calls the inner group.
+            tensors: What is sent, for the profiler and for the stream.
             results: What the work's future resolves to.
-            asynchronous: Whether the caller goes on at once.
-            timeout: Longest wait for one message; zero or less takes the group's.
+            opts: Torch's options: timeout, and whether the caller goes on at once.
             finish: Called when the buffers are done, before the work is.
 
         Returns:
-            The work; None where the inner backend should do it.
+            The work.
         """
-        if not call.size_bytes or self.size == 1:
-            return None
-        if (route := self._route(call)) is not None:
-            work = FivefoldWork(results, what=call.name)
-            switched = self._switched(route, call, finish)
-            self._queue.submit(switched, work, in_thread=asynchronous)
-            return work
+        tag = self._calls.begin(kind)
+        end_event = profiler_event(kind.name, tensors)
+        if end_event is None and not self._needs_job(call, finish):
+            return self._direct(inner, str(kind))
+        work = FivefoldWork(results, what=str(kind))
+        limit = opts.timeout if opts.timeout > timedelta(0) else self.timeout
+        # Work on a GPU belongs to the stream on which it was asked for, whatever the thread.
+        on_gpu = bool(tensors) and tensors[0].device.type == "cuda"
+        stream = torch.cuda.current_stream(tensors[0].device) if on_gpu else None
+
+        def job() -> None:
+            try:
+                with torch.cuda.stream(stream) if stream is not None else nullcontext():
+                    self._carry_out(kind, call, inner, tag=tag, timeout=limit)
+                    if finish is not None:
+                        finish()
+            finally:
+                if end_event is not None:
+                    end_event()
+
+        self._calls.watch(work.is_completed)
+        # Profiled calls, too, run in the thread: an event that begins and ends in different ones
+        # is drawn apart from the caller's stack, as those of torch's backends are.
+        in_thread = end_event is not None or bool(getattr(opts, "asyncOp", True))
+        self._queue.submit(job, work, in_thread=in_thread)
+        return work
+
+    def _needs_job(self, call: Call | None, finish: Callable[[], None] | None) -> bool:
+        """Whether more is to be done, or waited for, than to hand the call to the inner group."""
+        if finish is not None or self._queue.is_busy:
+            return True
+        if call is None or not self._has_own(call):
+            return False
+        if self._switch is not None or not call.agreed:
+            return True
+        choice = self._choices.get((call.name, call.root, size_class(call.size_bytes)))
+        return choice is None or choice.program is not None
+
+    def _has_own(self, call: Call) -> bool:
+        """Whether an algorithm may run a call: the same on all ranks."""
+        nothing = call.agreed and not call.size_bytes
+        asked = self._settings.algorithm_of(call.name)
+        return self.size > 1 and not nothing and (asked != "inner" or self._switch is not None)
+
+    def _direct(self, inner: Callable[[], Any], what: str) -> InnerWork:
+        try:
+            work = inner()
+        except BaseException:
+            self._calls.undo()
+            raise
+        self._calls.watch(work.is_completed)
+        return InnerWork(work, what=what, explain=self._calls.explain)
+
+    def _carry_out(
+        self,
+        kind: CallKind,
+        call: Call | None,
+        inner: Callable[[], Any],
+        *,
+        tag: int,
+        timeout: timedelta,
+    ) -> None:
+        """Run a collective to its end."""
+        self._calls.check()
+        plan = choice = None
+        if call is not None and self._has_own(call):
+            if (route := self._route(call)) is not None:
+                self._switched(route, call, tag)
+                return
+            try:
+                plan, choice = self._planned(call)
+            except CollectiveError as error:
+                raise self._calls.explain(error) from error
+        if call is None or plan is None or choice is None:
+            work = inner()  # what it refuses at once has sent nothing: the group lives on
+            InnerWork(work, what=str(kind), explain=self._calls.explain).wait()
+            return
+        try:
+            self._execute(call, plan, choice, tag=tag, timeout=timeout)
+        except BaseException as error:
+            raise self._calls.explain(error) from error
+
+    def _planned(self, call: Call) -> tuple[RankPlan, Choice] | tuple[None, None]:
+        """The plan of a call; None where the inner group should do it."""
+        if self._settings.algorithm_of(call.name) == "inner":
+            return None, None
+        if not call.agreed and not self._all_see(call):
+            self.say("all_to_allv", "all-to-alls of uneven shares run on the inner backend")
+            return None, None
+        if not call.size_bytes:
+            return None, None
         choice = self.choice(call.name, call.size_bytes, root=call.root)
         if choice.program is None:
-            return None
+            return None, None
         plan = self._plan(call, choice)
         if plan.layout.even_only and call.unit % plan.layout.parts:
             self.say(
@@ -274,21 +436,18 @@ class Engine:
                 f"{choice.label} cannot cut {call.unit} elements into {plan.layout.parts} equal "
                 f"chunks; such {call.name} run on the inner backend",
             )
-            return None
-        limit = timeout if timeout > timedelta(0) else self.timeout
-        work = FivefoldWork(results, what=call.name)
-        device = call.inputs.device
-        # Work on a GPU belongs to the stream on which it was asked for, whatever the thread.
-        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+            return None, None
+        return plan, choice
 
-        def job() -> None:
-            with torch.cuda.stream(stream) if stream is not None else nullcontext():
-                self._execute(call, plan, choice, limit)
-                if finish is not None:
-                    finish()
-
-        self._queue.submit(job, work, in_thread=asynchronous)
-        return work
+    def _all_see(self, call: Call) -> bool:
+        """Whether the call has the same size on all ranks, which tell each other."""
+        mine = torch.full((self.size,), call.size_bytes, device=call.inputs.device)
+        theirs = torch.empty_like(mine)
+        exchange = inner_method(self.inner(mine.device.type), "alltoall_base", "all_to_all_single")
+        what = "agreement on the sizes of an all_to_all"
+        work = exchange(theirs, mine, [], [], c10d.AllToAllOptions())
+        InnerWork(work, what=what, explain=self._calls.explain).wait()
+        return call.size_bytes >= 0 and bool((theirs == call.size_bytes).all())
 
     def _route(self, call: Call) -> SwitchRoute | None:
         """The switch, where the call goes there."""
@@ -297,25 +456,20 @@ class Engine:
             return None
         return self._switch
 
-    def _switched(
-        self, route: SwitchRoute, call: Call, finish: Callable[[], None] | None
-    ) -> Callable[[], None]:
-        """What sums a call's buffer in the switch, or by the hosts where that cannot."""
+    def _switched(self, route: SwitchRoute, call: Call, tag: int) -> None:
+        """Sum a call's buffer in the switch, or by the hosts where that cannot."""
+        try:
+            route.all_reduce(call.outputs, tag)
+        except CommunicationError as error:
+            failed = CollectiveError(error.message, hint=error.hint)
+            raise self._calls.explain(failed) from error
+        if _kind_of(call.operation) == _Operations.AVG:
+            call.outputs.div_(self.size)
 
-        def job() -> None:
-            try:
-                route.all_reduce(call.outputs)
-            except CommunicationError as error:
-                raise CollectiveError(error.message, hint=error.hint) from error
-            if _kind_of(call.operation) == _Operations.AVG:
-                call.outputs.div_(self.size)
-            if finish is not None:
-                finish()
-
-        return job
-
-    def _execute(self, call: Call, plan: RankPlan, choice: Choice, timeout: timedelta) -> None:
-        inner = self.inner(call.inputs.device.type)
+    def _execute(
+        self, call: Call, plan: RankPlan, choice: Choice, *, tag: int, timeout: timedelta
+    ) -> None:
+        inner = self._carrier(call.inputs.device.type)
         staged = call.inputs.device.type != "cpu" and isinstance(inner, dist.ProcessGroupGloo)
         inputs, outputs = call.inputs, call.outputs
         if staged:  # gloo's messages are in the memory of the CPU
@@ -330,6 +484,7 @@ class Engine:
             combine=_COMBINE.get(_kind_of(call.operation)),
             timeout=timeout,
             what=f"{call.name} of {call.size_bytes} bytes by {choice.label} on rank {self.rank}",
+            tag=tag,
             lanes=self._lanes,
             keep=self._kept,
         )
@@ -342,11 +497,13 @@ class Engine:
 
     def close(self) -> None:
         """End the thread and let go of the inner groups."""
+        self._calls.close()
         self._queue.close()
         self._lanes.close()
         if self._switch is not None:
             self._switch.close()
         self._inner.clear()
+        self._messages = None
 
 
 def _kind_of(operation: Any) -> Any:

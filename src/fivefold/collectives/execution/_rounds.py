@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fivefold.collectives.execution._plan import RankPlan, Task
-from fivefold.collectives.execution._run import TAG, Runner, Transfers, as_bytes
+from fivefold.collectives.execution._run import Runner, Transfers, as_bytes
 
 __all__ = ["run_in_rounds"]
 
@@ -106,7 +106,7 @@ class _RoundRunner(Runner):
             return None
         inner = self._transfers.inner
         if sending:
-            tag = TAG + task.send_channel
+            tag = self._transfers.tag_of(task.send_channel)
             return self._call(lambda: inner.send([as_bytes(data)], task.send_peer, tag), task)
-        tag = TAG + task.receive_channel
+        tag = self._transfers.tag_of(task.receive_channel)
         return self._call(lambda: inner.recv([as_bytes(data)], task.receive_peer, tag), task)

@@ -19,24 +19,14 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from fivefold.collectives.execution._calls import NUM_TAGS, CollectiveError
 from fivefold.collectives.execution._lanes import Agenda, Arrival, Arrivals, Lanes
 from fivefold.collectives.execution._plan import RankPlan, Span, Task
 from fivefold.collectives.lowering import Buffer, OpKind
-from fivefold.errors import CommunicationError
 
-__all__ = [
-    "PLAIN_RECEIVES",
-    "TAG",
-    "CollectiveError",
-    "Runner",
-    "Transfers",
-    "as_bytes",
-    "run_plan",
-]
+__all__ = ["PLAIN_RECEIVES", "Runner", "Transfers", "as_bytes", "run_plan"]
 
-TAG = 1 << 29  # user's sends on the same inner group keep the tags below
 _AHEAD = 32  # receives of one queue that are posted and not yet used
 _WORTH_LANES_BYTES = 1 << 18  # below, what is sent is over before a thread has woken up
 _OTHER_ERRORS_S = 0.3  # after a failed wait: those that failed with it
@@ -44,17 +34,6 @@ _MOST_LANES = 64  # a direct exchange among thousands is no reason for thousands
 
 Combine = Callable[..., Any]
 PLAIN_RECEIVES = {OpKind.RECEIVE, OpKind.RECEIVE_COPY_SEND}
-
-
-class CollectiveError(CommunicationError, dist.DistBackendError):
-    """A collective failed or timed out: names collective, rank and peer.
-
-    It is also what torch raises for failures of a backend, hence a ``RuntimeError``.
-
-    Example:
-        >>> issubclass(CollectiveError, RuntimeError), issubclass(CollectiveError, OSError)
-        (True, True)
-    """
 
 
 @dataclass
@@ -69,6 +48,7 @@ class Transfers:
         combine: ``combine(first, second, out=...)``; None where nothing is added.
         timeout: Longest wait for one message.
         what: Name of the collective for messages.
+        tag: First tag of the messages; a queue's number is added.
         lanes: Threads that wait for messages; None to wait for one after the other.
 
     Example:
@@ -83,8 +63,13 @@ class Transfers:
     combine: Combine | None
     timeout: timedelta
     what: str
+    tag: int
     lanes: Lanes | None = None
     keep: list[Any] = field(default_factory=list)
+
+    def tag_of(self, channel: int) -> int:
+        """Tag of the messages of a queue."""
+        return (self.tag + channel) % NUM_TAGS
 
 
 def run_plan(plan: RankPlan, transfers: Transfers) -> None:
@@ -198,7 +183,7 @@ class Runner:
             target = torch.empty_like(target)
         work = None
         if target.numel():
-            tag = TAG + task.receive_channel
+            tag = self._transfers.tag_of(task.receive_channel)
             work = self._call(
                 lambda: self._transfers.inner.recv([as_bytes(target)], task.receive_peer, tag), task
             )
@@ -286,7 +271,7 @@ class Runner:
             return
         if at in self._copied:
             data = data.clone()
-        tag = TAG + task.send_channel
+        tag = self._transfers.tag_of(task.send_channel)
         work = self._call(
             lambda: self._transfers.inner.send([as_bytes(data)], task.send_peer, tag), task
         )

@@ -215,6 +215,26 @@ def topology_of(settings: Settings, world_size: int) -> tuple[Topology, bool]:
     return assumed, False
 
 
+def runs_own(settings: Settings, collective: str | None = None) -> bool:
+    """Whether a collective may run by an algorithm of its own; None asks for any collective.
+
+    All-to-alls do so only where an algorithm is named or registered: their sizes may differ from
+    rank to rank, so that the ranks have to tell each other first, and of the library's algorithms
+    none is predicted to be faster than the inner backend's direct exchange.
+
+    Example:
+        >>> runs_own(Settings(), "all_reduce"), runs_own(Settings(), "all_to_all")
+        (True, False)
+    """
+    if collective is None:
+        return any(runs_own(settings, name) for name in CHOOSABLE)
+    asked = settings.algorithm_of(collective)
+    if collective == "all_to_all" and asked == "auto":
+        own = (program.collective.name for program, _, _ in _registered.values())
+        return collective in own
+    return asked != "inner"
+
+
 def lab_topology(facts: str, world_size: int) -> Topology | None:
     """The network that the lab says it emulates.
 
@@ -284,7 +304,8 @@ def register_algorithm(
     if name in {"auto", "inner", "trees"}:
         raise ConfigurationError(f"the name {name!r} has a meaning already")
     if isinstance(source, Schedule):
-        program = lower(source, in_place=source.collective.name in {"all_reduce", "broadcast"})
+        in_place = source.collective.name in {"all_reduce", "broadcast"}
+        program = lower(source, in_place=in_place, queue_slots=None)
     elif isinstance(source, Program):
         program = source
     else:

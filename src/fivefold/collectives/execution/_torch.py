@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed
 from torch.distributed import distributed_c10d
 
-__all__ = ["c10d", "dist"]
+__all__ = ["c10d", "dist", "inner_method"]
 
 dist: Any = torch.distributed
 c10d: Any = distributed_c10d
+
+
+def inner_method(group: Any, *names: str) -> Callable[..., Any]:
+    """The method that a group has under one of the names that torch gave it over time."""
+    found: Callable[..., Any] = next(getattr(group, name) for name in names if hasattr(group, name))
+    return found

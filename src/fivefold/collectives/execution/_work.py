@@ -2,24 +2,23 @@
 
 A synchronous call runs in the caller's thread, which costs nothing; an asynchronous one is queued
 for the group's own thread. Both keep one order, the order of calls, which is the same on all
-ranks. A failure is kept: it is raised by ``wait``, by the future, and by every later call, since
-what is left of a broken collective may still be under way.
+ranks.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fivefold.collectives.execution._run import CollectiveError
+from fivefold.collectives.execution._calls import CollectiveError
 
-__all__ = ["FivefoldWork", "WorkQueue"]
+__all__ = ["FivefoldWork", "InnerWork", "WorkQueue", "profiler_event"]
 
 
 class FivefoldWork(dist.Work):
@@ -113,6 +112,84 @@ class FivefoldWork(dist.Work):
             future.set_result(self._results)
 
 
+class InnerWork(dist.Work):
+    """A collective of the inner group, with the backend's errors.
+
+    Args:
+        work: The inner group's work.
+        what: Name for messages.
+        explain: Given an error, returns the one to raise.
+    """
+
+    def __init__(self, work: Any, *, what: str, explain: Callable[..., BaseException]) -> None:
+        super().__init__()
+        self._work, self._what, self._explain = work, what, explain
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Block until it is over.
+
+        Args:
+            timeout: Longest wait; zero waits as long as the collective itself may take.
+
+        Returns:
+            True.
+
+        Raises:
+            CollectiveError: It failed, or it is not over in time.
+        """
+        try:
+            return bool(self._work.wait(timeout) if timeout else self._work.wait())
+        except RuntimeError as error:
+            failed = CollectiveError(
+                f"{self._what} failed on the inner backend: {error}",
+                hint="a peer ended, is stuck, or called another collective",
+            )
+            raise self._explain(failed, by_inner=True) from error
+
+    def is_completed(self) -> bool:
+        """Whether it is over, well or not."""
+        return bool(self._work.is_completed())
+
+    def is_success(self) -> bool:
+        """Whether it is over and well."""
+        return bool(self._work.is_success())
+
+    def exception(self) -> Any:
+        """What went wrong, if anything did."""
+        return self._work.exception()
+
+    def result(self) -> Any:
+        """The tensors, when it is over."""
+        return self._work.result()
+
+    def synchronize(self) -> None:
+        """Let the current stream wait."""
+        self._work.synchronize()
+
+    def get_future(self) -> Any:
+        """A future of the tensors."""
+        return self._work.get_future()
+
+
+def profiler_event(name: str, tensors: Sequence[torch.Tensor]) -> Callable[[], None] | None:
+    """Begin an event of torch's profiler.
+
+    Args:
+        name: Name of the collective.
+        tensors: What is sent, whose shapes may be recorded.
+
+    Returns:
+        What ends it; None where nobody profiles.
+    """
+    if not torch.autograd._profiler_enabled():  # noqa: SLF001 - torch has no public name
+        return None
+    record = torch._C._profiler._RecordFunctionFast(  # noqa: SLF001 - the one that takes shapes
+        f"fivefold:{name}", list(tensors)
+    )
+    record.__enter__()
+    return lambda: record.__exit__(None, None, None)
+
+
 Job = Callable[[], None]
 
 
@@ -138,7 +215,11 @@ class WorkQueue:
         self._thread: threading.Thread | None = None
         self._waiting = 0
         self._count = threading.Lock()
-        self.failure: BaseException | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a job is in the thread, or waits for it."""
+        return self._waiting > 0
 
     def submit(self, job: Job, work: FivefoldWork, *, in_thread: bool) -> None:
         """Run a job, or queue it.
@@ -147,15 +228,7 @@ class WorkQueue:
             job: What to do.
             work: Finished when it is done.
             in_thread: Whether the caller goes on at once.
-
-        Raises:
-            CollectiveError: An earlier collective of this group has failed.
         """
-        if self.failure is not None:
-            raise CollectiveError(
-                f"an earlier collective of this group failed: {self.failure}",
-                hint="destroy the process group and make a new one",
-            ) from self.failure
         if not in_thread and self._waiting == 0:
             with self._turn:
                 self._run(job, work)
@@ -186,12 +259,10 @@ class WorkQueue:
                 self._waiting -= 1
 
     def _run(self, job: Job, work: FivefoldWork) -> None:
-        error: BaseException | None = self.failure
-        if error is None:
-            try:
-                with torch.no_grad():
-                    job()
-            except BaseException as caught:  # noqa: BLE001 - handed to whoever waits
-                error = caught
-                self.failure = caught
+        error: BaseException | None = None
+        try:
+            with torch.no_grad():
+                job()
+        except BaseException as caught:  # noqa: BLE001 - handed to whoever waits
+            error = caught
         work.finish(error)

@@ -16,7 +16,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from fivefold.collectives.lowering._check import check_program
 from fivefold.collectives.lowering._moves import Copy, Message, Moves, Place, plan_moves
+from fivefold.collectives.lowering._order import QueueFullError
 from fivefold.collectives.lowering._program import (
     Buffer,
     Operation,
@@ -46,8 +48,12 @@ def lower(
     in_place: bool = False,
     fuse: bool = True,
     max_count: int = _MAX_COUNT,
+    queue_slots: int | None = 2,
 ) -> Program:
-    """Turn a schedule into a program that :func:`check_program` accepts.
+    """Turn a schedule into a program, and prove with :func:`check_program` that it is right.
+
+    Small queues fill up: where ranks would wait for one another's room in a circle, chunks are
+    taken in smaller groups, one group after another, until none does.
 
     Args:
         schedule: A verified schedule.
@@ -57,6 +63,9 @@ def lower(
         in_place: Whether a rank's slots of a chunk that it has and must have are one memory.
         fuse: Whether a receive and the send that follows it become one operation.
         max_count: Largest number of adjacent slots in one message.
+        queue_slots: Chunks that a queue holds before the sender waits: 2 in MSCCL's protocol
+            Simple, 8 in LL and LL128. None has no limit: fewer and longer messages, for runtimes
+            that do not make senders wait.
 
     Returns:
         The program.
@@ -64,6 +73,8 @@ def lower(
     Raises:
         ConfigurationError: An argument is not allowed.
         DataError: The schedule sends what is not there.
+        ProgramError: The schedule does not do its collective, or no order of its chunks runs with
+            queues so small.
 
     Example:
         >>> from fivefold.collectives.algorithms import ring
@@ -72,14 +83,36 @@ def lower(
         >>> [op.kind.value for op in program.ranks[0].blocks[0].operations]
         ['s', 'rcs', 'r']
     """
-    for name, value in (("channels", channels), ("instances", instances), ("max_count", max_count)):
+    numbers = {"channels": channels, "instances": instances, "max_count": max_count}
+    if queue_slots is not None:
+        numbers["queue_slots"] = queue_slots
+    for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigurationError(f"{name} must be a positive whole number; got {value!r}")
     if instances > 1:
         schedule = schedule.replicated(instances)
-    moves = plan_moves(
-        schedule, channels=channels, instances=instances, in_place=in_place, max_count=max_count
-    )
+    windows = [None] if queue_slots is None else [None, queue_slots, 1, 0]
+    for window in windows:
+        moves = plan_moves(
+            schedule,
+            channels=channels,
+            instances=instances,
+            in_place=in_place,
+            max_count=max_count,
+            window=window,
+        )
+        program = _program_of(schedule, moves, in_place=in_place, fuse=fuse)
+        try:
+            check_program(program, queue_slots=queue_slots)
+        except QueueFullError:
+            if window == windows[-1]:
+                raise
+        else:
+            break
+    return program
+
+
+def _program_of(schedule: Schedule, moves: Moves, *, in_place: bool, fuse: bool) -> Program:
     actions = _actions_by_rank(moves, schedule.collective.num_ranks)
     shape = Program(
         schedule.collective,
@@ -154,8 +187,8 @@ def blocks_of(shape: Program, actions: list[list[RankAction]], *, fuse: bool = F
 
 
 def _actions_by_rank(moves: Moves, num_ranks: int) -> list[list[RankAction]]:
-    """Each rank's operations in the order of the schedule."""
-    events: list[tuple[tuple[float, int], int, bool]] = []
+    """Each rank's operations in the order of events."""
+    events: list[tuple[int, int, bool]] = []
     for number, message in enumerate(moves.messages):
         events.append((message.sent, number, False))
         events.append((message.received, number, True))

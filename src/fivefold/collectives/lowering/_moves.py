@@ -5,6 +5,10 @@ rank that need not keep it, in the scratch) of everyone else. A partial sum star
 moves to the output or the scratch when the first contribution is added to it, so that inputs stay
 as they are. Transfers that go between the same ranks at the same time over adjacent slots become
 one message.
+
+All of it follows one order of events (a transfer is read, a transfer is written), which is the
+verifier's. What happens to one chunk never touches another, so chunks may also be taken in groups,
+one after the other: then fewer of them are under way at once.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from fivefold.collectives.lowering._program import Buffer
-from fivefold.collectives.schedules import Schedule
+from fivefold.collectives.schedules import Schedule, event_order
 from fivefold.errors import DataError
 
 __all__ = ["Copy", "Message", "Moves", "plan_moves"]
@@ -35,11 +39,11 @@ class Message:
         write: First slot that the receiver writes.
         add: First slot whose contents the receiver adds; None to copy.
         count: Number of slots.
-        sent: When it is read: a key of events.
-        received: When it is written: a key of events.
+        sent: When it is read: its place in the order of events.
+        received: When it is written: its place in the order of events.
 
     Example:
-        >>> Message(0, 1, 0, (Buffer.INPUT, 0), (Buffer.OUTPUT, 0), None, 1, (0, 0), (0, 1)).count
+        >>> Message(0, 1, 0, (Buffer.INPUT, 0), (Buffer.OUTPUT, 0), None, 1, 0, 1).count
         1
     """
 
@@ -50,8 +54,8 @@ class Message:
     write: Place
     add: Place | None
     count: int
-    sent: tuple[float, int]
-    received: tuple[float, int]
+    sent: int
+    received: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +75,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Moves:
-    """All messages in the order of their transfers, copies, and scratch slots of each rank.
+    """All messages in the order in which they are sent, copies, and scratch slots of each rank.
 
     Example:
         >>> Moves([], [], []).copies
@@ -84,7 +88,13 @@ class Moves:
 
 
 def plan_moves(
-    schedule: Schedule, *, channels: int, instances: int, in_place: bool, max_count: int
+    schedule: Schedule,
+    *,
+    channels: int,
+    instances: int,
+    in_place: bool,
+    max_count: int,
+    window: int | None = None,
 ) -> Moves:
     """Where every chunk of a schedule lies when it is sent and received.
 
@@ -94,6 +104,8 @@ def plan_moves(
         instances: Consecutive chunks that are parts of one chunk, each on channels of its own.
         in_place: Whether a rank's held and wanted slots of a chunk are one memory.
         max_count: Largest number of slots in one message.
+        window: Chunks that set out over one connection before they have all arrived everywhere;
+            0 takes one chunk after the other, None has no limit.
 
     Returns:
         The messages.
@@ -111,93 +123,144 @@ def plan_moves(
         >>> len(moves.messages), len(moves.copies)
         (1, 1)
     """
-    sent, received = _keys(schedule)
-    lanes = _lanes(schedule, channels=channels, instances=instances)
+    events = event_order(schedule)
+    group = _groups(schedule, events, window)
+    events = events[np.argsort(group[events >> 1], kind="stable")]
+    position = np.empty(events.size, dtype=np.int64)
+    position[events] = np.arange(events.size)
+    sent, received = position[0::2].tolist(), position[1::2].tolist()
+    lanes = _lanes(schedule, sent, received, channels=channels, instances=instances)
     places = _Places(schedule, in_place=in_place)
-    single: list[Message | None] = [None] * schedule.num_transfers
-    events = sorted(
-        [(key, at, False) for at, key in enumerate(sent)]
-        + [(key, at, True) for at, key in enumerate(received)]
-    )
-    read: dict[int, Place] = {}
-    for _, at, arrives in events:
-        chunk = int(schedule.chunks[at])
-        source, target = int(schedule.sources[at]), int(schedule.targets[at])
-        if not arrives:
-            read[at] = places.held(source, chunk, transfer=at)
+    found = [_Single(-1, -1, (Buffer.INPUT, -1), (Buffer.INPUT, -1), None)] * len(sent)
+    touched: dict[tuple[int, int], tuple[int, int]] = {}  # last write, last access of any kind
+    for place, event in enumerate(events.tolist()):
+        at, chunk = event >> 1, int(schedule.chunks[event >> 1])
+        if event & 1 == 0:
+            key = (int(schedule.sources[at]), chunk)
+            read = places.held(key[0], chunk, transfer=at)
+            written, _ = touched.get(key, (-1, -1))
+            touched[key] = (written, place)
+            found[at] = _Single(written, -1, read, read, None)
             continue
-        if at not in read:
-            raise DataError(
-                f"transfer {at} of {schedule.name or 'the schedule'} ends before it starts"
-            )
-        add, write = places.arrive(target, chunk, reduces=bool(schedule.reduces[at]))
-        single[at] = Message(
-            source, target, lanes[at], read[at], write, add, 1, sent[at], received[at]
-        )
-    messages = _joined(_in_order(single), max_count=max_count)
+        key = (int(schedule.targets[at]), chunk)
+        add, write = places.arrive(key[0], chunk, reduces=bool(schedule.reduces[at]))
+        _, last = touched.get(key, (-1, -1))
+        touched[key] = (place, place)
+        found[at] = replace(found[at], touched=last, write=write, add=add)
+    messages = _joined(
+        schedule,
+        found,
+        (sent, received),
+        (lanes, _moments(schedule, group)),
+        max_count=max_count,
+    )
     return Moves(messages, places.final_copies(max_count=max_count), places.scratch_slots)
 
 
-def _keys(schedule: Schedule) -> tuple[list[tuple[float, int]], list[tuple[float, int]]]:
-    """When each transfer reads and when it writes, so that sorting gives the schedule's meaning."""
-    timed = not schedule.has_steps  # steps say more than times, where there are both
-    if timed and schedule.starts_s is not None and schedule.ends_s is not None:
-        unit = max(float(schedule.ends_s.max(initial=0.0)), 1e-300)
-        starts = np.round(schedule.starts_s / unit, _TIME_DIGITS).tolist()
-        ends = np.round(schedule.ends_s / unit, _TIME_DIGITS).tolist()
-        # What has arrived by a moment may be sent on in that moment. Where a transfer takes no
-        # time at all its own start comes first.
-        sent = [(start, 1) for start in starts]
-        received = [(end, 0 if end > start else 2) for start, end in zip(starts, ends, strict=True)]
-        return sent, received
-    moments = schedule.steps.tolist() if schedule.has_steps else range(schedule.num_transfers)
-    return [(float(at), 0) for at in moments], [(float(at), 1) for at in moments]
+@dataclass(frozen=True, slots=True)
+class _Single:
+    """A transfer's slots, and which earlier events it may not be moved ahead of."""
+
+    written: int  # last write of what it reads
+    touched: int  # last access to what it writes
+    read: Place
+    write: Place
+    add: Place | None
 
 
-def _lanes(schedule: Schedule, *, channels: int, instances: int) -> list[int]:
+def _groups(schedule: Schedule, events: np.ndarray, window: int | None) -> np.ndarray:
+    """Group of each transfer: those of a chunk are together, ``window`` chunks of a connection."""
+    if window is None:
+        return np.zeros(schedule.num_transfers, dtype=np.int64)
+    if window == 0:
+        return schedule.chunks.astype(np.int64)
+    group_of: dict[int, int] = {}
+    counts: dict[tuple[int, int], int] = {}
+    first = dict.fromkeys(schedule.chunks[events >> 1].tolist(), -1)
+    for at in (events >> 1).tolist():
+        chunk = int(schedule.chunks[at])
+        if first[chunk] < 0:
+            first[chunk] = at
+    for chunk in sorted(first):
+        at = first[chunk]
+        connection = (int(schedule.sources[at]), int(schedule.targets[at]))
+        counts[connection] = counts.get(connection, 0) + 1
+        group_of[chunk] = (counts[connection] - 1) // window
+    return np.array([group_of[chunk] for chunk in schedule.chunks.tolist()], dtype=np.int64)
+
+
+def _moments(schedule: Schedule, group: np.ndarray) -> list[tuple[float, ...]]:
+    """Transfers of equal moments may be one message."""
+    groups = group.tolist()
+    if schedule.has_steps:  # steps say more than times, where there are both
+        return list(zip(groups, schedule.steps.tolist(), strict=True))
+    if schedule.starts_s is None or schedule.ends_s is None:
+        return [(at,) for at in range(schedule.num_transfers)]
+    unit = max(float(schedule.ends_s.max(initial=0.0)), 1e-300)
+    starts = np.round(schedule.starts_s / unit, _TIME_DIGITS).tolist()
+    ends = np.round(schedule.ends_s / unit, _TIME_DIGITS).tolist()
+    return list(zip(groups, starts, ends, strict=True))
+
+
+def _lanes(
+    schedule: Schedule, sent: list[int], received: list[int], *, channels: int, instances: int
+) -> list[int]:
+    """Channel of each transfer."""
+    # A queue hands over in the order of sending: what overtakes another transfer needs another one.
     parts = schedule.chunks % instances
     whole = schedule.chunks // instances
-    dealt: list[int] = (parts * channels + whole % channels).tolist()
-    if schedule.has_steps or not schedule.has_times:
-        return dealt
-    # A queue hands over in the order of sending. Transfers that overtake others need another one.
-    last: dict[tuple[int, int, int], float] = {}
-    lanes = [0] * schedule.num_transfers
-    assert schedule.starts_s is not None, "it has times"
-    assert schedule.ends_s is not None, "it has times"
+    lanes: list[int] = (parts * channels + whole % channels).tolist()
+    last: dict[tuple[int, int, int], int] = {}
     stride = channels * instances
-    for at in np.argsort(schedule.starts_s, kind="stable").tolist():
-        lane = dealt[at]
+    for at in np.argsort(np.array(sent)).tolist():
         pair = (int(schedule.sources[at]), int(schedule.targets[at]))
-        while last.get((*pair, lane), -1.0) > schedule.ends_s[at] * (1 + 1e-9):
-            lane += stride
-        last[(*pair, lane)] = float(schedule.ends_s[at])
-        lanes[at] = lane
+        while last.get((*pair, lanes[at]), -1) > received[at]:
+            lanes[at] += stride
+        last[*pair, lanes[at]] = received[at]
     return lanes
 
 
-def _in_order(messages: list[Message | None]) -> list[Message]:
-    """By the moments of sending and receiving; those of one moment as they are listed."""
-    whole = [message for message in messages if message is not None]
-    return sorted(whole, key=lambda message: (message.sent, message.received))
-
-
-def _joined(messages: list[Message], *, max_count: int) -> list[Message]:
-    """Messages with those of adjacent slots at the same moments made one."""
+def _joined(
+    schedule: Schedule,
+    found: list[_Single],
+    when: tuple[list[int], list[int]],
+    which: tuple[list[int], list[tuple[float, ...]]],
+    *,
+    max_count: int,
+) -> list[Message]:
+    """One message for transfers of one moment over adjacent slots, where no event is overtaken."""
+    (sent, received), (lanes, moments) = when, which
     joined: list[Message] = []
-    last: dict[tuple[int, int, int], int] = {}
-    written: dict[tuple[int, Place], int] = {}
-    for message in messages:
+    last: dict[tuple[int, int, int], tuple[int, tuple[float, ...]]] = {}
+    for at in np.argsort(np.array(sent)).tolist():
+        one = found[at]
+        message = Message(
+            int(schedule.sources[at]),
+            int(schedule.targets[at]),
+            lanes[at],
+            one.read,
+            one.write,
+            one.add,
+            1,
+            sent[at],
+            received[at],
+        )
         queue = (message.source, message.target, message.channel)
-        at, slot = last.get(queue, -1), (message.target, message.write)
-        # A sum takes its parts in a fixed order: none may be drawn before an earlier one.
-        keeps_order = written.get(slot, -1) < at
-        if keeps_order and joined[at].count < max_count and _continues(joined[at], message):
-            joined[at] = replace(joined[at], count=joined[at].count + 1)
+        place, moment = last.get(queue, (-1, ()))
+        if (
+            place >= 0
+            and moment == moments[at]
+            and joined[place].count < max_count
+            # It would be read and written when the message's first part is: nothing that it
+            # must follow may lie between (a write of what it reads; any use of what it writes).
+            and one.written < joined[place].sent
+            and one.touched < joined[place].received
+            and _continues(joined[place], message)
+        ):
+            joined[place] = replace(joined[place], count=joined[place].count + 1)
         else:
-            last[queue] = at = len(joined)
+            last[queue] = (len(joined), moments[at])
             joined.append(message)
-        written[slot] = at
     return joined
 
 
@@ -208,8 +271,7 @@ def _continues(first: Message, second: Message) -> bool:
         return one[0] == other[0] and one[1] + first.count == other[1]
 
     return (
-        (first.sent, first.received) == (second.sent, second.received)
-        and follows(first.read, second.read)
+        follows(first.read, second.read)
         and follows(first.write, second.write)
         and follows(first.add, second.add)
     )

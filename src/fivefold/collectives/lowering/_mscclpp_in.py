@@ -9,7 +9,6 @@ in a program and are refused.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from fivefold.collectives.lowering._order import ProgramError
 from fivefold.collectives.lowering._program import Buffer, OpKind, Program, RankProgram
 from fivefold.collectives.schedules import Collective, named_collective
 from fivefold.errors import ConfigurationError, DataError, UnsupportedError
+from fivefold.files import parse_json, read_text
 
 __all__ = ["from_mscclpp_json"]
 
@@ -61,9 +61,9 @@ def from_mscclpp_json(source: str | Path, *, collective: Collective | None = Non
         6
     """
     try:
-        plan = json.loads(_read(source))
+        plan = parse_json(_read(source), where="the plan")
         return _program(plan, collective)
-    except (json.JSONDecodeError, KeyError, IndexError, TypeError, AttributeError) as error:
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise DataError(f"this is no MSCCL++ plan: {error!r}") from error
     except ConfigurationError as error:
         raise DataError(f"the plan is inconsistent: {error}") from error
@@ -76,10 +76,7 @@ def from_mscclpp_json(source: str | Path, *, collective: Collective | None = Non
 def _read(source: str | Path) -> str:
     if isinstance(source, str) and source.lstrip().startswith("{"):
         return source
-    try:
-        return Path(source).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{source} cannot be read: {error}") from error
+    return read_text(source, what="plan")
 
 
 def _program(plan: dict[str, Any], collective: Collective | None) -> Program:

@@ -17,6 +17,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
+from fivefold.collectives.lowering._check import check_program
 from fivefold.collectives.lowering._order import Executed, run_order
 from fivefold.collectives.lowering._program import Buffer, Operation, OpKind, Program, ThreadBlock
 from fivefold.errors import InfeasibleError, UnsupportedError
@@ -40,7 +41,7 @@ _SYNC = {"name": "nop"}  # all threads of the block have done what comes before
 def to_mscclpp_json(
     program: Program, *, check_limits: bool = True, threads_per_block: int = 1024
 ) -> str:
-    """The program as an MSCCL++ execution plan.
+    """The program, proved with :func:`check_program`, as an MSCCL++ execution plan.
 
     Args:
         program: The program.
@@ -53,6 +54,7 @@ def to_mscclpp_json(
     Raises:
         UnsupportedError: MSCCL++ has no such collective.
         InfeasibleError: The program exceeds a limit of MSCCL++'s executor; names it.
+        ProgramError: The program is wrong.
 
     Example:
         >>> from fivefold.collectives.algorithms import ring
@@ -68,6 +70,7 @@ def to_mscclpp_json(
             f"MSCCL++ plans have no collective {collective.name!r}",
             hint=f"they have {', '.join(_NAMES)}",
         )
+    check_program(program)
     layout = _Layout(program)
     gpus = [_Gpu(program, rank, layout).to_dict() for rank in range(program.num_ranks)]
     if check_limits:
@@ -182,10 +185,15 @@ class _Gpu:
         # A semaphore for each pair of blocks of which one waits for the other.
         self._semaphores: dict[tuple[int, int], int] = {}
         self._releases: dict[tuple[int, int], list[int]] = defaultdict(list)
+        # A semaphore counts: what was waited for once is not waited for again, nor what is before.
+        self._acquires: set[tuple[int, int]] = set()
+        awaited: dict[tuple[int, int], int] = {}
         for number, block in enumerate(self._blocks):
-            for operation in block.operations:
-                if operation.wait_block >= 0:
-                    pair = (operation.wait_block, number)
+            for step, operation in enumerate(block.operations):
+                pair = (operation.wait_block, number)
+                if operation.wait_block >= 0 and operation.wait_step > awaited.get(pair, -1):
+                    awaited[pair] = operation.wait_step
+                    self._acquires.add((number, step))
                     identity = self._semaphores.setdefault(pair, len(self._semaphores))
                     self._releases[operation.wait_block, operation.wait_step].append(identity)
 
@@ -233,7 +241,7 @@ class _Gpu:
 
     def _operation(self, made: _Block, number: int, step: int, operation: Operation) -> None:
         block, kind = self._blocks[number], operation.kind
-        if operation.wait_block >= 0:
+        if (number, step) in self._acquires:
             identity = self._semaphores[operation.wait_block, number]
             made.operations += [{"name": "sem_acquire", "semaphore_ids": [identity]}, _SYNC]
         result: Slot = (operation.source, operation.source_offset)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from fivefold.collectives.lowering._program import Operation, Program, ThreadBlock
 from fivefold.errors import DataError
 
-__all__ = ["Arrival", "Executed", "ProgramError", "run_order"]
+__all__ = ["Arrival", "Executed", "ProgramError", "QueueFullError", "run_order"]
 
 Arrival = Callable[[float, int, int, int], float]
 _SHOWN = 4
@@ -28,6 +28,15 @@ class ProgramError(DataError):
 
     Example:
         >>> issubclass(ProgramError, ValueError)
+        True
+    """
+
+
+class QueueFullError(ProgramError):
+    """A program deadlocks because its queues are too small; with larger ones it might not.
+
+    Example:
+        >>> issubclass(QueueFullError, ProgramError)
         True
     """
 
@@ -67,8 +76,8 @@ def run_order(
         program: The program.
         arrival_s: When a message of ``count`` chunks arrives, as a function of (time of sending,
             sender, receiver, count), called in the order of time; None takes one second each.
-        queue_slots: Messages that a queue between two blocks holds before the sender waits; None
-            has no limit.
+        queue_slots: Chunks that a queue between two blocks holds before the sender waits; None
+            has no limit. A message of several chunks goes chunk by chunk, as in MSCCL's kernel.
 
     Returns:
         The operations, by virtual time.
@@ -76,6 +85,7 @@ def run_order(
     Raises:
         ProgramError: The program deadlocks, a receiver expects another number of chunks than
             were sent, a message is never received, or an operation names something that is not.
+        QueueFullError: It deadlocks, and some block waits for room in a queue.
 
     Example:
         >>> from fivefold.collectives.schedules import all_gather
@@ -85,6 +95,15 @@ def run_order(
         [0, 1]
     """
     return _Runner(program, arrival_s=arrival_s, queue_slots=queue_slots).run()
+
+
+@dataclass(frozen=True, slots=True)
+class _Parcel:
+    """Chunks of a message in a queue."""
+
+    arrival_s: float
+    sender: tuple[int, int]  # block and step
+    message_count: int
 
 
 class _Runner:
@@ -99,8 +118,10 @@ class _Runner:
         self._blocks: list[tuple[int, int, ThreadBlock]] = list(program.blocks())
         self._place = {(rank, number): at for at, (rank, number, _) in enumerate(self._blocks)}
         self._next = [0] * len(self._blocks)
+        self._moved = [0] * len(self._blocks)  # chunks of the next operation that have moved
         self._ended_s: list[list[float]] = [[] for _ in self._blocks]
-        self._queues: dict[tuple[int, int, int], deque[tuple[float, int, int]]] = {}
+        self._queues: dict[tuple[int, int, int], deque[_Parcel]] = {}
+        self._places: dict[tuple[int, int], int] = {}  # of sends, by block and step
         self._waiting: dict[object, list[int]] = {}
         self._order: list[Executed] = []
         self._ready = [(0.0, at) for at in range(len(self._blocks))]
@@ -112,7 +133,7 @@ class _Runner:
             self._advance(now_s, at)
         stuck = [at for at, item in enumerate(self._blocks) if not self._over(at, item[2])]
         if stuck:
-            raise ProgramError(self._describe_deadlock(stuck))
+            raise self._deadlock(stuck)
         for (source, target, channel), queue in self._queues.items():
             if queue:
                 raise ProgramError(
@@ -138,21 +159,32 @@ class _Runner:
         if from_s > now_s:  # what it needs is under way: come back when it is there
             heapq.heappush(self._ready, (from_s, at))
             return
-        taken = self._receive(rank, block, operation, step=step)
-        place = len(self._order)
-        self._order.append(Executed(rank, number, step, operation, taken, now_s))
+        count = self._parcel(operation)
+        sender = self._receive(rank, block, operation, step=step)
+        self._moved[at] += count
+        whole = self._moved[at] == operation.count
+        if whole:
+            self._moved[at] = 0
+            self._places[at, step] = len(self._order)
+            taken = -1 if sender is None else self._places[sender]
+            self._order.append(Executed(rank, number, step, operation, taken, now_s))
+            self._next[at] += 1
+            self._ended_s[at].append(now_s)
+            self._wake(("step", rank, number), now_s)
         if operation.kind.sends:
             key = (rank, block.send_peer, block.channel)
-            arrival_s = self._arrival_s(now_s, rank, block.send_peer, operation.count)
+            arrival_s = self._arrival_s(now_s, rank, block.send_peer, count)
             queue = self._queues.setdefault(key, deque())
             # One queue keeps its order, whatever the time of each message.
-            arrival_s = max(arrival_s, queue[-1][0]) if queue else arrival_s
-            queue.append((arrival_s, place, operation.count))
+            arrival_s = max(arrival_s, queue[-1].arrival_s) if queue else arrival_s
+            queue.append(_Parcel(arrival_s, (at, step), operation.count))
             self._wake(("message", *key), now_s)
-        self._next[at] += 1
-        self._ended_s[at].append(now_s)
-        self._wake(("step", rank, number), now_s)
         heapq.heappush(self._ready, (now_s, at))
+
+    def _parcel(self, operation: Operation) -> int:
+        """How many chunks move at once: all, or one where queues are limited."""
+        moves = operation.kind.sends or operation.kind.receives
+        return 1 if moves and self._queue_slots is not None else operation.count
 
     def _obstacle(
         self, rank: int, block: ThreadBlock, operation: Operation
@@ -169,40 +201,51 @@ class _Runner:
             queue = self._queues.get(key)
             if not queue:
                 return ("message", *key), 0.0
-            from_s = max(from_s, queue[0][0])
+            from_s = max(from_s, queue[0].arrival_s)
         if operation.kind.sends and self._queue_slots is not None:
             key = (rank, block.send_peer, block.channel)
             if len(self._queues.get(key, ())) >= self._queue_slots:
                 return ("room", *key), 0.0
         return None, from_s
 
-    def _receive(self, rank: int, block: ThreadBlock, operation: Operation, *, step: int) -> int:
+    def _receive(
+        self, rank: int, block: ThreadBlock, operation: Operation, *, step: int
+    ) -> tuple[int, int] | None:
+        """Take the next chunks off the queue; block and step that sent them."""
         if not operation.kind.receives:
-            return -1
+            return None
         key = (block.receive_peer, rank, block.channel)
-        arrival_s, taken, count = self._queues[key].popleft()
-        if count != operation.count:
+        parcel = self._queues[key].popleft()
+        if parcel.message_count != operation.count:
             raise ProgramError(
                 f"rank {rank} expects {operation.count} chunks from rank {block.receive_peer} on "
-                f"channel {block.channel} in step {step}, but {count} were sent"
+                f"channel {block.channel} in step {step}, but {parcel.message_count} were sent"
             )
-        self._wake(("room", *key), arrival_s)
-        return taken
+        self._wake(("room", *key), parcel.arrival_s)
+        return parcel.sender
 
     def _wake(self, cause: object, now_s: float) -> None:
         for at in self._waiting.pop(cause, ()):
             heapq.heappush(self._ready, (now_s, at))
 
-    def _describe_deadlock(self, stuck: list[int]) -> str:
-        lines = []
-        for at in stuck[:_SHOWN]:
+    def _deadlock(self, stuck: list[int]) -> ProgramError:
+        lines, full = [], False
+        for at in stuck:
             rank, number, block = self._blocks[at]
             operation = block.operations[self._next[at]]
             cause, _ = self._obstacle(rank, block, operation)
             assert isinstance(cause, tuple), "a block that waits for nothing has run to its end"
+            full = full or cause[0] == "room"
             lines.append(f"rank {rank} block {number} step {self._next[at]} {_in_words(cause)}")
         more = f", and {len(stuck) - _SHOWN} more" if len(stuck) > _SHOWN else ""
-        return f"the program deadlocks: {'; '.join(lines)}{more}"
+        message = f"the program deadlocks: {'; '.join(lines[:_SHOWN])}{more}"
+        if not full:
+            return ProgramError(message)
+        return QueueFullError(
+            f"{message}; each queue holds {self._queue_slots} chunks",
+            hint=f"lower its schedule with queue_slots={self._queue_slots}, use more channels, or "
+            "send fewer chunks before the first is received",
+        )
 
 
 def _in_words(cause: tuple[object, ...]) -> str:

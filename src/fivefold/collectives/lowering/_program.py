@@ -19,6 +19,7 @@ import numpy as np
 
 from fivefold.collectives.schedules import Collective
 from fivefold.errors import ConfigurationError, DataError
+from fivefold.files import parse_json
 
 __all__ = ["Buffer", "OpKind", "Operation", "Program", "RankProgram", "ThreadBlock"]
 
@@ -290,7 +291,7 @@ class Program:
             DataError: The text is no such program.
         """
         try:
-            data = json.loads(text)
+            data = parse_json(text, where="the program")
             if data["format"] != "fivefold-program/1":
                 raise DataError(f"the format is {data['format']!r}, not 'fivefold-program/1'")
             return cls(
@@ -302,7 +303,7 @@ class Program:
                 min_bytes=data["min_bytes"],
                 max_bytes=data["max_bytes"],
             )
-        except (json.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             if isinstance(error, DataError):
                 raise
             raise DataError(f"this is no program in JSON: {error!r}") from error

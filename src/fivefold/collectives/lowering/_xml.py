@@ -16,6 +16,7 @@ from typing import NoReturn
 from xml.parsers import expat
 from xml.sax.saxutils import quoteattr
 
+from fivefold.collectives.lowering._check import check_program
 from fivefold.collectives.lowering._order import ProgramError
 from fivefold.collectives.lowering._program import (
     Buffer,
@@ -37,6 +38,7 @@ from fivefold.collectives.schedules import (
     scatter,
 )
 from fivefold.errors import ConfigurationError, DataError, InfeasibleError, UnsupportedError
+from fivefold.files import read_text
 
 __all__ = ["from_msccl_xml", "to_msccl_xml"]
 
@@ -65,13 +67,15 @@ _ALLOWED = {
 _MAX_COUNT, _MAX_CHANNELS, _MAX_STEPS = 71, 32, 256
 _MAX_BLOCKS_OF_CHANNEL, _MAX_BLOCKS, _MAX_NODES = 32, 1024, 4096
 _LARGEST = 1 << 31
+# Chunks that a queue holds: of NCCL's eight buffers a chunk takes four in Simple, else one.
+_QUEUE_SLOTS = {"Simple": 2, "LL": 8, "LL128": 8}
 
 
 # -- out -----------------------------------------------------------------------------------------
 
 
 def to_msccl_xml(program: Program, *, check_limits: bool = True) -> str:
-    """The program as an MSCCL XML file.
+    """The program as an MSCCL XML file, proved with :func:`check_program` for MSCCL's queues.
 
     Args:
         program: The program.
@@ -83,6 +87,7 @@ def to_msccl_xml(program: Program, *, check_limits: bool = True) -> str:
     Raises:
         UnsupportedError: MSCCL has no such collective.
         InfeasibleError: The program exceeds a limit of MSCCL's interpreter; names it.
+        ProgramError: The program is wrong, or it deadlocks with the queues of its protocol.
 
     Example:
         >>> from fivefold.collectives.algorithms import ring
@@ -98,6 +103,7 @@ def to_msccl_xml(program: Program, *, check_limits: bool = True) -> str:
         )
     if check_limits:
         _require_limits(program)
+    check_program(program, queue_slots=_QUEUE_SLOTS[program.protocol])
     attributes: dict[str, object] = {
         "name": program.name,
         "nchunksperloop": _chunks_per_loop(collective),
@@ -261,10 +267,7 @@ def from_msccl_xml(source: str | Path, *, collective: Collective | None = None) 
 def _read(source: str | Path) -> str:
     if isinstance(source, str) and source.lstrip().startswith("<"):
         return source
-    try:
-        return Path(source).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{source} cannot be read: {error}") from error
+    return read_text(source, what="program")
 
 
 def _parse(text: str) -> _Element:

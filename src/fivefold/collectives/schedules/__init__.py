@@ -35,7 +35,7 @@ from fivefold.collectives.schedules._evaluate import (
 )
 from fivefold.collectives.schedules._json import read_schedule
 from fivefold.collectives.schedules._schedule import Schedule, Transfer
-from fivefold.collectives.schedules._slots import Dependencies, dependencies
+from fivefold.collectives.schedules._slots import Dependencies, dependencies, event_order
 from fivefold.collectives.schedules._throughput import ThroughputOptimum, throughput_optimum
 from fivefold.collectives.schedules._transform import compose_all_reduce, concatenate
 from fivefold.collectives.schedules._verify import VerificationReport, verify
@@ -66,6 +66,7 @@ __all__ = [
     "discrete_ingress_bound",
     "draw_schedule",
     "evaluate",
+    "event_order",
     "gap",
     "gather",
     "latency_bound",

@@ -12,6 +12,7 @@ from fivefold.collectives.schedules._collective import Collective
 from fivefold.collectives.schedules._constructors import COLLECTIVES, named_collective
 from fivefold.collectives.schedules._schedule import Schedule
 from fivefold.errors import ConfigurationError, DataError
+from fivefold.files import parse_json
 
 __all__ = ["read_schedule", "to_json"]
 
@@ -114,13 +115,7 @@ def read_schedule(text: str) -> Schedule:
         Traceback (most recent call last):
         fivefold.errors.DataError: the text is no schedule: its schema is None; ...
     """
-    try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(
-            f"the schedule is no JSON: line {error.lineno}, column {error.colno}: {error.msg}",
-            hint="write it with Schedule.to_json",
-        ) from None
+    data = parse_json(text, where="the schedule")
     schema = data.get("schema") if isinstance(data, dict) else None
     if schema != SCHEMA:
         raise DataError(

@@ -321,7 +321,7 @@ class Schedule:
         """The schedule with each chunk cut into equal pieces that follow one another.
 
         Args:
-            pieces: Pieces of each chunk. Times are dropped.
+            pieces: Pieces of each chunk; those of one transfer have its times, and are one message.
 
         Returns:
             The finer schedule, of ``pieces`` times as many transfers.

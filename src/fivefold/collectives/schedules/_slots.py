@@ -22,6 +22,7 @@ __all__ = [
     "Dependencies",
     "Slots",
     "dependencies",
+    "event_order",
     "first_hurried",
     "order_of",
     "slots_of",
@@ -34,6 +35,40 @@ def order_of(schedule: Schedule) -> int:
     if schedule.has_steps:
         return 1
     return 2 if schedule.has_times else 0
+
+
+def event_order(schedule: Schedule) -> Longs:
+    """Return the order in which a schedule's transfers read and write, as `verify` replays it.
+
+    Args:
+        schedule: The schedule.
+
+    Returns:
+        2 * t where transfer t reads its chunk at the source and 2 * t + 1 where it writes it at the
+        target, int64 [2 T].
+
+    Example:
+        >>> from fivefold.collectives.schedules import Transfer, all_gather
+        >>> swap = [
+        ...     Transfer(chunk=rank, source=rank, target=1 - rank, step=0) for rank in range(2)
+        ... ]
+        >>> event_order(Schedule.from_transfers(swap, collective=all_gather(2))).tolist()
+        [0, 2, 1, 3]
+    """
+    times = (np.zeros(0), np.zeros(0))
+    if schedule.starts_s is not None and schedule.ends_s is not None:
+        # Times of one moment are sums formed in different ways. Made equal here, they keep the
+        # listed order; the kernel's slack, a thousand times wider, decides as in `verify`.
+        unit = max(float(schedule.ends_s.max(initial=0.0)), 1e-300)
+        times = (np.round(schedule.starts_s / unit, 12), np.round(schedule.ends_s / unit, 12))
+    events: Longs = order_events(
+        np.arange(schedule.num_transfers, dtype=np.int64),
+        np.ascontiguousarray(schedule.steps),
+        times,
+        order_of(schedule),
+        1e-9,
+    )
+    return events
 
 
 Slots = tuple[Ints, Ints, Array, Longs]

@@ -235,6 +235,9 @@ def replicated(schedule: Schedule, pieces: int) -> Schedule:
         targets=np.repeat(schedule.targets, count),
         reduces=np.repeat(schedule.reduces, count),
         steps=np.repeat(schedule.steps, count),
+        # Without their times transfers would take effect in the listed order, which may be wrong.
+        starts_s=None if schedule.starts_s is None else np.repeat(schedule.starts_s, count),
+        ends_s=None if schedule.ends_s is None else np.repeat(schedule.ends_s, count),
         route_offsets=offsets,
         route_links=links,
         topology=schedule.topology,

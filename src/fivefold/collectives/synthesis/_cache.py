@@ -18,6 +18,7 @@ from typing import Any
 
 from fivefold.collectives.schedules import Schedule
 from fivefold.errors import FivefoldError, StorageError
+from fivefold.files import read_json
 
 __all__ = ["cache_key", "load", "store"]
 
@@ -39,7 +40,7 @@ def load(folder: Path, key: str) -> tuple[Schedule, dict[str, Any]] | None:
     """The schedule of a key and what was noted with it; None where there is none that is whole."""
     path = folder / f"{key}.json"
     try:
-        record = json.loads(path.read_text())
+        record = read_json(path)
         if record["version"] != _VERSION:
             return None
         return Schedule.from_json(record["schedule"]), dict(record["notes"])

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import difflib
 import json
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from fivefold.errors import ConfigurationError, DataError
+from fivefold.files import parse_json, parse_toml, read_json, read_toml
 
 __all__ = ["Sketch", "SwitchSketch"]
 
@@ -209,17 +209,14 @@ class Sketch:
         """Read a sketch: a path, or the text of a TOML file.
 
         Raises:
-            ConfigurationError: A key is unknown or a value is not allowed.
-            DataError: The text is no TOML.
+            ConfigurationError: The text is no TOML, a key is unknown or a value is not allowed.
         """
         is_file = isinstance(source, Path) or ("\n" not in source and source.endswith(".toml"))
-        text = _text_of(Path(source)) if is_file else str(source)
-        try:
-            table = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise DataError(
-                f"the sketch is no TOML file: {error}", hint="Sketch.to_toml() writes one"
-            ) from error
+        table = (
+            read_toml(source, what="sketch")
+            if is_file
+            else parse_toml(str(source), where="the sketch")
+        )
         for key in table:
             if key not in _KEYS:
                 near = difflib.get_close_matches(key, _KEYS, n=1)
@@ -268,25 +265,14 @@ def _json_table(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(source, Mapping):
         return source
     is_file = isinstance(source, Path) or source.endswith(".json")
-    text = _text_of(Path(source)) if is_file else str(source)
-    try:
-        table = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(
-            f"the TACCL sketch is no JSON file: {error}", hint="it is one object, { ... }"
-        ) from error
+    table = (
+        read_json(source, what="TACCL sketch")
+        if is_file
+        else parse_json(str(source), where="the TACCL sketch")
+    )
     if not isinstance(table, dict):
         raise DataError(f"the TACCL sketch is a {type(table).__name__}", hint="it begins with {")
     return table
-
-
-def _text_of(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"the sketch {path} cannot be read: {error}", hint="name a TOML or TACCL JSON file"
-        ) from error
 
 
 def _taccl_switches(inside: Mapping[str, Any]) -> tuple[SwitchSketch, ...]:

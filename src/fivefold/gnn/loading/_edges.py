@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from fivefold._compiler import njit
 
-__all__ = ["expand_edges", "expand_edges_reference"]
+__all__ = ["expand_edges"]
 
 Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
@@ -48,9 +48,3 @@ def expand_edges(sources: Int32, degrees: Int32, *, targets: Ints | None = None)
     assert int(degrees.sum()) == sources.shape[0], "degrees must add up to the number of edges"
     _expand(sources, degrees, numbers, edges)
     return edges
-
-
-def expand_edges_reference(sources: Int32, degrees: Int32, *, targets: Ints | None = None) -> Int64:
-    """As ``expand_edges``, by NumPy's own ``repeat``."""
-    numbers = np.arange(degrees.shape[0]) if targets is None else targets
-    return np.stack([sources.astype(np.int64), np.repeat(numbers, degrees)])

@@ -12,11 +12,6 @@ from __future__ import annotations
 from fivefold.gnn.planning._belady import BeladyCache, belady, lru_misses
 from fivefold.gnn.planning._budgets import Budgets, FeatureInfo
 from fivefold.gnn.planning._caches import Policy
-from fivefold.gnn.planning._diskgnn import (
-    DiskGNNChoice,
-    diskgnn_brute_force,
-    diskgnn_segment_batches,
-)
 from fivefold.gnn.planning._id_set import IdSet, argsort_distinct, is_dense, sort_distinct
 from fivefold.gnn.planning._layout import Layout, SegmentLayout, segment_layout
 from fivefold.gnn.planning._make import make_plan
@@ -34,7 +29,6 @@ __all__ = [
     "Budgets",
     "CacheSchedule",
     "DiskCost",
-    "DiskGNNChoice",
     "FeatureInfo",
     "IdSet",
     "Layout",
@@ -47,8 +41,6 @@ __all__ = [
     "SegmentLayout",
     "argsort_distinct",
     "belady",
-    "diskgnn_brute_force",
-    "diskgnn_segment_batches",
     "extent_pages",
     "is_dense",
     "lru_misses",

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from fivefold.errors import DataError
+from fivefold.files import parse_json
 from fivefold.gnn.planning._budgets import Budgets
 from fivefold.gnn.planning._caches import Caches, Policy
 from fivefold.gnn.planning._explain import explain
@@ -207,7 +208,7 @@ class Plan:
             DataError: The text is no plan of this version, or an array is missing or another.
         """
         try:
-            values: dict[str, Any] = json.loads(text)
+            values: dict[str, Any] = parse_json(text, where="the plan")
             version, hashes = values.pop("version"), values.pop("arrays")
         except (ValueError, KeyError, RecursionError, TypeError, AttributeError) as error:
             raise DataError(

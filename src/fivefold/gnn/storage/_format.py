@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.errors import ConfigurationError, DataError
+from fivefold.files import parse_json
 from fivefold.gnn.storage._xxhash import PAGE_BYTES, xxh64
 
 __all__ = [
@@ -297,7 +298,7 @@ def decode_manifest(data: bytes, path: str) -> tuple[dict[str, Section], dict[st
         DataError: Its structure is not what this version writes.
     """
     try:
-        manifest = json.loads(data)
+        manifest = parse_json(data, where=f"the manifest of {path}")
         sections = [
             make_section(entry["name"], entry["dtype"], entry["shape"], offset=entry["offset"])
             for entry in manifest["sections"]

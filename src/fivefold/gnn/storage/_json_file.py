@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.errors import DataError
+from fivefold.files import parse_json
 from fivefold.gnn.storage._errors import storage_error
 from fivefold.gnn.storage._files import open_to_read, write_atomically
 
@@ -91,8 +92,8 @@ def _read(path: Path) -> bytes:
 
 def _parse(data: bytes, path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(data)
-    except (ValueError, RecursionError) as error:
+        value = parse_json(data, where=str(path))
+    except DataError as error:
         raise DataError(f"{path} is damaged: it cannot be read as JSON", hint=_HINT) from error
     if not isinstance(value, dict):
         raise DataError(f"{path} is damaged: it is no JSON object", hint=_HINT)

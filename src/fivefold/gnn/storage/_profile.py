@@ -16,6 +16,7 @@ from itertools import pairwise
 from typing import Any, Self
 
 from fivefold.errors import ConfigurationError, DataError
+from fivefold.files import parse_json
 from fivefold.units import format_bytes, format_duration_s
 
 __all__ = ["DiskProfile"]
@@ -167,7 +168,7 @@ class DiskProfile:
             DataError: It is something else.
         """
         try:
-            fields = json.loads(text)
+            fields = parse_json(text, where="the profile")
             table = fields["bytes_per_s_by_request_bytes"]
             fields["bytes_per_s_by_request_bytes"] = {int(k): v for k, v in table.items()}
             return cls(**fields)

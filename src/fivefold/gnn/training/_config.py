@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from fivefold.errors import ConfigurationError
+from fivefold.files import read_toml
 from fivefold.gnn.training._section import Backend, Fanouts, Share
 from fivefold.runs import (
     Bytes,
@@ -25,7 +26,6 @@ from fivefold.runs import (
     Text,
     apply_overrides,
     format_toml,
-    read_toml,
     readable_error,
 )
 

@@ -88,7 +88,7 @@ def train_graph(config: GnnConfig, *, show: Callable[[str], None] | None = None)
         topology = dataset.topology(mapped=config.data.mapped)
         is_main = read_place()[0] == 0
         if is_main:
-            opened.enter_context(FolderLock(config.run.output, "fivefold gnn train"))
+            opened.enter_context(FolderLock(config.run.output, "run.output"))
         progress = opened.enter_context(_progress(config, shown=is_main))
         rounds = None
         if config.run.mode == "disk":

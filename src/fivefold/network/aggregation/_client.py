@@ -26,6 +26,7 @@ from fivefold.network.aggregation._wire import parse_address
 __all__ = ["AggregationClient", "AggregationOptions", "AggregationOutcome", "HostGroup"]
 
 _log = logging.getLogger(__name__)
+_LABEL_BYTES = 4
 
 
 class HostGroup(Protocol):
@@ -160,20 +161,24 @@ class AggregationClient:
         """Whether all ranks take the switch for the next all-reduce."""
         return self._usable
 
-    def all_reduce(self, array: Any, *, dtype: str | None = None) -> AggregationOutcome:
+    def all_reduce(
+        self, array: Any, *, dtype: str | None = None, label: int = 0
+    ) -> AggregationOutcome:
         """Replace an array by its sum over all ranks.
 
         Args:
             array: A contiguous numpy array, or a tensor of torch on the CPU; changed in place.
             dtype: ``"bfloat16"`` where an array of ``uint16`` holds such numbers; None reads the
                 type from the array.
+            label: What all ranks must have equal, such as a checksum of what they believe to call:
+                less than 2^32.
 
         Returns:
             Who summed how much.
 
         Raises:
-            CommunicationError: A rank is gone, or the ranks' arrays differ in size or type; the
-                array is unchanged.
+            CommunicationError: A rank is gone, or the ranks' arrays differ in size, type or label;
+                the array is unchanged.
             ConfigurationError: The array is not contiguous, or of another type than said.
             UnsupportedError: There are no sums of such elements.
         """
@@ -189,9 +194,10 @@ class AggregationClient:
             self._join()
         self._sequence += 1
         if self._connection is None or not self._usable:
+            self._agree_on(self._minimum(_twice(label)))
             flat[:] = self._host_sum(flat, name)
             return AggregationOutcome(0, 0, self._trouble)
-        return self._through_switch(self._connection, flat, name)
+        return self._through_switch(self._connection, flat, name, label)
 
     def close(self) -> None:
         """Leave the switch."""
@@ -246,7 +252,7 @@ class AggregationClient:
     # -- running -------------------------------------------------------------------------------
 
     def _through_switch(
-        self, connection: Connection, flat: np.ndarray, name: str
+        self, connection: Connection, flat: np.ndarray, name: str, label: int
     ) -> AggregationOutcome:
         self._trouble = None
         results = np.empty_like(flat)
@@ -261,7 +267,9 @@ class AggregationClient:
         if not whole:  # at once: the switch then tells the others not to wait
             self._drop_connection()
         reason = self._explain(exchange)
-        agreed = self._minimum(np.append(exchange.summed, np.uint8(whole))).astype(np.bool_)
+        least = self._minimum(np.concatenate([_twice(label), exchange.summed, [np.uint8(whole)]]))
+        self._agree_on(least[: 2 * _LABEL_BYTES])
+        agreed = least[2 * _LABEL_BYTES :].astype(np.bool_)
         self._settle(usable=bool(agreed[-1]))
         mine = np.repeat(agreed[:-1], connection.slot_bytes // flat.itemsize)[: flat.size]
         if not mine.all():
@@ -269,6 +277,16 @@ class AggregationClient:
             reason = reason or "another rank did not get them all"
         flat[:] = results
         return AggregationOutcome(exchange.chunks, int(agreed[:-1].sum()), reason)
+
+    def _agree_on(self, least: np.ndarray) -> None:
+        """Raise where the minimum of all ranks' labels says that they differ."""
+        if not np.array_equal(least[:_LABEL_BYTES], 255 - least[_LABEL_BYTES:]):
+            self._drop_connection()
+            raise CommunicationError(
+                f"all-reduce {self._sequence} of job {self._job!r}: the ranks called different "
+                "collectives",
+                hint="every rank must call the same ones in one order",
+            )
 
     def _explain(self, exchange: Exchange) -> str | None:
         for why in exchange.reasons:
@@ -317,3 +335,9 @@ class AggregationClient:
             f"hosts could not agree or sum: {cause}{said}",
             hint="a rank ended, is stuck, or called something else; the job cannot go on",
         )
+
+
+def _twice(label: int) -> np.ndarray:
+    """A label and its complement, whose minima over all ranks show whether all have the same."""
+    number = np.frombuffer(label.to_bytes(_LABEL_BYTES, "little"), np.uint8)
+    return np.concatenate([number, 255 - number])

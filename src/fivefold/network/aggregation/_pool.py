@@ -24,6 +24,7 @@ from fivefold.network.aggregation._wire import Frame, Kind
 __all__ = ["Reply", "Sharing", "SlotPool", "SwitchState"]
 
 Sharing = Literal["dynamic", "reserved"]
+_MOST_NAMED = 16  # ranks in a message: thousands would not fit
 Reply = tuple[str, tuple[int, ...], Frame]  # job, ranks, frame
 
 
@@ -216,9 +217,8 @@ class SlotPool:
                 if now_s - slot.began_s > self._expire_s:
                     del entry.slots[chunk]
                     self._expired += 1
-                    replies.append(
-                        self._refuse(job, chunk, reason="late", ranks=slot.total.missing)
-                    )
+                    late = slot.total.missing[:_MOST_NAMED]
+                    replies.append(self._refuse(job, chunk, reason="late", ranks=late))
         return replies
 
     def state(self) -> SwitchState:
@@ -237,7 +237,7 @@ class SlotPool:
     def _why_not(self, entry: _Job) -> dict[str, Any] | None:
         if len(entry.ranks) < entry.size:
             absent = sorted(set(range(entry.size)) - entry.ranks)
-            return {"reason": "absent", "ranks": absent}
+            return {"reason": "absent", "ranks": absent[:_MOST_NAMED]}
         free = entry.reserved - len(entry.slots) if entry.reserved else self._free()
         if free > 0:
             return None

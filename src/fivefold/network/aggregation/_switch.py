@@ -26,6 +26,9 @@ __all__ = ["AggregationSwitch"]
 _log = logging.getLogger(__name__)
 _TICK_S = 0.25
 _MOST_WAITING_SLOTS = 4  # a client may leave so many times the pool unread
+_LONGEST_NAME = 256
+_MOST_RANKS = 1 << 16  # the switch keeps a list of a job's ranks
+_LARGEST = {"rank": _MOST_RANKS, "size": _MOST_RANKS, "window": 1 << 31, "sequence": 1 << 62}
 
 
 @dataclass(eq=False)
@@ -166,8 +169,8 @@ class AggregationSwitch:
                     frame = peer.reader.read(peer.socket)
                     if frame is None or not self._take(peer, frame):
                         break
-        except (OSError, ValueError, FivefoldError) as error:  # what it sent makes no sense
-            self._drop(peer, str(error))
+        except Exception as error:  # noqa: BLE001 - whatever its bytes do, the other jobs go on
+            self._drop(peer, str(error) or type(error).__name__)
 
     def _drop(self, peer: _Peer, why: str) -> None:
         if peer not in self._peers:
@@ -222,11 +225,8 @@ class AggregationSwitch:
         return peer in self._peers
 
     def _join(self, peer: _Peer, said: Any) -> None:
-        try:
-            job, rank = str(said["job"]), int(said["rank"])
-            numbers = {name: int(said[name]) for name in ("size", "window", "sequence")}
-        except (KeyError, TypeError, ValueError) as error:
-            raise CommunicationError(f"its JOIN cannot be read: {error}") from error
+        job, numbers = _read_join(said)
+        rank = numbers.pop("rank")
         older = self._members.get((job, rank))
         if older is not None:
             self._drop(older, "it joined again")
@@ -241,3 +241,19 @@ class AggregationSwitch:
         _log.info("rank %d of job %s joined with %d slots", rank, job, granted)
         welcome = {"granted": granted, "slot_bytes": self._pool.slot_bytes}
         self._put(peer, Frame.of_text(Kind.WELCOME, welcome))
+
+
+def _read_join(said: Any) -> tuple[str, dict[str, int]]:
+    """Job and numbers of a JOIN, as large as they can be meant."""
+    said = said if isinstance(said, dict) else {}
+    job = said.get("job")
+    if not isinstance(job, str) or len(job) > _LONGEST_NAME:
+        raise CommunicationError(f"its JOIN names no job of up to {_LONGEST_NAME} characters")
+    numbers = {name: said.get(name) for name in ("rank", "size", "window", "sequence")}
+    for name, value in numbers.items():
+        if type(value) is not int or not 0 <= value <= _LARGEST[name]:
+            raise CommunicationError(
+                f"its JOIN gives {name} as {str(value)[:40]}, not a whole number up to "
+                f"{_LARGEST[name]}"
+            )
+    return job, numbers

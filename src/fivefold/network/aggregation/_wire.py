@@ -73,7 +73,7 @@ class Frame:
         """
         try:
             return json.loads(bytes(self.payload))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CommunicationError(f"a {self.kind.name} frame holds no JSON") from error
 
 

@@ -7,13 +7,13 @@ counts a pair of NVLinks as one connection of half the time, so such a connectio
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from fivefold.errors import ConfigurationError, DataError
+from fivefold.files import read_json
 from fivefold.network.topology._build import Builder, check_count
 from fivefold.network.topology._elements import Link
 from fivefold.network.topology._machines import DGX1_PAIRS
@@ -37,7 +37,8 @@ class TacclProfile:
         gpus_per_node: GPUs in a box.
         nics_per_node: NICs in a box.
         alpha: Latency inside a box.
-        betas: Time of one chunk per GPU pair without latency, [target][source], 0 where no link.
+        betas: Time of one chunk per GPU pair without latency, ``betas[target][source]``; 0 where
+            there is no link.
         steps: The same with latency, as TACCL's solver takes it (``invbw`` in the files).
         remote_alpha: Latency between boxes.
         remote_beta: Time of one chunk on one NIC, without latency.
@@ -283,12 +284,7 @@ def taccl_profile_names() -> tuple[str, ...]:
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:
-    try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"TACCL profile {path} cannot be read: {error}", hint="name one of TACCL's JSON files"
-        ) from None
+    table = read_json(path, what="TACCL profile")
     if not isinstance(table, dict):
         raise DataError(f"TACCL profile {path} is no table of keys", hint="see its examples/topo")
     return table

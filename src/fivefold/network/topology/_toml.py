@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import difflib
 import json
-import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from fivefold.errors import ConfigurationError, FivefoldError
+from fivefold.files import parse_toml, read_toml
 from fivefold.network.topology._elements import Aggregation, Link, Node, SwitchAbility
 from fivefold.network.topology._topology import Topology
 from fivefold.units import parse_bytes, parse_bytes_per_s, parse_duration_s
@@ -38,15 +38,14 @@ def read_topology(source: str | Path) -> Topology:
     Raises:
         ConfigurationError: The file is missing, is not TOML, or describes no topology.
     """
-    text, place = _text_of(source)
+    if isinstance(source, str) and ("\n" in source or "=" in source):
+        place, default_name = "the topology's text", ""
+        tables = parse_toml(source, where=place)
+    else:
+        place, default_name = f"topology file {source}", Path(source).stem
+        tables = read_toml(source, what="topology file")
     try:
-        tables = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigurationError(
-            f"{place} is not TOML: {error}", hint='strings need quotes: bandwidth = "25 GB/s"'
-        ) from None
-    try:
-        return _topology(tables, default_name=Path(source).stem if text is not source else "")
+        return _topology(tables, default_name=default_name)
     except FivefoldError as error:
         raise type(error)(f"{place}: {error.message}", hint=error.hint) from None
 
@@ -61,22 +60,6 @@ def format_topology(topology: Topology) -> str:
     for ability in topology.switches:
         lines += ["", *_switch_lines(ability)]
     return "\n".join(lines) + "\n"
-
-
-def _text_of(source: str | Path) -> tuple[str, str]:
-    if isinstance(source, str) and ("\n" in source or "=" in source):
-        return source, "the topology's text"
-    path = Path(source)
-    try:
-        return path.read_bytes().decode(), f"topology file {path}"
-    except FileNotFoundError:
-        raise ConfigurationError(
-            f"topology file {path} does not exist", hint="name a TOML file"
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(
-            f"topology file {path} cannot be read: {error}", hint="name a TOML file"
-        ) from None
 
 
 def _topology(tables: Mapping[str, Any], *, default_name: str) -> Topology:

@@ -1,0 +1,69 @@
+"""The peers in one harness: memory map, online cache, Ginex, MariusGNN, DiskGNN, and ours.
+
+Pure cores: ``_online_cache``, ``_change_sets``, ``_partitions``, ``_segments``. Each system is one
+module on top of them, all behind the protocol of ``_system``: prepared once, then epochs of batches
+whose rows equal those of an in-memory gather.
+"""
+
+from systems._buckets import EdgeBuckets
+from systems._change_sets import ChangeSet, ChangeSets, belady_change_sets
+from systems._ginex import GinexSystem, neighbor_cache_ids
+from systems._marius import MariusSystem
+from systems._online import OnlineSystem
+from systems._online_cache import OnlineCache
+from systems._packed import DiskGnnSystem, PackedLoaderSystem
+from systems._page_reads import PageReader
+from systems._partitions import (
+    assign_buckets,
+    assign_training_nodes,
+    beta_states,
+    comet_states,
+    dispersed_states,
+    partition_rows,
+    sequential_states,
+    training_first_order,
+)
+from systems._segments import first_feasible_segment
+from systems._simple import InMemorySystem, MappedSystem, source_counts, top_rows
+from systems._system import (
+    Preparation,
+    System,
+    SystemBatch,
+    SystemStatistics,
+    Workload,
+    prefetched,
+)
+
+__all__ = [
+    "ChangeSet",
+    "ChangeSets",
+    "DiskGnnSystem",
+    "EdgeBuckets",
+    "GinexSystem",
+    "InMemorySystem",
+    "MappedSystem",
+    "MariusSystem",
+    "OnlineCache",
+    "OnlineSystem",
+    "PackedLoaderSystem",
+    "PageReader",
+    "Preparation",
+    "System",
+    "SystemBatch",
+    "SystemStatistics",
+    "Workload",
+    "assign_buckets",
+    "assign_training_nodes",
+    "belady_change_sets",
+    "beta_states",
+    "comet_states",
+    "dispersed_states",
+    "first_feasible_segment",
+    "neighbor_cache_ids",
+    "partition_rows",
+    "prefetched",
+    "sequential_states",
+    "source_counts",
+    "top_rows",
+    "training_first_order",
+]

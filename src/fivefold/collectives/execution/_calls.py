@@ -1,0 +1,252 @@
+"""Numbers a group's collectives, and finds out where its ranks have called different ones.
+
+The number and the kind of a call make the tag of its messages: a message of another call is never
+taken for one of this. Calls that differ would then wait for each other until the timeout, so a
+rank whose call takes long writes its last calls into the group's store and reads those of others.
+Where two differ it writes down what they called, and breaks the connections that are waited on:
+every rank then fails with that reason. Calls that take less than a second cost nothing of this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+
+from fivefold.collectives.execution._torch import dist
+from fivefold.errors import CommunicationError
+
+__all__ = ["NUM_TAGS", "CallKind", "CallLog", "CollectiveError"]
+
+_LOOK_S = 1.0
+_PEERS_A_LOOK = 8  # or thousands of ranks that wait for one would keep the store busy
+_REMEMBERED = 128
+NUM_TAGS = 1 << 31  # gloo's are 31 bits
+_STEP = 0x9E3779B1  # golden ratio: neighbouring numbers get tags far apart
+_ABORT_TAG = NUM_TAGS - 1
+_FAILED = "failed"
+
+
+class CollectiveError(CommunicationError, dist.DistBackendError):
+    """A collective failed or timed out: names collective, rank and peer.
+
+    It is also what torch raises for failures of a backend, hence a ``RuntimeError``.
+
+    Example:
+        >>> issubclass(CollectiveError, RuntimeError), issubclass(CollectiveError, OSError)
+        (True, True)
+    """
+
+
+class CallKind(NamedTuple):
+    """What all ranks must call alike.
+
+    Args:
+        name: Name of the collective.
+        size_bytes: Size that all ranks see; -1 where it may differ.
+        dtype: Type of the elements; None where there are none.
+        operation: How values are combined; None where they are not.
+        root: Rank that sends to all or receives from all; -1 where there is none.
+
+    Example:
+        >>> print(CallKind("broadcast", 16, torch.float32, root=1))
+        broadcast of 16 bytes of float32 from or to rank 1
+    """
+
+    name: str
+    size_bytes: int = -1
+    dtype: torch.dtype | None = None
+    operation: Any = None
+    root: int = -1
+
+    def __str__(self) -> str:
+        words = [self.name]
+        if self.size_bytes >= 0:
+            words.append(f"of {self.size_bytes} bytes")
+        if self.dtype is not None:
+            words.append(f"of {str(self.dtype).removeprefix('torch.')}")
+        if self.operation is not None:
+            words.append(f"by {getattr(self.operation, 'name', self.operation)}")
+        if self.root >= 0:
+            words.append(f"from or to rank {self.root}")
+        return " ".join(words)
+
+
+class CallLog:
+    """The calls of one group on one rank.
+
+    Args:
+        store: The group's store, over a connection of its own: it is used while others wait.
+        rank: Rank in the group.
+        size: Ranks of the group.
+        groups: Returns the gloo groups whose connections may be waited on.
+
+    Example:
+        >>> log = CallLog(dist.HashStore(), rank=0, size=1, groups=list)
+        >>> log.begin(CallKind("barrier")) != log.begin(CallKind("barrier"))
+        True
+        >>> log.close()
+    """
+
+    def __init__(
+        self, store: Any, *, rank: int, size: int, groups: Callable[[], Iterable[Any]]
+    ) -> None:
+        self._store, self._rank, self._size, self._groups = store, rank, size, groups
+        self._number = 0
+        self._last: deque[tuple[int, CallKind]] = deque(maxlen=_REMEMBERED)
+        self._codes: dict[CallKind, int] = {}
+        self._open: tuple[float, Callable[[], bool]] | None = None
+        self._looked = 0
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.failure: BaseException | None = None
+        self.reason: str | None = None  # what the ranks called, where they differ
+        store.set(self._key(rank), "[]")
+
+    def begin(self, kind: CallKind) -> int:
+        """Number a call.
+
+        Args:
+            kind: What all ranks must call alike.
+
+        Returns:
+            The first tag of its messages.
+
+        Raises:
+            CollectiveError: An earlier collective of this group has failed.
+        """
+        self.check()
+        self._number += 1
+        self._last.append((self._number, kind))
+        code = self._codes.get(kind)
+        if code is None:
+            code = self._codes[kind] = zlib.crc32(str(kind).encode())
+        return (code + self._number * _STEP) % NUM_TAGS
+
+    def undo(self) -> None:
+        """Forget the last call, which the inner backend refused before anything was sent."""
+        self._number -= 1
+        self._last.pop()
+
+    def check(self) -> None:
+        """Raise where the group cannot go on.
+
+        Raises:
+            CollectiveError: An earlier collective of this group has failed.
+        """
+        if self.failure is not None:
+            raise CollectiveError(
+                f"an earlier collective of this group failed: {self.failure}",
+                hint="destroy the process group and make a new one",
+            ) from self.failure
+
+    def check_reason(self) -> None:
+        """Raise where the ranks have called different collectives.
+
+        Raises:
+            CollectiveError: They have.
+        """
+        if self.reason is not None:
+            raise CollectiveError(self.reason)
+
+    def watch(self, is_completed: Callable[[], bool]) -> None:
+        """Look after the call that was begun last: it should end.
+
+        Args:
+            is_completed: Whether it has.
+        """
+        self._open = (time.monotonic(), is_completed)
+        if self._thread is None and self._size > 1:
+            self._thread = threading.Thread(
+                target=self._loop, name=f"fivefold rank {self._rank}, watch", daemon=True
+            )
+            self._thread.start()
+
+    def explain(self, error: BaseException, *, by_inner: bool = False) -> BaseException:
+        """Note that the group cannot go on.
+
+        Args:
+            error: What a collective ended with.
+            by_inner: Whether the inner group failed: unless the ranks' calls differ, it knows best
+                whether it can go on, for not all of its errors are those of connections.
+
+        Returns:
+            The error to raise: the ranks' different calls, where those are the cause.
+        """
+        if not self._closed.is_set():
+            with contextlib.suppress(RuntimeError):  # the store may be gone with rank 0
+                self._read_reason()
+        if self.reason is not None and self.failure is None:
+            error = CollectiveError(
+                f"the ranks of a group called different collectives: {self.reason}",
+                hint="all ranks call the same ones, in one order, with equal sizes and types",
+            )
+        if self.reason is not None or not by_inner:
+            self.failure = self.failure or error
+        return error
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=_LOOK_S)
+
+    # -- looking -------------------------------------------------------------------------------
+
+    def _key(self, rank: int) -> str:
+        return f"calls of {rank}"
+
+    def _loop(self) -> None:
+        while not self._closed.wait(_LOOK_S) and self.failure is None:
+            found = self._open
+            if found is None or time.monotonic() - found[0] < _LOOK_S:
+                continue
+            if found[1]():
+                self._open = None
+                continue
+            try:
+                self._look()
+            except RuntimeError:  # the store is gone, and rank 0 with it: gloo will say so
+                return
+            if self.reason is not None:
+                self._abort()
+                return
+
+    def _look(self) -> None:
+        """Write down the last calls and compare those of some other ranks."""
+        mine = {number: str(kind) for number, kind in list(self._last)}
+        self._store.set(self._key(self._rank), json.dumps(list(mine.items())))
+        self._read_reason()
+        for _ in range(min(_PEERS_A_LOOK, self._size - 1)):
+            if self.reason is not None:
+                return
+            self._looked = self._looked % (self._size - 1) + 1
+            peer = (self._rank + self._looked) % self._size
+            for number, theirs in json.loads(self._store.get(self._key(peer))):
+                if mine.get(number, theirs) != theirs:
+                    self.reason = (
+                        f"call {number} is {mine[number]} on rank {self._rank} and {theirs} on "
+                        f"rank {peer}"
+                    )
+                    self._store.set(_FAILED, self.reason)
+                    break
+
+    def _read_reason(self) -> None:
+        if self.reason is None and self._store.check([_FAILED]):
+            self.reason = self._store.get(_FAILED).decode()
+
+    def _abort(self) -> None:
+        """End all waits: gloo closes a group's connections when one message does not come."""
+        peer = (self._rank + 1) % self._size
+        for group in self._groups():
+            with contextlib.suppress(RuntimeError):
+                lost = torch.empty(1, dtype=torch.uint8)
+                group.recv([lost], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))

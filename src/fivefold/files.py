@@ -1,0 +1,344 @@
+"""Read text, TOML and JSON: every file that a user gives, and every text of that kind.
+
+Whatever the file is, reading it ends in bounded time and memory, with plain values or with one
+clear error. What a parser would let through and later code would trip over is refused here: a
+pipe or a device, gigabytes, a thousand levels of brackets, whole numbers of more than 64 bits,
+numbers that are none, a key given twice, text that cannot be written again. TOML is what people
+write, so its errors are of configuration; JSON is what programs write, so its errors are of data.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import os
+import re
+import stat
+import tomllib
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fivefold.errors import ConfigurationError, DataError, FivefoldError
+
+__all__ = ["parse_json", "parse_toml", "read_bytes", "read_json", "read_text", "read_toml"]
+
+_MOST_LEVELS = 100
+_SMALLEST, _LARGEST = -(2**63), 2**64 - 1
+# tomllib's time grows with the square of the parts of a dotted key: 32 kB take three seconds.
+_DOTTED_KEY = re.compile(
+    rf"""(?<![\w"'.-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){{{_MOST_LEVELS}}}"""
+)
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What a kind of text is called, how large it may be, and how its errors end."""
+
+    name: str
+    most_bytes: int
+    error: type[FivefoldError]
+    hint: str
+
+
+_TEXT = _Form("text", 256 << 20, DataError, "give a text file in UTF-8")
+_TOML = _Form(
+    "TOML",
+    64 << 20,  # tomllib reads about 7 MB a second
+    ConfigurationError,
+    'tables look like [run], keys like steps = 100; strings need quotes: "co2"',
+)
+_JSON = _Form(
+    "JSON", 256 << 20, DataError, "the file is damaged or of another program: write it again"
+)
+
+
+def read_toml(path: str | os.PathLike[str], *, what: str = "configuration file") -> dict[str, Any]:
+    r"""Read a TOML file.
+
+    Args:
+        path: The file.
+        what: Words for the file, before its path in messages.
+
+    Returns:
+        Its tables.
+
+    Raises:
+        ConfigurationError: The file is missing, cannot be read, is not TOML, or is beyond a limit.
+
+    Example:
+        >>> import tempfile
+        >>> file = Path(tempfile.mkdtemp()) / "a.toml"
+        >>> _ = file.write_text("[run]\nsteps = 1\n")
+        >>> read_toml(file)
+        {'run': {'steps': 1}}
+    """
+    where = f"{what} {os.fspath(path)}"
+    return parse_toml(_decoded(_read(Path(path), where, _TOML), where, _TOML), where=where)
+
+
+def read_json(path: str | os.PathLike[str], *, what: str = "file") -> Any:
+    """Read a JSON file.
+
+    Args:
+        path: The file.
+        what: Words for the file, before its path in messages.
+
+    Returns:
+        Its value: a dict, a list, text, a number, a boolean or None.
+
+    Raises:
+        DataError: The file is missing, cannot be read, is not JSON, or is beyond a limit.
+
+    Example:
+        >>> import tempfile
+        >>> file = Path(tempfile.mkdtemp()) / "a.json"
+        >>> _ = file.write_text('{"ranks": [0, 1]}')
+        >>> read_json(file)
+        {'ranks': [0, 1]}
+    """
+    where = f"{what} {os.fspath(path)}"
+    return parse_json(_read(Path(path), where, _JSON), where=where)
+
+
+def read_text(path: str | os.PathLike[str], *, what: str = "file") -> str:
+    """Read a file of text in UTF-8.
+
+    Args:
+        path: The file.
+        what: Words for the file, before its path in messages.
+
+    Returns:
+        The text.
+
+    Raises:
+        DataError: The file is missing, no regular file, too large, or no text.
+
+    Example:
+        >>> read_text("/dev/zero")
+        Traceback (most recent call last):
+        fivefold.errors.DataError: file /dev/zero is a device and not a regular file; ...
+    """
+    where = f"{what} {os.fspath(path)}"
+    return _decoded(_read(Path(path), where, _TEXT), where, _TEXT)
+
+
+def read_bytes(path: str | os.PathLike[str], *, what: str = "file") -> bytes:
+    """Read a file as it is, for readers that go through it by themselves.
+
+    Args:
+        path: The file.
+        what: Words for the file, before its path in messages.
+
+    Returns:
+        All of it.
+
+    Raises:
+        DataError: The file is missing, no regular file, or too large.
+
+    Example:
+        >>> read_bytes("nowhere")
+        Traceback (most recent call last):
+        fivefold.errors.DataError: file nowhere does not exist; give the path of a text file
+    """
+    return _read(Path(path), f"{what} {os.fspath(path)}", _TEXT)
+
+
+def parse_toml(text: str, *, where: str) -> dict[str, Any]:
+    """Read TOML that is at hand.
+
+    Args:
+        text: The TOML.
+        where: What it is, at the head of messages.
+
+    Returns:
+        Its tables.
+
+    Raises:
+        ConfigurationError: It is not TOML, or is beyond a limit.
+
+    Example:
+        >>> parse_toml("steps = 1", where="the text")
+        {'steps': 1}
+    """
+    _check_size(len(text), where, _TOML)
+    if _DOTTED_KEY.search(text):
+        raise _too_deep(where, _TOML)
+    try:
+        found = tomllib.loads(text)
+    except RecursionError:
+        raise _too_deep(where, _TOML) from None
+    except ValueError as error:
+        raise _not_of_the_form(error, where, _TOML) from None
+    _check_values(found, where, _TOML)
+    return found
+
+
+def parse_json(text: str | bytes, *, where: str) -> Any:
+    """Read JSON that is at hand.
+
+    Args:
+        text: The JSON.
+        where: What it is, at the head of messages.
+
+    Returns:
+        Its value.
+
+    Raises:
+        DataError: It is not JSON, or is beyond a limit.
+
+    Example:
+        >>> parse_json("[1, 2]", where="the text")
+        [1, 2]
+        >>> parse_json('{"a": 1, "a": 2}', where="the text")
+        Traceback (most recent call last):
+        fivefold.errors.DataError: the text has the key 'a' twice; keep one of the two
+    """
+
+    def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+            raise DataError(f"{where} has the key {twice[:60]!r} twice", hint="keep one of the two")
+        return found
+
+    _check_size(len(text), where, _JSON)
+    text = text if isinstance(text, str) else _decoded(text, where, _JSON)
+    try:
+        found = json.loads(text, object_pairs_hook=table)
+    except DataError:
+        raise
+    except RecursionError:
+        raise _too_deep(where, _JSON) from None
+    except ValueError as error:
+        raise _not_of_the_form(error, where, _JSON) from None
+    _check_values(found, where, _JSON)
+    return found
+
+
+def _read(path: Path, where: str, form: _Form) -> bytes:
+    hint = f"name a {form.name} file that you may read"
+    try:
+        with open(path, "rb", opener=_open_without_waiting) as file:
+            mode = os.fstat(file.fileno()).st_mode
+            if not stat.S_ISREG(mode):
+                kind = "a pipe" if stat.S_ISFIFO(mode) else "a device"
+                raise form.error(f"{where} is {kind} and not a regular file", hint=hint)
+            data = file.read(form.most_bytes + 1)
+    except FivefoldError:
+        raise
+    except FileNotFoundError:
+        raise form.error(f"{where} does not exist", hint=_nearest_file(path, form)) from None
+    except (OSError, ValueError) as error:  # a path with a NUL character is a ValueError
+        why = error.strerror if isinstance(error, OSError) else error
+        raise form.error(f"{where} cannot be read: {why}", hint=hint) from error
+    _check_size(len(data), where, form)
+    return data
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # a pipe that nobody writes to would hold us
+
+
+def _decoded(data: bytes, where: str, form: _Form) -> str:
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        message = f"{where} is not {form.name}: it is not UTF-8 text ({error.reason})"
+        raise form.error(f"{message} at byte {error.start:,}", hint="save it as UTF-8") from None
+    if text.startswith("\ufeff"):
+        message = f"{where} is not {form.name}: it begins with a byte order mark"
+        raise form.error(message, hint="save it as UTF-8 without a byte order mark")
+    if "\0" in text:
+        message = f"{where} is not {form.name}: it holds NUL characters"
+        raise form.error(message, hint="save it as UTF-8")
+    return text
+
+
+def _check_size(size: int, where: str, form: _Form) -> None:
+    if size > form.most_bytes:
+        raise form.error(
+            f"{where} is too large: {form.name} may have {form.most_bytes >> 20} MiB",
+            hint="is it the file that you mean?",
+        )
+
+
+def _too_deep(where: str, form: _Form) -> FivefoldError:
+    return form.error(
+        f"{where} is nested too deeply: at most {_MOST_LEVELS} tables and lists in one another",
+        hint="is it the file that you mean?",
+    )
+
+
+def _not_of_the_form(error: ValueError, where: str, form: _Form) -> FivefoldError:
+    if "integer string conversion" in str(error):  # Python's own limit on the digits it converts
+        return form.error(
+            f"{where} has a whole number of more than 4,300 digits",
+            hint=f"numbers go from {_SMALLEST} to {_LARGEST}",
+        )
+    return form.error(f"{where} is not {form.name}: {error}", hint=form.hint)
+
+
+def _check_values(found: Any, where: str, form: _Form) -> None:
+    """Look at every key and value, level by level and without recursion."""
+    level = [found]
+    for _ in range(_MOST_LEVELS + 1):
+        below = []
+        for value in level:
+            if isinstance(value, list):
+                below += value
+            elif isinstance(value, dict):
+                below += value.values()
+                below += value
+            elif (problem := _problem(value, form)) is not None:
+                wanted, hint = problem
+                key = _key_of(value, found, _MOST_LEVELS) or "a value"
+                got = f"{value!r:.60}"
+                raise form.error(f"{key} must be {wanted}; got {got} (in {where})", hint=hint)
+        if not below:
+            return
+        level = below
+    raise _too_deep(where, form)
+
+
+def _problem(value: object, form: _Form) -> tuple[str, str] | None:
+    if isinstance(value, int):
+        if not _SMALLEST <= value <= _LARGEST:
+            return "a number of 64 bits", f"numbers go from {_SMALLEST} to {_LARGEST}"
+    elif isinstance(value, float):
+        # TOML has infinity, and some keys mean "no bound" by it; JSON has only finite numbers.
+        if math.isnan(value) or (math.isinf(value) and form is _JSON):
+            return "a finite number", "nan and infinity are no numbers to compute with"
+    elif isinstance(value, str) and not value.isascii() and _SURROGATE.search(value):
+        return "text", "half a surrogate pair is no character"
+    return None
+
+
+def _key_of(wanted: object, found: Any, levels: int) -> str:
+    """The dotted name of where a value stands; empty where that is deeper."""
+    if not levels or not isinstance(found, dict | list):
+        return ""
+    pairs = found.items() if isinstance(found, dict) else enumerate(found)
+    for key, value in pairs:
+        name = f".{key:.60}" if isinstance(key, str) else f"[{key}]"
+        if value is wanted:
+            return name.removeprefix(".")
+        if below := _key_of(wanted, value, levels - 1):
+            joined = below if below.startswith("[") else f".{below}"
+            return f"{name}{joined}".removeprefix(".")
+    return ""
+
+
+def _nearest_file(path: Path, form: _Form) -> str:
+    try:
+        names = [other.name for other in path.parent.iterdir() if other.suffix == path.suffix]
+    except (OSError, ValueError):
+        names = []
+    close = difflib.get_close_matches(path.name, names[:1000], n=1, cutoff=0.5)
+    if close:
+        return f"did you mean {path.parent / close[0]}?"
+    like = ", such as examples/train.toml" if form is _TOML else ""
+    return f"give the path of a {form.name} file{like}"
