@@ -49,6 +49,21 @@ def place_of(path, section, share=0.5):
         return found.offset + int(found.nbytes * share)
 
 
+def without_files(folder):
+    """Make the graph of a folder one of a version that did not name the files beside it."""
+    with Container.open(folder / "graph.fvf") as new:
+        sections = {name: new.read(name) for name in new.sections}
+        attributes = {name: value for name, value in new.attributes.items() if name != "files"}
+    schema = {name: (array.dtype, array.shape) for name, array in sections.items()}
+    with ContainerWriter(
+        folder / "graph.fvf", kind="graph", sections=schema, attributes=attributes
+    ) as writer:
+        for name, array in sections.items():
+            writer.write(name, 0, array)
+        writer.commit().close()
+    return sections
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_of_another_data_set_of_the_same_size_is_refused(name, two_graphs):
     one, other = two_graphs
@@ -75,16 +90,7 @@ def test_labels_that_the_graph_did_not_have_are_refused(tmp_path, two_graphs):
 
 def test_a_graph_of_an_older_version_is_made_anew_by_the_same_command(two_graphs):
     folder = two_graphs[0]
-    with Container.open(folder / "graph.fvf") as new:
-        sections = {name: new.read(name) for name in new.sections}
-        attributes = {name: value for name, value in new.attributes.items() if name != "files"}
-    schema = {name: (array.dtype, array.shape) for name, array in sections.items()}
-    with ContainerWriter(
-        folder / "graph.fvf", kind="graph", sections=schema, attributes=attributes
-    ) as writer:
-        for name, array in sections.items():
-            writer.write(name, 0, array)
-        writer.commit().close()
+    sections = without_files(folder)
     with pytest.raises(DataError, match=r"older version.*same .* command again"):
         Dataset.open(folder)
     generate_graph(folder, nodes=NODES, dim=4, seed=1).close()
@@ -222,3 +228,16 @@ def test_columns_of_edge_tables_that_are_not_stored_are_named(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         table_source([tmp_path / "edges.csv"])
     assert "amount" in caplog.text
+
+
+def test_a_graph_of_an_older_version_with_names_is_made_anew_too(tmp_path):
+    lines = "source,target\n" + "".join(f"{7 * n},{7 * (n * n % 40)}\n" for n in range(40))
+    (tmp_path / "edges.csv").write_text(lines)
+    folder = tmp_path / "out"
+    ingest(table_source([tmp_path / "edges.csv"], ids="text"), folder).close()
+    sections = without_files(folder)
+    with pytest.raises(DataError, match="older version"):
+        Dataset.open(folder)
+    with ingest(table_source([tmp_path / "edges.csv"], ids="text"), folder) as dataset:
+        np.testing.assert_array_equal(dataset.topology().indices, sections["indices"])
+        verify(dataset)

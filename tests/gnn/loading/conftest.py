@@ -36,7 +36,9 @@ def skewed_graph(nodes, edges, random):
     return indptr, sources
 
 
-def make_dataset(folder, *, nodes=500, edges=4000, dim=4, dtype=np.float32, train=60, seed=0):
+def make_dataset(  # noqa: PLR0913 - settings of one graph, all by name
+    folder, *, nodes=500, edges=4000, dim=4, dtype=np.float32, train=60, seed=0, labelled=True
+):
     random = np.random.default_rng(seed)
     indptr, indices = skewed_graph(nodes, edges, random)
     x = random.integers(0, 2**16, (nodes, dim)).astype(np.uint16)
@@ -47,8 +49,9 @@ def make_dataset(folder, *, nodes=500, edges=4000, dim=4, dtype=np.float32, trai
     folder.mkdir(parents=True, exist_ok=True)
     files = {
         "features.fvf": write(folder / "features.fvf", "features", {"x": x}),
-        "labels.fvf": write(folder / "labels.fvf", "labels", labels, num_classes=5),
     }
+    if labelled:
+        files["labels.fvf"] = write(folder / "labels.fvf", "labels", labels, num_classes=5)
     write(
         folder / "graph.fvf",
         "graph",

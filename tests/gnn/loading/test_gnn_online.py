@@ -101,8 +101,7 @@ def test_epochs_differ_and_are_reproduced(dataset):
 
 
 def test_labels_are_optional(tmp_path, dataset_of):
-    dataset_of(tmp_path / "d").close()
-    (tmp_path / "d" / "labels.fvf").unlink()
+    dataset_of(tmp_path / "d", labelled=False).close()
     with (
         Dataset.open(tmp_path / "d") as dataset,
         OnlineLoader(dataset, np.arange(5), fanouts=[2], batch_size=2) as loader,

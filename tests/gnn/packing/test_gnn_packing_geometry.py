@@ -1,6 +1,7 @@
 """Windows, chunks and cells: they cover the rows, fit the memory, and the cheapest way is taken."""
 
 import tracemalloc
+from bisect import bisect
 
 import numpy as np
 import pytest
@@ -10,10 +11,12 @@ from hypothesis import strategies as st
 from fivefold.errors import InfeasibleError
 from fivefold.gnn.packing import pack
 from fivefold.gnn.packing._geometry import (
+    CHUNKS,
     INDEX_BYTES_PER_ROW,
     PAGE_BYTES,
     choose_geometry,
     cut_windows,
+    reader_shape,
 )
 from fivefold.gnn.packing._movement import Cells, _batches_of_cells
 from fivefold.gnn.planning import FeatureInfo, packing_ways
@@ -165,3 +168,26 @@ def test_memory_stays_within_the_budget(make_world, tmp_path, strategy):
     assert peak <= memory_bytes + (9 << 20)
     if strategy != "resident":
         assert 16_000 * 1024 + plan.predicted.packed_bytes > 3 * memory_bytes
+
+
+@pytest.mark.parametrize("memory_bytes", [4 << 20, 64 << 20, 512 << 20])
+def test_features_in_memory_leave_room_for_chunks_and_both_engines(memory_bytes):
+    row_bytes, sections = 512, {"rows": 10_000, "device": 0, "host": 0}
+
+    def way(num_nodes):
+        try:
+            return choose(
+                num_nodes=num_nodes,
+                row_bytes=row_bytes,
+                sections=sections,
+                memory_bytes=memory_bytes,
+                strategy="resident",
+            )
+        except InfeasibleError:
+            return None
+
+    most = bisect(range(memory_bytes // row_bytes + 1), 0, key=lambda nodes: way(nodes) is None)
+    threads, block_bytes = reader_shape(memory_bytes)
+    chunks = CHUNKS * way(most - 1).chunk_rows * (row_bytes + INDEX_BYTES_PER_ROW)
+    taken = (most - 1) * row_bytes + chunks + 2 * threads * block_bytes
+    assert memory_bytes - row_bytes < taken <= memory_bytes

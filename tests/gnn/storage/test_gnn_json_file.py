@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.errors import DataError, StorageError
-from fivefold.gnn.storage import Container, read_json_file, write_json_file
+from fivefold.gnn.planning import Plan
+from fivefold.gnn.storage import Container, DiskProfile, read_json_file, write_json_file
 
 VALUE = {"epochs": 3, "files": {"rows": "ab12", "records": None}, "sizes": [1, 2.5], "done": True}
 
@@ -79,3 +80,16 @@ def test_what_the_system_refuses_is_said(tmp_path):
         read_json_file(tmp_path / "nothing")
     with pytest.raises(StorageError, match="nowhere"):
         write_json_file(tmp_path / "nowhere" / "a", VALUE)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 100_000, '{"a":' * 100_000, "9" * 5000, "{}", "7", '{"version": []}'],
+    ids=["deep list", "deep", "long number", "empty", "number", "no version"],
+)
+@pytest.mark.parametrize(
+    "read", [DiskProfile.from_json, lambda text: Plan.from_json(text, {})], ids=["disk", "plan"]
+)
+def test_texts_of_nonsense_are_refused(read, text):
+    with pytest.raises(DataError, match=r"probe the disk again|make it again"):
+        read(text)

@@ -193,3 +193,19 @@ def break_at(patch, stage):
         patch.setattr("pathlib.Path.replace", fail)
     else:
         patch.setattr(where + names[stage], fail)
+
+
+def test_checksums_of_many_pages_are_saved_for_resuming(tmp_path):
+    rows = np.random.default_rng(3).integers(0, 256, (5000, 4096)).astype(np.uint8)
+    schema = {"x": (np.uint8, rows.shape)}  # more pages than are saved in one piece
+    with ContainerWriter(tmp_path / "a", kind="k", sections=schema, attributes={}) as writer:
+        writer.write("x", 0, rows[:4900])
+        writer.mark({"rows": 4900})
+    with ContainerWriter(
+        tmp_path / "a", kind="k", sections=schema, attributes={}, resume=True
+    ) as writer:
+        assert writer.progress == {"rows": 4900}
+        writer.write("x", 4900, rows[4900:])
+        writer.commit().close()
+    with Container.open(tmp_path / "a", verify="full") as found:
+        assert np.array_equal(found.read("x"), rows)

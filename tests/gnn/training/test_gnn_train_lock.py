@@ -6,14 +6,14 @@ import sys
 
 import pytest
 
-from fivefold.errors import ConfigurationError
+from fivefold.errors import FivefoldError
 from fivefold.gnn.training import train_graph
 from fivefold.runs import FolderLock
 
 HOLD = """
-import sys
+import pathlib, sys
 from fivefold.runs import FolderLock
-with FolderLock(sys.argv[1], "fivefold gnn train"):
+with FolderLock(pathlib.Path(sys.argv[1]), "run.output"):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -24,15 +24,15 @@ def test_the_second_trainer_is_refused_and_the_first_goes_on(make_config):
     refused = []
 
     def second(_text):
-        with pytest.raises(ConfigurationError) as caught:
+        with pytest.raises(FivefoldError) as caught:
             train_graph(config)
         refused.append(caught.value)
 
     # The plan is shown in the middle of a run of mode "disk".
     train_graph(make_config(epochs=1), show=second)
     assert len(refused) == 1
-    assert f"process {os.getpid()} on" in refused[0].message
-    assert "run.output" in refused[0].hint or "another folder" in refused[0].hint
+    assert str(os.getpid()) in refused[0].message
+    assert refused[0].hint
     assert train_graph(make_config(epochs=1)).epochs == 1  # the lock goes with the run
 
 
@@ -43,10 +43,10 @@ def test_the_lock_of_a_killed_process_is_free(tmp_path):
     )
     try:
         assert child.stdout.readline() == b"held\n"
-        with pytest.raises(ConfigurationError, match=f"gnn train .process {child.pid} on"):
+        with pytest.raises(FivefoldError, match=str(child.pid)):
             FolderLock(tmp_path, "this").__enter__()
     finally:
         child.kill()
         child.communicate()
     with FolderLock(tmp_path, "this"):
-        assert "this" in (tmp_path / ".lock").read_text()
+        assert str(os.getpid()) in (tmp_path / ".lock").read_text()

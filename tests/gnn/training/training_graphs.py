@@ -3,7 +3,7 @@
 import numpy as np
 
 from fivefold.gnn.data import Dataset
-from fivefold.gnn.storage import ContainerWriter
+from fivefold.gnn.storage import Container, ContainerWriter
 
 
 class Disk:
@@ -59,6 +59,15 @@ def make_dataset(folder, *, nodes=300, edges=2000, dim=5, dtype=np.float32, clas
     }
     write(folder / "graph.fvf", "graph", graph, about | {"files": files})
     return Dataset.open(folder)
+
+
+def relabel(folder, labels, attributes):
+    """Put other labels in the place of a data set's."""
+    with Container.open(folder / "graph.fvf") as old:
+        graph, about = {name: old.read(name) for name in old.sections}, old.attributes
+    found = write(folder / "labels.fvf", "labels", labels, attributes)
+    about = about | {"files": about["files"] | {"labels.fvf": found}}
+    write(folder / "graph.fvf", "graph", graph, about)
 
 
 def edge_index(dataset):

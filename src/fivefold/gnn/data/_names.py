@@ -241,7 +241,11 @@ def read_numbering(folder: Path) -> dict[str, Any] | None:
     """
     if not (folder / NAMES_FILE).is_file():
         return None
-    state = read_json_file(folder / NAMES_FILE)
+    try:
+        state = read_json_file(folder / NAMES_FILE)
+    except DataError as error:
+        hint = f"remove {folder / NAMES_FILE} and run the same command again"
+        raise DataError(error.message, hint=hint) from error
     for name, expected in state["files"].items():
         if (folder / name).is_file() and _checksum(folder / name) != expected:
             raise DataError(

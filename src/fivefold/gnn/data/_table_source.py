@@ -16,13 +16,12 @@ from numpy.typing import NDArray
 
 from fivefold.errors import ConfigurationError, DataError, FivefoldError, StorageError
 from fivefold.gnn.data._array_source import array_part, check_gaps
-from fivefold.gnn.data._dataset import GRAPH_FILE
 from fivefold.gnn.data._names import number_names, read_numbering, write_numbering
 from fivefold.gnn.data._node_table import NodeTable, TableColumns, check_column, check_whole
 from fivefold.gnn.data._parts import EdgeBlock, LabelPart, Progress
 from fivefold.gnn.data._rows import file_stamp, npy_rows
 from fivefold.gnn.data._tables import TableReader, open_table
-from fivefold.gnn.data._write import no_progress
+from fivefold.gnn.data._write import graph_is_current, no_progress
 
 __all__ = ["TableSource", "table_source"]
 
@@ -175,7 +174,7 @@ class TableSource:
         state = read_numbering(folder)
         if state is not None and state["recipe"] != recipe:
             raise DataError(f"{folder} holds names of another source", hint="choose another folder")
-        needed = not (folder / GRAPH_FILE).is_file()
+        needed = not graph_is_current(folder)
         if state is None or (needed and not (work / "edges.npy").is_file()):
             try:
                 count = self._number(folder, memory_bytes, progress)

@@ -29,6 +29,7 @@ __all__ = [
     "MIN_MEMORY_BYTES",
     "check_memory",
     "fingerprints",
+    "graph_is_current",
     "names_fingerprint",
     "no_progress",
     "write_dataset",
@@ -128,8 +129,7 @@ def write_parts(
     attributes = {**attributes, "recipe": recipe}
     names = (LABELS_FILE, GRAPH_FILE, FEATURES_FILE)
     finished = [_is_finished(folder / name, recipe) for name in names]  # all, before any work
-    if finished[1]:
-        finished[1] = _names_its_files(folder / GRAPH_FILE)
+    finished[1] = finished[1] and graph_is_current(folder)
     labels, edges, features = parts
     if not finished[0] and (label_part := labels()) is not None:
         _write_labels(folder / LABELS_FILE, label_part, attributes, progress)
@@ -172,9 +172,11 @@ def _files_beside(folder: Path) -> dict[str, str]:
     return found if names is None else {**found, NAMES_FILE: names}
 
 
-def _names_its_files(graph: Path) -> bool:
-    """Whether it says which files belong to it; older versions did not, and it is made anew."""
-    with Container.open(graph) as container:
+def graph_is_current(folder: Path) -> bool:
+    """Whether there is a graph that names its files; those of older versions are made anew."""
+    if not (folder / GRAPH_FILE).is_file():
+        return False
+    with Container.open(folder / GRAPH_FILE) as container:
         return "files" in container.attributes
 
 

@@ -210,7 +210,7 @@ class Plan:
         try:
             values: dict[str, Any] = parse_json(text, where="the plan")
             version, hashes = values.pop("version"), values.pop("arrays")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, RecursionError, TypeError, AttributeError) as error:
             raise DataError(
                 f"this is not a plan: {text[:40]!r}", hint="make it again with make_plan"
             ) from error

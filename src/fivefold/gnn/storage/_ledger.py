@@ -50,7 +50,6 @@ class PageLedger:
         """Pages from this one on are as if never written."""
         self.states[first_page:] = NEVER
         self.checksums[first_page:] = 0
-        self._pending = {page: part for page, part in self._pending.items() if page < first_page}
 
     def note(self, offset: int, data: NDArray[np.uint8]) -> None:
         """These bytes are now in the file at this offset."""

@@ -172,7 +172,7 @@ class DiskProfile:
             table = fields["bytes_per_s_by_request_bytes"]
             fields["bytes_per_s_by_request_bytes"] = {int(k): v for k, v in table.items()}
             return cls(**fields)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             raise DataError(
                 f"this is no disk profile: {error!r}", hint="probe the disk again"
             ) from error
