@@ -211,4 +211,4 @@ class SwitchAbility:
 def _is_number(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, Real):
         return False
-    return -math.inf < value < math.inf  # also of whole numbers that no float holds
+    return bool(abs(value) < math.inf)  # type: ignore[operator]  # also of whole numbers that no float holds

@@ -303,6 +303,7 @@ def _matrix(table: Mapping[str, Any], key: str, size: int) -> tuple[tuple[float,
                 f"{name} of the TACCL profile must be {size} rows of {size} numbers from 0",
                 hint="there is one row for each GPU of a box",
             )
+    assert isinstance(rows, list), "looked at above"
     return tuple(
         tuple(value if links[target][source] else 0 for source, value in enumerate(row))
         for target, row in enumerate(rows)
