@@ -142,12 +142,11 @@ def _names(kind: type) -> set[str]:
 
 def _tuples(table: Mapping[str, Any], kind: type, *, where: str) -> dict[str, Any]:
     check_keys(table, _names(kind), where=where)
-    found = {
+    return {  # SearchSpace looks at each value
         name: tuple(value) if isinstance(value, list)
         else value if name in {"num_gpus", "global_batch"} else (value,)
         for name, value in table.items()
     }  # fmt: skip
-    return found  # SearchSpace looks at each value
 
 
 def _model(source: Any, *, seq_len: int | None, folder: Path) -> ModelSpec:
