@@ -241,7 +241,7 @@ def _synchronous(
         rows = routes.rows[members]
         for hop in range(int((first_legs[rows + 1] - first_legs[rows]).max(initial=0))):
             on = first_legs[rows] + hop < first_legs[rows + 1]
-            hops = replace(legs, rows=first_legs[rows[on]] + hop)
+            hops = replace(legs, rows=(first_legs[rows[on]] + hop).astype(np.int32))
             loads = hops.loads(chunk_bytes[schedule.chunks[members[on]]], topology.num_links)
             transmit_s = loads / topology.capacities_bytes_per_s
             now_s += float(transmit_s.max(initial=0.0))

@@ -54,7 +54,7 @@ def _occupy(
 def list_schedule(
     messages: tuple[Any, Any],
     slots: tuple[Any, Any, Any],
-    routes: tuple[Any, Any, Any],
+    routes: tuple[Any, Any, Any, Any],
     costs: tuple[Any, Any, Any],
     transfers: tuple[Any, Any, Any],
     shape: tuple[int, int],
