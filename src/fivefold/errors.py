@@ -29,7 +29,7 @@ class FivefoldError(Exception):
         message: What is wrong, with the value that was got.
         hint: What is allowed and what to do next; None where the message says it all.
 
-    Example:
+    Examples:
         >>> str(FivefoldError("tau is 0", hint="use a positive integer"))
         'tau is 0; use a positive integer'
     """
@@ -56,7 +56,7 @@ def _rebuild(kind: type[FivefoldError], message: str, hint: str | None) -> Fivef
 class ConfigurationError(FivefoldError, ValueError):
     """An argument, a configuration key or a combination of them is not allowed.
 
-    Example:
+    Examples:
         >>> issubclass(ConfigurationError, ValueError)
         True
     """
@@ -65,7 +65,7 @@ class ConfigurationError(FivefoldError, ValueError):
 class DataError(FivefoldError, ValueError):
     """Input data is missing, empty, of the wrong kind or damaged.
 
-    Example:
+    Examples:
         >>> issubclass(DataError, ValueError)
         True
     """
@@ -74,7 +74,7 @@ class DataError(FivefoldError, ValueError):
 class CheckpointError(FivefoldError, OSError):
     """A checkpoint could not be written, or none that is whole could be read.
 
-    Example:
+    Examples:
         >>> issubclass(CheckpointError, OSError)
         True
     """
@@ -87,7 +87,7 @@ class CheckpointError(FivefoldError, OSError):
 class CommunicationError(FivefoldError, ConnectionError):
     """A collective failed or timed out; names rank, step and collective.
 
-    Example:
+    Examples:
         >>> issubclass(CommunicationError, ConnectionError)
         True
     """
@@ -99,7 +99,7 @@ class CommunicationError(FivefoldError, ConnectionError):
 class StorageError(FivefoldError, OSError):
     """The disk did not do what was asked: an I/O error, a short read or write, no space left.
 
-    Example:
+    Examples:
         >>> issubclass(StorageError, OSError)
         True
     """
@@ -111,7 +111,7 @@ class StorageError(FivefoldError, OSError):
 class ReplicaMismatchError(FivefoldError, RuntimeError):
     """Replicas that must be equal bit for bit are not; names the ranks that differ.
 
-    Example:
+    Examples:
         >>> issubclass(ReplicaMismatchError, RuntimeError)
         True
     """
@@ -120,7 +120,7 @@ class ReplicaMismatchError(FivefoldError, RuntimeError):
 class NonFiniteError(FivefoldError, ArithmeticError):
     """Training gave not-a-number or infinity on every rank; names ranks, round and parameters.
 
-    Example:
+    Examples:
         >>> issubclass(NonFiniteError, ArithmeticError)
         True
     """
@@ -129,7 +129,7 @@ class NonFiniteError(FivefoldError, ArithmeticError):
 class UnsupportedError(FivefoldError, RuntimeError):
     """This machine lacks something that the request needs (a permission, a tool, a device).
 
-    Example:
+    Examples:
         >>> issubclass(UnsupportedError, RuntimeError)
         True
     """
@@ -138,7 +138,7 @@ class UnsupportedError(FivefoldError, RuntimeError):
 class InfeasibleError(FivefoldError, ValueError):
     """The request is well formed, but nothing satisfies it.
 
-    Example:
+    Examples:
         >>> InfeasibleError("no plan fits 16 GB").exit_code
         2
     """

@@ -69,7 +69,7 @@ def read_toml(path: str | os.PathLike[str], *, what: str = "configuration file")
     Raises:
         ConfigurationError: The file is missing, cannot be read, is not TOML, or is beyond a limit.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> file = Path(tempfile.mkdtemp()) / "a.toml"
         >>> _ = file.write_text("[run]\nsteps = 1\n")
@@ -93,7 +93,7 @@ def read_json(path: str | os.PathLike[str], *, what: str = "file") -> Any:
     Raises:
         DataError: The file is missing, cannot be read, is not JSON, or is beyond a limit.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> file = Path(tempfile.mkdtemp()) / "a.json"
         >>> _ = file.write_text('{"ranks": [0, 1]}')
@@ -117,7 +117,7 @@ def read_text(path: str | os.PathLike[str], *, what: str = "file") -> str:
     Raises:
         DataError: The file is missing, no regular file, too large, or no text.
 
-    Example:
+    Examples:
         >>> read_text("/dev/zero")
         Traceback (most recent call last):
         fivefold.errors.DataError: file /dev/zero is a device and not a regular file; ...
@@ -139,7 +139,7 @@ def read_bytes(path: str | os.PathLike[str], *, what: str = "file") -> bytes:
     Raises:
         DataError: The file is missing, no regular file, or too large.
 
-    Example:
+    Examples:
         >>> read_bytes("nowhere")
         Traceback (most recent call last):
         fivefold.errors.DataError: file nowhere does not exist; give the path of a text file
@@ -160,7 +160,7 @@ def parse_toml(text: str, *, where: str) -> dict[str, Any]:
     Raises:
         ConfigurationError: It is not TOML, or is beyond a limit.
 
-    Example:
+    Examples:
         >>> parse_toml("steps = 1", where="the text")
         {'steps': 1}
     """
@@ -190,7 +190,7 @@ def parse_json(text: str | bytes, *, where: str) -> Any:
     Raises:
         DataError: It is not JSON, or is beyond a limit.
 
-    Example:
+    Examples:
         >>> parse_json("[1, 2]", where="the text")
         [1, 2]
         >>> parse_json('{"a": 1, "a": 2}', where="the text")

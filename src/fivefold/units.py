@@ -55,7 +55,7 @@ def parse_bytes(text: str | float) -> int:
     Raises:
         ConfigurationError: The text is not a size, or it is negative or not finite.
 
-    Example:
+    Examples:
         >>> parse_bytes("1.5 MB"), parse_bytes("4KiB"), parse_bytes("8 kbit")
         (1500000, 4096, 1000)
     """
@@ -74,7 +74,7 @@ def parse_bytes_per_s(text: str | float) -> float:
     Raises:
         ConfigurationError: The text is not a rate, or it is negative or not finite.
 
-    Example:
+    Examples:
         >>> parse_bytes_per_s("200 Mbit/s"), parse_bytes_per_s("1.5GB/s")
         (25000000.0, 1500000000.0)
     """
@@ -93,7 +93,7 @@ def parse_duration_s(text: str | float) -> float:
     Raises:
         ConfigurationError: The text is not a duration, or it is negative or not finite.
 
-    Example:
+    Examples:
         >>> parse_duration_s("5 ms"), parse_duration_s(2)
         (0.005, 2.0)
     """
@@ -105,7 +105,7 @@ def parse_duration_s(text: str | float) -> float:
 def format_bytes(size_bytes: float) -> str:
     """Write a size with a decimal prefix and three significant digits.
 
-    Example:
+    Examples:
         >>> format_bytes(12_345_678)
         '12.3 MB'
     """
@@ -115,7 +115,7 @@ def format_bytes(size_bytes: float) -> str:
 def format_bytes_per_s(rate_bytes_per_s: float) -> str:
     """Write a rate in bits per second, as links are named.
 
-    Example:
+    Examples:
         >>> format_bytes_per_s(25e6)
         '200 Mbit/s'
     """
@@ -125,7 +125,7 @@ def format_bytes_per_s(rate_bytes_per_s: float) -> str:
 def format_duration_s(duration_s: float) -> str:
     """Write a duration with the unit that reads best.
 
-    Example:
+    Examples:
         >>> format_duration_s(0.00123), format_duration_s(95), format_duration_s(7200)
         ('1.23 ms', '1 min 35 s', '2 h 0 min')
     """

@@ -96,7 +96,7 @@ def simulate_command(  # noqa: PLR0913 - each option is a parameter
     The plan says for each job how its gradients are fused and ordered, which algorithm reduces
     them, over which paths, in which class and at which offset. Nothing is run for real.
 
-    Example:
+    Examples:
         $ fivefold simulate jobs.toml --cluster fat_tree:4,gpus=2
     """
     from fivefold.codesign import (  # noqa: PLC0415 - keeps --help fast
@@ -156,7 +156,7 @@ def ablate_command(  # noqa: PLR0913 - each option is a parameter
     B0 is today's stack without coordination; B1 is every layer at its best alone. All use the same
     jobs, placement and hash, and are judged by the same simulation.
 
-    Example:
+    Examples:
         $ fivefold ablate --cluster fat_tree:4,gpus=2 --seeds 3
     """
     from fivefold.cli._progress import stage_progress  # noqa: PLC0415 - as above

@@ -48,7 +48,7 @@ def execute_command(  # noqa: PLR0913 - each option is a parameter
     classes, and packets take the planned paths. Compute is a sleep of the planned length;
     reductions are real: rings of hosts, or sums in a switch that can sum.
 
-    Example:
+    Examples:
         $ fivefold execute jobs.toml --cluster switch:4,bandwidth=25MB/s
     """
     from fivefold.cli._execution import (  # noqa: PLC0415 - keeps --help fast

@@ -88,7 +88,7 @@ def main() -> None:
         SystemExit: Always, with 0 for success, 1 for a user's error, 2 for an infeasible
             request, 3 for an internal error and 130 after Ctrl-C.
 
-    Example:
+    Examples:
         $ fivefold --version
     """
     try:

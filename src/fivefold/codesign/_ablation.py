@@ -44,7 +44,7 @@ class AblationRow:
         jobs: Jobs over all seeds.
         seeds: Number of seeds.
 
-    Example:
+    Examples:
         >>> AblationRow.__name__
         'AblationRow'
     """
@@ -87,7 +87,7 @@ def ablate(
     Raises:
         ConfigurationError: There is no seed.
 
-    Example:
+    Examples:
         >>> from fivefold.codesign import synthetic_jobs
         >>> from fivefold.network.topology import fat_tree
         >>> cluster = fat_tree(4)

@@ -47,7 +47,7 @@ class PlanningOptions:
     Raises:
         ConfigurationError: A number is below one.
 
-    Example:
+    Examples:
         >>> PlanningOptions(budget=10).guard
         True
     """

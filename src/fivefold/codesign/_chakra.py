@@ -52,7 +52,7 @@ def chakra_traces(
     References:
         https://github.com/mlcommons/chakra, schema/protobuf/et_def.proto.
 
-    Example:
+    Examples:
         >>> chakra_traces.__name__
         'chakra_traces'
     """

@@ -21,7 +21,7 @@ class CoDesigns:
         intra_inter: Links inside hosts and the fabric are planned as one network.
         host_net: Work may be given to switches that sum.
 
-    Example:
+    Examples:
         >>> CoDesigns(vertical=True, host_net=True).label, CoDesigns.none().label
         ('V+HN', 'none')
 

@@ -45,7 +45,7 @@ class Outcome:
         iteration_s: By job, mean seconds of an iteration.
         result: The simulation.
 
-    Example:
+    Examples:
         >>> Outcome({"a": 2.0}, {"a": 1.0}, None).completion_s["a"]
         2.0
     """
@@ -77,7 +77,7 @@ def run_plan(
     Raises:
         InfeasibleError: A plan is not possible on this cluster.
 
-    Example:
+    Examples:
         >>> from fivefold.network.topology import switch
         >>> from fivefold.tasks import LayerCost
         >>> layer = LayerCost(forward_s=1.0, backward_s=1.0, gradient_bytes=10**9)

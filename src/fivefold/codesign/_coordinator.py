@@ -40,7 +40,7 @@ class CoDesignResult:
         baseline_outcome: The full simulation of the baseline.
         simulations: How many simulations planning took.
 
-    Example:
+    Examples:
         >>> CoDesignResult.__name__
         'CoDesignResult'
     """
@@ -95,7 +95,7 @@ def plan_cluster(
         arXiv 2403.07585 (five layers, four co-designs); the algorithms are named where they are
         used: Crux, CASSINI, SwitchML, ATP.
 
-    Example:
+    Examples:
         >>> from fivefold.network.topology import switch
         >>> from fivefold.tasks import LayerCost
         >>> layers = (LayerCost(forward_s=0.5, backward_s=1.0, gradient_bytes=10**9),) * 2

@@ -56,7 +56,7 @@ class ModelJob:
         arrival_s: When it arrives.
         weight: How much a second of it counts.
 
-    Example:
+    Examples:
         >>> from fivefold.strategy import SearchSpace, load_cluster, named_model
         >>> job = Job(model=named_model("llama3-8b"),
         ...           space=SearchSpace(num_gpus=8, global_batch=8))
@@ -88,7 +88,7 @@ def job_from_plan(topology: Topology, described: ModelJob, ranks: Sequence[int])
         ConfigurationError: The number of ranks is not that of the job's GPUs.
         InfeasibleError: No split fits in memory, or none keeps tensor groups inside hosts.
 
-    Example:
+    Examples:
         >>> from fivefold.network.topology import HostSpec, leaf_spine
         >>> from fivefold.strategy import SearchSpace, load_cluster, named_model
         >>> hosts = leaf_spine(4, leaves=2, spines=1, host=HostSpec(gpus=4))

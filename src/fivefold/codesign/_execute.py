@@ -50,7 +50,7 @@ class Order:
         plan: Their plans.
         channels: Names of each job's communications, in the order in which they are made.
 
-    Example:
+    Examples:
         >>> Order("", (), ClusterPlan({}), {}).jobs
         ()
     """
@@ -74,7 +74,7 @@ def check_executable(jobs: Sequence[JobSpec], plan: ClusterPlan, *, topology: To
         UnsupportedError: A job is split otherwise than in data, exchanges all-to-all, reduces
             inside hosts first, or sums at several switches; two jobs share a rank.
 
-    Example:
+    Examples:
         >>> from fivefold.network.topology import switch
         >>> from fivefold.tasks import LayerCost
         >>> layer = LayerCost(forward_s=0.1, backward_s=0.2, gradient_bytes=10)
@@ -110,7 +110,7 @@ def lab_options(topology: Topology, jobs: Sequence[JobSpec], plan: ClusterPlan) 
         InfeasibleError: The plan is not possible on this cluster.
         UnsupportedError: The plan cannot be run.
 
-    Example:
+    Examples:
         >>> from fivefold.network.topology import switch
         >>> from fivefold.tasks import LayerCost
         >>> layer = LayerCost(forward_s=0.1, backward_s=0.2, gradient_bytes=10)
@@ -152,7 +152,7 @@ def write_order(
         InfeasibleError: The plan is not possible on this cluster.
         UnsupportedError: The plan cannot be run.
 
-    Example:
+    Examples:
         >>> write_order.__name__
         'write_order'
     """
@@ -196,7 +196,7 @@ def read_order(path: Path) -> Order:
     Raises:
         ConfigurationError: There is no such file, or it is none of these.
 
-    Example:
+    Examples:
         >>> read_order(Path("nowhere.json"))  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         fivefold.errors.ConfigurationError: nowhere.json is no plan to be run: file ...
@@ -240,7 +240,7 @@ def _read_job(entry: Mapping[str, Any]) -> JobSpec:
 def execution_command(path: Path) -> list[str]:
     """What every host runs, from the file that `write_order` wrote.
 
-    Example:
+    Examples:
         >>> execution_command(Path("order.json"))[1:]
         ['-m', 'fivefold.codesign._execute_rank', 'order.json']
     """
@@ -253,7 +253,7 @@ def read_measurements(lines: Sequence[str]) -> Mapping[str, float]:
     Args:
         lines: Its standard output.
 
-    Example:
+    Examples:
         >>> read_measurements(["hello", '{"iteration_s": {"a": 0.5}}'])
         {'a': 0.5}
     """

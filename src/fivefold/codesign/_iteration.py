@@ -38,7 +38,7 @@ def iteration_of(job: JobSpec, plan: JobPlan, quote: Quote) -> TaskGraph:
     Returns:
         Its tasks; compute tasks are named by pass and layer, reductions by their layers.
 
-    Example:
+    Examples:
         >>> layer = LayerCost(forward_s=0.1, backward_s=0.2, gradient_bytes=10)
         >>> job = JobSpec(job_id="a", ranks=(0, 1), layers=(layer,) * 2)
         >>> plan = JobPlan(order=(0, 1), bucket_bytes=None)

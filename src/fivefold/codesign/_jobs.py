@@ -32,7 +32,7 @@ class JobSpec:
     Raises:
         ConfigurationError: A value is not allowed.
 
-    Example:
+    Examples:
         >>> layer = LayerCost(forward_s=0.1, backward_s=0.2, gradient_bytes=10**9)
         >>> job = JobSpec(job_id="a", ranks=(0, 1), layers=(layer,) * 2)
         >>> round(job.compute_s, 3), job.gradient_bytes
@@ -144,7 +144,7 @@ def check_jobs(topology: Topology, jobs: Sequence[JobSpec]) -> None:
         ConfigurationError: There is no job, or two have one name.
         InfeasibleError: A job wants ranks that the cluster does not have.
 
-    Example:
+    Examples:
         >>> from fivefold.network.topology import switch
         >>> layer = LayerCost(forward_s=0.1, backward_s=0.2)
         >>> check_jobs(switch(2), [JobSpec(job_id="a", ranks=(0, 1), layers=(layer,))])

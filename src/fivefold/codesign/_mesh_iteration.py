@@ -31,7 +31,7 @@ def mesh_iteration(demand: PlanDemand, plan: JobPlan, quote: Quote) -> TaskGraph
     Returns:
         Its tasks.
 
-    Example:
+    Examples:
         >>> from fivefold.strategy import ParallelPlan
         >>> split = ParallelPlan(global_batch=2, data=2)
         >>> send = Message(axis="data", kind="all_reduce", size_bytes=8, phase="reduce")

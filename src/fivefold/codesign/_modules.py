@@ -43,7 +43,7 @@ def null_plan(topology: Topology, jobs: Sequence[JobSpec], *, seed: int = 0) -> 
     Raises:
         InfeasibleError: Two ranks of a job are not connected.
 
-    Example:
+    Examples:
         >>> from fivefold.network.topology import switch
         >>> from fivefold.tasks import LayerCost
         >>> layer = LayerCost(forward_s=0.1, backward_s=0.2)
@@ -71,7 +71,7 @@ def best_alone_plan(topology: Topology, jobs: Sequence[JobSpec], *, seed: int = 
     Raises:
         InfeasibleError: Two ranks of a job are not connected.
 
-    Example:
+    Examples:
         >>> from fivefold.network.topology import switch
         >>> from fivefold.tasks import LayerCost
         >>> layer = LayerCost(forward_s=0.1, backward_s=0.2)

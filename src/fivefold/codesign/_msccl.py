@@ -32,7 +32,7 @@ def msccl_programs(topology: Topology, job: JobSpec, plan: JobPlan) -> Mapping[s
             split along several axes.
         InfeasibleError: A program exceeds a limit of MSCCL's interpreter.
 
-    Example:
+    Examples:
         >>> from fivefold.network.topology import switch
         >>> from fivefold.tasks import LayerCost
         >>> layer = LayerCost(forward_s=0.1, backward_s=0.2, gradient_bytes=10)

@@ -78,7 +78,7 @@ def plan_page(
         ConfigurationError: A job was not measured.
         UnsupportedError: matplotlib is not installed.
 
-    Example:
+    Examples:
         >>> from fivefold.codesign import plan_cluster
         >>> from fivefold.network.topology import switch
         >>> from fivefold.tasks import LayerCost

@@ -26,7 +26,7 @@ def ablation_page(rows: Sequence[AblationRow], *, cluster: str, command: str = "
     Raises:
         ConfigurationError: There is no row.
 
-    Example:
+    Examples:
         >>> row = AblationRow(
         ...     label="V", to_null=0.9, to_null_interval=(0.8, 1.0), to_best=1.0,
         ...     to_best_interval=(0.9, 1.1), tail_to_null=0.95, jobs_worse=0,

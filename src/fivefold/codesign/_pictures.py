@@ -29,7 +29,7 @@ def timeline_of(outcome: Outcome) -> dict[str, Any]:
     Raises:
         DataError: The outcome holds no simulation.
 
-    Example:
+    Examples:
         >>> timeline_of(Outcome({}, {}, None))
         Traceback (most recent call last):
         fivefold.errors.DataError: this outcome holds no simulation
@@ -83,7 +83,7 @@ def draw_ablation(rows: Sequence[AblationRow], path: Path | str, *, title: str =
     Raises:
         UnsupportedError: matplotlib is not installed.
 
-    Example:
+    Examples:
         >>> draw_ablation.__name__
         'draw_ablation'
     """

@@ -43,7 +43,7 @@ class JobPlan:
         priority: Layer 4: class, 0 the most urgent.
         shift_s: Layer 4: by how much the job begins later.
 
-    Example:
+    Examples:
         >>> JobPlan(order=(0, 1)).algorithm
         'ring'
     """
@@ -97,7 +97,7 @@ def _job_plan(values: dict[str, Any]) -> JobPlan:
 class ClusterPlan:
     """The plans of all jobs.
 
-    Example:
+    Examples:
         >>> plan = ClusterPlan({"a": JobPlan(order=(0, 1))})
         >>> ClusterPlan.from_json(plan.to_json()) == plan
         True

@@ -25,7 +25,7 @@ class DecisionRecord:
         co_designs: The co-designs that let those inputs through.
         round: Planning round.
 
-    Example:
+    Examples:
         >>> record = DecisionRecord(
         ...     layer="tasks", entity="a", decision="fifo",
         ...     alternatives={}, inputs=(), co_designs=(),
@@ -49,7 +49,7 @@ def decisions_to_json(records: Iterable[DecisionRecord]) -> str:
     Args:
         records: The decisions in order.
 
-    Example:
+    Examples:
         >>> decisions_to_json([])
         ''
     """

@@ -31,7 +31,7 @@ class Split:
         reached: Shares of a link's rate that collectives and messages (all-to-all, stage to
             stage) reach, between ranks of a host and between hosts, as the devices' file has it.
 
-    Example:
+    Examples:
         >>> from fivefold.strategy import ParallelPlan
         >>> plan = ParallelPlan(global_batch=2, data=2)
         >>> demand = PlanDemand(plan=plan, segments=1, micro_batches=1, forward_s=0.1,
@@ -91,7 +91,7 @@ def mesh_ranks(
     Raises:
         InfeasibleError: Tensor groups cannot be kept inside hosts.
 
-    Example:
+    Examples:
         >>> from fivefold.network.topology import HostSpec, leaf_spine
         >>> two = leaf_spine(2, leaves=1, spines=1, host=HostSpec(gpus=4))
         >>> mesh_ranks(two, (0, 4, 1, 5), tensor=2)

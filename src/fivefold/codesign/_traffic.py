@@ -44,7 +44,7 @@ class Phase:
         tree: Parent of each node of an aggregation tree; None for flows between ranks.
         coupled: Whether the slowest edge holds the others back.
 
-    Example:
+    Examples:
         >>> Phase(((0, 1), (1, 0)), 1e9, steps=2).coupled
         True
     """
@@ -75,7 +75,7 @@ def phases_of(
     Raises:
         InfeasibleError: The plan's algorithm is not possible on these ranks.
 
-    Example:
+    Examples:
         >>> from fivefold.network.topology import switch
         >>> from fivefold.tasks import LayerCost
         >>> layer = LayerCost(forward_s=0.1, backward_s=0.2)
@@ -253,7 +253,7 @@ def aggregation_tree(
     Returns:
         The edges; None where a node at which streams meet cannot sum, or there is no way.
 
-    Example:
+    Examples:
         >>> from fivefold.network.topology import Aggregation, SwitchAbility, Topology, switch
         >>> plain = switch(2)
         >>> able = SwitchAbility("switch0", aggregation=Aggregation(slots=8, slot_bytes=256))

@@ -115,7 +115,7 @@ def load_jobs(path: Path | str, topology: Topology) -> list[JobSpec]:
         ConfigurationError: The file is missing, is not TOML, or a key is wrong.
         InfeasibleError: The jobs do not fit the cluster.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from fivefold.network.topology import switch
         >>> file = Path(tempfile.mkdtemp()) / "jobs.toml"
@@ -179,7 +179,7 @@ def place_jobs(
     Raises:
         InfeasibleError: There are not enough ranks.
 
-    Example:
+    Examples:
         >>> from fivefold.network.topology import switch
         >>> place_jobs(switch(4), {"a": 3})
         {'a': (0, 1, 2)}
@@ -238,7 +238,7 @@ def synthetic_jobs(
     Raises:
         InfeasibleError: Not even one job fits.
 
-    Example:
+    Examples:
         >>> from fivefold.network.topology import switch
         >>> [len(j.ranks) for j in synthetic_jobs(switch(8), number=3, seed=0, sizes=(2, 4))]
         [4, 4]

@@ -32,7 +32,7 @@ class Coflow:
     Raises:
         ConfigurationError: There are not as many paths as sizes, or a size is negative.
 
-    Example:
+    Examples:
         >>> Coflow("a", (2.0, 1.0), ((0,), (0, 1))).bottleneck_s(np.array([1.0, 0.5]))
         3.0
     """
@@ -75,7 +75,7 @@ def together_rates(coflow: Coflow, capacities_bytes_per_s: npt.ArrayLike) -> Flo
         Bytes per second of each flow, float64 [flows]; 0 where a link of the coflow has nothing
         left.
 
-    Example:
+    Examples:
         >>> together_rates(Coflow("a", (2.0, 1.0), ((0,), (0, 1))), [1.0, 0.5]).round(3).tolist()
         [0.667, 0.333]
     """
@@ -96,7 +96,7 @@ def coflow_order(
     Returns:
         Names, the first to be served first.
 
-    Example:
+    Examples:
         >>> long, short = Coflow("long", (4.0,), ((0,),)), Coflow("short", (1.0,), ((0,),))
         >>> coflow_order([long, short], [1.0])
         ('short', 'long')
@@ -125,7 +125,7 @@ def ideal_finish_times(
     Raises:
         ConfigurationError: A stage or a gap is negative, or there are too few gaps.
 
-    Example:
+    Examples:
         >>> ideal_finish_times([0, 1, 1, 2], reference_s=3.0, gap_s=0.5).tolist()
         [3.0, 3.5, 3.5, 4.0]
     """

@@ -22,7 +22,7 @@ class Guarded(Generic[_Plan]):
         candidate_s: Seconds of each job under the candidate.
         worse: Jobs that the candidate would have made slower.
 
-    Example:
+    Examples:
         >>> Guarded("a", True, {"j": 2.0}, {"j": 1.0}, ()).taken
         True
     """
@@ -52,7 +52,7 @@ def never_worse(
     Returns:
         The decision.
 
-    Example:
+    Examples:
         >>> never_worse("b", "a", predict=lambda p: {"j": 1.0 if p == "b" else 2.0}).plan
         'b'
     """

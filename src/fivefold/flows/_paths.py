@@ -33,7 +33,7 @@ def equal_cost_paths(
         ConfigurationError: A rank does not exist, they are equal, or the limit is not positive.
         InfeasibleError: There is no path.
 
-    Example:
+    Examples:
         >>> from fivefold.network.topology import switch
         >>> equal_cost_paths(switch(3), 0, 1)
         ((0, 3),)

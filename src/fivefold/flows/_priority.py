@@ -31,7 +31,7 @@ class PriorityClasses:
         priorities: What they were compressed from: weight times intensity.
         lost: Weight of the contending pairs that fell into one class, over that of all.
 
-    Example:
+    Examples:
         >>> PriorityClasses({"a": 0}, {"a": 2.0}, 0.0).classes["a"]
         0
     """
@@ -59,7 +59,7 @@ def priority_classes(routing: Routing, *, classes: int = 8, seed: int = 0) -> Pr
     Raises:
         ConfigurationError: There is no class.
 
-    Example:
+    Examples:
         >>> from fivefold.flows import FlowDemand, JobTraffic, route_flows
         >>> from fivefold.network.topology import switch
         >>> jobs = [

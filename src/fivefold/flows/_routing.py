@@ -41,7 +41,7 @@ class Routing:
         paths: Of each job, by its name, the links of each of its flows.
         policy: What chose them.
 
-    Example:
+    Examples:
         >>> from fivefold.flows import FlowDemand
         >>> from fivefold.network.topology import switch
         >>> job = JobTraffic(job_id="a", compute_s=1.0, flows=(FlowDemand(0, 1, 5e9),))
@@ -135,7 +135,7 @@ def route_flows(
         ConfigurationError: The policy is unknown, two jobs have one name, a rank does not exist.
         InfeasibleError: A flow has no path.
 
-    Example:
+    Examples:
         >>> from fivefold.flows import FlowDemand
         >>> from fivefold.network.topology import switch
         >>> job = JobTraffic(job_id="a", compute_s=1.0, flows=(FlowDemand(0, 1, 5e9),))

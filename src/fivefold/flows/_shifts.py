@@ -47,7 +47,7 @@ class Shifts:
         left_out: Pairs of jobs whose periods have no common multiple that is short enough: no
             constant shift keeps them apart.
 
-    Example:
+    Examples:
         >>> Shifts({"a": 0.0}, {"a": 1.0}, 1.0, 1.0, True, ()).score
         1.0
     """
@@ -83,7 +83,7 @@ def time_shifts(
     Raises:
         ConfigurationError: The number of slots or the tolerance is not allowed.
 
-    Example:
+    Examples:
         >>> from fivefold.flows import FlowDemand, JobTraffic, route_flows
         >>> from fivefold.network.topology import switch
         >>> jobs = [

@@ -22,7 +22,7 @@ class FlowDemand:
     Raises:
         ConfigurationError: The ranks are equal, or a number is negative.
 
-    Example:
+    Examples:
         >>> FlowDemand(0, 1, 10**9).size_bytes
         1000000000
     """
@@ -57,7 +57,7 @@ class JobTraffic:
     Raises:
         ConfigurationError: A value is not allowed.
 
-    Example:
+    Examples:
         >>> job = JobTraffic(job_id="a", compute_s=0.5, flows=(FlowDemand(0, 1, 1e9),))
         >>> job.ranks, job.gpu_work
         ((0, 1), 1.0)

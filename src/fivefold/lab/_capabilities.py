@@ -64,7 +64,7 @@ class Capability:
         reason: What the trial said, where it failed.
         fix: What would make it work.
 
-    Example:
+    Examples:
         >>> Capability("tbf", "rates", works=True).reason is None
         True
     """
@@ -84,7 +84,7 @@ class Capabilities:
         isolation: ``"root"``, ``"user namespaces"`` or None where no namespaces can be made.
         items: One entry per thing tried.
 
-    Example:
+    Examples:
         >>> Capabilities(None, ()).shaping
         'none'
     """
@@ -121,7 +121,7 @@ class Capabilities:
 def find_tool(name: str) -> str | None:
     """Path of a system tool, also where an ordinary user's PATH leaves out ``sbin``.
 
-    Example:
+    Examples:
         >>> find_tool("no-such-tool") is None
         True
     """
@@ -137,7 +137,7 @@ def isolation_command(isolation: str) -> list[str]:
     Returns:
         The arguments, to be followed by a command.
 
-    Example:
+    Examples:
         >>> "--user" in isolation_command("user namespaces")
         True
     """
@@ -149,7 +149,7 @@ def isolation_command(isolation: str) -> list[str]:
 def probe_capabilities() -> Capabilities:
     """Try everything; takes about a tenth of a second, once per process.
 
-    Example:
+    Examples:
         >>> probe_capabilities().shaping in ("none", "rate", "rate, delay, jitter, loss")
         True
     """

@@ -45,7 +45,7 @@ def class_tos(priority: int, classes: int) -> int:
     Raises:
         ConfigurationError: There is no such class.
 
-    Example:
+    Examples:
         >>> [class_tos(priority, 3) for priority in range(3)]
         [64, 32, 0]
     """
@@ -72,7 +72,7 @@ def htb_commands(
     Returns:
         The commands in order.
 
-    Example:
+    Examples:
         >>> from fivefold.lab import LabSpec
         >>> spec = LabSpec(hosts=2, rate=1e6, classes=2, host_classes={0: 0})
         >>> lines = htb_commands(spec, 1e6, device="eth0", sizes=(3028, 50000))

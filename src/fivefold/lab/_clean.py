@@ -37,7 +37,7 @@ class CleanReport:
         active: One line for each run that is under way and was left alone.
         failed: One line for each thing that could not be removed.
 
-    Example:
+    Examples:
         >>> CleanReport((), (), ()).removed
         ()
     """
@@ -56,7 +56,7 @@ def clean_lab() -> CleanReport:
     Raises:
         UnsupportedError: The runtime folder belongs to someone else.
 
-    Example:
+    Examples:
         >>> isinstance(clean_lab().removed, tuple)
         True
     """

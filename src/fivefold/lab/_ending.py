@@ -21,7 +21,7 @@ class Ending:
         timeout_s: Longest run; None has no limit.
         grace_s: The grace period.
 
-    Example:
+    Examples:
         >>> ending = Ending(2, started_s=0.0, timeout_s=None, grace_s=30.0)
         >>> ending.rank_ended(5.0, rank=1, code=3)
         >>> ending.next_s, ending.due(35.0).name, ending.next_s

@@ -32,7 +32,7 @@ class LabFacts:
             where unshaped.
         reason: Why the links are unshaped; None where they are shaped.
 
-    Example:
+    Examples:
         >>> LabFacts(LabSpec(rate="8Mbit/s"), means="tbf").to_dict()["rate_bytes_per_s"]
         1000000.0
     """
@@ -70,7 +70,7 @@ class LabFacts:
 class Rendezvous:
     """Where the ranks meet.
 
-    Example:
+    Examples:
         >>> Rendezvous().address
         '10.77.0.1'
     """
@@ -94,7 +94,7 @@ def rank_environment(
     Returns:
         All variables.
 
-    Example:
+    Examples:
         >>> facts = LabFacts(LabSpec(hosts=2, nproc_per_host=2), means=None)
         >>> env = rank_environment(3, facts, base={"HOME": "/h"}, meet=Rendezvous())
         >>> env["NODE_RANK"], env["LOCAL_RANK"], env["HOME"]

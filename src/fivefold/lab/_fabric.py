@@ -27,7 +27,7 @@ class Conditions:
             the time by which the caller's clock runs late.
         seed: Seed of jitter and loss.
 
-    Example:
+    Examples:
         >>> Conditions(delay_s=0.005).loss
         0.0
     """
@@ -43,7 +43,7 @@ class Conditions:
 class FabricCounts:
     """What happened to the packets.
 
-    Example:
+    Examples:
         >>> FabricCounts().delivered
         0
     """
@@ -61,7 +61,7 @@ class Link:
         rate_bytes_per_s: The rate; None is unlimited.
         queue_bytes: What the queue holds before it drops.
 
-    Example:
+    Examples:
         >>> link = Link(1000.0, queue_bytes=500)
         >>> link.admit(0.0, 100), link.admit(0.0, 100)
         (0.1, 0.2)
@@ -99,7 +99,7 @@ class Link:
 class Delivery:
     """A packet that has arrived.
 
-    Example:
+    Examples:
         >>> Delivery(1, b"x").destination
         1
     """
@@ -127,7 +127,7 @@ class Fabric:
         downlinks: One link per host, from the switch.
         conditions: Delay, jitter and loss.
 
-    Example:
+    Examples:
         >>> links = [Link(1000.0, queue_bytes=500) for _ in range(4)]
         >>> fabric = Fabric(links[:2], links[2:], conditions=Conditions(delay_s=1.0))
         >>> fabric.send(0.0, source=0, destination=1, packet=b"hi", size_bytes=100)

@@ -57,7 +57,7 @@ _UNLIMITED_BYTES_PER_S = 12.5e9  # 100 Gbit/s, to size queues where no rate was 
 class Step:
     """One command in one namespace.
 
-    Example:
+    Examples:
         >>> Step(SWITCH, ("ip", "link", "set", "lo", "up")).namespace
         'switch'
     """
@@ -70,7 +70,7 @@ class Step:
 def host_name(host: int) -> str:
     """Name of a host and of its namespace.
 
-    Example:
+    Examples:
         >>> host_name(0)
         'host0'
     """
@@ -80,7 +80,7 @@ def host_name(host: int) -> str:
 def address_of(host: int) -> str:
     """IPv4 address of a host.
 
-    Example:
+    Examples:
         >>> address_of(0)
         '10.77.0.1'
     """
@@ -90,7 +90,7 @@ def address_of(host: int) -> str:
 def aggregator_address(spec: LabSpec, node: str) -> str:
     """IPv4 address of a switch that sums.
 
-    Example:
+    Examples:
         >>> aggregator_address(LabSpec(aggregators={"switch": {}}), "switch")
         '10.79.0.1'
     """
@@ -103,7 +103,7 @@ def relay_mtu(spec: LabSpec) -> int:
     The relay's cost is per packet, so packets grow with the rate, up to the size that takes
     0.4 ms on the slowest link.
 
-    Example:
+    Examples:
         >>> relay_mtu(LabSpec(rate="10Mbit/s")), relay_mtu(LabSpec(rate="200Mbit/s"))
         (1500, 10000)
     """
@@ -118,7 +118,7 @@ def relay_mtu(spec: LabSpec) -> int:
 def queue_bytes(spec: LabSpec, rate_bytes_per_s: float, *, mtu: int) -> int:
     """Bytes that a link's queue holds before it drops.
 
-    Example:
+    Examples:
         >>> queue_bytes(LabSpec(queue="50ms"), 25e6, mtu=1500)
         1250000
     """
@@ -136,7 +136,7 @@ def plan_bridge(spec: LabSpec, *, netem: bool = False) -> list[Step]:
     Returns:
         The steps in order.
 
-    Example:
+    Examples:
         >>> plan_bridge(LabSpec(hosts=1))[0].argv
         ('ip', 'link', 'add', 'br0', 'type', 'bridge')
     """
@@ -163,7 +163,7 @@ def plan_bridge(spec: LabSpec, *, netem: bool = False) -> list[Step]:
 def plan_relay(spec: LabSpec) -> list[Step]:
     """Addresses and sizes of the TUN devices ``eth0``, which the relay's starter has made.
 
-    Example:
+    Examples:
         >>> len(plan_relay(LabSpec(hosts=2, delay="5ms")))
         6
     """
@@ -218,7 +218,7 @@ def shape_link(
     Returns:
         The step.
 
-    Example:
+    Examples:
         >>> " ".join(shape_link(LabSpec(), 1e6, namespace="host0", device="eth0").argv)
         'tc qdisc add dev eth0 root tbf rate 8000000bit burst 3028b latency 50000us'
     """

@@ -34,7 +34,7 @@ def plan_topology(spec: LabSpec) -> tuple[int, list[Step]]:
     Returns:
         Number of namespaces besides the hosts' (``node0``, ``node1``, ...), and the steps.
 
-    Example:
+    Examples:
         >>> from fivefold.network.topology import ring, switch
         >>> plan_topology(LabSpec.of_topology(switch(3, bandwidth="1 MB/s")))[0]
         1
@@ -65,7 +65,7 @@ def plan_topology(spec: LabSpec) -> tuple[int, list[Step]]:
 def namespace_of(spec: LabSpec, node: str) -> str:
     """The namespace that a node of the topology is.
 
-    Example:
+    Examples:
         >>> from fivefold.network.topology import switch
         >>> namespace_of(LabSpec.of_topology(switch(2, bandwidth="1 MB/s")), "switch0")
         'node0'

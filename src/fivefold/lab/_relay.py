@@ -36,7 +36,7 @@ _FULL_RATE_BYTES_PER_S = 12.5e9
 def build_fabric(spec: LabSpec) -> Fabric:
     """The fabric of a specification.
 
-    Example:
+    Examples:
         >>> build_fabric(LabSpec(hosts=2, rate="200Mbit/s", delay="5ms")).next_event_s() is None
         True
     """

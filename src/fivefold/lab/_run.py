@@ -80,7 +80,7 @@ def run_lab(
         UnsupportedError: This machine cannot make such links and ``allow_unshaped`` is off.
         KeyboardInterrupt: SIGINT came; the ranks have ended.
 
-    Example:
+    Examples:
         >>> spec = LabSpec(hosts=2, rate="200Mbit/s")
         >>> run_lab(spec, ["true"], allow_unshaped=True, stream=False).exit_code
         0
@@ -119,7 +119,7 @@ def choose_means(spec: LabSpec, *, allow_unshaped: bool) -> tuple[str | None, st
     Raises:
         UnsupportedError: The machine cannot do it.
 
-    Example:
+    Examples:
         >>> choose_means(LabSpec(hosts=2), allow_unshaped=True)
         (None, 'no rate, delay or loss was asked for')
     """

@@ -75,7 +75,7 @@ class LabSpec:
     Raises:
         ConfigurationError: A value is not allowed.
 
-    Example:
+    Examples:
         >>> spec = LabSpec(hosts=2, rate="200Mbit/s", delay="5ms")
         >>> spec.rate_bytes_per_s, spec.delay_s, spec.world_size
         (25000000.0, 0.005, 2)
@@ -238,7 +238,7 @@ class LabSpec:
         Returns:
             The specification.
 
-        Example:
+        Examples:
             >>> from fivefold.network.topology import ring
             >>> LabSpec.of_topology(ring(4, bandwidth="100 Mbit/s")).describe()
             '4 hosts on ring:4'
@@ -291,7 +291,7 @@ class LabSpec:
     def to_dict(self) -> dict[str, Any]:
         """All fields as JSON can hold them.
 
-        Example:
+        Examples:
             >>> LabSpec.from_dict(LabSpec(hosts=3).to_dict()) == LabSpec(hosts=3)
             True
         """
@@ -306,7 +306,7 @@ class LabSpec:
     def from_dict(cls, fields: Mapping[str, Any]) -> LabSpec:
         """Read back what :meth:`to_dict` wrote.
 
-        Example:
+        Examples:
             >>> LabSpec.from_dict({"hosts": 4, "host_rates": [[1, "1Mbit/s"]]}).rate_of(1)
             125000.0
         """
@@ -317,7 +317,7 @@ class LabSpec:
     def describe(self) -> str:
         """One line for people.
 
-        Example:
+        Examples:
             >>> LabSpec(hosts=2, rate="200Mbit/s", delay="5ms", loss=0.01).describe()
             '2 hosts, 200 Mbit/s, 5 ms one way, 1 % loss'
         """

@@ -31,7 +31,7 @@ _START_TIME_FIELD = 19  # of /proc/PID/stat, counted after the command's closing
 class ProcessId:
     """A process, told apart from a later one with the same id.
 
-    Example:
+    Examples:
         >>> ProcessId.of(os.getpid()).alive
         True
     """
@@ -98,7 +98,7 @@ def runtime_folder() -> Path:
     Raises:
         UnsupportedError: The folder belongs to someone else.
 
-    Example:
+    Examples:
         >>> runtime_folder().is_dir()
         True
     """

@@ -38,7 +38,7 @@ class Activation:
         function: f, elementwise.
         derivative: f', elementwise.
 
-    Example:
+    Examples:
         >>> swiglu = ACTIVATIONS["swiglu"]
         >>> swiglu(torch.tensor([[0.0, 1.0, 2.0, 3.0]])).shape  # two gates, two ups
         torch.Size([1, 2])

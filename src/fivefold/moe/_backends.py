@@ -117,7 +117,7 @@ def backends(device: str | torch.device = "cpu") -> dict[str, str | None]:
     Returns:
         Reasons by name.
 
-    Example:
+    Examples:
         >>> backends("cpu")["reference"] is None
         True
     """

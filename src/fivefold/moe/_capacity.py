@@ -50,7 +50,7 @@ def check_capacity(capacity: int | None, policy: str) -> int | None:
 def capacity_for(num_tokens: int, num_experts: int, *, top_k: int, factor: float = 1.0) -> int:
     """Tokens per expert at a capacity factor: ceil(T K / E * factor), at least 1 where T > 0.
 
-    Example:
+    Examples:
         >>> capacity_for(10, 4, top_k=2, factor=1.25)
         7
     """
@@ -82,7 +82,7 @@ def drop_beyond_capacity(
     Raises:
         ConfigurationError: The capacity is no whole number or negative, or the policy unknown.
 
-    Example:
+    Examples:
         >>> ids, weights = torch.tensor([[0], [0], [1]]), torch.tensor([[0.2], [0.9], [0.5]])
         >>> kept = drop_beyond_capacity(ids, weights, num_experts=2, capacity=1, policy="weight")
         >>> kept.flatten().tolist()

@@ -33,7 +33,7 @@ def open_checkpoint(path: str | Path) -> Mapping[str, torch.Tensor]:
         DataError: There are no such files, one is damaged, or two have a tensor of one name.
         UnsupportedError: safetensors is not installed.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from safetensors.torch import save_file
         >>> with tempfile.TemporaryDirectory() as folder:

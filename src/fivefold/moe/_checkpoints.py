@@ -107,7 +107,7 @@ def convert_checkpoint(
         DataError: A weight is missing or has another shape than the others, or the layer has more
             than the layout has a place for.
 
-    Example:
+    Examples:
         >>> state = {"gate.weight": torch.zeros(1, 2)}
         >>> for name in ("w1", "w3", "w2"):
         ...     state[f"experts.0.{name}.weight"] = torch.ones(2, 2)

@@ -44,7 +44,7 @@ class ExpertExchange(ExchangeLaunches):
         ConfigurationError: The heap does not fit the configuration.
         UnsupportedError: The kernel cannot run on the heap's device; says why.
 
-    Example:
+    Examples:
         >>> config = ExchangeConfig(
         ...     ranks=2, experts=4, hidden=8, intermediate=8, top_k=1, max_tokens=3
         ... )

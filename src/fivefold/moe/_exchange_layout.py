@@ -58,7 +58,7 @@ class ExchangeConfig:
     Raises:
         ConfigurationError: A number is out of range or does not fit the others.
 
-    Example:
+    Examples:
         >>> config = ExchangeConfig(
         ...     ranks=4, experts=8, hidden=64, intermediate=32, top_k=2, max_tokens=100
         ... )
@@ -174,7 +174,7 @@ class ExchangeConfig:
     def heap_bytes(self) -> int:
         """Bytes of symmetric memory that every rank needs.
 
-        Example:
+        Examples:
             >>> config = ExchangeConfig(
             ...     ranks=8, experts=64, hidden=2048, intermediate=1024, top_k=2, max_tokens=8192,
             ...     capacity=256,

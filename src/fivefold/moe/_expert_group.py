@@ -93,7 +93,7 @@ class ExpertGroup:
     Raises:
         ConfigurationError: There is no process group, or this rank is not in it.
 
-    Example:
+    Examples:
         >>> import torch.distributed as dist
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> group = ExpertGroup()

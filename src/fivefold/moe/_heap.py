@@ -44,7 +44,7 @@ class SymmetricHeap:
         bases: int64 [P], the address of every rank's memory in this process, on the device.
         own: uint8 [num_local, nbytes], the memory of the ranks that this process works for.
 
-    Example:
+    Examples:
         >>> heap = VirtualHeap(3, nbytes=1024)
         >>> heap.ranks, heap.num_local, heap.own.shape
         (3, 3, torch.Size([3, 1024]))
@@ -101,7 +101,7 @@ class VirtualHeap(SymmetricHeap):
     Raises:
         ConfigurationError: A size is not positive.
 
-    Example:
+    Examples:
         >>> with VirtualHeap(2, nbytes=64) as heap:
         ...     int(heap.bases[1] - heap.bases[0]) == heap.nbytes
         True
@@ -134,7 +134,7 @@ class SharedMemoryHeap(SymmetricHeap):
         CommunicationError: A rank did not come in time.
         ConfigurationError: Sizes or tags differ, or the folder was used before.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     heap = SharedMemoryHeap(folder, rank=0, ranks=1, nbytes=64)
@@ -227,7 +227,7 @@ class TorchSymmetricHeap(SymmetricHeap):
         UnsupportedError: This machine or this torch cannot do it, says why; or a rank's memory
             cannot be reached.
 
-    Example:
+    Examples:
         >>> TorchSymmetricHeap.missing(torch.device("cpu"))
         'torch symmetric memory needs a CUDA device; cpu is none'
     """

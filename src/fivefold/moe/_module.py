@@ -169,7 +169,7 @@ class MoE(nn.Module):
             another layer.
         UnsupportedError: ``recompute`` is off, and an exchange keeps nothing for the backward.
 
-    Example:
+    Examples:
         >>> layer = MoE(MoEConfig(hidden=8, intermediate=16, experts=4))
         >>> layer(torch.randn(2, 3, 8)).shape
         torch.Size([2, 3, 8])
@@ -218,7 +218,7 @@ class MoE(nn.Module):
             ConfigurationError: It is no configuration of transformers, or lacks a number.
             UnsupportedError: The family is not known, or its block does more than this layer.
 
-        Example:
+        Examples:
             >>> from transformers import MixtralConfig  # doctest: +SKIP
             >>> MoE.from_config(MixtralConfig()).config.experts  # doctest: +SKIP
             8

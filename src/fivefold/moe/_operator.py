@@ -252,7 +252,7 @@ def fused_moe(  # noqa: PLR0913 - an operator's operands and options, all but fi
     References:
         FlashMoE, arXiv 2506.04667; the layouts are those of transformers' fused experts.
 
-    Example:
+    Examples:
         >>> x, w13, w2 = torch.ones(1, 2), torch.ones(3, 4, 2), torch.ones(3, 2, 2)
         >>> ids, weights = torch.tensor([[0, 2]]), torch.tensor([[0.25, 0.75]])
         >>> fused_moe(x, w13, w2, ids, weights, activation="reglu").tolist()  # 2 * (2 * 2)

@@ -55,7 +55,7 @@ class Router:
     Raises:
         ConfigurationError: A number is out of range.
 
-    Example:
+    Examples:
         >>> Router(top_k=2, score="sigmoid", groups=4, top_groups=2).top_k
         2
     """
@@ -84,7 +84,7 @@ class Router:
             ConfigurationError: It is no configuration of transformers, or lacks a number.
             UnsupportedError: The family is not known, or its router does more than this one.
 
-        Example:
+        Examples:
             >>> from transformers import DeepseekV3Config  # doctest: +SKIP
             >>> Router.from_config(DeepseekV3Config()).group_score  # doctest: +SKIP
             'top2_sum'
@@ -184,7 +184,7 @@ def route(
         DataError: A logit is not a number (looked at on the CPU only, and not while compiling:
             elsewhere it would wait for the device).
 
-    Example:
+    Examples:
         >>> logits = torch.tensor([[0.0, 2.0, 1.0]])
         >>> routing = route(logits, Router(top_k=2))
         >>> routing.ids_TK.tolist(), round(float(routing.weights_TK.sum()), 6)
@@ -299,7 +299,7 @@ def updated_selection_bias(
     Returns:
         The new bias.
 
-    Example:
+    Examples:
         >>> updated_selection_bias(torch.zeros(2), torch.tensor([3, 1]), rate=0.5).tolist()
         [-0.5, 0.5]
     """

@@ -68,7 +68,7 @@ def register_transformers_backend(
             cannot work on the CPU and there is no other device.
         ConfigurationError: The name is one of transformers' own, or there is no such backend.
 
-    Example:
+    Examples:
         >>> register_transformers_backend()  # doctest: +SKIP
         'fivefold'
         >>> register_transformers_backend("eager")

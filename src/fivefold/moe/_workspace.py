@@ -131,7 +131,7 @@ class Workspace:
         control: int32, zero between calls.
         scratch: uint8.
 
-    Example:
+    Examples:
         >>> sizes = dict(num_tokens=8, hidden=16, intermediate=32, num_experts=4, top_k=2)
         >>> workspace = Workspace.allocate(**sizes, dtype=torch.bfloat16)
         >>> workspace.nbytes == Workspace.size(**sizes, dtype=torch.bfloat16)
@@ -198,7 +198,7 @@ class Workspace:
         Raises:
             ConfigurationError: A size is not positive (there may be 0 tokens), or dtype is none.
 
-        Example:
+        Examples:
             >>> Workspace.size(
             ...     num_tokens=8192,
             ...     hidden=2048,

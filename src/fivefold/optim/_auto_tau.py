@@ -86,7 +86,7 @@ class AutoTau:
     References:
         CO2, arXiv 2401.16265 (tau was tuned by hand there; reviewers asked for a rule).
 
-    Example:
+    Examples:
         >>> AutoTau(maximum=64).initial
         8
     """
@@ -129,7 +129,7 @@ def named_auto_tau(tau: str | AutoTau) -> AutoTau:
     Raises:
         ConfigurationError: The name is not known.
 
-    Example:
+    Examples:
         >>> named_auto_tau("auto") == AutoTau()
         True
     """
@@ -183,7 +183,7 @@ class TauController:
     Raises:
         ConfigurationError: The world size is not positive.
 
-    Example:
+    Examples:
         >>> controller = TauController(AutoTau(initial=2, window=1), 2)
         >>> print(controller.observe([0.1, 0.1], [0.8, 0.9], round_number=1))
         round 1: tau 2 -> 9 (exposed: communication 0.8 s, step 0.1 s)

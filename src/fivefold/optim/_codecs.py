@@ -39,7 +39,7 @@ _WORD_BYTES = 2  # wires are whole words, so that joined wires keep bfloat16 sca
 class Codec(ABC):
     """A way to write float32 numbers as bytes.
 
-    Example:
+    Examples:
         >>> codec = named_codec("bf16")
         >>> isinstance(codec, Codec), codec.encoded_bytes(3)
         (True, 6)
@@ -115,7 +115,7 @@ class Codec(ABC):
 class ExactCodec(Codec):
     """Four bytes per element, nothing changed: ``"fp32"``.
 
-    Example:
+    Examples:
         >>> codec = ExactCodec()
         >>> codec.decode(codec.encode(torch.tensor([0.1, -2.0])), 2)
         tensor([ 0.1000, -2.0000])
@@ -162,7 +162,7 @@ class CastCodec(Codec):
     Raises:
         ConfigurationError: Another data type.
 
-    Example:
+    Examples:
         >>> codec = CastCodec(torch.bfloat16)
         >>> codec.encoded_bytes(10)
         20
@@ -238,7 +238,7 @@ class BlockCodec(Codec):
     References:
         Dettmers et al., arXiv 2110.02861, blockwise quantization.
 
-    Example:
+    Examples:
         >>> codec = BlockCodec(bits=4, block=64)
         >>> codec.encoded_bytes(1000)  # 16 scales of 2 bytes, 500 bytes of integers
         532
@@ -372,7 +372,7 @@ def named_codec(name: str) -> Codec:
     Raises:
         ConfigurationError: There is no codec of that name.
 
-    Example:
+    Examples:
         >>> named_codec("int8")
         BlockCodec(bits=8, block=256)
         >>> [named_codec(name).encoded_bytes(1000) for name in ("fp32", "bf16", "int8", "int4")]

@@ -62,7 +62,7 @@ class CO2(OuterRule):
     References:
         Sun et al., ICLR 2024, arXiv 2401.16265.
 
-    Example:
+    Examples:
         >>> CO2(tau=8).delayed
         True
     """
@@ -100,7 +100,7 @@ class DelayCorrected(OuterRule):
     References:
         CoCoD-SGD, arXiv 1906.12043; LOSCAR-SGD, arXiv 2605.20866.
 
-    Example:
+    Examples:
         >>> DelayCorrected(tau=8).keeps_local
         True
     """
@@ -144,7 +144,7 @@ class OverlapLocalSGD(OuterRule):
     References:
         Wang, Liang and Joshi, arXiv 2002.09539, equations 3 to 5 and section on momentum.
 
-    Example:
+    Examples:
         >>> round(OverlapLocalSGD(tau=8).local_share, 2)
         0.4
     """
@@ -209,7 +209,7 @@ class EagerDiLoCo(OuterRule):
     References:
         Kale, Douillard and Donchev, arXiv 2502.12996, section on eager updates.
 
-    Example:
+    Examples:
         >>> EagerDiLoCo(tau=8).nesterov
         True
     """
@@ -262,7 +262,7 @@ class StreamingDiLoCo(OuterRule):
     References:
         Douillard et al., arXiv 2501.18512, Algorithm 2.
 
-    Example:
+    Examples:
         >>> StreamingDiLoCo(tau=8, fragments=4).num_fragments
         4
     """

@@ -40,7 +40,7 @@ class LeftBehindError(CommunicationError):
     What it had not yet handed in is gone, as if it had ended; ``ElasticTransport.join`` brings it
     back with the state of a peer.
 
-    Example:
+    Examples:
         >>> issubclass(LeftBehindError, CommunicationError)
         True
     """
@@ -85,7 +85,7 @@ def elastic_transport(
         ConfigurationError: An argument is not allowed.
         CommunicationError: The lighthouse does not answer.
 
-    Example:
+    Examples:
         >>> elastic_transport(lighthouse="10.0.0.1:29510", max_workers=0)
         Traceback (most recent call last):
             ...

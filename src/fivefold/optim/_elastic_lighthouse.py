@@ -66,7 +66,7 @@ def start_lighthouse(
         UnsupportedError: torchft is not installed.
         CommunicationError: The address cannot be listened on.
 
-    Example:
+    Examples:
         >>> start_lighthouse(min_workers=0)
         Traceback (most recent call last):
             ...

@@ -40,7 +40,7 @@ def outer_state_bytes(
     References:
         CO2, arXiv 2401.16265, Algorithm 2.
 
-    Example:
+    Examples:
         >>> from fivefold.optim import CO2
         >>> outer_state_bytes(CO2(tau=8), 1_000_000, num_shards=4)
         3000000

@@ -53,7 +53,7 @@ class OuterOptimizer(OuterRule):
     References:
         Reddi et al., arXiv 2003.00295.
 
-    Example:
+    Examples:
         >>> OuterOptimizer(tau=8, optimizer=torch.optim.AdamW, options={"lr": 1e-3}).delayed
         False
     """

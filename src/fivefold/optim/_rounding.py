@@ -24,7 +24,7 @@ class SeparateRounding(TorchDispatchMode):  # type: ignore[no-untyped-call] # to
     Covers the operations of the elementwise optimizers of ``torch.optim`` in their plain form
     (not ``foreach`` or ``fused``). Sums over elements and matrix products are left as they are.
 
-    Example:
+    Examples:
         >>> x = torch.ones(3)
         >>> with SeparateRounding():
         ...     x.addcmul_(x, x, value=0.5)

@@ -50,7 +50,7 @@ class OuterRule:
             rescaled when the inner learning rate changes (SlowMo's published form).
         bootstrap: What a delayed rule does at the first boundary (see ``CO2``).
 
-    Example:
+    Examples:
         >>> from fivefold.optim import LocalSGD
         >>> LocalSGD(tau=4).outer_lr
         1.0

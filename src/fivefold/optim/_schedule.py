@@ -25,7 +25,7 @@ class Boundary:
         wait_for_launched: Whether the launched one is waited for and merged at once.
         drains: Whether nothing may stay open: all replicas are equal afterwards.
 
-    Example:
+    Examples:
         >>> Boundary(arriving_round=0, launched_round=1).launched_round
         1
     """
@@ -64,7 +64,7 @@ class RoundSchedule:
     Attributes:
         ended_steps: Local steps of the round that ended last; not part of the state.
 
-    Example:
+    Examples:
         >>> schedule = RoundSchedule(tau=1, delayed=True)
         >>> schedule.step().arriving_round, schedule.step().arriving_round
         (None, 0)

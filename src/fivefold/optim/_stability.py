@@ -22,7 +22,7 @@ _FRAMES_TO_THE_CALLER_OF_STEP = 3
 class StabilityWarning(UserWarning):
     """The outer learning rate is at or above the stability limit of a delayed rule.
 
-    Example:
+    Examples:
         >>> issubclass(StabilityWarning, UserWarning)
         True
     """

@@ -29,7 +29,7 @@ PENALTY_NAMES = ("gap", "gap-rms", "gap-param", "constant", "none")
 class NoPenalty:
     """L_t = 1: the stale pseudo-gradient is used as it is (for ablations and synchronous rules).
 
-    Example:
+    Examples:
         >>> NoPenalty()
         NoPenalty()
     """
@@ -45,7 +45,7 @@ class ConstantPenalty:
     Raises:
         ConfigurationError: The value is not a positive finite number.
 
-    Example:
+    Examples:
         >>> ConstantPenalty(2.0).value
         2.0
     """
@@ -79,7 +79,7 @@ class GapPenalty:
     Raises:
         ConfigurationError: A value is outside its range.
 
-    Example:
+    Examples:
         >>> GapPenalty().gap(move=3.0, reference=1.5)
         3.0
     """
@@ -127,7 +127,7 @@ def named_penalty(penalty: str | StalenessPenalty) -> StalenessPenalty:
     Raises:
         ConfigurationError: The name is not known.
 
-    Example:
+    Examples:
         >>> named_penalty("constant:2.0")
         ConstantPenalty(value=2.0)
     """

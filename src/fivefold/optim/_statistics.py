@@ -28,7 +28,7 @@ class FlightRecord:
         sent_bytes: Bytes that this rank sent for it.
         lost: Whether it was lost; its work went out again with the next.
 
-    Example:
+    Examples:
         >>> FlightRecord(round=0, payload_bytes=8, launched_at_s=0.0, completed_at_s=1.0,
         ...              wait_started_at_s=2.0, wait_ended_at_s=2.0).round
         0
@@ -68,7 +68,7 @@ class SyncStatistics:
         left_out_payloads: Payloads, of any rank, that were left out of a sum because they were not
             finite.
 
-    Example:
+    Examples:
         >>> StatisticsMeter().snapshot(steps=0, rounds=0, tau=8).merged_rounds
         0
     """

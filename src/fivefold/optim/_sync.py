@@ -104,7 +104,7 @@ class OuterSync:
     References:
         Sun et al., ICLR 2024, arXiv 2401.16265.
 
-    Example:
+    Examples:
         >>> from fivefold.optim import CO2
         >>> from fivefold.testing import run_world
         >>> def train(transport):

@@ -36,7 +36,7 @@ class LocalSGD(OuterRule):
     References:
         Stich, arXiv 1805.09767.
 
-    Example:
+    Examples:
         >>> LocalSGD(tau=8).delayed
         False
     """
@@ -70,7 +70,7 @@ class SlowMo(OuterRule):
     References:
         Wang et al., arXiv 1910.00643, Algorithm 1.
 
-    Example:
+    Examples:
         >>> SlowMo(tau=8, outer_momentum=0.5).units
         'lr'
     """
@@ -101,7 +101,7 @@ class DiLoCo(OuterRule):
     References:
         Douillard et al., arXiv 2311.08105, Algorithm 1.
 
-    Example:
+    Examples:
         >>> DiLoCo(tau=100).outer_momentum
         0.9
     """

@@ -35,7 +35,7 @@ class TauDecision:
             without the margin. "slack": fewer steps hide it too. "balance": only the local steps
             of some ranks changed.
 
-    Example:
+    Examples:
         >>> print(TauDecision(round=5, previous=8, tau=18, step_s=0.1, flight_s=1.6,
         ...                   reason="exposed"))
         round 5: tau 8 -> 18 (exposed: communication 1.6 s, step 0.1 s)

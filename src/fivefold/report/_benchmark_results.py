@@ -64,7 +64,7 @@ class BenchmarkRow(_Form):
         ValidationError: A figure is not finite, the median is outside its spread, or ``met`` and
             ``target`` are not given together.
 
-    Example:
+    Examples:
         >>> row = BenchmarkRow(case="tau 8", metric="speed", unit="tokens/s", ours=10.0)
         >>> row.peers, row.target
         ({}, None)
@@ -97,7 +97,7 @@ class BenchmarkResults(_Form):
     Raises:
         ValidationError: A field is missing or two rows have the same case and metric.
 
-    Example:
+    Examples:
         >>> BenchmarkResults(topic="a", date="2026-01-01T00:00:00+00:00", commit=None,
         ...                  command="a.py", machine={}, versions={}, rows=()).topic
         'a'
@@ -134,7 +134,7 @@ def median_and_spread(samples: Sequence[float]) -> tuple[float, tuple[float, flo
     Raises:
         DataError: There is no sample, or one is not finite.
 
-    Example:
+    Examples:
         >>> median_and_spread([3.0, 1.0, 2.0])
         (2.0, (1.0, 3.0))
     """
@@ -170,7 +170,7 @@ def write_results(
         ConfigurationError: The path does not end in ``.json``, or two rows are the same.
         DataError: A file cannot be written.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> row = BenchmarkRow(case="one", metric="speed", unit="tokens/s", ours=10.0)
         >>> path = Path(tempfile.mkdtemp()) / "speed.json"
@@ -211,7 +211,7 @@ def read_results(path: Path | str) -> BenchmarkResults:
     Raises:
         DataError: The file is missing, or not of the form that ``write_results`` writes.
 
-    Example:
+    Examples:
         >>> read_results("/nonexistent.json")
         Traceback (most recent call last):
         ...
@@ -242,7 +242,7 @@ def render_markdown(results: BenchmarkResults) -> str:
     Returns:
         The page's text.
 
-    Example:
+    Examples:
         >>> row = BenchmarkRow(case="one", metric="speed", unit="tokens/s", ours=10.0)
         >>> page = render_markdown(BenchmarkResults(topic="a", date="d", commit=None, command="c",
         ...                                         machine={}, versions={}, rows=(row,)))
@@ -275,7 +275,7 @@ def render_markdown(results: BenchmarkResults) -> str:
 def describe_machine() -> dict[str, Any]:
     """Describe this machine without naming it: processor, cores, memory, system.
 
-    Example:
+    Examples:
         >>> sorted(describe_machine())
         ['cores', 'cpu', 'memory_bytes', 'system']
     """

@@ -28,7 +28,7 @@ class BenchmarkTopic:
         purpose: First line of its docstring.
         results: What it last wrote, the newest where there are several; None if it never ran.
 
-    Example:
+    Examples:
         >>> BenchmarkTopic("optim/a", script=None, purpose="Measures.", results=None).name
         'optim/a'
     """
@@ -52,7 +52,7 @@ def find_topics(checkout: Path) -> list[BenchmarkTopic]:
         UnsupportedError: There is no ``benchmarks`` folder.
         DataError: A results file is damaged.
 
-    Example:
+    Examples:
         >>> import tempfile, pathlib
         >>> folder = pathlib.Path(tempfile.mkdtemp())
         >>> (folder / "benchmarks" / "optim").mkdir(parents=True)
@@ -94,7 +94,7 @@ def find_topic(checkout: Path, name: str) -> BenchmarkTopic:
         ConfigurationError: No benchmark, or more than one, has that name.
         DataError: A results file is damaged.
 
-    Example:
+    Examples:
         >>> import tempfile, pathlib
         >>> find_topic(pathlib.Path(tempfile.mkdtemp()), "speed")
         Traceback (most recent call last):

@@ -34,7 +34,7 @@ def write_collective_html(page: CollectivePage, path: Path) -> Path:
         UnsupportedError: jinja2 or plotly is not installed.
         DataError: The file cannot be written.
 
-    Example:
+    Examples:
         >>> import tempfile, pathlib
         >>> from fivefold.report import CollectivePage
         >>> page = CollectivePage(title="all-gather", finding="1 ms.", time_s=1e-3, bound_s=1e-3)
@@ -56,7 +56,7 @@ def render_collective_html(page: CollectivePage) -> str:
     Raises:
         UnsupportedError: jinja2 or plotly is not installed.
 
-    Example:
+    Examples:
         >>> from fivefold.report import CollectivePage
         >>> page = CollectivePage(title="a < b", finding="1 ms.", time_s=1e-3, bound_s=1e-3)
         >>> "a &lt; b" in render_collective_html(page)

@@ -21,7 +21,7 @@ class MethodRow:
         solver_s: Seconds that it took.
         chosen: Whether the answer is its.
 
-    Example:
+    Examples:
         >>> MethodRow(name="trees", note="spanning trees", time_s=1e-3, solver_s=2.0).chosen
         False
     """
@@ -43,7 +43,7 @@ class SizeCurve:
         times_s: A time for each.
         kind: "synthesized", "library" or "bound" (what nothing can beat).
 
-    Example:
+    Examples:
         >>> SizeCurve(name="ring", sizes_bytes=(1e3, 1e6), times_s=(1e-5, 1e-3)).kind
         'library'
     """
@@ -64,7 +64,7 @@ class Picture:
         content: The file.
         media_type: Such as ``image/svg+xml`` or ``image/png``.
 
-    Example:
+    Examples:
         >>> Picture(title="links", caption="", content=b"<svg/>").media_type
         'image/svg+xml'
     """
@@ -95,7 +95,7 @@ class CollectivePage:
         pictures: The drawings.
         recipes: Ways to run it: a heading and the text to type.
 
-    Example:
+    Examples:
         >>> page = CollectivePage(title="all-gather", finding="1 ms.", time_s=1e-3, bound_s=1e-3)
         >>> page.gap
         0.0

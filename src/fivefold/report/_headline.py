@@ -36,7 +36,7 @@ def headline(summaries: Sequence[RunSummary]) -> str:
     Returns:
         Plain text.
 
-    Example:
+    Examples:
         >>> headline([])
         'There is nothing to report yet.'
     """
@@ -60,7 +60,7 @@ def caveats(runs: Sequence[Run], summaries: Sequence[RunSummary]) -> list[str]:
     Returns:
         One sentence each; empty where nothing limits it.
 
-    Example:
+    Examples:
         >>> caveats([], [])
         []
     """

@@ -78,7 +78,7 @@ def write_html(report: Report, path: Path) -> Path:
         UnsupportedError: jinja2 or plotly is not installed.
         DataError: The file cannot be written.
 
-    Example:
+    Examples:
         >>> import tempfile, pathlib
         >>> from fivefold.report import Report
         >>> report = Report(runs=(), summaries=(), headline="Nothing.", caveats=())
@@ -100,7 +100,7 @@ def render_html(report: Report) -> str:
     Raises:
         UnsupportedError: jinja2 or plotly is not installed.
 
-    Example:
+    Examples:
         >>> from fivefold.report import Report
         >>> page = render_html(Report(runs=(), summaries=(), headline="A < B", caveats=()))
         >>> "A &lt; B" in page

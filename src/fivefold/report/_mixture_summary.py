@@ -60,7 +60,7 @@ def summarise_mixtures(runs: Iterable[Run]) -> list[MixtureSummary]:
 def imbalance(load: Sequence[int]) -> float:
     """Largest load over the mean one: 1 where even; 1 also where there is none.
 
-    Example:
+    Examples:
         >>> imbalance([3, 1])
         1.5
     """

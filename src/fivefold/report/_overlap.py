@@ -39,7 +39,7 @@ class RankOverlap(BaseModel):
         seconds: Those seconds by what the training thread did, with "other" for the rest.
         most_in_flight: Most messages in flight at one moment.
 
-    Example:
+    Examples:
         >>> seconds = {"compute": 0.75, "exposed_communication": 0.25}
         >>> RankOverlap(rank=0, in_flight_s=1.0, seconds=seconds, most_in_flight=1).hidden_s
         0.75
@@ -69,7 +69,7 @@ def measure_overlap(trace: RankTrace) -> RankOverlap | None:
     Args:
         trace: The rank's spans.
 
-    Example:
+    Examples:
         >>> from fivefold.report._records import RankTrace, Span
         >>> spans = (Span("flight", "a", 0.0, 4.0), Span("compute", "b", 0.0, 3.0),
         ...          Span("wait", "c", 3.0, 4.0))
@@ -97,7 +97,7 @@ def measure_overlap(trace: RankTrace) -> RankOverlap | None:
 def overlap_of_ranks(ranks: Sequence[RankOverlap]) -> float | None:
     """The overlap fraction of several ranks together; None without any.
 
-    Example:
+    Examples:
         >>> overlap_of_ranks([])
     """
     in_flight_s = sum(rank.in_flight_s for rank in ranks)

@@ -44,7 +44,7 @@ def trace_events(ranks: Sequence[RankTrace]) -> list[dict[str, Any]]:
     Returns:
         Metadata first, then the events of all ranks in the order of time.
 
-    Example:
+    Examples:
         >>> from fivefold.report._records import RankTrace, Span
         >>> span = Span("compute", "step 1", 100.0, 100.5)
         >>> event = trace_events([RankTrace(0, (span,))])[-1]
@@ -80,7 +80,7 @@ def write_timeline(run: Run, path: Path) -> Path:
     Raises:
         DataError: The file cannot be written.
 
-    Example:
+    Examples:
         >>> import tempfile, pathlib
         >>> from fivefold.report._records import Manifest, Run
         >>> fields = {"schema": 1, "fivefold": "0", "method": "ddp", "label": "", "world_size": 2}

@@ -50,7 +50,7 @@ def write_plan_html(page: PlanPage, path: Path) -> Path:
         UnsupportedError: jinja2 is not installed.
         DataError: The file cannot be written.
 
-    Example:
+    Examples:
         >>> import tempfile, pathlib
         >>> from fivefold.report import PlanPage
         >>> page = PlanPage(title="two jobs", finding="Nobody waits.")
@@ -72,7 +72,7 @@ def render_plan_html(page: PlanPage) -> str:
     Raises:
         UnsupportedError: jinja2 is not installed.
 
-    Example:
+    Examples:
         >>> from fivefold.report import PlanPage
         >>> "a &lt; b" in render_plan_html(PlanPage(title="a < b", finding="Nobody waits."))
         True

@@ -44,7 +44,7 @@ class DataTable:
     Raises:
         ConfigurationError: A row has another number of cells than there are columns.
 
-    Example:
+    Examples:
         >>> DataTable(columns=(("job", ""), ("time", "")), rows=(("a", "1 s"),)).rows[0]
         ('a', '1 s')
     """
@@ -72,7 +72,7 @@ class BarRow:
         total: Text at its end.
         segments: Kind, length and text of each; lengths in one unit over the whole chart.
 
-    Example:
+    Examples:
         >>> BarRow(label="a", total="3 s", segments=(("compute", 3.0, "3 s"),)).length
         3.0
     """
@@ -96,7 +96,7 @@ class BarChart:
         kinds: Name of each kind of segment, for the legend.
         caption: What they show.
 
-    Example:
+    Examples:
         >>> BarChart(rows=(), kinds=(("compute", "compute"),)).caption
         ''
     """
@@ -120,7 +120,7 @@ class RangeRow:
     Raises:
         ConfigurationError: A number is not finite, or the ends are the wrong way round.
 
-    Example:
+    Examples:
         >>> RangeRow(label="V", value=0.9, low=0.8, high=1.0, text="0.900").low
         0.8
     """
@@ -146,7 +146,7 @@ class RangeChart:
         marks: Name and value of each line.
         caption: What they show.
 
-    Example:
+    Examples:
         >>> RangeChart(rows=(), marks=(("B0", 1.0),)).marks
         (('B0', 1.0),)
     """
@@ -167,7 +167,7 @@ class LaneSpan:
         title: What a pointer over it tells.
         label: Written into it where there is room.
 
-    Example:
+    Examples:
         >>> LaneSpan(start_s=0.0, end_s=1.0, kind="forward", title="forward 0").label
         ''
     """
@@ -192,7 +192,7 @@ class LaneLoad:
     Raises:
         ConfigurationError: The numbers of times and shares do not go together.
 
-    Example:
+    Examples:
         >>> LaneLoad(kind="job0", title="a", times_s=(0.0, 1.0), shares=(0.5,)).shares
         (0.5,)
     """
@@ -220,7 +220,7 @@ class TimelineLane:
         spans: Its boxes; those at one time stand below one another.
         loads: Its loads.
 
-    Example:
+    Examples:
         >>> TimelineLane(name="network", group="job a").spans
         ()
     """
@@ -246,7 +246,7 @@ class Timeline:
     Raises:
         ConfigurationError: The stretch has no length.
 
-    Example:
+    Examples:
         >>> Timeline(lanes=(), start_s=0.0, end_s=2.0).folded
         False
     """
@@ -280,7 +280,7 @@ class Choice:
         allowed_by: What let those inputs through.
         round: When it was taken.
 
-    Example:
+    Examples:
         >>> Choice(who="tasks", about="job a", decision="fifo").alternatives
         ()
     """
@@ -304,7 +304,7 @@ class ChoiceLog:
         choices: The decisions.
         seconds: What the predicted seconds are.
 
-    Example:
+    Examples:
         >>> ChoiceLog(choices=()).seconds
         'predicted'
     """
@@ -327,7 +327,7 @@ class PointChart:
     Raises:
         ConfigurationError: A coordinate is not finite.
 
-    Example:
+    Examples:
         >>> PointChart(x_name="time in s", y_name="memory in GiB", points=((1.0, 2.0, "a"),)).marked
         ()
     """
@@ -357,7 +357,7 @@ class PlanSection:
         parts: What it shows.
         how: How to read it.
 
-    Example:
+    Examples:
         >>> PlanSection(heading="Jobs", parts=()).how
         ''
     """
@@ -379,7 +379,7 @@ class PlanPage:
         sections: The page's parts.
         command: How to make it again.
 
-    Example:
+    Examples:
         >>> PlanPage(title="two jobs", finding="Nobody waits.").sections
         ()
     """

@@ -283,7 +283,7 @@ class Run:
         result: The sums; None while the run goes on, or where it was killed.
         notes: What a reader must know: missing files, torn lines, an early end.
 
-    Example:
+    Examples:
         >>> fields = {"schema": 1, "fivefold": "0", "method": "ddp", "label": "", "world_size": 2}
         >>> Run(Path("runs/a"), name="a", label="A", manifest=Manifest(**fields)).status
         'unfinished'

@@ -37,7 +37,7 @@ class Report:
         graph_runs: The runs of graph neural networks, which have files and figures of their own.
         graph_summaries: Their figures, in the same order.
 
-    Example:
+    Examples:
         >>> json.loads(Report(runs=(), summaries=(), headline="Nothing.", caveats=()).to_json())
         {'headline': 'Nothing.', 'caveats': [], 'runs': []}
     """
@@ -77,7 +77,7 @@ def build_report(paths: Iterable[Path | str]) -> Report:
     Raises:
         DataError: There is no run, or a file of one is damaged or of an unknown schema.
 
-    Example:
+    Examples:
         >>> build_report(["/nonexistent"])
         Traceback (most recent call last):
         ...
@@ -111,7 +111,7 @@ def configuration_differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]
     Returns:
         (key, values in the order of the runs) by key; an absent key's value is ``""``.
 
-    Example:
+    Examples:
         >>> configuration_differences([])
         []
     """

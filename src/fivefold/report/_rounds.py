@@ -50,7 +50,7 @@ def round_points(trace: RankTrace) -> list[RoundPoint]:
     Args:
         trace: The rank's spans.
 
-    Example:
+    Examples:
         >>> from fivefold.report._records import RankTrace, Span
         >>> spans = [Span("compute", f"step {n}", n, n + 0.9) for n in range(4)]
         >>> spans += [Span("flight", "a", 1.95, 2.5), Span("flight", "b", 3.95, 4.5)]

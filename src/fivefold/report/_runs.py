@@ -88,7 +88,7 @@ def find_runs(paths: Iterable[Path | str]) -> list[Path]:
     Raises:
         DataError: A path does not exist, or neither it nor anything below it is a run.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> folder = Path(tempfile.mkdtemp())
         >>> (folder / "co2").mkdir()
@@ -126,7 +126,7 @@ def read_runs(paths: Iterable[Path | str]) -> list[Run]:
     Raises:
         DataError: There is no run, or a file of one is damaged or of an unknown schema.
 
-    Example:
+    Examples:
         >>> read_runs(["/nonexistent"])
         Traceback (most recent call last):
         ...
@@ -159,7 +159,7 @@ def read_run(path: Path | str, *, name: str | None = None) -> Run:
         DataError: The manifest is missing, a file is damaged other than by a torn last line, or
             its schema is unknown.
 
-    Example:
+    Examples:
         >>> import json, tempfile
         >>> folder = Path(tempfile.mkdtemp())
         >>> manifest = {"schema": 1, "fivefold": "0.1.0", "method": "co2", "label": "CO2"}

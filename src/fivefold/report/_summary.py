@@ -85,7 +85,7 @@ class RunSummary(BaseModel):
         time_to_ddp_ratio: How many times sooner than the DDP run that was.
         notes: What a reader must know about the run.
 
-    Example:
+    Examples:
         >>> RunSummary(name="a", label="A", method="co2", status="finished").seconds is None
         True
     """
@@ -138,7 +138,7 @@ def summarise(runs: Sequence[Run]) -> list[RunSummary]:
     Returns:
         One summary per run, in the same order.
 
-    Example:
+    Examples:
         >>> summarise([])
         []
     """
@@ -149,7 +149,7 @@ def summarise(runs: Sequence[Run]) -> list[RunSummary]:
 def validation_curve(run: Run) -> list[tuple[float, float]]:
     """Wall seconds and bits per byte of each finite validation, the final one included.
 
-    Example:
+    Examples:
         >>> from fivefold.report._records import Manifest, Run
         >>> fields = {"schema": 1, "fivefold": "0", "method": "ddp", "label": "", "world_size": 2}
         >>> validation_curve(Run(path=None, name="a", label="", manifest=Manifest(**fields)))
@@ -166,7 +166,7 @@ def validation_curve(run: Run) -> list[tuple[float, float]]:
 def final_bits_per_byte(run: Run) -> float | None:
     """The run's final validation: of the result, else the last one there is.
 
-    Example:
+    Examples:
         >>> from fivefold.report._records import Manifest, Run
         >>> fields = {"schema": 1, "fivefold": "0", "method": "ddp", "label": "", "world_size": 2}
         >>> final_bits_per_byte(Run(path=None, name="a", label="", manifest=Manifest(**fields)))
@@ -187,7 +187,7 @@ def time_to_value(points: Sequence[tuple[float, float]], target: float) -> float
         The seconds at the first crossing; the first point's where it is already at the target
         (then an upper bound); None where the curve never gets there.
 
-    Example:
+    Examples:
         >>> time_to_value([(10.0, 4.0), (20.0, 3.0)], 3.25), time_to_value([(10.0, 4.0)], 3.25)
         (17.5, None)
     """

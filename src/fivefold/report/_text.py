@@ -69,7 +69,7 @@ def print_report(report: Report, *, file: TextIO | None = None) -> None:
         file: Where to write; None means standard output. Colours and boxes appear only where it
             is a terminal.
 
-    Example:
+    Examples:
         >>> from fivefold.report import Report
         >>> print_report(Report(runs=(), summaries=(), headline="Nothing yet.", caveats=()))
         Nothing yet.

@@ -15,7 +15,7 @@ __all__ = ["separate_fragments", "separate_tracks"]
 def separate_fragments(flights: Iterable[Span]) -> dict[int, list[Span]]:
     """Sort flights by the fragment of the model that they carried, 0 where none is recorded.
 
-    Example:
+    Examples:
         >>> from fivefold.report._records import Span
         >>> spans = [Span("flight", "a", 0, 1, fragment=1), Span("flight", "b", 1, 2, fragment=0)]
         >>> {fragment: len(found) for fragment, found in separate_fragments(spans).items()}
@@ -36,7 +36,7 @@ def separate_tracks(spans: Sequence[Span], *, touching_s: float = 0.0) -> list[l
     Returns:
         The tracks, each in the order of time.
 
-    Example:
+    Examples:
         >>> from fivefold.report._records import Span
         >>> times = {"a": (0, 2), "b": (1, 3), "c": (2, 4)}
         >>> spans = [Span("flight", name, *time) for name, time in times.items()]

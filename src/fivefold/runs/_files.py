@@ -110,7 +110,7 @@ def cannot_write(path: Path, error: OSError) -> CheckpointError:
     Returns:
         The error, with what to do.
 
-    Example:
+    Examples:
         >>> from pathlib import Path
         >>> cannot_write(Path("run/a.txt"), OSError(28, "No space left on device")).message
         'cannot write run/a.txt: No space left on device'

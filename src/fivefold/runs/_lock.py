@@ -59,7 +59,7 @@ class FolderLock:
         ConfigurationError: On entering; another process writes there. Says which.
         CheckpointError: On entering; the folder cannot be written.
 
-    Example:
+    Examples:
         >>> import pathlib, tempfile
         >>> folder = pathlib.Path(tempfile.mkdtemp())
         >>> with FolderLock(folder, "run.output"):

@@ -73,7 +73,7 @@ def apply_overrides(
     Raises:
         ConfigurationError: An assignment is not of the form ``section.key=value``.
 
-    Example:
+    Examples:
         >>> class Run(BaseModel):
         ...     steps: int = 1
         >>> class Settings(BaseModel):
@@ -111,7 +111,7 @@ def format_toml(tables: Mapping[str, Mapping[str, Any]]) -> str:
     Raises:
         TypeError: A value is of a type that configurations do not have.
 
-    Example:
+    Examples:
         >>> format_toml({"run": {"steps": 5, "device": "cpu"}})
         '[run]\nsteps = 5\ndevice = "cpu"\n'
     """
@@ -132,7 +132,7 @@ def readable_error(
     Returns:
         The error to raise.
 
-    Example:
+    Examples:
         >>> from pydantic import Field, ValidationError
         >>> class Run(BaseModel):
         ...     steps: int = Field(1, ge=1)

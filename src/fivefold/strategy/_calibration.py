@@ -34,7 +34,7 @@ class MeasuredRun:
         plan: Split how.
         measured_s: Seconds of an iteration.
 
-    Example:
+    Examples:
         >>> model = ModelSpec(name="x", num_layers=1, hidden=64, num_heads=1, seq_len=8, vocab=10)
         >>> MeasuredRun(case="x", model=model, plan=ParallelPlan(global_batch=1),
         ...             measured_s=1.0).case
@@ -79,7 +79,7 @@ def with_constants(cluster: Cluster, constants: Mapping[str, float]) -> Cluster:
     Raises:
         ConfigurationError: There is no such constant or tier.
 
-    Example:
+    Examples:
         >>> from fivefold.strategy import load_cluster
         >>> changed = with_constants(load_cluster("h100-nemo"), {"cluster.efficiency": 0.5})
         >>> changed.fabric.tiers[1].efficiency
@@ -122,7 +122,7 @@ def fit_constants(
         ConfigurationError: There are fewer runs than constants.
         UnsupportedError: SciPy is not installed.
 
-    Example:
+    Examples:
         >>> from fivefold.strategy import load_cluster, named_model
         >>> cluster = load_cluster("a100-megatron")
         >>> plan = ParallelPlan(global_batch=8, data=8)

@@ -54,7 +54,7 @@ class Cluster:
         fabric: The tiers.
         num_gpus: How many there are; None where it does not matter.
 
-    Example:
+    Examples:
         >>> load_cluster("a100-megatron").fabric.gpus_per_node
         8
     """
@@ -79,7 +79,7 @@ class Cluster:
 def named_clusters() -> tuple[str, ...]:
     """Names of the known pairs of GPU and stack.
 
-    Example:
+    Examples:
         >>> "h100-nemo" in named_clusters()
         True
     """
@@ -97,7 +97,7 @@ def load_cluster(source: str | Path) -> Cluster:
     Raises:
         ConfigurationError: A name or key is unknown, or a value is not allowed.
 
-    Example:
+    Examples:
         >>> load_cluster("h100-nemo").device.peak_flops
         989000000000000.0
     """
@@ -173,7 +173,7 @@ def reached_tiers(fabric: FabricSpec, known: FabricSpec) -> FabricSpec:
         fabric: Tiers of a topology.
         known: Tiers of a cluster; those of another name than any of these lend the outermost's.
 
-    Example:
+    Examples:
         >>> from fivefold.network.topology import named_topology
         >>> tiers = fabric_from_topology(named_topology("dgx_a100", boxes=2))
         >>> reached = reached_tiers(tiers, load_cluster("a100-megatron").fabric)

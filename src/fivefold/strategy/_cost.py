@@ -37,7 +37,7 @@ class TimeUse:
         optimizer_s: The optimizer's step.
         overhead_s: The stack's fixed time and the lag of the slowest rank.
 
-    Example:
+    Examples:
         >>> TimeUse(compute_s=1.0, idle_s=0.5).total_s
         1.5
     """
@@ -98,7 +98,7 @@ def evaluate_plan(
     Raises:
         ConfigurationError: The plan cannot run the model.
 
-    Example:
+    Examples:
         >>> gpt = ModelSpec(name="22B", num_layers=48, hidden=6144, num_heads=64, seq_len=2048,
         ...                 vocab=51200)
         >>> device = DeviceSpec(name="a100", peak_flops=312e12, memory_bytes=80e9,

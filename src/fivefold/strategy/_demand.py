@@ -42,7 +42,7 @@ class Message:
         hidden: Whether it runs beside compute instead of holding it up; of local updates, beside
             the whole iteration.
 
-    Example:
+    Examples:
         >>> Message(axis="data", kind="all_reduce", size_bytes=8, phase="reduce").hidden
         False
     """
@@ -72,7 +72,7 @@ class PlanDemand:
         optimizer_s: The optimizer's step.
         overhead_s: Everything else, such as transfers to the host.
 
-    Example:
+    Examples:
         >>> from fivefold.strategy import load_cluster, named_model
         >>> plan = ParallelPlan(global_batch=8, data=8)
         >>> found = plan_demand(named_model("llama3-8b"), load_cluster("h100-nemo").device, plan)
@@ -111,7 +111,7 @@ def axis_groups(plan: ParallelPlan, axis: str) -> tuple[tuple[int, ...], ...]:
     Raises:
         ConfigurationError: There is no such axis.
 
-    Example:
+    Examples:
         >>> axis_groups(ParallelPlan(global_batch=2, data=2, tensor=2), "data")
         ((0, 2), (1, 3))
     """
@@ -140,7 +140,7 @@ def plan_demand(
     Raises:
         ConfigurationError: The plan cannot run the model.
 
-    Example:
+    Examples:
         >>> from fivefold.strategy import load_cluster, named_model
         >>> plan = ParallelPlan(global_batch=8, data=4, tensor=2)
         >>> found = plan_demand(named_model("llama3-8b"), load_cluster("h100-nemo").device, plan)

@@ -70,7 +70,7 @@ class DeviceSpec:
     Raises:
         ConfigurationError: A constant is negative, a share is more than 1.
 
-    Example:
+    Examples:
         >>> device = DeviceSpec(name="x", peak_flops=312e12, memory_bytes=80e9,
         ...                     memory_bandwidth_bytes_per_s=2.0e12, multiprocessors=108)
         >>> 0.15e-3 < gemm_time_s(device, m=4096, n=4096, k=1024) < 0.3e-3
@@ -168,7 +168,7 @@ def gemm_time_s(
         dtype: ``"bf16"`` or ``"fp8"``.
         output_bytes: Moved per element of the result: 2 to write it, 8 to add to 32 bits.
 
-    Example:
+    Examples:
         >>> device = DeviceSpec(name="x", peak_flops=312e12, memory_bytes=80e9,
         ...                     memory_bandwidth_bytes_per_s=2.0e12, multiprocessors=108)
         >>> gemm_time_s(device, m=64, n=64, k=64) < 1e-5
@@ -196,7 +196,7 @@ def gemm_time_s(
 def memory_time_s(device: DeviceSpec, size_bytes: float) -> float:
     """Time in which element-wise kernels move ``size_bytes`` to and from device memory.
 
-    Example:
+    Examples:
         >>> device = DeviceSpec(name="x", peak_flops=312e12, memory_bytes=80e9,
         ...                     memory_bandwidth_bytes_per_s=2.0e12, multiprocessors=108)
         >>> memory_time_s(device, 1.6e9)

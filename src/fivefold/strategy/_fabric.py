@@ -32,7 +32,7 @@ class Tier:
     Raises:
         ConfigurationError: A bandwidth or count is not positive, or a time negative.
 
-    Example:
+    Examples:
         >>> Tier(name="node", gpus=8, bandwidth_bytes_per_s=300e9, hop_s=3e-6).gpus
         8
     """
@@ -82,7 +82,7 @@ class FabricSpec:
     Raises:
         ConfigurationError: There is no tier, or the counts do not grow by whole factors.
 
-    Example:
+    Examples:
         >>> node = Tier(name="node", gpus=8, bandwidth_bytes_per_s=300e9)
         >>> net = Tier(name="cluster", gpus=1024, bandwidth_bytes_per_s=25e9)
         >>> FabricSpec(name="dgx", tiers=(node, net)).gpus_per_node
@@ -144,7 +144,7 @@ class Group:
             run of groups from rank 0. Groups that do not divide a node lie across nodes in some
             places, and the slowest counts.
 
-    Example:
+    Examples:
         >>> Group(size=6, ranks=24)
         Group(size=6, stride=1, ranks=24)
     """

@@ -288,7 +288,7 @@ def collective_time_s(
     Raises:
         ConfigurationError: The kind is unknown.
 
-    Example:
+    Examples:
         >>> from fivefold.strategy._fabric import Tier
         >>> net = FabricSpec(name="x", tiers=(Tier(name="node", gpus=8, bandwidth_bytes_per_s=1e11,
         ...                                        efficiency=1.0, base_s=0.0, hop_s=0.0),))

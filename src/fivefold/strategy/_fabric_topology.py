@@ -40,7 +40,7 @@ def fabric_from_topology(
         ConfigurationError: Hosts differ in their number of GPUs.
         InfeasibleError: A rank cannot be reached.
 
-    Example:
+    Examples:
         >>> from fivefold.network.topology import named_topology
         >>> fabric = fabric_from_topology(named_topology("dgx_a100", boxes=2))
         >>> [(tier.name, tier.gpus, tier.bandwidth_bytes_per_s) for tier in fabric.tiers]

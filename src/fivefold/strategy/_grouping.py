@@ -33,7 +33,7 @@ def group_period_s(stages: tuple[Stages, ...]) -> float:
     Raises:
         ConfigurationError: There is no job, or more than four.
 
-    Example:
+    Examples:
         >>> group_period_s(((2.0, 1.0, 1.0), (1.0, 2.0, 0.0)))
         4.0
     """
@@ -73,7 +73,7 @@ def match_groups(
     Raises:
         UnsupportedError: networkx is not installed.
 
-    Example:
+    Examples:
         >>> match_groups([(0,), (1,), (2,)], [(3.0, 1.0, 0.0), (1.0, 3.0, 0.0), (2.0, 1.0, 0.0)])
         [(0, 1)]
     """

@@ -37,7 +37,7 @@ class Job:
         space: Which plans are looked at.
         plan: A plan to be judged instead of searched for, or None.
 
-    Example:
+    Examples:
         >>> from fivefold.strategy import named_model
         >>> Job(model=named_model("llama3-8b"),
         ...     space=SearchSpace(num_gpus=8, global_batch=16)).plan is None
@@ -63,7 +63,7 @@ def load_job(path: Path | str, *, cluster: Cluster | None = None) -> Job:
         InfeasibleError: The plan takes another number of GPUs than the job has, or the job more
             than the cluster.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> file = Path(tempfile.mkdtemp()) / "job.toml"
         >>> _ = file.write_text('model = "llama3-8b"\ngpus = 8\nglobal_batch = 16\n')
@@ -91,7 +91,7 @@ def job_from_table(
         InfeasibleError: The plan takes another number of GPUs than the job has, or the job more
             than the cluster.
 
-    Example:
+    Examples:
         >>> table = {"model": "llama3-8b", "gpus": 8, "global_batch": 16}
         >>> job_from_table(table, where="here", folder=Path()).space.global_batch
         16
@@ -180,7 +180,7 @@ def _build(kind: type, values: Mapping[str, Any], *, where: str) -> Any:
 def plan_to_toml(plan: ParallelPlan) -> str:
     """A plan as the ``[plan]`` table of a job file.
 
-    Example:
+    Examples:
         >>> print(plan_to_toml(ParallelPlan(global_batch=8, data=4)).splitlines()[1])
         global_batch = 8
     """

@@ -25,7 +25,7 @@ def device_mesh(plan: ParallelPlan) -> dict[str, int]:
     Returns:
         Size of each axis by name; their product is the number of GPUs.
 
-    Example:
+    Examples:
         >>> device_mesh(ParallelPlan(global_batch=64, data=8, tensor=4, zero=3))
         {'shard': 8, 'tensor': 4}
     """
@@ -56,7 +56,7 @@ def megatron_flags(model: ModelSpec, plan: ParallelPlan) -> list[str]:
     References:
         https://github.com/NVIDIA/Megatron-LM, megatron/training/arguments.py.
 
-    Example:
+    Examples:
         >>> from fivefold.strategy import named_model
         >>> plan = ParallelPlan(global_batch=64, data=8, tensor=8, sequence_parallel=True)
         >>> flags = megatron_flags(named_model("llama2-7b"), plan)

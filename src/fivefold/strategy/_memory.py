@@ -36,7 +36,7 @@ class MemoryUse:
         reserved_bytes: The stack's own.
         host_bytes: What was moved to host memory, per GPU.
 
-    Example:
+    Examples:
         >>> MemoryUse(weights_bytes=2e9, gradients_bytes=4e9, optimizer_bytes=12e9,
         ...           activations_bytes=1e9, working_bytes=0.0, reserved_bytes=1e9).total_bytes
         20000000000.0
@@ -72,7 +72,7 @@ def stage_parameters(model: ModelSpec, plan: ParallelPlan, stage: str) -> tuple[
         plan: The plan.
         stage: ``"first"``, ``"middle"`` or ``"last"``; with one stage all are the same.
 
-    Example:
+    Examples:
         >>> gpt = ModelSpec(name="22B", num_layers=48, hidden=6144, num_heads=64, seq_len=2048,
         ...                 vocab=51200)
         >>> plan = ParallelPlan(global_batch=4, micro_batch=4, tensor=8)

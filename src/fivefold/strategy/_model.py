@@ -30,7 +30,7 @@ class MixtureOfExperts:
     Raises:
         ConfigurationError: A count is not positive, or ``top_k`` is more than the experts.
 
-    Example:
+    Examples:
         >>> MixtureOfExperts(num_experts=8, top_k=2, expert_ffn=14336).top_k
         2
     """
@@ -60,7 +60,7 @@ class LatentAttention:
         rope_dim: Width of the rotary part of a head's key, shared by all heads.
         value_dim: Width of a head's value; the query's non-rotary part is the model's head_dim.
 
-    Example:
+    Examples:
         >>> LatentAttention(q_rank=1536, kv_rank=512, rope_dim=64, value_dim=128).kv_rank
         512
 
@@ -89,7 +89,7 @@ class ConvolutionStage:
         inputs: Channels that enter the first block.
         size: Height and width of the output in pixels.
 
-    Example:
+    Examples:
         >>> ConvolutionStage(blocks=3, width=64, outputs=256, inputs=64, size=56).blocks
         3
     """
@@ -132,7 +132,7 @@ class ModelSpec:
     Raises:
         ConfigurationError: A size is not positive, or heads do not divide.
 
-    Example:
+    Examples:
         >>> model = ModelSpec(name="tiny", num_layers=2, hidden=64, num_heads=4, seq_len=128,
         ...                   vocab=1000)
         >>> model.num_parameters
@@ -286,7 +286,7 @@ class ModelSpec:
             recompute: Count the forward of every layer twice (HFU, the 96-form of GPT).
             causal_half: Count only the half of attention that a causal mask keeps.
 
-        Example:
+        Examples:
             >>> gpt = ModelSpec(name="175B", num_layers=96, hidden=12288, num_heads=96,
             ...                 seq_len=2048, vocab=51200)
             >>> f"{gpt.flops_per_sequence(recompute=True):.4g}"

@@ -32,7 +32,7 @@ class LayerShape:
         fused_attention: Scores are never stored.
         imbalance: Tokens that this rank's experts get, over the mean.
 
-    Example:
+    Examples:
         >>> LayerShape(micro_batch=4, tensor=8).sequence_split
         1
     """
@@ -71,7 +71,7 @@ class Operator:
         message_bytes: Size of that message, as the collective counts it.
         kernels: Kernels in forward, for the host's share.
 
-    Example:
+    Examples:
         >>> Operator(name="projection", kind="gemm", m=2048, n=1024, k=1024).kernels
         1
     """
@@ -102,7 +102,7 @@ def layer_operators(
         shape: The GPU's share.
         expert_layer: The layer's feed-forward part is a mixture of experts.
 
-    Example:
+    Examples:
         >>> gpt = ModelSpec(name="22B", num_layers=48, hidden=6144, num_heads=64, seq_len=2048,
         ...                 vocab=51200)
         >>> shape = LayerShape(micro_batch=4, tensor=8, sequence_parallel=True)
@@ -361,7 +361,7 @@ def _convolution_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operato
 def head_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ...]:
     """Last norm, head and loss, with the vocabulary split over the tensor group.
 
-    Example:
+    Examples:
         >>> gpt = ModelSpec(name="22B", num_layers=48, hidden=6144, num_heads=64, seq_len=2048,
         ...                 vocab=51200)
         >>> [op.name for op in head_operators(gpt, LayerShape(micro_batch=1))]

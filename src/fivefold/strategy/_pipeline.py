@@ -24,7 +24,7 @@ class PipelineShape:
         parameter_copies: Times that a stage's parameters are held.
         boundary_messages: Messages in each direction per micro-batch and stage.
 
-    Example:
+    Examples:
         >>> shape = pipeline_shape("1f1b", stages=4, micro_batches=8, forward_s=1.0, input_s=1.0,
         ...                        weight_s=1.0)
         >>> shape.idle_s, shape.stored
@@ -55,7 +55,7 @@ def pipeline_shape(
     Raises:
         ConfigurationError: The schedule is unknown.
 
-    Example:
+    Examples:
         >>> pipeline_shape("zb_1p", stages=4, micro_batches=8, forward_s=1.0, input_s=1.0,
         ...                weight_s=1.0).idle_s
         3.0
@@ -101,7 +101,7 @@ def stored_at(schedule: str, *, stage: int, stages: int, micro_batches: int, vir
     Early stages wait longest for the backward of their first micro-batch; V-shaped schedules even
     that out, for each device holds an early and a late chunk.
 
-    Example:
+    Examples:
         >>> stored_at("1f1b", stage=3, stages=4, micro_batches=8, virtual=1)
         1
     """
@@ -123,7 +123,7 @@ def stage_layers(num_layers: int, stages: int, *, embedding_layers: bool) -> tup
 
     Layers left over go to middle stages first, for the outer ones hold embedding and head.
 
-    Example:
+    Examples:
         >>> stage_layers(126, 8, embedding_layers=True)
         (15, 16, 15)
         >>> stage_layers(10, 4, embedding_layers=False)

@@ -65,7 +65,7 @@ class ParallelPlan:
     Raises:
         ConfigurationError: A degree is not positive, or two settings contradict.
 
-    Example:
+    Examples:
         >>> plan = ParallelPlan(global_batch=64, micro_batch=1, tensor=8, pipeline=8)
         >>> plan.num_gpus, plan.num_micro_batches
         (64, 64)
@@ -214,7 +214,7 @@ def _contradiction(plan: ParallelPlan) -> tuple[str, str] | None:
 def plan_problem(model: ModelSpec, plan: ParallelPlan) -> str | None:
     """Why ``plan`` cannot run ``model``, whatever the memory; None where it can.
 
-    Example:
+    Examples:
         >>> gpt = ModelSpec(name="x", num_layers=4, hidden=64, num_heads=4, seq_len=128, vocab=100)
         >>> plan_problem(gpt, ParallelPlan(global_batch=8, tensor=8))
         'tensor=8 does not divide num_heads=4'

@@ -119,7 +119,7 @@ _MODELS = {
 def named_models() -> tuple[str, ...]:
     """Names of the known models.
 
-    Example:
+    Examples:
         >>> "llama3-405b" in named_models()
         True
     """
@@ -132,7 +132,7 @@ def named_model(name: str) -> ModelSpec:
     Raises:
         ConfigurationError: The name is unknown.
 
-    Example:
+    Examples:
         >>> round(named_model("llama3-405b").num_parameters / 1e9)
         406
     """
@@ -156,7 +156,7 @@ def model_from_hugging_face(
     Raises:
         DataError: A size is missing.
 
-    Example:
+    Examples:
         >>> config = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
         ...           "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
         ...           "hidden_act": "silu", "model_type": "llama"}
@@ -247,7 +247,7 @@ def load_model(source: str, *, seq_len: int | None = None) -> ModelSpec:
         DataError: The file is missing or not JSON.
         ConfigurationError: The name is unknown.
 
-    Example:
+    Examples:
         >>> load_model("llama3-8b", seq_len=4096).seq_len
         4096
     """

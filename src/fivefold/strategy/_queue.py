@@ -42,7 +42,7 @@ class QueuedJob:
     Raises:
         ConfigurationError: A number is not positive, or a time negative.
 
-    Example:
+    Examples:
         >>> QueuedJob(job_id="a", num_gpus=8, submit_s=0.0, iterations=10, iteration_s=2.0).work_s
         20.0
     """
@@ -79,7 +79,7 @@ class QueueResult:
         end_s: By job.
         completion_s: From submission to end, by job.
 
-    Example:
+    Examples:
         >>> QueueResult(policy="fifo", end_s={"a": 3.0}, completion_s={"a": 2.0}).mean_s
         2.0
     """
@@ -195,7 +195,7 @@ def run_queue(
     Raises:
         ConfigurationError: The policy is unknown, a job larger than the cluster or named twice.
 
-    Example:
+    Examples:
         >>> queue = [QueuedJob(job_id="long", num_gpus=8, submit_s=0.0, iterations=1000,
         ...                    iteration_s=1.0),
         ...          QueuedJob(job_id="short", num_gpus=8, submit_s=10.0, iterations=10,

@@ -58,7 +58,7 @@ class SearchResult:
             cannot run the model) it ruled out.
         seconds: Of the search.
 
-    Example:
+    Examples:
         >>> SearchResult.__name__
         'SearchResult'
     """
@@ -164,7 +164,7 @@ def search_plans(
     Raises:
         InfeasibleError: The fabric has fewer GPUs, no plan can run the model, or none fits.
 
-    Example:
+    Examples:
         >>> gpt = ModelSpec(name="1B", num_layers=24, hidden=2048, num_heads=16, seq_len=2048,
         ...                 vocab=51200)
         >>> device = DeviceSpec(name="a100", peak_flops=312e12, memory_bytes=80e9,

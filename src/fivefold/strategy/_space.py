@@ -64,7 +64,7 @@ class SearchSpace:
         tau: Iterations between synchronisations; more than 1 changes convergence.
         dtypes: Of products.
 
-    Example:
+    Examples:
         >>> space = SearchSpace(num_gpus=8, global_batch=8)
         >>> space.tensor is None, space.tau
         (True, (1,))
@@ -234,7 +234,7 @@ def _schedules(model: ModelSpec, space: SearchSpace, stages: int) -> list[tuple[
 class Pattern:
     """What of an outer choice decides which switches mean something.
 
-    Example:
+    Examples:
         >>> Pattern(split=True, copies=False, overlaps=True, sequences=True, shards=(None,)).split
         True
     """

@@ -49,7 +49,7 @@ class PlanTable:
     Raises:
         ConfigurationError: A column is missing or of another length.
 
-    Example:
+    Examples:
         >>> table = PlanTable.of([ParallelPlan(global_batch=8, tensor=2)])
         >>> len(table), table.plan(0).tensor
         (1, 2)

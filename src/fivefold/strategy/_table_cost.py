@@ -36,7 +36,7 @@ Ints = npt.NDArray[np.int64]
 class CostTable:
     """Time of an iteration and bytes on the fullest GPU, per plan.
 
-    Example:
+    Examples:
         >>> CostTable(time_s=np.array([1.0]), memory_bytes=np.array([2e9])).time_s
         array([1.])
     """
@@ -56,7 +56,7 @@ def evaluate_table(
         fabric: Joined how.
         table: Plans; each must be without contradiction and fit the model.
 
-    Example:
+    Examples:
         >>> gpt = ModelSpec(name="22B", num_layers=48, hidden=6144, num_heads=64, seq_len=2048,
         ...                 vocab=51200)
         >>> device = DeviceSpec(name="a100", peak_flops=312e12, memory_bytes=80e9,

@@ -54,7 +54,7 @@ def torchtitan_config(model: ModelSpec, plan: ParallelPlan, *, base: str | None 
     References:
         https://github.com/pytorch/torchtitan, torchtitan/config/README.md and configs.py.
 
-    Example:
+    Examples:
         >>> from fivefold.strategy import named_model
         >>> plan = ParallelPlan(global_batch=64, data=8, tensor=8, zero=3)
         >>> source = torchtitan_config(named_model("llama3-70b"), plan)

@@ -30,7 +30,7 @@ def trainer_config(model: ModelSpec, plan: ParallelPlan) -> str:
     Raises:
         UnsupportedError: The trainer cannot run the plan or the model.
 
-    Example:
+    Examples:
         >>> from fivefold.strategy import named_model
         >>> plan = ParallelPlan(global_batch=32, data=8, micro_batch=2, tau=4)
         >>> print(trainer_config(named_model("gpt3-1.3b"), plan).split("[sync]")[1].strip())

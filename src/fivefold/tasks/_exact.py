@@ -33,7 +33,7 @@ def exact_schedule(
         UnsupportedError: OR-Tools is not installed.
         InfeasibleError: Nothing was found within the time limit.
 
-    Example:
+    Examples:
         >>> from fivefold.tasks import ComputeTask
         >>> graph = TaskGraph((
         ...     ComputeTask(task_id="a", duration_s=1.0),

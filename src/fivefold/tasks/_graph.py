@@ -36,7 +36,7 @@ class ComputeTask:
     Raises:
         ConfigurationError: A value is not allowed.
 
-    Example:
+    Examples:
         >>> ComputeTask(task_id="forward 0", duration_s=2e-3).resource
         'compute'
     """
@@ -75,7 +75,7 @@ class CommunicationTask:
     Raises:
         ConfigurationError: A value is not allowed.
 
-    Example:
+    Examples:
         >>> task = CommunicationTask(
         ...     task_id="reduce 0", kind="all_reduce", size_bytes=10**6, cost_s_per_byte=1e-9
         ... )
@@ -142,7 +142,7 @@ class TaskGraph:
     Raises:
         ConfigurationError: A name stands twice, a dependency does not exist, there is a cycle.
 
-    Example:
+    Examples:
         >>> graph = TaskGraph((
         ...     ComputeTask(task_id="a", duration_s=1.0),
         ...     ComputeTask(task_id="b", duration_s=2.0, depends_on=("a",)),

@@ -52,7 +52,7 @@ class ScheduledReduction:
         ConfigurationError: The model is not as required, or a number is not allowed.
         UnsupportedError: The model is not on CPU.
 
-    Example:
+    Examples:
         >>> reduction = ScheduledReduction(ddp, chunk_bytes=1 << 20)   # doctest: +SKIP
         >>> for inputs, targets in data:                               # doctest: +SKIP
         ...     loss(ddp(inputs), targets).backward()

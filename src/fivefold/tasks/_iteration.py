@@ -22,7 +22,7 @@ class LayerCost:
         all_to_all_bytes: Bytes of one all-to-all (an expert layer does two per pass: tokens out
             and back); 0 for none.
 
-    Example:
+    Examples:
         >>> LayerCost(forward_s=1e-3, backward_s=2e-3, gradient_bytes=4_000_000).gradient_bytes
         4000000
     """
@@ -62,7 +62,7 @@ def iteration_graph(
     Raises:
         ConfigurationError: There is no layer or no iteration, or the bucket is not positive.
 
-    Example:
+    Examples:
         >>> layer = LayerCost(forward_s=1.0, backward_s=2.0, gradient_bytes=4)
         >>> graph = iteration_graph([layer, layer], cost_s_per_byte=0.5, iterations=1)
         >>> [task.task_id for task in graph.communication]

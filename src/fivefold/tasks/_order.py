@@ -28,7 +28,7 @@ class BucketCost:
         ready_s: When its gradients are there, in seconds from the start of the backward pass.
         forward_s: Seconds of the forward pass of its layers.
 
-    Example:
+    Examples:
         >>> BucketCost(size_bytes=4_000_000, ready_s=0.1, forward_s=0.05).forward_s
         0.05
     """
@@ -47,7 +47,7 @@ class SendOrder:
         chunk_bytes: Largest chunk; None for whole buckets.
         predicted_s: Seconds of an iteration from the start of one backward pass to the next.
 
-    Example:
+    Examples:
         >>> SendOrder(((0, 0), (1, 0)), None, 1.0).chunks[0]
         (0, 0)
     """
@@ -84,7 +84,7 @@ def plan_send_order(
     Raises:
         ConfigurationError: There is no bucket, or they are not ready one after the other.
 
-    Example:
+    Examples:
         >>> late = BucketCost(size_bytes=3, ready_s=2.0, forward_s=1.0)
         >>> first = BucketCost(size_bytes=3, ready_s=4.0, forward_s=1.0)
         >>> plan = plan_send_order([late, first], cost_s_per_byte=1.0, chunk_bytes=1)

@@ -23,7 +23,7 @@ class PartitionChoice:
         schedule: Its schedule.
         tried: Iteration seconds by chunk size.
 
-    Example:
+    Examples:
         >>> PartitionChoice(None, None, {None: 1.0}).tried[None]
         1.0
     """
@@ -54,7 +54,7 @@ def best_partition(
     Raises:
         ConfigurationError: A size is not positive.
 
-    Example:
+    Examples:
         >>> from fivefold.tasks import LayerCost, iteration_graph
         >>> layer = LayerCost(forward_s=1.0, backward_s=2.0, gradient_bytes=8)
         >>> graph = iteration_graph([layer] * 3, cost_s_per_byte=0.5, latency_s=0.1)

@@ -24,7 +24,7 @@ class TaskSpan:
         end_s: The same.
         chunk: Number of the chunk; 0 for whole tasks.
 
-    Example:
+    Examples:
         >>> TaskSpan("forward 0", "compute", 0.0, 1.5).duration_s
         1.5
     """
@@ -52,7 +52,7 @@ class TaskSchedule:
         optimal: Whether no schedule without chunks ends sooner, proved.
         bound_s: A proved lower bound of the end, where one was sought.
 
-    Example:
+    Examples:
         >>> from fivefold.tasks import ComputeTask, schedule_tasks
         >>> graph = TaskGraph((
         ...     ComputeTask(task_id="a", duration_s=1.0),

@@ -44,7 +44,7 @@ def schedule_tasks(
     Raises:
         ConfigurationError: The ordering, the chunk size or the credit is not allowed.
 
-    Example:
+    Examples:
         >>> from fivefold.tasks import LayerCost, iteration_graph
         >>> layer = LayerCost(forward_s=1.0, backward_s=2.0, gradient_bytes=3)
         >>> graph = iteration_graph([layer] * 3, cost_s_per_byte=1.0, iterations=3)

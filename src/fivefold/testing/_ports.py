@@ -27,7 +27,7 @@ def free_port() -> int:
     Raises:
         OSError: Every port below the kernel's range is in use.
 
-    Example:
+    Examples:
         >>> free_port() != free_port()
         True
     """

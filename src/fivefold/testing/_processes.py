@@ -47,7 +47,7 @@ def run_processes(
     Raises:
         RuntimeError: A rank raised, died or ran past the time; holds its traceback.
 
-    Example:
+    Examples:
         >>> run_processes(2, lambda rank: rank * 10)
         [0, 10]
     """

@@ -85,7 +85,7 @@ class InMemoryTransport:
         rank: This rank's number.
         launch_delay_s: Called before each launch; the returned seconds are slept.
 
-    Example:
+    Examples:
         >>> run_world(2, lambda transport: transport.rank)
         [0, 1]
     """
@@ -159,7 +159,7 @@ def run_world(
     Raises:
         Exception: The first failing rank's, after all ranks have ended.
 
-    Example:
+    Examples:
         >>> def total(transport):
         ...     value = torch.tensor([float(transport.rank + 1)])
         ...     lane = torch.zeros(1, dtype=torch.float64)

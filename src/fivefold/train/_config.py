@@ -68,7 +68,7 @@ def _pair(value: Any) -> Any:
 class RunConfig(Section):
     """Table ``[run]``: where, how long and how often.
 
-    Example:
+    Examples:
         >>> RunConfig(steps=50).log_every_steps
         10
     """
@@ -104,7 +104,7 @@ class RunConfig(Section):
 class DataConfig(Section):
     """Table ``[data]``: the text, how it becomes tokens and how it is split.
 
-    Example:
+    Examples:
         >>> DataConfig().path
         'stdlib'
     """
@@ -128,7 +128,7 @@ class ModelConfig(Section):
         ConfigurationError: Through ``load_config``; the width is not a multiple of the heads, or
             a head is of odd width, which rotary embeddings cannot pair.
 
-    Example:
+    Examples:
         >>> ModelConfig(width=256, heads=8).layers
         4
     """
@@ -157,7 +157,7 @@ class ModelConfig(Section):
 class OptimConfig(Section):
     """Table ``[optim]``: AdamW, its schedule, and the batch.
 
-    Example:
+    Examples:
         >>> OptimConfig(lr=1e-3).betas
         (0.9, 0.95)
     """
@@ -200,7 +200,7 @@ class TrainConfig(Section):
     Raises:
         ConfigurationError: Through ``load_config``; a value or a combination is not allowed.
 
-    Example:
+    Examples:
         >>> TrainConfig().sync.tau
         8
     """
@@ -285,7 +285,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     Raises:
         ConfigurationError: The file is missing or is not TOML, or a key or value is not allowed.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> file = Path(tempfile.mkdtemp()) / "train.toml"
         >>> _ = file.write_text("[run]\nsteps = 100\n")
@@ -316,7 +316,7 @@ def config_to_toml(config: TrainConfig) -> str:
     Returns:
         TOML text that ends in a newline.
 
-    Example:
+    Examples:
         >>> "tau = 8" in config_to_toml(TrainConfig())
         True
     """

@@ -48,7 +48,7 @@ class Corpus:
         num_skipped: Files that were left out because they are not text.
         fingerprint: Changes whenever a token does; equal on all machines with the same text.
 
-    Example:
+    Examples:
         >>> Corpus(train=np.zeros(3), validation=np.zeros(2), train_bytes=2, validation_bytes=1,
         ...        num_files=2, num_skipped=0, fingerprint="").num_files
         2
@@ -79,7 +79,7 @@ def load_corpus(data: DataConfig, tokenizer: Tokenizer) -> Corpus:
         DataError: The folder is missing or has no text, a split would be empty or shorter than
             one sequence, or the cache cannot be written.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from pathlib import Path
         >>> from fivefold.train._config import DataConfig

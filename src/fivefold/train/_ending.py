@@ -33,7 +33,7 @@ def run_rank(config_file: str | Path, overrides: Sequence[str] = ()) -> RunResul
     Raises:
         FivefoldError: Whatever training met, as ``train`` raises it.
 
-    Example:
+    Examples:
         >>> run_rank("no such file.toml")  # doctest: +SKIP
         Traceback (most recent call last):
             ...

@@ -47,7 +47,7 @@ def bits_per_byte(loss: float, *, num_tokens: int, num_bytes: int) -> float:
         num_tokens: Tokens of the text.
         num_bytes: Bytes of the same text.
 
-    Example:
+    Examples:
         >>> bits_per_byte(math.log(256), num_tokens=10, num_bytes=10)
         8.0
     """

@@ -34,7 +34,7 @@ class SourceFile:
         size_bytes: Its size when it was listed.
         modified_ns: When it was last written, in nanoseconds since 1970.
 
-    Example:
+    Examples:
         >>> SourceFile(path=Path("/t/a.txt"), name="a.txt", size_bytes=3, modified_ns=0).name
         'a.txt'
     """
@@ -57,7 +57,7 @@ def resolve_source(spec: str) -> Path:
     Raises:
         DataError: It does not exist or is not a folder.
 
-    Example:
+    Examples:
         >>> (resolve_source("stdlib") / "os.py").exists()
         True
     """
@@ -85,7 +85,7 @@ def find_files(root: Path, *, library: bool) -> list[SourceFile]:
     Raises:
         DataError: A folder cannot be listed.
 
-    Example:
+    Examples:
         >>> files = find_files(resolve_source("stdlib"), library=True)
         >>> any(file.name == "os.py" for file in files)
         True
@@ -119,7 +119,7 @@ def is_text(path: Path) -> bool:
     Raises:
         DataError: The file cannot be read.
 
-    Example:
+    Examples:
         >>> is_text(resolve_source("stdlib") / "os.py")
         True
     """
@@ -150,7 +150,7 @@ def read_pieces(path: Path) -> Iterator[bytes]:
     Raises:
         DataError: The file cannot be read.
 
-    Example:
+    Examples:
         >>> path = resolve_source("stdlib") / "os.py"
         >>> b"".join(read_pieces(path)) == path.read_bytes()
         True

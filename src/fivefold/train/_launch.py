@@ -71,7 +71,7 @@ def launch(
         CommunicationError: A rank was killed.
         RuntimeError: A rank met an internal error.
 
-    Example:
+    Examples:
         >>> launch("no such file.toml", nproc=2)
         Traceback (most recent call last):
             ...

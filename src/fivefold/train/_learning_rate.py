@@ -40,7 +40,7 @@ def cosine_with_warmup(
     References:
         arXiv 1608.03983, equation 5.
 
-    Example:
+    Examples:
         >>> [round(cosine_with_warmup(t, lr=1.0, warmup_steps=2, steps=5, min_lr_fraction=0.0), 6)
         ...  for t in range(5)]
         [0.5, 1.0, 1.0, 0.5, 0.0]

@@ -74,7 +74,7 @@ def train(config: TrainConfig) -> RunResult:
         CommunicationError: A peer died or did not answer in time.
         ReplicaMismatchError: Replicas that must be equal are not.
 
-    Example:
+    Examples:
         >>> import pathlib, tempfile
         >>> from fivefold.train import DataConfig, ModelConfig, OptimConfig, RunConfig
         >>> from fivefold.train import SyncConfig, TrainConfig

@@ -299,7 +299,7 @@ def require_peers(config: SyncConfig, *, world_size: int) -> None:
 def method_label(config: SyncConfig, tasks: TasksConfig | None = None) -> str:
     """Name of a method for people, with what sets it apart.
 
-    Example:
+    Examples:
         >>> from fivefold.train import SyncConfig
         >>> method_label(SyncConfig(method="co2", tau=4))
         'CO2 (tau 4)'

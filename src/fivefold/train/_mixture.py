@@ -36,7 +36,7 @@ _MULTIPLE = 16  # of inner widths: the vector width in float32, so products have
 def mixture_blocks(config: ModelConfig) -> frozenset[int]:
     """Blocks that have a mixture: every so many-th, counted from the last.
 
-    Example:
+    Examples:
         >>> from fivefold.train import MixtureConfig, ModelConfig
         >>> sorted(mixture_blocks(ModelConfig(layers=5, moe=MixtureConfig(every=2))))
         [0, 2, 4]

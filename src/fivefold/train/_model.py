@@ -67,7 +67,7 @@ class Transformer(nn.Module):
         Standard deviation (SmallInit): arXiv 1910.05895. Scaled residual products: the GPT-2
         report, section 2.3.
 
-    Example:
+    Examples:
         >>> from fivefold.train._config import ModelConfig
         >>> model = Transformer(ModelConfig(layers=1, width=8, heads=2), vocab_size=5,
         ...                     sequence_length=4)
@@ -118,7 +118,7 @@ class Transformer(nn.Module):
         Raises:
             ConfigurationError: The sequences are too long.
 
-        Example:
+        Examples:
             >>> from fivefold.train._config import ModelConfig
             >>> model = Transformer(ModelConfig(layers=1, width=8, heads=2), vocab_size=5,
             ...                     sequence_length=4)
@@ -151,7 +151,7 @@ class Transformer(nn.Module):
         Returns:
             Scalar in float32 or wider.
 
-        Example:
+        Examples:
             >>> from fivefold.train._config import ModelConfig
             >>> model = Transformer(ModelConfig(layers=1, width=8, heads=2), vocab_size=5,
             ...                     sequence_length=4)
@@ -264,7 +264,7 @@ def token_loss(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tens
     Returns:
         Scalar.
 
-    Example:
+    Examples:
         >>> token_loss(torch.zeros(1, 2, 4), torch.zeros(1, 2, dtype=torch.int64)).item()
         1.3862943649291992
     """

@@ -21,7 +21,7 @@ class MixtureConfig(Section):
     Raises:
         ConfigurationError: Through ``load_config``; the numbers do not fit together.
 
-    Example:
+    Examples:
         >>> MixtureConfig(experts=16, top_k=4).expert_parallel
         1
     """

@@ -40,7 +40,7 @@ def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, *, epsilon: float) -> torc
     Returns:
         Tensor of the shape of x.
 
-    Example:
+    Examples:
         >>> rms_norm(torch.tensor([[3.0, 4.0]]), torch.ones(2), epsilon=0.0).square().mean().item()
         1.0
     """
@@ -62,7 +62,7 @@ def rotary_tables(length: int, head_width: int) -> tuple[torch.Tensor, torch.Ten
     Returns:
         cos_TJ and sin_TJ in float32, computed in float64.
 
-    Example:
+    Examples:
         >>> cos_TJ, sin_TJ = rotary_tables(4, 6)
         >>> cos_TJ.shape, sin_TJ[0].tolist()
         (torch.Size([4, 3]), [0.0, 0.0, 0.0])
@@ -88,7 +88,7 @@ def split_rotated_heads(
     Returns:
         Three tensors of shape [B, H, T, K].
 
-    Example:
+    Examples:
         >>> q, k, v = split_rotated_heads(torch.ones(1, 4, 12), *rotary_tables(4, 2), heads=2)
         >>> q.shape
         torch.Size([1, 2, 4, 2])

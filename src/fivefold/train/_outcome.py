@@ -17,7 +17,7 @@ __all__ = ["error_from_record", "error_to_record"]
 def error_to_record(error: BaseException) -> dict[str, Any]:
     """Class, message and hint of an error.
 
-    Example:
+    Examples:
         >>> error_to_record(errors.DataError("empty", hint="add text"))
         {'kind': 'DataError', 'message': 'empty', 'hint': 'add text'}
     """
@@ -30,7 +30,7 @@ def error_to_record(error: BaseException) -> dict[str, Any]:
 def error_from_record(record: dict[str, Any]) -> Exception:
     """The error that a record describes; a RuntimeError where it was none of ours.
 
-    Example:
+    Examples:
         >>> error_from_record({"kind": "DataError", "message": "empty", "hint": None})
         DataError('empty', None)
     """

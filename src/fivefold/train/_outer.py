@@ -196,7 +196,7 @@ def make_rule(config: SyncConfig) -> OuterRule:
     Raises:
         ConfigurationError: A value is outside the rule's range.
 
-    Example:
+    Examples:
         >>> from fivefold.train import SyncConfig
         >>> make_rule(SyncConfig(method="local_sgd", tau=4)).tau
         4

@@ -28,7 +28,7 @@ def choose_precision(wished: str, device: torch.device) -> str:
     Returns:
         "fp32" or "bf16".
 
-    Example:
+    Examples:
         >>> choose_precision("fp32", torch.device("cpu"))
         'fp32'
     """

@@ -48,7 +48,7 @@ class RunResult:
         parameters_sha256: Digest of this rank's parameters.
         moe: Loads, drops and bytes of the mixtures of experts; None for a dense model.
 
-    Example:
+    Examples:
         >>> RunResult.__dataclass_params__.frozen
         True
     """
@@ -126,7 +126,7 @@ def make_result(  # noqa: PLR0913 - one argument per part of the record, one cal
 def parameters_sha256(model: torch.nn.Module) -> str:
     """Digest of all parameters, bit for bit, in the order of their names.
 
-    Example:
+    Examples:
         >>> parameters_sha256(torch.nn.Linear(1, 1)) != parameters_sha256(torch.nn.Linear(1, 1))
         True
     """

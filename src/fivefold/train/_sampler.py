@@ -53,7 +53,7 @@ class ShardedSampler:
     References:
         The module's docstring.
 
-    Example:
+    Examples:
         >>> sampler = ShardedSampler(1000, sequence_length=10, batch_size=2, rank=0, world_size=2,
         ...                          seed=0)
         >>> sampler.steps_per_epoch, sampler.batch_starts(0).shape
@@ -100,7 +100,7 @@ class ShardedSampler:
         Raises:
             ConfigurationError: The step is negative.
 
-        Example:
+        Examples:
             >>> sampler = ShardedSampler(100, sequence_length=4, batch_size=2, rank=0,
             ...                          world_size=1, seed=0)
             >>> bool((sampler.batch_starts(7) == sampler.batch_starts(7)).all())
@@ -147,7 +147,7 @@ def sequential_starts(
         ConfigurationError: A number is out of range.
         DataError: There are too few tokens for one window.
 
-    Example:
+    Examples:
         >>> sequential_starts(100, sequence_length=10, batch_size=2, num_batches=2, rank=0,
         ...                   world_size=2)
         [array([ 0, 40])]
@@ -178,7 +178,7 @@ def gather_batch(
     Returns:
         inputs_BT and targets_BT, int64; ``targets[b, t]`` is the token after ``inputs[b, t]``.
 
-    Example:
+    Examples:
         >>> inputs_BT, targets_BT = gather_batch(np.arange(9), np.array([0, 4]), 3)
         >>> inputs_BT.tolist(), targets_BT.tolist()
         ([[0, 1, 2], [4, 5, 6]], [[1, 2, 3], [5, 6, 7]])

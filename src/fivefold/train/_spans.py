@@ -58,7 +58,7 @@ class Span:
 def subtract(start_s: float, end_s: float, *, holes: Iterable[Span]) -> list[tuple[float, float]]:
     """The parts of an interval that no hole covers, in order.
 
-    Example:
+    Examples:
         >>> hole = Span(lane="wait", name="w", start_s=2.0, end_s=3.0)
         >>> subtract(0.0, 4.0, holes=[hole])
         [(0.0, 2.0), (3.0, 4.0)]
@@ -77,7 +77,7 @@ def subtract(start_s: float, end_s: float, *, holes: Iterable[Span]) -> list[tup
 def union_s(spans: Iterable[Span]) -> float:
     """Seconds that at least one of the spans covers.
 
-    Example:
+    Examples:
         >>> first = Span(lane="flight", name="a", start_s=0.0, end_s=2.0)
         >>> second = Span(lane="flight", name="b", start_s=1.0, end_s=4.0)
         >>> union_s([first, second])

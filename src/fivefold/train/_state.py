@@ -32,7 +32,7 @@ def flatten_state(state: dict[str, Any], *, prefix: str) -> dict[str, torch.Tens
     Raises:
         TypeError: The state holds something else.
 
-    Example:
+    Examples:
         >>> sorted(flatten_state({"step": 3, "w": torch.ones(2)}, prefix="rank0"))
         ['rank0/structure', 'rank0/w']
     """
@@ -49,7 +49,7 @@ def restore_state(tensors: dict[str, torch.Tensor], *, prefix: str) -> dict[str,
     Raises:
         KeyError: A tensor that the structure names is missing.
 
-    Example:
+    Examples:
         >>> flat = flatten_state({"betas": (0.9, 0.95)}, prefix="rank0")
         >>> restore_state(flat, prefix="rank0")
         {'betas': (0.9, 0.95)}

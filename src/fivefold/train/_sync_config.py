@@ -82,7 +82,7 @@ def _tau(value: Any) -> Any:
 class AutoTauConfig(Section):
     """Table ``[sync.auto_tau]``: the bounds and manners of ``tau = "auto"``.
 
-    Example:
+    Examples:
         >>> AutoTauConfig(maximum=64).initial
         8
     """
@@ -121,7 +121,7 @@ class SyncConfig(Section):
         ConfigurationError: Through ``load_config``; a key does not belong to the method, or a
             combination is not allowed.
 
-    Example:
+    Examples:
         >>> SyncConfig(method="diloco").outer_momentum
         0.9
         >>> SyncConfig(method="ddp").tau is None
@@ -215,7 +215,7 @@ class SyncConfig(Section):
 def keys_of_method(method: str) -> frozenset[str]:
     """The keys that a method takes; all keys where there is no such method.
 
-    Example:
+    Examples:
         >>> sorted(keys_of_method("ddp"))
         ['codec', 'method']
     """

@@ -21,7 +21,7 @@ class TasksConfig(Section):
     Raises:
         ConfigurationError: Through ``load_config``; the order could not change anything.
 
-    Example:
+    Examples:
         >>> TasksConfig(chunk="1 MB").chunk
         1000000
     """

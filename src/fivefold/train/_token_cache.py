@@ -52,7 +52,7 @@ def cache_folder(spec: str) -> Path:
     Raises:
         DataError: The folder cannot be made.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> cache_folder(tempfile.mkdtemp()).is_dir()
         True
@@ -76,7 +76,7 @@ class TokenWriter:
         folder: Where the files go.
         dtype: Type of the tokens on disk.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> writer = TokenWriter(Path(tempfile.mkdtemp()), np.dtype(np.uint16))
         >>> writer.append("train", np.array([1, 2, 3]))
@@ -98,7 +98,7 @@ class TokenWriter:
             name: The file's name.
             tokens: One-dimensional array of numbers that fit the type on disk.
 
-        Example:
+        Examples:
             >>> import tempfile
             >>> writer = TokenWriter(Path(tempfile.mkdtemp()), np.dtype(np.uint16))
             >>> writer.append("train", np.array([7]))
@@ -118,7 +118,7 @@ class TokenWriter:
         Returns:
             Size and checksums of each file, for the manifest.
 
-        Example:
+        Examples:
             >>> import tempfile
             >>> TokenWriter(Path(tempfile.mkdtemp()), np.dtype(np.uint16)).finish()
             {}
@@ -135,7 +135,7 @@ class TokenWriter:
     def close(self) -> None:
         """Close the files; safe to call twice, also after an error.
 
-        Example:
+        Examples:
             >>> import tempfile
             >>> TokenWriter(Path(tempfile.mkdtemp()), np.dtype(np.uint16)).close()
         """
@@ -166,7 +166,7 @@ def open_or_build(
     Raises:
         DataError: The disk is full or cannot be written, or ``build`` raised it.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> def build(writer):
         ...     writer.append("train", np.arange(3))

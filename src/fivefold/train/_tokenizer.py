@@ -33,7 +33,7 @@ class Tokenizer(Protocol):
         document_end: The token between two documents.
         fingerprint: Changes whenever the same text would give other tokens.
 
-    Example:
+    Examples:
         >>> tokenizer: Tokenizer = ByteTokenizer()
         >>> tokenizer.vocab_size
         257
@@ -66,7 +66,7 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """Each byte of UTF-8 is a token; 256 is the document end.
 
-    Example:
+    Examples:
         >>> tokenizer = ByteTokenizer()
         >>> tokenizer.encode("hé").tolist()
         [104, 195, 169]
@@ -87,7 +87,7 @@ class ByteTokenizer:
         Returns:
             uint8 array, one token per byte.
 
-        Example:
+        Examples:
             >>> ByteTokenizer().encode(b"ab").tolist()
             [97, 98]
         """
@@ -102,7 +102,7 @@ class ByteTokenizer:
         Returns:
             The text.
 
-        Example:
+        Examples:
             >>> ByteTokenizer().decode([97, 256, 98])
             'ab'
         """
@@ -122,7 +122,7 @@ class HuggingFaceTokenizer:
         ConfigurationError: The file is missing or is not such a file.
         UnsupportedError: The ``tokenizers`` package is not installed.
 
-    Example:
+    Examples:
         >>> tokenizer = HuggingFaceTokenizer("tokenizer.json")  # doctest: +SKIP
     """
 
@@ -153,7 +153,7 @@ class HuggingFaceTokenizer:
         Raises:
             UnicodeDecodeError: Bytes are not UTF-8.
 
-        Example:
+        Examples:
             >>> HuggingFaceTokenizer("tokenizer.json").encode("hello")  # doctest: +SKIP
         """
         decoded = text if isinstance(text, str) else text.decode()
@@ -169,7 +169,7 @@ class HuggingFaceTokenizer:
         Returns:
             The text; special tokens give nothing.
 
-        Example:
+        Examples:
             >>> HuggingFaceTokenizer("tokenizer.json").decode([1, 2])  # doctest: +SKIP
         """
         kept = [int(token) for token in tokens if token != self.document_end]
@@ -190,7 +190,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
         ConfigurationError: The file is missing or is not a tokenizer.
         UnsupportedError: The ``tokenizers`` package is needed and not installed.
 
-    Example:
+    Examples:
         >>> load_tokenizer("bytes").vocab_size
         257
     """

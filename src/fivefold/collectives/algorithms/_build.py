@@ -67,7 +67,7 @@ def build_algorithm(
     Raises:
         ConfigurationError: There is no such algorithm or option, or it does not do this collective.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.schedules import all_reduce, verify
         >>> verify(build_algorithm("recursive-halving-doubling", all_reduce(6))).order
         'steps'

@@ -39,7 +39,7 @@ class InNetworkTree:
         down_links: Link from each node's parent to it, by node index.
         slots: Slots that it may use at each switch.
 
-    Example:
+    Examples:
         >>> from fivefold.network.topology import Aggregation, SwitchAbility, Topology, switch
         >>> plain = switch(4, bandwidth="1 GB/s", latency="1 us")
         >>> hub = next(node.name for node in plain.nodes if not node.is_rank)
@@ -160,7 +160,7 @@ def in_network_tree(
         ConfigurationError: A rank is out of range or twice, or ``slots`` is not positive.
         InfeasibleError: No tree of aggregating switches joins the ranks; says why.
 
-    Example:
+    Examples:
         >>> from fivefold.network.topology import star
         >>> in_network_tree(star(3))
         Traceback (most recent call last):

@@ -59,7 +59,7 @@ def available_algorithms(collective: Collective) -> tuple[str, ...]:
         Names for `build_algorithm`; for a custom collective only ``"direct"``, and nothing where
         it sums.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.schedules import all_to_all, broadcast
         >>> available_algorithms(all_to_all(4))
         ('direct', 'pairwise', 'bruck', 'hierarchical')

@@ -60,7 +60,7 @@ def ring(
     Raises:
         ConfigurationError: The algorithm does not do this collective, or the order misses a rank.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.schedules import all_reduce
         >>> ring(all_reduce(4)).num_steps
         6
@@ -88,7 +88,7 @@ def bidirectional_ring(
     Raises:
         ConfigurationError: The algorithm does not do this collective, or the order misses a rank.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.schedules import all_gather
         >>> bidirectional_ring(all_gather(8)).num_steps
         4
@@ -116,7 +116,7 @@ def binary_tree(collective: Collective, topology: Topology | None = None) -> Sch
     Raises:
         ConfigurationError: The algorithm does not do this collective.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.schedules import broadcast
         >>> binary_tree(broadcast(7, 4)).num_steps
         5
@@ -141,7 +141,7 @@ def double_binary_tree(collective: Collective, topology: Topology | None = None)
     References:
         Sanders, Speck and Traeff, Parallel Computing 35(12), 2009.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.schedules import all_reduce, verify
         >>> verify(double_binary_tree(all_reduce(6, 4))).num_transfers
         40
@@ -169,7 +169,7 @@ def binomial_tree(collective: Collective, topology: Topology | None = None) -> S
     Raises:
         ConfigurationError: The algorithm does not do this collective.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.schedules import broadcast, scatter
         >>> binomial_tree(broadcast(9)).num_steps, binomial_tree(scatter(8)).num_transfers
         (4, 12)
@@ -197,7 +197,7 @@ def recursive_doubling(collective: Collective, topology: Topology | None = None)
     Raises:
         ConfigurationError: The algorithm does not do this collective.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.schedules import all_reduce
         >>> recursive_doubling(all_reduce(8, 1)).num_steps
         3
@@ -230,7 +230,7 @@ def recursive_halving_doubling(
     References:
         Thakur, Rabenseifner and Gropp, Int. J. High Perform. Comput. Appl. 19(1), 2005.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.schedules import all_reduce
         >>> recursive_halving_doubling(all_reduce(8)).num_steps
         6
@@ -256,7 +256,7 @@ def bruck(collective: Collective, topology: Topology | None = None, *, radix: in
     References:
         Bruck et al., IEEE TPDS 8(11), 1997.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.schedules import all_gather, all_to_all
         >>> bruck(all_gather(6)).num_steps, bruck(all_to_all(8)).num_steps
         (3, 3)
@@ -292,7 +292,7 @@ def pat(
     References:
         Jeaugey, arXiv 2506.20252.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.schedules import all_gather
         >>> pat(all_gather(16)).num_steps, pat(all_gather(16), most_chunks=2).num_steps
         (4, 8)
@@ -318,7 +318,7 @@ def one_shot(collective: Collective, topology: Topology | None = None) -> Schedu
     Raises:
         ConfigurationError: The collective is no all-reduce.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.schedules import all_reduce
         >>> one_shot(all_reduce(4, 1)).num_transfers
         12

@@ -36,7 +36,7 @@ def ring_order(topology: Topology) -> list[int]:
     Raises:
         InfeasibleError: The topology is not connected.
 
-    Example:
+    Examples:
         >>> from fivefold.network.topology import mesh
         >>> ring_order(mesh((2, 3)))
         [0, 3, 4, 5, 2, 1]

@@ -40,7 +40,7 @@ def direct(collective: Collective, topology: Topology | None = None) -> Schedule
     Raises:
         ConfigurationError: The collective is a custom one that sums.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.schedules import all_to_all, custom
         >>> one_way = custom(3, [(0, 1)], post=[(0, 2)])
         >>> direct(all_to_all(3)).num_transfers, direct(one_way).num_steps
@@ -78,7 +78,7 @@ def direct_all_to_all(collective: Collective, topology: Topology | None = None) 
     Raises:
         ConfigurationError: The collective is no all-to-all.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.schedules import all_to_allv
         >>> direct_all_to_all(all_to_allv([[0, 1], [0, 0]])).num_transfers
         1
@@ -100,7 +100,7 @@ def pairwise_all_to_all(collective: Collective, topology: Topology | None = None
     Raises:
         ConfigurationError: The collective is no all-to-all.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.schedules import all_to_all
         >>> pairwise_all_to_all(all_to_all(6)).num_steps
         5
@@ -144,7 +144,7 @@ def hierarchical(
         ConfigurationError: There are no groups, they miss a rank, or an algorithm cannot be a
             level.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.schedules import all_reduce
         >>> schedule = hierarchical(all_reduce(8), groups=[range(4), range(4, 8)])
         >>> schedule.num_steps

@@ -46,7 +46,7 @@ class GlooHosts:
     Args:
         group: ``dist.ProcessGroupGloo``, or a process group whose CPU backend it is.
 
-    Example:
+    Examples:
         See ``docs/guides/aggregation.md``: it takes several processes.
     """
 
@@ -103,7 +103,7 @@ class SwitchRoute:
         timeout: Longest wait for the hosts.
         settings: Settings of the backend; ``aggregation`` is the switch's address.
 
-    Example:
+    Examples:
         See ``docs/guides/aggregation.md``: it takes several processes.
     """
 

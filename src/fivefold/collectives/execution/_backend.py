@@ -29,7 +29,7 @@ class FivefoldGroup(Collectives, _ProcessGroup):
     Args:
         engine: The engine.
 
-    Example:
+    Examples:
         >>> issubclass(FivefoldGroup, dist.ProcessGroup)
         True
     """
@@ -162,7 +162,7 @@ def _create(options: Any, backend_options: Any = None) -> Any:
 def register_backend() -> None:
     """Make ``init_process_group(backend="fivefold")`` work; done by importing the room.
 
-    Example:
+    Examples:
         >>> register_backend()
         >>> BACKEND in dist.Backend.backend_list
         True

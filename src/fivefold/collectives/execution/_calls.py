@@ -40,7 +40,7 @@ class CollectiveError(CommunicationError, dist.DistBackendError):
 
     It is also what torch raises for failures of a backend, hence a ``RuntimeError``.
 
-    Example:
+    Examples:
         >>> issubclass(CollectiveError, RuntimeError), issubclass(CollectiveError, OSError)
         (True, True)
     """
@@ -56,7 +56,7 @@ class CallKind(NamedTuple):
         operation: How values are combined; None where they are not.
         root: Rank that sends to all or receives from all; -1 where there is none.
 
-    Example:
+    Examples:
         >>> print(CallKind("broadcast", 16, torch.float32, root=1))
         broadcast of 16 bytes of float32 from or to rank 1
     """
@@ -89,7 +89,7 @@ class CallLog:
         size: Ranks of the group.
         groups: Returns the gloo groups whose connections may be waited on.
 
-    Example:
+    Examples:
         >>> log = CallLog(dist.HashStore(), rank=0, size=1, groups=list)
         >>> log.begin(CallKind("barrier")) != log.begin(CallKind("barrier"))
         True

@@ -31,7 +31,7 @@ _MOST_ROOTS = 16
 def library_names(collective: Collective) -> list[str]:
     """Names of the algorithms that may be asked for.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.schedules import all_reduce
         >>> "ring" in library_names(all_reduce(4))
         True
@@ -53,7 +53,7 @@ def candidate_schedules(
     Yields:
         Name and schedule; what does not fit the topology is left out.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.schedules import all_reduce
         >>> from fivefold.network.topology import switch
         >>> [name for name, _ in candidate_schedules(all_reduce(4), switch(4), "ring")]

@@ -52,7 +52,7 @@ class Choice:
         size_bytes: Size that it was chosen for.
         others: Predicted times of the other candidates.
 
-    Example:
+    Examples:
         >>> Choice.from_bytes(Choice("inner", None, 1.0, 1.0, 4).to_bytes()).label
         'inner'
     """
@@ -81,7 +81,7 @@ class Choice:
 def size_class(size_bytes: int) -> int:
     """The power of two that stands for a size.
 
-    Example:
+    Examples:
         >>> size_class(1000), size_class(1024), size_class(0)
         (1024, 1024, 1)
     """
@@ -106,7 +106,7 @@ def choose(
     Raises:
         ConfigurationError: The algorithm that was asked for does not exist or does not fit.
 
-    Example:
+    Examples:
         >>> from fivefold.network.topology import switch
         >>> network = switch(4, bandwidth="100 MB/s")
         >>> asked = Settings(algorithms={"all_reduce": "ring"})

@@ -27,7 +27,7 @@ _Tensor = torch.Tensor
 class Collectives:
     """Mixed into a process group or a backend class of torch; both hold an engine.
 
-    Example:
+    Examples:
         >>> callable(Collectives.allreduce)
         True
     """

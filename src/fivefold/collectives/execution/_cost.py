@@ -43,7 +43,7 @@ class LinkClock:
         chunk_bytes: Bytes of one chunk slot.
         message_s: Software cost of one message.
 
-    Example:
+    Examples:
         >>> from fivefold.network.topology import switch
         >>> clock = LinkClock(switch(2, bandwidth="1 kB/s"), chunk_bytes=500.0, message_s=0.0)
         >>> clock(0.0, 0, 1, 2), clock(0.0, 0, 1, 2)
@@ -96,7 +96,7 @@ def predict_s(
     Returns:
         Seconds.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.algorithms import ring
         >>> from fivefold.collectives.lowering import lower
         >>> from fivefold.collectives.schedules import all_reduce
@@ -126,7 +126,7 @@ def with_work_s(
     Returns:
         Seconds.
 
-    Example:
+    Examples:
         >>> with_work_s(1.0, [4, 4], message_work_s=0.5, shared_cores=0)
         1.0
         >>> with_work_s(1.0, [4, 4], message_work_s=0.5, shared_cores=2)
@@ -148,7 +148,7 @@ def load_bound_s(schedule: Schedule, topology: Topology, size_bytes: float) -> f
     Returns:
         Seconds.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.algorithms import ring
         >>> from fivefold.collectives.schedules import all_reduce
         >>> from fivefold.network.topology import switch
@@ -206,7 +206,7 @@ def schedule_s(
     Returns:
         Seconds.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.algorithms import ring
         >>> from fivefold.collectives.schedules import all_reduce
         >>> from fivefold.network.topology import switch
@@ -224,7 +224,7 @@ def schedule_s(
 def with_message_cost(topology: Topology, message_s: float) -> Topology:
     """The topology with a message's software cost on every link that leaves a rank.
 
-    Example:
+    Examples:
         >>> from fivefold.network.topology import switch
         >>> sorted(set(with_message_cost(switch(2), 1e-3).latencies_s.tolist()))
         [0.0, 0.001]

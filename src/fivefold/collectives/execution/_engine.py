@@ -81,7 +81,7 @@ class Call:
         operation: How values are combined; None where they are not.
         root: Root of a broadcast.
 
-    Example:
+    Examples:
         >>> data = torch.ones(4)
         >>> Call(name="broadcast", inputs=data, outputs=data, unit=4, size_bytes=16).root
         0
@@ -109,7 +109,7 @@ class Engine:
         world_size: Ranks of the job.
         settings: Settings of the backend.
 
-    Example:
+    Examples:
         See ``examples/collectives_backend.py``: it takes several processes.
     """
 

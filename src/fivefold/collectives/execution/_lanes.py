@@ -25,7 +25,7 @@ class Agenda:
     Args:
         tasks: The plan's tasks.
 
-    Example:
+    Examples:
         >>> agenda = Agenda([])
         >>> agenda.next() is None, agenda.is_done
         (True, True)
@@ -100,7 +100,7 @@ class Lanes:
     Args:
         name: Name of the threads.
 
-    Example:
+    Examples:
         >>> lanes, arrivals = Lanes("example"), queue.SimpleQueue()
         >>> lanes.wait(0, lambda: None, 7, arrivals)
         >>> arrivals.get()

@@ -34,7 +34,7 @@ _PER_RANK = {"all_gather", "reduce_scatter"}
 class Span:
     """Adjacent chunk slots of a buffer: from ``first`` up to, and without, ``last``.
 
-    Example:
+    Examples:
         >>> Span(Buffer.OUTPUT, 0, 2).last
         2
     """
@@ -63,7 +63,7 @@ class Task:
         level: Round in which it runs, where all ranks go in rounds.
         sent_level: Round in which what it receives was sent; -1 where it receives nothing.
 
-    Example:
+    Examples:
         >>> span = Span(Buffer.INPUT, 0, 1)
         >>> Task(OpKind.SEND, span, None, -1, 1, 0, 0, (), -1, (), 0, -1).send_peer
         1
@@ -92,7 +92,7 @@ class RankPlan:
         layout: Where chunks lie for a given number of elements.
         num_rounds: Rounds, where all ranks go in rounds.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.algorithms import ring
         >>> from fivefold.collectives.lowering import lower
         >>> from fivefold.collectives.schedules import all_gather
@@ -115,7 +115,7 @@ class Layout:
         scratch: Chunk of each scratch slot; -1 where it holds several over time.
         parts: Chunks that one rank's unit of elements is cut into.
 
-    Example:
+    Examples:
         >>> layout = Layout(np.array([0, 1]), np.array([0, 1]), np.array([], int), parts=2)
         >>> layout.offsets(5)[Buffer.OUTPUT]
         [0, 2, 5]
@@ -166,7 +166,7 @@ def plan_rank(program: Program, *, rank: int, arrival_s: Arrival | None = None) 
     Returns:
         The plan.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.algorithms import ring
         >>> from fivefold.collectives.lowering import lower
         >>> from fivefold.collectives.schedules import all_reduce

@@ -28,7 +28,7 @@ def run_in_rounds(plan: RankPlan, transfers: Transfers) -> None:
     Raises:
         CollectiveError: A peer is gone, or a message did not come in time.
 
-    Example:
+    Examples:
         See ``examples/collectives_backend.py``: it takes several processes.
     """
     _RoundRunner(plan, transfers).run()

@@ -51,7 +51,7 @@ class Transfers:
         tag: First tag of the messages; a queue's number is added.
         lanes: Threads that wait for messages; None to wait for one after the other.
 
-    Example:
+    Examples:
         >>> Transfers.__dataclass_fields__["what"].type
         'str'
     """
@@ -82,7 +82,7 @@ def run_plan(plan: RankPlan, transfers: Transfers) -> None:
     Raises:
         CollectiveError: A peer is gone, or a message did not come in time.
 
-    Example:
+    Examples:
         See ``examples/collectives_backend.py``: it takes several processes.
     """
     Runner(plan, transfers).run()
@@ -113,7 +113,7 @@ class Runner:
         plan: The rank's plan.
         transfers: Buffers and the inner group.
 
-    Example:
+    Examples:
         See ``examples/collectives_backend.py``: it takes several processes.
     """
 

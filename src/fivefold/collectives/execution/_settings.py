@@ -57,7 +57,7 @@ class Settings:
     Raises:
         ConfigurationError: A value is not allowed.
 
-    Example:
+    Examples:
         >>> Settings(algorithms={"all_reduce": "ring"}).algorithm_of("all_gather")
         'auto'
     """
@@ -127,7 +127,7 @@ def configure(**changes: Any) -> Settings:
     Raises:
         ConfigurationError: There is no such setting, or a value is not allowed.
 
-    Example:
+    Examples:
         >>> before = current_settings()
         >>> configure(algorithms={"all_reduce": "ring"}).algorithm_of("all_reduce")
         'ring'
@@ -150,7 +150,7 @@ def current_settings() -> Settings:
     Raises:
         ConfigurationError: An environment variable cannot be understood.
 
-    Example:
+    Examples:
         >>> current_settings().margin
         0.03
     """
@@ -196,7 +196,7 @@ def topology_of(settings: Settings, world_size: int) -> tuple[Topology, bool]:
     Raises:
         ConfigurationError: The topology has another number of ranks.
 
-    Example:
+    Examples:
         >>> topology_of(Settings(), 3)[0].num_ranks
         3
     """
@@ -222,7 +222,7 @@ def runs_own(settings: Settings, collective: str | None = None) -> bool:
     rank to rank, so that the ranks have to tell each other first, and of the library's algorithms
     none is predicted to be faster than the inner backend's direct exchange.
 
-    Example:
+    Examples:
         >>> runs_own(Settings(), "all_reduce"), runs_own(Settings(), "all_to_all")
         (True, False)
     """
@@ -246,7 +246,7 @@ def lab_topology(facts: str, world_size: int) -> Topology | None:
         The topology; None outside the lab, and where the lab has several processes a host or
         does not shape its links.
 
-    Example:
+    Examples:
         >>> lab_topology("", 4) is None
         True
     """
@@ -295,7 +295,7 @@ def register_algorithm(
         ConfigurationError: The name is taken by the backend itself.
         ProgramError: The program does not compute what it says.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.algorithms import ring
         >>> from fivefold.collectives.schedules import all_reduce
         >>> register_algorithm("my ring", ring(all_reduce(4))).num_ranks
@@ -324,7 +324,7 @@ def register_algorithm(
 def registered_algorithms() -> dict[str, tuple[Program, int, int]]:
     """All that were registered: program, smallest and largest message.
 
-    Example:
+    Examples:
         >>> isinstance(registered_algorithms(), dict)
         True
     """

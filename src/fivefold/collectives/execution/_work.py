@@ -28,7 +28,7 @@ class FivefoldWork(dist.Work):
         results: Tensors that its future resolves to.
         what: Name for messages.
 
-    Example:
+    Examples:
         >>> work = FivefoldWork([torch.ones(1)], what="all_reduce")
         >>> work.finish(None)
         >>> work.wait(), work.is_completed(), work.get_future().value()[0].item()
@@ -199,7 +199,7 @@ class WorkQueue:
     Args:
         name: Name of the thread.
 
-    Example:
+    Examples:
         >>> jobs = WorkQueue(name="example")
         >>> work = FivefoldWork([], what="nothing")
         >>> jobs.submit(lambda: None, work, in_thread=True)

@@ -33,7 +33,7 @@ class ProgramReport:
         num_messages: Messages over all ranks.
         chunks_sent: Chunk slots sent over all ranks.
 
-    Example:
+    Examples:
         >>> ProgramReport(2, 1, 1, 4, 2, 2).num_messages
         2
     """
@@ -71,7 +71,7 @@ def check_program(program: Program, *, queue_slots: int | None = None) -> Progra
         ProgramError: It deadlocks, races, reads what is not there, adds twice or the wrong
             chunks, or ends with an output that the collective does not allow.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.algorithms import ring
         >>> from fivefold.collectives.lowering import lower
         >>> from fivefold.collectives.schedules import all_reduce

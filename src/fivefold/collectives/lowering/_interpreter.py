@@ -44,7 +44,7 @@ def interpret(
         ConfigurationError: Inputs do not fit the program, or there is no such reduction.
         ProgramError: The program cannot be run to its end.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.algorithms import ring
         >>> from fivefold.collectives.lowering import lower
         >>> from fivefold.collectives.schedules import all_reduce

@@ -80,7 +80,7 @@ def lower(  # noqa: PLR0913 - independent options, each with a default
         ProgramError: The schedule does not do its collective, or no order of its chunks runs with
             queues so small.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.algorithms import ring
         >>> from fivefold.collectives.schedules import all_gather
         >>> program = lower(ring(all_gather(3)))
@@ -153,7 +153,7 @@ class RankAction:
         reads: Memory cells that are read; found later.
         writes: Memory cells that are written; found later.
 
-    Example:
+    Examples:
         >>> RankAction(OpKind.SEND, ("send", 1, 0), (Buffer.INPUT, 0), None, 1).reads
         []
     """
@@ -179,7 +179,7 @@ def blocks_of(shape: Program, actions: list[list[RankAction]], *, fuse: bool = F
     Returns:
         The program with blocks and waits.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.schedules import all_gather
         >>> blocks_of(Program(all_gather(1), (RankProgram((), 1, 1),)), [[]]).num_operations
         0

@@ -43,7 +43,7 @@ class Message:
         sent: When it is read: its place in the order of events.
         received: When it is written: its place in the order of events.
 
-    Example:
+    Examples:
         >>> Message(0, 1, 0, (Buffer.INPUT, 0), (Buffer.OUTPUT, 0), None, 1, 0, 1).count
         1
     """
@@ -63,7 +63,7 @@ class Message:
 class Copy:
     """Adjacent slots that a rank copies to its output when all else is done.
 
-    Example:
+    Examples:
         >>> Copy(0, (Buffer.INPUT, 0), (Buffer.OUTPUT, 0), 2).rank
         0
     """
@@ -78,7 +78,7 @@ class Copy:
 class Moves:
     """All messages in the order in which they are sent, copies, and scratch slots of each rank.
 
-    Example:
+    Examples:
         >>> Moves([], [], []).copies
         []
     """
@@ -116,7 +116,7 @@ def plan_moves(
     Raises:
         DataError: A transfer sends what its source does not hold then.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.schedules import Schedule, Transfer, broadcast
         >>> to = [Transfer(chunk=0, source=0, target=1)]
         >>> schedule = Schedule.from_transfers(to, collective=broadcast(2))

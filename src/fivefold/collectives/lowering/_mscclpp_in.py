@@ -52,7 +52,7 @@ def from_mscclpp_json(source: str | Path, *, collective: Collective | None = Non
         DataError: The text is no plan, or it cannot be run to its end.
         UnsupportedError: It uses operations that a program does not have.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.algorithms import ring
         >>> from fivefold.collectives.lowering import check_program, lower, to_mscclpp_json
         >>> from fivefold.collectives.schedules import all_gather

@@ -56,7 +56,7 @@ def to_mscclpp_json(
         InfeasibleError: The program exceeds a limit of MSCCL++'s executor; names it.
         ProgramError: The program is wrong.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.algorithms import ring
         >>> from fivefold.collectives.lowering import lower
         >>> from fivefold.collectives.schedules import all_gather

@@ -26,7 +26,7 @@ _SHOWN = 4
 class ProgramError(DataError):
     """A program is not what it claims: it deadlocks, races, or computes something else.
 
-    Example:
+    Examples:
         >>> issubclass(ProgramError, ValueError)
         True
     """
@@ -35,7 +35,7 @@ class ProgramError(DataError):
 class QueueFullError(ProgramError):
     """A program deadlocks because its queues are too small; with larger ones it might not.
 
-    Example:
+    Examples:
         >>> issubclass(QueueFullError, ProgramError)
         True
     """
@@ -53,7 +53,7 @@ class Executed:
         taken: Place in the order of the operation that sent what it received; -1 none.
         end_s: Virtual time at which it ended.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.lowering import OpKind
         >>> Executed(0, 0, 0, Operation(OpKind.NOP), -1, 0.0).taken
         -1
@@ -87,7 +87,7 @@ def run_order(
             were sent, a message is never received, or an operation names something that is not.
         QueueFullError: It deadlocks, and some block waits for room in a queue.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.schedules import all_gather
         >>> from fivefold.collectives.algorithms import ring
         >>> from fivefold.collectives.lowering import lower

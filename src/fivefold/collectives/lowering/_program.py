@@ -32,7 +32,7 @@ _PROTOCOLS = ("Simple", "LL", "LL128")
 class Buffer(StrEnum):
     """Where a slot lies.
 
-    Example:
+    Examples:
         >>> Buffer("s").name
         'SCRATCH'
     """
@@ -45,7 +45,7 @@ class Buffer(StrEnum):
 class OpKind(StrEnum):
     """What an operation does; the values are MSCCL's.
 
-    Example:
+    Examples:
         >>> OpKind.RECEIVE_REDUCE_SEND.reduces, OpKind.RECEIVE_REDUCE_SEND.writes_target
         (True, False)
     """
@@ -114,7 +114,7 @@ class Operation:
         wait_block: Block of the same rank that is waited for; -1 none.
         wait_step: Its operation that must have ended; -1 none.
 
-    Example:
+    Examples:
         >>> Operation(OpKind.SEND, Buffer.INPUT, 0).count
         1
     """
@@ -139,7 +139,7 @@ class ThreadBlock:
         receive_peer: Rank that it receives from; -1 none.
         channel: Separates the queues of blocks with the same peers.
 
-    Example:
+    Examples:
         >>> ThreadBlock((), send_peer=1).receive_peer
         -1
     """
@@ -160,7 +160,7 @@ class RankProgram:
         output_slots: Number of chunk slots of the output buffer.
         scratch_slots: Number of chunk slots of the scratch buffer.
 
-    Example:
+    Examples:
         >>> RankProgram((), 1, 2, 0).num_operations
         0
     """
@@ -193,7 +193,7 @@ class Program:
     Raises:
         ConfigurationError: The parts do not fit together.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.schedules import all_gather
         >>> idle = RankProgram((), 1, 1)
         >>> Program(all_gather(1), (idle,), name="nothing").num_channels

@@ -89,7 +89,7 @@ def to_msccl_xml(program: Program, *, check_limits: bool = True) -> str:
         InfeasibleError: The program exceeds a limit of MSCCL's interpreter; names it.
         ProgramError: The program is wrong, or it deadlocks with the queues of its protocol.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.algorithms import ring
         >>> from fivefold.collectives.lowering import lower
         >>> from fivefold.collectives.schedules import all_gather
@@ -227,7 +227,7 @@ def from_msccl_xml(source: str | Path, *, collective: Collective | None = None) 
         DataError: The file is damaged, or says something that is not allowed; names the element
             and its line.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.algorithms import ring
         >>> from fivefold.collectives.lowering import check_program, lower
         >>> from fivefold.collectives.schedules import all_gather

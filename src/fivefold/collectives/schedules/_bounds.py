@@ -73,7 +73,7 @@ def latency_bound(collective: Collective, topology: Topology) -> Bound:
         ConfigurationError: The two have different numbers of ranks.
         InfeasibleError: The topology is not connected.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.schedules import all_gather
         >>> from fivefold.network.topology import ring
         >>> latency_bound(all_gather(8), ring(8, latency="1 us")).seconds
@@ -145,7 +145,7 @@ def bandwidth_bound(
         ConfigurationError: The two have different numbers of ranks.
         InfeasibleError: The topology is not connected.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.schedules import all_to_all
         >>> from fivefold.network.topology import torus
         >>> network = torus((4, 4), bandwidth="1 GB/s", latency="0 s")
@@ -215,7 +215,7 @@ def discrete_ingress_bound(collective: Collective, topology: Topology, size_byte
         ConfigurationError: The two have different numbers of ranks.
         InfeasibleError: The topology is not connected.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.schedules import all_gather
         >>> from fivefold.network.topology import mesh
         >>> network = mesh((5, 5), bandwidth=50 * 2**30, latency="0.5 us")
@@ -283,7 +283,7 @@ def lower_bound(
         ConfigurationError: The two have different numbers of ranks.
         InfeasibleError: The topology is not connected.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.schedules import all_gather
         >>> from fivefold.network.topology import ring
         >>> network = ring(8, bandwidth="1 GB/s", latency="1 us")
@@ -323,7 +323,7 @@ def gap(
         ConfigurationError: There is no topology.
         InfeasibleError: The topology is not connected.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.algorithms import build_algorithm
         >>> from fivefold.collectives.schedules import all_gather
         >>> from fivefold.network.topology import ring

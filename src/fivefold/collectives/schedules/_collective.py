@@ -71,7 +71,7 @@ class Collective:
         ConfigurationError: A number is out of range, a pair is named twice, or a chunk that must
             arrive somewhere starts nowhere.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.schedules import all_gather
         >>> collective = all_gather(4)
         >>> collective.num_chunks, collective.inverted().name

@@ -85,7 +85,7 @@ def all_gather(num_ranks: int, chunks_per_rank: int = 1) -> Collective:
     Raises:
         ConfigurationError: An argument is not a positive integer.
 
-    Example:
+    Examples:
         >>> all_gather(3, 2).holders(5).tolist()
         [2]
     """
@@ -108,7 +108,7 @@ def reduce_scatter(num_ranks: int, chunks_per_rank: int = 1) -> Collective:
     Raises:
         ConfigurationError: An argument is not a positive integer.
 
-    Example:
+    Examples:
         >>> reduce_scatter(3).receivers(2).tolist()
         [2]
     """
@@ -131,7 +131,7 @@ def all_reduce(num_ranks: int, chunks: int | None = None) -> Collective:
     Raises:
         ConfigurationError: An argument is not a positive integer.
 
-    Example:
+    Examples:
         >>> all_reduce(4).num_chunks
         4
     """
@@ -154,7 +154,7 @@ def all_to_all(num_ranks: int, chunks_per_pair: int = 1) -> Collective:
     Raises:
         ConfigurationError: An argument is not a positive integer.
 
-    Example:
+    Examples:
         >>> collective = all_to_all(3)
         >>> collective.holders(5).tolist(), collective.receivers(5).tolist()
         ([1], [2])
@@ -183,7 +183,7 @@ def all_to_allv(sizes: ArrayLike) -> Collective:
     Raises:
         ConfigurationError: The sizes are no square matrix of finite numbers >= 0.
 
-    Example:
+    Examples:
         >>> collective = all_to_allv([[0, 3], [1, 2]])
         >>> collective.chunk_bytes(collective.buffer_weight).tolist()
         [0.0, 3.0, 1.0, 2.0]
@@ -226,7 +226,7 @@ def broadcast(num_ranks: int, chunks: int = 1, *, root: int = 0) -> Collective:
     Raises:
         ConfigurationError: An argument is out of range.
 
-    Example:
+    Examples:
         >>> broadcast(4, root=2).holders(0).tolist()
         [2]
     """
@@ -250,7 +250,7 @@ def reduce(num_ranks: int, chunks: int = 1, *, root: int = 0) -> Collective:
     Raises:
         ConfigurationError: An argument is out of range.
 
-    Example:
+    Examples:
         >>> reduce(4, root=1) == broadcast(4, root=1).inverted()
         True
     """
@@ -274,7 +274,7 @@ def scatter(num_ranks: int, chunks_per_rank: int = 1, *, root: int = 0) -> Colle
     Raises:
         ConfigurationError: An argument is out of range.
 
-    Example:
+    Examples:
         >>> scatter(4).receivers(3).tolist()
         [3]
     """
@@ -298,7 +298,7 @@ def gather(num_ranks: int, chunks_per_rank: int = 1, *, root: int = 0) -> Collec
     Raises:
         ConfigurationError: An argument is out of range.
 
-    Example:
+    Examples:
         >>> gather(4) == scatter(4).inverted()
         True
     """
@@ -331,7 +331,7 @@ def custom(
     Raises:
         ConfigurationError: A pair is out of range or named twice, or a chunk starts nowhere.
 
-    Example:
+    Examples:
         >>> custom(3, [(0, 0)], post=[(0, 2)]).num_chunks
         1
     """
@@ -396,7 +396,7 @@ def named_collective(
     Raises:
         ConfigurationError: There is no such collective, or an argument is out of range.
 
-    Example:
+    Examples:
         >>> named_collective("all-gather", 4, chunks=2).num_chunks
         8
     """

@@ -43,7 +43,7 @@ class Bound:
         reason: The argument in one sentence.
         optimal_cut: Whether no cut gives a higher bound.
 
-    Example:
+    Examples:
         >>> Bound(seconds=1e-6, kind="latency", certificate=(0, 1), reason="far apart").seconds
         1e-06
     """

@@ -31,7 +31,7 @@ def verify_with_data(schedule: Schedule, seed: int = 0) -> None:
         ScheduleError: A rank does not end with what the collective promises it; names chunk and
             rank.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.algorithms import build_algorithm
         >>> from fivefold.collectives.schedules import all_reduce
         >>> verify_with_data(build_algorithm("double_binary_tree", all_reduce(5, 4)))

@@ -63,7 +63,7 @@ def draw_schedule(
         ConfigurationError: The timing is not of this schedule, or there is no topology.
         UnsupportedError: Matplotlib is not installed.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.algorithms import build_algorithm
         >>> from fivefold.collectives.schedules import all_gather, evaluate
         >>> from fivefold.network.topology import ring

@@ -15,7 +15,7 @@ class ScheduleError(DataError):
         hint: What to do next.
         transfer: Index of the first broken transfer; None where a postcondition is not met.
 
-    Example:
+    Examples:
         >>> ScheduleError("transfer 3 sends what rank 1 does not hold", transfer=3).transfer
         3
     """

@@ -54,7 +54,7 @@ class Timing:
         size_bytes: Size of the collective.
         model: The cost model.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.algorithms import build_algorithm
         >>> from fivefold.collectives.schedules import all_gather
         >>> from fivefold.network.topology import ring
@@ -108,7 +108,7 @@ def evaluate(
         ScheduleError: A transfer sends what its source never holds, or its route is no path.
         InfeasibleError: Two ranks that a transfer joins have no route.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.schedules import Transfer, broadcast
         >>> from fivefold.network.topology import line
         >>> moves = [Transfer(chunk=0, source=0, target=1), Transfer(chunk=0, source=1, target=2)]
@@ -153,7 +153,7 @@ def with_times(schedule: Schedule, timing: Timing) -> Schedule:
     Returns:
         The schedule with times; ``verify(..., check_times=True)`` accepts it.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.algorithms import build_algorithm
         >>> from fivefold.collectives.schedules import all_gather
         >>> from fivefold.network.topology import ring

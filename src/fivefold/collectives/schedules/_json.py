@@ -110,7 +110,7 @@ def read_schedule(text: str) -> Schedule:
     Raises:
         DataError: The text is no JSON, of another schema, or lacks or has wrong entries.
 
-    Example:
+    Examples:
         >>> read_schedule("{}")
         Traceback (most recent call last):
         fivefold.errors.DataError: the text is no schedule: its schema is None; ...

@@ -36,7 +36,7 @@ class RouteTable:
         links: Link indices in order, int32.
         stops: Whether each of ``links`` ends at a rank, bool.
 
-    Example:
+    Examples:
         >>> table = RouteTable(
         ...     rows=np.array([0, 0]),
         ...     offsets=np.array([0, 2]),
@@ -152,7 +152,7 @@ def relays_of(schedule: Schedule) -> list[tuple[int, ...]]:
         ScheduleError: A route of the schedule is no path from its source to its target.
         InfeasibleError: Two ranks have no route.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.schedules import Transfer, broadcast
         >>> from fivefold.network.topology import line
         >>> move = Transfer(chunk=0, source=0, target=2)

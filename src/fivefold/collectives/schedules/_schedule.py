@@ -45,7 +45,7 @@ class Transfer:
         end_s: When it has arrived; None where the schedule has no times.
         route: Indices of the links it takes; None for the shortest route.
 
-    Example:
+    Examples:
         >>> Transfer(chunk=0, source=1, target=2).reduces
         False
     """
@@ -84,7 +84,7 @@ class Schedule:
     Raises:
         ConfigurationError: Arrays differ in length, or a chunk, rank or link is out of range.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.schedules import broadcast
         >>> moves = [Transfer(chunk=0, source=0, target=1), Transfer(chunk=0, source=1, target=2)]
         >>> schedule = Schedule.from_transfers(moves, collective=broadcast(3))

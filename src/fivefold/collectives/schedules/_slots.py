@@ -47,7 +47,7 @@ def event_order(schedule: Schedule) -> Longs:
         2 * t where transfer t reads its chunk at the source and 2 * t + 1 where it writes it at the
         target, int64 [2 T].
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.schedules import Transfer, all_gather
         >>> swap = [
         ...     Transfer(chunk=rank, source=rank, target=1 - rank, step=0) for rank in range(2)
@@ -188,7 +188,7 @@ class Dependencies:
         offsets: Where the dependencies of each transfer begin in ``transfers``, int64 [T + 1].
         transfers: Indices of the transfers waited for, int64.
 
-    Example:
+    Examples:
         >>> Dependencies(offsets=np.array([0, 0, 1]), transfers=np.array([0])).of(1).tolist()
         [0]
     """
@@ -213,7 +213,7 @@ def dependencies(schedule: Schedule) -> Dependencies:
     Returns:
         The dependencies, in the order in which they take effect.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.schedules import Transfer, broadcast
         >>> moves = [Transfer(chunk=0, source=0, target=1), Transfer(chunk=0, source=1, target=2)]
         >>> waits = dependencies(Schedule.from_transfers(moves, collective=broadcast(3)))

@@ -43,7 +43,7 @@ class ThroughputOptimum:
         cut: Node indices on the sending side of the bottleneck.
         exact: Whether capacities were integers; if not, the rate is right to about 1e-9.
 
-    Example:
+    Examples:
         >>> from fivefold.network.topology import ring
         >>> optimum = throughput_optimum(ring(8, bandwidth="1 GB/s"))
         >>> optimum.inverse_rate * 10**9, optimum.algorithm_bandwidth_bytes_per_s
@@ -93,7 +93,7 @@ def throughput_optimum(
     References:
         ForestColl, arXiv 2402.06787, section 4.
 
-    Example:
+    Examples:
         >>> from fivefold.network.topology import named_topology
         >>> throughput_optimum(named_topology("dgx_a100", boxes=2)).inverse_rate * 10**9
         Fraction(3, 65)

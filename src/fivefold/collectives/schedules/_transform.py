@@ -38,7 +38,7 @@ def concatenate(first: Schedule, second: Schedule, *, name: str = "") -> Schedul
         ConfigurationError: The second does not begin where the first ends, or their topologies
             differ.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.algorithms import build_algorithm
         >>> from fivefold.collectives.schedules import all_gather
         >>> gather = build_algorithm("ring", all_gather(4))
@@ -89,7 +89,7 @@ def compose_all_reduce(first: Schedule, second: Schedule, *, name: str = "") -> 
     Raises:
         ConfigurationError: The two do not make an all-reduce.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.algorithms import build_algorithm
         >>> from fivefold.collectives.schedules import all_gather
         >>> gather = build_algorithm("ring", all_gather(4))

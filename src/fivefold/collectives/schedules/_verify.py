@@ -53,7 +53,7 @@ class VerificationReport:
         routed: Whether every transfer was found to have a path in a topology.
         timed: Whether times were compared with the links.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.algorithms import build_algorithm
         >>> from fivefold.collectives.schedules import all_gather
         >>> verify(build_algorithm("ring", all_gather(4))).num_transfers
@@ -97,7 +97,7 @@ def verify(
         InfeasibleError: Two ranks that a transfer joins have no route in the topology.
         ConfigurationError: Times are to be checked, but there are none, or no topology or size.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.schedules import broadcast, Transfer
         >>> moves = [Transfer(chunk=0, source=1, target=2)]
         >>> verify(Schedule.from_transfers(moves, collective=broadcast(3)))

@@ -46,7 +46,7 @@ class FlowOptimum:
         prices: Price of each link; with the capacities they sum to 1.
         num_commodities: Sources in the program after symmetry.
 
-    Example:
+    Examples:
         >>> from fivefold.network.topology import ring
         >>> optimum = all_to_all_optimum(ring(8, bandwidth=1.0))
         >>> round(optimum.seconds, 6), round(optimum.bound_s, 6), optimum.num_commodities

@@ -46,7 +46,7 @@ def all_to_all_flow(
         ConfigurationError: A chunk is summed, or has several holders or receivers.
         InfeasibleError: A rank cannot be reached.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.schedules import all_to_all, verify
         >>> from fivefold.network.topology import ring
         >>> network = ring(4, bandwidth=1.0)

@@ -55,7 +55,7 @@ class SynthesisOptions:
     Raises:
         ConfigurationError: The model is unknown, or the gap is negative.
 
-    Example:
+    Examples:
         >>> SynthesisOptions(seed=7).model
         'serial'
     """
@@ -87,7 +87,7 @@ class Attempt:
         spent_s: Wall-clock time that it took.
         note: The name of the schedule, or why there is none.
 
-    Example:
+    Examples:
         >>> Attempt("flow", None, 0.0, "does not do all_gather").time_s is None
         True
     """
@@ -111,7 +111,7 @@ class Synthesis:
         log: What every method came to.
         cached: Whether it was read from the cache.
 
-    Example:
+    Examples:
         >>> from fivefold.network.topology import ring
         >>> found = synthesize("all_gather", ring(4, bandwidth=1e9, latency=0), size_bytes=4e6)
         >>> found.optimal, found.gap
@@ -173,7 +173,7 @@ def synthesize(
         ConfigurationError: The method is unknown or does not fit, or a number is out of range.
         InfeasibleError: Some rank cannot be reached, or nothing was found in time.
 
-    Example:
+    Examples:
         >>> from fivefold.network.topology import named_topology
         >>> found = synthesize("broadcast", named_topology("dgx1"), size_bytes=1e3,
         ...                    method="library")

@@ -77,7 +77,7 @@ def k_synchronous(
     References:
         SCCL, arXiv 2008.08708, section 4.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.schedules import all_gather
         >>> from fivefold.network.topology import ring
         >>> result = k_synchronous(all_gather(4), ring(4), steps=2, rounds=2)
@@ -174,7 +174,7 @@ class ParetoPoint:
         rounds: Rounds R.
         schedule: The verified schedule.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.schedules import all_gather
         >>> from fivefold.network.topology import ring
         >>> front = pareto_synthesis(lambda c: all_gather(3, c), ring(3), max_chunks=1)
@@ -203,7 +203,7 @@ class ParetoFront:
         undecided: (C, S, R) that ran out of time; the front is proved where this is empty.
         bound: No point has fewer rounds per chunk.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.schedules import all_gather
         >>> from fivefold.network.topology import ring
         >>> front = pareto_synthesis(lambda c: all_gather(4, c), ring(4), max_chunks=2)
@@ -249,7 +249,7 @@ def pareto_synthesis(
     References:
         SCCL, arXiv 2008.08708, section 4.3; the front here skips no pair.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.schedules import broadcast
         >>> from fivefold.network.topology import line
         >>> front = pareto_synthesis(lambda c: broadcast(3, c), line(3), max_chunks=2)

@@ -76,7 +76,7 @@ def matching(
         ConfigurationError: The collective is none of these, or an argument is out of range.
         InfeasibleError: Some rank cannot be reached.
 
-    Example:
+    Examples:
         >>> from fivefold.network.topology import torus
         >>> found = matching(all_gather(16), torus((4, 4), bandwidth=1.0), size_bytes=16.0)
         >>> float(found.ends_s.max())

@@ -24,7 +24,7 @@ class SearchResult:
         solver_s: Wall-clock time of the solver.
         reason: What was proved, or why nothing was.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.schedules import all_gather
         >>> from fivefold.collectives.synthesis import k_synchronous
         >>> from fivefold.network.topology import ring

@@ -52,7 +52,7 @@ class SwitchSketch:
     Raises:
         ConfigurationError: Fewer than two ranks, a rank twice, or an unknown policy.
 
-    Example:
+    Examples:
         >>> SwitchSketch(ranks=(0, 1, 2), policy="uc-max").policy
         'uc-max'
     """
@@ -100,7 +100,7 @@ class Sketch:
     References:
         TACCL, arXiv 2111.04867, section 3.
 
-    Example:
+    Examples:
         >>> relay = Sketch(name="relay", boxes=2, connections={0: (1,)}, symmetry=((8, 16),))
         >>> Sketch.from_toml(relay.to_toml()) == relay
         True
@@ -144,7 +144,7 @@ class Sketch:
     def with_chunks(self, chunks: int) -> Sketch:
         """The same sketch with another number of chunks.
 
-        Example:
+        Examples:
             >>> Sketch().with_chunks(4).chunks
             4
         """
@@ -154,7 +154,7 @@ class Sketch:
     def reversed(self) -> Sketch:
         """The sketch for the same links the other way round, for sums solved as copies.
 
-        Example:
+        Examples:
             >>> Sketch(boxes=2, connections={0: (1,)}).reversed().connections
             {1: (0,)}
         """
@@ -236,7 +236,7 @@ class Sketch:
             ConfigurationError: A strategy is unknown or a key is missing.
             DataError: The text is no JSON.
 
-        Example:
+        Examples:
             >>> table = {"nnodes": 1, "intranode_sketch": {"strategy": "none"},
             ...          "symmetry_offsets": [], "hyperparameters": {"input_chunkup": 6}}
             >>> Sketch.from_taccl(table).chunks

@@ -22,7 +22,7 @@ def published_sketch(name: str) -> Sketch:
     Raises:
         ConfigurationError: The name is unknown.
 
-    Example:
+    Examples:
         >>> sketch = published_sketch("sk1-ndv2-n2")
         >>> sketch.boxes, sketch.connections, sketch.symmetry
         (2, {0: (1,)}, ((8, 16),))
@@ -36,7 +36,7 @@ def published_sketch(name: str) -> Sketch:
 def published_sketch_names() -> tuple[str, ...]:
     """Names of the published sketches.
 
-    Example:
+    Examples:
         >>> len(published_sketch_names())
         11
     """

@@ -55,7 +55,7 @@ def rotation(offset: int, size: int, *, num_ranks: int) -> NDArray[np.int32]:
     Raises:
         ConfigurationError: The ranks are not a multiple of ``size``.
 
-    Example:
+    Examples:
         >>> rotation(1, 2, num_ranks=4).tolist()
         [1, 0, 3, 2]
     """
@@ -222,7 +222,7 @@ def derive_sketch(
     Raises:
         ConfigurationError: Ranks of collective and topology differ.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.schedules import all_gather
         >>> from fivefold.network.topology import ring
         >>> derive_sketch(ring(4), all_gather(4)).symmetry

@@ -59,7 +59,7 @@ class SlotModel:
     Raises:
         ConfigurationError: A length is not positive.
 
-    Example:
+    Examples:
         >>> SlotModel(negligible_latency=0.0).slot_s is None
         True
     """
@@ -127,7 +127,7 @@ def slotted(
     References:
         TE-CCL, arXiv 2305.13479, section 3.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.schedules import all_gather
         >>> from fivefold.network.topology import ring
         >>> result = slotted(all_gather(4), ring(4, bandwidth=1e9, latency=0), size_bytes=4000)
@@ -164,7 +164,7 @@ def slot_length_s(collective: Collective, topology: Topology, *, size_bytes: flo
     Raises:
         ConfigurationError: Chunks differ in size.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.schedules import all_gather
         >>> from fivefold.network.topology import ring
         >>> slot_length_s(all_gather(4), ring(4, bandwidth=1e9, latency=0), size_bytes=4000)

@@ -70,7 +70,7 @@ class TacclResult:
         bound_s: No schedule of this collective is shorter, whatever its sketch; 0 where unknown.
         stages: Seconds spent and lengths reached, by stage.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.schedules import all_gather
         >>> from fivefold.network.topology import ring
         >>> result = taccl(all_gather(4), ring(4, bandwidth=1e9, latency=1e-6), size_bytes=4e3)
@@ -124,7 +124,7 @@ def taccl(
     References:
         TACCL, arXiv 2111.04867, section 5.
 
-    Example:
+    Examples:
         >>> from fivefold.collectives.schedules import reduce_scatter
         >>> from fivefold.network.topology import fully_connected
         >>> net = fully_connected(3, bandwidth=1e9, latency=0)

@@ -60,7 +60,7 @@ class SpanningTree:
         targets: Receiving rank of each edge.
         routes: Links of each edge in order, through switches where there are any.
 
-    Example:
+    Examples:
         >>> tree = SpanningTree(
         ...     root=0, multiplicity=1, sources=(0, 1), targets=(1, 2), routes=((0,), (1,))
         ... )
@@ -100,7 +100,7 @@ class TreePacking:
         u_s: Seconds per byte of one tree's share: link e is in at most ``u_s * capacity`` trees.
         optimum_s_per_byte: Least time per byte of shard that any algorithm needs (a cut).
 
-    Example:
+    Examples:
         >>> from fivefold.network.topology import torus
         >>> packing = spanning_trees(torus((4, 4), bandwidth=1.0))
         >>> packing.k, packing.inverse_rate_s_per_byte, packing.is_optimal
@@ -227,7 +227,7 @@ def spanning_trees(
         InfeasibleError: Some rank cannot be reached, or the time is over.
         ConfigurationError: An argument is out of range.
 
-    Example:
+    Examples:
         >>> from fivefold.network.topology import switch
         >>> packing = spanning_trees(switch(4, bandwidth=3.0))
         >>> packing.inverse_rate_s_per_byte, packing.height

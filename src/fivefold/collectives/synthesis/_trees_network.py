@@ -43,7 +43,7 @@ class Deadline:
     Args:
         limit_s: Seconds from now; None for never.
 
-    Example:
+    Examples:
         >>> Deadline(None).passed
         False
     """
@@ -146,7 +146,7 @@ def integer_network(topology: Topology) -> Network:
 class FlowSolver:
     """Maximum flows on arcs that stay while their capacities change.
 
-    Example:
+    Examples:
         >>> solver = FlowSolver()
         >>> arcs = solver.add([0, 1], [1, 2], [3, 2])
         >>> solver.flow(0, 2)

@@ -101,7 +101,7 @@ def array_source(
     Raises:
         DataError: A file is missing, or shapes or dtypes do not fit.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> source = array_source([[0, 1], [1, 2]], features=np.zeros((3, 4), np.float16))
         >>> source.num_nodes, source.features().dim
@@ -137,7 +137,7 @@ class ArraySource:
         class_names: Of the classes, where there are names.
         kind: Of the source, for its recipe.
 
-    Example:
+    Examples:
         >>> array_source([[0], [1]]).num_nodes
         2
     """

@@ -54,7 +54,7 @@ class Dataset:
         folder: Where the files lie.
         graph: Container with ``indptr``, ``indices`` and, for weighted edges, ``weights``.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from fivefold.gnn.data import generate_graph
         >>> with tempfile.TemporaryDirectory() as folder:

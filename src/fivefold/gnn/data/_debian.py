@@ -61,7 +61,7 @@ def debian_packages(
         DataError: There are no lists, or the folder holds another data set.
         UnsupportedError: The lists are packed by apt, and its helper is not on this machine.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     text = "Package: a\nSection: x\nDepends: b\n\nPackage: b\nSection: y\n"
@@ -89,7 +89,7 @@ def debian_source(
         ConfigurationError: ``dim`` or ``neighbors`` is not allowed.
         DataError: There are no lists.
 
-    Example:
+    Examples:
         >>> try:
         ...     debian_source(lists="nowhere")
         ... except DataError as error:

@@ -52,7 +52,7 @@ class SourceOptions:
         split: Where masks have several columns, the one to take, for npy, table and pyg.
         leave_out: Features of edges that may be left out, by name, for npy, pyg and ogb.
 
-    Example:
+    Examples:
         >>> SourceOptions(kind="npy").ids
         'auto'
     """
@@ -89,7 +89,7 @@ def find_source(
         ConfigurationError: The kind is unknown.
         DataError: There is nothing, or nothing known, at the path.
 
-    Example:
+    Examples:
         >>> try:
         ...     find_source("nowhere")
         ... except DataError as error:

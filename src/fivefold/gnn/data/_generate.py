@@ -61,7 +61,7 @@ class GraphRecipe:
             neighbours; "both".
         random_ids: Whether ids are random; otherwise they are sorted by class and weight.
 
-    Example:
+    Examples:
         >>> GraphRecipe(nodes=10, dim=4).classes
         32
     """
@@ -135,7 +135,7 @@ def generate_graph(  # noqa: PLR0913 - the four that everyone gives, and how to 
         ConfigurationError: A value is not allowed.
         DataError: The folder holds another data set.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     with generate_graph(folder, nodes=500, dim=16, seed=3, classes=4) as dataset:

@@ -47,7 +47,7 @@ class HeteroSource:
         nodes: Features and labels of each node type; their edges are not asked for.
         edges: Edges of each type (source type, relation, target type).
 
-    Example:
+    Examples:
         >>> HeteroSource(name="empty", nodes={}, edges={}).name
         'empty'
     """
@@ -81,7 +81,7 @@ def ingest_hetero(
         ConfigurationError: The memory bound is too small.
         DataError: An edge type names an unknown node type, or the folder holds another data set.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     ingest_hetero(HeteroSource(name="none", nodes={}, edges={}), folder).node_types
@@ -172,7 +172,7 @@ class HeteroDataset:
         name: For people.
         num_nodes: Nodes of each type.
 
-    Example:
+    Examples:
         >>> try:
         ...     HeteroDataset.open("nowhere")
         ... except DataError as error:

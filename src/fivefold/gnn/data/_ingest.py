@@ -66,7 +66,7 @@ def ingest(
             data set.
         StorageError: The disk refuses or is full; what was written stays.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> import numpy as np
         >>> from fivefold.gnn.data import array_source

@@ -54,7 +54,7 @@ class TableColumns:
         features: Of the node table; None: all other numeric columns.
         names: Whether CSV files begin with a line of names; None: found, where that is safe.
 
-    Example:
+    Examples:
         >>> TableColumns(weight="amount").weight
         'amount'
     """

@@ -30,7 +30,7 @@ _UNDIRECTED = ("products", "proteins")  # those whose raw files hold one directi
 def ogb_adds_reverse(folder: str | Path) -> bool:
     """Whether the benchmark stores both directions of the edges in this folder.
 
-    Example:
+    Examples:
         >>> ogb_adds_reverse("data/ogbn_products"), ogb_adds_reverse("data/papers100M-bin")
         (True, False)
     """
@@ -53,7 +53,7 @@ def ogb_source(folder: str | Path, *, leave_out: Collection[str] = ()) -> Source
         DataError: A file is missing or not what the benchmark writes, or there are features of
             edges.
 
-    Example:
+    Examples:
         >>> try:
         ...     ogb_source("nowhere")
         ... except DataError as error:
@@ -223,7 +223,7 @@ def mag240m_source(folder: str | Path) -> Source:
     Raises:
         DataError: A file is missing.
 
-    Example:
+    Examples:
         >>> try:
         ...     mag240m_source("nowhere")
         ... except DataError as error:

@@ -65,7 +65,7 @@ def refuse_edge_features(what: object, names: Iterable[str], leave_out: Collecti
 class EdgeBlock:
     """Edges ``sources[i] -> targets[i]``; ``position`` is where the source goes on after them.
 
-    Example:
+    Examples:
         >>> EdgeBlock(np.array([0, 1]), np.array([2, 2]), position=2).targets.tolist()
         [2, 2]
     """
@@ -79,7 +79,7 @@ class EdgeBlock:
 class EdgePart(Protocol):
     """The edges of one edge type.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> class Ring:
         ...     num_edges = expected_edges = 5
@@ -127,7 +127,7 @@ class EdgePart(Protocol):
 class FeaturePart(Protocol):
     """The feature rows of one node type, in the order of node ids.
 
-    Example:
+    Examples:
         >>> class Ones:
         ...     dtype, dim = np.dtype(np.float16), 3
         ...
@@ -152,7 +152,7 @@ class LabelPart:
 
     ``num_classes`` is one more than the largest label where it is None.
 
-    Example:
+    Examples:
         >>> part = LabelPart(lambda first_row: iter([np.array([0, -1, 2])]))
         >>> part.splits["train"].size
         0
@@ -169,7 +169,7 @@ class LabelPart:
 class Source(Protocol):
     """A homogeneous graph somewhere else.
 
-    Example:
+    Examples:
         >>> from fivefold.gnn.data import array_source
         >>> source: Source = array_source([[0, 1], [1, 0]], name="pair")
         >>> source.name, source.num_nodes, source.edges().num_edges

@@ -59,7 +59,7 @@ def pyg_source(
             is of something else.
         UnsupportedError: PyTorch Geometric is not installed.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from types import SimpleNamespace  # here for Data, which takes seconds to load
         >>> edges = torch.tensor([[0, 1], [1, 0]])

@@ -34,7 +34,7 @@ def open_dataset(folder: str | Path) -> Dataset | HeteroDataset:
     Raises:
         DataError: It holds no finished data set.
 
-    Example:
+    Examples:
         >>> try:
         ...     open_dataset("nowhere")
         ... except DataError as error:
@@ -58,7 +58,7 @@ def describe(dataset: Dataset | HeteroDataset) -> dict[str, Any]:
     Returns:
         Nested dictionaries of numbers and text.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from fivefold.gnn.data import generate_graph
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -157,7 +157,7 @@ def verify(dataset: Dataset | HeteroDataset, progress: Progress | None = None) -
         DataError: A file is damaged, or its contents are no graph.
         StorageError: The disk refused.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from fivefold.gnn.data import generate_graph
         >>> with tempfile.TemporaryDirectory() as folder:

@@ -58,7 +58,7 @@ def table_source(
         ConfigurationError: No file is given, or ``ids`` is none of these.
         DataError: A file is missing or has not the columns.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     path = Path(folder) / "edges.csv"
@@ -89,7 +89,7 @@ class TableSource:
         num_nodes: Nodes in all; with text ids known once ``prepare`` has numbered them.
         recipe: Files and columns.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     path = Path(folder) / "edges.tsv"

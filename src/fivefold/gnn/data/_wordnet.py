@@ -62,7 +62,7 @@ def wordnet(
         ConfigurationError: ``dim`` is not allowed.
         DataError: The dictionary is missing or damaged, or the folder holds another data set.
 
-    Example:
+    Examples:
         >>> try:
         ...     wordnet("out", dictionary="nowhere")
         ... except DataError as error:
@@ -84,7 +84,7 @@ def wordnet_source(
         ConfigurationError: ``dim`` is not allowed.
         DataError: The dictionary is missing or damaged.
 
-    Example:
+    Examples:
         >>> try:
         ...     wordnet_source(dictionary="nowhere")
         ... except DataError as error:

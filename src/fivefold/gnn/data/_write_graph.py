@@ -31,7 +31,7 @@ class EdgeRules:
         drop_self_loops: Leave out edges from a node to itself.
         drop_duplicates: Keep the first of edges with the same source and target.
 
-    Example:
+    Examples:
         >>> EdgeRules(add_reverse=True).drop_self_loops
         False
     """

@@ -33,7 +33,7 @@ class Block:
         targets_first: Whether the targets are the first rows of the input, in order, as in
             every block but the first.
 
-    Example:
+    Examples:
         >>> block = Block(edge_index=torch.tensor([[2], [0]]), num_sources=3, num_targets=1,
         ...     target_rows=torch.tensor([1]))
         >>> block.targets(torch.tensor([[5.0], [6.0], [7.0]]))
@@ -86,7 +86,7 @@ class MiniBatch:
         blocks: One ``Block`` per hop, outermost first, in the form "blocks"; else None.
         e_id: int64 [edges], places of the edges in the topology, where the sample has them.
 
-    Example:
+    Examples:
         >>> batch = MiniBatch(x=torch.ones(2, 3), edge_index=torch.tensor([[1], [0]]),
         ...     n_id=torch.tensor([7, 9]), y=torch.tensor([1]), batch_size=1,
         ...     input_id=torch.tensor([0]), number=0)

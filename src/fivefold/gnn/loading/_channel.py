@@ -25,7 +25,7 @@ class ClosedChannelError(Exception):
 class Mailbox:
     """An unbounded queue with an end.
 
-    Example:
+    Examples:
         >>> box = Mailbox()
         >>> box.put("a")
         >>> box.take()

@@ -10,7 +10,7 @@ __all__ = ["StallError", "with_place"]
 class StallError(StorageError, TimeoutError):
     """A stage of the pipeline did not finish a batch in time; names the stage and the batch.
 
-    Example:
+    Examples:
         >>> issubclass(StallError, TimeoutError)
         True
     """

@@ -155,7 +155,7 @@ class FeatureStore:
         verify: Check the checksums of what is read.
         readers: Engines, which is how many batches can be read at the same time.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from fivefold.gnn.data import generate_graph
         >>> from fivefold.gnn.packing import pack

@@ -50,7 +50,7 @@ class FeatureStoreAdapter(GeometricStore):
         backend: Reading engine.
         verify: Check the checksums of what is read.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from fivefold.gnn.data import generate_graph
         >>> folder = tempfile.mkdtemp()

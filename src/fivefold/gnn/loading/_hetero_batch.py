@@ -33,7 +33,7 @@ class HeteroMiniBatch:
         num_sampled_nodes_dict: Nodes of each type found at each hop, seeds first.
         num_sampled_edges_dict: Edges of each type in each hop.
 
-    Example:
+    Examples:
         >>> batch = HeteroMiniBatch(x_dict={"a": torch.ones(2, 3)}, edge_index_dict={},
         ...     n_id_dict={"a": torch.tensor([7, 9])}, y=None, input_type="a", batch_size=1,
         ...     number=0)

@@ -64,7 +64,7 @@ class HeteroLoader(BatchLoader[HeteroMiniBatch]):
         ConfigurationError: A setting is out of range, or fan-outs do not fit the edge types.
         DataError: There is no such node type, or it has no labels to take the seeds from.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from fivefold.gnn.data import HeteroSource, array_source, ingest
         >>> one = array_source([[0, 1], [1, 0]], features=np.eye(2, dtype=np.float32))

@@ -77,7 +77,7 @@ class DiskLoader(BatchLoader[MiniBatch]):
         InfeasibleError: The buffers do not fit ``memory_bytes``.
         UnsupportedError: torch has no dtype for the features.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from fivefold.gnn.data import generate_graph
         >>> from fivefold.gnn.packing import pack

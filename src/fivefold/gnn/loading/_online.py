@@ -75,7 +75,7 @@ class OnlineLoader(BatchLoader[MiniBatch]):
     Raises:
         ConfigurationError: A setting is out of range.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from fivefold.gnn.data import generate_graph
         >>> folder = tempfile.mkdtemp()

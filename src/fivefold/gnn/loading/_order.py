@@ -39,7 +39,7 @@ def batch_order(
         ConfigurationError: A count, seed or epoch below zero, or segments that do not cover the
             batches.
 
-    Example:
+    Examples:
         >>> sorted(batch_order(5, seed=1, epoch=0).tolist())
         [0, 1, 2, 3, 4]
         >>> batch_order(4, seed=1, epoch=0, segments=[(0, 2), (2, 4)]).tolist() in (
@@ -77,7 +77,7 @@ def rank_share(order: Ids, *, rank: int, world_size: int, remainder: Remainder =
     Raises:
         ConfigurationError: A rank outside of the world, or fewer batches than ranks.
 
-    Example:
+    Examples:
         >>> order = np.arange(5)
         >>> [rank_share(order, rank=r, world_size=2).tolist() for r in (0, 1)]
         [[0, 2], [1, 3]]

@@ -121,7 +121,7 @@ def buffer_count(*, batch_bytes: int, memory_bytes: int | None, prefetch: int | 
     Raises:
         InfeasibleError: The budget does not hold the buffers that were asked for.
 
-    Example:
+    Examples:
         >>> buffer_count(batch_bytes=100, memory_bytes=350, prefetch=None)
         3
     """

@@ -31,7 +31,7 @@ class LoaderStatistics:
         wait_s: Seconds for which the training loop waited for batches.
         buffer_bytes: Bytes of the buffers of the ring.
 
-    Example:
+    Examples:
         >>> statistics = LoaderStatistics(batches=2, rows={"host": 30, "private": 10}, row_bytes=8,
         ...     requests=2, bytes_read=120, cold_bytes=80)
         >>> statistics.hit_rates["host"], statistics.amplification

@@ -33,7 +33,7 @@ def encode_arrays(
         arrays: One-dimensional, any integer type, values from 0 to 2^63 - 1.
         ascending: Numbers of the arrays that are stored as differences.
 
-    Example:
+    Examples:
         >>> block = encode_arrays([np.array([3, 5, 900]), np.array([7, 1])], ascending={0})
         >>> [array.tolist() for array in decode_arrays(block)]
         [[3, 5, 900], [7, 1]]

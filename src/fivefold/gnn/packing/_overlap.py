@@ -33,7 +33,7 @@ def read_ahead(
     The next request is being read meanwhile. A buffer is overwritten when the one after the next
     is asked for.
 
-    Example:
+    Examples:
         >>> def read(number, out):
         ...     out.fill(number)
         ...     return number
@@ -55,7 +55,7 @@ def read_ahead(
 def in_threads(calls: Iterable[Callable[[], Any]], *, threads: int) -> Iterator[Any]:
     """What the calls return, in their order; only one more than there are threads is under way.
 
-    Example:
+    Examples:
         >>> list(in_threads([lambda: 1, lambda: 2, lambda: 3], threads=2))
         [1, 2, 3]
     """
@@ -86,7 +86,7 @@ def side_by_side(first: Callable[[Check], Any], second: Callable[[Check], Any]) 
     Raises:
         BaseException: What one of them raised.
 
-    Example:
+    Examples:
         >>> side_by_side(lambda check: 1, lambda check: 2)
         (1, 2)
         >>> def for_ever(check):
@@ -132,7 +132,7 @@ class WriteBehind:
     Args:
         buffers: Of one size, two or more.
 
-    Example:
+    Examples:
         >>> written = []
         >>> with WriteBehind((np.zeros(4, np.uint8), np.zeros(4, np.uint8))) as behind:
         ...     behind.take()[:] = 7

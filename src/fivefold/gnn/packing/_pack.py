@@ -88,7 +88,7 @@ def pack(  # noqa: PLR0913 - the contract names them
         InfeasibleError: Memory or disk space are short.
         StorageError: The disk refused, or another process packs into this folder.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from fivefold.gnn.data import generate_graph
         >>> from fivefold.gnn.planning import Budgets, FeatureInfo, make_plan

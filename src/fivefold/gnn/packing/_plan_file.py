@@ -24,7 +24,7 @@ def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     Raises:
         StorageError: The disk refused.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> import numpy as np
         >>> from fivefold.gnn.planning import BatchList, Budgets, FeatureInfo, make_plan
@@ -57,7 +57,7 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
     Raises:
         DataError: The file is missing, damaged or no plan.
 
-    Example:
+    Examples:
         >>> try:
         ...     read_plan("/nowhere/plan.fvf")
         ... except DataError:

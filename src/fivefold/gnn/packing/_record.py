@@ -49,7 +49,7 @@ class BatchRecord:
         admitted_rows: int64, local rows that enter the host cache after this batch (Belady).
         admitted_slots: int64, the slots that they take.
 
-    Example:
+    Examples:
         >>> from fivefold.gnn.packing import BatchRecord
         >>> empty = np.empty(0, np.int64)
         >>> record = BatchRecord(

@@ -56,7 +56,7 @@ class PackedStore:
         records: Container of the batch records; :meth:`record` reads them.
         manifest: What ``store.json`` holds: fingerprints, sizes and how it was packed.
 
-    Example:
+    Examples:
         >>> try:
         ...     PackedStore.open("/nowhere")
         ... except DataError as error:

@@ -42,7 +42,7 @@ class BeladyCache:
         misses: Rows of each batch that are neither pinned nor in the cache, int64 [batches].
         schedule: Hits and admissions of each batch.
 
-    Example:
+    Examples:
         >>> belady([np.array([5, 3]), np.array([3])], num_rows=1).misses.tolist()
         [2, 0]
     """
@@ -80,7 +80,7 @@ def belady(
         DataError: A batch has an id twice, or one that is out of range.
         StorageError: The scratch file cannot be written.
 
-    Example:
+    Examples:
         >>> course = belady([np.array([1, 2]), np.array([3, 1]), np.array([2])], num_rows=1)
         >>> course.misses.tolist(), course.schedule.admissions(0)[0].tolist()
         ([2, 1, 1], [1])
@@ -120,7 +120,7 @@ def lru_misses(samples: SampleSource | Sequence[Array], *, num_rows: int) -> Ids
         samples: Batches in order.
         num_rows: Rows that the cache holds; it starts empty.
 
-    Example:
+    Examples:
         >>> lru_misses([np.array([1, 2]), np.array([2, 3]), np.array([2, 1])], num_rows=2).tolist()
         [2, 1, 1]
     """

@@ -24,7 +24,7 @@ class Budgets:
     Raises:
         ConfigurationError: A budget is negative or no whole number.
 
-    Example:
+    Examples:
         >>> Budgets(host_bytes=2 * 10**9, disk_bytes=40 * 10**9).device_bytes
         0
     """
@@ -50,7 +50,7 @@ class FeatureInfo:
     Raises:
         ConfigurationError: A number is out of range.
 
-    Example:
+    Examples:
         >>> FeatureInfo(num_nodes=1000, row_bytes=512, fingerprint="ab12").nbytes
         512000
     """

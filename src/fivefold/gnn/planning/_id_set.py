@@ -49,7 +49,7 @@ def _ones(_typing: Any, word: Any) -> Any:
 def is_dense(num_ids: int, bound: int) -> bool:
     """Whether so many ids below ``bound`` are worth a bit for each id that there could be.
 
-    Example:
+    Examples:
         >>> is_dense(1000, 20_000), is_dense(3, 10**9)
         (True, False)
     """
@@ -63,7 +63,7 @@ class IdSet:
         bound: Ids are 0 to ``bound - 1``.
         ids: Members to begin with, in any order.
 
-    Example:
+    Examples:
         >>> members = IdSet(100, np.array([70, 3, 9]))
         >>> len(members), members.ascending().tolist()
         (3, [3, 9, 70])
@@ -82,7 +82,7 @@ class IdSet:
     def bytes_for(bound: int) -> int:
         """Memory of a set of ids below this bound.
 
-        Example:
+        Examples:
             >>> IdSet.bytes_for(6400)
             1200
         """
@@ -151,7 +151,7 @@ class IdSet:
 def sort_distinct(ids: Array, bound: int) -> Ids:
     """The ids in order, int64; of an id that stands twice both are kept.
 
-    Example:
+    Examples:
         >>> sort_distinct(np.array([7, 2, 5]), 8).tolist()
         [2, 5, 7]
     """
@@ -165,7 +165,7 @@ def sort_distinct(ids: Array, bound: int) -> Ids:
 def argsort_distinct(ids: Array, bound: int) -> Ids:
     """The order that sorts distinct ids, int64.
 
-    Example:
+    Examples:
         >>> argsort_distinct(np.array([7, 2, 5]), 8).tolist()
         [1, 2, 0]
     """

@@ -43,7 +43,7 @@ class SegmentLayout:
         order: Node id of each packed row, int64 [R]. With private chunks a node can stand twice.
         rows: For each batch the places in ``order`` that it reads, ascending, int64.
 
-    Example:
+    Examples:
         >>> layout = SegmentLayout(np.array([4, 7, 9]), [np.array([0, 1]), np.array([1, 2])])
         >>> layout.node_ids(1).tolist()
         [7, 9]
@@ -88,7 +88,7 @@ def segment_layout(
         ConfigurationError: The layout is unknown or a number is out of range.
         DataError: The ids of a batch are not ascending and distinct.
 
-    Example:
+    Examples:
         >>> batches = [np.array([1, 2, 5]), np.array([2, 3, 5])]
         >>> laid_out = segment_layout(batches, layout="gray")
         >>> laid_out.order.tolist(), [rows.tolist() for rows in laid_out.rows]

@@ -83,7 +83,7 @@ def make_plan(  # noqa: PLR0913 - one keyword per decision that the caller may t
         InfeasibleError: A budget is short; says which, and the smallest that would do.
         StorageError: The scratch file cannot be written.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> from fivefold.gnn.planning import BatchList
         >>> samples = BatchList([np.array([0, 1, 2]), np.array([2, 3])], num_nodes=4)

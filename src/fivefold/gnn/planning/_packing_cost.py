@@ -30,7 +30,7 @@ def packing_ways(
 ) -> list[PackingCost]:
     """Every way in which so many rows can be packed within the memory, cheapest first.
 
-    Example:
+    Examples:
         >>> class Disk:
         ...     sequential_read_bytes_per_s = sequential_write_bytes_per_s = 1e9
         ...     def seconds(self, requests: float, size_bytes: float) -> float:

@@ -38,7 +38,7 @@ def extent_pages(
     Returns:
         First page and the page after the last one of each extent; both int64.
 
-    Example:
+    Examples:
         >>> first, stop = extent_pages([0, 9, 40], [2, 1, 8], row_bytes=512)
         >>> first.tolist(), stop.tolist()  # rows 0, 1 and 9 lie on pages 0 and 1, which adjoin
         ([0, 5], [2, 6])
@@ -62,7 +62,7 @@ def read_costs(starts: Array, counts: Array, *, row_bytes: int, gaps_bytes: Arra
         int64 [gaps, 9, 2]: (requests, bytes) of the requests of ``2**k`` to ``2**(k + 1) - 1``
         pages, k from 0 to 8 (a block of 1 MiB).
 
-    Example:
+    Examples:
         >>> costs = read_costs(np.array([0, 24]), np.array([8, 8]), row_bytes=512,
         ...                    gaps_bytes=np.array([0, 8192]))
         >>> costs.sum(1).tolist(), costs[:, :3, 0].tolist()
@@ -79,7 +79,7 @@ def read_costs(starts: Array, counts: Array, *, row_bytes: int, gaps_bytes: Arra
 def runs_of(rows: Ids) -> tuple[Ids, Ids]:
     """Starts and counts of the runs of consecutive numbers in ascending distinct rows.
 
-    Example:
+    Examples:
         >>> starts, counts = runs_of(np.array([3, 4, 5, 9]))
         >>> starts.tolist(), counts.tolist()
         ([3, 9], [3, 1])

@@ -57,7 +57,7 @@ class Plan:
         choices: The segment sizes that were considered.
         cache_schedule: How the host cache changes; None under the static policy.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> from fivefold.gnn.planning import BatchList, Budgets, FeatureInfo, make_plan
         >>> samples = BatchList([np.array([0, 1, 2]), np.array([0, 3])], num_nodes=5)

@@ -23,7 +23,7 @@ class SegmentCost:
         packing_seconds: Seconds to write these rows once.
         exact: Whether every segment was counted; else the batches of a few stand for all.
 
-    Example:
+    Examples:
         >>> cost = SegmentCost(segment_batches=16, read_seconds=4.0, read_bytes=10**9,
         ...                    requests=900, packed_rows=10**6, max_gap_bytes=0,
         ...                    packing_seconds=20.0, exact=True)
@@ -59,7 +59,7 @@ class PackingCost:
         scratch_bytes: Disk space of the buckets.
         seconds: What the disk needs for both.
 
-    Example:
+    Examples:
         >>> PackingCost(strategy="spill", read_bytes=5, written_bytes=4, scratch_bytes=2,
         ...             seconds=0.1).moved_bytes
         9
@@ -104,7 +104,7 @@ class Prediction:
         online_seconds: Seconds per epoch to gather the same cold rows from the features, each
             page once per batch: what packing saves.
 
-    Example:
+    Examples:
         >>> {field.name for field in dataclasses.fields(Prediction)} >= {"blow_up", "hit_rates"}
         True
     """

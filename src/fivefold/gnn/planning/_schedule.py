@@ -28,7 +28,7 @@ class CacheSchedule:
         admitted_slots: The slots that they take, int32.
         admitted_starts: First place of each batch in both, int64 [batches + 1].
 
-    Example:
+    Examples:
         >>> schedule = CacheSchedule(  # two batches of two ids; the second id is then kept
         ...     hit_bits=np.packbits([0, 0]).repeat(2) | np.array([0, 128], np.uint8),
         ...     hit_starts=np.array([0, 1, 2]), admitted_rows=np.array([7]),

@@ -39,7 +39,7 @@ class SampleSource(Protocol):
 
     ``fivefold.gnn.sampling.SampleFile`` is one, ``BatchList`` another.
 
-    Example:
+    Examples:
         >>> source: SampleSource = BatchList([np.array([4, 1])], num_nodes=5)
         >>> source.node_ids(0).tolist()
         [4, 1]
@@ -73,7 +73,7 @@ class SampleSource(Protocol):
 class DiskCost(Protocol):
     """A disk that knows its speed, as ``fivefold.gnn.storage.DiskProfile`` does.
 
-    Example:
+    Examples:
         >>> class Disk:
         ...     sequential_read_bytes_per_s = sequential_write_bytes_per_s = 1e9
         ...     def seconds(self, requests: float, size_bytes: float) -> float:
@@ -109,7 +109,7 @@ class BatchList:
     Raises:
         DataError: An id is out of range.
 
-    Example:
+    Examples:
         >>> batches = BatchList([np.array([2, 0]), np.array([2])], num_nodes=4)
         >>> batches.counts.tolist()
         [1, 0, 2, 0]

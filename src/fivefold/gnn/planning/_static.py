@@ -19,7 +19,7 @@ __all__ = ["find_slots", "hottest_rows"]
 def hottest_rows(counts: Array, num_rows: int) -> Ids:
     """The ``num_rows`` ids of highest count above zero, ties by id; ascending by id.
 
-    Example:
+    Examples:
         >>> hottest_rows(np.array([3, 0, 5, 3], np.uint32), 2).tolist()
         [0, 2]
     """

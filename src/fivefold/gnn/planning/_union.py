@@ -20,7 +20,7 @@ class Union:
     Args:
         batches: The lists.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> union = Union([np.array([1, 5]), np.array([2, 5, 9])])
         >>> union.ids.tolist(), union.locate(np.array([2, 9])).tolist()

@@ -29,7 +29,7 @@ class SampledBatch:
         edge_ids: ``[edges]``, position of each edge in ``Topology.indices``; int64, or None where
             it was not asked for.
 
-    Example:
+    Examples:
         >>> from fivefold.gnn.sampling import NeighborSampler, Topology
         >>> sampler = NeighborSampler(Topology([0, 2, 2, 3], [1, 2, 0]), [-1])
         >>> batch = sampler.sample([0], epoch=0, batch=0)

@@ -64,7 +64,7 @@ def epoch_batches(
     Raises:
         ConfigurationError: An id stands twice, or ``batch_size`` is not positive.
 
-    Example:
+    Examples:
         >>> batches = epoch_batches(range(10), batch_size=4, seed=0, epoch=0)
         >>> [len(batch) for batch in batches], sum(sum(batch.tolist()) for batch in batches)
         ([4, 4, 2], 45)

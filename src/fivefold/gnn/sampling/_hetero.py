@@ -28,7 +28,7 @@ class HeteroTopology:
     Raises:
         DataError: An edge type names an unknown node type, or its sizes do not fit.
 
-    Example:
+    Examples:
         >>> cites = Topology([0, 1, 1], [1])
         >>> writes = Topology([0, 2, 3], [0, 1, 2], num_sources=3)
         >>> graph = HeteroTopology(
@@ -129,7 +129,7 @@ class MergedTopology:
         edge_kinds: ``[num_edges]``, which edge type each edge is of, counted in the order of
             ``HeteroTopology.edge_types``; the narrowest unsigned type.
 
-    Example:
+    Examples:
         >>> writes = Topology([0, 2, 3], [0, 1, 2], num_sources=3)
         >>> graph = HeteroTopology({"paper": 2, "author": 3}, {("author", "to", "paper"): writes})
         >>> merged = graph.merged()
@@ -158,7 +158,7 @@ class HeteroSampledBatch:
         sources: By edge type: local number, in the source type, of each edge's source; int32.
         edge_ids: By edge type: positions in ``indices``; empty where it was not asked for.
 
-    Example:
+    Examples:
         >>> from fivefold.gnn.sampling import HeteroNeighborSampler
         >>> writes = Topology([0, 2, 3], [0, 1, 2], num_sources=3)
         >>> kind = ("author", "writes", "paper")

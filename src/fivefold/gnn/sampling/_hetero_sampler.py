@@ -58,7 +58,7 @@ class HeteroNeighborSampler:
     Raises:
         ConfigurationError: Fan-outs do not fit the edge types.
 
-    Example:
+    Examples:
         >>> from fivefold.gnn.sampling import Topology
         >>> cites = ("paper", "cites", "paper")
         >>> graph = HeteroTopology({"paper": 3}, {cites: Topology([0, 2, 2, 3], [1, 2, 0])})

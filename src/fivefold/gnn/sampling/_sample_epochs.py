@@ -70,7 +70,7 @@ def sample_epochs(  # noqa: PLR0913 - settings of one run, nearly all keyword-on
         DataError: With ``resume``: what is there was made with other settings, or is damaged.
         StorageError: The disk refused or is full; what was written stays for resuming.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from fivefold.gnn.sampling import Topology
         >>> sampler = NeighborSampler(Topology([0, 1, 2, 2], [1, 2]), [1, 1])

@@ -33,7 +33,7 @@ class SampleFile:
     Raises:
         DataError: It is of another kind or version.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from fivefold.gnn.sampling import NeighborSampler, Topology, sample_epochs
         >>> sampler = NeighborSampler(Topology([0, 2, 2, 3], [1, 2, 0]), [-1])

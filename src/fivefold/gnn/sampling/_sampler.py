@@ -72,7 +72,7 @@ class NeighborSampler:
         Hamilton et al., arXiv 1706.02216, algorithm 2; Bentley and Floyd, CACM 30(9), 1987;
         Efraimidis and Spirakis, Information Processing Letters 97(5), 2006, algorithm A-ES.
 
-    Example:
+    Examples:
         >>> ring = [[(node - 1) % 10, (node + 1) % 10] for node in range(10)]
         >>> topology = Topology(range(0, 21, 2), sum(ring, []))
         >>> batch = NeighborSampler(topology, [1, 1]).sample([3, 7], epoch=0, batch=0)

@@ -48,7 +48,7 @@ class Topology:
     Raises:
         DataError: The arrays do not describe a graph; the message names the first fault.
 
-    Example:
+    Examples:
         >>> topology = Topology([0, 2, 2, 3], [1, 2, 0])  # edges 1->0, 2->0, 0->2
         >>> topology.num_nodes, topology.num_edges, topology.neighbors(0).tolist()
         (3, 3, [1, 2])

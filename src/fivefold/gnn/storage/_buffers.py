@@ -31,7 +31,7 @@ def aligned_empty(
     Raises:
         UnsupportedError: ``pin`` where torch sees no CUDA device, or the driver refuses.
 
-    Example:
+    Examples:
         >>> buffer = aligned_empty((3, 1000), np.float32)
         >>> buffer.shape, buffer.ctypes.data % 4096
         ((3, 1000), 0)

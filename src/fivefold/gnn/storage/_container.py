@@ -56,7 +56,7 @@ class Container:
         page_checksums: One number per page before the table; the header's is 0.
         nbytes: Length of the file.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from fivefold.gnn.storage import ContainerWriter
         >>> with tempfile.TemporaryDirectory() as folder:

@@ -73,7 +73,7 @@ class Section:
         shape: Of the array; the first dimension counts rows.
         offset: Of its first byte in the file, a multiple of 4096.
 
-    Example:
+    Examples:
         >>> rows = make_section("x", np.float32, (10, 3), offset=4096)
         >>> rows.row_bytes, rows.nbytes, rows.num_rows
         (12, 120, 10)

@@ -64,7 +64,7 @@ def gather_rows(
         ConfigurationError: Dtypes or shapes differ, an array is not contiguous, or an index is
             out of range. Nothing has been copied then.
 
-    Example:
+    Examples:
         >>> table = np.arange(6.0).reshape(3, 2)
         >>> out = np.zeros((3, 2))
         >>> gather_rows(table, np.array([2, 0]), out, np.array([1, 0]))

@@ -30,7 +30,7 @@ def write_json_file(path: Path, value: dict[str, Any]) -> None:
     Raises:
         StorageError: The disk refused.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp()) / "a.json"
         >>> write_json_file(path, {"epochs": 3})
@@ -56,7 +56,7 @@ def read_json_file(path: Path) -> dict[str, Any]:
         FileNotFoundError: There is none.
         StorageError: The disk refused.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp()) / "a.json"
         >>> _ = path.write_text('{"epochs": 3}')

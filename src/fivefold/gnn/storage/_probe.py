@@ -63,7 +63,7 @@ def probe_disk(
         ConfigurationError: ``seconds`` or ``size_bytes`` is out of range.
         StorageError: The disk refused or is too full.
 
-    Example:
+    Examples:
         >>> profile = probe_disk(tempfile.gettempdir(), seconds=0.2, size_bytes=4 << 20)
         >>> profile.sequential_read_bytes_per_s > 0, sorted(profile.bytes_per_s_by_request_bytes)
         (True, [4096, 16384, 65536, 262144, 1048576])

@@ -40,7 +40,7 @@ class DiskProfile:
     Raises:
         ConfigurationError: A speed is not positive and finite.
 
-    Example:
+    Examples:
         >>> profile = DiskProfile(
         ...     sequential_read_bytes_per_s=1e9,
         ...     sequential_write_bytes_per_s=1e9,

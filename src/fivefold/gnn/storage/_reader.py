@@ -78,7 +78,7 @@ class RowReader:
         StorageError: The file cannot be opened again.
         UnsupportedError: The back end, or direct I/O that was insisted on, is not available.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from fivefold.gnn.storage import ContainerWriter
         >>> rows = np.arange(3000, dtype=np.float32).reshape(1000, 3)

@@ -17,7 +17,7 @@ class ReadStatistics:
         bytes_used: Bytes of the rows that were wanted.
         seconds: Time in the reading calls.
 
-    Example:
+    Examples:
         >>> total = ReadStatistics(1, 4096, 512, 0.5) + ReadStatistics(2, 8192, 5632, 0.5)
         >>> total.requests, total.amplification, total.bytes_per_s
         (3, 2.0, 12288.0)

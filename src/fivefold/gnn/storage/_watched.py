@@ -21,7 +21,7 @@ class WatchedFile:
         path: For messages.
         descriptor: Of the file, open; it may be closed afterwards.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> with tempfile.NamedTemporaryFile() as file:
         ...     watched = WatchedFile(Path("a"), file.fileno())

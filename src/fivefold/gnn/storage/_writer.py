@@ -69,7 +69,7 @@ class ContainerWriter:
         DataError: ``resume`` with an unfinished file of other kind, sections or attributes.
         StorageError: The disk is too full or refuses, or another process is writing this file.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> folder = tempfile.TemporaryDirectory()
         >>> rows = np.arange(6, dtype=np.float32).reshape(3, 2)

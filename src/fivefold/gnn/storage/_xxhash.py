@@ -118,7 +118,7 @@ def xxh64(data: bytes | NDArray[np.uint8], seed: int = 0) -> int:
     Returns:
         The hash, between 0 and 2**64 - 1.
 
-    Example:
+    Examples:
         >>> hex(xxh64(b""))
         '0xef46db3751d8e999'
     """
@@ -141,7 +141,7 @@ def hash_pages(pages: NDArray[np.uint8], file_id: int, first_page: int) -> NDArr
     Returns:
         One checksum per page.
 
-    Example:
+    Examples:
         >>> zeros = np.zeros(8192, np.uint8)
         >>> first, second = hash_pages(zeros, 7, 1)
         >>> bool(first == xxh64(bytes(4096), 8) & 0xFFFFFFFF), bool(first == second)

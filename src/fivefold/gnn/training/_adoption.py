@@ -35,7 +35,7 @@ def as_layered(model: torch.nn.Module) -> LayeredModel:
     Raises:
         UnsupportedError: It is of another kind, or has options that ours has not.
 
-    Example:
+    Examples:
         >>> from torch_geometric.nn import GraphSAGE as TheirGraphSAGE
         >>> as_layered(TheirGraphSAGE(4, 8, num_layers=2, out_channels=3)).num_classes
         3

@@ -17,7 +17,7 @@ class Clock:
     Args:
         seconds: Seconds of an earlier part of the run by category, with "other".
 
-    Example:
+    Examples:
         >>> clock = Clock({"compute": 2.0, "other": 1.0})
         >>> clock.record()["compute"], clock.wall_s() >= 3.0
         (2.0, True)

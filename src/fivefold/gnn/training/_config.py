@@ -51,7 +51,7 @@ __all__ = [
 class RunConfig(Section):
     """Table ``[run]``: where, how long and how often.
 
-    Example:
+    Examples:
         >>> RunConfig(epochs=3).mode
         'disk'
     """
@@ -87,7 +87,7 @@ class RunConfig(Section):
 class DataConfig(Section):
     """Table ``[data]``: the graph, and where what is made from it is kept.
 
-    Example:
+    Examples:
         >>> DataConfig(path=Path("graphs/debian")).store
         'auto'
     """
@@ -103,7 +103,7 @@ class DataConfig(Section):
 class SamplingConfig(Section):
     """Table ``[sampling]``: the mini-batches.
 
-    Example:
+    Examples:
         >>> SamplingConfig().fanouts
         (10, 10, 10)
     """
@@ -125,7 +125,7 @@ class SamplingConfig(Section):
 class BudgetsConfig(Section):
     """Table ``[budgets]``: what the data path may take.
 
-    Example:
+    Examples:
         >>> BudgetsConfig(host="2 GB").host
         2000000000
     """
@@ -141,7 +141,7 @@ class BudgetsConfig(Section):
 class PlanConfig(Section):
     """Table ``[plan]``: what goes where.
 
-    Example:
+    Examples:
         >>> PlanConfig().layout
         'gray'
     """
@@ -159,7 +159,7 @@ class PlanConfig(Section):
 class LoaderConfig(Section):
     """Table ``[loader]``: how packed rows are read.
 
-    Example:
+    Examples:
         >>> LoaderConfig().form
         'blocks'
     """
@@ -184,7 +184,7 @@ class ModelConfig(Section):
     Raises:
         ConfigurationError: Through ``load_config``; the width is not a multiple of the heads.
 
-    Example:
+    Examples:
         >>> ModelConfig(name="gat").heads
         4
     """
@@ -213,7 +213,7 @@ class ModelConfig(Section):
 class OptimConfig(Section):
     """Table ``[optim]``: Adam with decoupled weight decay.
 
-    Example:
+    Examples:
         >>> OptimConfig().lr
         0.003
     """
@@ -229,7 +229,7 @@ class OptimConfig(Section):
 class ValidationConfig(Section):
     """Table ``[validation]``: judged by sampled batches of the validation and test nodes.
 
-    Example:
+    Examples:
         >>> ValidationConfig().nodes
         100000
     """
@@ -248,7 +248,7 @@ class GnnConfig(Section):
     Raises:
         ConfigurationError: Through ``load_config``; a value or a combination is not allowed.
 
-    Example:
+    Examples:
         >>> GnnConfig(data=DataConfig(path=Path("graphs/debian"))).model.name
         'sage'
     """
@@ -292,7 +292,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> GnnConfig:
     Raises:
         ConfigurationError: The file is missing or is not TOML, or a key or value is not allowed.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> file = Path(tempfile.mkdtemp()) / "gnn.toml"
         >>> _ = file.write_text('[data]\npath = "graphs/debian"\n')
@@ -316,7 +316,7 @@ def config_to_toml(config: GnnConfig) -> str:
     Returns:
         TOML text that ends in a newline.
 
-    Example:
+    Examples:
         >>> config = GnnConfig(data=DataConfig(path=Path("graphs/debian")))
         >>> "batch_size = 1024" in config_to_toml(config)
         True

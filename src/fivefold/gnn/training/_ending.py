@@ -29,7 +29,7 @@ def run_rank(config: GnnConfig, *, show: Callable[[str], None] | None = None) ->
     Raises:
         FivefoldError: Whatever training met, as ``train_graph`` raises it.
 
-    Example:
+    Examples:
         >>> run_rank.__name__
         'run_rank'
     """

@@ -34,7 +34,7 @@ class RunInference:
         accuracy: Accuracy per split, from all neighbours; splits without labels are left out.
         step: Optimizer step of the checkpoint.
 
-    Example:
+    Examples:
         >>> RunInference.__dataclass_params__.frozen
         True
     """
@@ -85,7 +85,7 @@ def infer_run(
         InfeasibleError: The budget is too small.
         StorageError: The disk is full or refuses; the same call goes on afterwards.
 
-    Example:
+    Examples:
         >>> infer_run("no such run")
         Traceback (most recent call last):
             ...
@@ -132,7 +132,7 @@ def load_model(config: GnnConfig, dataset: Dataset) -> tuple[LayeredModel, int]:
         CheckpointError: There is no checkpoint, or none is whole.
         DataError: The checkpoint was trained on another data set.
 
-    Example:
+    Examples:
         >>> load_model.__name__
         'load_model'
     """

@@ -64,7 +64,7 @@ class LayerReport:
         requests: Requests to the disk.
         seconds: Time of the layer.
 
-    Example:
+    Examples:
         >>> zeros = dict.fromkeys(("gathered", "bytes_read", "bytes_used", "requests"), 0)
         >>> LayerReport(layer=1, ranges=3, swept=3, seconds=1.0, **zeros).line()
         'layer 1: 3 ranges of targets, by sequential passes; read 0 B in 1 s'
@@ -101,7 +101,7 @@ class InferenceResult:
         path: Container of kind "embeddings" with section "x", float32 [nodes, classes].
         layers: What each layer took.
 
-    Example:
+    Examples:
         >>> InferenceResult(path=Path("out/output.fvf"), layers=()).explain()
         ''
     """
@@ -152,7 +152,7 @@ def infer_layers(  # noqa: PLR0913 - independent options, each with a default
         StorageError: The disk is full or refuses; the same call goes on afterwards.
         UnsupportedError: The model is of another kind, or has options that change its layers.
 
-    Example:
+    Examples:
         >>> from fivefold.gnn.data import generate_graph
         >>> from fivefold.gnn.training import GraphSAGE
         >>> import tempfile

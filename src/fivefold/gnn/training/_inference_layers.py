@@ -108,7 +108,7 @@ def take_apart(model: LayeredModel) -> list[LayerParts]:
     Raises:
         UnsupportedError: The model is none of GraphSAGE, GCN and GAT.
 
-    Example:
+    Examples:
         >>> [parts.width for parts in take_apart(GraphSAGE(16, 8, 3, num_layers=2))]
         [8, 3]
     """

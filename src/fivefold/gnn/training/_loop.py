@@ -66,7 +66,7 @@ def train_graph(config: GnnConfig, *, show: Callable[[str], None] | None = None)
         InfeasibleError: A budget is too small.
         StorageError: The disk is full or refuses; the same call goes on afterwards.
 
-    Example:
+    Examples:
         >>> import pathlib, tempfile
         >>> from fivefold.gnn.data import generate_graph
         >>> from fivefold.gnn.training import DataConfig, RunConfig, SamplingConfig

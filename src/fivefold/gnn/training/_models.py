@@ -39,7 +39,7 @@ class GCNConv(torch.nn.Module):
         in_dim: Width of the input.
         out_dim: Width of the output.
 
-    Example:
+    Examples:
         >>> conv = GCNConv(1, 1)
         >>> conv((torch.ones(2, 1), torch.ones(1, 1)), torch.tensor([[0, 1], [0, 0]])).shape
         torch.Size([1, 1])
@@ -80,7 +80,7 @@ class LayeredModel(torch.nn.Module):
     Raises:
         ConfigurationError: A size is below 1, or blocks do not fit the layers.
 
-    Example:
+    Examples:
         >>> issubclass(GraphSAGE, LayeredModel) and issubclass(GAT, LayeredModel)
         True
     """
@@ -173,7 +173,7 @@ class GraphSAGE(LayeredModel):
     Raises:
         ConfigurationError: A size is below 1.
 
-    Example:
+    Examples:
         >>> model = GraphSAGE(4, 8, 3, num_layers=2)
         >>> model(torch.ones(5, 4), torch.tensor([[1, 2], [0, 0]])).shape
         torch.Size([5, 3])
@@ -202,7 +202,7 @@ class GCN(LayeredModel):
     Raises:
         ConfigurationError: A size is below 1.
 
-    Example:
+    Examples:
         >>> model = GCN(4, 8, 3, num_layers=2)
         >>> model(torch.ones(5, 4), torch.tensor([[1, 2], [0, 0]])).shape
         torch.Size([5, 3])
@@ -232,7 +232,7 @@ class GAT(LayeredModel):
     Raises:
         ConfigurationError: A size is below 1, or the heads do not divide the width.
 
-    Example:
+    Examples:
         >>> model = GAT(4, 8, 3, num_layers=2, heads=2)
         >>> model(torch.ones(5, 4), torch.tensor([[1, 2], [0, 0]])).shape
         torch.Size([5, 3])
@@ -292,7 +292,7 @@ def make_model(
     Raises:
         ConfigurationError: There is no model of that name, or a size is not allowed.
 
-    Example:
+    Examples:
         >>> make_model("gcn", 4, 8, 3, num_layers=2).num_layers
         2
     """

@@ -83,7 +83,7 @@ def show_progress(name: str) -> Iterator[Callable[[int, int], None]]:
     Yields:
         A function to call with what is done and what there is in all.
 
-    Example:
+    Examples:
         >>> with show_progress("inference") as progress:
         ...     progress(1, 2)
     """

@@ -45,7 +45,7 @@ class GnnResult:
         data: What the data path of rank 0 did: rows by level, bytes, requests, stage seconds.
         parameters_sha256: Digest of the parameters.
 
-    Example:
+    Examples:
         >>> GnnResult.__dataclass_params__.frozen
         True
     """

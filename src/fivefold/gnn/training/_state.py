@@ -31,7 +31,7 @@ def flatten_state(state: dict[str, Any]) -> tuple[Bytes, dict[str, Any]]:
     Raises:
         TypeError: The state holds something else.
 
-    Example:
+    Examples:
         >>> data, record = flatten_state({"step": 3, "w": torch.ones(2)})
         >>> restore_state(data, record)
         {'step': 3, 'w': tensor([1., 1.])}

@@ -12,7 +12,7 @@ __all__ = ["EpochTally"]
 class EpochTally:
     """Sums over the seeds of this rank.
 
-    Example:
+    Examples:
         >>> tally = EpochTally()
         >>> tally.add(loss=4.0, right=1, nodes=2)
         >>> tally.loss, tally.accuracy, tally.take_recent()["nodes"], tally.take_recent()["nodes"]

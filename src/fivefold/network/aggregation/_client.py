@@ -34,7 +34,7 @@ class HostGroup(Protocol):
 
     Both must end in bounded time, with an ``OSError`` or a ``RuntimeError`` where a rank is gone.
 
-    Example:
+    Examples:
         >>> class Alone:
         ...     def minimum(self, flags):
         ...         return flags
@@ -67,7 +67,7 @@ class AggregationOptions:
     Raises:
         ConfigurationError: A value is out of range.
 
-    Example:
+    Examples:
         >>> AggregationOptions(window=8).retry_every
         16
     """
@@ -95,7 +95,7 @@ class AggregationOutcome:
         summed: Chunks that the switch summed.
         reason: Why the hosts summed the rest, as far as this rank knows; None where it did all.
 
-    Example:
+    Examples:
         >>> AggregationOutcome(4, 3, "no slot was free").fallback
         1
     """
@@ -128,7 +128,7 @@ class AggregationClient:
         CommunicationError: The hosts cannot talk to one another.
         ConfigurationError: The rank is not one of the job's, or the address is none.
 
-    Example:
+    Examples:
         See `HostGroup` for one rank, ``docs/guides/aggregation.md`` for several.
     """
 

@@ -218,7 +218,7 @@ def read_switch_state(address: str, *, timeout_s: float = 5.0) -> SwitchState:
     Raises:
         CommunicationError: It does not answer.
 
-    Example:
+    Examples:
         >>> from fivefold.network.aggregation import AggregationSwitch
         >>> with AggregationSwitch(slots=4) as switch:
         ...     switch.start()

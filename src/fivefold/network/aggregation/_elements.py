@@ -71,7 +71,7 @@ class OrderedSum:
         dtype: One of `DTYPES`.
         parts: Number of parts.
 
-    Example:
+    Examples:
         >>> total = OrderedSum("int32", 2)
         >>> total.add(1, np.array([5], np.int32)), total.add(0, np.array([2], np.int32))
         (False, True)
@@ -132,7 +132,7 @@ def ordered_sum(parts: Sequence[np.ndarray], dtype: str | None = None) -> np.nda
     Raises:
         ConfigurationError: There are no parts.
 
-    Example:
+    Examples:
         >>> ordered_sum([np.array([1e8], np.float32), np.float32([1.0]), np.float32([-1e8])])
         array([0.], dtype=float32)
     """

@@ -57,7 +57,7 @@ def aggregation_rate_bytes_per_s(
     References:
         SwitchML, arXiv 1903.06701.
 
-    Example:
+    Examples:
         >>> aggregation_rate_bytes_per_s(
         ...     line_rate_bytes_per_s=12.5e9, slots=128, payload_bytes=250, round_trip_s=0.5
         ... )
@@ -100,7 +100,7 @@ def aggregation_time_s(
     Raises:
         ConfigurationError: A value is out of range.
 
-    Example:
+    Examples:
         >>> aggregation_time_s(
         ...     1e9, line_rate_bytes_per_s=1e9, slots=512, payload_bytes=1e6, round_trip_s=0.25
         ... )
@@ -136,7 +136,7 @@ def slots_for_line_rate(
     References:
         SwitchML, arXiv 1903.06701.
 
-    Example:
+    Examples:
         >>> slots_for_line_rate(line_rate_bytes_per_s=1.25e9, payload_bytes=256, round_trip_s=26e-6)
         127
     """
@@ -164,7 +164,7 @@ def best_effort_bytes(size_bytes: float, *, workers: int, hit_share: float) -> f
     References:
         ATP, NSDI 2021; the form is inferred from its design.
 
-    Example:
+    Examples:
         >>> best_effort_bytes(100.0, workers=8, hit_share=0.75)
         275.0
     """
@@ -206,7 +206,7 @@ def best_effort_time_s(
     References:
         ATP, NSDI 2021.
 
-    Example:
+    Examples:
         >>> best_effort_time_s(
         ...     1e9,
         ...     workers=4,
@@ -253,7 +253,7 @@ def several_trees_time_s(
     References:
         PANAMA (Gebara, Costa and Ghobadi), MLSys 2021.
 
-    Example:
+    Examples:
         >>> several_trees_time_s(
         ...     3e9, tree_rates_bytes_per_s=[1e9, 0.5e9], line_rate_bytes_per_s=2e9
         ... )
@@ -285,7 +285,7 @@ def admit_jobs(gains_s: Mapping[str, float], *, trees: int) -> tuple[str, ...]:
     References:
         SHARP: trees are exclusive by default, NVIDIA's documentation of release 3.
 
-    Example:
+    Examples:
         >>> admit_jobs({"a": 0.1, "b": 0.4, "c": -0.2}, trees=2)
         ('b', 'a')
     """

@@ -42,7 +42,7 @@ class SwitchState:
         misses: Chunks that were refused for want of a slot.
         expired: Chunks that were given up because parts did not come.
 
-    Example:
+    Examples:
         >>> SlotPool(slots=8, slot_bytes=1024).state().slots_free
         8
     """

@@ -28,7 +28,7 @@ class SwitchProcess:
     Raises:
         CommunicationError: It did not start.
 
-    Example:
+    Examples:
         >>> with SwitchProcess(slots=8) as switch:
         ...     switch.address.partition(":")[0]
         '127.0.0.1'

@@ -59,7 +59,7 @@ class AggregationSwitch:
     References:
         SwitchML, arXiv 1903.06701 (slots, windows); ATP, NSDI 2021 (best effort, fallback).
 
-    Example:
+    Examples:
         >>> with AggregationSwitch(slots=16) as switch:
         ...     switch.start()
         ...     switch.state().slots_free

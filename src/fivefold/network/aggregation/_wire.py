@@ -185,7 +185,7 @@ def parse_address(text: str) -> tuple[str, int]:
     Raises:
         ConfigurationError: It is no such text.
 
-    Example:
+    Examples:
         >>> parse_address("10.77.0.5:5000")
         ('10.77.0.5', 5000)
     """

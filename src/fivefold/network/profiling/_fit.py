@@ -29,7 +29,7 @@ class LineFit(NamedTuple):
         beta_s_per_byte: Time of each further byte.
         residuals: (measured - fitted) / the larger of both, of each size: from -1 to 1.
 
-    Example:
+    Examples:
         >>> LineFit(1e-6, 1e-9, ()).beta_s_per_byte
         1e-09
     """
@@ -52,7 +52,7 @@ def fit_line(sizes_bytes: npt.ArrayLike, times_s: npt.ArrayLike) -> LineFit:
     Raises:
         DataError: There are fewer than two sizes, or a time is not a number above zero.
 
-    Example:
+    Examples:
         >>> fit = fit_line([0, 1000, 2000, 4000], [1e-6, 2e-6, 3e-6, 5e-6])
         >>> round(fit.alpha_s, 12), round(fit.beta_s_per_byte, 15)
         (1e-06, 1e-09)

@@ -56,7 +56,7 @@ def profile_links(
             ranks disagree on them.
         CommunicationError: A peer was lost or did not answer in the group's time; says where.
 
-    Example:
+    Examples:
         >>> from fivefold.testing import run_processes
         >>> def work(rank):
         ...     return profile_links(sizes_bytes=(64, 65536), repetitions=2).num_ranks

@@ -31,7 +31,7 @@ class Contention:
         all_bytes_per_s: What each rank sends when all send to all.
         host_out_bytes_per_s: What each host sends to the others when all its ranks do; by host.
 
-    Example:
+    Examples:
         >>> Contention(out_bytes_per_s=np.ones(2), in_bytes_per_s=np.ones(2), all_bytes_per_s=1.0,
         ...            host_out_bytes_per_s={}).all_bytes_per_s
         1.0
@@ -58,7 +58,7 @@ class Profile:
     Raises:
         DataError: The arrays do not fit together.
 
-    Example:
+    Examples:
         >>> sizes = (1000, 1_000_000)
         >>> times = np.full((2, 2, 2), np.nan)
         >>> times[0, 1] = times[1, 0] = [2e-6, 1.001e-3]
@@ -163,7 +163,7 @@ class Profile:
             The topology; its source says how it came about. Where times did not grow with the size,
             the link gets the largest size over its time, which is less than its rate.
 
-        Example:
+        Examples:
             >>> times = np.full((2, 2, 2), 1e-3) * [1, 2]
             >>> profile = Profile(hosts=("a", "b"), backend="gloo", sizes_bytes=(1000, 2000),
             ...                   times_s=times)

@@ -34,7 +34,7 @@ class Routes:
     Raises:
         ConfigurationError: The arrays do not fit together.
 
-    Example:
+    Examples:
         >>> routes = Routes.of([[0, 1], [], [2]])
         >>> routes.offsets.tolist(), routes.links.tolist(), len(routes)
         ([0, 2, 2, 3], [0, 1, 2], 3)
@@ -140,7 +140,7 @@ def max_min_rates(
     References:
         D. Bertsekas, R. Gallager, Data Networks, section 6.5.2.
 
-    Example:
+    Examples:
         >>> max_min_rates([[0], [0, 1], [1]], [10.0, 4.0]).tolist()
         [8.0, 2.0, 2.0]
         >>> max_min_rates([[0], [0]], [10.0], priorities=[0, 1], caps_bytes_per_s=[7, 9]).tolist()

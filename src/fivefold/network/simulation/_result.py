@@ -29,7 +29,7 @@ class Span(NamedTuple):
         sent_s: When its last byte had been sent, or its work was done.
         finish_s: When its last byte had arrived.
 
-    Example:
+    Examples:
         >>> Span("a", "flow", -1, 0.0, 1.0, 1.5).finish_s
         1.5
     """
@@ -83,7 +83,7 @@ class SimulationResult:
         filled: Bundles whose level was found anew, over all solves.
         rates: Changes of rate, where they were recorded.
 
-    Example:
+    Examples:
         >>> from fivefold.network.simulation import Compute, simulate
         >>> from fivefold.network.topology import ring
         >>> tasks = [Compute("a", 1.0), Compute("b", 2.0, depends_on=["a"])]

@@ -74,7 +74,7 @@ def simulate(
     References:
         D. Bertsekas, R. Gallager, Data Networks, section 6.5.2 (max-min fairness).
 
-    Example:
+    Examples:
         >>> from fivefold.network.simulation import Flow
         >>> from fivefold.network.topology import line
         >>> pair = line(2, bandwidth="1 GB/s", latency="1 us")

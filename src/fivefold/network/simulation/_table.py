@@ -38,7 +38,7 @@ class FlowTable:
         dependencies: Tasks that must end first; int64.
         names: Ids of the tasks; None is their positions.
 
-    Example:
+    Examples:
         >>> table = FlowTable.build(sizes=[100.0, 50.0], routes=[[0], [0]], dependencies=[[], [0]])
         >>> len(table), table.dependencies.tolist()
         (2, [0])

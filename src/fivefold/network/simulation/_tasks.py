@@ -61,7 +61,7 @@ class Flow(_Released):
     Raises:
         ConfigurationError: A value is out of range.
 
-    Example:
+    Examples:
         >>> Flow("a", "gpu0", "gpu1", size_bytes=1e6, route=(0,)).weight
         1.0
     """
@@ -101,7 +101,7 @@ class Compute(_Released):
     Raises:
         ConfigurationError: A value is out of range.
 
-    Example:
+    Examples:
         >>> Compute("forward", duration_s=0.1, processor="gpu0").priority
         0
     """
@@ -146,7 +146,7 @@ class AggregationRequest(_Released):
     References:
         SwitchML, arXiv 1903.06701; ATP, NSDI 2021 (best effort with fallback to hosts).
 
-    Example:
+    Examples:
         >>> AggregationRequest("sum", {"a": "tor", "b": "tor"}, ["a", "b"], 1e6, slots=64).root
         'tor'
     """

@@ -30,7 +30,7 @@ class Port:
         latency: Of this link and of all links of the fabric.
         oversubscription: A rack switch's capacity downwards over that upwards.
 
-    Example:
+    Examples:
         >>> Port("25 GB/s", oversubscription=2).uplink(8, uplinks=4).bandwidth
         25000000000.0
     """
@@ -77,7 +77,7 @@ def leaf_spine(
     Returns:
         The topology.
 
-    Example:
+    Examples:
         >>> cluster = leaf_spine(8, leaves=2, spines=2)
         >>> cluster.num_ranks, cluster.num_links, len(cluster.shortest_route(0, 7))
         (8, 24, 4)
@@ -130,7 +130,7 @@ def fat_tree(
         Al-Fares, Loukissas, Vahdat: A scalable, commodity data center network architecture,
         SIGCOMM 2008.
 
-    Example:
+    Examples:
         >>> tree = fat_tree(4)
         >>> tree.num_ranks, tree.num_nodes, tree.num_links
         (16, 36, 96)
@@ -179,7 +179,7 @@ def clos(
     Raises:
         ConfigurationError: ``planes`` is unknown, or the cores cannot be split evenly.
 
-    Example:
+    Examples:
         >>> clos((2, 2, 4), aggs=2, cores=2).num_ranks
         16
     """

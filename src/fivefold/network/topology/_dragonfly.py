@@ -47,7 +47,7 @@ def dragonfly(
     References:
         Kim, Dally, Scott, Abts: Technology-driven, highly-scalable dragonfly topology, ISCA 2008.
 
-    Example:
+    Examples:
         >>> network = dragonfly(4)
         >>> network.num_ranks, network.num_nodes, network.is_connected()
         (72, 108, True)

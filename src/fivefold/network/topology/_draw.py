@@ -70,7 +70,7 @@ def draw_topology(
         ConfigurationError: ``link_loads`` has the wrong length, or the file's ending is unknown.
         UnsupportedError: matplotlib is not installed.
 
-    Example:
+    Examples:
         >>> from fivefold.network.topology import ring
         >>> len(draw_topology(ring(4), link_loads=[1.0] * 4 + [0.0] * 4).axes)
         2

@@ -44,7 +44,7 @@ class Node:
     Raises:
         ConfigurationError: The name is empty or the kind unknown.
 
-    Example:
+    Examples:
         >>> Node("gpu0", "gpu", host="box0").is_rank, Node("leaf1", "tor").is_rank
         (True, False)
     """
@@ -92,7 +92,7 @@ class Link:
     Raises:
         ConfigurationError: A value is out of range, or both ends are the same.
 
-    Example:
+    Examples:
         >>> Link("gpu0", "gpu1", bandwidth_bytes_per_s=25e9, count=2).capacity_bytes_per_s
         50000000000.0
     """
@@ -153,7 +153,7 @@ class Aggregation:
     Raises:
         ConfigurationError: A value is out of range.
 
-    Example:
+    Examples:
         >>> Aggregation(slots=128, slot_bytes=256).pool_bytes
         32768
     """
@@ -198,7 +198,7 @@ class SwitchAbility:
         multicast: Whether it copies one incoming chunk to several outgoing links.
         aggregation: Its summing unit; None where it has none.
 
-    Example:
+    Examples:
         >>> SwitchAbility("nvswitch0", multicast=True).aggregation is None
         True
     """

@@ -17,7 +17,7 @@ IntArray = npt.NDArray[np.int32]
 class Adjacency:
     """The links at each node: those of node n are ``links[offsets[n]:offsets[n + 1]]``.
 
-    Example:
+    Examples:
         >>> group_by(np.array([1, 0, 1], np.int32), num_groups=2).of(1).tolist()
         [0, 2]
     """

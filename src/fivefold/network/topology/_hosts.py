@@ -32,7 +32,7 @@ class HostSpec:
     Raises:
         ConfigurationError: A count is below one, or the kind is no compute node.
 
-    Example:
+    Examples:
         >>> HostSpec(gpus=8, nics=4).ports
         4
     """

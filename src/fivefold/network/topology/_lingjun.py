@@ -62,7 +62,7 @@ def load_lingjun(
     References:
         Cao et al.: Crux, SIGCOMM 2024; data: alibaba/alibaba-lingjun-dataset-2023 on GitHub.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> file = Path(tempfile.mkdtemp()) / "topo.csv"
         >>> _ = file.write_text("ip,DSW,PSW,ASW\na1,G6,P8,S1\nb2,G6,P8,S2\nc3,G6,P10,S1\n")

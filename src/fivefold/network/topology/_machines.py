@@ -58,7 +58,7 @@ def named_topology(name: str, *, boxes: int = 1) -> Topology:
     References:
         SCCL, arXiv 2008.08708; TACCL, 2111.04867; TE-CCL, 2305.13479; ForestColl, 2402.06787.
 
-    Example:
+    Examples:
         >>> machine = named_topology("dgx_a100", boxes=2)
         >>> machine.num_ranks, machine.ranks[9], machine.host_of(9)
         (16, 'box1/gpu1', 'box1')
@@ -77,7 +77,7 @@ def named_topology(name: str, *, boxes: int = 1) -> Topology:
 def machine_names() -> tuple[str, ...]:
     """The machines that :func:`named_topology` knows.
 
-    Example:
+    Examples:
         >>> "dgx1" in machine_names()
         True
     """
@@ -90,7 +90,7 @@ def machine_source(name: str) -> str:
     Raises:
         ConfigurationError: The name is unknown.
 
-    Example:
+    Examples:
         >>> "NVLink" in machine_source("dgx1")
         True
     """

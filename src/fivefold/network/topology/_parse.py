@@ -58,7 +58,7 @@ _PORT_KEYS = tuple(field.name for field in fields(Port))
 def generator_names() -> tuple[str, ...]:
     """The generators that :func:`parse_topology` knows.
 
-    Example:
+    Examples:
         >>> "torus" in generator_names()
         True
     """
@@ -71,7 +71,7 @@ def generator_usage(name: str) -> tuple[str, str]:
     Raises:
         ConfigurationError: There is no such generator.
 
-    Example:
+    Examples:
         >>> generator_usage("hypercube")[0]
         'hypercube:6'
     """
@@ -103,7 +103,7 @@ def parse_topology(
     Raises:
         ConfigurationError: The line says no topology.
 
-    Example:
+    Examples:
         >>> parse_topology("torus:4x4", bandwidth="50 GB/s").num_links
         64
         >>> parse_topology("dgx_h100:2").num_ranks, parse_topology("fat_tree:4,gpus=2").num_ranks

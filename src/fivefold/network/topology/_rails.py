@@ -39,7 +39,7 @@ def rail_only(
     References:
         Wang et al.: Rail-only, arXiv 2307.12169.
 
-    Example:
+    Examples:
         >>> fabric = rail_only(4)
         >>> fabric.num_ranks, len(fabric.shortest_route(0, 8)), len(fabric.shortest_route(0, 9))
         (32, 2, 4)
@@ -78,7 +78,7 @@ def rail_optimized(
     Returns:
         The topology.
 
-    Example:
+    Examples:
         >>> fabric = rail_optimized(4, spines=4, hosts_per_pod=2)
         >>> fabric.num_ranks, fabric.num_nodes, len(fabric.shortest_route(0, 8))
         (32, 56, 2)
@@ -134,7 +134,7 @@ def dual_plane(
     References:
         Qian et al.: Alibaba HPN, SIGCOMM 2024.
 
-    Example:
+    Examples:
         >>> fabric = dual_plane(4, hosts_per_segment=2, aggs_per_plane=2)
         >>> fabric.num_ranks, len(fabric.shortest_route(0, 8)), len(fabric.shortest_route(0, 24))
         (32, 2, 4)

@@ -37,7 +37,7 @@ class RankGraph:
         latencies_s: Sum of the latencies on each route.
         counts: Physical links side by side at the narrowest place of each route, int32.
 
-    Example:
+    Examples:
         >>> from fivefold.network.topology import switch
         >>> graph = switch(3).rank_graph()
         >>> len(graph), graph.route(0).tolist(), graph.is_direct(0)

@@ -41,7 +41,7 @@ def ring(
     Returns:
         The topology.
 
-    Example:
+    Examples:
         >>> ring(8).num_links, ring(2).num_links
         (16, 2)
     """
@@ -61,7 +61,7 @@ def line(
     Returns:
         The topology.
 
-    Example:
+    Examples:
         >>> line(8).num_links
         14
     """
@@ -84,7 +84,7 @@ def mesh(
     Returns:
         The topology.
 
-    Example:
+    Examples:
         >>> mesh((3, 4)).num_links
         34
     """
@@ -107,7 +107,7 @@ def torus(
     Returns:
         The topology.
 
-    Example:
+    Examples:
         >>> torus((4, 4)).num_links, len(torus((4, 2, 3)).out_links(0))
         (64, 5)
     """
@@ -127,7 +127,7 @@ def hypercube(
     Returns:
         The topology.
 
-    Example:
+    Examples:
         >>> hypercube(3).num_ranks, hypercube(3).num_links
         (8, 24)
     """
@@ -153,7 +153,7 @@ def fully_connected(
     Returns:
         The topology.
 
-    Example:
+    Examples:
         >>> fully_connected(4).num_links
         12
     """
@@ -177,7 +177,7 @@ def star(
     Returns:
         The topology.
 
-    Example:
+    Examples:
         >>> star(5).num_links
         8
     """
@@ -202,7 +202,7 @@ def switch(
     Returns:
         The topology.
 
-    Example:
+    Examples:
         >>> switch(4).num_links, len(switch(4).shortest_route(0, 3))
         (8, 2)
     """

@@ -44,7 +44,7 @@ class Routes:
         offsets: Where each begins in ``links``, int64 [routes + 1].
         links: Link indices in order, int32.
 
-    Example:
+    Examples:
         >>> from fivefold.network.topology import ring
         >>> routes = ring(4).routes([0, 3], [2, 3])
         >>> len(routes), len(routes.of(0)), routes.of(1).tolist()
@@ -70,7 +70,7 @@ class Router:
     Args:
         topology: The network.
 
-    Example:
+    Examples:
         >>> from fivefold.network.topology import line
         >>> Router(line(3)).distances(0)[1].tolist()
         [0, 1, 2]

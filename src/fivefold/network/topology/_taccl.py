@@ -48,7 +48,7 @@ class TacclProfile:
         chunk_bytes: Size of the chunk that the times are for.
         time_scale: What the authors multiplied microseconds by.
 
-    Example:
+    Examples:
         >>> profile = TacclProfile.published("ndv2_1MB")
         >>> profile.alpha, profile.betas[1][0], profile.chunk_bytes
         (0.3, 23, 1048576)
@@ -254,7 +254,7 @@ def load_taccl_profile(
         ConfigurationError: The name is unknown, or ``chunk_bytes`` is missing.
         DataError: The file cannot be read or is no profile.
 
-    Example:
+    Examples:
         >>> machine = load_taccl_profile("ndv2_1MB", boxes=2)
         >>> machine.num_ranks, f"{machine.latencies_s.max():.1e}"
         (16, '2.6e-06')
@@ -280,7 +280,7 @@ def load_taccl_profile(
 def taccl_profile_names() -> tuple[str, ...]:
     """The profiles that :func:`load_taccl_profile` knows by name.
 
-    Example:
+    Examples:
         >>> taccl_profile_names()
         ('dgx2_1KB', 'dgx2_1MB', 'ndv2_1KB', 'ndv2_32KB', 'ndv2_1MB')
     """

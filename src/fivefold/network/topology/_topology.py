@@ -55,7 +55,7 @@ class Topology(TopologyViews):
     Raises:
         ConfigurationError: Names repeat, a link's end is no node, or no node computes.
 
-    Example:
+    Examples:
         >>> nodes = [Node("a", "gpu"), Node("b", "gpu")]
         >>> there = Link("a", "b", bandwidth_bytes_per_s=1e9)
         >>> back = Link("b", "a", bandwidth_bytes_per_s=2e9)
