@@ -150,8 +150,8 @@ def test_a_sketch_decides_who_sends_between_boxes(run, tmp_path):
 @pytest.mark.parametrize(
     ("sketch", "said"),
     [
-        ("sketch.toml", "sketch.toml cannot be read"),
-        ("none.json", "none.json cannot be read"),
+        ("sketch.toml", "sketch.toml does not exist"),
+        ("none.json", "none.json does not exist"),
         ("sk9", "there is no published sketch 'sk9'"),
     ],
 )
@@ -202,8 +202,8 @@ def test_prices(run):
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (("verify", "none.json"), 1, "none.json cannot be read"),
-        (("run", "none.xml"), 1, "none.xml cannot be read"),
+        (("verify", "none.json"), 1, "none.json does not exist"),
+        (("run", "none.xml"), 1, "none.xml does not exist"),
         (("bench", "all_reduce"), 1, "neither a topology nor are there ranks"),
         (("synthesize", "all_gather", "nowhere:4"), 1, "nowhere"),
         (("draw", "program.xml"), 1, "holds a program"),

@@ -96,7 +96,7 @@ def test_the_fingerprint_follows_the_content(save):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (None, "cannot be read: No such file"),
+        (None, "does not exist"),
         (b"{not json", "is not JSON"),
         (b"\xff\xfe", "is not JSON"),
         (b'{"some": "thing"}', "not a file of the tokenizers library"),

@@ -169,7 +169,7 @@ def broken_json(**changes):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "line 1, column 1"),
+        ("", "line 1 column 1"),
         ("[1, 2", "line 1"),
         ("[]", "schema is None"),
         ('{"schema": "fivefold.schedule.9"}', "fivefold.schedule.9"),
@@ -177,7 +177,7 @@ def broken_json(**changes):
         (broken_json(collective=KeyError), "no entry 'collective'"),
         (broken_json(chunks=["a"]), "wrong entry"),
         (broken_json(chunks=[[0]]), "no list of numbers"),
-        (broken_json(chunks=[10**30]), "wrong entry"),
+        (broken_json(chunks=[10**30]), "chunks.0. must be a number of 64 bits"),
         (broken_json(sources=[99] * 6), "wrong entry.*99 in sources"),
         (broken_json(targets=[0]), "wrong entry"),
         (broken_json(steps=None), "wrong entry"),

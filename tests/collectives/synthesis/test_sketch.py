@@ -222,11 +222,11 @@ def test_bad_switches_are_refused(bad):
 def test_bad_files_are_refused():
     with pytest.raises(ConfigurationError, match="did you mean 'boxes'"):
         Sketch.from_toml("boxs = 2\n")
-    with pytest.raises(DataError, match="no TOML"):
+    with pytest.raises(ConfigurationError, match="is not TOML"):
         Sketch.from_toml("boxes = \n")
     with pytest.raises(ConfigurationError, match="ranks and policy"):
         Sketch.from_toml("[[switches]]\nrank = [0, 1]\n")
-    with pytest.raises(DataError, match="no JSON"):
+    with pytest.raises(DataError, match="is not JSON"):
         Sketch.from_taccl("{")
     with pytest.raises(DataError, match="list"):
         Sketch.from_taccl("[]")

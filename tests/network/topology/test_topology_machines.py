@@ -238,6 +238,6 @@ def test_wrong_names_of_profiles(tmp_path):
     (tmp_path / "list.json").write_text("[]")
     with pytest.raises(DataError, match="no table"):
         load_taccl_profile(tmp_path / "list.json", chunk_bytes=1024)
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="does not exist"):
         load_taccl_profile(tmp_path / "none.json", chunk_bytes=1024)
     assert len(taccl_profile_names()) == 5
