@@ -60,8 +60,12 @@ def planned_s(topology, plan, model=MODEL):
 
 @st.composite
 def cases(draw, *, calm):
-    """A network of whole hosts and a plan for all of it."""
-    gpus, hosts = draw(st.sampled_from([2, 3, 4])), draw(st.sampled_from([2, 3]))
+    """A network and a plan for all of it.
+
+    Hosts are 2 or 4: there a ring that is uneven over hosts, which the simulation runs by one port,
+    does not decide.
+    """
+    gpus, hosts = draw(st.sampled_from([2, 3, 4])), draw(st.sampled_from([2, 4]))
     number, flag = gpus * hosts, st.booleans()
     t = draw(st.sampled_from([d for d in range(1, gpus + 1) if gpus % d == 0]))
     p = draw(st.sampled_from([d for d in (1, 2, 3, 4, 6) if number // t % d == 0]))
