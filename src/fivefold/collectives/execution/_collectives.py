@@ -393,6 +393,8 @@ for _old, _new in {
 
 def _flat(tensor: _Tensor) -> _Tensor:
     """The elements in a row, as they are in memory: a view where that is possible."""
+    if tensor.numel() != 1 and tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj()):
+        return tensor.detach().view(-1)
     # Conjugated and negated tensors hold other bits than they show.
     found = tensor.detach().resolve_conj().resolve_neg().contiguous()
     # A tensor of one element counts as contiguous, whatever its stride.

@@ -338,8 +338,8 @@ class Engine:
         tag = self._calls.begin(kind)
         end_event = profiler_event(kind.name, tensors)
         if end_event is None and not self._needs_job(call, finish):
-            return self._direct(inner, str(kind))
-        work = FivefoldWork(results, what=str(kind))
+            return self._direct(inner, kind)
+        work = FivefoldWork(results, what=kind)
         limit = opts.timeout if opts.timeout > timedelta(0) else self.timeout
         # Work on a GPU belongs to the stream on which it was asked for, whatever the thread.
         on_gpu = bool(tensors) and tensors[0].device.type == "cuda"
@@ -379,7 +379,7 @@ class Engine:
         asked = self._settings.algorithm_of(call.name)
         return self.size > 1 and not nothing and (asked != "inner" or self._switch is not None)
 
-    def _direct(self, inner: Callable[[], Any], what: str) -> InnerWork:
+    def _direct(self, inner: Callable[[], Any], what: CallKind) -> InnerWork:
         try:
             work = inner()
         except BaseException:
@@ -410,7 +410,7 @@ class Engine:
                 raise self._calls.explain(error) from error
         if call is None or plan is None or choice is None:
             work = inner()  # what it refuses at once has sent nothing: the group lives on
-            InnerWork(work, what=str(kind), explain=self._calls.explain).wait()
+            InnerWork(work, what=kind, explain=self._calls.explain).wait()
             return
         try:
             self._execute(call, plan, choice, tag=tag, timeout=timeout)

@@ -26,7 +26,7 @@ class FivefoldWork(dist.Work):
 
     Args:
         results: Tensors that its future resolves to.
-        what: Name for messages.
+        what: Name for messages; turned into text when there is one.
 
     Examples:
         >>> work = FivefoldWork([torch.ones(1)], what="all_reduce")
@@ -35,7 +35,7 @@ class FivefoldWork(dist.Work):
         (True, True, 1.0)
     """
 
-    def __init__(self, results: list[Any], *, what: str) -> None:
+    def __init__(self, results: list[Any], *, what: object) -> None:
         super().__init__()
         self._results = results
         self._what = what
@@ -117,11 +117,11 @@ class InnerWork(dist.Work):
 
     Args:
         work: The inner group's work.
-        what: Name for messages.
+        what: Name for messages; turned into text when there is one.
         explain: Given an error, returns the one to raise.
     """
 
-    def __init__(self, work: Any, *, what: str, explain: Callable[..., BaseException]) -> None:
+    def __init__(self, work: Any, *, what: object, explain: Callable[..., BaseException]) -> None:
         super().__init__()
         self._work, self._what, self._explain = work, what, explain
 
