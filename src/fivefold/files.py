@@ -173,16 +173,17 @@ def parse_toml(text: str, *, where: str) -> dict[str, Any]:
         raise _too_deep(where, _TOML) from None
     except ValueError as error:
         raise _not_of_the_form(error, where, _TOML) from None
-    _check_values(found, where, _TOML)
+    _check_values(found, where, _TOML, finite=True)
     return found
 
 
-def parse_json(text: str | bytes, *, where: str) -> Any:
+def parse_json(text: str | bytes, *, where: str, finite: bool = True) -> Any:
     """Read JSON that is at hand.
 
     Args:
         text: The JSON.
         where: What it is, at the head of messages.
+        finite: Refuse NaN and infinities, which JSON does not have but Python writes.
 
     Returns:
         Its value.
@@ -215,7 +216,7 @@ def parse_json(text: str | bytes, *, where: str) -> Any:
         raise _too_deep(where, _JSON) from None
     except ValueError as error:
         raise _not_of_the_form(error, where, _JSON) from None
-    _check_values(found, where, _JSON)
+    _check_values(found, where, _JSON, finite=finite)
     return found
 
 
@@ -282,7 +283,7 @@ def _not_of_the_form(error: ValueError, where: str, form: _Form) -> FivefoldErro
     return form.error(f"{where} is not {form.name}: {error}", hint=form.hint)
 
 
-def _check_values(found: Any, where: str, form: _Form) -> None:
+def _check_values(found: Any, where: str, form: _Form, *, finite: bool) -> None:
     """Look at every key and value, level by level and without recursion."""
     level = [found]
     for levels_left in range(_MOST_LEVELS, -1, -1):
@@ -295,7 +296,7 @@ def _check_values(found: Any, where: str, form: _Form) -> None:
             elif isinstance(value, dict):
                 below += value.values()
                 below += value
-            elif (problem := _problem(value, form)) is not None:
+            elif (problem := _problem(value, form, finite=finite)) is not None:
                 wanted, hint = problem
                 key = _key_of(value, found, _MOST_LEVELS) or "a value"
                 got = f"{value!r:.60}"
@@ -305,11 +306,11 @@ def _check_values(found: Any, where: str, form: _Form) -> None:
         level = below
 
 
-def _problem(value: object, form: _Form) -> tuple[str, str] | None:
+def _problem(value: object, form: _Form, *, finite: bool) -> tuple[str, str] | None:
     if isinstance(value, int):
         if not _SMALLEST <= value <= _LARGEST:
             return "a number of 64 bits", f"numbers go from {_SMALLEST} to {_LARGEST}"
-    elif isinstance(value, float):
+    elif isinstance(value, float) and finite:
         # TOML has infinity, and some keys mean "no bound" by it; JSON has only finite numbers.
         if math.isnan(value) or (math.isinf(value) and form is _JSON):
             return "a finite number", "nan and infinity are no numbers to compute with"

@@ -114,5 +114,5 @@ def test_bad_input_is_explained(tmp_path):
         model_from_hugging_face({})
     broken = tmp_path / "config.json"
     broken.write_text("{")
-    with pytest.raises(DataError, match="not a readable"):
+    with pytest.raises(DataError, match="is not JSON"):
         load_model(str(broken))

@@ -61,7 +61,7 @@ WRONG = {
     "data": (["data.path=/no/such/folder"], "/no/such/folder does not exist", "data.path"),
     "data is a file": (["data.path=/proc/version"], "is a file, not a folder", "data.path"),
     "tokenizer": (["data.tokenizer=/no/tokenizer.json"], "/no/tokenizer.json", "data.tokenizer"),
-    "tokenizer is a device": (["data.tokenizer=/dev/null"], "is not a file", "data.tokenizer"),
+    "tokenizer is a device": (["data.tokenizer=/dev/null"], "not a regular file", "data.tokenizer"),
     "resume": (["run.resume=atuo"], "run.resume names atuo", 'did you mean "auto"?'),
     "output is a file": (["run.output=/proc/version/x"], "cannot write", "check the folder"),
     "experts": (
@@ -95,7 +95,7 @@ def test_a_folder_in_use_is_said_before_ranks_start(refused, make_config):
 
 def test_a_fifo_as_tokenizer_is_not_waited_for(refused, tmp_path):
     os.mkfifo(tmp_path / "fifo")
-    assert "is not a file" in refused(f"data.tokenizer={tmp_path / 'fifo'}").message
+    assert "not a regular file" in refused(f"data.tokenizer={tmp_path / 'fifo'}").message
 
 
 @pytest.mark.parametrize("name", ["gap", "gap-rms", "gap-param", "constant", "none", "constant:2"])

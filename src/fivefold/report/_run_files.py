@@ -32,7 +32,7 @@ def read_versioned(path: Path, model: type[_RecordT]) -> _RecordT | None:
     text = read_text(path)
     if text is None:
         return None
-    values = files.parse_json(text, where=str(path))
+    values = files.parse_json(text, where=str(path), finite=False)  # runs diverge
     version = values.get("schema") if isinstance(values, dict) else None
     if isinstance(version, int) and version != SCHEMA_VERSION:
         raise DataError(
@@ -86,7 +86,7 @@ def read_lines(path: Path, notes: list[str]) -> list[tuple[str, dict[str, Any]]]
         if not line.strip():
             continue
         try:
-            record = files.parse_json(line, where=f"{path} line {number}")
+            record = files.parse_json(line, where=f"{path} line {number}", finite=False)
         except DataError as error:
             if number == len(lines):  # no newline after it: the writer was killed in the middle
                 notes.append(f"{path.name}: the last line is torn and was left out")

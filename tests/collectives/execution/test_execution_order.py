@@ -97,7 +97,7 @@ def everywhere(program, inputs, network, *, lanes=True, timeout=LIMIT):
         unit = data.numel() // (len(inputs) if collective.name == "all_to_all" else 1)
         transfers = Transfers(
             inner=network.group(rank), inputs=data, outputs=out, unit=unit, combine=torch.add,
-            timeout=timeout, what="test", lanes=threads,
+            timeout=timeout, what="test", tag=0, lanes=threads,
         )  # fmt: skip
         try:
             run_plan(plan_rank(program, rank=rank), transfers)

@@ -169,7 +169,7 @@ def test_a_collective_survives_pickling_and_is_read_only():
         ),
         (lambda: custom(2, [(0, 0), (0, 0)], post=[]), "twice"),
         (lambda: custom(2, [(0, 2)], post=[]), "names rank 2 of 2"),
-        (lambda: custom(2, [(-1, 0)], post=[]), "names chunk -1"),
+        (lambda: custom(2, [(-1, 0)], post=[]), "whole numbers from 0"),
         (lambda: named_collective("all_together", 2), "no collective 'all_together'"),
         (lambda: all_gather(2).chunk_bytes(-1), "size_bytes is -1"),
         (lambda: all_gather(2).chunk_bytes(float("inf")), "size_bytes is inf"),
