@@ -124,7 +124,7 @@ BAD = [
     ("[optim]\nlr = 1\nweight_decay = 2\n", "", "weight_decay must be at most 1", "lower"),
     ("[run]\ntimeout_s = 1e300\n", "", "run.timeout_s must be at most 2.592e+06", "30 days"),
     ("[run]\nthreads = 1000000\n", "", "run.threads must be at most 4096", "per rank"),
-    ("[run]\nsteps = 99999999999999999999\n", "", "run.steps must be a number of 64 bits", "numbers go from"),
+    ("[run]\nsteps = 99999999999999999999\n", "", "run.steps must be a number", "go from"),
     ("[model]\nlayers = 1000000000\n", "", "model.layers must be at most 10000", "blocks"),
     ("[sync]\nmethod = 'diloco'\n", "sync.tau=auto", "hides whole rounds; got diloco", "use co2,"),
     ("[sync]\nmethod = 'streaming_diloco'\n", "sync.tau=auto", "got streaming_diloco", "co2"),
