@@ -23,7 +23,7 @@ from fivefold.optim import (
     start_lighthouse,
 )
 
-STEPS = 320
+STEPS = 960  # long enough for a newcomer to load torch on a busy machine
 
 
 def train(name: str, lighthouse: str) -> None:
