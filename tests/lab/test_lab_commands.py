@@ -66,7 +66,7 @@ def test_the_commands_own_options_are_not_ours() -> None:
         ),
         (
             ["--loss", "2", "--", "true"],
-            "loss must be a probability in [0, 1); got 2",
+            "loss must be a probability in [0, 1); got 2.0",
             "one packet in a hundred is 0.01",
         ),
         (
