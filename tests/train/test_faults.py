@@ -54,7 +54,7 @@ def test_kill_9_at_a_random_moment(trial, expected, make_config, start_ranks, fi
         assert re.search(rf"\brank {survivor}\b", error["message"]), error
         assert error["hint"]
     world = start_ranks(config)
-    assert set(world.wait().values()) == {0}, world.logs()
+    assert set(world.wait().values()) == {0}, [world.error(0), world.error(1)]
     assert final_digest(config) == digest
     assert not list(config.run.output.rglob("*.tmp"))
 

@@ -186,7 +186,9 @@ def verify_checkpoint(path: Path) -> dict[str, Any]:
 def _read_manifest(path: Path) -> dict[str, Any]:
     try:
         _require_file(path / MANIFEST)
-        manifest: dict[str, Any] = parse_json((path / MANIFEST).read_bytes(), where=MANIFEST)
+        manifest: dict[str, Any] = parse_json(
+            (path / MANIFEST).read_bytes(), where=MANIFEST, finite=False
+        )
         schema, stored = manifest["schema"], manifest.pop("crc32", None)
     except FileNotFoundError:
         raise _damaged(path, f"{MANIFEST} is missing") from None

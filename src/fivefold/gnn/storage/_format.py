@@ -298,7 +298,7 @@ def decode_manifest(data: bytes, path: str) -> tuple[dict[str, Section], dict[st
         DataError: Its structure is not what this version writes.
     """
     try:
-        manifest = parse_json(data, where=f"the manifest of {path}")
+        manifest = parse_json(data, where=f"the manifest of {path}", finite=False)
         sections = [
             make_section(entry["name"], entry["dtype"], entry["shape"], offset=entry["offset"])
             for entry in manifest["sections"]

@@ -92,7 +92,7 @@ def _read(path: Path) -> bytes:
 
 def _parse(data: bytes, path: Path) -> dict[str, Any]:
     try:
-        value = parse_json(data, where=str(path))
+        value = parse_json(data, where=str(path), finite=False)
     except DataError as error:
         raise DataError(f"{path} is damaged: it cannot be read as JSON", hint=_HINT) from error
     if not isinstance(value, dict):
