@@ -140,7 +140,7 @@ class InfeasibleError(FivefoldError, ValueError):
 
     Examples:
         >>> InfeasibleError("no plan fits 16 GB").exit_code
-        2
+        3
     """
 
-    exit_code = 2
+    exit_code = 3

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fivefold.cli._main as entry
@@ -27,6 +27,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fuzz import mutated, mutated_line
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+# Parts whose cases take tenths of a second draw a fifth of what the profile says, except at night.
+_DRAWN = settings().max_examples
+SLOW = settings(max_examples=_DRAWN // 5 if _DRAWN <= 50 else _DRAWN)
 MOST_S = 60  # a case of this many seconds hangs; ordinary ones take milliseconds
 
 JOB = """
@@ -230,7 +233,8 @@ def run_command(words):
 
 def check_command(words):
     code, err = run_command(words)
-    assert code in {0, 1, 2}, err
+    assert code in {0, 1, 2, 3}, err
+    assert "internal error" not in err
     if code:
         last = err.splitlines()[-2:]
         assert [line.partition(":")[0] for line in last] == ["error", "hint"], err
@@ -295,12 +299,14 @@ def test_a_changed_file_ends_in_a_result_or_in_two_lines(tmp_path_factory, name,
     call(tmp_path_factory.getbasetemp(), name, mutated(text, kind, seed))
 
 
+@SLOW
 @given(seed=st.integers(0, 2**32))
 def test_a_changed_spec_ends_in_a_result_or_in_two_lines(seed):
     spec = mutated_line(random.Random(seed).choice(SPECS), seed)
     check_command(["topology", "show", "--", spec])
 
 
+@SLOW
 @given(seed=st.integers(0, 2**32))
 def test_a_changed_option_ends_in_a_result_or_in_two_lines(seed):
     words, value = random.Random(seed).choice(FLAGS)

@@ -304,7 +304,7 @@ def test_errors_of_a_described_job(tmp_path, change, error, message, hint):
         load(tmp_path, JOBS.replace(*change), switch(4))
     assert message in caught.value.message
     assert hint in (caught.value.hint or "")
-    assert caught.value.exit_code == (2 if error is InfeasibleError else 1)
+    assert caught.value.exit_code == (3 if error is InfeasibleError else 1)
 
 
 def test_a_disconnected_cluster_is_refused(tmp_path):

@@ -171,7 +171,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
     tight = 'model = "llama3-70b"\ngpus = 1\nglobal_batch = 8\n'
     result = run(write(tmp_path, tight), "--cluster", "h100-nemo")
     assert isinstance(result.exception, InfeasibleError)
-    assert result.exception.exit_code == 2
+    assert result.exception.exit_code == 3
     forced = run(write(tmp_path, tight + "[plan]\nmicro_batch = 8\n"), "--cluster", "h100-nemo")
     assert isinstance(forced.exception, InfeasibleError)
     assert "memory binds" in str(forced.exception)

@@ -179,7 +179,7 @@ def test_memory_that_binds_is_named_with_the_nearest_change():
             named_model("llama3-70b"), A100.device, A100.fabric,
             space=SearchSpace(num_gpus=2, global_batch=8),
         )  # fmt: skip
-    assert caught.value.exit_code == 2
+    assert caught.value.exit_code == 3
     assert "GPUs" in caught.value.hint
 
 

@@ -233,4 +233,4 @@ def test_exit_codes():
     assert exit_code(None) == 0
     assert exit_code(DataError("x")) == 1
     assert exit_code(KeyboardInterrupt()) == 130
-    assert exit_code(KeyError("x")) == 3
+    assert exit_code(KeyError("x")) == 1

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fivefold.errors import ConfigurationError
+from fivefold.cli._arguments import ArgumentError
 
 if TYPE_CHECKING:
     from fivefold.report import BenchmarkRow, BenchmarkTopic
@@ -39,7 +39,7 @@ def bench_command(
         return
     if topic is None:
         message = "no benchmark was named"
-        raise ConfigurationError(message, hint="'fivefold bench --list' shows all")
+        raise ArgumentError(message, hint="'fivefold bench --list' shows all")
     script = find_topic(checkout, topic).script
     command = [sys.executable, str(script.relative_to(checkout)), *context.args]
     code = subprocess.run(command, cwd=checkout, check=False).returncode

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fivefold.cli._arguments import ArgumentError, topology_of
 from fivefold.cli._outputs import require_picture, require_writable
 
 if TYPE_CHECKING:
@@ -205,19 +206,17 @@ def read_network(text: str) -> Topology:
     """The network that ``--cluster`` names.
 
     Raises:
-        ConfigurationError: There is no such network.
+        ArgumentError: There is no such network.
     """
-    from fivefold.errors import ConfigurationError  # noqa: PLC0415 - keeps --help fast
-    from fivefold.network.topology import parse_topology  # noqa: PLC0415 - as above
-    from fivefold.strategy import named_clusters  # noqa: PLC0415 - as above
+    from fivefold.strategy import named_clusters  # noqa: PLC0415 - keeps --help fast
 
     if text in named_clusters():
-        raise ConfigurationError(
+        raise ArgumentError(
             f"{text!r} is a GPU with its software, and --cluster takes a network here",
             hint=f'write for example --cluster fat_tree:4,gpus=8, and devices = "{text}" with '
             "the job's model in the jobs file",
         )
-    return parse_topology(text)
+    return topology_of(text)
 
 
 def say_shared_ranks(jobs: Sequence[JobSpec]) -> None:
@@ -236,7 +235,6 @@ def say_shared_ranks(jobs: Sequence[JobSpec]) -> None:
 def flags_of(text: str) -> CoDesigns:
     """Co-designs as the command line spells them."""
     from fivefold.codesign import CoDesigns  # noqa: PLC0415 - keeps --help fast
-    from fivefold.errors import ConfigurationError  # noqa: PLC0415 - as above
 
     if text in {"all", "none"}:
         return CoDesigns.all() if text == "all" else CoDesigns.none()
@@ -244,7 +242,7 @@ def flags_of(text: str) -> CoDesigns:
     parts = [part.strip().upper() for part in text.split("+")]
     unknown = [part for part in parts if part not in names]
     if unknown:
-        raise ConfigurationError(
+        raise ArgumentError(
             f"there is no co-design {unknown[0]!r}", hint="write V+H+II+HN or a part of it"
         )
     return CoDesigns(**{names[part]: True for part in parts})
@@ -272,22 +270,18 @@ def _count(number: int, name: str) -> str:
 
 
 def _start(text: str) -> Any:
-    from fivefold.errors import ConfigurationError  # noqa: PLC0415 - keeps --help fast
-
     if text not in {"null", "best"}:
-        raise ConfigurationError(f"there is no baseline {text!r}", hint="write null or best")
+        raise ArgumentError(f"there is no baseline {text!r}", hint="write null or best")
     return text
 
 
 def _sizes(text: str) -> list[int]:
-    from fivefold.errors import ConfigurationError  # noqa: PLC0415 - keeps --help fast
-
     try:
         found = [int(part) for part in text.split(",")]
     except ValueError:
         found = []
     if not found or min(found) < 1:
-        raise ConfigurationError(f"sizes must be numbers of ranks; got {text!r}", hint="4,8,16")
+        raise ArgumentError(f"sizes must be numbers of ranks; got {text!r}", hint="4,8,16")
     return found
 
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fivefold.cli._arguments import ArgumentError, bytes_of, seconds_of, topology_of
 from fivefold.cli._collectives_bench import bench_algorithms
 from fivefold.cli._collectives_files import (
     JsonFlag,
     LatencyOption,
     RateOption,
     SizeOption,
-    network_of,
     read_algorithm,
     read_only_schedule,
     require_ending,
@@ -25,8 +25,7 @@ from fivefold.cli._collectives_files import (
 )
 from fivefold.cli._help import help_text
 from fivefold.cli._outputs import require_writable
-from fivefold.errors import ConfigurationError, DataError
-from fivefold.units import parse_bytes, parse_duration_s
+from fivefold.errors import DataError
 
 if TYPE_CHECKING:
     from fivefold.collectives.synthesis import Sketch, Synthesis
@@ -120,7 +119,7 @@ def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
     """
     from fivefold.collectives.synthesis import SynthesisOptions  # noqa: PLC0415 - keeps --help fast
 
-    network = network_of(topology, bandwidth=bandwidth, latency=latency)
+    network = topology_of(topology, bandwidth=bandwidth, latency=latency)
     if output is not None:
         require_ending(output)
     require_writable(output, report, cache)
@@ -131,7 +130,7 @@ def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
         cache=cache,
         progress=_each_line_once(),
     )
-    search = {"method": method, "time_limit_s": parse_duration_s(time_limit), "sketch": sketch}
+    search = {"method": method, "time_limit_s": seconds_of(time_limit), "sketch": sketch}
     found = _search(collective, network, size, chunks, options=options, search=search)
     facts = _facts_of(found, network)
     if output is not None:
@@ -142,7 +141,7 @@ def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
 
         asked = Asked(
             collective=found.schedule.collective.name, topology=topology, size=size,
-            size_bytes=parse_bytes(size), method=method, time_limit=time_limit,
+            size_bytes=bytes_of(size), method=method, time_limit=time_limit,
             bandwidth=bandwidth, latency=latency, output=output, root=root, chunks=chunks,
             sketch=sketch, model=model, seed=seed,
         )  # fmt: skip
@@ -178,7 +177,7 @@ def _search(
             options = replace(options, root=0)
     if search["sketch"] is not None:
         search = {**search, "sketch": _sketch_of(search["sketch"])}
-    return synthesize(what, network, size_bytes=parse_bytes(size), options=options, **search)
+    return synthesize(what, network, size_bytes=bytes_of(size), options=options, **search)
 
 
 def _sketch_of(text: str) -> Sketch:
@@ -224,7 +223,7 @@ def _verify(file: _File, *, topology: _Where = None, as_json: JsonFlag = False) 
     if isinstance(found, Program):
         program = found
     else:
-        verify(found, topology=None if topology is None else network_of(topology))
+        verify(found, topology=None if topology is None else topology_of(topology))
         program = lower(found)
     report = check_program(program)
     facts = {
@@ -263,10 +262,10 @@ def _draw(
     schedule = read_only_schedule(file)
     network = schedule.topology
     if topology is not None:
-        network = network_of(topology)
+        network = topology_of(topology)
     if network is None:
-        raise ConfigurationError(f"{file} brings no topology", hint="give --topology")
-    timing = evaluate(schedule, network, size_bytes=parse_bytes(size), model=model)  # type: ignore[arg-type]
+        raise ArgumentError(f"{file} brings no topology", hint="give --topology")
+    timing = evaluate(schedule, network, size_bytes=bytes_of(size), model=model)  # type: ignore[arg-type]
     draw_schedule(schedule, timing, output, topology=network)
     typer.echo(f"schedule: {output}", err=True)
     if loads is not None:

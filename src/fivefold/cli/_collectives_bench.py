@@ -12,16 +12,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from fivefold.cli._arguments import ArgumentError, bytes_of, topology_of
 from fivefold.cli._collectives_files import (
     JsonFlag,
     LatencyOption,
     RateOption,
-    network_of,
     plain_name,
     value_text,
 )
-from fivefold.errors import ConfigurationError
-from fivefold.units import format_bytes, parse_bytes
+from fivefold.units import format_bytes
 
 if TYPE_CHECKING:
     from fivefold.network.topology import Topology
@@ -47,17 +46,17 @@ def bench_algorithms(
     in running ranks: measured times of the backend's choice and of the inner backend, each the
     median of the slowest rank's.
     """
-    wanted = [parse_bytes(size.strip()) for size in sizes.split(",")]
+    wanted = [bytes_of(size.strip()) for size in sizes.split(",")]
     if topology is None:
         if "RANK" not in os.environ:
-            raise ConfigurationError(
+            raise ArgumentError(
                 f"{collective}: there is neither a topology nor are there ranks",
                 hint="name a topology, or start it by torchrun or 'fivefold lab run'",
             )
         rows = _measured(collective, wanted, repetitions)
     else:
         rows = _priced(
-            collective, network_of(topology, bandwidth=bandwidth, latency=latency), wanted
+            collective, topology_of(topology, bandwidth=bandwidth, latency=latency), wanted
         )
     if as_json and rows:
         typer.echo(json.dumps(rows))
@@ -90,7 +89,7 @@ def _measured(collective: str, sizes: list[int], repetitions: int) -> list[dict[
     import fivefold.collectives.execution  # noqa: F401, PLC0415 - registers the backend
 
     if collective.replace("-", "_") != "all_reduce":
-        raise ConfigurationError(f"{collective} is not measured", hint="all_reduce is")
+        raise ArgumentError(f"{collective} is not measured", hint="all_reduce is")
     dist.init_process_group("fivefold")
     inner, rows = dist.new_group(backend="gloo"), []
     engine: Any = dist.group.WORLD

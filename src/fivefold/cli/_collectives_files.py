@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fivefold.cli._arguments import ArgumentError
 from fivefold.errors import ConfigurationError
 from fivefold.files import read_text
 from fivefold.units import format_duration_s
@@ -15,14 +16,12 @@ from fivefold.units import format_duration_s
 if TYPE_CHECKING:
     from fivefold.collectives.lowering import Program
     from fivefold.collectives.schedules import Schedule
-    from fivefold.network.topology import Topology
 
 __all__ = [
     "JsonFlag",
     "LatencyOption",
     "RateOption",
     "SizeOption",
-    "network_of",
     "plain_name",
     "read_algorithm",
     "read_only_schedule",
@@ -36,14 +35,6 @@ SizeOption = Annotated[str, typer.Option(help="Size of the collective, such as 1
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 RateOption = Annotated[str | None, typer.Option(help="Bandwidth of a generated topology's links.")]
 LatencyOption = Annotated[str | None, typer.Option(help="Latency of a generated topology's links.")]
-
-
-def network_of(text: str, *, bandwidth: str | None = None, latency: str | None = None) -> Topology:
-    """The topology of a name or a file."""
-    from fivefold.network.topology import parse_topology  # noqa: PLC0415 - keeps --help fast
-
-    given = {"bandwidth": bandwidth, "latency": latency}
-    return parse_topology(text, **{k: v for k, v in given.items() if v is not None})
 
 
 def read_algorithm(file: Path) -> Schedule | Program:
@@ -89,10 +80,10 @@ def require_ending(output: Path) -> None:
     """Refuse a file name that says no format, before the search and not after it.
 
     Raises:
-        ConfigurationError: The ending is not known.
+        ArgumentError: The ending is not known.
     """
     if output.suffix not in {".json", ".xml"}:
-        raise ConfigurationError(
+        raise ArgumentError(
             f"{output} has no known ending", hint="end it with .json, .xml or .plan.json"
         )
 

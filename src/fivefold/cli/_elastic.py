@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fivefold.cli._arguments import seconds_of
 from fivefold.cli._help import help_text
 
 if TYPE_CHECKING:
@@ -66,14 +67,13 @@ def lighthouse(
         FivefoldError: The options are not allowed, torchft is missing, or the port is taken.
     """
     from fivefold.optim import start_lighthouse  # noqa: PLC0415 - loads torch
-    from fivefold.units import parse_duration_s  # noqa: PLC0415 - keeps --help fast
 
     server = start_lighthouse(
         bind,
         allow=allow or (),
         min_workers=min_workers,
-        join_timeout_s=parse_duration_s(join_timeout),
-        heartbeat_timeout_s=parse_duration_s(heartbeat_timeout),
+        join_timeout_s=seconds_of(join_timeout),
+        heartbeat_timeout_s=seconds_of(heartbeat_timeout),
     )
     stop = threading.Event()
 

@@ -16,8 +16,8 @@ from fivefold.errors import FivefoldError
 
 __all__ = ["is_usage_error", "show_error"]
 
-_USER_ERROR = 1
-_INTERNAL_ERROR = 3
+# Others are those of the errors' classes; those that are not ours end with FivefoldError's.
+_USAGE = 2  # as click has it
 _LONGEST = 2000  # of a message: values that are quoted may be files
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -41,11 +41,11 @@ def show_error(error: Exception) -> int:
     """
     if type(error).__name__ == "NoArgsIsHelpError":  # a group without a command: its help
         sys.stderr.write(f"{error.ctx.get_help()}\n")  # type: ignore[attr-defined]
-        return _USER_ERROR
-    said, code = _in_two_lines(error)
+        return _USAGE
+    said = _in_two_lines(error)
     sys.stderr.write(f"error: {_one_line(said.message)}\n")
     sys.stderr.write(f"hint: {_one_line(said.hint or _see_help())}\n")
-    return code
+    return _USAGE if is_usage_error(error) else said.exit_code
 
 
 def _one_line(text: str) -> str:
@@ -64,18 +64,18 @@ def _see_help() -> str:
     return f"see {' '.join(words)} --help"
 
 
-def _in_two_lines(error: Exception) -> tuple[FivefoldError, int]:
+def _in_two_lines(error: Exception) -> FivefoldError:
     if isinstance(error, FivefoldError):
-        return error, error.exit_code
-    if isinstance(error, _UsageError):
-        return _of_usage(error), _USER_ERROR
+        return error
+    if is_usage_error(error):
+        return _of_usage(error)
     if isinstance(error, typer.Abort):
-        return FivefoldError("given up: the input ended"), _USER_ERROR
+        return FivefoldError("given up: the input ended")
     if isinstance(error, OSError) and (error.filename is not None or error.errno in _FULL):
-        return _of_file(error), _USER_ERROR
+        return _of_file(error)
     message = f"internal error: {type(error).__name__}: {error}"
     hint = "run again with --debug for the traceback, and report it"
-    return FivefoldError(message, hint=hint), _INTERNAL_ERROR
+    return FivefoldError(message, hint=hint)
 
 
 def _of_usage(error: Exception) -> FivefoldError:

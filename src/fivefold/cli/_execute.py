@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from fivefold.cli._arguments import seconds_of
 from fivefold.cli._codesign import (
     ClusterOption,
     JobsArgument,
@@ -61,7 +62,6 @@ def execute_command(  # noqa: PLR0913 - each option is a parameter
         plan_cluster,
         write_order,
     )
-    from fivefold.units import parse_duration_s  # noqa: PLC0415 - as above
 
     require_writable(save, report)
     topology = read_network(cluster)
@@ -71,7 +71,7 @@ def execute_command(  # noqa: PLR0913 - each option is a parameter
     found = plan_cluster(topology, specs, flags_of(co_designs), seed=seed, options=options)
     if save is not None:
         write_order(save, specs, found.plan, topology=topology)
-    measured = run_in_the_lab(topology, specs, found.plan, timeout_s=parse_duration_s(timeout))
+    measured = run_in_the_lab(topology, specs, found.plan, timeout_s=seconds_of(timeout))
     if report is not None:
         from fivefold.codesign import plan_page  # noqa: PLC0415 - as above
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fivefold.cli._arguments import ArgumentError, bytes_of
 from fivefold.cli._progress import StageProgress, stage_progress
 
 if TYPE_CHECKING:
@@ -168,27 +169,23 @@ def ingest_command(  # noqa: PLR0913 - the command's options
         drop_duplicates=drop_duplicates,
     )
     as_wanted = add_reverse is None
-    _ingest_path(source, output, options, (rules, as_wanted, memory), as_json=as_json)
+    _ingest_path(source, output, options, (rules, as_wanted, bytes_of(memory)), as_json=as_json)
 
 
 def _refuse(source: str, given: bool) -> None:  # noqa: FBT001 - it reads as a sentence
-    from fivefold.errors import ConfigurationError  # noqa: PLC0415
-
     if given:
-        raise ConfigurationError(
+        raise ArgumentError(
             f"an option that was given does not fit the source {source}",
             hint="--dim and --folder are for debian and wordnet, rules and roles for files",
         )
 
 
 def _pairs(values: list[str] | None, option: str, allowed: tuple[str, ...]) -> dict[str, str]:
-    from fivefold.errors import ConfigurationError  # noqa: PLC0415
-
     pairs = {}
     for text in values or []:
         role, equals, value = text.partition("=")
         if not equals or not value or role not in allowed:
-            raise ConfigurationError(
+            raise ArgumentError(
                 f"--{option} got {text!r}", hint=f"write ROLE=..., ROLE one of {', '.join(allowed)}"
             )
         pairs[role] = value
@@ -209,14 +206,13 @@ def _ingest_path(
     source: str,
     output: Path,
     options: SourceOptions,
-    run: tuple[EdgeRules, bool, str],
+    run: tuple[EdgeRules, bool, int],
     *,
     as_json: bool,
 ) -> None:
     from fivefold.gnn.data import find_source, ingest  # noqa: PLC0415 - loads numba
-    from fivefold.units import parse_bytes  # noqa: PLC0415 - keeps --help fast
 
-    rules, as_wanted, memory = run
+    rules, as_wanted, memory_bytes = run
     found, wants_reverse = find_source(source, options)
     if as_wanted:
         rules = replace(rules, add_reverse=wants_reverse)
@@ -225,7 +221,7 @@ def _ingest_path(
             found,
             output,
             rules=rules,
-            memory_bytes=parse_bytes(memory),
+            memory_bytes=memory_bytes,
             progress=_with_totals(show),
         )
     with written:
@@ -272,7 +268,6 @@ def generate_command(  # noqa: PLR0913 - the command's options
         FivefoldError: Whatever writing met; the entry point prints it.
     """
     from fivefold.gnn.data import generate_graph  # noqa: PLC0415 - loads numba
-    from fivefold.units import parse_bytes  # noqa: PLC0415 - keeps --help fast
 
     options = _graph_options(option)
     with stage_progress() as show:
@@ -283,7 +278,7 @@ def generate_command(  # noqa: PLR0913 - the command's options
             dtype=dtype,
             seed=seed,
             threads=threads,
-            memory_bytes=parse_bytes(memory),
+            memory_bytes=bytes_of(memory),
             progress=show,
             **options,
         )
@@ -292,14 +287,12 @@ def generate_command(  # noqa: PLR0913 - the command's options
 
 
 def _graph_options(values: list[str] | None) -> dict[str, Any]:
-    from fivefold.errors import ConfigurationError  # noqa: PLC0415
-
     options = {}
     for name, text in _pairs(values, "option", tuple(_GRAPH_OPTIONS)).items():
         try:
             options[name] = _GRAPH_OPTIONS[name](text)
         except (ValueError, KeyError) as error:
-            raise ConfigurationError(
+            raise ArgumentError(
                 f"--option {name} got {text!r}", hint="see fivefold gnn generate --help"
             ) from error
     return options

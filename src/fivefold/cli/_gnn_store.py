@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fivefold.cli._arguments import ArgumentError, bytes_of
 from fivefold.cli._progress import stage_progress
-from fivefold.errors import ConfigurationError, DataError
+from fivefold.errors import DataError
 
 if TYPE_CHECKING:
     from fivefold.gnn.data import Dataset
@@ -112,9 +112,8 @@ def probe_command(
         FivefoldError: Whatever the disk met; the entry point prints it.
     """
     from fivefold.gnn.storage import probe_disk  # noqa: PLC0415 - loads numba
-    from fivefold.units import parse_bytes  # noqa: PLC0415 - keeps --help fast
 
-    size_bytes = None if size is None else parse_bytes(size)
+    size_bytes = None if size is None else bytes_of(size)
     profile = probe_disk(folder, seconds=seconds, size_bytes=size_bytes, fresh=True)
     if as_json:
         _write_result(_as_mapping(profile.to_json()), as_json=True)
@@ -146,9 +145,8 @@ def plan_command(  # noqa: PLR0913 - the command's options
     from fivefold.gnn.packing import write_plan  # noqa: PLC0415
     from fivefold.gnn.planning import Budgets  # noqa: PLC0415
     from fivefold.gnn.sampling import SampleFile  # noqa: PLC0415
-    from fivefold.units import parse_bytes  # noqa: PLC0415
 
-    host_bytes, device_bytes, disk_bytes = map(parse_bytes, (host_memory, device_memory, disk))
+    host_bytes, device_bytes, disk_bytes = map(bytes_of, (host_memory, device_memory, disk))
     budgets = Budgets(host_bytes=host_bytes, device_bytes=device_bytes, disk_bytes=disk_bytes)
     with Dataset.open(dataset) as data, SampleFile.open(samples) as sampled:
         _check_graph(data, sampled)
@@ -197,10 +195,9 @@ def pack_command(  # noqa: PLR0913 - the command's options
     from fivefold.gnn.data import Dataset  # noqa: PLC0415 - loads numba
     from fivefold.gnn.packing import pack, read_plan  # noqa: PLC0415
     from fivefold.gnn.sampling import SampleFile  # noqa: PLC0415
-    from fivefold.units import parse_bytes  # noqa: PLC0415
 
     made = read_plan(plan)
-    memory_bytes = made.budgets.host_bytes if memory is None else parse_bytes(memory)
+    memory_bytes = made.budgets.host_bytes if memory is None else bytes_of(memory)
     with (
         Dataset.open(dataset) as data,
         SampleFile.open(samples) as sampled,
@@ -272,7 +269,7 @@ def _probe(folder: Path) -> DiskProfile:
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> Any:
     if value not in allowed:
-        raise ConfigurationError(f"{name} is {value!r}", hint=f"use one of {', '.join(allowed)}")
+        raise ArgumentError(f"{name} is {value!r}", hint=f"use one of {', '.join(allowed)}")
     return value
 
 
@@ -280,7 +277,7 @@ def _numbers(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise ConfigurationError(
+        raise ArgumentError(
             f"fanouts is {text!r}", hint="write whole numbers with commas, such as 10,10,10"
         ) from None
 
@@ -315,7 +312,7 @@ def _facts_of_plan(plan: Plan) -> dict[str, Any]:
 
 def _write_result(facts: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
-        sys.stdout.write(json.dumps(facts) + "\n")
+        typer.echo(json.dumps(facts))
         return
     for name, value in facts.items():
         typer.echo(f"{name}: {value}")

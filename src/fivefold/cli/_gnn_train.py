@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from fivefold.cli._arguments import bytes_of
+
 __all__ = ["infer_command", "train_command"]
 
 
@@ -78,9 +80,8 @@ def infer_command(
         FivefoldError: Whatever inference met; the entry point prints it.
     """
     from fivefold.gnn.training import infer_run, show_progress  # noqa: PLC0415 - loads torch
-    from fivefold.units import parse_bytes  # noqa: PLC0415 - keeps --help fast
 
-    memory_bytes = parse_bytes(memory)
+    memory_bytes = bytes_of(memory)
     with show_progress("inference") as progress:
         result = infer_run(
             run,

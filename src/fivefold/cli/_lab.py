@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from fivefold.cli._arguments import ArgumentError, seconds_of, topology_of, typed_arguments
 from fivefold.cli._help import help_text
-from fivefold.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from fivefold.lab import Capabilities, LabResult, LabSpec
@@ -164,13 +164,14 @@ def run(  # noqa: PLR0913 - one parameter per option of the command line
     from fivefold.lab import LabSpec, run_lab  # noqa: PLC0415 - keeps --help fast
 
     links = {"hosts": hosts, "rate": rate} if topology is None else _links_of(topology, rate)
-    spec = LabSpec(
-        **links, delay=delay, jitter=jitter, loss=loss, nproc_per_host=nproc_per_host, mtu=mtu,
-        seed=seed, classes=classes,
-        host_rates=_by_host("--host-rate", host_rate or [], example="1=50Mbit/s"),
-        host_classes=_host_classes(host_class or []),
-        aggregators={node: {} for node in sum_at or []},
-    )  # fmt: skip
+    with typed_arguments():
+        spec = LabSpec(
+            **links, delay=delay, jitter=jitter, loss=loss, nproc_per_host=nproc_per_host,
+            mtu=mtu, seed=seed, classes=classes,
+            host_rates=_by_host("--host-rate", host_rate or [], example="1=50Mbit/s"),
+            host_classes=_host_classes(host_class or []),
+            aggregators={node: {} for node in sum_at or []},
+        )  # fmt: skip
     if _is_plan(command):
         _run_plan(Path(command[0]), spec, timeout)
         return
@@ -183,9 +184,7 @@ def run(  # noqa: PLR0913 - one parameter per option of the command line
 
 
 def _seconds(text: str | None) -> Any:
-    from fivefold.units import parse_duration_s  # noqa: PLC0415 - keeps --help fast
-
-    return None if text is None else parse_duration_s(text)
+    return None if text is None else seconds_of(text)
 
 
 def check(
@@ -224,9 +223,7 @@ def clean() -> None:
 
 def _links_of(topology: str, rate: str | None) -> dict[str, Any]:
     """Hosts and links of a topology; ``--rate`` is that of a generated one's links."""
-    from fivefold.network.topology import parse_topology  # noqa: PLC0415 - keeps --help fast
-
-    described = parse_topology(topology, **({} if rate is None else {"bandwidth": rate}))
+    described = topology_of(topology, bandwidth=rate)
     return {"hosts": described.num_ranks, "topology": described.to_toml()}
 
 
@@ -240,7 +237,7 @@ def _run_plan(path: Path, spec: LabSpec, timeout: str | None) -> None:
     from fivefold.lab import LabSpec  # noqa: PLC0415 - as above
 
     if spec != LabSpec(delay="0ms", jitter="0ms"):  # as the options' defaults are spelled
-        raise ConfigurationError(
+        raise ArgumentError(
             f"the plan {path} brings its own cluster; got options for {spec.describe()} besides",
             hint="leave them out",
         )
@@ -253,7 +250,7 @@ def _by_host(option: str, texts: list[str], *, example: str) -> dict[int, str]:
         host, separator, value = text.partition("=")
         if not separator or not host.strip().isdecimal():
             name = option.rpartition("-")[2].upper()
-            raise ConfigurationError(
+            raise ArgumentError(
                 f"{option} {text!r} is not HOST={name}", hint=f"write for example {example}"
             )
         found[int(host)] = value.strip()
@@ -264,7 +261,7 @@ def _host_classes(texts: list[str]) -> dict[int, int]:
     found = _by_host("--host-class", texts, example="1=0")
     for host, own in found.items():
         if not own.isdecimal():
-            raise ConfigurationError(
+            raise ArgumentError(
                 f"--host-class {host}={own} names no class", hint="classes are numbered from 0"
             )
     return {host: int(own) for host, own in found.items()}

@@ -85,14 +85,14 @@ def main() -> None:
     """Run the command line; the only place that ends the process.
 
     Raises:
-        SystemExit: Always, with 0 for success, 1 for a user's error, 2 for an infeasible
-            request, 3 for an internal error and 130 after Ctrl-C.
+        SystemExit: Always, with 0 for success, 1 for a failure, 2 for a wrong command line, 3
+            for a request that nothing satisfies and 130 after Ctrl-C.
 
     Examples:
         $ fivefold --version
     """
     try:
-        # Not standalone, because typer's own exit code for a wrong option is our "infeasible".
+        # Not standalone: typer would print errors in a form of its own.
         code = app(standalone_mode=False)
     except KeyboardInterrupt:
         sys.exit(_INTERRUPTED)

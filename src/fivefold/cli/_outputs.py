@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from fivefold.cli._arguments import ArgumentError
 from fivefold.errors import ConfigurationError
 
 __all__ = ["require_picture", "require_writable"]
@@ -42,9 +43,9 @@ def require_picture(path: Path | None) -> None:
     """Refuse a picture in a format that is not drawn.
 
     Raises:
-        ConfigurationError: The ending is not that of a picture.
+        ArgumentError: The ending is not that of a picture.
     """
     if path is not None and path.suffix not in _PICTURES:
-        raise ConfigurationError(
+        raise ArgumentError(
             f"a picture cannot be saved as {str(path)!r}", hint="use .png, .svg or .pdf"
         )

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fivefold.cli._arguments import ArgumentError
 from fivefold.cli._outputs import require_writable
-from fivefold.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from fivefold.strategy import Cluster, Job, Prediction, SearchResult
@@ -87,7 +87,7 @@ def plan_command(  # noqa: PLR0913 - each option is a parameter
 
     if megatron and as_json:
         message = "--megatron and --json both write to standard output"
-        raise ConfigurationError(message, hint="give one of them; --write FOLDER keeps the flags")
+        raise ArgumentError(message, hint="give one of them; --write FOLDER keeps the flags")
     require_writable(output, write, report)
     where = load_cluster(cluster)
     what = load_job(job, cluster=where)

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from fivefold.cli._arguments import bytes_of, seconds_of
 from fivefold.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -58,7 +59,6 @@ def profile_command(
     import torch.distributed as dist  # noqa: PLC0415 - as above
 
     from fivefold.network.profiling import profile_links  # noqa: PLC0415 - as above
-    from fivefold.units import parse_bytes, parse_duration_s  # noqa: PLC0415 - as above
 
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in os.environ]
     if missing:
@@ -67,8 +67,8 @@ def profile_command(
             hint="start it as ranks: fivefold lab run -- fivefold profile, or "
             "torchrun --nproc-per-node 4 --no-python fivefold profile",
         )
-    sizes_bytes = [parse_bytes(size.strip()) for size in sizes.split(",")]
-    wait = dt.timedelta(seconds=parse_duration_s(timeout))
+    sizes_bytes = [bytes_of(size.strip()) for size in sizes.split(",")]
+    wait = dt.timedelta(seconds=seconds_of(timeout))
     chosen = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     if chosen == "nccl":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fivefold.cli._arguments import topology_of
 from fivefold.cli._help import help_text
+from fivefold.cli._outputs import require_picture
 
 if TYPE_CHECKING:
     from fivefold.network.topology import Topology
@@ -86,9 +88,7 @@ def show_command(
     as_json: JsonOption = False,
 ) -> None:
     """Describe a topology: its nodes, its links, how far apart ranks are, what limits it."""
-    from fivefold.network.topology import parse_topology  # noqa: PLC0415 - keeps --help fast
-
-    found = parse_topology(topology, bandwidth=bandwidth, latency=latency)
+    found = topology_of(topology, bandwidth=bandwidth, latency=latency)
     facts = _facts(found)
     if as_json:
         typer.echo(json.dumps(facts))
@@ -116,12 +116,10 @@ def draw_command(
     title: Annotated[str | None, typer.Option(help="Heading of the picture.")] = None,
 ) -> None:
     """Draw a topology as a picture."""
-    from fivefold.network.topology import (  # noqa: PLC0415 - keeps --help fast
-        draw_topology,
-        parse_topology,
-    )
+    from fivefold.network.topology import draw_topology  # noqa: PLC0415 - keeps --help fast
 
-    found = parse_topology(topology, bandwidth=bandwidth, latency=latency)
+    require_picture(output)
+    found = topology_of(topology, bandwidth=bandwidth, latency=latency)
     draw_topology(found, output, link_loads=_read_loads(loads), title=title)
     typer.echo(f"picture: {output}", err=True)
 
@@ -137,9 +135,7 @@ def convert_command(
     name: Annotated[str | None, typer.Option(help="Name to give it.")] = None,
 ) -> None:
     """Write a topology as a TOML file that can be edited and given to every command."""
-    from fivefold.network.topology import parse_topology  # noqa: PLC0415 - keeps --help fast
-
-    found = parse_topology(topology, bandwidth=bandwidth, latency=latency)
+    found = topology_of(topology, bandwidth=bandwidth, latency=latency)
     text = (found.renamed(name) if name else found).to_toml()
     if output is None:
         typer.echo(text, nl=False)

@@ -11,7 +11,6 @@ from fivefold.errors import FivefoldError
 
 __all__ = ["end_without_waiting", "exit_code"]
 
-_INTERNAL_ERROR = 3
 _INTERRUPTED = 130
 
 
@@ -21,7 +20,7 @@ def exit_code(error: BaseException | None) -> int:
         return 0
     if isinstance(error, KeyboardInterrupt):
         return _INTERRUPTED
-    return error.exit_code if isinstance(error, FivefoldError) else _INTERNAL_ERROR
+    return getattr(error, "exit_code", FivefoldError.exit_code)
 
 
 def end_without_waiting(code: int) -> None:

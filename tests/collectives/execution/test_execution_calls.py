@@ -223,7 +223,15 @@ DIFFERENT = {
 }
 
 
-@pytest.mark.parametrize(("world", "pair"), [(2, name) for name in DIFFERENT] + [(3, "broadcast")])
+# One of each kind in every run: another collective, another size, one that the inner backend does.
+@pytest.mark.parametrize(
+    ("world", "pair"),
+    [(2, "size"), (2, "inner"), (3, "broadcast")]
+    + [
+        pytest.param(2, name, marks=pytest.mark.nightly)
+        for name in ("broadcast", "root", "operation", "type", "both inner")
+    ],
+)
 def test_swapped_calls_are_an_error_that_names_both(world, pair):
     def work(rank):
         group = group_of(30)

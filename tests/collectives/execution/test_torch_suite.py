@@ -40,6 +40,7 @@ def test_some_of_torchs_tests_pass():
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(2500)  # each half has 1,200 s of its own
 def test_all_that_passes_on_gloo_passes():
     on_gloo = outcomes("gloo", [], 1200)
     passed = [name for name, outcome in on_gloo.items() if outcome == "passed"]

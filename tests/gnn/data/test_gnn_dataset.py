@@ -146,25 +146,25 @@ def test_ingest_command(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "code", "message"),
     [
-        (["ingest", "{0}/none", "{0}/out"], "there is no"),
-        (["ingest", "{0}", "{0}/out"], "nothing that is known"),
-        (["ingest", "{0}", "{0}/out", "--kind", "dgl"], "source kind"),
-        (["ingest", "{0}", "{0}/out", "--array", "colour=x.npy"], "--array got"),
-        (["ingest", "{0}", "{0}/out", "--memory", "lots"], "holds nothing"),
-        (["ingest", "wordnet", "{0}/out", "--folder", "{0}"], "data.noun"),
-        (["ingest", "wordnet", "{0}/out", "--undirected"], "does not fit the source wordnet"),
-        (["ingest", "{0}", "{0}/out", "--dim", "5"], "does not fit the source"),
-        (["generate", "{0}/out", "--nodes", "5", "--option", "p_in=many"], "--option p_in"),
-        (["generate", "{0}/out", "--nodes", "5", "--dtype", "int4"], "dtype is"),
-        (["info", "{0}"], "holds no data set"),
+        (["ingest", "{0}/none", "{0}/out"], 1, "there is no"),
+        (["ingest", "{0}", "{0}/out"], 1, "nothing that is known"),
+        (["ingest", "{0}", "{0}/out", "--kind", "dgl"], 1, "source kind"),
+        (["ingest", "{0}", "{0}/out", "--array", "colour=x.npy"], 2, "--array got"),
+        (["ingest", "{0}", "{0}/out", "--memory", "lots"], 2, "'lots' is not a size"),
+        (["ingest", "wordnet", "{0}/out", "--folder", "{0}"], 1, "data.noun"),
+        (["ingest", "wordnet", "{0}/out", "--undirected"], 2, "does not fit the source wordnet"),
+        (["ingest", "{0}", "{0}/out", "--dim", "5"], 2, "does not fit the source"),
+        (["generate", "{0}/out", "--nodes", "5", "--option", "p_in=many"], 2, "--option p_in"),
+        (["generate", "{0}/out", "--nodes", "5", "--dtype", "int4"], 1, "dtype is"),
+        (["info", "{0}"], 1, "holds no data set"),
     ],
 )
-def test_mistakes_are_explained(tmp_path, capsys, monkeypatch, arguments, message):
+def test_mistakes_are_explained(tmp_path, capsys, monkeypatch, arguments, code, message):
     arguments = [argument.format(tmp_path) for argument in arguments]
-    code, out, err = run(capsys, monkeypatch, *arguments)
-    assert code == 1, err
+    got, out, err = run(capsys, monkeypatch, *arguments)
+    assert got == code, err
     assert message in " ".join(err.split())
     assert "hint:" in err
     assert out == ""

@@ -97,7 +97,7 @@ def run(arguments, monkeypatch, capsys):
 def test_errors_are_two_lines(arguments, words, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     code, text = run(arguments, monkeypatch, capsys)
-    assert code == 1
+    assert code == 2
     assert words in text
     assert [line.partition(":")[0] for line in text.splitlines()] == ["error", "hint"]
     assert list(tmp_path.iterdir()) == []
