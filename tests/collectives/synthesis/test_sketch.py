@@ -7,13 +7,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fivefold.collectives.schedules import all_gather, all_reduce, all_to_all, broadcast
+from fivefold.collectives.schedules import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    reduce_scatter,
+    verify,
+)
 from fivefold.collectives.synthesis import (
     Sketch,
     SwitchSketch,
     derive_sketch,
     published_sketch,
     published_sketch_names,
+    taccl,
 )
 from fivefold.collectives.synthesis._sketched import rotation, sketched
 from fivefold.errors import ConfigurationError, DataError, InfeasibleError
@@ -21,9 +29,11 @@ from fivefold.network.topology import (
     TacclProfile,
     fully_connected,
     hypercube,
+    line,
     mesh,
     named_topology,
     ring,
+    switch,
     torus,
 )
 
@@ -139,17 +149,40 @@ def test_chunks_leave_a_box_only_through_their_sender():
         assert instance.sources[allowed].tolist() == [chunk]
 
 
-def test_a_switch_of_direct_links_is_shared_each_way():
-    """Under a hyperedge all links of a rank share the rate of one, as behind a real switch."""
+@pytest.mark.parametrize("policy", ["uc-min", "uc-max", "any"])
+def test_a_switch_of_direct_links_takes_the_links_that_there_are(policy):
+    """The policy counts connections; what links share is for the topology to say."""
     topology = fully_connected(4, bandwidth=1e9)
-    switch = Sketch(switches=(SwitchSketch(ranks=(0, 1, 2, 3), policy="uc-min"),))
-    plain = sketched(all_gather(4), topology, Sketch()).logical
-    shared = sketched(all_gather(4), topology, switch)
-    assert plain.instance.num_resources == 12
-    assert shared.logical.instance.num_resources == 12 + 2 * 4
-    assert set(shared.policies.tolist()) == {1}
-    users = shared.logical.instance.users_of_resources()
-    assert sorted(len(links) for links in users) == [1] * 12 + [3] * 8
+    plan = Sketch(switches=(SwitchSketch(ranks=(0, 1, 2, 3), policy=policy),))
+    result = taccl(all_gather(4), topology, plan, size_bytes=4e9, time_limit_s=0.5)
+    verify(result.schedule, topology=topology, check_times=True)
+    assert result.time_s == pytest.approx(1.0)
+    assert result.routing_bound_s <= 1.0 + 1e-9
+
+
+@st.composite
+def drawn_topologies(draw):
+    count = draw(st.integers(1, 6))
+    rates, latencies = st.sampled_from([1e9, 3e9]), st.sampled_from([0.0, 1e-6])
+    make = draw(st.sampled_from([ring, fully_connected, line, switch]))
+    return make(count, bandwidth=draw(rates), latency=draw(latencies))
+
+
+@settings(deadline=None)
+@given(
+    drawn_topologies(),
+    sketches,
+    st.sampled_from([all_gather, all_reduce, all_to_all, broadcast, reduce_scatter]),
+)
+def test_a_sketch_gives_a_schedule_of_the_topology_or_is_refused(topology, sketch, make):
+    try:
+        result = taccl(
+            make(topology.num_ranks), topology, sketch, size_bytes=1e6, time_limit_s=0.03
+        )
+    except (ConfigurationError, InfeasibleError):
+        return
+    verify(result.schedule, topology=topology, check_times=True)
+    assert result.routing_bound_s <= result.time_s * (1 + 1e-3)  # solvers count in whole units
 
 
 def test_rotations():

@@ -60,11 +60,13 @@ def test_dgx2_two_boxes_take_31_epochs():
     """Section 8.6, tight: 31 chunks must enter every odd GPU over one link."""
     topology = named_topology("dgx2", boxes=2)
     model = SlotModel(symmetries=[rotated(2, 16, 32), rotated(16, 32, 32)])
-    result = slotted(all_gather(32), topology, size_bytes=GB, model=model)
-    assert result.schedule.attributes["slots"] == 31
-    assert result.schedule.attributes["optimal"]
-    verify(result.schedule, topology=topology, check_times=True)
-    assert 0.00775 <= result.schedule.ends_s.max() <= 0.00775 + 1e-5
+    # A third of the limit goes to each length: on a busy machine 20 s were too few for 31 slots.
+    result = slotted(all_gather(32), topology, size_bytes=GB, model=model, time_limit_s=900)
+    schedule = result.require()
+    assert schedule.attributes["slots"] == 31
+    assert schedule.attributes["optimal"]
+    verify(schedule, topology=topology, check_times=True)
+    assert 0.00775 <= schedule.ends_s.max() <= 0.00775 + 1e-5
     refused = slotted(all_gather(32), topology, size_bytes=GB, slots=30)
     assert refused.status == "infeasible"
 

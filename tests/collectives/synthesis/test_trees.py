@@ -306,5 +306,5 @@ def test_what_trees_do_not_do():
 
 
 def test_out_of_time():
-    with pytest.raises(InfeasibleError, match=r"found in 0\.0 s"):
+    with pytest.raises(InfeasibleError, match=r"found within 0 s"):
         spanning_trees(torus((4, 4)), time_limit_s=0.0)

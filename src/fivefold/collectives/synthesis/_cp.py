@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from fivefold.collectives.synthesis._deadline import time_left_s
 from fivefold.errors import UnsupportedError
 
 __all__ = ["CpOutcome", "new_model", "solve"]
@@ -82,6 +83,7 @@ def solve(
     """
     cp_model = _cp_model()
     solver = cp_model.CpSolver()
+    time_limit_s = min(time_limit_s, time_left_s())
     if time_limit_s <= 0:
         return CpOutcome("unknown", solver, 0.0, 0.0)
     solver.parameters.max_time_in_seconds = time_limit_s

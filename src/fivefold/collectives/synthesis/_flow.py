@@ -20,6 +20,7 @@ from scipy.optimize import linprog
 from scipy.sparse import coo_array, hstack
 from scipy.sparse.csgraph import dijkstra
 
+from fivefold.collectives.synthesis._deadline import check_time, time_left_s
 from fivefold.collectives.synthesis._flow_symmetry import Symmetry, symmetry_of
 from fivefold.errors import ConfigurationError, InfeasibleError, UnsupportedError
 from fivefold.network.topology import Topology
@@ -220,7 +221,9 @@ def _solve(
         A_eq=hstack([balance, coo_array((count * nodes, 1))]).tocsr(),
         b_eq=needs.reshape(-1),
         method="highs",
+        options={"time_limit": max(time_left_s(), 0.0)} if np.isfinite(time_left_s()) else {},
     )
+    check_time()
     if result.status != 0:
         raise InfeasibleError(f"the flow program has no solution: {result.message}")
     base = result.x[:-1].reshape(count, links)

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse.csgraph import dijkstra
 
+from fivefold.collectives.synthesis._deadline import check_time
 from fivefold.collectives.synthesis._flow import Floats, FlowOptimum, graph_of_links
 from fivefold.network.topology import Topology
 
@@ -56,6 +57,7 @@ def _strip(flow: FlowOptimum, source: int) -> dict[int, list[Path]]:
         wanted = float(flow.demands[source, target])
         paths: list[Path] = []
         while wanted > dust:
+            check_time()
             end = topology.node_of_rank(target)
             path = _trace(left, entering, tails, (start, end))
             if path is None:  # the rest is the solver's rounding
@@ -108,6 +110,7 @@ def _add_cheapest(
     for (source, target), paths in table.items():
         known = set(paths)
         away = to_rank[target]
+        check_time()
         for _ in range(more):
             node, path = topology.node_of_rank(source), []
             while node != topology.node_of_rank(target):
@@ -147,6 +150,7 @@ def spread_chunks(
     for sweep in range(sweeps):
         changed = False
         for chunk, paths in enumerate(options):
+            check_time()
             if len(paths) == 1 and sweep:
                 continue
             if chosen[chunk] >= 0:

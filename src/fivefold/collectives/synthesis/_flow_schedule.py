@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.collectives.schedules import Collective, Schedule
+from fivefold.collectives.synthesis._deadline import OutOfTime, time_limit
 from fivefold.collectives.synthesis._dispatch import dispatch
 from fivefold.collectives.synthesis._flow import FlowOptimum, all_to_all_optimum
 from fivefold.collectives.synthesis._flow_paths import Path, flow_paths, spread_chunks
@@ -28,6 +29,7 @@ def all_to_all_flow(
     *,
     size_bytes: float | None = None,
     optimum: FlowOptimum | None = None,
+    time_limit_s: float | None = None,
 ) -> Schedule:
     """Route the chunks of an all-to-all along an optimal flow.
 
@@ -38,6 +40,7 @@ def all_to_all_flow(
         size_bytes: Size for which transfers get times in the serial model; None for none.
         optimum: The flow, where it is at hand; None to compute it. Where that would take too
             long, the shortest routes are taken, and the schedule's attributes say so.
+        time_limit_s: When to give the flow up for the shortest routes; None for never.
 
     Returns:
         The schedule. Its attributes hold ``routing``, ``"flow"`` or ``"shortest"``.
@@ -60,10 +63,12 @@ def all_to_all_flow(
     np.add.at(demands, (sources, targets), collective.chunk_weights[moved])
     routing = "flow"
     try:
-        table = flow_paths(all_to_all_optimum(topology, demands) if optimum is None else optimum)
-        weights = collective.chunk_weights[moved]
-        paths = _as_rows(spread_chunks(topology, (sources, targets), weights, table))
-    except UnsupportedError:
+        with time_limit(time_limit_s):
+            flow = all_to_all_optimum(topology, demands) if optimum is None else optimum
+            weights = collective.chunk_weights[moved]
+            table = flow_paths(flow)
+            paths = _as_rows(spread_chunks(topology, (sources, targets), weights, table))
+    except (OutOfTime, UnsupportedError):
         routing, routes = "shortest", topology.routes(sources, targets)
         paths = (np.asarray(routes.offsets, np.int64), np.asarray(routes.links))
     schedule = _hops(collective, topology, moved, paths, by_need=size_bytes is not None)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from fivefold.collectives.synthesis._deadline import check_time
 from fivefold.network.topology import Topology
 
 __all__ = ["Symmetry", "symmetry_of"]
@@ -111,6 +112,7 @@ class _Search:
 
     def refined(self, colours: Colours, node: int) -> Colours:
         """Colours after one node has been marked."""
+        check_time()
         self.refinements += 1
         marked = colours.copy()
         marked[node] = _mixed(marked[node : node + 1] + np.uint64(7))[0]

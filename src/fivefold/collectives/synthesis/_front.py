@@ -22,6 +22,7 @@ from fivefold.collectives.schedules import (
 )
 from fivefold.collectives.synthesis._bound import bound_of
 from fivefold.collectives.synthesis._cache import cache_key, load, store
+from fivefold.collectives.synthesis._deadline import SLACK_S, time_left_s, time_limit
 from fivefold.collectives.synthesis._methods import METHODS, SHARES, in_auto
 from fivefold.collectives.synthesis._request import Request
 from fivefold.collectives.synthesis._sketch import Sketch
@@ -163,7 +164,9 @@ def synthesize(
         method: "auto", "library", "trees", "matching", "flow", "taccl", "slotted" or
             "k_synchronous".
         sketch: For TACCL; given with "auto" only TACCL is asked.
-        time_limit_s: Limit of the whole search. A method that has begun ends its current step.
+        time_limit_s: Limit of the whole search, with the building of models. Where there is no
+            schedule by then, or for 0, the search has two seconds more. Verifying and pricing
+            a schedule (a second or two per million transfers) is not interrupted.
         options: Cost model, root, seed, cache, progress.
 
     Returns:
@@ -318,12 +321,14 @@ class _Search:
         started_s = time.perf_counter()
         best_s, note = None, "nothing fits"
         try:
-            for schedule, solver_s in METHODS[name](self._share(name)):
-                time_s = self._consider(schedule, name, solver_s)
-                if best_s is None or time_s < best_s:
-                    best_s, note = time_s, schedule.name
-                if time_s <= self.enough_s:
-                    break
+            share = self._share(name)
+            with time_limit(share.left_s(), slack_s=SLACK_S):
+                for schedule, solver_s in METHODS[name](share):
+                    time_s = self._consider(schedule, name, solver_s)
+                    if best_s is None or time_s < best_s:
+                        best_s, note = time_s, schedule.name
+                    if time_s <= self.enough_s or time_left_s() <= 0:
+                        break
         except (ConfigurationError, InfeasibleError, UnsupportedError) as error:
             if best_s is None:
                 note = error.message

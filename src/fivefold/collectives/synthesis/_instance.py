@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from fivefold.collectives.synthesis._deadline import check_time
 from fivefold.errors import ConfigurationError, InfeasibleError
 
 __all__ = ["UNREACHABLE", "Instance", "Orbits", "Reach", "prune", "reach"]
@@ -94,6 +95,7 @@ class Reach:
             first = self.earliest[chunk, instance.sources]
             end = length - self.remaining[chunk, instance.targets] - delays + 1
             useful = (end > first) & ~np.isin(instance.targets, sorted(holders))
+            check_time()
             for link in np.flatnonzero(useful).tolist():
                 yield chunk, link, int(first[link]), int(end[link])
 
@@ -121,6 +123,7 @@ def reach(instance: Instance, times: Sequence[int] | NDArray[np.int64]) -> Reach
     shape = (instance.num_chunks, instance.num_ranks)
     earliest, remaining = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     for chunk in range(instance.num_chunks):
+        check_time()
         holders, wanted = sorted(instance.holders[chunk]), sorted(instance.wanted[chunk])
         earliest[chunk] = _least(distances, holders)
         remaining[chunk] = _least(distances.T, wanted)
@@ -191,6 +194,7 @@ def _merge(labels: NDArray[np.int64], maps: list[NDArray[np.int64]]) -> NDArray[
     """The least number in each orbit, by passing labels along the maps until nothing changes."""
     changed = bool(maps)
     while changed:
+        check_time()
         before = labels.copy()
         for image in maps:
             least = np.minimum(labels, labels[image])
@@ -232,6 +236,7 @@ def map_chunks(instance: Instance, permutation: NDArray[np.int32]) -> NDArray[np
         raise ConfigurationError(message)
     kinds: dict[tuple[frozenset[int], frozenset[int]], list[int]] = {}
     for chunk in range(instance.num_chunks):
+        check_time()
         kinds.setdefault((instance.holders[chunk], instance.wanted[chunk]), []).append(chunk)
     image = np.zeros(instance.num_chunks, np.int64)
     for (holders, wanted), chunks in kinds.items():

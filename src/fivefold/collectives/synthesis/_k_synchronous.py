@@ -18,6 +18,7 @@ from fractions import Fraction
 import numpy as np
 
 from fivefold.collectives.schedules import Collective, Schedule, bandwidth_bound
+from fivefold.collectives.synthesis._deadline import OutOfTime, time_limit
 from fivefold.collectives.synthesis._instance import Instance, reach
 from fivefold.collectives.synthesis._k_synchronous_core import StepPlan, search_steps
 from fivefold.collectives.synthesis._logical import (
@@ -62,7 +63,7 @@ def k_synchronous(
         topology: Where.
         steps: Steps S.
         rounds: Rounds R, at least S.
-        time_limit_s: Limit of each solver call.
+        time_limit_s: Limit of each solver call, with the building of its model.
         seed: Seed of the solver.
 
     Returns:
@@ -122,14 +123,18 @@ def _find(
         raise Undecided(f"{what}: not decided, for there was no time")
     if steps == 0:
         return _schedule(logical, StepPlan((), ()), unit_bytes_per_s), 0.0
-    outcome, plan = search_steps(
-        logical.instance,
-        capacities.tolist(),
-        steps=steps,
-        rounds=rounds,
-        time_limit_s=time_limit_s,
-        seed=seed,
-    )
+    try:
+        with time_limit(time_limit_s):
+            outcome, plan = search_steps(
+                logical.instance,
+                capacities.tolist(),
+                steps=steps,
+                rounds=rounds,
+                time_limit_s=time_limit_s,
+                seed=seed,
+            )
+    except OutOfTime as late:
+        raise Undecided(f"{what}: {late.message}") from late
     if plan is None:
         if outcome.status == "infeasible":
             raise Refuted(f"{what}: the solver proved that there is none")

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.collectives.synthesis._cp import CpOutcome, new_model, solve
+from fivefold.collectives.synthesis._deadline import check_time
 from fivefold.collectives.synthesis._instance import Instance, Orbits, prune, reach
 
 __all__ = ["StepPlan", "search_steps"]
@@ -51,6 +52,7 @@ class _Model:
         hops = np.ones(instance.num_links, np.int64)
         windows = reach(instance, hops).windows(instance, hops, self.steps)
         for chunk, link, first, end in windows:
+            check_time()
             for step in range(first, end):
                 self.active.append((chunk, link, step))
                 self._variable(chunk, link, step, make=True)
@@ -67,6 +69,7 @@ class _Model:
         into: dict[tuple[int, int], list[tuple[int, Any]]] = {}
         out_of: dict[tuple[int, int], list[tuple[int, Any]]] = {}
         for chunk, link, step in self.active:
+            check_time()
             send = self._variable(chunk, link, step)
             target, source = int(self.instance.targets[link]), int(self.instance.sources[link])
             if first[chunk, target]:
@@ -75,6 +78,7 @@ class _Model:
                 out_of.setdefault((chunk, source), []).append((step, send))
         self._receive_once(into, first)
         for pair, sends in out_of.items():
+            check_time()
             arrivals = into.get(pair, [])
             for step, send in sends:
                 earlier = [arrival for when, arrival in arrivals if when < step]
@@ -96,11 +100,13 @@ class _Model:
         loads: dict[tuple[int, int], list[tuple[int, Any]]] = {}
         for chunk, link, step in self.active:
             key = (int(self.orbits.link_orbits[chunk, link]), step)
+            check_time()
             for resource in self.instance.resources[link]:
                 loads.setdefault((resource, step), []).append((key[0], self.sends[key]))
         seen = set()
         for (resource, step), users in loads.items():
             # Resources that a symmetry makes equal carry the same variables: one row for all.
+            check_time()
             row = (step, capacities[resource], tuple(sorted(orbit for orbit, _ in users)))
             if row not in seen:
                 seen.add(row)

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.collectives.schedules import Collective, Schedule, compose_all_reduce, custom
+from fivefold.collectives.synthesis._deadline import check_time
 from fivefold.collectives.synthesis._instance import Instance
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import Topology
@@ -143,6 +144,7 @@ def _ends_of_chunks(
     collective: Collective,
 ) -> tuple[tuple[frozenset[int], ...], tuple[frozenset[int], ...]]:
     chunks = range(collective.num_chunks)
+    check_time()
     holders = tuple(frozenset(collective.holders(chunk).tolist()) for chunk in chunks)
     wanted = tuple(frozenset(collective.receivers(chunk).tolist()) for chunk in chunks)
     # What a rank holds already it does not want.

@@ -14,8 +14,8 @@ References: TACOS, arXiv 2304.05301.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -26,8 +26,15 @@ from fivefold.collectives.schedules import (
     compose_all_reduce,
     discrete_ingress_bound,
 )
+from fivefold.collectives.synthesis._deadline import (
+    SLACK_S,
+    OutOfTime,
+    check_time,
+    off_the_clock,
+    time_limit,
+)
 from fivefold.collectives.synthesis._matching_fabric import build_fabric, build_neighbourhoods
-from fivefold.collectives.synthesis._matching_kernel import match
+from fivefold.collectives.synthesis._matching_kernel import DONE, match, new_loop
 from fivefold.collectives.synthesis._matching_state import (
     Fabric,
     Holdings,
@@ -46,6 +53,7 @@ _MUCH_FASTER = 4.0
 _MOST_SEEDS = 256
 _SEEDED_TRANSFERS = 2_000_000  # decided in about two seconds
 _DEADLINES = (1.0, 0.99, 0.9, 0.7)  # of the best time so far, in turn
+_TURNS = 64  # between two looks at the clock
 _ROUTE_LINKS = 8  # room per transfer behind switches, on average
 
 
@@ -67,14 +75,15 @@ def matching(
         seeds: Random runs, the best of which is kept; fewer where one meets the lower bound. None
             for 1 to 256, fewer the more transfers there are.
         seed: Of the random choices; the same seed gives the same schedule.
-        time_limit_s: No new run begins after this time; None for no limit.
+        time_limit_s: When to end with the best run so far; the first one has two seconds more.
+            None for no limit. What is compiled at the first use does not count.
 
     Returns:
         The schedule with its times in the serial model, every transfer with its route.
 
     Raises:
         ConfigurationError: The collective is none of these, or an argument is out of range.
-        InfeasibleError: Some rank cannot be reached.
+        InfeasibleError: Some rank cannot be reached, or the time is over.
 
     Examples:
         >>> from fivefold.network.topology import torus
@@ -142,14 +151,14 @@ class _Tries:
     seeds: int
     seed: int
     limit_s: float | None
+    started_s: float = field(default_factory=time.perf_counter)
 
-    def numbers(self) -> Iterator[int]:
-        """A number for each run, until the time is over."""
-        started_s = time.monotonic()
-        for number in range(self.seeds):
-            if number and self.limit_s is not None and time.monotonic() - started_s > self.limit_s:
-                return
-            yield number
+    def limit(self, number: int) -> AbstractContextManager[None]:
+        """What a run may take: the first must end, the others are only for better ones."""
+        if self.limit_s is None:
+            return time_limit(None)
+        left_s = self.limit_s - (time.perf_counter() - self.started_s)
+        return time_limit(left_s, slack_s=0.0 if number else SLACK_S)
 
 
 def _best(collective: Collective, topology: Topology, size_bytes: float, tries: _Tries) -> Schedule:
@@ -159,14 +168,20 @@ def _best(collective: Collective, topology: Topology, size_bytes: float, tries: 
     bound_s = discrete_ingress_bound(collective, topology, size_bytes=size_bytes).seconds
     best: Transfers | None = None
     best_s, fresh = np.inf, _prefers_fresh(near)
-    for number in tries.numbers():
+    for number in range(tries.seeds):
         # The second run turns the rule round; later ones keep what was better.
         fresh = fresh if number != 1 else not fresh
         seed = (tries.seed * 1_000_003 + number) * 2 + 1
         # A slow link that takes a chunk late holds up the end: a deadline leaves it to others.
         deadline_s = best_s * _DEADLINES[number % len(_DEADLINES)] if number > 1 else np.inf
         rules = Rules(collective.num_chunks, chunk_bytes, seed, fresh, deadline_s)
-        found = _run(collective, fabric, near, rules)
+        try:
+            with tries.limit(number):
+                found = _run(collective, fabric, near, rules)
+        except OutOfTime:
+            if best is None:
+                raise
+            break
         end_s = float(found.times[1].max(initial=0.0)) if found is not None else np.inf
         if end_s < best_s or best is None:
             best, best_s = found, end_s
@@ -201,7 +216,13 @@ def _run(
         route_offsets=np.zeros(room + 1 if switched else 0, np.int64),
         route_links=np.empty(_ROUTE_LINKS * room if switched else 0, np.int32),
     )
-    done = match(fabric, counted, holdings, transfers, rules)
+    with off_the_clock():
+        loop = new_loop(fabric, transfers, rules.seed)
+        now_s = match(fabric, counted, holdings, transfers, rules, loop, (0.0, 0))
+    while now_s >= 0:
+        check_time()
+        now_s = match(fabric, counted, holdings, transfers, rules, loop, (now_s, _TURNS))
+    done = int(loop.numbers[DONE])
     if done < total and rules.fresh_only and np.isinf(rules.deadline_s):
         # The rule kept a chunk from crossing where its neighbourhood cannot pass it on.
         return _run(collective, fabric, near, rules._replace(fresh_only=False))

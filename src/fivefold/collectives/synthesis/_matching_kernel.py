@@ -21,7 +21,7 @@ from fivefold._compiler import njit
 from fivefold.collectives.synthesis._events import pop_event, push_event
 from fivefold.collectives.synthesis._matching_state import Floats, Longs, Words
 
-__all__ = ["match"]
+__all__ = ["DONE", "match", "new_loop"]
 
 _ONE = np.uint64(1)
 _ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
@@ -175,11 +175,11 @@ class Loop(NamedTuple):
     port_of_link: Longs
 
 
-_EVENTS, _QUEUED, _IDLE, _DONE, _TURN = range(5)
+_EVENTS, _QUEUED, _IDLE, DONE, _TURN = range(5)
 
 
 @njit
-def _new_loop(fabric: Any, transfers: Any, seed: int) -> Any:
+def new_loop(fabric: Any, transfers: Any, seed: int) -> Any:
     num_ports, num_links = len(fabric.ports), len(fabric.sources)
     per_transfer = 1 if len(transfers.route_offsets) == 0 else 4
     room = len(transfers.chunks) * per_transfer + num_links
@@ -255,7 +255,7 @@ def _send(
     when: tuple[float, float, float], size: float,
 ) -> None:  # fmt: skip
     """Write a transfer down, occupy its links and announce its arrival."""
-    number = loop.numbers[_DONE]
+    number = loop.numbers[DONE]
     transfers.chunks[number], transfers.ports[number], transfers.ends[number] = what
     now_s, held_s, end_s = when
     transfers.times[0, number], transfers.times[1, number] = now_s, end_s
@@ -271,7 +271,7 @@ def _send(
         if loop.free_s[link] < end_s:
             waiting = push_event(loop.heap, waiting, loop.free_s[link], -1 - link)
     loop.numbers[_EVENTS] = waiting
-    loop.numbers[_DONE] += 1
+    loop.numbers[DONE] += 1
 
 
 @njit
@@ -339,8 +339,11 @@ def _advance(fabric: Any, holdings: Any, transfers: Any, loop: Any) -> float:
 
 
 @njit
-def match(fabric: Any, near: Any, holdings: Any, transfers: Any, rules: Any) -> int:
-    """Decide transfers until every chunk has arrived or nothing more can be sent.
+def match(
+    fabric: Any, near: Any, holdings: Any, transfers: Any, rules: Any, loop: Any,
+    clock: tuple[float, int],
+) -> float:  # fmt: skip
+    """Decide transfers for some turns, so that the caller can look at the clock in between.
 
     Args:
         fabric: The network.
@@ -348,13 +351,16 @@ def match(fabric: Any, near: Any, holdings: Any, transfers: Any, rules: Any) -> 
         holdings: Who has what; changed.
         transfers: Room for the result.
         rules: How to decide.
+        loop: Of ``new_loop``; changed.
+        clock: What the last call returned, 0 at first, and how many turns to take.
 
     Returns:
-        Number of transfers decided.
+        The time at which to go on; -1 where every chunk has arrived or nothing can be sent.
     """
-    loop, now_s = _new_loop(fabric, transfers, rules.seed), 0.0
-    while True:
+    now_s, turns = clock
+    for _ in range(turns):
         _serve_queue(fabric, near, holdings, transfers, loop, rules, now_s)
         if loop.numbers[_EVENTS] == 0:
-            return int(loop.numbers[_DONE])
+            return -1.0
         now_s = _advance(fabric, holdings, transfers, loop)
+    return now_s

@@ -105,7 +105,12 @@ def _matching(request: Request) -> Iterator[Candidate]:
 def _flow(request: Request) -> Iterator[Candidate]:
     for _, collective in request.chunkings(most=8):
         started_s = time.perf_counter()
-        schedule = all_to_all_flow(collective, request.topology, size_bytes=request.size_bytes)
+        schedule = all_to_all_flow(
+            collective,
+            request.topology,
+            size_bytes=request.size_bytes,
+            time_limit_s=request.left_s(),
+        )
         yield schedule, time.perf_counter() - started_s
         if request.left_s(0.5) < 2 * (time.perf_counter() - started_s):
             return

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.collectives.schedules import Collective
+from fivefold.collectives.synthesis._deadline import check_time
 from fivefold.collectives.synthesis._instance import Instance, map_chunks, map_links
 from fivefold.collectives.synthesis._logical import (
     Logical,
@@ -92,7 +92,6 @@ def sketched(collective: Collective, topology: Topology, sketch: Sketch) -> Sket
 
     boxes = [range(box * size, (box + 1) * size) for box in range(sketch.boxes)]
     logical = logical_of(collective, topology, allow=allow, boxes=boxes)
-    logical = _with_switches(logical, sketch.switches, size)
     allowed = _allowed(logical, sketch, size)
     _check_ways(logical, allowed, sketch)
     permutations = tuple(rotation(*pair, num_ranks=count) for pair in sketch.symmetry)
@@ -110,38 +109,6 @@ def _check_ranks(sketch: Sketch, size: int) -> None:
     if max(named, default=0) >= size:
         message = f"sketch {sketch.name!r} names rank {max(named)}, but a box has {size} ranks"
         raise ConfigurationError(message, hint="ranks of a sketch are counted inside a box")
-
-
-def _with_switches(logical: Logical, switches: Sequence[SwitchSketch], size: int) -> Logical:
-    """Add what a switch shares where the topology does not show it: one way in, one way out.
-
-    A rank's links to the others under the switch then share the rate of one of them, each way.
-    """
-    instance, extra = logical.instance, len(logical.capacities_bytes_per_s)
-    resources = [list(route) for route in instance.resources]
-    rates = list(logical.capacities_bytes_per_s)
-    for switch in switches:
-        shared: dict[tuple[int, str], int] = {}
-        for link in _links_under(instance, switch, size):
-            if len(instance.resources[link]) > 1:
-                continue  # the route shows the switch
-            rate = logical.capacities_bytes_per_s[instance.resources[link][0]]
-            ends = int(instance.sources[link]), int(instance.targets[link])
-            for key in ((ends[0], "out"), (ends[1], "in")):
-                if key not in shared:
-                    shared[key] = extra
-                    rates.append(rate)
-                    extra += 1
-                resources[link].append(shared[key])
-    if extra == len(logical.capacities_bytes_per_s):
-        return logical
-    return replace(
-        logical,
-        instance=replace(
-            instance, resources=tuple(tuple(r) for r in resources), num_resources=extra
-        ),
-        capacities_bytes_per_s=np.array(rates, np.float64),
-    )
 
 
 def _links_under(instance: Instance, switch: SwitchSketch, size: int) -> list[int]:
@@ -169,6 +136,7 @@ def _allowed(logical: Logical, sketch: Sketch, size: int) -> NDArray[np.bool_]:
     if sketch.senders is None:
         return allowed
     for chunk, holders in enumerate(instance.holders):
+        check_time()
         for holder in holders:
             sender = sketch.sender_of(holder % size)
             leaves = logical.crosses & (instance.sources // size == holder // size)
@@ -180,6 +148,7 @@ def _allowed(logical: Logical, sketch: Sketch, size: int) -> NDArray[np.bool_]:
 def _check_ways(logical: Logical, allowed: NDArray[np.bool_], sketch: Sketch) -> None:
     instance = logical.instance
     for chunk in range(instance.num_chunks):
+        check_time()
         seen = set(instance.holders[chunk])
         stack = list(seen)
         links = np.flatnonzero(allowed[chunk])
@@ -314,6 +283,7 @@ def _symmetries(logical: Logical) -> tuple[tuple[int, int], ...]:
     group = {tuple(range(count))}
     for block in reversed(_divisors(count)):
         for offset in _divisors(block)[:-1]:
+            check_time()
             permutation = rotation(offset, block, num_ranks=count)
             if tuple(permutation.tolist()) in group:
                 break
@@ -333,6 +303,7 @@ def _generated(
     generators = [*group, element]
     larger, fresh = set(group), [element]
     while fresh:
+        check_time()
         member = fresh.pop()
         if member in larger:
             continue

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from fivefold.collectives.schedules import Collective, Schedule, evaluate, with_times
 from fivefold.collectives.synthesis._bound import bound_of
+from fivefold.collectives.synthesis._deadline import OutOfTime, time_limit
 from fivefold.collectives.synthesis._instance import Orbits, reach
 from fivefold.collectives.synthesis._logical import (
     Logical,
@@ -145,7 +146,11 @@ def slotted(
     question = _Question(size_bytes, slots, cut, time_limit_s, progress)
 
     def find(part: Collective, place: Topology) -> tuple[Schedule, float]:
-        return _Search(logical_of(part, place), question).run()
+        try:
+            with time_limit(time_limit_s):
+                return _Search(logical_of(part, place), question).run()
+        except OutOfTime as late:
+            raise Undecided(f"{collective.name}: {late.message}") from late
 
     return answer(collective, topology, find)
 

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.collectives.synthesis._cp import CpOutcome, new_model, solve
+from fivefold.collectives.synthesis._deadline import check_time
 from fivefold.collectives.synthesis._instance import Instance, Orbits, Reach, prune, reach
 
 __all__ = ["SlotTimes", "ingress_bound", "search_slots"]
@@ -53,6 +54,7 @@ class _Model:
         windows = self.window.windows(self.instance, self.times.delays, self.slots)
         for chunk, link, first, end in windows:
             orbit = int(self.orbits.link_orbits[chunk, link])
+            check_time()
             for slot in range(first, end):
                 self.active.append((chunk, link, slot))
                 if (orbit, slot) not in self.sends:
@@ -66,6 +68,7 @@ class _Model:
         into: dict[tuple[int, int], dict[int, list[Any]]] = {}
         out_of: dict[tuple[int, int], list[tuple[int, Any]]] = {}
         for chunk, link, slot in self.active:
+            check_time()
             send = self._variable(chunk, link, slot)
             target, source = int(self.instance.targets[link]), int(self.instance.sources[link])
             if first[chunk, target]:
@@ -75,6 +78,7 @@ class _Model:
                 out_of.setdefault((chunk, source), []).append((slot, send))
         self._receive_once(into, first)
         for pair, sends in out_of.items():
+            check_time()
             self._send_what_is_there(into.get(pair, {}), sends)
 
     def _receive_once(
@@ -112,6 +116,7 @@ class _Model:
     def _add_loads(self) -> None:
         loads: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for chunk, link, start in self.active:
+            check_time()
             orbit = int(self.orbits.link_orbits[chunk, link])
             taken = zip(self.instance.resources[link], self.times.busy[link], strict=True)
             for resource, busy in taken:
@@ -119,6 +124,7 @@ class _Model:
                     loads.setdefault((resource, slot), []).append((orbit, start))
         seen = set()
         for users in loads.values():
+            check_time()
             row = tuple(sorted(users))
             if len(row) > 1 and row not in seen:
                 seen.add(row)
@@ -252,6 +258,7 @@ def _behind(
     # Whoever can be reached from a holder without passing the entry may be served another way.
     behind = {}
     for chunk, ranks in sides.items():
+        check_time()
         seen = set(instance.holders[chunk])
         stack = list(seen)
         while stack:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from fivefold.collectives.schedules import (
     with_times,
 )
 from fivefold.collectives.synthesis._bound import bound_of
+from fivefold.collectives.synthesis._deadline import SLACK_S, OutOfTime, time_limit
 from fivefold.collectives.synthesis._logical import by_inversion, schedule_of
 from fivefold.collectives.synthesis._sketch import Sketch
 from fivefold.collectives.synthesis._sketched import Sketched, derive_sketch, sketched
@@ -108,8 +109,8 @@ def taccl(
         topology: Where; ranks of a box follow one another.
         sketch: What to keep to; None: ``derive_sketch``.
         size_bytes: Size of the collective.
-        time_limit_s: Limit of the whole synthesis. The result is complete in any case; building
-            the models and one list schedule are not interrupted.
+        time_limit_s: Limit of the whole synthesis, with the building of its models. A first
+            schedule without a solver may take up to two seconds more.
         seed: Seed of solvers and random priorities.
         progress: Called with one line per stage and improvement.
 
@@ -119,7 +120,8 @@ def taccl(
     Raises:
         ConfigurationError: The sketch does not fit, chunks differ in size, or the instance is too
             large for the routing model.
-        InfeasibleError: The sketch or the topology leaves no way for some chunk.
+        InfeasibleError: The sketch or the topology leaves no way for some chunk, or the time was
+            too short even for a schedule without a solver.
 
     References:
         TACCL, arXiv 2111.04867, section 5.
@@ -131,16 +133,19 @@ def taccl(
         >>> taccl(reduce_scatter(3), net, size_bytes=3e3).schedule.num_transfers
         6
     """
-    plan = derive_sketch(topology, collective, size_bytes=size_bytes) if sketch is None else sketch
-    parts = 2 if collective.name == "all_reduce" else 1
-    run = _Run(size_bytes, time_limit_s / parts, seed, progress)
+    with time_limit(time_limit_s, slack_s=SLACK_S):
+        if sketch is None:
+            sketch = derive_sketch(topology, collective, size_bytes=size_bytes)
+        plan = sketch
+        parts = 2 if collective.name == "all_reduce" else 1
+        run = _Run(size_bytes, time_limit_s / parts, seed, progress)
 
-    def find(part: Collective, place: Topology) -> Schedule:
-        # A sum is solved on the reversed topology, where the sketch's links run backwards too.
-        turned = collective.reducing and place is not topology
-        return run.find(sketched(part, place, plan.reversed() if turned else plan))
+        def find(part: Collective, place: Topology) -> Schedule:
+            # A sum is solved on the reversed topology, where the links run backwards too.
+            turned = collective.reducing and place is not topology
+            return run.find(part, place, plan.reversed() if turned else plan)
 
-    schedule = by_inversion(collective, topology, find)
+        schedule = by_inversion(collective, topology, find)
     if collective.reducing:
         timing = evaluate(schedule, topology, size_bytes=size_bytes, model="serial")
         schedule = with_times(schedule, timing)
@@ -165,30 +170,49 @@ class _Run:
         self.bound_s = 0.0
         self.stages: dict[str, Any] = {"routing_s": 0.0, "ordering_s": 0.0, "scheduling_s": 0.0}
 
-    def find(self, sketch: Sketched) -> Schedule:
+    def find(self, collective: Collective, topology: Topology, plan: Sketch) -> Schedule:
         deadline_s = time.perf_counter() + self.time_limit_s
+        sketch = sketched(collective, topology, plan)
         prices = prices_of(sketch.logical, size_bytes=self.size_bytes)
+        # Routes without a solver come first: there is something to return whenever time is over.
+        greedy = greedy_routes(sketch, prices)
+        best = self._timed(sketch, greedy.moves, None)
+        bounds_s: list[float] = []
+        try:
+            with time_limit(max(deadline_s - time.perf_counter(), SLACK_S / 4)):
+                timed = best_order(sketch, prices, greedy.moves, time_limit_s=0.0, seed=self.seed)
+                best = min(best, self._priced(sketch, prices, _plain(prices, timed)), key=_length_s)
+            with time_limit(deadline_s - time.perf_counter()):
+                for schedule in self._improved(sketch, prices, greedy, bounds_s, deadline_s):
+                    if _length_s(schedule) < _length_s(best):
+                        best = schedule
+                        self._say(f"schedule of {_length_s(best):.6g} s")
+        except OutOfTime:
+            self._say("the time is over")
+        self.bound_s += min(bounds_s, default=0.0)
+        return best
+
+    def _improved(
+        self,
+        sketch: Sketched,
+        prices: Prices,
+        greedy: Routing,
+        bounds_s: list[float],
+        deadline_s: float,
+    ) -> Iterator[Schedule]:
+        """Schedules by the solver, until one meets the lower bound; the routings' bounds."""
         logical = sketch.logical
         least_s = bound_of(logical.collective, logical.topology, self.size_bytes).seconds
-        best: Schedule | None = None
-        best_s, bounds_s = float("inf"), []
-        for routing, symmetric in self._routings(sketch, prices, deadline_s):
+        best_s = float("inf")
+        for routing, symmetric in self._routings(sketch, prices, greedy, deadline_s):
             if not symmetric or routing.bound:
                 bounds_s.append(routing.bound * prices.unit_s)
             for schedule in self._schedules(sketch, prices, routing, symmetric, deadline_s):
-                length_s = _length_s(schedule)
-                if length_s < best_s:
-                    best, best_s = schedule, length_s
-                    self._say(f"schedule of {length_s:.6g} s")
+                best_s = min(best_s, _length_s(schedule))
+                yield schedule
             if best_s <= least_s * (1 + 1e-9):
-                break
-        for schedule in self._jointly(sketch, prices, best_s, least_s, deadline_s):
-            if _length_s(schedule) < best_s:
-                best, best_s = schedule, _length_s(schedule)
-                self._say(f"schedule of {best_s:.6g} s")
-        assert best is not None, "the greedy routing always gives a schedule"
-        self.bound_s += min(bounds_s, default=0.0)
-        return best
+                return
+        yield from self._jointly(sketch, prices, best_s, least_s, deadline_s)
 
     def _jointly(
         self, sketch: Sketched, prices: Prices, best_s: float, least_s: float, deadline_s: float
@@ -228,7 +252,7 @@ class _Run:
             self.progress(line)
 
     def _routings(
-        self, sketch: Sketched, prices: Prices, deadline_s: float
+        self, sketch: Sketched, prices: Prices, greedy: Routing, deadline_s: float
     ) -> Iterator[tuple[Routing, bool]]:
         """Symmetric routes, then free ones, then the greedy ones where no solver found any."""
         pairs = int(candidates(sketch).sum())
@@ -259,7 +283,7 @@ class _Run:
                 self._say(f"routing of at least {routing.bound * prices.unit_s:.6g} s")
                 yield routing, symmetric
         if not found:
-            yield greedy_routes(sketch, prices), False
+            yield greedy, False
 
     def _schedules(
         self,
@@ -303,10 +327,19 @@ class _Run:
             for start, place in zip(timed.starts, beside, strict=True)
         ]
         ends_s = [arrival * prices.unit_s for arrival in messages.arrivals]
+        return self._timed(sketch, timed.moves, (starts_s, ends_s))
+
+    def _timed(
+        self,
+        sketch: Sketched,
+        moves: Sequence[tuple[int, int]],
+        times_s: tuple[list[float], list[float]] | None,
+    ) -> Schedule:
+        """The moves in the order of their times, else as listed, with the times they really get."""
         order = schedule_of(
             sketch.logical,
-            timed.moves,
-            times_s=(starts_s, ends_s),
+            moves,
+            times_s=times_s,
             name="taccl",
             attributes={"sketch": sketch.sketch.name},
         )

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fivefold.collectives.synthesis._deadline import check_time
 from fivefold.collectives.synthesis._instance import Instance
 from fivefold.collectives.synthesis._sketched import Sketched
 from fivefold.collectives.synthesis._taccl_prices import Prices
@@ -148,6 +149,7 @@ def _list_schedule(
     heapq.heapify(heap)
     length = 0
     while heap:
+        check_time()
         known, rank, number = heapq.heappop(heap)
         link = moves[number][1]
         resources = instance.resources[link]

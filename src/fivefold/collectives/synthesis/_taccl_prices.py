@@ -7,6 +7,7 @@ resource's rate; it has arrived after the latency and its bytes over the narrowe
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +36,7 @@ class Prices:
     sends: NDArray[np.int64]
     busy: tuple[tuple[int, ...], ...]
 
-    @property
+    @cached_property
     def delays(self) -> NDArray[np.int64]:
         """From the start of one chunk to its arrival, int64 [links]."""
         return np.asarray(np.maximum(self.latencies + self.sends, 1), np.int64)

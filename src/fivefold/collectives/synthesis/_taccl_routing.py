@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.collectives.synthesis._cp import CpOutcome, new_model, solve
+from fivefold.collectives.synthesis._deadline import check_time
 from fivefold.collectives.synthesis._instance import UNREACHABLE, Instance, Orbits, prune
 from fivefold.collectives.synthesis._sketched import Sketched
 from fivefold.collectives.synthesis._taccl_ordering import Timed
@@ -50,6 +51,7 @@ def candidates(sketch: Sketched, *, detour: int = 0) -> NDArray[np.bool_]:
     instance = sketch.logical.instance
     kept = np.zeros(sketch.allowed.shape, np.bool_)
     for chunk in range(instance.num_chunks):
+        check_time()
         links = np.flatnonzero(sketch.allowed[chunk])
         sources, targets = instance.sources[links], instance.targets[links]
         away = _hops(instance.num_ranks, instance.holders[chunk], sources, targets)
@@ -95,6 +97,7 @@ class _Model:
         self.length = self.model.new_int_var(0, self.horizon, "T")
         self.sends: dict[int, Any] = {}
         for chunk, link in self.pairs:
+            check_time()
             orbit = int(orbits.link_orbits[chunk, link])
             if orbit not in self.sends:
                 self.sends[orbit] = self.model.new_bool_var(f"x{orbit}")
@@ -126,15 +129,18 @@ class _Model:
         into: dict[tuple[int, int], list[int]] = {}
         out_of: dict[tuple[int, int], list[int]] = {}
         for chunk, link in self.pairs:
+            check_time()
             into.setdefault((chunk, int(self.instance.targets[link])), []).append(link)
             out_of.setdefault((chunk, int(self.instance.sources[link])), []).append(link)
         for chunk, wanted in enumerate(self.instance.wanted):
+            check_time()
             for rank in wanted:
                 if first[chunk, rank]:
                     ways = [self.send(chunk, link) for link in into.get((chunk, rank), [])]
                     self.model.add(sum(ways) == 1)
                     self.model.add(self._start(chunk, rank) <= self.length)
         for (chunk, rank), links in into.items():
+            check_time()
             if first[chunk, rank]:
                 self._add_rank(chunk, rank, links, out_of.get((chunk, rank), []))
 
@@ -152,12 +158,14 @@ class _Model:
     def _add_loads(self) -> None:
         loads: dict[int, list[tuple[int, int]]] = {}
         for chunk, link in self.pairs:
+            check_time()
             orbit = int(self.orbits.link_orbits[chunk, link])
             taken = zip(self.instance.resources[link], self.prices.busy[link], strict=True)
             for resource, busy in taken:
                 loads.setdefault(resource, []).append((orbit, busy))
         self.loads = []
         for row in {tuple(sorted(users)) for users in loads.values()}:
+            check_time()
             load = sum(busy * self.sends[orbit] for orbit, busy in row)
             self.model.add(load <= self.length)
             self.loads.append(load)
@@ -168,6 +176,7 @@ class _Model:
         for box in self.sketch.needs_cut():
             entering: dict[int, list[Any]] = {}
             for chunk, link in self.pairs:
+                check_time()
                 if int(ends.sources[link]) not in box and int(ends.targets[link]) in box:
                     entering.setdefault(chunk, []).append(self.send(chunk, link))
             for chunk, holders in enumerate(ends.holders):
@@ -179,6 +188,7 @@ class _Model:
         begins: dict[int, Any] = {}
         users: dict[int, list[Any]] = {}
         for chunk, link in self.pairs:
+            check_time()
             orbit = int(self.orbits.link_orbits[chunk, link])
             way = self.sends[orbit]
             begin = begins[orbit] = self.model.new_int_var(0, self.horizon, f"s{orbit}")
@@ -208,6 +218,13 @@ class _Model:
                 self.model.add(extreme >= load if balance == "minmax" else extreme <= load)
             objective += extreme if balance == "minmax" else -extreme
         self.model.minimize(objective)
+
+    def bound(self, objective: float) -> int:
+        """Least T of a routing, from a bound of the objective: what else it can add comes off."""
+        few = int(np.count_nonzero(self.sketch.policies > 0))
+        added = few * (int(np.median(self.prices.delays)) if len(self.prices.delays) else 1)
+        minmax = self.sketch.sketch.balance == "minmax"  # the largest load is T at most
+        return max(int((objective - added) / (round(1 / _POLICY_WEIGHT) + minmax)), 0)
 
     def _connections(self) -> list[tuple[int, Any]]:
         by_link: dict[int, set[int]] = {}
@@ -277,19 +294,19 @@ def route(
     outcome = solve(model.model, time_limit_s=time_limit_s, seed=seed, gap=1e-4, progress=progress)
     if not outcome.found:
         return None
-    bound = int(outcome.bound * _POLICY_WEIGHT)
-    return Routing(model.moves(outcome), bound, outcome.solver_s)
+    return Routing(model.moves(outcome), model.bound(outcome.bound), outcome.solver_s)
 
 
 def greedy_routes(sketch: Sketched, prices: Prices) -> Routing:
     """A routing without a solver: chunk after chunk the fastest tree, loaded links costing more."""
     instance = sketch.logical.instance
-    loads = np.zeros(instance.num_resources)
+    loads = [0] * instance.num_resources
     out_of: list[list[int]] = [[] for _ in range(instance.num_ranks)]
     for link, source in enumerate(instance.sources.tolist()):
         out_of[source].append(link)
     moves: list[tuple[int, int]] = []
     for chunk in range(instance.num_chunks):
+        check_time()
         tree = _fastest_tree(sketch, prices, chunk, loads, out_of)
         for link in tree:
             for resource, busy in zip(instance.resources[link], prices.busy[link], strict=True):
@@ -302,12 +319,14 @@ def _fastest_tree(
     sketch: Sketched,
     prices: Prices,
     chunk: int,
-    loads: NDArray[np.float64],
+    loads: list[int],
     out_of: list[list[int]],
 ) -> list[int]:
     instance = sketch.logical.instance
+    targets, delays = instance.targets.tolist(), prices.delays.tolist()
+    allowed = sketch.allowed[chunk].tolist()
     came_by: dict[int, int] = {}
-    heap = [(0.0, rank, -1) for rank in sorted(instance.holders[chunk])]
+    heap = [(0, rank, -1) for rank in sorted(instance.holders[chunk])]
     seen: set[int] = set()
     missing = set(instance.wanted[chunk])
     while heap and missing:
@@ -319,10 +338,10 @@ def _fastest_tree(
         if link >= 0:
             came_by[rank] = link
         for onward in out_of[rank]:
-            target = int(instance.targets[onward])
-            if target not in seen and sketch.allowed[chunk, onward]:
+            target = targets[onward]
+            if target not in seen and allowed[onward]:
                 queue = max(loads[resource] for resource in instance.resources[onward])
-                arrival = time + float(prices.delays[onward]) + queue
+                arrival = time + delays[onward] + queue
                 heapq.heappush(heap, (arrival, target, onward))
     needed: set[int] = set()
     for rank in instance.wanted[chunk]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fivefold.collectives.synthesis._cp import CpOutcome, new_model, solve
+from fivefold.collectives.synthesis._deadline import check_time
 from fivefold.collectives.synthesis._instance import Instance, Orbits
 from fivefold.collectives.synthesis._sketched import Sketched
 from fivefold.collectives.synthesis._taccl_ordering import Timed, parents_of
@@ -50,6 +51,7 @@ class _Shop:
         self.starts: dict[int, Any] = {}
         parents = parents_of(self.instance, timed.moves)
         for number, (chunk, link) in enumerate(timed.moves):
+            check_time()
             start = self.start(chunk, link)
             self.model.add(start + int(prices.delays[link]) <= self.length)
             if parents[number] >= 0:
@@ -74,6 +76,7 @@ class _Shop:
             for resource, busy in taken:
                 users.setdefault(resource, []).append((orbit, busy))
         for row in {tuple(sorted(pairs)) for pairs in users.values()}:
+            check_time()
             if len(row) > 1:
                 intervals = [
                     self.model.new_fixed_size_interval_var(self.starts[orbit], busy, "")
@@ -91,6 +94,7 @@ class _Shop:
                 crossing.setdefault(link, []).append((chunk, own))
         for link, chunks in crossing.items():
             for first in (chunk for chunk, own in chunks if own):
+                check_time()
                 for second in (chunk for chunk, own in chunks if not own):
                     self.model.add(self.start(first, link) <= self.start(second, link))
 
@@ -194,6 +198,7 @@ class _Joining:
         busiest = max(self.prices.busy[link]) - latency
         covers: dict[int, list[Any]] = {number: [] for number in numbers}
         for first in range(len(numbers)):
+            check_time()
             for last in range(first, min(first + largest, len(numbers))):
                 run = numbers[first : last + 1]
                 chosen = self.model.new_bool_var("")
@@ -213,6 +218,7 @@ class _Joining:
     def _add_shared(self) -> None:
         """Consecutive users of a resource that several links share keep their order."""
         for resource, links in self.users().items():
+            check_time()
             if len(links) < 2:
                 continue
             numbers = [

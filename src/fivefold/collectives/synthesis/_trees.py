@@ -23,9 +23,9 @@ from typing import Literal
 import numpy as np
 
 from fivefold.collectives.schedules import Collective, Schedule, throughput_optimum
+from fivefold.collectives.synthesis._deadline import OutOfTime, time_limit
 from fivefold.collectives.synthesis._trees_fixed import FixedRate, least_rate, next_rate
 from fivefold.collectives.synthesis._trees_network import (
-    Deadline,
     FlowSolver,
     Network,
     integer_network,
@@ -243,8 +243,9 @@ def spanning_trees(
     network = integer_network(topology)
     optimum = _optimum(topology, network, root)
     roots = [int(root is None or rank == root) for rank in range(topology.num_ranks)]
-    plan, deadline = _plan(network, roots, optimum, k), Deadline(time_limit_s)
-    rate, trees = _search(network, roots, plan, connections, deadline)
+    with time_limit(time_limit_s):
+        plan = _plan(network, roots, optimum, k)
+        rate, trees = _search(network, roots, plan, connections)
     return TreePacking(
         topology=topology,
         trees=tuple(trees),
@@ -293,26 +294,26 @@ def _plan(network: Network, roots: list[int], optimum: Fraction, k: int | None) 
 
 
 def _search(
-    network: Network, roots: list[int], rate: FixedRate, connections: str, deadline: Deadline
+    network: Network, roots: list[int], rate: FixedRate, connections: str
 ) -> tuple[FixedRate, list[SpanningTree]]:
     """Trees at this rate, or at slower and slower ones where switches copy too little."""
     for attempt in range(_FINE_ATTEMPTS + _COARSE_ATTEMPTS):
         counts = [rate.k * number for number in roots]
         try:
-            return rate, _pack(network, counts, rate, connections, deadline)
+            return rate, _pack(network, counts, rate, connections)
+        except OutOfTime:
+            raise
         except InfeasibleError:
-            if deadline.passed:
-                raise
             rate = next_rate(network, rate, fine=attempt < _FINE_ATTEMPTS)
     message = "no trees were found at any rate that was tried"
     raise InfeasibleError(message, hint="give switches as much capacity in as out")
 
 
 def _pack(
-    network: Network, roots: list[int], rate: FixedRate, connections: str, deadline: Deadline
+    network: Network, roots: list[int], rate: FixedRate, connections: str
 ) -> list[SpanningTree]:
     scaled = network.with_capacities(rate.capacities(network))
-    joined = remove_switches(scaled, roots, spread=connections, deadline=deadline)
+    joined = remove_switches(scaled, roots, spread=connections)
     ranks = {node: rank for rank, node in enumerate(network.terminals.tolist())}
     pairs = list(joined)
     latencies_s = np.array(
@@ -325,7 +326,6 @@ def _pack(
         capacities=[joined[pair].capacity for pair in pairs],
         latencies_s=latencies_s,
         roots=roots,
-        deadline=deadline,
     )
     bundles = [joined[pair] for pair in pairs]
     found = [part for tree in packed for part in _with_routes(tree, ends, bundles)]

@@ -8,7 +8,6 @@ only, for building a graph costs more than solving one. This module knows no tre
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -17,7 +16,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.errors import InfeasibleError, UnsupportedError
+from fivefold.errors import UnsupportedError
 from fivefold.network.topology import Topology
 
 try:
@@ -26,7 +25,7 @@ except ImportError as error:  # pragma: no cover - the development environment h
     message = "ortools is not installed, and spanning trees are found with its max-flow solver"
     raise UnsupportedError(message, hint="pip install 'fivefold[collectives]'") from error
 
-__all__ = ["INFINITE", "Deadline", "FlowSolver", "Longs", "Network", "integer_network"]
+__all__ = ["INFINITE", "FlowSolver", "Longs", "Network", "integer_network"]
 
 Longs = NDArray[np.int64]
 
@@ -35,39 +34,6 @@ INFINITE = 1 << 58
 
 _LARGEST_CAPACITY = 1 << 36
 """Capacities of more digits than this are rounded down to it, a change of 2e-11 at most."""
-
-
-class Deadline:
-    """When a search must have ended.
-
-    Args:
-        limit_s: Seconds from now; None for never.
-
-    Examples:
-        >>> Deadline(None).passed
-        False
-    """
-
-    def __init__(self, limit_s: float | None) -> None:
-        self.limit_s = limit_s
-        self._end_s = math.inf if limit_s is None else time.monotonic() + limit_s
-
-    @property
-    def passed(self) -> bool:
-        """Whether the time is over."""
-        return time.monotonic() > self._end_s
-
-    def check(self) -> None:
-        """Do nothing while there is time.
-
-        Raises:
-            InfeasibleError: There is none left.
-        """
-        if self.passed:
-            raise InfeasibleError(
-                f"no spanning trees were found in {self.limit_s} s",
-                hint="allow more time, or ask for matching, which takes seconds at any size",
-            )
 
 
 @dataclass(frozen=True)

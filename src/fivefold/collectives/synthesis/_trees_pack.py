@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.collectives.synthesis._trees_network import INFINITE, Deadline, FlowSolver
+from fivefold.collectives.synthesis._deadline import check_time
+from fivefold.collectives.synthesis._trees_network import INFINITE, FlowSolver
 from fivefold.errors import InfeasibleError
 
 __all__ = ["PackedTree", "pack_trees"]
@@ -64,7 +65,6 @@ def pack_trees(
     capacities: Sequence[int],
     latencies_s: NDArray[np.float64],
     roots: Sequence[int],
-    deadline: Deadline,
 ) -> list[PackedTree]:
     """Spanning out-trees that use each arc at most as often as its capacity says.
 
@@ -74,7 +74,6 @@ def pack_trees(
         capacities: How many trees may use each arc.
         latencies_s: Of each arc; trees take near nodes first.
         roots: How many trees begin at each node.
-        deadline: When to give up.
 
     Returns:
         The trees; the multiplicities of those of a root add up to its number.
@@ -82,7 +81,7 @@ def pack_trees(
     Raises:
         InfeasibleError: The capacities do not suffice, or the time is over.
     """
-    return _Packer(num_nodes, ends, list(capacities), latencies_s, list(roots)).run(deadline)
+    return _Packer(num_nodes, ends, list(capacities), latencies_s, list(roots)).run()
 
 
 class _Packer:
@@ -129,7 +128,7 @@ class _Packer:
         covered = list(tree.reached_s)
         self.solver.add([node] * len(covered), covered, [INFINITE] * len(covered))
 
-    def run(self, deadline: Deadline) -> list[PackedTree]:
+    def run(self) -> list[PackedTree]:
         """All trees.
 
         Raises:
@@ -145,7 +144,7 @@ class _Packer:
                         f"the capacities do not suffice for the trees of nodes {roots}",
                         hint="ask for fewer trees",
                     )
-                deadline.check()
+                check_time()
                 latency_s, hops, number, arc = heapq.heappop(self.offers)
                 if number in self.live and self._grow(number, arc, (latency_s, hops)):
                     done.append(self._finish(number))

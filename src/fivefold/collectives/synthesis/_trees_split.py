@@ -16,9 +16,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from fivefold.collectives.synthesis._deadline import check_time
 from fivefold.collectives.synthesis._trees_network import (
     INFINITE,
-    Deadline,
     FlowSolver,
     Longs,
     Network,
@@ -65,9 +65,7 @@ class Bundle:
 SplitNetwork = dict[tuple[int, int], Bundle]
 
 
-def remove_switches(
-    network: Network, roots: Sequence[int], *, spread: str, deadline: Deadline
-) -> SplitNetwork:
+def remove_switches(network: Network, roots: Sequence[int], *, spread: str) -> SplitNetwork:
     """Direct arcs between compute nodes that let in as many trees as the network with switches.
 
     Args:
@@ -75,7 +73,6 @@ def remove_switches(
         roots: How many trees begin at each rank.
         spread: ``"many"`` joins each neighbour of a switch to as many others as it can, ``"few"``
             to as few, ``"auto"`` does the first for small switches.
-        deadline: When to give up.
 
     Returns:
         For each pair of compute nodes its paths. Where a switch lets out more than it lets in,
@@ -93,7 +90,7 @@ def remove_switches(
     # Few neighbours first: their splits are few, and they make the rest smaller.
     degree = {node: sum(1 for u, t in arcs if node in {u, t}) for node in network.switches}
     for node in sorted(network.switches, key=lambda switch: degree[switch]):
-        _Splitter(network, roots, arcs, node).run(spread, deadline)
+        _Splitter(network, roots, arcs, node).run(spread)
     return {pair: bundle for pair, bundle in arcs.items() if bundle.paths}
 
 
@@ -135,7 +132,7 @@ class _Splitter:
     def _helpers(self, pairs: list[tuple[int, int]]) -> dict[tuple[int, int], int]:
         return dict(zip(pairs, self._add(pairs, [0] * len(pairs)), strict=True))
 
-    def run(self, spread: str, deadline: Deadline) -> None:
+    def run(self, spread: str) -> None:
         """Split until nothing is left to move, then drop the switch."""
         if spread == "auto":
             pairs = len(self.sources) * len(self.targets)
@@ -144,7 +141,7 @@ class _Splitter:
             quota = self._shares() if shared else {}
             for t in self.targets:
                 for u in self.sources:
-                    deadline.check()
+                    check_time()
                     if u != t:
                         self._split(u, t, quota.get((u, t), INFINITE))
         for pair in [pair for pair in self.arcs if self.switch in pair]:
