@@ -82,8 +82,8 @@ def test_only_ranks_of_one_host_keep_their_paths_in_it(host, paths):
     ends = [("a", "inner"), ("a", "outer"), ("inner", "b"), ("outer", "b")]
     topology = Topology(
         "box",
-        [Node("a", "gpu", host=host), Node("b", "gpu", host="box"), Node("inner", "tor", host="box"),
-         Node("outer", "tor")],
+        [Node("a", "gpu", host=host), Node("b", "gpu", host="box"),
+         Node("inner", "tor", host="box"), Node("outer", "tor")],
         [Link(*pair, bandwidth_bytes_per_s=1e9) for pair in ends],
     )  # fmt: skip
     assert sorted(equal_cost_paths(topology, 0, 1)) == paths
