@@ -76,6 +76,19 @@ def test_parallel_links_are_paths_of_their_own():
     assert equal_cost_paths(topology, 0, 1, limit=1) == ((0,),)
 
 
+@pytest.mark.parametrize(("host", "paths"), [("box", [(0, 2)]), ("other", [(0, 2), (1, 3)])])
+def test_only_ranks_of_one_host_keep_their_paths_in_it(host, paths):
+    """Rank 1 is in a box with the first switch; the second switch belongs to no host."""
+    ends = [("a", "inner"), ("a", "outer"), ("inner", "b"), ("outer", "b")]
+    topology = Topology(
+        "box",
+        [Node("a", "gpu", host=host), Node("b", "gpu", host="box"),
+         Node("inner", "tor", host="box"), Node("outer", "tor")],
+        [Link(*pair, bandwidth_bytes_per_s=1e9) for pair in ends],
+    )  # fmt: skip
+    assert sorted(equal_cost_paths(topology, 0, 1)) == paths
+
+
 def test_ranks_do_not_forward():
     with pytest.raises(InfeasibleError):
         equal_cost_paths(line(3), 0, 2)

@@ -188,6 +188,13 @@ def test_a_link_with_nothing_left_stops_a_coflow():
     assert together_rates(Coflow("none", (), ()), [1.0]).tolist() == []
 
 
+def test_flows_of_no_bytes_take_no_time():
+    coflow = Coflow("c", (0.0, 2.0), ((0,), (1,)))
+    assert coflow.bottleneck_s([0.0, 1.0]) == 2.0
+    assert together_rates(coflow, [0.0, 1.0]).tolist() == [0.0, 1.0]
+    assert Coflow("none", (0.0,), ((0,),)).bottleneck_s([1.0]) == 0.0
+
+
 def test_the_shortest_bottleneck_goes_first():
     wide = Coflow("wide", (2.0, 2.0, 2.0), ((0,), (1,), (2,)))
     tall = Coflow("tall", (3.0,), ((0,),))
@@ -224,6 +231,17 @@ def test_the_guard_lets_nobody_lose(candidate, taken, worse):
     found = never_worse("new", "old", predict=plans.__getitem__)
     assert (found.taken, found.worse) == (taken, worse)
     assert found.plan == ("new" if taken else "old")
+
+
+def test_a_period_is_made_like_the_nearest_of_those_within_the_tolerance():
+    """c's period is 302 slots, twice b's 151 and nearly 3 times a's 100: b and c share a circle."""
+    routing = route_flows(
+        switch(4, bandwidth="1 GB/s"),
+        [job("a", 0.5, 0.5, 2, 3), job("b", 1.01, 0.5), job("c", 2.52, 0.5)],
+    )
+    found = time_shifts(routing, slots_per_period=100, period_tolerance=0.02)
+    assert found.left_out == ()
+    assert found.score == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(("tolerance", "alike"), [(0.01, True), (0.0, False), (0.003, False)])

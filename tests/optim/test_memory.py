@@ -70,3 +70,8 @@ def test_measured_memory_is_the_formula(rule, codec, shards, per_parameter):
 def test_numbers_must_be_positive():
     with pytest.raises(ConfigurationError, match="num_shards must be positive; got 0"):
         outer_state_bytes(CO2(tau=1), 10, num_shards=0)
+
+
+def test_residuals_are_shared_by_the_workers():
+    """12 bytes of CO2, 4 of the rank's own residual and 4 of all workers' together."""
+    assert outer_state_bytes(CO2(tau=1), 100, num_workers=4, codec="int8") == 1700

@@ -3,6 +3,7 @@
 What every rule must do is in ``tests/conformance``.
 """
 
+import copy
 import os
 import subprocess
 import sys
@@ -242,6 +243,20 @@ def test_statistics_count_rounds_bytes_and_waits():
         assert record.overlap_fraction == pytest.approx(
             max(0.0, 1 - record.exposed_wait_s / record.in_flight_s)
         )
+
+
+def test_statistics_go_on_from_those_that_were_saved():
+    def work(transport):
+        model, optimizer, sync = make(transport, CO2(tau=3))
+        train_steps(model, optimizer, sync, range(10), transport.rank)
+        state = copy.deepcopy(sync.state_dict())
+        _, _, resumed = make(transport, CO2(tau=3))
+        resumed.load_state_dict(state)
+        return sync.statistics(), resumed.statistics()
+
+    for saved, found in run_world(2, work):
+        assert saved.payload_bytes > 0
+        assert found == saved
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,8 @@ def test_a_torchtitan_module_says_what_the_plan_says(monkeypatch, plan):
     assert degrees["data_parallel_shard_degree"] == (
         plan.shards // plan.context if plan.zero else 1
     )
+    reshards = "always" if plan.zero == 3 else "never"
+    assert degrees["fsdp_reshard_after_forward"] == reshards
     replicas = plan.num_gpus // (plan.tensor * plan.pipeline * plan.context)
     micro = degrees.get("num_pp_microbatches", 1)
     tokens = config.training.num_tokens_per_microbatch_per_dp_rank * micro * replicas

@@ -322,6 +322,28 @@ def test_keys_and_values_go_round_once_forward_and_twice_backward():
     assert found.context_s == pytest.approx(2 * 4 * 3 * both / 2 / 1e3, rel=1e-3)
 
 
+@pytest.mark.parametrize("expert", [1, 2, 8])
+def test_gradients_of_experts_are_summed_over_the_ranks_that_hold_them(expert):
+    model = ModelSpec(
+        name="x", num_layers=4, hidden=1024, num_heads=8, seq_len=128, vocab=1000,
+        learned_positions=False, experts=MixtureOfExperts(num_experts=8, top_k=1, expert_ffn=4096),
+    )  # fmt: skip
+    base = load_cluster("h100-nemo")
+    wide = base.device.gradient_wire_bytes
+    routed = model.num_layers * model.routed_parameters
+    plan = ParallelPlan(global_batch=8, data=8, expert=expert, data_overlap=False)
+    shared = collective_time_s(
+        base.fabric, "all_reduce", size_bytes=wide * (model.num_parameters - routed),
+        group=Group(size=8, ranks=8),
+    )  # fmt: skip
+    own = collective_time_s(
+        base.fabric, "all_reduce", size_bytes=wide * routed / expert,
+        group=Group(size=8 // expert, stride=expert, ranks=8),
+    )  # fmt: skip
+    found = evaluate_plan(model, base.device, base.fabric, plan=plan).time
+    assert found.data_s == pytest.approx(shared + own, rel=1e-6)
+
+
 def test_no_pass_is_faster_than_the_host_issues_it():
     """Forward, backward and, where all is recomputed, forward again: a second for each kernel."""
     base = load_cluster("a100-megatron")

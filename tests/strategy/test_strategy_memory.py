@@ -38,6 +38,16 @@ def stored(model, *, tensor, micro_batch, sequence, selective):
     )
 
 
+def test_a_norm_reads_and_writes_its_input_and_keeps_it():
+    """Backward it reads the input and the gradient, and writes one."""
+    size = 2 * 2048 * 1024  # two bytes an element
+    norms = [op for op in layer_operators(gpt(1024, 1, 8), LayerShape(micro_batch=1, tensor=1))
+             if op.name.endswith("norm")]  # fmt: skip
+    assert [(op.moved_bytes, op.backward_moved_bytes, op.stored_bytes) for op in norms] == [
+        (2 * size, 3 * size, size)
+    ] * 2
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_stored_bytes_equal_figure_1(name):
     (h, layers, a), t, p, v, b = MODELS[name]

@@ -113,6 +113,10 @@ def test_an_expert_layer_exchanges_twice_per_pass():
     graph = iteration_graph([layer], cost_s_per_byte=1.0, iterations=1)
     assert [task.kind for task in graph.communication] == ["all_to_all"] * 4
     assert sum(task.duration_s for task in graph.compute) == 12
+    # Experts wait for their tokens, and what follows for the results: one chain.
+    assert [task.depends_on for task in graph.tasks[1:]] == [
+        (task.task_id,) for task in graph.tasks[:-1]
+    ]
 
 
 @pytest.mark.parametrize(

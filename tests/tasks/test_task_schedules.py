@@ -164,6 +164,11 @@ def test_latency_decides_the_chunk_size():
     assert best_partition(free, max_chunks=20).tried.keys() < choice.tried.keys()
 
 
+def test_chunk_sizes_are_halves_of_the_largest_communication():
+    choice = best_partition(TaskGraph((send("small", 1), send("large", 12))))
+    assert list(choice.tried) == [None, 12, 6, 3, 1]
+
+
 def test_slack_is_what_can_be_lost():
     graph = TaskGraph((
         compute("a", 1.0), send("s", 2, ("a",)), compute("b", 5.0, ("a",)),

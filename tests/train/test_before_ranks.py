@@ -98,7 +98,9 @@ def test_a_fifo_as_tokenizer_is_not_waited_for(refused, tmp_path):
     assert "not a regular file" in refused(f"data.tokenizer={tmp_path / 'fifo'}").message
 
 
-@pytest.mark.parametrize("name", ["gap", "gap-rms", "gap-param", "constant", "none", "constant:2"])
+@pytest.mark.parametrize(
+    "name", ["gap", "gap-rms", "gap-param", "constant", "none", "constant:1", "constant:2"]
+)
 def test_every_penalty_of_the_rule_can_be_configured(tmp_path, name):
     path = tmp_path / "config.toml"
     path.write_text(f'[sync]\nstaleness = "{name}"\n')

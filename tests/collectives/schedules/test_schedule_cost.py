@@ -340,6 +340,14 @@ def test_what_cannot_be_priced_is_refused():
         evaluate(broken, ring(4), size_bytes=1)
 
 
+def test_the_busiest_link_is_the_one_that_sends_longest():
+    network = ring(3)
+    for link, ends in enumerate(zip(network.link_sources, network.link_targets, strict=True)):
+        move = Transfer(chunk=0, source=int(ends[0]), target=int(ends[1]))
+        only = Schedule.from_transfers([move], collective=custom(3, [(0, move.source)], post=[]))
+        assert evaluate(only, network, size_bytes=8).busiest_link == link
+
+
 def test_nothing_takes_no_time():
     empty = Schedule.from_transfers([], collective=all_gather(1))
     network = ring(3)

@@ -128,6 +128,7 @@ def test_files_read_well():
         ("both_ways = true", 'both_ways = "yes"', "both_ways must be true or false"),
         ("multicast = true", "multicast = 1", "multicast must be true or false"),
         ("slots = 128, ", "", r"switches\[0\].aggregation has no slots"),
+        ("aggregation = {", "aggregation = 3 # {", "aggregation must be a table; got 3"),
         ("slots = 128", "slot = 128", "unknown key 'slot'; did you mean 'slots'"),
         ("slots = 128", "slots = 1.5", "slots = 1.5"),
         ('slot_size = "256 B"', "slot_size = 256", "slot_size must have a unit"),
