@@ -55,7 +55,7 @@ test-nightly: setup
 	exit $$failed
 
 docs: setup
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 dev: $(VENV)/.dependencies
 	@$(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .
