@@ -47,11 +47,16 @@ tests: setup
 	$(BIN)/pytest -m "alone and not nightly" || failed=1; \
 	exit $$failed
 
-# Everything, with a thousand new examples for each property: hours, before a release.
+# Everything, with a thousand new examples for each property, then with the kernels of other
+# processors: hours, before a release.
 test-nightly: setup
 	@failed=0; set -x; \
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not alone" --hypothesis-profile=nightly --timeout 7200 || failed=1; \
 	$(BIN)/pytest -m alone --hypothesis-profile=nightly --timeout 7200 || failed=1; \
+	for kernels in "ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41" \
+	  "ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2"; do \
+	  env $$kernels $(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not alone and not nightly" || failed=1; \
+	done; \
 	exit $$failed
 
 docs: setup
