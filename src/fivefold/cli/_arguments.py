@@ -13,8 +13,6 @@ from fivefold.units import parse_bytes, parse_duration_s
 if TYPE_CHECKING:
     from fivefold.network.topology import Topology
 
-__all__ = ["ArgumentError", "bytes_of", "seconds_of", "topology_of", "typed_arguments"]
-
 
 class ArgumentError(ConfigurationError):
     """An option or argument of the command line has a value that it does not take."""

@@ -14,8 +14,6 @@ from fivefold.cli._arguments import ArgumentError
 if TYPE_CHECKING:
     from fivefold.report import BenchmarkRow, BenchmarkTopic
 
-__all__ = ["BENCH_CONTEXT", "bench_command"]
-
 # Registered with this context, so that the benchmark's own options reach it untouched.
 BENCH_CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 

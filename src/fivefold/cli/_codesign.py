@@ -21,22 +21,6 @@ if TYPE_CHECKING:
     from fivefold.network.topology import Topology
     from fivefold.report import PlanPage
 
-__all__ = [
-    "ClusterOption",
-    "JobsArgument",
-    "JsonOption",
-    "ReportOption",
-    "SeedOption",
-    "ablate_command",
-    "change_of",
-    "flags_of",
-    "read_network",
-    "say_shared_ranks",
-    "simulate_command",
-    "typed_command",
-    "write_page",
-]
-
 JobsArgument = Annotated[
     Path, typer.Argument(metavar="JOBS", help="TOML file with \\[\\[jobs]]; see the guide.")
 ]

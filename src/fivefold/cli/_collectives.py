@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from fivefold.collectives.synthesis import Sketch, Synthesis
     from fivefold.network.topology import Topology
 
-__all__ = ["app"]
-
 app = typer.Typer(
     name="collectives",
     help="Make, prove, draw, run and price the algorithms of collectives.",

@@ -25,8 +25,6 @@ from fivefold.units import format_bytes
 if TYPE_CHECKING:
     from fivefold.network.topology import Topology
 
-__all__ = ["bench_algorithms"]
-
 
 def bench_algorithms(
     collective: Annotated[str, typer.Argument(help="Such as all_reduce.")],

@@ -17,20 +17,6 @@ if TYPE_CHECKING:
     from fivefold.collectives.lowering import Program
     from fivefold.collectives.schedules import Schedule
 
-__all__ = [
-    "JsonFlag",
-    "LatencyOption",
-    "RateOption",
-    "SizeOption",
-    "plain_name",
-    "read_algorithm",
-    "read_only_schedule",
-    "require_ending",
-    "show_facts",
-    "value_text",
-    "write_algorithm",
-]
-
 SizeOption = Annotated[str, typer.Option(help="Size of the collective, such as 16MB.")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 RateOption = Annotated[str | None, typer.Option(help="Bandwidth of a generated topology's links.")]

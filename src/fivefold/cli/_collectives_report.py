@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from fivefold.network.topology import Topology
     from fivefold.report import CollectivePage, Picture
 
-__all__ = ["Asked", "loads_title", "used_shares", "write_report"]
-
 _MOST_SVG_BYTES = 400_000  # beyond, the same picture in pixels is smaller and draws faster
 _MOST_NAMES = 6
 _RUN_BY_BACKEND = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")

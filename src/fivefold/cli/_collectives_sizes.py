@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from fivefold.collectives.schedules import CostModel, Schedule
     from fivefold.network.topology import Topology
 
-__all__ = ["Price", "Prices", "fastest_ranges", "price_sizes"]
-
 _LEAST_BYTES, _MOST_BYTES = 1e3, 1e9
 _POINTS, _FEW_POINTS = 25, 9
 _HALVINGS = 12

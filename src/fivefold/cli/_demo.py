@@ -16,8 +16,6 @@ from fivefold.errors import ConfigurationError
 if TYPE_CHECKING:
     from fivefold.lab import LabSpec
 
-__all__ = ["demo_command"]
-
 _HOSTS = 2
 # Large frames, as network cards handle them: emulating small ones takes processor time from the
 # training beside it.

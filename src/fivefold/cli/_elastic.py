@@ -16,8 +16,6 @@ from fivefold.cli._help import help_text
 if TYPE_CHECKING:
     from types import FrameType
 
-__all__ = ["app"]
-
 app = typer.Typer(
     name="elastic",
     help="Training whose workers may leave and join while it goes on.",

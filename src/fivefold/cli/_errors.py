@@ -14,8 +14,6 @@ import typer
 
 from fivefold.errors import FivefoldError
 
-__all__ = ["is_usage_error", "show_error"]
-
 # Others are those of the errors' classes; those that are not ours end with FivefoldError's.
 _USAGE = 2  # as click has it
 _LONGEST = 2000  # of a message: values that are quoted may be files

@@ -22,8 +22,6 @@ from fivefold.cli._codesign import (
 )
 from fivefold.cli._outputs import require_writable
 
-__all__ = ["execute_command"]
-
 
 def execute_command(  # noqa: PLR0913 - each option is a parameter
     jobs: JobsArgument,

@@ -26,8 +26,6 @@ from fivefold.lab import LabSpec, run_lab
 from fivefold.network.topology import Topology
 from fivefold.units import format_duration_s
 
-__all__ = ["Measured", "run_in_the_lab", "run_saved", "show_measured"]
-
 _MTU = 60000  # small frames would cost the hosts' processors more than the job does
 
 

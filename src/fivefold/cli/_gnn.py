@@ -12,8 +12,6 @@ from fivefold.cli._help import help_text
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["app"]
-
 _SUFFIX = "_command"
 _ORDER = (  # as one uses them
     "ingest",

@@ -8,8 +8,6 @@ from collections.abc import Callable
 
 from rich.markup import escape
 
-__all__ = ["help_text"]
-
 _LINE_BREAK_INSIDE_A_PARAGRAPH = re.compile(r"(?<!\n)\n(?!\n)")
 
 

@@ -19,8 +19,6 @@ from fivefold.cli._help import help_text
 if TYPE_CHECKING:
     from fivefold.lab import Capabilities, LabResult, LabSpec
 
-__all__ = ["app"]
-
 app = typer.Typer(
     name="lab",
     help="Emulated cluster on this machine: hosts on slow links, made of network namespaces.",

@@ -8,8 +8,6 @@ from pathlib import Path
 from fivefold.cli._arguments import ArgumentError
 from fivefold.errors import ConfigurationError
 
-__all__ = ["require_picture", "require_writable"]
-
 _PICTURES = (".png", ".svg", ".pdf")
 
 

@@ -15,8 +15,6 @@ from fivefold.cli._outputs import require_writable
 if TYPE_CHECKING:
     from fivefold.strategy import Cluster, Job, Prediction, SearchResult
 
-__all__ = ["plan_command"]
-
 _PARTS = {
     "compute_s": "compute", "recompute_s": "recomputation", "tensor_s": "tensor communication",
     "context_s": "context communication", "expert_s": "expert exchange",

@@ -15,8 +15,6 @@ from fivefold.runs import write_text
 if TYPE_CHECKING:
     from fivefold.strategy import Job, ParallelPlan
 
-__all__ = ["make_folder", "write_plan_files"]
-
 
 def write_plan_files(folder: Path, job: Job, plan: ParallelPlan, *, base: str | None) -> None:
     """Write each form that the plan has, and say why where it has none.

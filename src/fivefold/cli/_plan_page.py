@@ -19,8 +19,6 @@ from fivefold.units import format_bytes, format_duration_s
 if TYPE_CHECKING:
     from fivefold.strategy import Cluster, Job, ParallelPlan, Prediction, SearchResult
 
-__all__ = ["split_page"]
-
 _MEMORY = (
     ("weights_bytes", "weights", "job0"),
     ("gradients_bytes", "gradients", "job1"),

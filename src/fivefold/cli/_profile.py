@@ -20,8 +20,6 @@ from fivefold.errors import ConfigurationError
 if TYPE_CHECKING:
     from fivefold.network.profiling import Profile
 
-__all__ = ["profile_command"]
-
 _SHOWN_PAIRS = 56  # all pairs of eight ranks
 
 

@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-__all__ = ["StageProgress", "stage_progress"]
-
 StageProgress = Callable[[str, int, int], None]
 _LINE_EVERY_S = 10.0
 

@@ -11,8 +11,6 @@ import typer
 if TYPE_CHECKING:
     from fivefold.report import Report
 
-__all__ = ["report_command"]
-
 
 def report_command(
     runs: Annotated[

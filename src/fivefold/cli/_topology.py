@@ -15,8 +15,6 @@ from fivefold.cli._outputs import require_picture
 if TYPE_CHECKING:
     from fivefold.network.topology import Topology
 
-__all__ = ["app"]
-
 app = typer.Typer(
     name="topology",
     help="Show, draw and convert the networks that plans are made for.",

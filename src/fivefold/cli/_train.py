@@ -8,8 +8,6 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["train_command"]
-
 
 def train_command(
     config: Annotated[Path, typer.Argument(help="TOML file; every key has a default.")],

@@ -17,8 +17,6 @@ from fivefold.codesign._modules import best_alone_plan
 from fivefold.errors import ConfigurationError
 from fivefold.network.topology import Topology
 
-__all__ = ["AblationRow", "ablate"]
-
 FloatArray = npt.NDArray[np.float64]
 Progress = Callable[[int, int], None]
 _DRAWS = 2000

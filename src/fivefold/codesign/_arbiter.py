@@ -22,8 +22,6 @@ from fivefold.errors import ConfigurationError
 from fivefold.flows import Routing, never_worse, priority_classes, time_shifts
 from fivefold.network.topology import Topology
 
-__all__ = ["Arbiter", "PlanningOptions", "Prediction", "objective_s"]
-
 _TOLERANCE = 1e-6
 _MENDING_SHARE = 4  # of the budget: at most one part in so many mends one proposal
 _LOADS = (("LinkState.load_Bps", "network"), ("FlowSet.flows", "collectives"))

@@ -22,8 +22,6 @@ from fivefold.errors import UnsupportedError
 from fivefold.network.topology import Topology
 from fivefold.tasks import ComputeTask, TaskSchedule
 
-__all__ = ["chakra_traces"]
-
 _KINDS = {
     "all_reduce": "ALL_REDUCE", "all_to_all": "ALL_TO_ALL", "all_gather": "ALL_GATHER",
     "reduce_scatter": "REDUCE_SCATTER", "broadcast": "BROADCAST", "reduce": "REDUCE",

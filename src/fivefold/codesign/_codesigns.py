@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from dataclasses import astuple, dataclass, fields
 from itertools import product
 
-__all__ = ["CoDesigns"]
-
 _LETTERS = {"vertical": "V", "horizontal": "H", "intra_inter": "II", "host_net": "HN"}
 
 

@@ -23,16 +23,6 @@ from fivefold.network.simulation import (
 from fivefold.network.topology import Topology
 from fivefold.tasks import CommunicationTask, ComputeTask
 
-__all__ = [
-    "Outcome",
-    "alone_quote",
-    "compile_job",
-    "edge_route",
-    "planned_order",
-    "run_plan",
-    "tree_links",
-]
-
 SimulatorTask = Flow | Compute | AggregationRequest
 
 

@@ -22,8 +22,6 @@ from fivefold.codesign._records import DecisionRecord
 from fivefold.codesign._single import nominal_record, plan_single
 from fivefold.network.topology import Topology
 
-__all__ = ["CoDesignResult", "plan_cluster"]
-
 Start = Literal["null", "best"]
 _MOST_EVENTS = 3e5  # of simulations in a second look at all iterations
 

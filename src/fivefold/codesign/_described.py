@@ -36,8 +36,6 @@ from fivefold.strategy import (
 from fivefold.tasks import schedule_tasks
 from fivefold.units import format_bytes
 
-__all__ = ["ModelJob", "job_from_plan"]
-
 _LOOKED_AT = 200  # fastest plans, of which many differ in switches only
 _NOMINAL, _INFORMED = 4, 4
 _MOST_LOOKS, _ALIKE = 8, 1e-6

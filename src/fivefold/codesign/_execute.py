@@ -25,16 +25,6 @@ from fivefold.network.topology import Topology
 from fivefold.runs import write_text
 from fivefold.tasks import LayerCost
 
-__all__ = [
-    "Order",
-    "check_executable",
-    "execution_command",
-    "lab_options",
-    "read_measurements",
-    "read_order",
-    "write_order",
-]
-
 _SCHEMA = "fivefold.codesign.order/1"
 _WRITE = "write one with fivefold execute --save"
 _LEAST_SLOT_BYTES = 4096  # below that the software switch is slower than any link worth shaping

@@ -21,8 +21,6 @@ from fivefold.tasks import (
     schedule_tasks,
 )
 
-__all__ = ["Quote", "communication_order", "iteration_of", "schedule_iteration"]
-
 Quote = Callable[[str, float], float]
 """Seconds of a collective, from its kind and bytes."""
 

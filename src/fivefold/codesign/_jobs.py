@@ -11,8 +11,6 @@ from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import Topology
 from fivefold.tasks import LayerCost
 
-__all__ = ["JobSpec", "check_jobs", "check_ranks"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:

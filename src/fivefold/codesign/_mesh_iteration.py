@@ -14,8 +14,6 @@ from fivefold.codesign._plans import JobPlan
 from fivefold.strategy import Message, PlanDemand
 from fivefold.tasks import CommunicationTask, ComputeTask, TaskGraph
 
-__all__ = ["mesh_iteration"]
-
 Quote = Callable[[str, float], float]
 _STATE_AXES = {"data", "expert_data", "shard", "replica"}
 

@@ -19,15 +19,6 @@ from fivefold.codesign._traffic import phases_of
 from fivefold.flows import FlowDemand, JobTraffic, RoutePolicy, route_flows
 from fivefold.network.topology import Topology
 
-__all__ = [
-    "best_alone_plan",
-    "job_traffic",
-    "local_order",
-    "null_plan",
-    "routed",
-    "routed_one_by_one",
-]
-
 
 def null_plan(topology: Topology, jobs: Sequence[JobSpec], *, seed: int = 0) -> ClusterPlan:
     """B0: tensors as they become ready, ring in rank order, hashed paths, fair share.

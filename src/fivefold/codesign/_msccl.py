@@ -13,8 +13,6 @@ from fivefold.collectives.schedules import Schedule, all_reduce, all_to_all
 from fivefold.errors import UnsupportedError
 from fivefold.network.topology import Topology
 
-__all__ = ["msccl_programs"]
-
 
 def msccl_programs(topology: Topology, job: JobSpec, plan: JobPlan) -> Mapping[str, str]:
     """What layer 3 chose for a job, for an NCCL that has MSCCL.

@@ -34,8 +34,6 @@ from fivefold.report import (
 )
 from fivefold.units import format_duration_s
 
-__all__ = ["plan_page"]
-
 _LOADS = "Share of each link's rate in use over the whole run"
 _MOST_SVG_BYTES = 1_500_000
 _MOST_BARS = 16  # jobs

@@ -9,8 +9,6 @@ from fivefold.codesign._page_words import SIMULATED, change
 from fivefold.errors import ConfigurationError
 from fivefold.report import DataTable, PlanPage, PlanSection, RangeChart, RangeRow
 
-__all__ = ["ablation_page"]
-
 
 def ablation_page(rows: Sequence[AblationRow], *, cluster: str, command: str = "") -> PlanPage:
     """The page of an ablation: what each combination of co-designs buys.

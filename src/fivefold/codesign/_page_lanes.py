@@ -16,8 +16,6 @@ from fivefold.network.topology import Topology
 from fivefold.report import LaneLoad, LaneSpan, Timeline, TimelineLane
 from fivefold.units import format_bytes_per_s
 
-__all__ = ["job_colour", "job_timeline", "layer_timelines", "link_timeline"]
-
 _MOST_JOBS = 12
 _MOST_LINKS = 16
 _LINKS_OF_TIER = 3

@@ -9,8 +9,6 @@ from fivefold.codesign._records import DecisionRecord
 from fivefold.report import Choice, ChoiceLog
 from fivefold.units import format_bytes, format_duration_s
 
-__all__ = ["SIMULATED", "change", "choice_log", "flow_words", "ordering_words"]
-
 SIMULATED = (
     "Simulated by a fluid model: bandwidth-bound phases, no queues, no packet loss. Nothing was "
     "run for real."

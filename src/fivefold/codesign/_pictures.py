@@ -12,8 +12,6 @@ from fivefold.codesign._ablation import AblationRow
 from fivefold.codesign._compile import Outcome
 from fivefold.errors import DataError, UnsupportedError
 
-__all__ = ["draw_ablation", "timeline_of"]
-
 
 def timeline_of(outcome: Outcome) -> dict[str, Any]:
     """The last iteration of every job as a Chrome trace, which Perfetto opens.

@@ -12,8 +12,6 @@ from fivefold.errors import ConfigurationError
 from fivefold.files import parse_json
 from fivefold.tasks import Ordering
 
-__all__ = ["Algorithm", "ClusterPlan", "JobPlan"]
-
 Algorithm = Literal["ring", "hierarchical", "in_network"]
 """``"ring"``: one ring over all ranks. ``"hierarchical"``: inside hosts first, then one ring per
 place in the host. ``"in_network"``: switches sum."""

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-__all__ = ["DecisionRecord", "Layer", "decisions_to_json"]
-
 Layer = Literal["strategy", "tasks", "collectives", "flows", "network", "coordinator"]
 
 

@@ -21,14 +21,6 @@ from fivefold.codesign._trees import nearest_roots, spread_trees
 from fivefold.network.topology import Topology
 from fivefold.tasks import Ordering
 
-__all__ = [
-    "SinglePlan",
-    "alone_iteration_s",
-    "collective_options",
-    "nominal_record",
-    "plan_single",
-]
-
 _BUCKETS: tuple[int | None, ...] = (None, 25_000_000, 100_000_000, 0)
 
 

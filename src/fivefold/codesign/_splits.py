@@ -15,8 +15,6 @@ from fivefold.network.topology import Topology
 from fivefold.strategy import ParallelPlan, PlanDemand, axis_groups
 from fivefold.tasks import LayerCost
 
-__all__ = ["Split", "groups_over", "mesh_ranks"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Split:

@@ -19,16 +19,6 @@ from fivefold.codesign._plans import JobPlan
 from fivefold.errors import InfeasibleError
 from fivefold.network.topology import Topology
 
-__all__ = [
-    "SUMMED_AXES",
-    "Phase",
-    "aggregation_tree",
-    "host_groups",
-    "job_groups",
-    "phases_of",
-    "summed_columns",
-]
-
 SUMMED_AXES = {"", "data"}
 """Axes over which switches may sum; the empty one stands for all ranks of a job."""
 

@@ -23,8 +23,6 @@ from fivefold.codesign._plans import ClusterPlan, JobPlan
 from fivefold.codesign._traffic import aggregation_tree, summed_columns
 from fivefold.network.topology import Topology
 
-__all__ = ["TreeChoice", "free_slots", "job_trees", "nearest_roots", "slots_for", "spread_trees"]
-
 _MOST_ROOTS = 4
 _MOST_WEIGHED = 16  # roots that are weighed for each tree
 _MOST_SAMPLED = 8  # ranks whose distance to a switch is looked at

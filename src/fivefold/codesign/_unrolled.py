@@ -23,8 +23,6 @@ from fivefold.network.simulation import (
 )
 from fivefold.network.topology import Topology
 
-__all__ = ["Window", "unrolled"]
-
 _MOST_TASKS = 40_000  # of all iterations; more would take minutes to draw
 _SHOWN = 2.5  # iterations of the slowest job
 

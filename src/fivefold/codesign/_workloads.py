@@ -31,8 +31,6 @@ from fivefold.strategy import job_from_table, load_cluster
 from fivefold.tasks import LayerCost
 from fivefold.units import parse_duration_s
 
-__all__ = ["Placement", "load_jobs", "place_jobs", "synthetic_jobs"]
-
 Placement = Literal["packed", "random"]
 """``"packed"``: jobs fill the hosts in order. ``"random"``: hosts are drawn."""
 

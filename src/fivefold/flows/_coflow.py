@@ -15,8 +15,6 @@ import numpy.typing as npt
 
 from fivefold.errors import ConfigurationError
 
-__all__ = ["Coflow", "coflow_order", "ideal_finish_times", "together_rates"]
-
 FloatArray = npt.NDArray[np.float64]
 
 

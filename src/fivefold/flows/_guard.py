@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-__all__ = ["Guarded", "never_worse"]
-
 _Plan = TypeVar("_Plan")
 
 

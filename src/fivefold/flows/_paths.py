@@ -7,8 +7,6 @@ import functools
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import Topology
 
-__all__ = ["equal_cost_paths"]
-
 
 def equal_cost_paths(
     topology: Topology, source: int, target: int, *, limit: int = 64, relay: bool = False

@@ -17,8 +17,6 @@ import numpy.typing as npt
 from fivefold.errors import ConfigurationError
 from fivefold.flows._routing import Routing
 
-__all__ = ["PriorityClasses", "priority_classes"]
-
 _ORDERS = 32
 
 

@@ -20,8 +20,6 @@ from fivefold.flows._paths import equal_cost_paths
 from fivefold.flows._traffic import FlowDemand, JobTraffic
 from fivefold.network.topology import Topology
 
-__all__ = ["RoutePolicy", "Routing", "route_flows"]
-
 RoutePolicy = Literal["hash", "least_loaded", "intensity"]
 """``"hash"``: equal-cost paths by a hash of the flow, as ECMP does. ``"least_loaded"``: the
 largest flows first, each on the path whose fullest link stays emptiest. ``"intensity"``: the same,

@@ -24,8 +24,6 @@ import numpy.typing as npt
 from fivefold.errors import ConfigurationError
 from fivefold.flows._routing import Routing
 
-__all__ = ["Shifts", "time_shifts"]
-
 FloatArray = npt.NDArray[np.float64]
 _GRID_MOST = 20_000  # combinations that are tried one by one
 _ROUNDS = 20

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from fivefold.errors import ConfigurationError
 
-__all__ = ["FlowDemand", "JobTraffic"]
-
 
 @dataclass(frozen=True)
 class FlowDemand:

@@ -13,8 +13,6 @@ import subprocess
 from dataclasses import dataclass
 from functools import cache
 
-__all__ = ["Capabilities", "Capability", "find_tool", "isolation_command", "probe_capabilities"]
-
 _SYSTEM_FOLDERS = "/usr/sbin:/sbin:/usr/local/sbin:/usr/bin:/bin"
 _PROBE_TIMEOUT_S = 20.0
 _ISOLATE = ("--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc")

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from fivefold.lab._spec import LabSpec
 
-__all__ = ["MAX_CLASSES", "class_tos", "htb_commands"]
-
 MAX_CLASSES = 8  # what the three bits of a class selector tell apart, and htb's priorities
 OWN_SHARE = 0.01
 _SELECTOR_SHIFT = 5

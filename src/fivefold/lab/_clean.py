@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from fivefold.lab._state import ProcessId
 
-__all__ = ["CleanReport", "clean_lab"]
-
 _END_WAIT_S = 10.0
 _YOUNG_S = 60.0
 

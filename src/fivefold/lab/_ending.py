@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import signal
 
-__all__ = ["Ending"]
-
 
 class Ending:
     """The rules by which a run ends.

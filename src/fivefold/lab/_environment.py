@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from fivefold.lab._plan import AGGREGATOR_PORT, address_of, aggregator_address
 from fivefold.lab._spec import LabSpec
 
-__all__ = ["LabFacts", "Rendezvous", "rank_environment"]
-
 _PORT = 29500
 _AGGREGATION = "FIVEFOLD_AGGREGATION"
 _DEFAULTS = {

@@ -12,8 +12,6 @@ import heapq
 import random
 from dataclasses import dataclass, field
 
-__all__ = ["Conditions", "Delivery", "Fabric", "FabricCounts", "Link"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:

@@ -15,16 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = [
-    "VNET_HEADER_BYTES",
-    "become_host",
-    "become_subreaper",
-    "die_with_parent",
-    "entered",
-    "new_network_namespace",
-    "open_tun",
-]
-
 _CLONE_NEWNS = 0x00020000
 _CLONE_NEWUTS = 0x04000000
 _CLONE_NEWNET = 0x40000000

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from fivefold.lab._spec import LabSpec
 
-__all__ = ["Network", "build_network"]
-
 _STEP_TIMEOUT_S = 30.0
 _RELAY_END_S = 2.0
 

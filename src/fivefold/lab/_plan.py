@@ -19,23 +19,6 @@ from dataclasses import dataclass
 from fivefold.lab._classes import htb_commands
 from fivefold.lab._spec import LabSpec
 
-__all__ = [
-    "AGGREGATOR_NETWORK",
-    "AGGREGATOR_PORT",
-    "BURST_S",
-    "FRAME_OVERHEAD_BYTES",
-    "SWITCH",
-    "Step",
-    "address_of",
-    "aggregator_address",
-    "host_name",
-    "plan_bridge",
-    "plan_relay",
-    "queue_bytes",
-    "relay_mtu",
-    "shape_link",
-]
-
 SWITCH = "switch"
 AGGREGATOR_PORT = 5900
 AGGREGATOR_NETWORK = "10.79.0.0/16"

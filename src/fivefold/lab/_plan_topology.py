@@ -18,8 +18,6 @@ from fivefold.lab._spec import LabSpec
 if TYPE_CHECKING:
     from fivefold.network.topology import Topology
 
-__all__ = ["namespace_of", "plan_topology"]
-
 _ETHERNET_MTU = 1500
 _FIRST_TABLE = 1000  # of routes; the kernel's own have numbers up to 255
 _SETTINGS = {"ip_forward": 1, "conf/all/rp_filter": 0, "conf/default/rp_filter": 0}

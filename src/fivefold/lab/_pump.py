@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-__all__ = ["Pump", "Stream"]
-
 _CHUNK_BYTES = 1 << 16
 _MAX_LINE_BYTES = 1 << 16
 

@@ -22,8 +22,6 @@ from fivefold.lab._linux import VNET_HEADER_BYTES
 from fivefold.lab._plan import BURST_S, FRAME_OVERHEAD_BYTES, queue_bytes, relay_mtu
 from fivefold.lab._spec import LabSpec
 
-__all__ = ["build_fabric", "main"]
-
 _READ_BYTES = 65_536 + VNET_HEADER_BYTES
 _PACKETS_PER_TURN = 32
 _IDLE_S = 1.0

@@ -10,8 +10,6 @@ from fivefold.errors import CommunicationError
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["LabResult", "RankResult"]
-
 _SIGNAL_EXIT = 128
 _TIMEOUT_EXIT = 124  # as the tool `timeout` has it
 _TAIL_LINES = 15

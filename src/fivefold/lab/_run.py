@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
     from fivefold.lab._capabilities import Capability
 
-__all__ = ["choose_means", "run_lab"]
-
 _logger = logging.getLogger(__name__)
 _END_WAIT_S = 10.0
 

@@ -26,8 +26,6 @@ from fivefold.units import (
 if TYPE_CHECKING:
     from fivefold.network.topology import Topology
 
-__all__ = ["LabSpec"]
-
 _MAX_HOSTS = 253  # addresses 10.77.0.1 to 10.77.0.253 of one /24 network
 _MAPPINGS = ("host_rates", "host_classes", "aggregators", "routes")
 _MIN_RATE_BYTES_PER_S = 1000.0  # one full frame then takes 1.5 s; below that TCP only times out

@@ -22,8 +22,6 @@ from fivefold.errors import UnsupportedError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["ProcessId", "RunState", "make_run_folder", "runtime_folder", "write_state"]
-
 _START_TIME_FIELD = 19  # of /proc/PID/stat, counted after the command's closing bracket
 
 

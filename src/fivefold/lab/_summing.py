@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from fivefold.lab._network import Network
     from fivefold.lab._spec import LabSpec
 
-__all__ = ["SummingSwitches", "read_counts"]
-
 _START_S = 60.0  # a loaded machine may take seconds to import
 _TURN_S = 0.05
 _END_S = 3.0

@@ -33,8 +33,6 @@ from fivefold.lab._pump import Pump, Stream
 from fivefold.lab._spec import LabSpec
 from fivefold.lab._summing import SummingSwitches
 
-__all__ = ["main"]
-
 _FIRST_PROCESS = 1
 _LONGEST_SLEEP_S = 1.0
 _PUMP_END_S = 5.0

@@ -18,8 +18,6 @@ import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 
 from fivefold.errors import ConfigurationError
 
-__all__ = ["ACTIVATIONS", "Activation", "activation_named"]
-
 Pointwise = Callable[[torch.Tensor], torch.Tensor]
 
 _APPROXIMATIONS = {"gelu": "none", "gelu_tanh": "tanh"}

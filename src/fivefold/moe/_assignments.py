@@ -15,8 +15,6 @@ import torch
 
 from fivefold.errors import ConfigurationError
 
-__all__ = ["Assignments", "added", "sort_assignments"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assignments:

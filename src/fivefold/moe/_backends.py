@@ -15,8 +15,6 @@ from fivefold.moe._grouped import backward_grouped, forward_grouped
 from fivefold.moe._recorded import recorded_grouped
 from fivefold.moe._workspace import Workspace
 
-__all__ = ["Backend", "backend_for", "backends"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:

@@ -17,8 +17,6 @@ from fivefold.moe._fused import OPTIONS, _descriptor, _is_aligned, _on, _Request
 from fivefold.moe._tiles import Tiles, backward_tiles_for, constants_for
 from fivefold.moe._workspace import CHUNK_SLOTS, layout_for
 
-__all__ = ["backward_fused"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Launch:

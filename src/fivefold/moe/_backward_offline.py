@@ -12,8 +12,6 @@ from fivefold.moe._activations import activation_named
 from fivefold.moe._offline import _DATA, _TABLES, _TYPES, OfflineKernel, _compiled
 from fivefold.moe._tiles import Tiles, backward_tiles_for, constants_for
 
-__all__ = ["BACKWARD_LAUNCHES", "compile_backward"]
-
 BACKWARD_LAUNCHES = {
     "ranges": "ranges_kernel",
     "d_hidden": "hidden_gradient_kernel",

@@ -14,8 +14,6 @@ import torch
 from fivefold.errors import ConfigurationError
 from fivefold.moe._operands import counts_of
 
-__all__ = ["DropPolicy", "capacity_for", "check_capacity", "drop_beyond_capacity"]
-
 DropPolicy = Literal["position", "weight"]
 _MOST = 2**62  # more than there are assignments, and an int64
 

@@ -12,8 +12,6 @@ import torch
 from fivefold.errors import DataError, UnsupportedError
 from fivefold.files import read_json
 
-__all__ = ["open_checkpoint"]
-
 _INDEX = "model.safetensors.index.json"
 
 

@@ -15,8 +15,6 @@ import torch
 
 from fivefold.errors import ConfigurationError, DataError
 
-__all__ = ["LAYOUTS", "convert_checkpoint", "export_checkpoint"]
-
 _FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 _SCALED_BLOCK = 128
 _ROOTS = ("experts.", "gate.", "router.", "shared_expert")

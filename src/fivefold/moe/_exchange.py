@@ -22,8 +22,6 @@ from fivefold.moe._heap import SharedMemoryHeap, VirtualHeap
 from fivefold.moe._operands import check_ids, check_weight_on_input
 from fivefold.moe._routing import Router
 
-__all__ = ["ExpertExchange"]
-
 
 class ExpertExchange(ExchangeLaunches):
     """A mixture of experts whose experts are spread over ranks: ``fused_moe`` across a heap.

@@ -14,8 +14,6 @@ from fivefold.moe._heap import SymmetricHeap
 from fivefold.moe._operands import check_operands
 from fivefold.moe._routing import Router
 
-__all__ = ["check_call", "check_gate", "described", "dropped_by_rank"]
-
 _SCORES = frozenset({"softmax", "topk_softmax", "sigmoid"})  # of the kernel's gate
 
 _KINDS = {

@@ -26,8 +26,6 @@ from fivefold.moe._heap import SymmetricHeap
 from fivefold.moe._routing import Router
 from fivefold.moe._tiles import debugging, interpreting
 
-__all__ = ["ExchangeLaunches"]
-
 _STATISTICS = ("sent_bytes", "returned_bytes", "sent_signals", "returned_signals")
 
 

@@ -28,8 +28,6 @@ from fivefold.moe._routing import Router
 from fivefold.moe._tiles import Tiles, constants_for, interpreting, tiles_for
 from fivefold.moe._workspace import CHUNK_SLOTS, Layout
 
-__all__ = ["CONTROL_WORDS", "ExchangeConfig", "heap_layout", "private_layout"]
-
 CONTROL_WORDS = 448
 """Words before the counters and flags; as ``SENT`` in ``_exchange_sync_triton``."""
 _ALIGNMENT_BYTES = 256

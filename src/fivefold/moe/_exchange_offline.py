@@ -10,8 +10,6 @@ from fivefold.moe._exchange_layout import ExchangeConfig, constants_of, heap_lay
 from fivefold.moe._offline import _TYPES, OfflineKernel, _compiled
 from fivefold.moe._routing import Router
 
-__all__ = ["compile_exchange"]
-
 _MODULES = {
     "exchange_kernel": "_exchange_kernel_triton",
     "scatter_kernel": "_exchange_rows_triton",

@@ -22,8 +22,6 @@ from fivefold.moe._backends import Backend
 from fivefold.moe._exchange import ExpertExchange
 from fivefold.moe._exchange_layout import constants_of, heap_layout
 
-__all__ = ["Operands", "backward_apart", "forward_apart"]
-
 _Tensor = torch.Tensor
 _Optional = torch.Tensor | None
 

@@ -30,8 +30,6 @@ from torch.autograd import Function
 
 from fivefold.errors import CommunicationError, ConfigurationError, FivefoldError
 
-__all__ = ["ExchangeFlight", "ExpertGroup", "ExpertLoad"]
-
 Guard = Callable[[str], AbstractContextManager[None]]
 Local = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 

@@ -22,8 +22,6 @@ import torch
 from fivefold.moe._assignments import Assignments
 from fivefold.moe._large_memory import LARGE_BYTES, large_empty
 
-__all__ = ["Block", "ExpertGradient", "ExpertWeights", "by_row", "cut"]
-
 # Rows of a block, at least: of experts with many rows, what is in the cache when it is read; of
 # those with few, so that a call from Python costs less than the products that it starts.
 _BLOCK_ROWS = 1024

@@ -14,8 +14,6 @@ from typing import Any
 
 from fivefold.errors import ConfigurationError, UnsupportedError
 
-__all__ = ["layer_options", "router_options"]
-
 _Options = dict[str, Any]
 
 

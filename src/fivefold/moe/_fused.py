@@ -22,8 +22,6 @@ from fivefold.moe._activations import Activation
 from fivefold.moe._tiles import Tiles, constants_for, debugging, interpreting, tiles_for
 from fivefold.moe._workspace import CHUNK_SLOTS, Layout, Workspace, layout_for
 
-__all__ = ["DTYPES", "OPTIONS", "forward_fused", "forward_split", "missing_fused"]
-
 DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 _OLDEST_TRITON = (3, 6)
 OPTIONS = {"enable_fp_fusion": True}  # triton 3.9 warns where it is not said

@@ -21,8 +21,6 @@ from fivefold.moe._exchange_checks import check_call, dropped_by_rank
 from fivefold.moe._exchange_rows import Operands, backward_apart, forward_apart
 from fivefold.moe._operands import PRECISIONS, check_ids, check_weight_on_input
 
-__all__ = ["exchange_moe"]
-
 _Optional = torch.Tensor | None
 
 

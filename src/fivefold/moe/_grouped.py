@@ -19,8 +19,6 @@ from fivefold.moe._assignments import Assignments, added, sort_assignments
 from fivefold.moe._expert_products import Block, ExpertGradient, ExpertWeights, by_row, cut
 from fivefold.moe._large_memory import large_empty
 
-__all__ = ["Call", "Gradients", "backward_grouped", "forward_grouped"]
-
 Gradients = tuple[
     torch.Tensor | None,
     torch.Tensor | None,

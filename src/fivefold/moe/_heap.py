@@ -27,8 +27,6 @@ import torch
 
 from fivefold.errors import CommunicationError, ConfigurationError, UnsupportedError
 
-__all__ = ["SharedMemoryHeap", "SymmetricHeap", "TorchSymmetricHeap", "VirtualHeap"]
-
 _ALIGNMENT_BYTES = 256
 _LOOK_EVERY_S = 0.005
 

@@ -13,8 +13,6 @@ import mmap
 
 import torch
 
-__all__ = ["LARGE_BYTES", "large_empty"]
-
 LARGE_BYTES = 32 * 2**20  # the C library's own limit, mallopt(3): M_MMAP_THRESHOLD
 
 

@@ -26,8 +26,6 @@ from fivefold.moe._operands import as_autocast, counts_of
 from fivefold.moe._operator import fused_moe
 from fivefold.moe._routing import Router, Routing, load_balancing_loss, route, router_z_loss
 
-__all__ = ["MoE", "MoEConfig"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:

@@ -23,8 +23,6 @@ from fivefold.moe._activations import activation_named
 from fivefold.moe._fused import OPTIONS
 from fivefold.moe._tiles import Tiles, constants_for, tiles_for
 
-__all__ = ["OfflineKernel", "compile_offline"]
-
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _DATA = frozenset({"x", "b13", "b2", "out", "inner", "hidden", "outputs"})
 _TABLES = frozenset(

@@ -9,22 +9,6 @@ import torch
 from fivefold.errors import ConfigurationError, DataError, UnsupportedError
 from fivefold.moe._activations import Activation
 
-__all__ = [
-    "PRECISIONS",
-    "Precision",
-    "as_autocast",
-    "check_forward_mode",
-    "check_ids",
-    "check_operands",
-    "check_precision",
-    "check_transforms",
-    "check_values",
-    "check_weight_on_input",
-    "counts_of",
-    "is_eager",
-    "is_plain",
-]
-
 Precision = Literal["ieee", "tf32x3", "tf32"]
 PRECISIONS: tuple[Precision, ...] = ("ieee", "tf32x3", "tf32")
 """Arithmetic for float32, best first."""

@@ -31,8 +31,6 @@ from fivefold.moe._operands import (
 )
 from fivefold.moe._workspace import Workspace
 
-__all__ = ["fused_moe"]
-
 _Optional = torch.Tensor | None
 
 

@@ -18,8 +18,6 @@ from fivefold.moe._assignments import Assignments, sort_assignments
 from fivefold.moe._expert_products import cut
 from fivefold.moe._grouped import Call, Gradients
 
-__all__ = ["recorded_grouped"]
-
 _Optional = torch.Tensor | None
 
 

@@ -10,8 +10,6 @@ import torch
 
 from fivefold.moe._activations import Activation
 
-__all__ = ["experts_one_by_one"]
-
 
 def experts_one_by_one(  # noqa: PLR0913 - the operator's own operands
     x: torch.Tensor,

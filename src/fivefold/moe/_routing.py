@@ -20,15 +20,6 @@ from fivefold.errors import ConfigurationError, DataError
 from fivefold.moe._families import router_options
 from fivefold.moe._operands import counts_of, is_plain
 
-__all__ = [
-    "Router",
-    "Routing",
-    "load_balancing_loss",
-    "route",
-    "router_z_loss",
-    "updated_selection_bias",
-]
-
 Score = Literal["softmax", "topk_softmax", "sigmoid", "topk_sigmoid", "sqrtsoftplus"]
 _SCORES = frozenset(get_args(Score))
 GroupScore = Literal["max", "top2_sum"]

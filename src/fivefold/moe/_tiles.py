@@ -14,8 +14,6 @@ import torch
 from fivefold.moe._activations import Activation
 from fivefold.moe._workspace import CHUNK_SLOTS
 
-__all__ = ["Tiles", "backward_tiles_for", "constants_for", "debugging", "interpreting", "tiles_for"]
-
 _SPIN_LIMIT = 1_000  # polls in the interpreter, where one that does not succeed at once never will
 _DEBUG_SPIN_LIMIT = 50_000_000  # tens of seconds on a GPU
 

@@ -20,8 +20,6 @@ from fivefold.moe._activations import Activation, activation_named
 from fivefold.moe._backends import backend_for
 from fivefold.moe._operator import fused_moe
 
-__all__ = ["register_transformers_backend"]
-
 # Classes of transformers' activation functions, by what they compute.
 _NAMES = {
     "SiLUActivation": "silu",

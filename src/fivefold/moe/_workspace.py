@@ -14,8 +14,6 @@ import torch
 
 from fivefold.errors import ConfigurationError
 
-__all__ = ["Layout", "Workspace", "layout_for"]
-
 CONTROL_WORDS = 160
 """Words before the flags; as in ``_sync_triton``."""
 CHUNK_SLOTS = {False: 1024, True: 32}

@@ -42,8 +42,6 @@ from fivefold.errors import ConfigurationError
 from fivefold.optim._step_balance import StepBalance
 from fivefold.optim._tau_decision import DecisionLog, TauDecision, TauReason
 
-__all__ = ["AutoTau", "TauController", "TauState", "named_auto_tau"]
-
 # Patience after each try that proved wrong, and how often it grows.
 _PATIENCE_GROWTH = 4
 _MOST_GROWTHS = 3

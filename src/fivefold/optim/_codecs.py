@@ -24,8 +24,6 @@ import torch
 
 from fivefold.errors import ConfigurationError
 
-__all__ = ["BlockCodec", "CastCodec", "Codec", "ExactCodec", "named_codec", "resolve_codec"]
-
 # On a CPU a piece stays in the second-level cache over all its passes, and is small enough that
 # torch runs it on the calling thread: the communication thread must not wake a pool of its own.
 _CPU_PIECE_ELEMENTS = 32768

@@ -26,8 +26,6 @@ import torch
 
 from fivefold.errors import CommunicationError
 
-__all__ = ["CommunicationThread", "Job", "named_errors"]
-
 _PATIENCE_S = 5.0  # how long the interpreter's exit waits for what nobody waits for any more
 
 

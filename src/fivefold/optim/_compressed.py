@@ -33,8 +33,6 @@ from fivefold.errors import ConfigurationError
 from fivefold.optim._codecs import Codec
 from fivefold.optim._comm_thread import CommunicationThread, Job
 
-__all__ = ["CompressedExchange", "CompressedFlight", "ring_bytes", "slice_bounds"]
-
 _STAGES = 3  # a bucket is being sent, summed or received; as many are under way at once
 # Ten buckets hide encoding behind sending and keep the links even: measured at 4 ranks and
 # 200 Mbit/s, where one bucket of 10 MB took 1.4 times as long. More of them would only add

@@ -18,8 +18,6 @@ from fivefold.errors import ConfigurationError
 from fivefold.optim._rule import MergeKind, OuterRule, require_plain, require_share
 from fivefold.optim._staleness import StalenessPenalty
 
-__all__ = ["CO2", "DelayCorrected", "EagerDiLoCo", "OverlapLocalSGD", "StreamingDiLoCo"]
-
 _ALL = ("outer_lr", "outer_momentum", "clip", "staleness", "units", "bootstrap")
 
 

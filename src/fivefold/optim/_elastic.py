@@ -27,8 +27,6 @@ from fivefold.optim._elastic_flight import ElasticFlight
 from fivefold.optim._elastic_quorum import Ballot, Decision, Member
 from fivefold.optim._elastic_services import ElasticGroup, ElasticServices
 
-__all__ = ["ElasticTransport", "LeftBehindError", "elastic_transport"]
-
 _LOG = logging.getLogger(__name__)
 _SLACK_S = 60.0
 _PAUSE_S = 0.2

@@ -14,8 +14,6 @@ import torch
 from fivefold.errors import CommunicationError, FivefoldError
 from fivefold.optim._elastic_quorum import Ballot, Decision, Member
 
-__all__ = ["ElasticFlight"]
-
 _LOG = logging.getLogger(__name__)
 
 

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 
 from fivefold.errors import CommunicationError, ConfigurationError
 
-__all__ = ["HostGate", "is_loopback", "listen_at"]
-
 _LOG = logging.getLogger(__name__)
 _CHUNK_BYTES = 1 << 16
 

@@ -10,8 +10,6 @@ from fivefold.errors import CommunicationError, ConfigurationError
 from fivefold.optim._elastic_gate import HostGate, is_loopback
 from fivefold.optim._elastic_services import require_torchft
 
-__all__ = ["Lighthouse", "start_lighthouse"]
-
 _TICK_MS = 50
 
 

@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["Ballot", "Decision", "Member", "decide"]
-
 JOINING = -1
 
 

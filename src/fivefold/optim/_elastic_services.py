@@ -37,8 +37,6 @@ from fivefold.errors import CommunicationError, ConfigurationError, UnsupportedE
 from fivefold.optim._elastic_gate import listen_at
 from fivefold.optim._elastic_quorum import Ballot, Decision, Member, decide
 
-__all__ = ["ElasticGroup", "ElasticServices", "lighthouse_url", "require_torchft"]
-
 _LOG = logging.getLogger(__name__)
 _POLL_S = 0.05
 _CONNECT_S = 10.0

@@ -23,8 +23,6 @@ import torch
 from fivefold.errors import ConfigurationError
 from fivefold.optim._shards import RowShare, local_tensor
 
-__all__ = ["FlatGroup", "Piece", "flat_groups"]
-
 # 256 k float32 elements are 1 MiB. Smaller pieces cost more in Python (about 30 us each) than the
 # second-level cache gains; larger ones leave the third-level cache. Measured with 10 and 50 million
 # parameters: a boundary of 2^16 took 1.2 times as long. On accelerators a piece is a whole

@@ -28,8 +28,6 @@ from fivefold.optim._state import (
 from fivefold.optim._statistics import StatisticsMeter
 from fivefold.optim._transport import Transport
 
-__all__ = ["FragmentState", "Surroundings"]
-
 
 @dataclass(kw_only=True)
 class Surroundings:

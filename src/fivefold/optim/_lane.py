@@ -16,8 +16,6 @@ import torch
 from fivefold.errors import ConfigurationError
 from fivefold.optim._update import Number
 
-__all__ = ["Lane", "LaneReading"]
-
 _FIELDS = (
     "weight",
     "weighted",

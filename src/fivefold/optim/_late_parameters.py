@@ -17,8 +17,6 @@ from fivefold.errors import ConfigurationError
 from fivefold.optim._flat import FlatGroup
 from fivefold.optim._shards import local_tensor
 
-__all__ = ["LateParameters", "require_same_names"]
-
 _PATIENCE_ROUNDS = 2  # ranks whose rounds have other numbers of steps may announce one round apart
 
 

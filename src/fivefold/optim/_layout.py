@@ -21,8 +21,6 @@ from fivefold.optim._schedule import RoundSchedule
 from fivefold.optim._shards import RowShare
 from fivefold.optim._staleness import GapPenalty
 
-__all__ = ["fixed_tensors", "late_fragment", "make_fragments", "require_countable", "state_extras"]
-
 
 def state_extras(rule: OuterRule, *, may_lose: bool) -> tuple[str, ...]:
     """Return the buffers that a rule needs beside anchor and payload.

@@ -7,8 +7,6 @@ from fivefold.optim._codecs import Codec, ExactCodec, named_codec
 from fivefold.optim._layout import state_extras
 from fivefold.optim._rule import OuterRule
 
-__all__ = ["outer_state_bytes"]
-
 _ELEMENT_BYTES = 4  # the outer state is float32 for parameters of at most 32 bits
 
 

@@ -21,8 +21,6 @@ from fivefold.optim._update import (
     move_anchor_,
 )
 
-__all__ = ["MERGES", "MergeTask", "merge_pieces"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class MergeTask:

@@ -21,8 +21,6 @@ from fivefold.errors import ConfigurationError
 from fivefold.optim._rounding import SeparateRounding
 from fivefold.optim._rule import MergeKind, OuterRule, require_plain
 
-__all__ = ["OuterOptimizer", "OuterOptimizerStep"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class OuterOptimizer(OuterRule):

@@ -12,8 +12,6 @@ import torch
 
 from fivefold.errors import ReplicaMismatchError
 
-__all__ = ["replica_hash", "require_equal", "require_equal_inside"]
-
 _MODULUS = (1 << 26) - 5  # prime: products of two residues fit int64
 _ROW = 4093  # prime row length, so that a moved block changes the weighted sum
 _ROWS_AT_ONCE = 64

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["SeparateRounding"]
-
 _ATEN = torch.ops.aten
 
 

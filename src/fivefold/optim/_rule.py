@@ -29,8 +29,6 @@ from fivefold.errors import ConfigurationError
 from fivefold.optim._auto_tau import AutoTau, named_auto_tau
 from fivefold.optim._staleness import GapPenalty, NoPenalty, StalenessPenalty, named_penalty
 
-__all__ = ["MergeKind", "OuterRule", "require_plain", "require_positive", "require_share"]
-
 MergeKind = Literal["replace", "pull", "correct", "eager", "hand over"]
 
 

@@ -15,8 +15,6 @@ from fivefold.optim._staleness import ConstantPenalty, GapPenalty
 from fivefold.optim._state import OuterState
 from fivefold.optim._update import ElementGap, OuterCoefficients
 
-__all__ = ["ShardSum", "outer_coefficients"]
-
 ShardSum = Callable[[list[float]], list[float]]
 """Sums numbers over the ranks that hold one worker's shards."""
 

@@ -12,8 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypedDict
 
-__all__ = ["Boundary", "RoundSchedule", "ScheduleState"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Boundary:

@@ -29,8 +29,6 @@ from fivefold.optim._fragment import Fragment
 from fivefold.optim._shards import WorkerGroup, local_tensor
 from fivefold.optim._state import SHARED_BUFFERS
 
-__all__ = ["StateForm"]
-
 _SHARED = {*SHARED_BUFFERS, "payload"}
 _SCRATCH = {"gradient"}
 _NORMS = ("last_move", "last_delta")

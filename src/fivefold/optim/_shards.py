@@ -33,8 +33,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fivefold.errors import ConfigurationError
 from fivefold.optim._comm_thread import named_errors
 
-__all__ = ["RowShare", "WorkerGroup", "local_tensor", "reshard", "worker_group_of"]
-
 # As much is gathered at once; the room for it is S times as large.
 _BUCKET_BYTES = 2**20
 

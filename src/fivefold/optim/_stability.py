@@ -13,8 +13,6 @@ import warnings
 from fivefold.optim._rule import OuterRule
 from fivefold.optim._statistics import StatisticsMeter
 
-__all__ = ["StabilityWarning", "StabilityWatch"]
-
 _ROUNDS_BEFORE_WARNING = 8
 _FRAMES_TO_THE_CALLER_OF_STEP = 3
 

@@ -20,8 +20,6 @@ from typing import Literal
 
 from fivefold.errors import ConfigurationError
 
-__all__ = ["ConstantPenalty", "GapPenalty", "NoPenalty", "StalenessPenalty", "named_penalty"]
-
 PENALTY_NAMES = ("gap", "gap-rms", "gap-param", "constant", "none")
 
 

@@ -14,15 +14,6 @@ from fivefold.optim._rule import OuterRule
 from fivefold.optim._shards import WorkerGroup, local_tensor, worker_group_of
 from fivefold.optim._transport import Transport
 
-__all__ = [
-    "find_worker",
-    "may_lose",
-    "outer_device_of",
-    "parameter_shapes",
-    "require_equal_settings",
-    "require_usable",
-]
-
 
 def may_lose(transport: Transport) -> bool:
     """Whether flights of a transport may be lost, so that their work must be kept."""

@@ -20,16 +20,6 @@ from fivefold.optim._rule import OuterRule
 from fivefold.optim._transport import Flight
 from fivefold.optim._update import Number
 
-__all__ = [
-    "SHARED_BUFFERS",
-    "InFlight",
-    "OuterState",
-    "groups_state",
-    "require_same",
-    "restore_groups",
-    "settings",
-]
-
 _FORMAT = 4
 
 SHARED_BUFFERS = ("anchor", "momentum")

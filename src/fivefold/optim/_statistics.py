@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 from fivefold.optim._update import Number
 
-__all__ = ["FlightRecord", "StatisticsMeter", "SyncStatistics"]
-
 _KEPT_FLIGHTS = 4096
 _RUNNING_GAP_DECAY = 0.8
 

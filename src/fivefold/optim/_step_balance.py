@@ -10,8 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-__all__ = ["StepBalance"]
-
 # Counts stay while no rank's mean share is off by more than this.
 _SLACK_STEPS = 0.75
 

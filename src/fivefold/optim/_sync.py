@@ -47,8 +47,6 @@ from fivefold.optim._statistics import FlightRecord, StatisticsMeter, SyncStatis
 from fivefold.optim._tau_decision import TauDecision
 from fivefold.optim._transport import ProcessGroupTransport, Transport
 
-__all__ = ["OuterSync"]
-
 _LOG = logging.getLogger(__name__)
 
 

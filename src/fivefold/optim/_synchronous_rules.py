@@ -14,8 +14,6 @@ from typing import ClassVar, Literal
 
 from fivefold.optim._rule import OuterRule, require_plain
 
-__all__ = ["DiLoCo", "LocalSGD", "SlowMo"]
-
 _OUTER = ("outer_lr", "outer_momentum", "clip", "staleness", "units")
 
 

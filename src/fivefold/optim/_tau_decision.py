@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["DecisionLog", "TauDecision", "TauReason"]
-
 TauReason = Literal["exposed", "margin", "slack", "balance"]
 
 _REASONS: tuple[TauReason, ...] = ("exposed", "margin", "slack", "balance")

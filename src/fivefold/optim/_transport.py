@@ -30,8 +30,6 @@ from fivefold.optim._codecs import Codec, ExactCodec, resolve_codec
 from fivefold.optim._comm_thread import CommunicationThread, Job, named_errors
 from fivefold.optim._compressed import CompressedExchange, ring_bytes
 
-__all__ = ["Flight", "ProcessGroupTransport", "Transport"]
-
 _CALLBACK_PATIENCE_S = 1.0
 _CALLBACK_GRACE_S = 0.05
 

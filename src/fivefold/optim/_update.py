@@ -21,16 +21,6 @@ import torch
 Number = float | torch.Tensor
 """A number, or a 0-dimensional tensor on the device: reading it there would stop the device."""
 
-__all__ = [
-    "ElementGap",
-    "Number",
-    "OuterCoefficients",
-    "PieceStatistics",
-    "accumulate_momentum_",
-    "correct_local_",
-    "move_anchor_",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ElementGap:

@@ -27,16 +27,6 @@ from fivefold.report._files import write_text_atomically
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = [
-    "BenchmarkResults",
-    "BenchmarkRow",
-    "describe_machine",
-    "median_and_spread",
-    "read_results",
-    "render_markdown",
-    "write_results",
-]
-
 _PACKAGES = ("fivefold", "torch", "numpy")
 _GIT_TIMEOUT_S = 10.0
 _Finite = Annotated[float, Field(allow_inf_nan=False)]

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from fivefold.report._benchmark_results import BenchmarkResults
 
-__all__ = ["BenchmarkTopic", "find_topic", "find_topics"]
-
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkTopic:

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from fivefold.report._collective_page import SizeCurve
 
-__all__ = ["collective_figures"]
-
 _COLOURS = ("#1f83c8", "#109668", "#b45fa0", "#a3791b", "#6f78dd", "#5aa9a3", "#c2577a", "#8a7a5c")
 _DASHES = ("solid", "dash", "dot", "dashdot")
 _OWN, _BOUND = "#d55e00", "#7d858f"

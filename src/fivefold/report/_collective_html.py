@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from fivefold.report._collective_page import CollectivePage
 
-__all__ = ["render_collective_html", "write_collective_html"]
-
 _PROVED = 1e-9  # relative: so close to the bound is on it
 
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["CollectivePage", "MethodRow", "Picture", "SizeCurve"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class MethodRow:

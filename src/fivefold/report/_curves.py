@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from fivefold.report._records import Run, TrainPoint, ValidationPoint
 
-__all__ = ["loss_figures", "run_colours"]
-
 _METHOD_COLOURS = {
     "none": "#7d858f",
     "ddp": "#d55e00",

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from fivefold.errors import DataError
 
-__all__ = ["write_text_atomically"]
-
 
 def write_text_atomically(path: Path, text: str) -> Path:
     """Write text under a temporary name beside the target, sync it, then rename it.

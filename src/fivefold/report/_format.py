@@ -11,20 +11,6 @@ if TYPE_CHECKING:
     from fivefold.report._records import Lab
     from fivefold.report._summary import RunSummary
 
-__all__ = [
-    "CATEGORY_NAMES",
-    "UNKNOWN",
-    "format_bits",
-    "format_bytes_or_dash",
-    "format_count",
-    "format_lab",
-    "format_percent",
-    "format_ratio",
-    "format_seconds",
-    "format_time_to_ddp",
-    "format_waits",
-]
-
 UNKNOWN = "–"  # noqa: RUF001 - an en dash is what a table shows for "does not apply"
 
 CATEGORY_NAMES = {

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from fivefold.report._gnn_records import GraphRun
 
-__all__ = ["graph_figures"]
-
 _COLOURS = ("#1f83c8", "#d55e00", "#109668", "#b45fa0", "#a3791b", "#6f78dd", "#7d858f")
 _SYMBOLS = ("circle", "diamond", "square", "triangle-up", "x", "star")
 _MOST_POINTS = 1500  # more do not show on a screen and make the file heavy

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from fivefold.report._gnn_records import GraphRun
     from fivefold.report._gnn_summary import GraphSummary
 
-__all__ = ["GRAPH_COLUMNS", "format_accuracy", "graph_view"]
-
 GraphColumn = tuple[str, str, "Callable[[GraphSummary], str]"]
 
 

@@ -15,19 +15,6 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 from fivefold.report._records import Machine, Status
 
-__all__ = [
-    "DataCounts",
-    "EpochPoint",
-    "GraphEnd",
-    "GraphFacts",
-    "GraphManifest",
-    "GraphResult",
-    "GraphRun",
-    "GraphTrainPoint",
-    "GraphValidationPoint",
-    "PreparePoint",
-]
-
 
 class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True)

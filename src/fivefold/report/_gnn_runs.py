@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from pydantic import BaseModel
 
-__all__ = ["is_graph_run", "read_graph_runs"]
-
 _MANIFEST = "manifest.json"
 _POINTS: dict[str, type[BaseModel]] = {
     "train": GraphTrainPoint,

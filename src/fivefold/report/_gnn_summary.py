@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from fivefold.report._gnn_records import GraphRun
 
-__all__ = ["LEVEL_NAMES", "STAGE_NAMES", "GraphSummary", "graph_headline", "summarise_graph_runs"]
-
 STAGE_NAMES = {
     "compute": "compute",
     "data": "waiting for data",

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from fivefold.report._gnn_records import GraphRun
     from fivefold.report._gnn_summary import GraphSummary
 
-__all__ = ["print_graph_runs"]
-
 _WIDTH = 60
 _STYLES = {
     "compute": "blue",

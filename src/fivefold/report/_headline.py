@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from fivefold.report._records import Run
     from fivefold.report._summary import RunSummary
 
-__all__ = ["caveats", "headline", "importance"]
-
 _BASELINES = ("none", "ddp")
 _SAME = 0.02
 _KEYS_THAT_MUST_AGREE = ("world_size", "num_parameters", "lab", "machine", "torch")

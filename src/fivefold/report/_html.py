@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from fivefold.report._report import Report
     from fivefold.report._summary import RunSummary
 
-__all__ = ["make_environment", "need_module", "render_html", "write_html"]
-
 _TEMPLATE = "_report.html.jinja"
 _MOST_RANKS = 8
 _EXPECTED_DIFFERENCES = ("sync.", "run.output")

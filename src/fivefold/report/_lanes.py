@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from fivefold.report._records import RankTrace, Run, Span
 
-__all__ = ["Box", "Lane", "Panel", "timeline_panels"]
-
 LEFT = 120.0
 WIDTH = 1000.0
 _ROW = 18.0

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from fivefold.report._records import MixturePoint, Run
 
-__all__ = ["MixtureSummary", "imbalance", "summarise_mixtures"]
-
 
 @dataclass(frozen=True, slots=True)
 class MixtureSummary:

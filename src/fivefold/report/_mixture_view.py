@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from fivefold.report._mixture_summary import MixtureSummary
     from fivefold.report._records import Run
 
-__all__ = ["MIXTURE_COLUMNS", "mixture_curve", "mixture_view"]
-
 _MOST_EXPERTS = 64  # more columns do not fit a page
 _SYMBOLS = ("circle", "diamond", "square", "triangle-up", "x", "star")
 

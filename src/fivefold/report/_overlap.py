@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from fivefold.report._records import RankTrace, Span
 
-__all__ = ["LANE_CATEGORIES", "RankOverlap", "measure_overlap", "overlap_of_ranks"]
-
 LANE_CATEGORIES = {
     "compute": "compute",
     "wait": "exposed_communication",

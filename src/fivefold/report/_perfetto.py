@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from fivefold.report._records import RankTrace, Run, Span
 
-__all__ = ["trace_events", "write_timeline"]
-
 _LANES = ("compute", "flight", "wait", "boundary", "data", "validation", "checkpoint")
 _THREAD_NAMES = {"wait": "wait (exposed communication)", "flight": "in flight"}
 _DETAILS = ("round", "fragment", "sent_bytes")

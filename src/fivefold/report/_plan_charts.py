@@ -25,14 +25,6 @@ if TYPE_CHECKING:
         TimelineLane,
     )
 
-__all__ = [
-    "bar_rows",
-    "point_picture",
-    "range_picture",
-    "round_step",
-    "timeline_picture",
-]
-
 _WIDTH, _LEFT, _RIGHT = 1000.0, 170.0, 8.0
 _ROW, _LOAD_ROW, _TRACK, _GAP, _GROUP_GAP, _AXIS = 18.0, 26.0, 12.0, 4.0, 12.0, 26.0
 _THINNEST = 0.2  # faint, but there

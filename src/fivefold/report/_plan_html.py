@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
     from fivefold.report._plan_page import PlanPage, PlanPart
 
-__all__ = ["render_plan_html", "write_plan_html"]
-
 _COLOURS = 8  # of jobs, before they come round again
 
 

@@ -11,24 +11,6 @@ from dataclasses import dataclass
 from fivefold.errors import ConfigurationError
 from fivefold.report._collective_page import Picture
 
-__all__ = [
-    "BarChart",
-    "BarRow",
-    "Choice",
-    "ChoiceLog",
-    "DataTable",
-    "LaneLoad",
-    "LaneSpan",
-    "PlanPage",
-    "PlanPart",
-    "PlanSection",
-    "PointChart",
-    "RangeChart",
-    "RangeRow",
-    "Timeline",
-    "TimelineLane",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class DataTable:

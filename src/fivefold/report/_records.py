@@ -22,29 +22,6 @@ from pydantic import (
     model_validator,
 )
 
-__all__ = [
-    "SCHEMA_VERSION",
-    "CheckpointPoint",
-    "Communication",
-    "EndPoint",
-    "Lab",
-    "LinkBytes",
-    "Machine",
-    "Manifest",
-    "Metrics",
-    "MixturePoint",
-    "RankTrace",
-    "ResumePoint",
-    "Run",
-    "RunResult",
-    "Span",
-    "Status",
-    "SyncPoint",
-    "TauPoint",
-    "TrainPoint",
-    "ValidationPoint",
-]
-
 SCHEMA_VERSION = 1
 _Seconds = Annotated[float, Field(ge=-1e12, le=1e12)]  # sums of these stay numbers
 

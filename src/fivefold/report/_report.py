@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from fivefold.report._records import Run
     from fivefold.report._summary import RunSummary
 
-__all__ = ["Report", "build_report", "configuration_differences"]
-
 
 @dataclass(frozen=True, slots=True)
 class Report:

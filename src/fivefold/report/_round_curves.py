@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from fivefold.report._records import RankTrace, Run
 
-__all__ = ["ROUND_CAPTIONS", "round_figures"]
-
 ROUND_CAPTIONS = {
     "flights": (
         "Time in flight, and the part that was waited for.",

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from fivefold.report._records import RankTrace, Span
 
-__all__ = ["RoundPoint", "round_points"]
-
 
 @dataclass(frozen=True, slots=True)
 class RoundPoint:

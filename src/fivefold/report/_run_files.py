@@ -18,8 +18,6 @@ from fivefold.report._records import SCHEMA_VERSION
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["damaged", "read_lines", "read_text", "read_versioned", "validated"]
-
 _RecordT = TypeVar("_RecordT", bound=BaseModel)
 
 

@@ -46,8 +46,6 @@ from fivefold.report._run_files import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["find_runs", "read_run", "read_runs"]
-
 _MANIFEST = "manifest.json"
 _RANK_FILE = re.compile(r"rank(\d+)\.jsonl")
 _METHOD_ORDER = (

@@ -27,15 +27,6 @@ if TYPE_CHECKING:
 
     from fivefold.report._records import LinkBytes, Run
 
-__all__ = [
-    "CATEGORIES",
-    "RunSummary",
-    "final_bits_per_byte",
-    "summarise",
-    "time_to_value",
-    "validation_curve",
-]
-
 CATEGORIES = (
     "compute",
     "exposed_communication",

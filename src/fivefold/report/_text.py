@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from fivefold.report._report import Report
     from fivefold.report._summary import RunSummary
 
-__all__ = ["print_report"]
-
 _STYLES = {
     "compute": "blue",
     "exposed_communication": "red",

@@ -9,8 +9,6 @@ if TYPE_CHECKING:
 
     from fivefold.report._records import Span
 
-__all__ = ["separate_fragments", "separate_tracks"]
-
 
 def separate_fragments(flights: Iterable[Span]) -> dict[int, list[Span]]:
     """Sort flights by the fragment of the model that they carried, 0 where none is recorded.

@@ -9,8 +9,6 @@ import sys
 
 from fivefold.errors import FivefoldError
 
-__all__ = ["end_without_waiting", "exit_code"]
-
 _INTERRUPTED = 130
 
 

@@ -17,8 +17,6 @@ from fivefold.errors import CheckpointError, UnsupportedError
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["MetricsWriter", "cannot_write", "write_json", "write_text"]
-
 
 class MetricsWriter:
     """Appends events to ``metrics.jsonl``.

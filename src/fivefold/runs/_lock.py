@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
-__all__ = ["FolderLock"]
-
 _LOG = logging.getLogger(__name__)
 _NAME = ".lock"
 # A process that was killed holds its files until the kernel has taken it apart.

@@ -13,21 +13,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from fivefold.errors import ConfigurationError
 from fivefold.units import parse_bytes, parse_duration_s
 
-__all__ = [
-    "Bytes",
-    "Count",
-    "FilePath",
-    "Fraction",
-    "Momentum",
-    "Positive",
-    "Rate",
-    "Seconds",
-    "Section",
-    "Seed",
-    "Share",
-    "Text",
-]
-
 
 def _duration(value: Any) -> Any:
     # Strings only: a bool or a list must reach the type check of the field itself.

@@ -9,8 +9,6 @@ import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-__all__ = ["StopRequest"]
-
 _LOG = logging.getLogger(__name__)
 
 

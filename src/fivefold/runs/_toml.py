@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
     from pydantic_core import ErrorDetails
 
-__all__ = ["apply_overrides", "format_toml", "readable_error"]
-
 _ITEM = re.compile(r"\[\d+\]")
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _TYPE_NAMES = {bool: "a boolean", int: "an integer", float: "a number", str: "a string"}

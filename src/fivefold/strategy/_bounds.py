@@ -21,8 +21,6 @@ from fivefold.strategy._space import Pattern, SearchSpace, block_table, layer_ta
 from fivefold.strategy._table_cost import exchanging_layer, least_time_column
 from fivefold.strategy._table_memory import stored_column
 
-__all__ = ["lower_bounds"]
-
 Floats = npt.NDArray[np.float64]
 _ROUNDING = 1e-9
 

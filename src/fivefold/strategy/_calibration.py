@@ -19,8 +19,6 @@ from fivefold.strategy._cost import evaluate_plan
 from fivefold.strategy._model import ModelSpec
 from fivefold.strategy._plan import ParallelPlan
 
-__all__ = ["Fit", "MeasuredRun", "fit_constants", "with_constants"]
-
 _SOFTENED_AT = 0.05  # relative errors beyond this count less and less
 
 

@@ -25,8 +25,6 @@ from fivefold.strategy._fabric import FabricSpec, Tier
 from fivefold.strategy._fabric_topology import fabric_from_topology
 from fivefold.units import parse_bytes, parse_bytes_per_s, parse_duration_s
 
-__all__ = ["Cluster", "load_cluster", "named_clusters", "reached_tiers"]
-
 _TOP = {"name", "base", "gpus", "device", "tier", "sources", "topology"}
 _TEXT_TIER = {
     "bandwidth": "bandwidth_bytes_per_s",

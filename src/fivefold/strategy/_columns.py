@@ -18,8 +18,6 @@ from fivefold.strategy._layer import LayerCost, LayerKey, head_cost, mean_layer_
 from fivefold.strategy._model import ModelSpec
 from fivefold.strategy._table import PlanTable, decode
 
-__all__ = ["Columns"]
-
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 _COSTS = tuple(field.name for field in fields(LayerCost))

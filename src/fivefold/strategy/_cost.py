@@ -17,8 +17,6 @@ from fivefold.strategy._plan import ParallelPlan, plan_problem
 from fivefold.strategy._table import PlanTable
 from fivefold.strategy._table_cost import time_parts
 
-__all__ = ["Prediction", "TimeUse", "evaluate_plan"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TimeUse:

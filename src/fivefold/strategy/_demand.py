@@ -21,8 +21,6 @@ from fivefold.strategy._operators import Operator, head_operators, layer_operato
 from fivefold.strategy._pipeline import pipeline_shape, stage_layers
 from fivefold.strategy._plan import ParallelPlan
 
-__all__ = ["Message", "PlanDemand", "axis_groups", "plan_demand"]
-
 Phase = Literal["forward", "backward", "reduce", "gather"]
 _FREE_BYTES_PER_S = 1e30
 _MOST_SEGMENTS = 4

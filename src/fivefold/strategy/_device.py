@@ -16,8 +16,6 @@ from dataclasses import dataclass
 
 from fivefold.errors import ConfigurationError
 
-__all__ = ["DeviceSpec", "gemm_time_s", "memory_time_s"]
-
 # Rows, columns, share of the best tile's speed: smaller tiles reuse less of what they load.
 _TILES = (
     (256, 128, 1.0), (128, 256, 1.0), (192, 128, 0.98), (128, 192, 0.98), (128, 128, 0.94),

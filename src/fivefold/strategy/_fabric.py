@@ -11,8 +11,6 @@ from dataclasses import asdict, dataclass
 
 from fivefold.errors import ConfigurationError
 
-__all__ = ["FabricSpec", "Group", "Tier"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Tier:

@@ -20,15 +20,6 @@ import numpy.typing as npt
 from fivefold.errors import ConfigurationError
 from fivefold.strategy._fabric import FabricSpec, Group
 
-__all__ = [
-    "Groups",
-    "all_reduce_column_s",
-    "all_to_all_column_s",
-    "collective_time_s",
-    "gather_column_s",
-    "neighbours_column_s",
-]
-
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 _TREE_SHARE = 0.92  # of the bandwidth, as NCCL's tuner has it

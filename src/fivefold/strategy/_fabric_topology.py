@@ -18,8 +18,6 @@ from fivefold.strategy._fabric import FabricSpec, Tier
 if TYPE_CHECKING:
     from scipy.sparse import csr_matrix
 
-__all__ = ["fabric_from_topology"]
-
 _MOST_UNITS = 64  # flows are computed for so many units, spread over all
 _LARGEST_CAPACITY = 1 << 24  # SciPy's flows are 32-bit integers
 _Unit = tuple[int, ...]

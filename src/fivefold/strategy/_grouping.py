@@ -13,8 +13,6 @@ from collections.abc import Sequence
 
 from fivefold.errors import ConfigurationError, UnsupportedError
 
-__all__ = ["GROUP_LIMIT", "group_period_s", "match_groups"]
-
 GROUP_LIMIT = 4
 
 Stages = tuple[float, float, float]

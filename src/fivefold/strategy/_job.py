@@ -22,8 +22,6 @@ from fivefold.strategy._plan import ParallelPlan
 from fivefold.strategy._presets import load_model
 from fivefold.strategy._space import SearchSpace
 
-__all__ = ["Job", "job_from_table", "load_job", "plan_to_toml"]
-
 _KEYS = {"model", "gpus", "global_batch", "seq_len", "search", "plan"}
 _NESTED = {"experts": MixtureOfExperts, "latent": LatentAttention}
 

@@ -10,8 +10,6 @@ from fivefold.errors import UnsupportedError
 from fivefold.strategy._model import ModelSpec
 from fivefold.strategy._plan import WAITING_SCHEDULES, ParallelPlan
 
-__all__ = ["device_mesh", "megatron_flags"]
-
 
 def device_mesh(plan: ParallelPlan) -> dict[str, int]:
     """Axes of ``torch.distributed.device_mesh.init_device_mesh``, the outermost first.

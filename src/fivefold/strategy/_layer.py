@@ -23,8 +23,6 @@ from fivefold.strategy._operators import (
 )
 from fivefold.strategy._plan import ParallelPlan
 
-__all__ = ["LayerCost", "LayerKey", "head_cost", "layer_cost", "mean_layer_cost"]
-
 _CAST_BYTES = 4.0
 
 

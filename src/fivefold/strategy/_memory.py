@@ -15,8 +15,6 @@ from fivefold.strategy._model import ModelSpec
 from fivefold.strategy._pipeline import pipeline_shape, stage_layers, stored_at
 from fivefold.strategy._plan import ParallelPlan
 
-__all__ = ["MemoryUse", "memory_use", "stage_parameters"]
-
 WEIGHT_BYTES = 2.0
 OPTIMIZER_BYTES = 12.0
 _LOCAL_UPDATE_COPIES = 2

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 
 from fivefold.errors import ConfigurationError
 
-__all__ = ["ConvolutionStage", "LatentAttention", "MixtureOfExperts", "ModelSpec"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureOfExperts:

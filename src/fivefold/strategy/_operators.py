@@ -13,8 +13,6 @@ from typing import Literal
 
 from fivefold.strategy._model import ModelSpec
 
-__all__ = ["LayerShape", "Operator", "head_operators", "layer_operators"]
-
 ELEMENT_BYTES = 2.0
 _MASK_BYTES = 1.0
 

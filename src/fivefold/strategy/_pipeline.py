@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from fivefold.errors import ConfigurationError
 
-__all__ = ["PipelineShape", "pipeline_shape", "stage_layers", "stored_at"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineShape:

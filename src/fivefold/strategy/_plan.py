@@ -15,8 +15,6 @@ from fivefold.errors import ConfigurationError
 from fivefold.strategy._fabric import Group
 from fivefold.strategy._model import ModelSpec
 
-__all__ = ["ParallelPlan", "PipelineSchedule", "plan_problem"]
-
 PipelineSchedule = Literal[
     "gpipe", "1f1b", "interleaved", "zb_1p", "zb_2p", "zb_v", "v_half", "v_min", "dualpipe",
     "dualpipe_v",

@@ -16,8 +16,6 @@ from fivefold.strategy._model import (
     ModelSpec,
 )
 
-__all__ = ["load_model", "model_from_hugging_face", "named_model", "named_models"]
-
 _PLAIN: dict[str, Any] = {
     "tied": False, "learned_positions": False, "dropout": False, "biases": False, "gated": True,
 }  # fmt: skip

@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from fivefold.errors import ConfigurationError
 from fivefold.strategy._grouping import GROUP_LIMIT, Stages, group_period_s, match_groups
 
-__all__ = ["QueueResult", "QueuedJob", "run_queue"]
-
 _POLICIES: Mapping[str, tuple[str, bool]] = {
     "fifo": ("arrival", False),
     "srtf": ("remaining time", False),

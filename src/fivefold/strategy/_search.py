@@ -34,8 +34,6 @@ from fivefold.strategy._table import PlanTable
 from fivefold.strategy._table_cost import evaluate_table
 from fivefold.units import format_bytes
 
-__all__ = ["SearchResult", "search_plans"]
-
 _BLOCK_ROWS = 200_000
 _FIRST_ROWS = 5_000
 _MOST_TRIED = 200

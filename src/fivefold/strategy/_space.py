@@ -30,8 +30,6 @@ from fivefold.strategy._plan import (
 )
 from fivefold.strategy._table import PlanTable, encode
 
-__all__ = ["Outer", "SearchSpace", "outer_choices"]
-
 _TWO_CHUNKS = ("zb_v", "v_half", "v_min", "dualpipe_v")
 _BOTH = (False, True)
 _SWITCHES = ("sequence_parallel", "regather", "data_overlap", "pipeline_overlap", "offload")

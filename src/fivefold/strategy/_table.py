@@ -20,8 +20,6 @@ from fivefold.strategy._plan import (
     Recompute,
 )
 
-__all__ = ["PlanTable"]
-
 Column = npt.NDArray[np.int64]
 _WORDS: Mapping[str, tuple[Any, ...]] = {
     "schedule": get_args(PipelineSchedule),

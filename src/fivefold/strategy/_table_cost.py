@@ -26,8 +26,6 @@ from fivefold.strategy._plan import WAITING_SCHEDULES
 from fivefold.strategy._table import PlanTable
 from fivefold.strategy._table_memory import memory_column
 
-__all__ = ["CostTable", "evaluate_table", "exchanging_layer", "least_time_column", "time_parts"]
-
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 

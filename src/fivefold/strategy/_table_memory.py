@@ -8,8 +8,6 @@ import numpy.typing as npt
 from fivefold.strategy._columns import Columns
 from fivefold.strategy._memory import OPTIMIZER_BYTES, WEIGHT_BYTES
 
-__all__ = ["memory_column", "stored_column"]
-
 Floats = npt.NDArray[np.float64]
 
 

@@ -14,8 +14,6 @@ from fivefold.errors import ConfigurationError, UnsupportedError
 from fivefold.strategy._model import ModelSpec
 from fivefold.strategy._plan import WAITING_SCHEDULES, ParallelPlan
 
-__all__ = ["torchtitan_config"]
-
 _SCHEDULES = {
     "gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zb_v": "ZBVZeroBubble",
     "dualpipe_v": "DualPipeV",

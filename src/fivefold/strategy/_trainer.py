@@ -14,8 +14,6 @@ from fivefold.runs import format_toml
 from fivefold.strategy._model import ModelSpec
 from fivefold.strategy._plan import ParallelPlan
 
-__all__ = ["trainer_config"]
-
 
 def trainer_config(model: ModelSpec, plan: ParallelPlan) -> str:
     """A configuration file of ``fivefold train`` for a model and a plan.

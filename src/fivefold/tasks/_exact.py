@@ -10,8 +10,6 @@ from fivefold.tasks._graph import CommunicationTask, TaskGraph
 from fivefold.tasks._schedule import TaskSchedule, TaskSpan
 from fivefold.tasks._scheduler import schedule_tasks
 
-__all__ = ["exact_schedule"]
-
 _TICKS = 1_000_000  # of the horizon: the solver knows integers only
 
 

@@ -17,8 +17,6 @@ from typing import Any
 from fivefold.errors import ConfigurationError
 from fivefold.files import parse_json
 
-__all__ = ["CommunicationTask", "ComputeTask", "Task", "TaskGraph"]
-
 _SCHEMA = "fivefold.tasks/1"
 
 

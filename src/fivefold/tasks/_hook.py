@@ -23,8 +23,6 @@ from fivefold.tasks._order import BucketCost, SendOrder, plan_send_order
 from fivefold.tasks._ordering import Ordering
 from fivefold.tasks._sender import Bucket, ChunkSender, SentChunk
 
-__all__ = ["ScheduledReduction"]
-
 # DDP arranges its buckets anew in the forward pass after the first backward pass: the gradients
 # move to other memory then, so nothing may be on its way.
 _ARRANGED_AFTER = 2

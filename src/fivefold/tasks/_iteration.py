@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from fivefold.errors import ConfigurationError
 from fivefold.tasks._graph import CommunicationTask, ComputeTask, Task, TaskGraph
 
-__all__ = ["LayerCost", "iteration_graph"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCost:

@@ -16,8 +16,6 @@ from fivefold.tasks._graph import CommunicationTask, ComputeTask, Task, TaskGrap
 from fivefold.tasks._ordering import Ordering
 from fivefold.tasks._scheduler import schedule_tasks
 
-__all__ = ["BucketCost", "SendOrder", "plan_send_order"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class BucketCost:

@@ -16,8 +16,6 @@ from typing import Literal, get_args
 from fivefold.errors import ConfigurationError
 from fivefold.tasks._graph import CommunicationTask, ComputeTask, TaskGraph
 
-__all__ = ["Ordering", "communication_keys", "is_ordering"]
-
 Ordering = Literal["fifo", "priority", "all_to_all_first", "critical_path"]
 """``"fifo"``: as they become ready. ``"priority"``: what the program needs first (P3,
 ByteScheduler). ``"all_to_all_first"``: all-to-all before anything else (Lina).

@@ -11,8 +11,6 @@ from fivefold.tasks._ordering import Ordering
 from fivefold.tasks._schedule import TaskSchedule
 from fivefold.tasks._scheduler import schedule_tasks
 
-__all__ = ["PartitionChoice", "best_partition"]
-
 
 @dataclass(frozen=True)
 class PartitionChoice:

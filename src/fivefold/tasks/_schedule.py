@@ -10,8 +10,6 @@ from typing import Any
 
 from fivefold.tasks._graph import CommunicationTask, TaskGraph
 
-__all__ = ["TaskSchedule", "TaskSpan"]
-
 
 @dataclass(frozen=True)
 class TaskSpan:

@@ -19,8 +19,6 @@ from fivefold.tasks._graph import CommunicationTask, Task, TaskGraph
 from fivefold.tasks._ordering import Ordering, communication_keys
 from fivefold.tasks._schedule import TaskSchedule, TaskSpan
 
-__all__ = ["schedule_tasks"]
-
 
 def schedule_tasks(
     graph: TaskGraph,

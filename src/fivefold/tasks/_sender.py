@@ -17,8 +17,6 @@ import torch.distributed as dist
 
 from fivefold.errors import CommunicationError, ConfigurationError, FivefoldError
 
-__all__ = ["Bucket", "ChunkSender", "SentChunk"]
-
 
 @dataclass(frozen=True)
 class SentChunk:

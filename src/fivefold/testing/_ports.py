@@ -7,8 +7,6 @@ import os
 import socket
 from pathlib import Path
 
-__all__ = ["free_port"]
-
 _LOWEST = 10_000  # below it, services have ports of their own
 _RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _turns = itertools.count()

@@ -21,8 +21,6 @@ import torch.distributed as dist
 
 from fivefold.testing._ports import free_port
 
-__all__ = ["run_processes"]
-
 T = TypeVar("T")
 
 

@@ -16,8 +16,6 @@ import torch
 
 from fivefold.errors import CommunicationError
 
-__all__ = ["InMemoryTransport", "run_world"]
-
 T = TypeVar("T")
 
 

@@ -19,8 +19,6 @@ from fivefold.train._tokenizer import load_tokenizer
 if TYPE_CHECKING:
     from fivefold.train._config import TrainConfig
 
-__all__ = ["require_host", "require_settings"]
-
 
 def require_settings(config: TrainConfig, *, world_size: int) -> None:
     """Check what is the same on every host: the method, its rule, the number of ranks.

@@ -39,15 +39,6 @@ if TYPE_CHECKING:
 
     from fivefold.train._world import World
 
-__all__ = [
-    "MANIFEST",
-    "CheckpointRecord",
-    "checkpoint_folders",
-    "read_checkpoint",
-    "verify_checkpoint",
-    "write_checkpoint",
-]
-
 MANIFEST = "manifest.json"
 SCHEMA = 2
 _PARTIAL = ".tmp"

@@ -24,8 +24,6 @@ from fivefold.train._world import guard
 if TYPE_CHECKING:
     from fivefold.train._world import World
 
-__all__ = ["ControlLane"]
-
 # A stop is agreed within about two periods; a message every half second costs nothing.
 _PERIOD_S = 0.5
 _MAX_PERIOD_STEPS = 1000

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from fivefold.train._files import SourceFile
     from fivefold.train._tokenizer import Tokenizer
 
-__all__ = ["Corpus", "load_corpus"]
-
 _FORMAT = "corpus-1"
 _SPLITS = ("train", "validation")
 _PROGRESS_AFTER_BYTES = 4 << 20

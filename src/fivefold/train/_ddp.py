@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from fivefold.train._mixture import Mixtures
     from fivefold.train._world import World
 
-__all__ = ["DataParallelMethod"]
-
 _WIRES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 

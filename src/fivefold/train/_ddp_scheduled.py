@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from fivefold.train._tasks_config import TasksConfig
     from fivefold.train._world import World
 
-__all__ = ["ScheduledDataParallelMethod"]
-
 _MIB = 2**20
 
 

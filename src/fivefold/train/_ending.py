@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from fivefold.train._result import RunResult
 
-__all__ = ["run_rank"]
-
 
 def run_rank(config_file: str | Path, overrides: Sequence[str] = ()) -> RunResult:
     """Train as one rank whose process ends afterwards, as a command does.

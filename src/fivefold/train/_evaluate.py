@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from fivefold.train._methods import LanguageModel
     from fivefold.train._world import World
 
-__all__ = ["Validation", "bits_per_byte", "evaluate"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Validation:

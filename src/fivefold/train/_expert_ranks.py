@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from fivefold.train._one_sided import OneSided
     from fivefold.train._world import World
 
-__all__ = ["ExpertRanks", "require_shares", "share_experts"]
-
 
 def require_shares(config: ModelConfig, *, world_size: int) -> None:
     """Refuse a number of ranks that cannot share out the experts.

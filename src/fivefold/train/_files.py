@@ -18,8 +18,6 @@ from fivefold.errors import DataError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["SourceFile", "find_files", "is_text", "read_pieces", "resolve_source"]
-
 _PIECE_BYTES = 1 << 20
 _NOT_THE_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__"})
 

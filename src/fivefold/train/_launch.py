@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
     from fivefold.train._config import TrainConfig
 
-__all__ = ["OUTCOME_VARIABLE", "launch"]
-
 _LOG = logging.getLogger(__name__)
 OUTCOME_VARIABLE = "FIVEFOLD_OUTCOME_DIR"
 # Beyond the longest wait on a peer: time to write the checkpoint.

@@ -10,8 +10,6 @@ import math
 
 from fivefold.errors import ConfigurationError
 
-__all__ = ["cosine_with_warmup"]
-
 
 def cosine_with_warmup(
     step: int, *, lr: float, warmup_steps: int, steps: int, min_lr_fraction: float

@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     from fivefold.train._config import TrainConfig
     from fivefold.train._corpus import Corpus
 
-__all__ = ["train"]
-
 _LOG = logging.getLogger(__name__)
 
 

@@ -17,8 +17,6 @@ from fivefold.train._methods import method_label
 if TYPE_CHECKING:
     from fivefold.train._config import TrainConfig
 
-__all__ = ["LinkMeter", "run_manifest"]
-
 _CPU_FILE = Path("/proc/cpuinfo")
 _NETWORK_FILE = Path("/proc/self/net/dev")  # of this process's network namespace
 LAB_VARIABLE = "FIVEFOLD_LAB"

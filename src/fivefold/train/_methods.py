@@ -24,16 +24,6 @@ if TYPE_CHECKING:
     from fivefold.train._tasks_config import TasksConfig
     from fivefold.train._world import World
 
-__all__ = [
-    "CommunicationTotals",
-    "LanguageModel",
-    "Method",
-    "NoMethod",
-    "make_method",
-    "method_label",
-    "plain_update",
-]
-
 _LABELS = {
     "none": "no communication",
     "ddp": "DDP",

@@ -21,15 +21,6 @@ if TYPE_CHECKING:
     from fivefold.train._config import ModelConfig
     from fivefold.train._moe_config import MixtureConfig
 
-__all__ = [
-    "Mixtures",
-    "dense_width",
-    "draw_experts",
-    "expert_width",
-    "make_mixture",
-    "mixture_blocks",
-]
-
 _MULTIPLE = 16  # of inner widths: the vector width in float32, so products have no ragged edge
 
 

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from fivefold.moe import ExpertExchange, ExpertGroup, MoE
     from fivefold.train._config import ModelConfig
 
-__all__ = ["Transformer", "token_loss"]
-
 _EPSILON = 1e-6
 
 

@@ -9,8 +9,6 @@ from pydantic import Field, model_validator
 from fivefold.errors import ConfigurationError
 from fivefold.runs import Count, Positive, Section
 
-__all__ = ["MixtureConfig"]
-
 _Coefficient = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Factor = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from fivefold.train._moe_config import MixtureConfig
     from fivefold.train._world import World
 
-__all__ = ["OneSided", "is_one_sided", "open_exchange"]
-
 _LOG = logging.getLogger(__name__)
 _SIGNAL_BYTES = 8
 _IN_MEMORY = Path("/dev/shm")  # noqa: S108 - shared memory is what it is for

@@ -22,8 +22,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the customary name
 from torch.autograd import Function
 
-__all__ = ["rms_norm", "rotary_tables", "split_rotated_heads"]
-
 _ROTARY_BASE = 10_000.0
 
 

@@ -11,8 +11,6 @@ from typing import Any
 from fivefold import errors
 from fivefold.errors import FivefoldError
 
-__all__ = ["error_from_record", "error_to_record"]
-
 
 def error_to_record(error: BaseException) -> dict[str, Any]:
     """Class, message and hint of an error.

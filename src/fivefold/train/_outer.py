@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from fivefold.train._config import SyncConfig
     from fivefold.train._world import World
 
-__all__ = ["OuterMethod", "make_rule"]
-
 _RULES: dict[str, type[OuterRule]] = {
     "local_sgd": LocalSGD,
     "slowmo": SlowMo,

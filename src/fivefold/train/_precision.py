@@ -11,8 +11,6 @@ import torch
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-__all__ = ["autocast_context", "choose_precision"]
-
 _LOG = logging.getLogger(__name__)
 
 

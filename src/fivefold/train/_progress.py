@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
-__all__ = ["TrainingProgress"]
-
 _LOG = logging.getLogger(__name__)
 
 

@@ -17,8 +17,6 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined] # hidden
 
-__all__ = ["STORE_VARIABLE", "attempt_store"]
-
 STORE_VARIABLE = "FIVEFOLD_STORE"
 """host:port of the launcher's store; set by ``fivefold train --nproc``."""
 _POLL_S = 0.02

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from fivefold.train._methods import Method
     from fivefold.train._mixture import Mixtures
 
-__all__ = ["RunResult", "make_result", "parameters_sha256"]
-
 # Not training: a rate that counts them would depend on how often one looks.
 _ASIDE = ("checkpoint", "validation")
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from fivefold.train._config import TrainConfig
     from fivefold.train._world import World
 
-__all__ = ["RunFolder", "choose_checkpoint", "describe_run", "read_own_state", "require_resumable"]
-
 _LOG = logging.getLogger(__name__)
 
 

@@ -24,8 +24,6 @@ from fivefold.errors import ConfigurationError, DataError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ShardedSampler", "gather_batch", "sequential_starts"]
-
 _MASK_64 = (1 << 64) - 1
 _NUM_ROUNDS = 8
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from fivefold.train._tokenizer import Tokenizer
     from fivefold.train._world import World
 
-__all__ = ["hold_folder", "load_equal_data", "make_optimizer", "restore_rng", "rng_state"]
-
 
 @contextlib.contextmanager
 def hold_folder(root: Path, world: World) -> Iterator[None]:

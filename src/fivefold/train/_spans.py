@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
-__all__ = ["CATEGORIES", "Span", "SpanRecorder", "subtract", "union_s"]
-
 # Lane in the rank's file -> category in result.json; the order is that of the report.
 CATEGORIES = {
     "compute": "compute",

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["STRUCTURE", "flatten_state", "restore_state"]
-
 STRUCTURE = "structure"
 
 

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from fivefold.train._mixture import Mixtures
     from fivefold.train._world import World
 
-__all__ = ["StepRunner", "TrainedParts"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedParts:

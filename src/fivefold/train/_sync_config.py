@@ -17,8 +17,6 @@ from pydantic import BeforeValidator, Field, model_validator
 from fivefold.errors import ConfigurationError
 from fivefold.runs import Count, Momentum, Positive, Section, Share, Text
 
-__all__ = ["AutoTauConfig", "SyncConfig", "keys_of_method"]
-
 _ROUNDS: dict[str, Any] = {"tau": 8, "codec": "fp32", "check_every_rounds": 16}
 _HIDDEN_ROUNDS = _ROUNDS | {"auto_tau": None}
 _NESTEROV = {"outer_lr": 0.7, "outer_momentum": 0.9}

@@ -12,8 +12,6 @@ from pydantic import model_validator
 from fivefold.errors import ConfigurationError
 from fivefold.runs import Bytes, Positive, Section
 
-__all__ = ["TasksConfig"]
-
 
 class TasksConfig(Section):
     """Table ``[tasks]``: the order in which gradients are sent, for ``sync.method = "ddp"``.

@@ -28,8 +28,6 @@ from fivefold.errors import DataError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["TokenWriter", "cache_folder", "open_or_build"]
-
 _BLOCK_BYTES = 1 << 24
 _MOST_BLOCKS_CHECKED = 64  # 1 GiB: below a second, and a truncation shows in the size anyway
 _LOCK_TIMEOUT_S = 3600.0

@@ -19,8 +19,6 @@ from fivefold.files import parse_json, read_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["ByteTokenizer", "HuggingFaceTokenizer", "Tokenizer", "load_tokenizer"]
-
 _NUM_BYTES = 256
 _END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "<|im_end|>")
 

@@ -21,8 +21,6 @@ from fivefold.train._launch import OUTCOME_VARIABLE
 from fivefold.train._loop import train
 from fivefold.train._outcome import error_to_record
 
-__all__ = ["main"]
-
 
 def main(arguments: list[str]) -> int:
     """Train as one rank; returns the exit code."""

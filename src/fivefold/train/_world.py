@@ -24,8 +24,6 @@ from fivefold.train._rendezvous import attempt_store
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["RankIdentity", "World", "close_world", "guard", "open_world", "read_identity"]
-
 _VARIABLES = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

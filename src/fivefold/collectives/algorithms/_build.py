@@ -29,8 +29,6 @@ from fivefold.errors import ConfigurationError
 if TYPE_CHECKING:
     from fivefold.network.topology import Topology
 
-__all__ = ["build_algorithm"]
-
 BUILDERS: dict[str, Any] = {
     "ring": ring,
     "bidirectional_ring": bidirectional_ring,

@@ -11,8 +11,6 @@ import numpy as np
 
 from fivefold.collectives.algorithms._moves import Ints, Moves, joined, one_after_another
 
-__all__ = ["Spread", "hierarchical_moves"]
-
 Spread = Callable[[int, Ints], Moves]
 
 

@@ -23,8 +23,6 @@ from fivefold.network.topology import Aggregation
 if TYPE_CHECKING:
     from fivefold.network.topology import Topology
 
-__all__ = ["InNetworkTree", "in_network_tree"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class InNetworkTree:

@@ -27,8 +27,6 @@ from fivefold.errors import ConfigurationError
 if TYPE_CHECKING:
     from fivefold.network.topology import Topology
 
-__all__ = ["SPREADS", "available_algorithms", "made_by", "spread_of"]
-
 SPREADS: Mapping[str, Spread] = {
     "ring": ring_moves,
     "bidirectional_ring": bidirectional_ring_moves,

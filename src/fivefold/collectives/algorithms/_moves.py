@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Ints", "Moves", "backwards", "joined", "moves_of", "no_moves", "one_after_another"]
-
 Ints = NDArray[np.int32]
 
 

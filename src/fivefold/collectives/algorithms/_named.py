@@ -25,19 +25,6 @@ from fivefold.errors import ConfigurationError
 if TYPE_CHECKING:
     from fivefold.network.topology import Topology
 
-__all__ = [
-    "bidirectional_ring",
-    "binary_tree",
-    "binomial_tree",
-    "bruck",
-    "double_binary_tree",
-    "one_shot",
-    "pat",
-    "recursive_doubling",
-    "recursive_halving_doubling",
-    "ring",
-]
-
 
 def ring(
     collective: Collective,

@@ -14,8 +14,6 @@ import numpy as np
 if TYPE_CHECKING:
     from fivefold.network.topology import Topology
 
-__all__ = ["ring_order"]
-
 _MOST_RANKS_SWITCHED = 512  # every pair is joined through switches: too many to search
 _MOST_WIDTHS = 8
 _WORK = 60  # steps of the search for each rank

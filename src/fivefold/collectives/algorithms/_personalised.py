@@ -10,14 +10,6 @@ import numpy as np
 
 from fivefold.collectives.algorithms._moves import Ints, Moves, joined, moves_of
 
-__all__ = [
-    "binomial_exchange_moves",
-    "bruck_exchange_moves",
-    "direct_exchange_moves",
-    "grouped_exchange_moves",
-    "pairwise_exchange_moves",
-]
-
 
 def _travelling(chunks: Ints, sources: Ints, targets: Ints) -> tuple[Ints, Ints, Ints]:
     """Without those that stay where they are."""

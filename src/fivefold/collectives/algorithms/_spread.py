@@ -21,19 +21,6 @@ from fivefold.collectives.algorithms._moves import (
     one_after_another,
 )
 
-__all__ = [
-    "bidirectional_ring_moves",
-    "binary_tree_moves",
-    "binomial_moves",
-    "bruck_moves",
-    "core_ranks",
-    "direct_moves",
-    "double_tree_moves",
-    "pat_moves",
-    "recursive_doubling_moves",
-    "ring_moves",
-]
-
 
 def _stagger(owners: Ints) -> Ints:
     """Steps by which each chunk starts later: its number where one rank owns all, else 0."""

@@ -21,8 +21,6 @@ from fivefold.errors import ConfigurationError
 if TYPE_CHECKING:
     from fivefold.network.topology import Topology
 
-__all__ = ["direct", "direct_all_to_all", "hierarchical", "pairwise_all_to_all"]
-
 
 def direct(collective: Collective, topology: Topology | None = None) -> Schedule:
     """Everything goes straight from where it is to where it must be, in one step.

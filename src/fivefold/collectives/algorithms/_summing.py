@@ -7,8 +7,6 @@ import numpy as np
 from fivefold.collectives.algorithms._moves import Ints, Moves, moves_of, one_after_another
 from fivefold.collectives.algorithms._spread import core_ranks
 
-__all__ = ["doubling_sums", "one_shot_sums"]
-
 
 def one_shot_sums(n: int, num_chunks: int) -> tuple[Moves, int]:
     """Everyone sends all it has to everyone, in one step; (moves, sums among them)."""

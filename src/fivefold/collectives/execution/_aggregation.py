@@ -21,8 +21,6 @@ from fivefold.network.aggregation import (
     ordered_sum,
 )
 
-__all__ = ["GlooHosts", "SwitchRoute"]
-
 _NAMES = {
     torch.float32: "float32",
     torch.float64: "float64",

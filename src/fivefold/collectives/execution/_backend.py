@@ -17,8 +17,6 @@ from fivefold.collectives.execution._settings import current_settings
 from fivefold.collectives.execution._torch import c10d, dist
 from fivefold.collectives.execution._work import FivefoldWork
 
-__all__ = ["BACKEND", "FivefoldGroup", "register_backend"]
-
 BACKEND = "fivefold"
 _ProcessGroup: Any = dist.ProcessGroup
 

@@ -24,8 +24,6 @@ import torch
 from fivefold.collectives.execution._torch import dist
 from fivefold.errors import CommunicationError
 
-__all__ = ["NUM_TAGS", "CallKind", "CallLog", "CollectiveError"]
-
 _LOOK_S = 1.0
 _PEERS_A_LOOK = 8  # or thousands of ranks that wait for one would keep the store busy
 _REMEMBERED = 128

@@ -16,8 +16,6 @@ from fivefold.collectives.schedules import Collective, Schedule, compose_all_red
 from fivefold.errors import FivefoldError
 from fivefold.network.topology import Topology
 
-__all__ = ["candidate_schedules", "library_names"]
-
 _log = logging.getLogger(__name__)
 _SKIPPED = ("in_network_tree",)  # needs switches that aggregate
 _TREES = "trees"

@@ -31,8 +31,6 @@ from fivefold.collectives.schedules import (
 from fivefold.errors import ConfigurationError
 from fivefold.network.topology import Topology
 
-__all__ = ["Choice", "choose", "size_class"]
-
 _log = logging.getLogger(__name__)
 _IN_PLACE = ("all_reduce", "broadcast")
 _MAX_OPERATIONS = 60_000  # a longer program takes seconds to price and to order

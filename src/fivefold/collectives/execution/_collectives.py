@@ -19,8 +19,6 @@ from fivefold.collectives.execution._torch import c10d as dist
 from fivefold.collectives.execution._torch import inner_method
 from fivefold.collectives.execution._work import FivefoldWork
 
-__all__ = ["Collectives"]
-
 _Tensor = torch.Tensor
 
 

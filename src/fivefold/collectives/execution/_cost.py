@@ -21,15 +21,6 @@ from fivefold.network.topology import Topology
 
 Floats = NDArray[np.float64]
 
-__all__ = [
-    "LinkClock",
-    "load_bound_s",
-    "predict_s",
-    "schedule_s",
-    "with_message_cost",
-    "with_work_s",
-]
-
 
 @dataclass
 class LinkClock:

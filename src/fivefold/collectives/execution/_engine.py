@@ -40,8 +40,6 @@ from fivefold.collectives.execution._work import FivefoldWork, InnerWork, WorkQu
 from fivefold.errors import CommunicationError, ConfigurationError
 from fivefold.network.topology import Topology
 
-__all__ = ["Call", "Engine"]
-
 _log = logging.getLogger(__name__)
 _REFUSED = b"refused: "
 _POLL_S = (0.0005, 0.05)  # shortest and longest sleep while the first rank chooses

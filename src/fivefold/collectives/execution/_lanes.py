@@ -16,8 +16,6 @@ from typing import NamedTuple
 
 from fivefold.collectives.execution._plan import Task
 
-__all__ = ["Agenda", "Arrival", "Lanes"]
-
 
 class Agenda:
     """The tasks that may run now, the first of the plan first.

@@ -25,8 +25,6 @@ from fivefold.collectives.lowering import (
 )
 from fivefold.collectives.schedules import Collective
 
-__all__ = ["Layout", "RankPlan", "Span", "Task", "plan_rank"]
-
 _PER_RANK = {"all_gather", "reduce_scatter"}
 
 

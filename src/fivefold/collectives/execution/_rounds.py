@@ -15,8 +15,6 @@ import torch
 from fivefold.collectives.execution._plan import RankPlan, Task
 from fivefold.collectives.execution._run import Runner, Transfers, as_bytes
 
-__all__ = ["run_in_rounds"]
-
 
 def run_in_rounds(plan: RankPlan, transfers: Transfers) -> None:
     """Run a plan in rounds.

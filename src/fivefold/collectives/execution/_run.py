@@ -25,8 +25,6 @@ from fivefold.collectives.execution._lanes import Agenda, Arrival, Arrivals, Lan
 from fivefold.collectives.execution._plan import RankPlan, Span, Task
 from fivefold.collectives.lowering import Buffer, OpKind
 
-__all__ = ["PLAIN_RECEIVES", "Runner", "Transfers", "as_bytes", "run_plan"]
-
 _AHEAD = 32  # receives of one queue that are posted and not yet used
 _WORTH_LANES_BYTES = 1 << 18  # below, what is sent is over before a thread has woken up
 _OTHER_ERRORS_S = 0.3  # after a failed wait: those that failed with it

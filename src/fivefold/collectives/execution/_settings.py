@@ -15,8 +15,6 @@ from fivefold.errors import ConfigurationError
 from fivefold.network.aggregation import AggregationOptions, parse_address
 from fivefold.network.topology import Link, Node, Topology, parse_topology, switch
 
-__all__ = ["Settings", "configure", "current_settings", "lab_topology", "register_algorithm"]
-
 CHOOSABLE = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 _TOPOLOGY = "FIVEFOLD_TOPOLOGY"
 _ALGORITHMS = "FIVEFOLD_ALGORITHMS"

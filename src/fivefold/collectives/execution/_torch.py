@@ -8,8 +8,6 @@ from typing import Any
 import torch.distributed
 from torch.distributed import distributed_c10d
 
-__all__ = ["c10d", "dist", "inner_method"]
-
 dist: Any = torch.distributed
 c10d: Any = distributed_c10d
 

@@ -18,8 +18,6 @@ import torch.distributed as dist
 
 from fivefold.collectives.execution._calls import CollectiveError
 
-__all__ = ["FivefoldWork", "InnerWork", "WorkQueue", "profiler_event"]
-
 
 class FivefoldWork(dist.Work):
     """A collective that is under way, or over.

@@ -18,8 +18,6 @@ import numpy as np
 from fivefold.collectives.lowering._order import Executed, ProgramError, run_order
 from fivefold.collectives.lowering._program import Buffer, Operation, Program
 
-__all__ = ["ProgramReport", "check_program"]
-
 
 @dataclass(frozen=True)
 class ProgramReport:

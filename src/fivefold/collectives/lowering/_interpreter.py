@@ -15,8 +15,6 @@ from fivefold.collectives.lowering._order import Executed, run_order
 from fivefold.collectives.lowering._program import Buffer, Program
 from fivefold.errors import ConfigurationError
 
-__all__ = ["interpret"]
-
 _Array = np.ndarray
 _REDUCTIONS: dict[str, Callable[[_Array, _Array], _Array]] = {
     "sum": np.add,

@@ -30,8 +30,6 @@ from fivefold.collectives.lowering._program import (
 from fivefold.collectives.schedules import Schedule
 from fivefold.errors import ConfigurationError
 
-__all__ = ["RankAction", "blocks_of", "lower"]
-
 _FUSED = {
     (OpKind.RECEIVE, False): OpKind.RECEIVE_COPY_SEND,
     (OpKind.RECEIVE_REDUCE_COPY, False): OpKind.RECEIVE_REDUCE_COPY_SEND,

@@ -22,8 +22,6 @@ from fivefold.collectives.lowering._program import Buffer
 from fivefold.collectives.schedules import Schedule, event_order, relays_of
 from fivefold.errors import DataError
 
-__all__ = ["Copy", "Message", "Moves", "plan_moves"]
-
 Place = tuple[Buffer, int]
 _TIME_DIGITS = 9  # times nearer than 1e-9 of the whole are one moment: ends and starts are sums
 

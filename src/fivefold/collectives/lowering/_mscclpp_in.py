@@ -22,8 +22,6 @@ from fivefold.collectives.schedules import Collective, named_collective
 from fivefold.errors import ConfigurationError, DataError, UnsupportedError
 from fivefold.files import parse_json, read_text
 
-__all__ = ["from_mscclpp_json"]
-
 Slot = tuple[Buffer, int]
 _NAMES = {
     "allreduce": "all_reduce",

@@ -22,8 +22,6 @@ from fivefold.collectives.lowering._order import Executed, run_order
 from fivefold.collectives.lowering._program import Buffer, Operation, OpKind, Program, ThreadBlock
 from fivefold.errors import InfeasibleError, UnsupportedError
 
-__all__ = ["to_mscclpp_json"]
-
 Queue = tuple[int, int, int]  # sender, receiver, channel
 Slot = tuple[Buffer, int]
 _NAMES = {

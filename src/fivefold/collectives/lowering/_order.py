@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from fivefold.collectives.lowering._program import Operation, Program, ThreadBlock
 from fivefold.errors import DataError
 
-__all__ = ["Arrival", "Executed", "ProgramError", "QueueFullError", "run_order"]
-
 Arrival = Callable[[float, int, int, int], float]
 _SHOWN = 4
 

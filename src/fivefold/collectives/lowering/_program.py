@@ -22,8 +22,6 @@ from fivefold.collectives.schedules import Collective
 from fivefold.errors import ConfigurationError, DataError, FivefoldError
 from fivefold.files import parse_json
 
-__all__ = ["Buffer", "OpKind", "Operation", "Program", "RankProgram", "ThreadBlock"]
-
 _IN_PLACE = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"}
 _MOST_SLOTS = 1 << 27
 _PROTOCOLS = ("Simple", "LL", "LL128")

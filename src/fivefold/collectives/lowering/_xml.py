@@ -40,8 +40,6 @@ from fivefold.collectives.schedules import (
 from fivefold.errors import ConfigurationError, DataError, InfeasibleError, UnsupportedError
 from fivefold.files import read_text
 
-__all__ = ["from_msccl_xml", "to_msccl_xml"]
-
 _NAMES = {
     "all_reduce": "allreduce",
     "all_gather": "allgather",

@@ -9,17 +9,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from fivefold.errors import ConfigurationError
 
-__all__ = [
-    "Array",
-    "Floats",
-    "Ints",
-    "Longs",
-    "frozen",
-    "offsets_of",
-    "require_count",
-    "require_pairs",
-]
-
 Array = NDArray[Any]
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]

@@ -38,14 +38,6 @@ from fivefold.units import format_bytes
 if TYPE_CHECKING:
     from fivefold.network.topology import Topology
 
-__all__ = [
-    "bandwidth_bound",
-    "discrete_ingress_bound",
-    "gap",
-    "latency_bound",
-    "lower_bound",
-]
-
 _EXACT_WORK = 15_000_000  # ranks times arcs up to which max-flows are run unasked
 
 

@@ -32,8 +32,6 @@ from fivefold.collectives.schedules._arrays import (
 )
 from fivefold.errors import ConfigurationError
 
-__all__ = ["Collective"]
-
 _INVERSES = {
     "all_gather": "reduce_scatter",
     "reduce_scatter": "all_gather",

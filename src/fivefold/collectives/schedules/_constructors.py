@@ -11,21 +11,6 @@ from fivefold.collectives.schedules._arrays import Floats, Ints, require_count, 
 from fivefold.collectives.schedules._collective import Collective
 from fivefold.errors import ConfigurationError
 
-__all__ = [
-    "COLLECTIVES",
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "all_to_allv",
-    "broadcast",
-    "custom",
-    "gather",
-    "named_collective",
-    "reduce",
-    "reduce_scatter",
-    "scatter",
-]
-
 Pairs = tuple[Ints, Ints]
 
 

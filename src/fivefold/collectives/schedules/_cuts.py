@@ -17,16 +17,6 @@ from fivefold.units import format_bytes
 if TYPE_CHECKING:
     from fivefold.network.topology import Topology
 
-__all__ = [
-    "NO_BOUND",
-    "Bound",
-    "exact_cuts",
-    "group_capacities",
-    "group_cuts",
-    "groupings",
-    "sweep_cuts",
-]
-
 BoundKind = Literal["none", "latency", "cut", "messages", "chunks"]
 
 

@@ -17,8 +17,6 @@ from fivefold.collectives.schedules._errors import ScheduleError
 from fivefold.collectives.schedules._schedule import Schedule
 from fivefold.collectives.schedules._slots import order_of, slots_of
 
-__all__ = ["run_on_data", "verify_with_data"]
-
 
 def verify_with_data(schedule: Schedule, seed: int = 0) -> None:
     """Run the schedule on random integers and compare every result.

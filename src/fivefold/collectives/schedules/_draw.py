@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from fivefold.network.topology import Topology
 
-__all__ = ["draw_schedule"]
-
 _MOST_BARS = 6_000  # beyond, bars are too thin to be told apart
 _MOST_LABELS = 400
 _MOST_NAMES = 40

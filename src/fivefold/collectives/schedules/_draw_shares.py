@@ -11,8 +11,6 @@ from fivefold.collectives.schedules._arrays import Array, Floats, Ints, Longs
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["BAND_COLOURS", "busy_shares", "paint_bands", "spread_over"]
-
 BAND_COLOURS = {"adds": (0.84, 0.46, 0.13), "copies": (0.20, 0.50, 0.74)}
 _MOST_BANDS = 360  # rows of pixels; beyond, neighbouring links share one
 _BINS = 700  # columns of pixels

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from fivefold.errors import DataError
 
-__all__ = ["ScheduleError"]
-
 
 class ScheduleError(DataError):
     """A schedule is wrong: it names the first broken transfer, or the condition that is not met.

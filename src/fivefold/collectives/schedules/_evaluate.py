@@ -35,8 +35,6 @@ from fivefold.errors import ConfigurationError
 if TYPE_CHECKING:
     from fivefold.network.topology import Topology
 
-__all__ = ["MODELS", "CostModel", "Timing", "evaluate", "with_times"]
-
 CostModel = Literal["serial", "slotted", "synchronous", "fluid"]
 MODELS: tuple[CostModel, ...] = ("serial", "slotted", "synchronous", "fluid")
 

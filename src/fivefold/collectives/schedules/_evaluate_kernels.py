@@ -8,8 +8,6 @@ import numpy as np
 
 from fivefold._compiler import njit
 
-__all__ = ["list_schedule"]
-
 
 @njit
 def _fold(slot: Any, step: Any, ready_s: Any, pending: tuple[Any, Any], reducing: int) -> float:

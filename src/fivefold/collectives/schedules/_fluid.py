@@ -14,8 +14,6 @@ from fivefold.collectives.schedules._slots import dependencies, slots_of
 if TYPE_CHECKING:
     from fivefold.network.topology import Topology
 
-__all__ = ["flow_dependencies", "fluid_times"]
-
 
 def flow_dependencies(schedule: Schedule) -> tuple[Longs, Longs]:
     """What each transfer waits for as a flow: (offsets, transfers).

@@ -14,8 +14,6 @@ from fivefold.collectives.schedules._schedule import Schedule
 from fivefold.errors import DataError
 from fivefold.files import parse_json
 
-__all__ = ["read_schedule", "to_json"]
-
 SCHEMA = "fivefold.schedule.1"
 _ARRAYS = ("chunks", "sources", "targets")
 _OPTIONAL = ("starts_s", "ends_s", "route_offsets", "route_links")

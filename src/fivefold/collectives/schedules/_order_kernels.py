@@ -9,8 +9,6 @@ import numpy as np
 from fivefold._compiler import njit
 from fivefold.collectives.schedules._arrays import Array, Longs
 
-__all__ = ["group_by_key", "order_events"]
-
 
 @njit
 def group_by_key(keys: Array, count: int) -> tuple[Longs, Longs]:

@@ -23,8 +23,6 @@ from fivefold.errors import ConfigurationError
 if TYPE_CHECKING:
     from fivefold.network.topology import Topology
 
-__all__ = ["RouteTable", "explicit_routes", "relays_of", "require_topology", "route_table"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class RouteTable:

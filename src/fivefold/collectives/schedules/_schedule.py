@@ -28,8 +28,6 @@ from fivefold.errors import ConfigurationError
 if TYPE_CHECKING:
     from fivefold.network.topology import Topology
 
-__all__ = ["Schedule", "Transfer"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:

@@ -18,17 +18,6 @@ from fivefold.collectives.schedules._arrays import Array, Floats, Ints, Longs
 from fivefold.collectives.schedules._order_kernels import group_by_key, order_events
 from fivefold.collectives.schedules._schedule import Schedule
 
-__all__ = [
-    "Dependencies",
-    "Slots",
-    "dependencies",
-    "event_order",
-    "first_hurried",
-    "order_of",
-    "slots_of",
-    "wanted_slots",
-]
-
 
 def order_of(schedule: Schedule) -> int:
     """What orders the transfers: 1 steps, 2 times, 0 the listed order."""

@@ -27,8 +27,6 @@ from fivefold.errors import ConfigurationError, UnsupportedError
 if TYPE_CHECKING:
     from fivefold.network.topology import Topology
 
-__all__ = ["CutFinder", "ThroughputOptimum", "integer_capacities", "throughput_optimum"]
-
 _FINEST = 2**31  # capacities that are no integers become multiples of the largest / this
 
 

@@ -15,8 +15,6 @@ from fivefold._compiler import njit
 from fivefold.collectives.schedules._arrays import Array, Floats, Longs
 from fivefold.collectives.schedules._collective import Collective
 
-__all__ = ["group_traffic", "sweep_traffic"]
-
 
 def group_traffic(
     collective: Collective, chunk_bytes: Floats, groups: Array, *, num_groups: int

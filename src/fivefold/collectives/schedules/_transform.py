@@ -16,8 +16,6 @@ from fivefold.errors import ConfigurationError
 if TYPE_CHECKING:
     from fivefold.network.topology import Topology
 
-__all__ = ["compose_all_reduce", "concatenate", "inverted", "pruned", "replicated"]
-
 
 def concatenate(first: Schedule, second: Schedule, *, name: str = "") -> Schedule:
     """Two schedules one after the other: what the first leaves is what the second begins with.

@@ -37,8 +37,6 @@ from fivefold.collectives.schedules._verify_times import (
 if TYPE_CHECKING:
     from fivefold.network.topology import Topology
 
-__all__ = ["VerificationReport", "verify"]
-
 SLACK = 1e-9  # of the whole duration: what sums of floats may be off by
 
 

@@ -15,16 +15,6 @@ import numpy as np
 from fivefold._compiler import njit
 from fivefold.collectives.schedules._order_kernels import order_events
 
-__all__ = [
-    "DOUBLE_ADD",
-    "FINE",
-    "LOST",
-    "NOT_HELD",
-    "NOT_MET",
-    "SELF_TRANSFER",
-    "replay",
-]
-
 FINE, NOT_HELD, DOUBLE_ADD, NOT_MET, LOST, SELF_TRANSFER = 0, 1, 2, 3, 4, 5
 
 

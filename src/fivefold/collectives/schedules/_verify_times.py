@@ -23,14 +23,6 @@ from fivefold.errors import ConfigurationError
 if TYPE_CHECKING:
     from fivefold.network.topology import Topology
 
-__all__ = [
-    "Messages",
-    "check_times_against_links",
-    "check_times_against_order",
-    "messages_of",
-    "size_of",
-]
-
 _SLACK = 1e-6  # of a message's own time: solvers round more than sums of floats do
 
 

@@ -6,8 +6,6 @@ from fivefold.collectives.schedules import Bound, Collective, lower_bound
 from fivefold.errors import InfeasibleError
 from fivefold.network.topology import Topology
 
-__all__ = ["bound_of"]
-
 
 def bound_of(collective: Collective, topology: Topology, size_bytes: float) -> Bound:
     """The best bound, or none where some ranks cannot reach others but nobody asks them to.

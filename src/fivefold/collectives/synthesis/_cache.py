@@ -20,8 +20,6 @@ from fivefold.collectives.schedules import Schedule
 from fivefold.errors import FivefoldError, StorageError
 from fivefold.files import read_json
 
-__all__ = ["cache_key", "load", "store"]
-
 _VERSION = 1
 _LOG = logging.getLogger(__name__)
 

@@ -10,8 +10,6 @@ from typing import Any, Literal
 from fivefold.collectives.synthesis._deadline import time_left_s
 from fivefold.errors import UnsupportedError
 
-__all__ = ["CpOutcome", "new_model", "solve"]
-
 _WORKERS = 2
 Status = Literal["optimal", "found", "infeasible", "unknown"]
 

@@ -14,8 +14,6 @@ from contextvars import ContextVar
 
 from fivefold.errors import InfeasibleError
 
-__all__ = ["SLACK_S", "OutOfTime", "check_time", "off_the_clock", "time_left_s", "time_limit"]
-
 SLACK_S = 2.0
 """Seconds past its limit in which a method may complete a first schedule, where it has none."""
 

@@ -18,8 +18,6 @@ from fivefold.collectives.schedules import Schedule
 from fivefold.collectives.synthesis._events import pop_event, push_event
 from fivefold.errors import ConfigurationError
 
-__all__ = ["dispatch"]
-
 _WINDOW = 256
 """How many ready transfers of one port are looked at for a free route."""
 

@@ -6,8 +6,6 @@ from typing import Any
 
 from fivefold._compiler import njit
 
-__all__ = ["pop_event", "push_event"]
-
 
 @njit
 def push_event(heap: tuple[Any, Any], size: int, time_s: float, item: int) -> int:

@@ -25,8 +25,6 @@ from fivefold.collectives.synthesis._flow_symmetry import Symmetry, symmetry_of
 from fivefold.errors import ConfigurationError, InfeasibleError, UnsupportedError
 from fivefold.network.topology import Topology
 
-__all__ = ["FlowOptimum", "all_to_all_optimum", "graph_of_links"]
-
 Floats = NDArray[np.float64]
 
 _MOST_ENTRIES = 1_200_000

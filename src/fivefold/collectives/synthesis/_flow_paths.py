@@ -15,8 +15,6 @@ from fivefold.collectives.synthesis._deadline import check_time
 from fivefold.collectives.synthesis._flow import Floats, FlowOptimum, graph_of_links
 from fivefold.network.topology import Topology
 
-__all__ = ["Path", "PathTable", "flow_paths", "spread_chunks"]
-
 Path = tuple[int, ...]
 Longs = NDArray[np.int64]
 PathTable = dict[tuple[int, int], list[Path]]

@@ -17,8 +17,6 @@ from fivefold.collectives.synthesis._flow_paths import Path, flow_paths, spread_
 from fivefold.errors import ConfigurationError, UnsupportedError
 from fivefold.network.topology import Topology
 
-__all__ = ["all_to_all_flow"]
-
 Longs = NDArray[np.int64]
 Rows = tuple[Longs, NDArray[np.int32]]
 

@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 from fivefold.collectives.synthesis._deadline import check_time
 from fivefold.network.topology import Topology
 
-__all__ = ["Symmetry", "symmetry_of"]
-
 Longs = NDArray[np.int64]
 Colours = NDArray[np.uint64]
 

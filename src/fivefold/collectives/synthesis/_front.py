@@ -34,8 +34,6 @@ from fivefold.errors import (
 )
 from fivefold.network.topology import Topology
 
-__all__ = ["Attempt", "Synthesis", "SynthesisOptions", "synthesize"]
-
 _LOG = logging.getLogger(__name__)
 _OPTIMAL = 1e-9  # relative: a schedule this close to the bound is optimal
 

@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 from fivefold.collectives.synthesis._deadline import check_time
 from fivefold.errors import ConfigurationError, InfeasibleError
 
-__all__ = ["UNREACHABLE", "Instance", "Orbits", "Reach", "prune", "reach"]
-
 UNREACHABLE = 1 << 40
 """A distance longer than every schedule."""
 

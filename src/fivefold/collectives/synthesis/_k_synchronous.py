@@ -37,8 +37,6 @@ from fivefold.collectives.synthesis._search_result import (
 from fivefold.errors import ConfigurationError
 from fivefold.network.topology import Topology
 
-__all__ = ["ParetoFront", "ParetoPoint", "k_synchronous", "pareto_synthesis"]
-
 _MOST_VARIABLES = 3_000_000
 
 

@@ -18,8 +18,6 @@ from fivefold.collectives.synthesis._cp import CpOutcome, new_model, solve
 from fivefold.collectives.synthesis._deadline import check_time
 from fivefold.collectives.synthesis._instance import Instance, Orbits, prune, reach
 
-__all__ = ["StepPlan", "search_steps"]
-
 
 @dataclass(frozen=True)
 class StepPlan:

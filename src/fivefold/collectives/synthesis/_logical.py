@@ -23,16 +23,6 @@ from fivefold.collectives.synthesis._instance import Instance
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import Topology
 
-__all__ = [
-    "Logical",
-    "all_reduce_halves",
-    "boxes_of",
-    "by_inversion",
-    "integer_capacities",
-    "logical_of",
-    "schedule_of",
-]
-
 _LARGEST_CAPACITY = 10_000  # units per round; beyond it the capacities have no common measure
 
 

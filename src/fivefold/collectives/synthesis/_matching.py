@@ -45,8 +45,6 @@ from fivefold.collectives.synthesis._matching_state import (
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import Topology
 
-__all__ = ["matching"]
-
 _GATHERING = ("all_gather", "broadcast")
 _REDUCING = ("reduce_scatter", "reduce")
 _MUCH_FASTER = 4.0

@@ -17,8 +17,6 @@ from fivefold._compiler import njit
 from fivefold.collectives.synthesis._matching_state import Fabric, Ints, Longs, Neighbourhoods
 from fivefold.network.topology import Topology
 
-__all__ = ["build_fabric", "build_neighbourhoods"]
-
 _MOST_LEVELS = 4
 _MOST_RATES = 32
 

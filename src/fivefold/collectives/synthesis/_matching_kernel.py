@@ -21,8 +21,6 @@ from fivefold._compiler import njit
 from fivefold.collectives.synthesis._events import pop_event, push_event
 from fivefold.collectives.synthesis._matching_state import Floats, Longs, Words
 
-__all__ = ["DONE", "match", "new_loop"]
-
 _ONE = np.uint64(1)
 _ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
 _DE_BRUIJN = np.uint64(0x03F79D71B4CB0A89)

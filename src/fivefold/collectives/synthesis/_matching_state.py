@@ -7,18 +7,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "Fabric",
-    "Floats",
-    "Holdings",
-    "Ints",
-    "Longs",
-    "Neighbourhoods",
-    "Rules",
-    "Transfers",
-    "Words",
-]
-
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
 Floats = NDArray[np.float64]

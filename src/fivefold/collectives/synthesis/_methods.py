@@ -34,8 +34,6 @@ from fivefold.collectives.synthesis._trees import spanning_trees
 from fivefold.errors import ConfigurationError, InfeasibleError, UnsupportedError
 from fivefold.network.topology import Topology
 
-__all__ = ["METHODS", "SHARES", "in_auto"]
-
 _TREE_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce")
 _FLOW_COLLECTIVES = ("all_to_all", "all_to_allv", "scatter", "gather")
 _FINEST_PIPELINE = 16  # times the ranks: chunks of a pipelined all-reduce

@@ -26,8 +26,6 @@ from fivefold.collectives.synthesis._trees import spanning_trees
 from fivefold.errors import ConfigurationError
 from fivefold.network.topology import Topology
 
-__all__ = ["overlapped", "pipelined_all_reduce", "roots_of"]
-
 _EVERY_ROOT = 8  # ranks up to which every one is tried as the root
 _SOME_ROOTS = 3
 

@@ -18,8 +18,6 @@ from fivefold.collectives.schedules import (
 from fivefold.collectives.synthesis._sketch import Sketch
 from fivefold.network.topology import Topology
 
-__all__ = ["Candidate", "Request"]
-
 Candidate = tuple[Schedule, float]
 """A schedule and the seconds of its solver."""
 

@@ -11,8 +11,6 @@ from fivefold.collectives.synthesis._logical import by_inversion
 from fivefold.errors import InfeasibleError
 from fivefold.network.topology import Topology
 
-__all__ = ["NoSchedule", "Refuted", "SearchResult", "Undecided", "answer"]
-
 
 @dataclass(frozen=True)
 class SearchResult:

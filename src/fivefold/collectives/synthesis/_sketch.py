@@ -19,8 +19,6 @@ from typing import Any, Literal, cast
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.files import parse_json, parse_toml, read_json, read_toml
 
-__all__ = ["Sketch", "SwitchSketch"]
-
 Policy = Literal["uc-min", "uc-max", "any"]
 Balance = Literal["none", "minmax", "maxmin"]
 Connections = Literal["all", "direct-map", "fully-connected"] | Mapping[int, tuple[int, ...]]

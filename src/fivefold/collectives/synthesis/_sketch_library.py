@@ -8,8 +8,6 @@ from __future__ import annotations
 from fivefold.collectives.synthesis._sketch import Policy, Sketch, SwitchSketch
 from fivefold.errors import ConfigurationError
 
-__all__ = ["published_sketch", "published_sketch_names"]
-
 _BOX = 16  # GPUs of a DGX-2
 
 

@@ -20,8 +20,6 @@ from fivefold.collectives.synthesis._sketch import Connections, Policy, Sketch, 
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import Topology
 
-__all__ = ["Sketched", "derive_sketch", "rotation", "sketched"]
-
 _CHEAP_CONNECTIONS = 2_000  # logical links between boxes that a router can look at
 
 

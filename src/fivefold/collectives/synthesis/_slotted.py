@@ -38,8 +38,6 @@ from fivefold.collectives.synthesis._slotted_core import SlotTimes, ingress_boun
 from fivefold.errors import ConfigurationError
 from fivefold.network.topology import Topology
 
-__all__ = ["SlotModel", "slot_length_s", "slotted"]
-
 _MOST_VARIABLES = 1_500_000
 _VARIABLES_PER_S = 15_000  # at which a model is built, with its constraints
 _TOLERANCE = 1e-9

@@ -19,8 +19,6 @@ from fivefold.collectives.synthesis._cp import CpOutcome, new_model, solve
 from fivefold.collectives.synthesis._deadline import check_time
 from fivefold.collectives.synthesis._instance import Instance, Orbits, Reach, prune, reach
 
-__all__ = ["SlotTimes", "ingress_bound", "search_slots"]
-
 
 @dataclass(frozen=True)
 class SlotTimes:

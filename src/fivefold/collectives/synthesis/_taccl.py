@@ -47,8 +47,6 @@ from fivefold.collectives.synthesis._taccl_scheduling import (
 from fivefold.errors import ConfigurationError
 from fivefold.network.topology import Topology
 
-__all__ = ["TacclResult", "taccl"]
-
 Progress = Callable[[str], None]
 _MOST_PAIRS = 400_000  # (chunk, link) pairs that the routing model may have
 _DETOUR_PAIRS = 20_000  # below it paths one hop longer than the shortest are looked at as well

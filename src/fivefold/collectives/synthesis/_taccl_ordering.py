@@ -20,8 +20,6 @@ from fivefold.collectives.synthesis._instance import Instance
 from fivefold.collectives.synthesis._sketched import Sketched
 from fivefold.collectives.synthesis._taccl_prices import Prices
 
-__all__ = ["Timed", "best_order", "parents_of"]
-
 
 @dataclass(frozen=True)
 class Timed:

@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 
 from fivefold.collectives.synthesis._logical import Logical
 
-__all__ = ["Prices", "prices_of"]
-
 _UNITS_PER_SHORTEST = 2_000  # so that rounding is far below what any model of a link is worth
 _MOST_UNITS = 20_000_000  # per transfer: beyond it sums could leave what solvers handle well
 

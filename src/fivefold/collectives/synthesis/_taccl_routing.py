@@ -22,8 +22,6 @@ from fivefold.collectives.synthesis._sketched import Sketched
 from fivefold.collectives.synthesis._taccl_ordering import Timed
 from fivefold.collectives.synthesis._taccl_prices import Prices
 
-__all__ = ["Routing", "candidates", "greedy_routes", "route", "route_and_order"]
-
 _POLICY_WEIGHT = 0.01  # of one chunk's time per connection, as TACCL weighs it
 
 

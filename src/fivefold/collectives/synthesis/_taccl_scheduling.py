@@ -20,8 +20,6 @@ from fivefold.collectives.synthesis._sketched import Sketched
 from fivefold.collectives.synthesis._taccl_ordering import Timed, parents_of
 from fivefold.collectives.synthesis._taccl_prices import Prices
 
-__all__ = ["Messages", "improve_order", "join_messages"]
-
 _LARGEST_MESSAGE = 6  # chunks, as in TACCL
 
 

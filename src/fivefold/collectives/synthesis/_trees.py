@@ -36,8 +36,6 @@ from fivefold.collectives.synthesis._trees_split import Bundle, Path, remove_swi
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import Topology
 
-__all__ = ["SpanningTree", "TreePacking", "spanning_trees"]
-
 Connections = Literal["auto", "many", "few"]
 
 _LARGEST_EXACT = 4096

@@ -18,8 +18,6 @@ import numpy as np
 
 from fivefold.collectives.synthesis._trees_network import FlowSolver, Longs, Network
 
-__all__ = ["FixedRate", "least_rate", "next_rate"]
-
 
 @dataclass(frozen=True)
 class FixedRate:

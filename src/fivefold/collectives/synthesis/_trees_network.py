@@ -25,8 +25,6 @@ except ImportError as error:  # pragma: no cover - the development environment h
     message = "ortools is not installed, and spanning trees are found with its max-flow solver"
     raise UnsupportedError(message, hint="pip install 'fivefold[collectives]'") from error
 
-__all__ = ["INFINITE", "FlowSolver", "Longs", "Network", "integer_network"]
-
 Longs = NDArray[np.int64]
 
 INFINITE = 1 << 58

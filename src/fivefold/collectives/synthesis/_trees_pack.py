@@ -24,8 +24,6 @@ from fivefold.collectives.synthesis._deadline import check_time
 from fivefold.collectives.synthesis._trees_network import INFINITE, FlowSolver
 from fivefold.errors import InfeasibleError
 
-__all__ = ["PackedTree", "pack_trees"]
-
 _LIVE_ARCS = 4096
 """About how many helper arcs the trees that grow together may need: more cost time per flow."""
 

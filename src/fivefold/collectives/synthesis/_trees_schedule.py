@@ -26,8 +26,6 @@ from fivefold.errors import ConfigurationError
 if TYPE_CHECKING:
     from fivefold.collectives.synthesis._trees import SpanningTree, TreePacking
 
-__all__ = ["schedule_trees"]
-
 Longs = NDArray[np.int64]
 
 _EVERY_RANK = ("all_gather", "reduce_scatter", "all_reduce")

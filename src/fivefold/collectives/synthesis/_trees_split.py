@@ -24,8 +24,6 @@ from fivefold.collectives.synthesis._trees_network import (
     Network,
 )
 
-__all__ = ["Bundle", "Path", "SplitNetwork", "remove_switches"]
-
 Path = tuple[int, ...]
 
 _MANY_PAIRS = 512

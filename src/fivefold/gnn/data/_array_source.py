@@ -15,8 +15,6 @@ from fivefold.errors import DataError
 from fivefold.gnn.data._parts import EdgeBlock, EdgePart, LabelPart
 from fivefold.gnn.data._rows import ArrayRows, FileRows, Rows, npy_rows
 
-__all__ = ["ArraySource", "array_part", "array_source", "as_labels", "as_rows", "as_split"]
-
 Array = ArrayLike | str | os.PathLike[str]
 _SPLITS = ("train", "valid", "test")
 

@@ -8,8 +8,6 @@ import numpy as np
 
 from fivefold._compiler import njit
 
-__all__ = ["assign_places", "count_keys", "hash_texts"]
-
 
 @njit
 def count_keys(values: Any, width: int, counts: Any) -> None:

@@ -26,8 +26,6 @@ from fivefold.gnn.data._bucket_kernels import assign_places, count_keys
 from fivefold.gnn.data._parts import EdgeBlock, index_dtype
 from fivefold.gnn.storage import read_json_file, write_json_file
 
-__all__ = ["CsrPiece", "EdgeBuckets"]
-
 _SORT_BYTES_PER_EDGE = 48  # ids twice, weights twice, places, and NumPy's temporaries
 _MOST_BUCKETS = 512
 _MARK_EVERY_EDGES = 32 << 20

@@ -23,16 +23,6 @@ from fivefold.errors import DataError
 from fivefold.gnn.sampling import Topology
 from fivefold.gnn.storage import Container
 
-__all__ = [
-    "FEATURES_FILE",
-    "GRAPH_FILE",
-    "HETERO_FILE",
-    "LABELS_FILE",
-    "NAMES_FILE",
-    "Dataset",
-    "check_belongs",
-]
-
 GRAPH_FILE = "graph.fvf"
 FEATURES_FILE = "features.fvf"
 LABELS_FILE = "labels.fvf"

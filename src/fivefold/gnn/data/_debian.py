@@ -23,8 +23,6 @@ from fivefold.gnn.data._ingest import ingest
 from fivefold.gnn.data._parts import Progress
 from fivefold.gnn.data._words import text_source
 
-__all__ = ["debian_packages", "debian_source"]
-
 APT_LISTS = "/var/lib/apt/lists"
 _APT_HELPER = "/usr/lib/apt/apt-helper"
 _RELATIONS = ("Depends", "Pre-Depends", "Recommends", "Suggests", "Enhances")

@@ -19,8 +19,6 @@ from fivefold.gnn.data._rows import Rows, npz_members, npz_rows, one_split
 from fivefold.gnn.data._table_source import TableSource, table_source
 from fivefold.gnn.data._tables import open_table
 
-__all__ = ["SOURCE_KINDS", "SourceOptions", "find_source"]
-
 SOURCE_KINDS = ("npy", "ogb", "mag240m", "pyg", "table")
 _TABLE_ENDS = (".csv", ".tsv", ".txt", ".parquet", ".pq", ".gz", ".bz2", ".zst", ".edges")
 _NODE_TABLES = ("nodes", "node", "vertices")  # names of the one table that is not of edges

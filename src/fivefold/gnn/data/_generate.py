@@ -30,8 +30,6 @@ from fivefold.gnn.data._ranges import default_threads, in_order, ranges
 from fivefold.gnn.data._write import write_dataset
 from fivefold.gnn.data._write_graph import both_ways
 
-__all__ = ["GraphRecipe", "generate_graph"]
-
 _PARETO = 1.1  # tail exponent of P(w > x); the density's is 2.1
 _CLIP_AT_MEANS = 2000
 _BLOCK_NODES = 1 << 16

@@ -18,8 +18,6 @@ import numpy as np
 from fivefold._compiler import njit
 from fivefold.gnn.data._random import key_of, normal, number, permute, poisson, uniform
 
-__all__ = ["Law", "fill_degrees", "fill_edges", "fill_features", "fill_labels", "fill_permuted"]
-
 # Streams of random numbers under the graph's key.
 _PERMUTATION, _DEGREE, _EDGE, _FEATURE, _CENTER, _LABEL = 1, 2, 3, 4, 5, 6
 

@@ -32,8 +32,6 @@ from fivefold.gnn.data._write_graph import EdgeRules
 from fivefold.gnn.sampling import HeteroTopology, Topology
 from fivefold.gnn.storage import Container, read_json_file, write_json_file
 
-__all__ = ["HeteroDataset", "HeteroSource", "ingest_hetero"]
-
 EdgeType = tuple[str, str, str]
 _VERSION = 2
 

@@ -11,8 +11,6 @@ from fivefold.gnn.data._parts import Progress, Source
 from fivefold.gnn.data._write import check_memory, write_dataset
 from fivefold.gnn.data._write_graph import EdgeRules
 
-__all__ = ["ingest"]
-
 
 @overload
 def ingest(

@@ -10,8 +10,6 @@ from fivefold.gnn.data._array_source import ArraySource
 from fivefold.gnn.data._parts import LabelPart
 from fivefold.gnn.data._table_source import TableSource
 
-__all__ = ["JoinedSource"]
-
 
 class JoinedSource:
     """A source over an edge table and arrays with a row per node.

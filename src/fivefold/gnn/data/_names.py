@@ -30,8 +30,6 @@ from fivefold.gnn.data._dataset import NAMES_FILE
 from fivefold.gnn.data._parts import EdgeBlock, Progress
 from fivefold.gnn.storage import read_json_file, write_json_file
 
-__all__ = ["NameBuckets", "number_names", "read_numbering", "write_numbering"]
-
 _BUCKET_BYTES = 16 << 20
 _CHUNK_BYTES = 4 << 20
 _FILES = ("names.parquet", "names.work/edges.npy", "names.work/weights.npy")

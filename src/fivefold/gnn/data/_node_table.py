@@ -17,8 +17,6 @@ from fivefold.gnn.data._array_source import as_labels
 from fivefold.gnn.data._parts import LabelPart
 from fivefold.gnn.data._tables import ParquetReader, TableReader, open_table
 
-__all__ = ["NodeTable", "TableColumns", "check_column", "check_whole"]
-
 _SPLIT_NAMES = {
     "train": "train",
     "training": "train",

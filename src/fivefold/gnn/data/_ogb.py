@@ -21,8 +21,6 @@ from fivefold.gnn.data._rows import ArrayRows, Rows, file_stamp, npy_rows, npz_m
 from fivefold.gnn.data._tables import CsvReader
 from fivefold.gnn.data._torch_files import load_plain
 
-__all__ = ["mag240m_source", "ogb_adds_reverse", "ogb_source"]
-
 _SPLITS = ("train", "valid", "test")
 _UNDIRECTED = ("products", "proteins")  # those whose raw files hold one direction of each edge
 

@@ -16,18 +16,6 @@ from numpy.typing import NDArray
 
 from fivefold.errors import DataError
 
-__all__ = [
-    "EDGE_FEATURES",
-    "EdgeBlock",
-    "EdgePart",
-    "FeaturePart",
-    "LabelPart",
-    "Progress",
-    "Source",
-    "index_dtype",
-    "refuse_edge_features",
-]
-
 Progress = Callable[[str, int, int], None]
 """Called with (stage, done, total); total is 0 where it is not known before the end."""
 

@@ -18,8 +18,6 @@ from fivefold.gnn.data._parts import refuse_edge_features
 from fivefold.gnn.data._rows import ArrayRows, Rows, file_stamp, one_split
 from fivefold.gnn.data._torch_files import load_pyg
 
-__all__ = ["pyg_source"]
-
 _LOG = logging.getLogger(__name__)
 _STORED = frozenset(
     {"x", "y", "edge_index", "edge_weight", "adj_t", "num_nodes", "batch", "ptr"}

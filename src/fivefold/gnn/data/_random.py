@@ -20,8 +20,6 @@ import numpy as np
 
 from fivefold._compiler import njit
 
-__all__ = ["LAYERS_X", "LAYERS_Y", "key_of", "normal", "number", "permute", "poisson", "uniform"]
-
 _WEYL = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-__all__ = ["default_threads", "in_order", "ranges"]
-
 Result = TypeVar("Result")
 
 

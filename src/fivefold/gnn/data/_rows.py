@@ -19,17 +19,6 @@ from numpy.typing import NDArray
 from fivefold.errors import DataError
 from fivefold.gnn.storage import xxh64
 
-__all__ = [
-    "ArrayRows",
-    "FileRows",
-    "Rows",
-    "file_stamp",
-    "npy_rows",
-    "npz_members",
-    "npz_rows",
-    "one_split",
-]
-
 
 class Rows(Protocol):
     """An array of at least one dimension, in C order.

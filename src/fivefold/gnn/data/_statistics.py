@@ -17,8 +17,6 @@ from fivefold.gnn.data._parts import Progress
 from fivefold.gnn.data._write import names_fingerprint, no_progress
 from fivefold.gnn.storage import Container
 
-__all__ = ["describe", "open_dataset", "verify"]
-
 _BLOCK_ROWS = 1 << 20
 
 

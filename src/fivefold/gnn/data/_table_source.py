@@ -23,8 +23,6 @@ from fivefold.gnn.data._rows import file_stamp, npy_rows
 from fivefold.gnn.data._tables import TableReader, open_table
 from fivefold.gnn.data._write import graph_is_current, no_progress
 
-__all__ = ["TableSource", "table_source"]
-
 _LOG = logging.getLogger(__name__)
 _SOURCES = ("source", "src", "from", "head", "u")
 _TARGETS = ("target", "dst", "destination", "to", "tail", "v")

@@ -20,8 +20,6 @@ except ImportError as _error:  # pragma: no cover - the development environment 
     _message = "pyarrow is not installed, and tables are read with it"
     raise UnsupportedError(_message, hint="pip install 'fivefold[gnn]'") from _error
 
-__all__ = ["CsvReader", "ParquetReader", "TableReader", "open_table"]
-
 _BLOCK_BYTES = 4 << 20
 _PEEK_BYTES = 1 << 16
 _COMMENTS = ("#", "%")

@@ -16,8 +16,6 @@ import numpy as np
 
 from fivefold.errors import DataError, UnsupportedError
 
-__all__ = ["load_plain", "load_pyg"]
-
 
 def _numpy_names() -> list[Any]:
     """What a pickled NumPy array refers to, under the names of NumPy 1 and 2."""

@@ -18,8 +18,6 @@ from fivefold.gnn.data._ingest import ingest
 from fivefold.gnn.data._parts import Progress
 from fivefold.gnn.data._words import text_source
 
-__all__ = ["wordnet", "wordnet_source"]
-
 DICTIONARY = "/usr/share/wordnet"
 _PARTS = {"n": "noun", "v": "verb", "a": "adj", "r": "adv"}
 _FIELDS_PER_POINTER = 4

@@ -20,8 +20,6 @@ from fivefold.errors import ConfigurationError
 from fivefold.gnn.data._array_source import ArraySource
 from fivefold.gnn.data._rows import ArrayRows
 
-__all__ = ["hashed_words", "random_splits", "text_source"]
-
 _WORD = re.compile(r"[a-z][a-z0-9+]+")
 
 

@@ -25,17 +25,6 @@ from fivefold.gnn.data._write_graph import EdgeRules, work_folder, write_graph
 from fivefold.gnn.storage import Container, ContainerWriter
 from fivefold.units import format_bytes
 
-__all__ = [
-    "MIN_MEMORY_BYTES",
-    "check_memory",
-    "fingerprints",
-    "graph_is_current",
-    "names_fingerprint",
-    "no_progress",
-    "write_dataset",
-    "write_parts",
-]
-
 MIN_MEMORY_BYTES = 16_000_000
 _MOST_CLASSES = 1 << 24
 _MARK_EVERY_BYTES = 256 << 20  # a mark syncs the file: seldom enough to cost nothing

@@ -17,8 +17,6 @@ from fivefold.gnn.data._buckets import EdgeBuckets
 from fivefold.gnn.data._parts import EdgeBlock, EdgePart, Progress, index_dtype
 from fivefold.gnn.storage import ContainerWriter
 
-__all__ = ["EdgeRules", "both_ways", "num_sources", "work_folder", "write_graph"]
-
 _MARK_EVERY_EDGES = 32 << 20
 
 

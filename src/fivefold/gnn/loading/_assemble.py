@@ -24,8 +24,6 @@ if TYPE_CHECKING:  # either kind of loader works without the room of the other
     from fivefold.gnn.packing import BatchRecord
     from fivefold.gnn.sampling import SampledBatch
 
-__all__ = ["Form", "SeedTable", "Structure", "assemble", "checked_form"]
-
 Form = Literal["edge_index", "blocks"]
 Ids = npt.NDArray[np.int64]
 

@@ -14,8 +14,6 @@ from fivefold.gnn.loading._failure import StallError
 from fivefold.gnn.loading._iterator import Batch, BatchIterator
 from fivefold.gnn.loading._pipeline import Pipeline
 
-__all__ = ["BatchLoader"]
-
 _LOG = logging.getLogger(__name__)
 _STATE_VERSION = 1
 

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Block", "MiniBatch"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Block:

@@ -12,8 +12,6 @@ import queue
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["END", "Channel", "ClosedChannelError", "Mailbox", "Port", "link"]
-
 END = object()  # after the last item
 _CLOSED = object()
 

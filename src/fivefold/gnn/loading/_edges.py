@@ -14,8 +14,6 @@ import numpy.typing as npt
 
 from fivefold._compiler import njit
 
-__all__ = ["expand_edges"]
-
 Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
 Ints = npt.NDArray[np.integer[Any]]

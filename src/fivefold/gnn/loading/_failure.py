@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from fivefold.errors import FivefoldError, StorageError
 
-__all__ = ["StallError", "with_place"]
-
 
 class StallError(StorageError, TimeoutError):
     """A stage of the pipeline did not finish a batch in time; names the stage and the batch.

@@ -25,8 +25,6 @@ from fivefold.gnn.loading._statistics import LEVELS
 from fivefold.gnn.packing import BatchRecord, PackedStore
 from fivefold.gnn.storage import Container, ReadStatistics, RowReader, aligned_empty, gather_rows
 
-__all__ = ["CacheLevel", "DiskLevel", "FeatureStore"]
-
 Ids = npt.NDArray[np.int64]
 Rows = npt.NDArray[Any]
 

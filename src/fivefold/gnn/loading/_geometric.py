@@ -32,8 +32,6 @@ except ImportError as error:  # pragma: no cover - the development environment h
     missing = "torch_geometric is not installed"
     raise UnsupportedError(missing, hint="pip install 'fivefold[gnn]'") from error
 
-__all__ = ["FeatureStoreAdapter", "data_of", "hetero_data_of"]
-
 Ids = npt.NDArray[np.int64]
 
 

@@ -9,8 +9,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["HeteroMiniBatch"]
-
 EdgeType = tuple[str, str, str]
 Key = TypeVar("Key")
 

@@ -31,8 +31,6 @@ from fivefold.gnn.sampling import (
     epoch_batches,
 )
 
-__all__ = ["HeteroLoader"]
-
 Ids = npt.NDArray[np.int64]
 
 

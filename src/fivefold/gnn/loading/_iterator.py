@@ -13,8 +13,6 @@ from typing import Any, Generic, Self, TypeVar
 from fivefold.errors import ConfigurationError
 from fivefold.gnn.loading._pipeline import Pipeline
 
-__all__ = ["Batch", "BatchIterator"]
-
 Batch = TypeVar("Batch")
 
 

@@ -29,8 +29,6 @@ from fivefold.gnn.loading._statistics import LoaderStatistics
 from fivefold.gnn.loading._transfer import DeviceTransfer
 from fivefold.gnn.packing import PackedStore
 
-__all__ = ["DiskLoader"]
-
 # Two batches are read side by side where a third one can be at work in memory: the disk does not
 # idle between one and the next. With two buffers they would only wait for each other.
 _BUFFERS_FOR_TWO_READERS = 3

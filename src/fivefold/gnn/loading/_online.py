@@ -31,8 +31,6 @@ from fivefold.gnn.loading._statistics import LoaderStatistics
 from fivefold.gnn.sampling import NeighborSampler, SampledBatch, Topology, epoch_batches
 from fivefold.gnn.storage import ReadStatistics
 
-__all__ = ["OnlineLoader"]
-
 Ids = npt.NDArray[np.int64]
 
 

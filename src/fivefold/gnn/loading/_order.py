@@ -14,8 +14,6 @@ import numpy.typing as npt
 
 from fivefold.errors import ConfigurationError
 
-__all__ = ["Remainder", "batch_order", "rank_share"]
-
 Ids = npt.NDArray[np.int64]
 Remainder = Literal["drop", "repeat"]
 

@@ -23,8 +23,6 @@ from fivefold.errors import UnsupportedError
 from fivefold.gnn.loading._channel import END, Channel, ClosedChannelError, Port, link
 from fivefold.gnn.loading._failure import StallError, with_place
 
-__all__ = ["Pipeline", "Stage", "Ticket"]
-
 _LOG = logging.getLogger(__name__)
 _FAILED = object()
 _GRACE_S = 5.0

@@ -23,8 +23,6 @@ import numpy.typing as npt
 from fivefold.gnn.loading._channel import ClosedChannelError, Mailbox
 from fivefold.gnn.storage import aligned_empty
 
-__all__ = ["BufferRing"]
-
 _LOG = logging.getLogger(__name__)
 Buffer = npt.NDArray[np.uint8]
 

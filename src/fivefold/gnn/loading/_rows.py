@@ -13,8 +13,6 @@ import numpy.typing as npt
 
 from fivefold.gnn.storage import Container, ReadStatistics, RowReader, gather_rows
 
-__all__ = ["Backend", "DiskRows", "MemoryRows", "RowSource", "open_rows"]
-
 Ids = npt.NDArray[np.int64]
 Backend = Literal["auto", "threads", "io_uring", "python", "mmap"]
 

@@ -15,8 +15,6 @@ from fivefold.gnn.loading._assemble import checked_form
 from fivefold.gnn.loading._order import Remainder
 from fivefold.units import format_bytes
 
-__all__ = ["LoaderSettings", "buffer_count", "checked_device", "checked_ids"]
-
 DEFAULT_PREFETCH = 4
 FEWEST_BUFFERS = 2  # one is with the training loop while the next is prepared
 

@@ -20,8 +20,6 @@ from fivefold.gnn.loading._ring import BufferRing
 from fivefold.gnn.loading._transfer import DeviceTransfer
 from fivefold.gnn.packing import BatchRecord
 
-__all__ = ["BatchStages", "Prepared"]
-
 _RECORD_READERS = 2  # one alone, beside those of rows, gets too little of the disk to keep up
 
 

@@ -17,8 +17,6 @@ from fivefold.gnn.loading._batch import MiniBatch
 from fivefold.gnn.loading._feature_store import FeatureStore
 from fivefold.gnn.packing import BatchRecord
 
-__all__ = ["DeviceTransfer"]
-
 
 class DeviceTransfer:
     """Copy batches to ``device`` and add the rows of the cache that lives there.

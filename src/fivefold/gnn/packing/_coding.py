@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 
 from fivefold.errors import DataError
 
-__all__ = ["decode_arrays", "encode_arrays"]
-
 _MAGIC = 0x5246_4542_4C4F_4635  # "5FOLBEFR": says that this is a record and its byte order
 _WIDTHS = (1, 2, 4, 8)
 _DIFFERENCES = 16  # flag beside the width

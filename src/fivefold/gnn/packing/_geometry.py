@@ -24,8 +24,6 @@ from typing import Any
 from fivefold.errors import InfeasibleError
 from fivefold.units import format_bytes
 
-__all__ = ["Geometry", "Window", "choose_geometry", "cut_windows", "pages_of", "reader_shape"]
-
 STRATEGIES = ("resident", "passes", "spill")
 PAGE_BYTES = 4096
 INDEX_BYTES_PER_ROW = 40  # numbers that routing keeps for each row of a window or a chunk

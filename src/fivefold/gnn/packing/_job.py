@@ -16,8 +16,6 @@ from fivefold.gnn.planning import DiskCost
 from fivefold.gnn.storage import read_json_file, write_json_file
 from fivefold.units import format_bytes, format_duration_s
 
-__all__ = ["ANEW_HINT", "Job", "Profile"]
-
 ANEW_HINT = "give another folder, or begin anew with resume=False (--fresh)"
 Profile = DiskCost | Callable[[], DiskCost]
 

@@ -24,8 +24,6 @@ from fivefold.gnn.sampling import SampleFile
 from fivefold.gnn.storage import Container, ContainerWriter
 from fivefold.units import format_bytes
 
-__all__ = ["KIND_LAYOUTS", "places_of", "write_layouts"]
-
 KIND_LAYOUTS = "packing-layouts"
 # Measured: ids, places and what a layout keeps while it sorts, for each batch and cold node.
 _BYTES_PER_COLD_ENTRY = {"gray": 28, "folded": 28, "packed": 38, "minhash": 42, "popularity": 42}

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 
 from fivefold.gnn.planning import IdSet, Plan, is_dense
 
-__all__ = ["LocalNumbers", "SlotTracker", "advance", "caches_of", "make_tracker"]
-
 _COLD = -1
 
 

@@ -21,16 +21,6 @@ from fivefold.gnn.packing._geometry import CHUNKS, PAGE_BYTES, Geometry, Window,
 from fivefold.gnn.packing._overlap import WriteBehind, read_ahead
 from fivefold.gnn.storage import Container, ContainerWriter, RowReader, aligned_empty, gather_rows
 
-__all__ = [
-    "Cells",
-    "Mover",
-    "Order",
-    "gather_resident",
-    "order_windows",
-    "pass_over",
-    "spill_ranges",
-]
-
 
 class Order:
     """Node id of each output row, over all sections: packed rows, device cache, host cache.

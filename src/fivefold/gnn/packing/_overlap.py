@@ -17,8 +17,6 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["WriteBehind", "in_threads", "read_ahead", "side_by_side"]
-
 _WRITERS = 2  # so that the disk has the next request when it is through with one
 
 Buffer = NDArray[np.uint8]

@@ -39,8 +39,6 @@ from fivefold.gnn.storage import Container, RowReader
 
 Progress = Callable[[str, int, int], None]
 
-__all__ = ["pack"]
-
 _SECTION = "x"
 _LOCK = "lock"
 

@@ -9,8 +9,6 @@ from fivefold.errors import DataError
 from fivefold.gnn.planning import Plan
 from fivefold.gnn.storage import Container, ContainerWriter
 
-__all__ = ["read_plan", "write_plan"]
-
 _KIND = "plan"
 
 

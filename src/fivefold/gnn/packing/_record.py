@@ -21,8 +21,6 @@ from fivefold.gnn.packing._coding import decode_arrays, encode_arrays
 from fivefold.gnn.planning import argsort_distinct
 from fivefold.gnn.sampling import SampledBatch
 
-__all__ = ["BatchRecord", "build_record", "decode_record", "encode_record"]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BatchRecord:

@@ -26,8 +26,6 @@ from fivefold.gnn.sampling import SampledBatch, SampleFile
 from fivefold.gnn.storage import Container, ContainerWriter
 from fivefold.units import format_bytes
 
-__all__ = ["KIND_RECORDS", "Recorder"]
-
 KIND_RECORDS = "packed-records"
 _PAGE_BYTES = 4096
 _BYTES_PER_NODE = 96  # of each batch whose record is being built

@@ -26,8 +26,6 @@ from fivefold.gnn.packing._movement import (
 )
 from fivefold.gnn.storage import Container, ContainerWriter
 
-__all__ = ["KIND_ROWS", "write_rows"]
-
 KIND_ROWS = "packed-rows"
 _KIND_ROUTES = "packing-routes"
 _KIND_SPILL = "packing-spill"

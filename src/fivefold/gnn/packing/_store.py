@@ -24,8 +24,6 @@ from fivefold.gnn.planning import Plan
 from fivefold.gnn.sampling import SampleFile
 from fivefold.gnn.storage import Container, read_json_file, write_json_file
 
-__all__ = ["KIND_ROWS", "PackedStore", "StoreFiles"]
-
 KIND_ROWS = "packed-rows"
 _VERSION = 2
 _REPACK = "pack again with resume=False (`fivefold gnn pack --fresh`)"

@@ -26,8 +26,6 @@ from fivefold.gnn.planning._kept import KeptArrays, Scratch
 from fivefold.gnn.planning._schedule import CacheSchedule
 from fivefold.gnn.planning._sources import Array, BatchList, Ids, SampleSource, folder_of
 
-__all__ = ["BeladyCache", "Initial", "belady", "lru_misses"]
-
 Initial = Literal["empty", "first-use"]
 _ABSENT, _PINNED = -1, -2
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from fivefold.errors import ConfigurationError
 
-__all__ = ["Budgets", "FeatureInfo"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Budgets:

@@ -23,8 +23,6 @@ from fivefold.gnn.planning._schedule import CacheSchedule
 from fivefold.gnn.planning._sources import Array, DiskCost, Ids, SampleSource
 from fivefold.gnn.planning._static import find_slots, hottest_rows
 
-__all__ = ["Caches", "Policy", "Tally"]
-
 Policy = Literal["static", "belady"]
 _LARGEST_SET = 1 << 30  # bits; beyond, sorted lists are asked, so that memory stays small
 

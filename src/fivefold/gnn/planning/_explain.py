@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from fivefold.gnn.planning._plan import Plan
     from fivefold.gnn.planning._prediction import SegmentCost
 
-__all__ = ["explain"]
-
 _MOST_CHOICES = 9
 
 

@@ -19,8 +19,6 @@ from fivefold._compiler import njit, numba
 from fivefold.errors import DataError
 from fivefold.gnn.planning._sources import Array, Ids
 
-__all__ = ["IdSet", "argsort_distinct", "is_dense", "sort_distinct"]
-
 _DENSE_IDS_PER_ID = 256  # four words of bits to walk over for each id that is found
 _WORD = 64
 

@@ -25,8 +25,6 @@ from fivefold.errors import InfeasibleError, StorageError
 from fivefold.gnn.planning._sources import Array, Ids
 from fivefold.units import format_bytes
 
-__all__ = ["KeptArrays", "Scratch"]
-
 _MEMORY_BYTES = 128 << 20
 
 

@@ -29,8 +29,6 @@ from fivefold.gnn.planning._refinement import Refinement
 from fivefold.gnn.planning._sources import Array, Ids
 from fivefold.gnn.planning._union import Union
 
-__all__ = ["Layout", "SegmentLayout", "check_layout", "segment_layout", "shared_and_private"]
-
 Layout = Literal["gray", "folded", "minhash", "popularity", "packed"]
 _LARGEST_KEY = 2**62
 

@@ -30,8 +30,6 @@ from fivefold.gnn.planning._sources import (
 )
 from fivefold.units import format_bytes
 
-__all__ = ["make_plan"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -20,8 +20,6 @@ from fivefold.gnn.planning._pages import PAGE_BYTES
 from fivefold.gnn.planning._prediction import PackingCost
 from fivefold.gnn.planning._sources import DiskCost
 
-__all__ = ["packing_ways"]
-
 _INDEX_BYTES_PER_ROW = 40  # numbers that are kept for each row in memory while it is on its way
 
 

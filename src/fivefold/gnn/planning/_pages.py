@@ -16,8 +16,6 @@ import numpy as np
 from fivefold._compiler import njit
 from fivefold.gnn.planning._sources import Array, Ids
 
-__all__ = ["BLOCK_BYTES", "PAGE_BYTES", "SIZE_CLASSES", "extent_pages", "read_costs", "runs_of"]
-
 PAGE_BYTES = 4096
 BLOCK_BYTES = 1 << 20
 _BLOCK_PAGES = BLOCK_BYTES // PAGE_BYTES

@@ -25,8 +25,6 @@ from fivefold.gnn.planning._prediction import Prediction, SegmentCost
 from fivefold.gnn.planning._schedule import CacheSchedule
 from fivefold.gnn.planning._sources import Array, Ids, SampleSource
 
-__all__ = ["Plan"]
-
 _VERSION = 1
 
 

@@ -6,8 +6,6 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["PackingCost", "Prediction", "SegmentCost"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentCost:

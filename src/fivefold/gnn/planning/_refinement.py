@@ -27,8 +27,6 @@ import numpy as np
 from fivefold._compiler import njit
 from fivefold.gnn.planning._sources import Array, Ids
 
-__all__ = ["Refinement", "locate", "union_of"]
-
 
 class Refinement:
     """Groups of rows, split by one batch after another.

@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 
 from fivefold.gnn.planning._sources import Array, Ids
 
-__all__ = ["CacheSchedule"]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CacheSchedule:

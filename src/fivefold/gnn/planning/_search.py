@@ -22,8 +22,6 @@ from fivefold.gnn.planning._segments import Reads, SegmentQuestion, count_reads
 from fivefold.gnn.planning._window import WindowCosts
 from fivefold.units import format_bytes
 
-__all__ = ["Found", "Space", "search_segments"]
-
 _WINDOW = 64
 _MOST_COUNTED = 16
 _AS_GOOD = 1.02

@@ -19,8 +19,6 @@ from fivefold.gnn.planning._refinement import Refinement
 from fivefold.gnn.planning._sources import Array, DiskCost, Ids
 from fivefold.gnn.planning._union import Union
 
-__all__ = ["GAPS_BYTES", "Reads", "SegmentQuestion", "choose_gap", "count_reads", "segments_of"]
-
 GAPS_BYTES = tuple(PAGE_BYTES * pages for pages in (0, 1, 2, 4, 8, 16, 32, 64))
 
 

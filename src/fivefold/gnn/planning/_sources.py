@@ -17,19 +17,6 @@ from numpy.typing import NDArray
 
 from fivefold.errors import DataError
 
-__all__ = [
-    "Array",
-    "BatchList",
-    "DiskCost",
-    "Ids",
-    "SampleSource",
-    "folder_of",
-    "record_bytes",
-    "sample_bytes",
-    "sampled_epochs",
-    "sizes_of",
-]
-
 Ids = NDArray[np.int64]
 Array = NDArray[Any]
 

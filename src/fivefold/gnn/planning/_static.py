@@ -13,8 +13,6 @@ import numpy as np
 from fivefold._compiler import njit
 from fivefold.gnn.planning._sources import Array, Ids
 
-__all__ = ["find_slots", "hottest_rows"]
-
 
 def hottest_rows(counts: Array, num_rows: int) -> Ids:
     """The ``num_rows`` ids of highest count above zero, ties by id; ascending by id.

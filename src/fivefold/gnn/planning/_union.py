@@ -9,8 +9,6 @@ from fivefold.gnn.planning._id_set import IdSet, is_dense
 from fivefold.gnn.planning._refinement import locate, union_of
 from fivefold.gnn.planning._sources import Array, Ids
 
-__all__ = ["Union"]
-
 
 class Union:
     """The union of lists of ids that ascend and hold no id twice.

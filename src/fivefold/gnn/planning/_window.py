@@ -16,8 +16,6 @@ from fivefold.gnn.planning._segments import SegmentQuestion, choose_gap
 from fivefold.gnn.planning._sources import Array
 from fivefold.gnn.planning._union import Union
 
-__all__ = ["WindowCosts"]
-
 
 class WindowCosts:
     """Rows and reads of the first t batches of a segment, per cold row that they need.

@@ -8,8 +8,6 @@ from numpy.typing import ArrayLike, NDArray
 from fivefold.errors import ConfigurationError
 from fivefold.gnn.sampling._random import GOLDEN, mix_array, stream_key
 
-__all__ = ["as_ids", "check_distinct", "epoch_batches"]
-
 _ORDER = 0x6F72646572  # keeps the key of the order apart from those of the hops
 
 

@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.gnn.sampling._topology import Topology
 
-__all__ = ["EdgeType", "HeteroSampledBatch", "HeteroTopology", "MergedTopology"]
-
 EdgeType = tuple[str, str, str]
 
 

@@ -16,8 +16,6 @@ from fivefold.gnn.sampling._hop import Hop, NodeTable, Scratch, draw_edges, numb
 from fivefold.gnn.sampling._random import stream_key
 from fivefold.gnn.sampling._sampler import check_fanouts
 
-__all__ = ["HeteroNeighborSampler", "fanouts_by_type"]
-
 
 def fanouts_by_type(
     edge_types: Sequence[EdgeType], fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]]

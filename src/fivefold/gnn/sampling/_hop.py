@@ -19,8 +19,6 @@ from fivefold.gnn.sampling._kernels import (
 )
 from fivefold.gnn.sampling._topology import Topology
 
-__all__ = ["Hop", "NodeTable", "Scratch", "draw_edges", "number_edges"]
-
 _FIRST_ROOM = 1 << 10
 
 

@@ -22,19 +22,6 @@ from fivefold._compiler import njit
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = [
-    "LOCAL_BITS",
-    "check_indices",
-    "check_indptr",
-    "check_weights",
-    "draw",
-    "draw_weighted",
-    "insert_seeds",
-    "most_edges",
-    "number_sources",
-    "refill_table",
-]
-
 LOCAL_BITS = 30
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)

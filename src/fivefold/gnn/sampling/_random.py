@@ -18,8 +18,6 @@ import operator
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["GOLDEN", "below", "draw_bits", "exponential", "mix", "mix_array", "stream_key"]
-
 GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 _FIRST = 0xBF58476D1CE4E5B9

@@ -25,8 +25,6 @@ from fivefold.gnn.sampling._sample_record import PAGE_BYTES, RecordForm, record_
 from fivefold.gnn.sampling._sampler import NeighborSampler
 from fivefold.gnn.storage import ContainerWriter
 
-__all__ = ["sample_epochs"]
-
 Progress = Callable[[int, int], None]
 _MARK_BYTES = 64 << 20  # a mark waits for the disk: after this much, it costs little beside writing
 

@@ -15,8 +15,6 @@ from fivefold.gnn.sampling._batch import SampledBatch
 from fivefold.gnn.sampling._sample_record import PAGE_BYTES, RecordForm
 from fivefold.gnn.storage import Container
 
-__all__ = ["FORMAT_VERSION", "KIND", "SampleFile", "form_from_attributes"]
-
 KIND = "samples"
 FORMAT_VERSION = 1
 

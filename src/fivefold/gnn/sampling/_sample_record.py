@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 
 from fivefold.gnn.sampling._batch import SampledBatch
 
-__all__ = ["PAGE_BYTES", "RecordForm", "record_form"]
-
 PAGE_BYTES = 4096
 
 

@@ -21,8 +21,6 @@ from fivefold.gnn.sampling._hop import Hop, NodeTable, Scratch, draw_edges, numb
 from fivefold.gnn.sampling._random import stream_key
 from fivefold.gnn.sampling._topology import Topology
 
-__all__ = ["NeighborSampler", "check_fanouts"]
-
 
 def check_fanouts(fanouts: Sequence[int]) -> tuple[int, ...]:
     """Return the fan-outs.

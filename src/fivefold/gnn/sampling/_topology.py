@@ -26,8 +26,6 @@ from fivefold.gnn.storage import WatchedFile
 if TYPE_CHECKING:
     from fivefold.gnn.storage import Container
 
-__all__ = ["Topology"]
-
 _MOST_NODES = (1 << (63 - LOCAL_BITS)) - 2  # what a slot of the sampler's hash table can hold
 _MOST_DEGREE = (1 << 31) - 1  # what the degrees of a batch can hold
 _BLOCK_ROWS = 1 << 20

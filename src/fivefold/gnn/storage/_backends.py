@@ -33,8 +33,6 @@ from fivefold.gnn.storage._kernels import (
 from fivefold.gnn.storage._plan_runs import Work
 from fivefold.gnn.storage._xxhash import PAGE_BYTES
 
-__all__ = ["Backend", "Files", "MapBackend", "PythonBackend", "ThreadsBackend", "open_files"]
-
 
 class Files(NamedTuple):
     """The descriptors of one reader.

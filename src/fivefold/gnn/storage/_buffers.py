@@ -12,8 +12,6 @@ from numpy.typing import DTypeLike, NDArray
 from fivefold.errors import UnsupportedError
 from fivefold.gnn.storage._xxhash import PAGE_BYTES
 
-__all__ = ["aligned_empty"]
-
 
 def aligned_empty(
     shape: int | tuple[int, ...], dtype: DTypeLike = np.uint8, *, pin: bool = False

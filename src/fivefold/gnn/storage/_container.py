@@ -31,8 +31,6 @@ from fivefold.gnn.storage._xxhash import PAGE_BYTES, hash_pages, xxh64
 if TYPE_CHECKING:
     from fivefold.gnn.storage._reader import RowReader
 
-__all__ = ["Container"]
-
 _CHUNK_PAGES = 4096  # 16 MiB at a time when all is verified
 _LARGE_BYTES = 4 << 20  # from here on the engine is faster, and leaves the page cache alone
 _ADVICE = {

@@ -9,8 +9,6 @@ from pathlib import Path
 from fivefold.errors import StorageError
 from fivefold.units import format_bytes
 
-__all__ = ["closed_error", "free_bytes", "storage_error", "truncated_error"]
-
 _HINTS = {
     errno.EIO: "the disk or its driver failed: look into the kernel's log, copy the file "
     "elsewhere or make it again",

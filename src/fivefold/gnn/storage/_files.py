@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from fivefold.errors import DataError, StorageError
 from fivefold.gnn.storage._errors import storage_error, truncated_error
 
-__all__ = ["open_to_read", "read_into", "sync_folder", "write_all", "write_atomically"]
-
 
 def open_to_read(path: Path) -> int:
     """Open a regular file; anything else, such as a pipe, could make the reader wait for ever.

@@ -32,18 +32,6 @@ from fivefold.errors import ConfigurationError, DataError
 from fivefold.files import parse_json
 from fivefold.gnn.storage._xxhash import PAGE_BYTES, xxh64
 
-__all__ = [
-    "FORMAT_VERSION",
-    "Header",
-    "Section",
-    "aligned",
-    "decode_manifest",
-    "encode_json",
-    "make_file_id",
-    "make_section",
-    "padded",
-]
-
 MAGIC = b"\x89FVF\r\n\x1a\n"  # as PNG's: a transfer in text mode, or cut to 7 bits, is seen
 FORMAT_VERSION = 1
 _HEADER = struct.Struct("<8sIIQ32sQQQQQQQ")

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from fivefold.errors import ConfigurationError
 from fivefold.gnn.storage._machine import compiled, copy_bytes, prefetch
 
-__all__ = ["gather_rows"]
-
 _AHEAD = 8  # rows whose first lines are asked for early: memory latency over copy time
 
 

@@ -13,8 +13,6 @@ from fivefold.files import parse_json
 from fivefold.gnn.storage._errors import storage_error
 from fivefold.gnn.storage._files import open_to_read, write_atomically
 
-__all__ = ["read_json_file", "write_json_file"]
-
 _CHECKSUM = "checksum"
 _MOST_BYTES = 64 << 20
 _HINT = "make it again, or copy it again from its source"

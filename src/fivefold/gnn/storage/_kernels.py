@@ -15,20 +15,6 @@ from fivefold.gnn.storage._machine import atomic_add, compiled, pread, read_errn
 from fivefold.gnn.storage._plan_runs import deliver
 from fivefold.gnn.storage._xxhash import PAGE_BYTES
 
-__all__ = [
-    "DAMAGED",
-    "DONE",
-    "ENDED",
-    "FAILED",
-    "STOPPED",
-    "deliver_checked",
-    "halt",
-    "read_share",
-    "read_whole",
-    "serve_share",
-    "take",
-]
-
 #: Codes: all well; a system call failed; the file ended; a page is damaged; told to stop.
 DONE, FAILED, ENDED, DAMAGED, STOPPED = 0, 1, 2, 3, 4
 _EINTR = 4

@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 
 from fivefold.gnn.storage._xxhash import PAGE_BYTES, hash_pages
 
-__all__ = ["CLEAN", "DIRTY", "NEVER", "PageLedger"]
-
 NEVER, DIRTY, CLEAN = 0, 1, 2
 _PENDING_PAGES = 1024  # at most 8 MiB kept aside
 _CHUNK_PAGES = 4096

@@ -15,25 +15,6 @@ from typing import Any
 
 from fivefold._compiler import njit, numba
 
-__all__ = [
-    "atomic_add",
-    "compiled",
-    "copy_bytes",
-    "load_acquire_u32",
-    "load_u8",
-    "load_u32",
-    "load_u64",
-    "pread",
-    "prefetch",
-    "pwrite",
-    "read_errno",
-    "store_release_u32",
-    "store_u32",
-    "store_u64",
-    "syscall",
-    "zero_bytes",
-]
-
 compiled: Any = njit
 types: Any = numba.types
 carray: Any = numba.carray

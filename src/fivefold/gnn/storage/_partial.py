@@ -27,8 +27,6 @@ from fivefold.gnn.storage._machine import compiled, copy_bytes, pwrite, read_err
 from fivefold.gnn.storage._xxhash import PAGE_BYTES, hash_page
 from fivefold.units import format_bytes
 
-__all__ = ["PartialFile"]
-
 _BOUNCE_BYTES = 4 << 20  # one write at a time: long ones, so that its latency does not count
 _COPY_BYTES = 256 << 10  # copied and hashed while they are in the second-level cache
 _LEAST_DIRECT_BYTES = 1 << 20  # below this the page cache is faster and holds it easily

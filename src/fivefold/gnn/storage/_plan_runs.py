@@ -17,8 +17,6 @@ from fivefold.errors import ConfigurationError
 from fivefold.gnn.storage._machine import compiled, copy_bytes
 from fivefold.gnn.storage._xxhash import PAGE_BYTES, hash_page
 
-__all__ = ["Requests", "Work", "deliver", "join_rows", "plan_requests"]
-
 
 class Requests(NamedTuple):
     """Requests of one call, and the runs they serve.

@@ -24,8 +24,6 @@ from fivefold.gnn.storage._writer import ContainerWriter
 from fivefold.gnn.storage._xxhash import PAGE_BYTES
 from fivefold.units import format_bytes
 
-__all__ = ["probe_disk"]
-
 _logger = logging.getLogger(__name__)
 _SIZES = (4096, 16384, 65536, 262144, 1 << 20)
 _BLOCK_BYTES = 1 << 20

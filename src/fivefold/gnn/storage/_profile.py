@@ -19,8 +19,6 @@ from fivefold.errors import ConfigurationError, DataError
 from fivefold.files import parse_json
 from fivefold.units import format_bytes, format_duration_s
 
-__all__ = ["DiskProfile"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class DiskProfile:

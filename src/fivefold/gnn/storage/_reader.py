@@ -37,8 +37,6 @@ from fivefold.gnn.storage._uring import RingBackend
 from fivefold.gnn.storage._workers import Workers
 from fivefold.gnn.storage._xxhash import PAGE_BYTES
 
-__all__ = ["RowReader"]
-
 _logger = logging.getLogger(__name__)
 _BACKENDS = ("auto", "threads", "io_uring", "python", "mmap")
 _IN_FLIGHT_BYTES = 1 << 20

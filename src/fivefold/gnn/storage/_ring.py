@@ -29,8 +29,6 @@ from fivefold.gnn.storage._machine import (
     syscall,
 )
 
-__all__ = ["CQES", "CQE_BYTES", "CQ_HEAD", "CQ_MASK", "CQ_TAIL", "Ring", "enter", "prepare_read"]
-
 _SETUP, _ENTER = 425, 426  # the same numbers on every architecture
 _PARAMETERS_BYTES = 120
 _SINGLE_MAP = 1

@@ -13,8 +13,6 @@ from fivefold.gnn.storage._ledger import DIRTY, NEVER, PageLedger
 from fivefold.gnn.storage._partial import PartialFile
 from fivefold.gnn.storage._xxhash import PAGE_BYTES, hash_pages, xxh64
 
-__all__ = ["seal"]
-
 _CHUNK_PAGES = 2048
 
 

@@ -44,8 +44,6 @@ from fivefold.gnn.storage._ring import (
 )
 from fivefold.gnn.storage._xxhash import PAGE_BYTES
 
-__all__ = ["RingBackend"]
-
 _ARENA_BYTES = 4 << 20
 _EINTR, _EAGAIN, _EBUSY = 4, 11, 16
 _STUCK = 5  # status: the ring itself failed while reads were in flight

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from fivefold.errors import DataError
 
-__all__ = ["WatchedFile"]
-
 
 class WatchedFile:
     """The length and the time of the last change of a file, kept to compare with.

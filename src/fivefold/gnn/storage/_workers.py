@@ -13,8 +13,6 @@ import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 
-__all__ = ["Workers"]
-
 _Task = tuple[Callable[[int], None], int, "_Round"]
 
 

@@ -40,8 +40,6 @@ from fivefold.gnn.storage._partial import PartialFile
 from fivefold.gnn.storage._seal import seal
 from fivefold.gnn.storage._xxhash import PAGE_BYTES
 
-__all__ = ["ContainerWriter"]
-
 _CHUNK_BYTES = 8 << 20
 _JOURNAL_VERSION = 2
 _DAMAGED = "its journal is damaged"

@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 
 from fivefold.gnn.storage._machine import compiled, load_u8, load_u32, load_u64
 
-__all__ = ["PAGE_BYTES", "hash_page", "hash_pages", "xxh64"]
-
 PAGE_BYTES = 4096
 
 _PRIME_1 = np.uint64(0x9E3779B185EBCA87)

@@ -20,8 +20,6 @@ from fivefold.gnn.training._geometric import (
 )
 from fivefold.gnn.training._models import GAT, GraphSAGE, LayeredModel
 
-__all__ = ["as_layered"]
-
 
 def as_layered(model: torch.nn.Module) -> LayeredModel:
     """A model of ours with the convolutions of one of PyTorch Geometric.

@@ -18,8 +18,6 @@ from fivefold.errors import CheckpointError, DataError, StorageError
 from fivefold.gnn.storage import Container, ContainerWriter
 from fivefold.gnn.training._state import flatten_state, restore_state
 
-__all__ = ["checkpoint_files", "newest_checkpoint", "read_checkpoint", "write_checkpoint"]
-
 _LOG = logging.getLogger(__name__)
 _KIND = "checkpoint"
 _PREFIX, _SUFFIX = "step-", ".fvf"

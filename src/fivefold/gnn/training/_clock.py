@@ -6,8 +6,6 @@ import contextlib
 import time
 from collections.abc import Iterator
 
-__all__ = ["CATEGORIES", "Clock"]
-
 CATEGORIES = ("compute", "data", "validation", "checkpoint")
 
 

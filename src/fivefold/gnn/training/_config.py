@@ -32,21 +32,6 @@ from fivefold.runs import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = [
-    "BudgetsConfig",
-    "DataConfig",
-    "GnnConfig",
-    "LoaderConfig",
-    "ModelConfig",
-    "OptimConfig",
-    "PlanConfig",
-    "RunConfig",
-    "SamplingConfig",
-    "ValidationConfig",
-    "config_to_toml",
-    "load_config",
-]
-
 
 class RunConfig(Section):
     """Table ``[run]``: where, how long and how often.

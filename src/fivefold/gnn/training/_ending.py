@@ -10,8 +10,6 @@ from fivefold.gnn.training._loop import train_graph
 from fivefold.gnn.training._result import GnnResult
 from fivefold.runs import end_without_waiting, exit_code
 
-__all__ = ["run_rank"]
-
 
 def run_rank(config: GnnConfig, *, show: Callable[[str], None] | None = None) -> GnnResult:
     """Train as one rank whose process ends afterwards, as a command does.

@@ -21,8 +21,6 @@ from fivefold.gnn.training._config import GnnConfig
 from fivefold.gnn.training._models import LayeredModel
 from fivefold.gnn.training._ranks import Ranks
 
-__all__ = ["Evaluator", "Score"]
-
 _SEED = 20_250  # of the sampled neighbours; apart from training's
 
 

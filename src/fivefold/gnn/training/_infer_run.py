@@ -20,8 +20,6 @@ from fivefold.gnn.training._models import LayeredModel, make_model
 from fivefold.gnn.training._section import Backend
 from fivefold.runs import write_json
 
-__all__ = ["RunInference", "infer_run", "load_model"]
-
 _CHUNK_ROWS = 1 << 16
 
 

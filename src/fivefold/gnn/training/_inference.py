@@ -43,8 +43,6 @@ from fivefold.gnn.training._models import LayeredModel
 from fivefold.gnn.training._section import Backend
 from fivefold.units import format_bytes, format_duration_s
 
-__all__ = ["InferenceResult", "LayerReport", "infer_layers"]
-
 _LOG = logging.getLogger(__name__)
 _KIND = "embeddings"
 Int64 = npt.NDArray[np.int64]

@@ -17,8 +17,6 @@ import numpy.typing as npt
 
 from fivefold._compiler import njit
 
-__all__ = ["add_attention", "add_mean", "fill_keys", "next_rows", "reading_cost"]
-
 Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]

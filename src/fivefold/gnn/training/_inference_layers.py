@@ -20,8 +20,6 @@ from fivefold.errors import UnsupportedError
 from fivefold.gnn.training._inference_kernels import add_attention, add_mean
 from fivefold.gnn.training._models import GAT, GCN, GraphSAGE, LayeredModel
 
-__all__ = ["Aggregate", "LayerParts", "take_apart"]
-
 Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]

@@ -21,8 +21,6 @@ from fivefold.gnn.training._inference_kernels import reading_cost
 from fivefold.gnn.training._inference_layers import Aggregate, LayerParts
 from fivefold.units import format_bytes
 
-__all__ = ["PAGE_BYTES", "Piece", "Reading", "Shares", "choose_reading", "ranges", "share_memory"]
-
 PAGE_BYTES = 4096
 _SWEEP_BYTES = 1 << 20
 _KEY_BYTES = 8

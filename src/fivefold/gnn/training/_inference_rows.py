@@ -21,8 +21,6 @@ from fivefold.gnn.training._inference_kernels import next_rows
 from fivefold.gnn.training._inference_plan import PAGE_BYTES, Reading, Shares
 from fivefold.gnn.training._section import Backend
 
-__all__ = ["RowStream"]
-
 Int64 = npt.NDArray[np.int64]
 _NO_LIMIT = np.iinfo(np.int64).max
 _LEAST_BLOCK_BYTES = 16 * PAGE_BYTES

@@ -39,8 +39,6 @@ from fivefold.gnn.training._source import BatchSource, add_counts, counts_of, ma
 from fivefold.gnn.training._tally import EpochTally
 from fivefold.runs import FolderLock, MetricsWriter, StopRequest, write_json, write_text
 
-__all__ = ["train_graph"]
-
 _LOG = logging.getLogger(__name__)
 
 

@@ -26,8 +26,6 @@ from fivefold.gnn.training._geometric import GATConv, SAGEConv, SimpleConv
 if TYPE_CHECKING:
     from fivefold.gnn.loading import Block
 
-__all__ = ["GAT", "GCN", "GraphSAGE", "LayeredModel", "make_model"]
-
 Graph: TypeAlias = "Tensor | Sequence[Block]"
 """An ``edge_index`` [2, E], or one block per layer, outermost first."""
 

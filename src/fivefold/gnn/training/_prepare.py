@@ -29,8 +29,6 @@ from fivefold.gnn.storage import probe_disk
 from fivefold.gnn.training._config import GnnConfig
 from fivefold.units import format_bytes, format_duration_s
 
-__all__ = ["Prepared", "prepare"]
-
 _LOG = logging.getLogger(__name__)
 _SHARE_OF_FREE_DISK = 0.8
 _LEAST_PACKING_BYTES = 4 << 20  # less would be lost in what the interpreter takes

@@ -13,8 +13,6 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-__all__ = ["RunProgress", "show_progress"]
-
 _LOG = logging.getLogger(__name__)
 
 

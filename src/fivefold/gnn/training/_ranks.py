@@ -19,8 +19,6 @@ import torch.distributed as dist
 
 from fivefold.errors import CommunicationError, ConfigurationError, FivefoldError
 
-__all__ = ["Ranks", "close_ranks", "open_ranks", "read_place"]
-
 _VARIABLES = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

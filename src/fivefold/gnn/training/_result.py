@@ -19,8 +19,6 @@ from fivefold.gnn.training._config import GnnConfig
 from fivefold.gnn.training._models import LayeredModel
 from fivefold.units import format_duration_s
 
-__all__ = ["GnnResult", "parameters_sha256", "run_manifest"]
-
 _CPU_FILE = Path("/proc/cpuinfo")
 _MODEL_NAMES = {"sage": "GraphSAGE", "gat": "GAT", "gcn": "GCN"}
 _MODE_NAMES = {"disk": "packed on disk", "memory": "in memory", "online": "online from disk"}

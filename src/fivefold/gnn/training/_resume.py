@@ -19,8 +19,6 @@ from fivefold.gnn.training._checkpoint import (
 from fivefold.gnn.training._config import GnnConfig
 from fivefold.gnn.training._ranks import Ranks
 
-__all__ = ["check_before_work", "choose_checkpoint", "describe_run"]
-
 
 def describe_run(config: GnnConfig, *, data: str, plan: str | None, ranks: Ranks) -> dict[str, Any]:
     """What must be equal for a run to go on from a checkpoint: whatever decides the parameters.

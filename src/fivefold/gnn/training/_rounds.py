@@ -18,8 +18,6 @@ from fivefold.gnn.sampling import Topology
 from fivefold.gnn.training._config import GnnConfig
 from fivefold.gnn.training._prepare import Prepared, Progress, prepare
 
-__all__ = ["Rounds"]
-
 _LOG = logging.getLogger(__name__)
 
 

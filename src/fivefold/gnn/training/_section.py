@@ -8,8 +8,6 @@ from pydantic import BeforeValidator, Field
 
 from fivefold.errors import ConfigurationError
 
-__all__ = ["Backend", "Fanouts", "Share"]
-
 
 def _fanouts(value: Any) -> Any:
     value = tuple(value) if isinstance(value, list) else value

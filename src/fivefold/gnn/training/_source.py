@@ -15,8 +15,6 @@ from fivefold.gnn.sampling import Topology
 from fivefold.gnn.training._config import GnnConfig
 from fivefold.gnn.training._ranks import Ranks
 
-__all__ = ["BatchSource", "add_counts", "counts_of", "make_source"]
-
 
 @dataclasses.dataclass(kw_only=True)
 class BatchSource:

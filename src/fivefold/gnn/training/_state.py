@@ -13,8 +13,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["flatten_state", "restore_state"]
-
 Bytes = npt.NDArray[np.uint8]
 _ALIGNMENT = 64
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-__all__ = ["EpochTally"]
-
 
 @dataclasses.dataclass(kw_only=True)
 class EpochTally:

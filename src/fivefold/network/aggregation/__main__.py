@@ -13,8 +13,6 @@ from fivefold.network.aggregation._pool import Sharing
 from fivefold.network.aggregation._switch import AggregationSwitch
 from fivefold.units import parse_bytes, parse_duration_s
 
-__all__ = ["main"]
-
 
 def main(arguments: list[str] | None = None) -> int:
     """Serve; writes the address as one line of JSON when it is ready, its counts at the end.

@@ -23,8 +23,6 @@ from fivefold.network.aggregation._connection import Connection, Exchange
 from fivefold.network.aggregation._elements import dtype_name
 from fivefold.network.aggregation._wire import parse_address
 
-__all__ = ["AggregationClient", "AggregationOptions", "AggregationOutcome", "HostGroup"]
-
 _log = logging.getLogger(__name__)
 _LABEL_BYTES = 4
 

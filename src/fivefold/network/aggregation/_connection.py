@@ -24,8 +24,6 @@ from fivefold.network.aggregation._wire import (
     parse_address,
 )
 
-__all__ = ["Connection", "Exchange", "read_switch_state"]
-
 _MOST_SLOT_BYTES = 1 << 26
 _OPEN, _SUMMED, _REFUSED = 0, 1, 2
 

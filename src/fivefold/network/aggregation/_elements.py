@@ -14,8 +14,6 @@ import numpy as np
 
 from fivefold.errors import ConfigurationError, UnsupportedError
 
-__all__ = ["DTYPES", "OrderedSum", "dtype_name", "ordered_sum", "stored_as"]
-
 # Name: how elements are stored, how they are added. The order is the wire's numbering.
 _KINDS: dict[str, tuple[type[Any], type[Any]]] = {
     "float32": (np.float32, np.float32),

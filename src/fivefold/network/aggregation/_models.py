@@ -20,16 +20,6 @@ from collections.abc import Mapping, Sequence
 
 from fivefold.errors import ConfigurationError
 
-__all__ = [
-    "admit_jobs",
-    "aggregation_rate_bytes_per_s",
-    "aggregation_time_s",
-    "best_effort_bytes",
-    "best_effort_time_s",
-    "several_trees_time_s",
-    "slots_for_line_rate",
-]
-
 
 def aggregation_rate_bytes_per_s(
     *,

@@ -21,8 +21,6 @@ from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.aggregation._elements import OrderedSum, stored_as
 from fivefold.network.aggregation._wire import Frame, Kind
 
-__all__ = ["Reply", "Sharing", "SlotPool", "SwitchState"]
-
 Sharing = Literal["dynamic", "reserved"]
 _MOST_NAMED = 16  # ranks in a message: thousands would not fit
 Reply = tuple[str, tuple[int, ...], Frame]  # job, ranks, frame

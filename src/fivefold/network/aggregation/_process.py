@@ -12,8 +12,6 @@ from typing import Any, Self
 from fivefold.errors import CommunicationError
 from fivefold.network.aggregation._pool import SwitchState
 
-__all__ = ["SwitchProcess"]
-
 _START_S = 30.0
 _END_S = 10.0
 

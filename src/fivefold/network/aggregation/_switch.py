@@ -21,8 +21,6 @@ from fivefold.errors import CommunicationError, FivefoldError
 from fivefold.network.aggregation._pool import Reply, Sharing, SlotPool, SwitchState
 from fivefold.network.aggregation._wire import Frame, FrameReader, FrameWriter, Kind
 
-__all__ = ["AggregationSwitch"]
-
 _log = logging.getLogger(__name__)
 _TICK_S = 0.25
 _MOST_WAITING_SLOTS = 4  # a client may leave so many times the pool unread

@@ -18,8 +18,6 @@ from typing import Any
 from fivefold.errors import CommunicationError, ConfigurationError
 from fivefold.network.aggregation._elements import DTYPES
 
-__all__ = ["Frame", "FrameReader", "FrameWriter", "Kind", "parse_address"]
-
 _HEADER = struct.Struct("!4sBBHIQQI")  # magic, kind, dtype, zero, chunk, sequence, total, length
 _MAGIC = b"5agg"
 _MOST_BUFFERS = 64  # of one call of sendmsg

@@ -18,8 +18,6 @@ import numpy.typing as npt
 
 from fivefold.errors import DataError
 
-__all__ = ["LineFit", "fit_line"]
-
 
 class LineFit(NamedTuple):
     """A fitted link.

@@ -22,8 +22,6 @@ import torch.distributed as dist
 from fivefold.errors import CommunicationError, ConfigurationError
 from fivefold.network.profiling._profile import Contention, Profile
 
-__all__ = ["DEFAULT_SIZES_BYTES", "profile_links"]
-
 DEFAULT_SIZES_BYTES = (64, 1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20)
 _LEAST_S = 1e-9
 # Small messages are dominated by noise and cost next to nothing: they are sent more often.

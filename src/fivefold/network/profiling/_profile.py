@@ -13,8 +13,6 @@ from fivefold.errors import DataError
 from fivefold.network.profiling._fit import LineFit, fit_line
 from fivefold.network.topology import Link, Node, Topology
 
-__all__ = ["Contention", "Profile"]
-
 FloatArray = npt.NDArray[np.float64]
 # A rank that sends to all at once and gets less than this times its best pair has one port.
 _ONE_PORT = 1.5

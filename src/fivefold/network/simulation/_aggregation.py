@@ -13,8 +13,6 @@ from fivefold.network.simulation._tasks import AggregationRequest
 if TYPE_CHECKING:
     from fivefold.network.topology import Topology
 
-__all__ = ["Tree", "plan_tree"]
-
 
 @dataclass(frozen=True)
 class Tree:

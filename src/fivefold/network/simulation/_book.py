@@ -7,18 +7,6 @@ from typing import Any
 from fivefold._compiler import njit
 from fivefold.network.simulation._records import LOGGED, World
 
-__all__ = [
-    "BOOK_COLUMNS",
-    "BUSY_S",
-    "CARRIED_BYTES",
-    "OVER_S",
-    "carry",
-    "close_books",
-    "enter_links",
-    "exit_links",
-    "log_level",
-]
-
 # Columns of World.book.
 FLOWS, BUSY_SINCE_S, BUSY_S, DEMAND, OVER_SINCE_S, OVER_S, CARRIED_BYTES = range(7)
 BOOK_COLUMNS = 7

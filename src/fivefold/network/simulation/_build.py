@@ -30,8 +30,6 @@ from fivefold.network.simulation._table import FlowTable
 if TYPE_CHECKING:
     from fivefold.network.topology import Topology
 
-__all__ = ["build_world"]
-
 IntArray = npt.NDArray[np.int64]
 _NAMED_IN_ERRORS = 5
 _OVER_SINCE_S = 4

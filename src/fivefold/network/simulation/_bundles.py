@@ -26,8 +26,6 @@ from fivefold.network.simulation._records import (
     Loads,
 )
 
-__all__ = ["Bundles", "Incidence", "form_bundles", "make_loads"]
-
 
 class Incidence(NamedTuple):
     """Which rows load which links: a sparse matrix by rows.

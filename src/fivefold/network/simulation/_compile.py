@@ -19,8 +19,6 @@ from fivefold.network.simulation._tasks import AggregationRequest, Compute, Flow
 if TYPE_CHECKING:
     from fivefold.network.topology import Topology
 
-__all__ = ["Requests", "compile_tasks"]
-
 
 @dataclass(frozen=True, eq=False)
 class Requests:

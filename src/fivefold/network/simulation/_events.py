@@ -33,16 +33,6 @@ from fivefold.network.simulation._records import (
     World,
 )
 
-__all__ = [
-    "FINISHED",
-    "LOG_FULL",
-    "SKIPPED",
-    "STOPPED",
-    "bring_up_to_date",
-    "release_roots",
-    "run",
-]
-
 # States of a task.
 WAITING, SCHEDULED, QUEUED, RUNNING, ENDING, ENDED, SKIPPED = 0, 1, 2, 3, 4, 5, 6
 # What ended the loop.

@@ -30,8 +30,6 @@ from fivefold.network.simulation._records import (
     Loads,
 )
 
-__all__ = ["change_bundle", "join_entry", "leave_entry", "resolve"]
-
 _NOTHING = 1e-12  # of a capacity: what rounding leaves of a link that is full
 _CANCELLED = 1e-4  # of a sum: what is left is then summed anew
 _IN, _NEW = 1, 2  # inside: filled in this round, or to be filled in the next

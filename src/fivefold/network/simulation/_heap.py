@@ -15,8 +15,6 @@ import numpy as np
 from fivefold._compiler import njit
 from fivefold.network.simulation._records import BLANK, EVENT, PENDING
 
-__all__ = ["empty_queue", "pop_pair", "push_pair", "remove_event", "schedule_event"]
-
 
 def empty_queue(slots: int) -> Any:
     """A queue for the events of so many slots; EVENT [slots]."""

@@ -16,8 +16,6 @@ from fivefold.network.simulation._filling import change_bundle, join_entry, reso
 from fivefold.network.simulation._records import Loads
 from fivefold.network.topology import Routes as RankRoutes
 
-__all__ = ["Routes", "bundle_flows", "max_min_rates"]
-
 FloatArray = npt.NDArray[np.float64]
 
 

@@ -15,49 +15,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = [
-    "ASKED",
-    "BLANK",
-    "BUNDLE",
-    "CAPPED",
-    "COUNTERS",
-    "DIRTY",
-    "ENTRY",
-    "EVENT",
-    "EVENTS",
-    "FILLED",
-    "FILLING",
-    "IN_LINE",
-    "JOB",
-    "JOINS",
-    "LEVEL_CLASS",
-    "LINE",
-    "LINK",
-    "LINK_USE",
-    "LISTS",
-    "LOG",
-    "LOGGED",
-    "PAIR",
-    "PASS",
-    "PENDING",
-    "PROCESSOR",
-    "REFUSALS",
-    "REGION",
-    "ROUNDING",
-    "ROUNDS",
-    "ROW",
-    "SCANS",
-    "SLOT_NEED",
-    "SOLVES",
-    "SWITCH",
-    "TASK",
-    "TICKETS",
-    "TOUCHED",
-    "WAITS",
-    "Loads",
-    "World",
-]
-
 CAPPED = -2  # a bundle's bottleneck is its own cap
 BLANK = -1  # none
 # Loads.tolerance of exact rates. Too small a value costs time, never the result: a bundle that is

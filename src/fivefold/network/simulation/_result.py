@@ -13,8 +13,6 @@ import numpy.typing as npt
 from fivefold.errors import ConfigurationError
 from fivefold.network.simulation._table import FlowTable
 
-__all__ = ["RateRecord", "SimulationResult", "Span"]
-
 FloatArray = npt.NDArray[np.float64]
 
 

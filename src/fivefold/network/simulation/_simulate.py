@@ -30,8 +30,6 @@ from fivefold.network.simulation._tasks import AggregationRequest, Task
 if TYPE_CHECKING:
     from fivefold.network.topology import Topology
 
-__all__ = ["simulate"]
-
 _NAMED_IN_ERRORS = 5
 _LOG_ROOM = 65_536
 

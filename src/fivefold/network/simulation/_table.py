@@ -12,8 +12,6 @@ import numpy.typing as npt
 from fivefold.errors import ConfigurationError
 from fivefold.network.simulation._rates import Routes, positive_array, whole_array
 
-__all__ = ["FlowTable"]
-
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 

@@ -13,8 +13,6 @@ from typing import Any
 
 from fivefold.errors import ConfigurationError
 
-__all__ = ["AggregationRequest", "Compute", "Flow", "Task"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Released:

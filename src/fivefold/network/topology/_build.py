@@ -10,8 +10,6 @@ from fivefold.network.topology._elements import Link, Node, NodeKind, SwitchAbil
 from fivefold.network.topology._topology import Topology
 from fivefold.units import parse_bytes_per_s, parse_duration_s
 
-__all__ = ["Builder", "Wire", "check_count"]
-
 # Those of any cluster that exists, and few enough to be built in seconds.
 _MOST_NODES = 500_000
 _MOST_LINKS = 1_000_000

@@ -8,8 +8,6 @@ from dataclasses import replace
 from fivefold.errors import ConfigurationError
 from fivefold.network.topology._elements import Link, Node
 
-__all__ = ["changed_links", "joined_names", "renamed_links", "scaled_links"]
-
 
 def changed_links(
     links: Sequence[Link],

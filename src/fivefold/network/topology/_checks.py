@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 from fivefold.errors import ConfigurationError
 from fivefold.network.topology._elements import Link, Node, SwitchAbility
 
-__all__ = ["all_of", "check_topology", "listed", "nearest_node"]
-
 _Element = TypeVar("_Element")
 _NAMED_IN_ERRORS = 5
 

@@ -18,8 +18,6 @@ from fivefold.network.topology._regular import DEFAULT_BANDWIDTH
 from fivefold.network.topology._topology import Topology
 from fivefold.units import parse_bytes_per_s
 
-__all__ = ["PORT", "Port", "add_clos", "check_oversubscription", "clos", "fat_tree", "leaf_spine"]
-
 
 @dataclass(frozen=True)
 class Port:

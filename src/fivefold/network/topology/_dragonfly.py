@@ -9,8 +9,6 @@ from fivefold.network.topology._build import Builder, Wire, check_count
 from fivefold.network.topology._regular import DEFAULT_BANDWIDTH
 from fivefold.network.topology._topology import Topology
 
-__all__ = ["dragonfly"]
-
 
 def dragonfly(
     routers_per_group: int,

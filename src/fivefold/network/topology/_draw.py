@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["draw_topology"]
-
 _KINDS = {  # marker, colour
     "gpu": ("s", "#2a78d6"),
     "cpu": ("s", "#4b5b76"),

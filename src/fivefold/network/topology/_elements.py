@@ -14,16 +14,6 @@ from typing import Literal, get_args
 
 from fivefold.errors import ConfigurationError
 
-__all__ = [
-    "COMPUTE_KINDS",
-    "NODE_KINDS",
-    "Aggregation",
-    "Link",
-    "Node",
-    "NodeKind",
-    "SwitchAbility",
-]
-
 NodeKind = Literal["gpu", "cpu", "pcie", "nvswitch", "nic", "tor", "agg", "core", "switch"]
 NODE_KINDS: tuple[str, ...] = get_args(NodeKind)
 COMPUTE_KINDS = ("gpu", "cpu")

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Adjacency", "IntArray", "group_by", "reachable"]
-
 IntArray = npt.NDArray[np.int32]
 
 

@@ -8,8 +8,6 @@ from fivefold.errors import ConfigurationError
 from fivefold.network.topology._build import Builder, Wire, check_count
 from fivefold.network.topology._elements import NodeKind
 
-__all__ = ["HostSpec", "add_host"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class HostSpec:

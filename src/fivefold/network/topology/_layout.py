@@ -19,8 +19,6 @@ import numpy as np
 from fivefold.network.topology._topology import Topology
 from fivefold.network.topology._views import FloatArray
 
-__all__ = ["Box", "Layout", "lay_out"]
-
 _GRID_NAME = re.compile(r"(?:mesh|torus):(\d+(?:x\d+)+)\b")
 _DETAILED_NODES = 150  # beyond, a host is one mark
 _ROW_OF_UNITS = 40  # beyond, the hosts of a rack stand in several rows

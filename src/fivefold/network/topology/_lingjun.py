@@ -19,8 +19,6 @@ from fivefold.network.topology._clusters import Port, add_clos
 from fivefold.network.topology._hosts import HostSpec
 from fivefold.network.topology._topology import Topology
 
-__all__ = ["LINGJUN_HOST", "LINGJUN_PORT", "load_lingjun"]
-
 _COLUMNS = ("ip", "DSW", "PSW", "ASW")
 _SHORT_NAME = 8
 

@@ -15,8 +15,6 @@ from fivefold.network.topology._build import Builder, Wire, check_count
 from fivefold.network.topology._elements import Aggregation, SwitchAbility
 from fivefold.network.topology._topology import Topology
 
-__all__ = ["DGX1_PAIRS", "machine_names", "machine_source", "named_topology"]
-
 # Physical links between two devices, in each direction.
 _DGX1_NVLINKS = """
 0-1:2 0-2:1 0-3:1 0-4:2 1-2:1 1-3:2 1-5:1 2-3:2 2-6:2 3-7:1 4-5:2 4-6:1 4-7:1 5-6:1 5-7:2 6-7:2

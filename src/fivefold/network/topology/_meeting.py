@@ -18,8 +18,6 @@ from fivefold._compiler import njit
 from fivefold.network.topology._graph import IntArray
 from fivefold.network.topology._shortest import LongArray, rise, sink
 
-__all__ = ["meeting_routes"]
-
 # One side of a search: ticks, hops and place of each node, the heap, [its size, number of touched
 # nodes], and the touched nodes, which alone are reset for the next pair. A place of -1 is unseen,
 # -2 settled. The links of a side: offsets by node, links, the far end and the ticks of each link.

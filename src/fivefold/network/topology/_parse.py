@@ -18,8 +18,6 @@ from fivefold.network.topology._machines import machine_names, named_topology
 from fivefold.network.topology._taccl import load_taccl_profile, taccl_profile_names
 from fivefold.network.topology._topology import Topology
 
-__all__ = ["generator_names", "generator_usage", "parse_topology"]
-
 _MOST_DIGITS = 18  # of a count; what is longer is no number, and refused as such
 
 

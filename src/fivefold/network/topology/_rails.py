@@ -13,8 +13,6 @@ from fivefold.network.topology._regular import DEFAULT_BANDWIDTH
 from fivefold.network.topology._topology import Topology
 from fivefold.units import parse_bytes_per_s
 
-__all__ = ["EIGHT_GPUS", "dual_plane", "rail_only", "rail_optimized"]
-
 EIGHT_GPUS = HostSpec(gpus=8)
 
 

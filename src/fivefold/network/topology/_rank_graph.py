@@ -21,8 +21,6 @@ from fivefold.network.topology._routes import Router
 if TYPE_CHECKING:
     from fivefold.network.topology._topology import Topology
 
-__all__ = ["RankGraph", "build_rank_graph"]
-
 
 @dataclass(frozen=True)
 class RankGraph:

@@ -14,17 +14,6 @@ from fivefold.errors import ConfigurationError
 from fivefold.network.topology._build import Builder, Wire, check_count
 from fivefold.network.topology._topology import Topology
 
-__all__ = [
-    "fully_connected",
-    "hypercube",
-    "line",
-    "mesh",
-    "ring",
-    "star",
-    "switch",
-    "torus",
-]
-
 DEFAULT_BANDWIDTH = "25 GB/s"
 
 

@@ -24,8 +24,6 @@ from fivefold.network.topology._graph import IntArray
 if TYPE_CHECKING:
     from fivefold.network.topology._topology import Topology
 
-__all__ = ["Router", "Routes"]
-
 _TICKS_PER_S = 1e15
 _MAX_TICKS = 2**60  # sums over a route stay well inside int64
 _KEPT_SOURCES = 64

@@ -10,8 +10,6 @@ import numpy.typing as npt
 from fivefold._compiler import njit
 from fivefold.network.topology._graph import IntArray
 
-__all__ = ["LongArray", "before", "rise", "shortest_distances", "sink", "walk_back"]
-
 LongArray = npt.NDArray[np.int64]
 
 

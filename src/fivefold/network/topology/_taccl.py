@@ -21,8 +21,6 @@ from fivefold.network.topology._machines import DGX1_PAIRS
 from fivefold.network.topology._topology import Topology
 from fivefold.units import parse_bytes
 
-__all__ = ["TacclProfile", "load_taccl_profile", "taccl_profile_names"]
-
 Connections = Mapping[int, Sequence[int]] | Literal["relay", "direct-map", "fully-connected"]
 _MICRO = 1e-6
 _SOURCE = "microsoft/taccl on GitHub (taccl/examples/topo), NSDI 2023, arXiv 2111.04867"

@@ -20,8 +20,6 @@ from fivefold.network.topology._elements import Aggregation, Link, Node, SwitchA
 from fivefold.network.topology._topology import Topology
 from fivefold.units import parse_bytes, parse_bytes_per_s, parse_duration_s
 
-__all__ = ["format_topology", "read_topology"]
-
 _TOP_KEYS = ("name", "source", "generate", "nodes", "links", "switches", "changes")
 _NODE_KEYS = ("name", "kind", "host")
 _LINK_KEYS = ("source", "target", "bandwidth", "latency", "count", "both_ways")

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from fivefold.network.topology._rank_graph import RankGraph
     from fivefold.network.topology._routes import Router, Routes
 
-__all__ = ["Topology"]
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Topology(TopologyViews):

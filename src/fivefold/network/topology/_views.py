@@ -13,8 +13,6 @@ from fivefold.network.topology._checks import nearest_node
 from fivefold.network.topology._elements import COMPUTE_KINDS, Link, Node
 from fivefold.network.topology._graph import Adjacency, IntArray, group_by
 
-__all__ = ["FloatArray", "TopologyViews", "frozen"]
-
 FloatArray = npt.NDArray[np.float64]
 _Array = TypeVar("_Array", bound=npt.NDArray[Any])
 
