@@ -11,17 +11,9 @@ from typing import Any
 import numpy as np
 from _rows import TABLES
 
+from fivefold.collectives.pricing import FabricSpec, Group, Tier, collective_time_s
 from fivefold.report import BenchmarkRow
-from fivefold.strategy import (
-    FabricSpec,
-    Group,
-    ModelSpec,
-    ParallelPlan,
-    Tier,
-    collective_time_s,
-    evaluate_plan,
-    load_cluster,
-)
+from fivefold.strategy import ModelSpec, ParallelPlan, evaluate_plan, load_cluster
 
 __all__ = ["collective_rows", "scaling_rows"]
 

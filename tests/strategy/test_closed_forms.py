@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from fivefold.collectives.pricing import FabricSpec, Group, Tier, collective_time_s
 from fivefold.network.simulation import Compute, Flow, simulate
 from fivefold.network.topology import fat_tree, ring
-from fivefold.strategy import FabricSpec, Group, Tier, collective_time_s, pipeline_shape
+from fivefold.strategy import pipeline_shape
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "strategy" / "astra_sim.py"
 RATE = 10e9
