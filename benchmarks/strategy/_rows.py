@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from _calibration import MeasuredRun
+
 from fivefold.strategy import (
     Cluster,
     LatentAttention,
-    MeasuredRun,
     MixtureOfExperts,
     ModelSpec,
     ParallelPlan,

@@ -16,11 +16,12 @@ import statistics
 import time
 from pathlib import Path
 
+from _calibration import fit_constants, with_constants
 from _rows import Row, predict, read_table, read_vtrain
 from _shapes import collective_rows, scaling_rows
 
 from fivefold.report import BenchmarkRow, write_results
-from fivefold.strategy import Cluster, evaluate_plan, fit_constants, load_cluster, with_constants
+from fivefold.strategy import Cluster, evaluate_plan, load_cluster
 
 RESULTS = Path(__file__).parents[1] / "results" / "strategy" / "published.json"
 # One row per model, and one each for tensor parallelism across nodes and a deep pipeline.

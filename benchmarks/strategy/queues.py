@@ -13,8 +13,9 @@ import csv
 import time
 from pathlib import Path
 
+from _queue_policies import QueuedJob, QueueResult, run_queue
+
 from fivefold.report import BenchmarkRow, write_results
-from fivefold.strategy import QueuedJob, QueueResult, run_queue
 
 RESULTS = Path(__file__).parents[1] / "results" / "strategy" / "queues.json"
 GPUS = 64
