@@ -31,17 +31,7 @@ def free_bytes(folder: Path) -> int:
 def storage_error(
     number: int, path: str | Path, action: str, *, offset: int | None = None
 ) -> StorageError:
-    """The error to raise after a failed system call.
-
-    Args:
-        number: Its ``errno``.
-        path: The file.
-        action: What was attempted, as in "reading 4096 bytes".
-        offset: Where in the file, in bytes; None where there is no place.
-
-    Returns:
-        The error, with what to do as its hint.
-    """
+    """The error to raise after a failed system call."""
     place = "" if offset is None else f" at offset {offset}"
     message = f"{action} of {path}{place} failed: {os.strerror(number)}"
     if number in {errno.ENOSPC, errno.EDQUOT}:
