@@ -9,9 +9,9 @@ import statistics
 from typing import Any
 
 import numpy as np
-from _rows import TABLES
 
-from fivefold.report import BenchmarkRow
+from benchmarks.results_file import BenchmarkRow
+from benchmarks.strategy._rows import TABLES
 from fivefold.strategy import (
     FabricSpec,
     Group,
