@@ -3,9 +3,10 @@
 import pytest
 from benchmarks.strategy import astra_sim as astra
 
+from fivefold.collectives.pricing import FabricSpec, Group, Tier, collective_time_s
 from fivefold.network.simulation import Compute, Flow, simulate
 from fivefold.network.topology import fat_tree, ring
-from fivefold.strategy import FabricSpec, Group, Tier, collective_time_s, pipeline_shape
+from fivefold.strategy import pipeline_shape
 
 RATE = 10e9
 

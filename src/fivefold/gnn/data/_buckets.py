@@ -22,9 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.errors import DataError, InfeasibleError, StorageError
+from fivefold.files import read_checked_json, write_checked_json
 from fivefold.gnn.data._bucket_kernels import assign_places, count_keys
 from fivefold.gnn.data._parts import EdgeBlock, index_dtype
-from fivefold.gnn.storage import read_json_file, write_json_file
 
 _SORT_BYTES_PER_EDGE = 48  # ids twice, weights twice, places, and NumPy's temporaries
 _MOST_BUCKETS = 512
@@ -112,7 +112,7 @@ class EdgeBuckets:
 
     def _take_over(self) -> bool:
         try:
-            journal = read_json_file(self.folder / _JOURNAL)
+            journal = read_checked_json(self.folder / _JOURNAL)
         except (DataError, OSError):
             return False  # the edges are read again
         if journal["recipe_id"] != self.recipe_id or journal["width"] != self.width:
@@ -217,7 +217,7 @@ class EdgeBuckets:
             "complete": self.complete,
             "sums": self._sums,
         }
-        write_json_file(self.folder / _JOURNAL, journal)
+        write_checked_json(self.folder / _JOURNAL, journal)
         self._marked = self.num_edges
 
     def _path(self, bucket: int, name: str) -> Path:

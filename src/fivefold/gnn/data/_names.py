@@ -24,11 +24,11 @@ from numpy.typing import NDArray
 from pyarrow import ipc, parquet
 
 from fivefold.errors import DataError
+from fivefold.files import read_checked_json, write_checked_json
 from fivefold.gnn.data._bucket_kernels import hash_texts
 from fivefold.gnn.data._buckets import EdgeBuckets
 from fivefold.gnn.data._dataset import NAMES_FILE
 from fivefold.gnn.data._parts import EdgeBlock, Progress
-from fivefold.gnn.storage import read_json_file, write_json_file
 
 _BUCKET_BYTES = 16 << 20
 _CHUNK_BYTES = 4 << 20
@@ -227,7 +227,7 @@ def write_numbering(folder: Path, recipe: Mapping[str, Any], num_nodes: int) -> 
     """
     files = {name: _checksum(folder / name) for name in _FILES if (folder / name).is_file()}
     state = {"recipe": dict(recipe), "num_nodes": num_nodes, "files": files}
-    write_json_file(folder / NAMES_FILE, state)
+    write_checked_json(folder / NAMES_FILE, state)
     return state
 
 
@@ -240,7 +240,7 @@ def read_numbering(folder: Path) -> dict[str, Any] | None:
     if not (folder / NAMES_FILE).is_file():
         return None
     try:
-        state = read_json_file(folder / NAMES_FILE)
+        state = read_checked_json(folder / NAMES_FILE)
     except DataError as error:
         hint = f"remove {folder / NAMES_FILE} and run the same command again"
         raise DataError(error.message, hint=hint) from error

@@ -19,8 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.errors import StorageError, UnsupportedError
+from fivefold.files import storage_error
 from fivefold.gnn.storage._buffers import aligned_empty
-from fivefold.gnn.storage._errors import storage_error, truncated_error
+from fivefold.gnn.storage._errors import truncated_error
 from fivefold.gnn.storage._files import read_into
 from fivefold.gnn.storage._kernels import (
     DONE,

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.errors import DataError, StorageError
-from fivefold.gnn.storage._errors import storage_error, truncated_error
+from fivefold.files import storage_error
+from fivefold.gnn.storage._errors import truncated_error
 
 
 def open_to_read(path: Path) -> int:
@@ -86,34 +87,3 @@ def read_into(descriptor: int, buffer: NDArray[np.uint8], offset: int, path: str
         if count == 0:
             raise truncated_error(path, offset + done)
         done += count
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Put a small file in place: afterwards it is whole and on the disk, or as before.
-
-    Args:
-        path: Its place.
-        data: Its contents.
-
-    Raises:
-        StorageError: The system refused.
-    """
-    temporary = path.with_name(path.name + ".new")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        sync_folder(path.parent)
-    except OSError as error:
-        raise storage_error(error.errno or 0, path, f"writing {len(data)} bytes") from error

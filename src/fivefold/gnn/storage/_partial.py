@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.errors import StorageError
+from fivefold.files import free_bytes, storage_error
 from fivefold.gnn.storage._buffers import aligned_empty
-from fivefold.gnn.storage._errors import free_bytes, storage_error
 from fivefold.gnn.storage._files import read_into, write_all
 from fivefold.gnn.storage._ledger import PageLedger
 from fivefold.gnn.storage._machine import compiled, copy_bytes, pwrite, read_errno
