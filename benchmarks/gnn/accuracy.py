@@ -7,7 +7,7 @@ memory; MariusGNN-like, where a buffer of a fifth of the nodes is all that sampl
 either policy. Reported is the test accuracy at the epoch of the best validation. Validation and
 test sample from the whole graph for all.
 
-    python benchmarks/gnn/accuracy.py [--debian FOLDER] [--wordnet FOLDER] [--quick]
+    python -m benchmarks.gnn.accuracy [--debian FOLDER] [--wordnet FOLDER] [--quick]
 
 Folders are data sets of ``real_graphs.py``; without one it is made from apt's lists, or from
 the dictionary of the package wordnet-base, and left out with a word where those are not there.
@@ -30,9 +30,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from real_graphs import debian_source, wordnet_source, write_graph
-from systems import MariusSystem, SystemBatch, Workload
 
+from benchmarks.gnn.real_graphs import debian_source, wordnet_source, write_graph
+from benchmarks.gnn.systems import MariusSystem, SystemBatch, Workload
+from benchmarks.results_file import BenchmarkRow, median_and_spread, write_results
 from fivefold.errors import FivefoldError
 from fivefold.gnn.data import Dataset, generate_graph
 from fivefold.gnn.loading import Block, DiskLoader, OnlineLoader
@@ -41,7 +42,6 @@ from fivefold.gnn.planning import Budgets, FeatureInfo, make_plan
 from fivefold.gnn.sampling import NeighborSampler, SampleFile, sample_epochs
 from fivefold.gnn.storage import DiskProfile, probe_disk
 from fivefold.gnn.training import GraphSAGE
-from fivefold.report import BenchmarkRow, median_and_spread, write_results
 
 RESULTS = Path(__file__).parents[1] / "results" / "gnn" / "accuracy.json"
 MEMORY_SHARE = 0.1

@@ -1,7 +1,7 @@
 r"""Makes data sets of real graphs that need no download: Debian's packages and WordNet.
 
-    python benchmarks/gnn/real_graphs.py debian FOLDER [--dim 256] [--from LISTS]
-    python benchmarks/gnn/real_graphs.py wordnet FOLDER [--dim 256] [--from DICTIONARY]
+    python -m benchmarks.gnn.real_graphs debian FOLDER [--dim 256] [--from LISTS]
+    python -m benchmarks.gnn.real_graphs wordnet FOLDER [--dim 256] [--from DICTIONARY]
 
 **Debian**, from the lists that apt keeps on the machine (any folder of files named ``*Packages*``).
 A node is a package; an edge joins it to one that it depends on, recommends, suggests or enhances;

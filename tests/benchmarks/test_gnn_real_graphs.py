@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import real_graphs
-from real_graphs import debian_source, hashed_words, wordnet_source, write_graph
+from benchmarks.gnn import real_graphs
+from benchmarks.gnn.real_graphs import debian_source, hashed_words, wordnet_source, write_graph
 
 from fivefold.errors import ConfigurationError, DataError, UnsupportedError
 

@@ -134,7 +134,7 @@ def ingest_command(  # noqa: PLR0913 - the command's options
     if source in {"debian", "wordnet"} and not Path(source).exists():
         raise ArgumentError(
             f"{source} is no source of this command any more",
-            hint=f"python benchmarks/gnn/real_graphs.py {source} FOLDER makes this data set",
+            hint=f"python -m benchmarks.gnn.real_graphs {source} FOLDER makes this data set",
         )
     arrays = _pairs(array, "array", ("features", "labels", "weights", *_SPLITS))
     options = SourceOptions(

@@ -5,9 +5,6 @@ from fivefold.strategy._cluster import Cluster, load_cluster, named_clusters, re
 from fivefold.strategy._cost import Prediction, TimeUse, evaluate_plan
 from fivefold.strategy._demand import Message, PlanDemand, axis_groups, plan_demand
 from fivefold.strategy._device import DeviceSpec
-from fivefold.strategy._fabric import FabricSpec, Group, Tier
-from fivefold.strategy._fabric_cost import collective_time_s
-from fivefold.strategy._fabric_topology import fabric_from_topology
 from fivefold.strategy._grouping import group_period_s
 from fivefold.strategy._job import Job, job_from_table, load_job, plan_to_toml
 from fivefold.strategy._launch import device_mesh, megatron_flags
@@ -39,9 +36,7 @@ __all__ = [
     "ConvolutionStage",
     "CostTable",
     "DeviceSpec",
-    "FabricSpec",
     "Fit",
-    "Group",
     "Job",
     "LatentAttention",
     "MeasuredRun",
@@ -58,14 +53,11 @@ __all__ = [
     "QueuedJob",
     "SearchResult",
     "SearchSpace",
-    "Tier",
     "TimeUse",
     "axis_groups",
-    "collective_time_s",
     "device_mesh",
     "evaluate_plan",
     "evaluate_table",
-    "fabric_from_topology",
     "fit_constants",
     "group_period_s",
     "job_from_table",
