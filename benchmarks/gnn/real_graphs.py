@@ -171,7 +171,7 @@ def _unpacked_by_apt(path: Path) -> bytes:
             f"{path} is packed with lz4 and {APT_HELPER} is missing",
             hint="unpack it with 'lz4 -d', or take the .gz or .xz file of a mirror",
         )
-    command = [APT_HELPER, "cat-file", path]
+    command = [str(APT_HELPER), "cat-file", str(path)]
     done = subprocess.run(command, capture_output=True, check=False, timeout=_TIMEOUT_S)
     if done.returncode:
         raise DataError(
