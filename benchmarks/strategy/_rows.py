@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from _calibration import MeasuredRun
-
+from benchmarks.strategy._calibration import MeasuredRun
 from fivefold.strategy import (
     Cluster,
     LatentAttention,

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from _queue_policies import QueuedJob, group_period_s, run_queue
+from benchmarks.strategy._queue_policies import QueuedJob, group_period_s, run_queue
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

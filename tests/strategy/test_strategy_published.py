@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 import pytest
-from _calibration import MeasuredRun, fit_constants, with_constants
+from benchmarks.strategy._calibration import MeasuredRun, fit_constants, with_constants
 
 from fivefold.strategy import (
     LatentAttention,
