@@ -103,7 +103,7 @@ class InNetworkTree:
         return rate
 
     def time_s(self, size_bytes: float) -> float:
-        """Time of an all-reduce: the round trip, and the bytes at the tree's rate.
+        """Return the time of an all-reduce: the round trip, and the bytes at the tree's rate.
 
         Args:
             size_bytes: Buffer of each rank.
@@ -116,13 +116,13 @@ class InNetworkTree:
         return self.round_trip_s + size_bytes / self.rate_bytes_per_s
 
     def link_bytes(self, size_bytes: float) -> Any:
-        """Bytes on each link of the topology: the buffer once up and once down the tree."""
+        """Return bytes on each link of the topology: the buffer once up and once down the tree."""
         loads = np.zeros(self.topology.num_links)
         loads[[*self.up_links.values(), *self.down_links.values()]] = size_bytes
         return loads
 
     def request(self, request_id: str, size_bytes: float, **options: Any) -> Any:
-        """The same all-reduce as an `AggregationRequest` of `fivefold.network.simulation`.
+        """Return the same all-reduce as an `AggregationRequest` of `fivefold.network.simulation`.
 
         Args:
             request_id: Its name among the simulator's tasks.
@@ -140,7 +140,7 @@ class InNetworkTree:
 def in_network_tree(
     topology: Topology, ranks: Sequence[int] | None = None, *, slots: int | None = None
 ) -> InNetworkTree:
-    """The best tree of aggregating switches over some ranks.
+    """Find the best tree of aggregating switches over some ranks.
 
     Each aggregating switch is tried as the root: its tree is that of fewest links (then least
     latency) over which every rank reaches it, both ways. Nodes with several children must
@@ -193,7 +193,7 @@ Pools = dict[int, Aggregation | None]
 
 
 def _branches(topology: Topology, root: int, both: Neighbours) -> dict[int, int]:
-    """Parent of every node that reaches the root through forwarding nodes, fewest links first."""
+    """Return the parent of every node that reaches the root through forwarding nodes."""
     above = {root: -1}
     waiting = deque([root])
     while waiting:
@@ -213,7 +213,7 @@ def _tree(
     wanted: tuple[tuple[int, ...], int | None],
     network: tuple[Neighbours, Pools],
 ) -> InNetworkTree | None:
-    """The tree of fewest links to one root, or None where it does not do."""
+    """Return the tree of fewest links to one root, or None where it does not do."""
     leaves, slots = wanted
     both, pools = network
     above = _branches(topology, root, both)
@@ -242,7 +242,7 @@ def _tree(
 
 
 def _two_way_links(topology: Topology) -> Neighbours:
-    """For each node its neighbours both ways: widest link from the neighbour, to it, latency."""
+    """Find each node's neighbours both ways: widest link from it, to it, latency."""
     widest: dict[tuple[int, int], int] = {}
     capacities = topology.capacities_bytes_per_s
     for link in range(topology.num_links):

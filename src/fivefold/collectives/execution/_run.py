@@ -52,7 +52,7 @@ class Transfers:
     keep: list[Any] = field(default_factory=list)
 
     def tag_of(self, channel: int) -> int:
-        """Tag of the messages of a queue."""
+        """Return the tag of the messages of a queue."""
         return (self.tag + channel) % NUM_TAGS
 
 
@@ -178,7 +178,7 @@ class Runner:
                 return
 
     def _first_error(self, failed: Arrival) -> BaseException:
-        """The error of the earliest task: who is late makes others late, which fail with it."""
+        """Return the error of the earliest task: who is late makes others late."""
         found = [failed]
         end_s = time.monotonic() + _OTHER_ERRORS_S
         while (left_s := end_s - time.monotonic()) > 0:
@@ -204,7 +204,7 @@ class Runner:
         return self._combined(task, own, received)
 
     def _received(self, at: int, task: Task) -> torch.Tensor | None:
-        """What a task received; it has arrived."""
+        """Return what a task received; it has arrived."""
         if task.receive_peer < 0:
             return None
         self._windows[task.receive_peer, task.receive_channel] -= 1
@@ -311,11 +311,11 @@ class Agenda:
         return not self._unmet[at]
 
     def arrived(self, at: int) -> None:
-        """What a task receives is there."""
+        """Note that what a task receives is there."""
         self._one_less(at)
 
     def done(self, at: int) -> None:
-        """A task is done: others may follow it."""
+        """Note that a task is done: others may follow it."""
         self._left -= 1
         for follower in self._followers[at]:
             self._unmet[follower] -= 1
@@ -420,7 +420,7 @@ class _RoundRunner(Runner):
         return self._arrived.pop(at, None)
 
     def _exchange(self, receives: list[int]) -> None:
-        """All messages of one round."""
+        """Send and receive all messages of one round."""
         sends = sorted(self._outbox, key=lambda at: (*self._queue(at, sending=True), at))
         receives = sorted(receives, key=lambda at: (*self._queue(at, sending=False), at))
         works: list[tuple[Any, Task]] = []

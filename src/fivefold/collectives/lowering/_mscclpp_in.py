@@ -51,10 +51,10 @@ def from_mscclpp_json(source: str | Path, *, collective: Collective | None = Non
         UnsupportedError: It uses operations that a program does not have.
 
     Examples:
-        >>> from fivefold.collectives.algorithms import ring
+        >>> from fivefold.collectives.algorithms import build_algorithm
         >>> from fivefold.collectives.lowering import check_program, lower, to_mscclpp_json
         >>> from fivefold.collectives.schedules import all_gather
-        >>> plan = to_mscclpp_json(lower(ring(all_gather(3))))
+        >>> plan = to_mscclpp_json(lower(build_algorithm("ring", all_gather(3))))
         >>> check_program(from_mscclpp_json(plan)).num_messages
         6
     """
@@ -250,7 +250,7 @@ class _Runner:
     def _channel_to(
         self, rank: int, peer: int, block: dict[str, Any], operation: dict[str, Any]
     ) -> _Channel:
-        """The channel that a put's signal goes over: a memory put does not say it itself."""
+        """Return the channel that a put's signal goes over: a memory put does not say it itself."""
         for key in self._keys(rank, block, operation.get("channel_ids"), operation):
             if key[1] == peer:
                 return self._channels[key]
@@ -368,7 +368,7 @@ class _Runner:
 
 
 def _channel_ends(gpus: list[dict[str, Any]], rank: int) -> dict[tuple[str, int], tuple[int, int]]:
-    """Of each of the rank's channels the peer, and the how-manieth between the two it is."""
+    """Find each channel's peer, and its number among the channels between the two."""
     ends: dict[tuple[str, int], tuple[int, int]] = {}
     numbers: dict[str, int] = defaultdict(int)
     ordinals: dict[tuple[str, int], int] = defaultdict(int)
@@ -382,7 +382,7 @@ def _channel_ends(gpus: list[dict[str, Any]], rank: int) -> dict[tuple[str, int]
 
 
 def _flattened(operations: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A pipeline's inner operations, once: it repeats them over parts of the same chunks."""
+    """Give a pipeline's inner operations once: it repeats them over parts of the same chunks."""
     flat: list[dict[str, Any]] = []
     for operation in operations:
         flat += _flattened(operation["ops"]) if operation["name"] == "pipeline" else [operation]

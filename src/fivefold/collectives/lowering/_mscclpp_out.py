@@ -39,7 +39,7 @@ _SYNC = {"name": "nop"}  # all threads of the block have done what comes before
 def to_mscclpp_json(
     program: Program, *, check_limits: bool = True, threads_per_block: int = 1024
 ) -> str:
-    """The program, proved with :func:`check_program`, as an MSCCL++ execution plan.
+    """Write the program, proved with :func:`check_program`, as an MSCCL++ execution plan.
 
     Args:
         program: The program.
@@ -55,10 +55,10 @@ def to_mscclpp_json(
         ProgramError: The program is wrong.
 
     Examples:
-        >>> from fivefold.collectives.algorithms import ring
+        >>> from fivefold.collectives.algorithms import build_algorithm
         >>> from fivefold.collectives.lowering import lower
         >>> from fivefold.collectives.schedules import all_gather
-        >>> plan = json.loads(to_mscclpp_json(lower(ring(all_gather(2)))))
+        >>> plan = json.loads(to_mscclpp_json(lower(build_algorithm("ring", all_gather(2)))))
         >>> plan["collective"], [gpu["id"] for gpu in plan["gpus"]]
         ('allgather', [0, 1])
     """
@@ -263,7 +263,7 @@ class _Gpu:
             made.operations += [_SYNC, {"name": "sem_release", "semaphore_ids": [identity]}]
 
     def _take(self, made: _Block, operation: Operation, landed: Slot) -> Slot:
-        """Bring what has landed where the operation wants it; where the result is then."""
+        """Bring what has landed where the operation wants it; return where the result is then."""
         target = (operation.target, operation.target_offset)
         if not operation.kind.reduces:
             if landed != target:

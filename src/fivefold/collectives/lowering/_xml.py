@@ -73,7 +73,7 @@ _QUEUE_SLOTS = {"Simple": 2, "LL": 8, "LL128": 8}
 
 
 def to_msccl_xml(program: Program, *, check_limits: bool = True) -> str:
-    """The program as an MSCCL XML file, proved with :func:`check_program` for MSCCL's queues.
+    """Write the program as an MSCCL XML file, proved with :func:`check_program` for its queues.
 
     Args:
         program: The program.
@@ -88,10 +88,10 @@ def to_msccl_xml(program: Program, *, check_limits: bool = True) -> str:
         ProgramError: The program is wrong, or it deadlocks with the queues of its protocol.
 
     Examples:
-        >>> from fivefold.collectives.algorithms import ring
+        >>> from fivefold.collectives.algorithms import build_algorithm
         >>> from fivefold.collectives.lowering import lower
         >>> from fivefold.collectives.schedules import all_gather
-        >>> to_msccl_xml(lower(ring(all_gather(2)))).splitlines()[1].strip()
+        >>> to_msccl_xml(lower(build_algorithm("ring", all_gather(2)))).splitlines()[1].strip()
         '<gpu id="0" i_chunks="1" o_chunks="2" s_chunks="0">'
     """
     collective = program.collective
@@ -226,10 +226,10 @@ def from_msccl_xml(source: str | Path, *, collective: Collective | None = None) 
             and its line.
 
     Examples:
-        >>> from fivefold.collectives.algorithms import ring
+        >>> from fivefold.collectives.algorithms import build_algorithm
         >>> from fivefold.collectives.lowering import check_program, lower
         >>> from fivefold.collectives.schedules import all_gather
-        >>> text = to_msccl_xml(lower(ring(all_gather(3))))
+        >>> text = to_msccl_xml(lower(build_algorithm("ring", all_gather(3))))
         >>> check_program(from_msccl_xml(text)).num_messages
         6
     """

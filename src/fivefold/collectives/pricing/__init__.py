@@ -1,18 +1,21 @@
-"""How long a collective takes, in closed form: groups of ranks on a fabric of tiers.
+"""How long a collective takes for a group of ranks: one question, three fidelities (`price_s`).
 
-Arrays in, arrays out, one entry per group, so that a search can ask for millions of prices.
+The closed form takes arrays, one entry per group, so that a search can ask for millions of prices.
 """
 
 from fivefold.collectives.pricing._closed_form import chain_time_s, collective_time_s
 from fivefold.collectives.pricing._fabric import FabricSpec, Group, Groups, Tier
 from fivefold.collectives.pricing._from_topology import fabric_from_topology
+from fivefold.collectives.pricing._price import Fidelity, price_s
 
 __all__ = [
     "FabricSpec",
+    "Fidelity",
     "Group",
     "Groups",
     "Tier",
     "chain_time_s",
     "collective_time_s",
     "fabric_from_topology",
+    "price_s",
 ]

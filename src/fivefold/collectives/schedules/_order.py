@@ -20,7 +20,7 @@ LISTED, BY_STEPS, BY_TIMES = 0, 1, 2  # what orders the transfers
 
 @njit
 def group_by_key(keys: Array, count: int) -> tuple[Longs, Longs]:
-    """Positions of the keys 0..count-1, grouped and in their old order: (offsets, positions)."""
+    """Group the positions of the keys 0..count-1, in their old order: (offsets, positions)."""
     offsets = np.zeros(count + 1, np.int64)
     for key in keys:
         offsets[key + 1] += 1
@@ -96,7 +96,7 @@ def order_events(
 def number_slots(
     grouped: tuple[Any, Any], sources: Any, targets: Any, pre: tuple[Any, Any], num_ranks: int
 ) -> tuple[Any, Any, Any]:
-    """Slot that each transfer reads and writes, chunk by chunk; which are filled at first."""
+    """Number the slots that transfers read and write, and note which are filled at first."""
     offsets, positions = grouped
     count = sources.size
     read, written = np.empty(count, np.int32), np.empty(count, np.int32)

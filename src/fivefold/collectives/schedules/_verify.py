@@ -243,7 +243,7 @@ def _clear(ranks: Any, state: Any, held: Any) -> None:
 
 @njit
 def _unmet(ranks: Any, state: Any, held: Any, contributors: int) -> int:
-    """First rank that does not hold the sum of all contributors, or -1."""
+    """Return the first rank that does not hold the sum of all contributors, or -1."""
     for rank in ranks:
         if not held[rank]:
             return int(rank)

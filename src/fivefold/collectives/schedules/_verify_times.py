@@ -26,7 +26,7 @@ _SLACK = 1e-6  # of a message's own time: solvers round more than sums of floats
 
 
 def size_of(schedule: Schedule, size_bytes: float | None) -> float:
-    """The size given, or the one that the schedule was made for."""
+    """Return the size given, or the one that the schedule was made for."""
     found = schedule.attributes.get("size_bytes") if size_bytes is None else size_bytes
     if found is None:
         message = "the schedule does not say for which size it was made"
@@ -38,7 +38,7 @@ Messages = tuple[Longs, Floats]
 
 
 def messages_of(schedule: Schedule, transfer_bytes: Floats) -> Messages:
-    """Transfers that travel as one message: (leader of each transfer, bytes of each leader)."""
+    """Find what travels as one message: (leader of each transfer, bytes of each leader)."""
     count = schedule.num_transfers
     leaders = np.arange(count, dtype=np.int64)
     if schedule.starts_s is None or schedule.ends_s is None or count == 0:
@@ -151,7 +151,7 @@ def _check_room(
 
 
 def _running(values: Floats) -> Floats:
-    """Sums of the first 0, 1, 2, ... values."""
+    """Return the sums of the first 0, 1, 2, ... values."""
     return np.concatenate([[0.0], np.cumsum(values)])
 
 
@@ -180,7 +180,7 @@ def _push(heap: Any, size: int, ends_s: Any) -> None:
 
 @njit
 def first_overload(links: Array, starts_s: Array, ends_s: Array, needs_s: Array) -> Any:
-    """First message that cannot be done by its end, link by link, earliest end first."""
+    """Return the first message that cannot be done by its end, link by link, earliest end first."""
     count = links.size
     heap = np.empty(count, np.int64)
     left_s = needs_s.copy()
@@ -223,7 +223,7 @@ def _first_hurried(
     steps: Ints,
     shape: tuple[int, float],
 ) -> int:
-    """First transfer, in order, that starts before what it reads has arrived; -1 for none."""
+    """Find the first transfer that starts before what it reads has arrived; -1 for none."""
     read, written, filled, order = slots
     reducing, slack_s = shape
     ready_s = np.where(filled, 0.0, np.inf)

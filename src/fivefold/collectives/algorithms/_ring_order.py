@@ -22,7 +22,7 @@ Neighbours = list[dict[int, float]]
 
 
 def ring_order(topology: Topology) -> list[int]:
-    """Ranks in an order in which neighbours, the last and the first among them, are near.
+    """Order the ranks so that neighbours, the last and the first among them, are near.
 
     Args:
         topology: The network.
@@ -86,7 +86,7 @@ def _slowness(order: list[int], near: Neighbours) -> float:
 def _search(
     near: Neighbours, width: float, hosts: list[str | None], *, closed: bool
 ) -> list[int] | None:
-    """A cycle (or path) along links of at least this width; None if none was found in time."""
+    """Find a cycle (or path) along links of at least this width; None if none in time."""
     count = len(near)
     ways = [[to for to, wide in near[rank].items() if wide >= width] for rank in range(count)]
     entering = [0] * count
@@ -131,7 +131,7 @@ def _ranked(
     used: np.ndarray[tuple[int], np.dtype[np.bool_]],
     hosts: list[str | None],
 ) -> list[int]:
-    """Next ranks, the best last: same host, widest, fewest ways on, lowest number."""
+    """Return the next ranks, the best last: same host, widest, fewest ways on, lowest number."""
 
     def worth(to: int) -> tuple[bool, float, int, int]:
         onward = sum(not used[further] for further in ways[to])

@@ -70,7 +70,7 @@ def plan_moves(
     relay: bool = False,
     window: int | None = None,
 ) -> Moves:
-    """Where every chunk of a schedule lies when it is sent and received."""
+    """Find where every chunk of a schedule lies when it is sent and received."""
     events = event_order(schedule)
     group = _groups(schedule, events, window)
     events = events[np.argsort(group[events >> 1], kind="stable")]
@@ -124,7 +124,7 @@ class _Leg:
 
 
 def _legs(schedule: Schedule, group: np.ndarray, *, relay: bool) -> list[list[_Leg]]:
-    """The legs of each transfer."""
+    """Return the legs of each transfer."""
     ways = relays_of(schedule) if relay else [()] * schedule.num_transfers
     moments = _moments(schedule, group)
     return [
@@ -144,7 +144,7 @@ def _legs(schedule: Schedule, group: np.ndarray, *, relay: bool) -> list[list[_L
 
 
 def _groups(schedule: Schedule, events: np.ndarray, window: int | None) -> np.ndarray:
-    """Group of each transfer: those of a chunk are together, ``window`` chunks of a connection."""
+    """Group transfers: those of a chunk together, ``window`` chunks of a connection."""
     if window is None:
         return np.zeros(schedule.num_transfers, dtype=np.int64)
     if window == 0:
@@ -274,14 +274,14 @@ class _Places:
         return place
 
     def arrive(self, rank: int, chunk: int, *, reduces: bool) -> tuple[Place | None, Place]:
-        """What is added, and where the result is written."""
+        """Return what is added, and where the result is written."""
         before = self._now.get((rank, chunk)) if reduces else None
         home = self._home_of(rank, chunk)
         self._now[rank, chunk] = home
         return before, home
 
     def passing(self, rank: int) -> Place:
-        """A slot of its own for what a rank only passes on."""
+        """Return a slot of its own for what a rank only passes on."""
         self.scratch_slots[rank] += 1
         return Buffer.SCRATCH, self.scratch_slots[rank] - 1
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fivefold.collectives.algorithms._moves import Ints, Moves, joined, moves_of
+from fivefold.collectives.algorithms._moves import Ints, Moves, joined, moves_of, places_of
 
 
 def _travelling(chunks: Ints, sources: Ints, targets: Ints) -> tuple[Ints, Ints, Ints]:
@@ -55,13 +55,10 @@ def bruck_exchange_moves(
 def grouped_exchange_moves(chunks: Ints, sources: Ints, targets: Ints, groups: list[Ints]) -> Moves:
     """First inside the group to the member with the target's place, then across groups."""
     chunks, sources, targets = _travelling(chunks, sources, targets)
-    count = sum(group.size for group in groups)
-    group_of, place_of = np.empty(count, dtype=np.int32), np.empty(count, dtype=np.int32)
+    group_of, place_of = places_of(groups)
     widest = max(group.size for group in groups)
     members = np.empty((len(groups), widest), dtype=np.int32)
     for number, group in enumerate(groups):
-        group_of[group] = number
-        place_of[group] = np.arange(group.size, dtype=np.int32)
         members[number] = group[np.arange(widest) % group.size]
     relays = members[group_of[sources], place_of[targets]]
     relays = np.where(group_of[sources] == group_of[targets], targets, relays)
