@@ -185,7 +185,11 @@ def _hashed(paths: tuple[Path, ...], key: tuple[object, ...]) -> Path:
 def _least_loaded(
     hashed: Routing, groups: Sequence[Sequence[JobTraffic]], choices: _Choices
 ) -> dict[str, tuple[Path, ...]]:
-    """Group by group, the largest flows first; each where the fullest link stays emptiest."""
+    """Group by group, the largest flows first; each where the fullest link stays emptiest.
+
+    Among equals the hashed path is taken, so that jobs that do not see one another do not all
+    choose the first one.
+    """
     topology = hashed.topology
     busy_s = np.zeros(topology.num_links)  # seconds that the bytes put on each link so far take
     chosen: dict[str, dict[int, Path]] = {}

@@ -1,4 +1,4 @@
-"""The library: ring, trees, doubling, Bruck, direct, PAT, hierarchies, and trees in the network."""
+"""The library: ring, trees, doubling, Bruck, direct, PAT, hierarchies, in-network trees."""
 
 from fivefold.collectives.algorithms._in_network import InNetworkTree, in_network_tree
 from fivefold.collectives.algorithms._library import available_algorithms, build_algorithm

@@ -53,7 +53,10 @@ def bruck_exchange_moves(
 
 
 def grouped_exchange_moves(chunks: Ints, sources: Ints, targets: Ints, groups: list[Ints]) -> Moves:
-    """First inside the group to the member with the target's place, then across groups."""
+    """First inside the group to the member with the target's place, then across groups.
+
+    A rank so sends to few others outside its group, and what it sends them is larger.
+    """
     chunks, sources, targets = _travelling(chunks, sources, targets)
     group_of, place_of = places_of(groups)
     widest = max(group.size for group in groups)

@@ -1,4 +1,4 @@
-"""Trees in the network: switches add up what comes from below and copy what comes from above.
+"""Trees of in-network aggregation: switches sum what comes from below, copy what comes from above.
 
 Such an all-reduce is no schedule of transfers between ranks, for the sums are made on the way. It
 is a tree of nodes, priced by its closed form and run by the simulator or, in the lab, by software
@@ -63,7 +63,7 @@ class InNetworkTree:
 
     @cached_property
     def switches(self) -> tuple[int, ...]:
-        """Node indices of the switches that add up: all inner nodes with several children."""
+        """Node indices of the aggregating switches: all inner nodes with several children."""
         parents, counts = np.unique(list(self.parents.values()), return_counts=True)
         return tuple(int(node) for node in parents[counts > 1])
 
@@ -96,7 +96,7 @@ class InNetworkTree:
         pools = {ability.node: ability.aggregation for ability in self.topology.switches}
         for node in self.switches:
             pool = pools[self.topology.nodes[node].name]
-            assert pool is not None, "in_network_tree takes only switches that add up"
+            assert pool is not None, "in_network_tree takes only aggregating switches"
             rate = min(rate, pool.rate_bytes_per_s or rate)
             if self.round_trip_s > 0:
                 rate = min(rate, self.slots * pool.slot_bytes / self.round_trip_s)
@@ -162,7 +162,7 @@ def in_network_tree(
         >>> from fivefold.network.topology import star
         >>> in_network_tree(star(3))
         Traceback (most recent call last):
-        fivefold.errors.InfeasibleError: no switch of topology 'star:3' adds up; ...
+        fivefold.errors.InfeasibleError: no switch of topology 'star:3' aggregates; ...
     """
     members = list(range(topology.num_ranks)) if ranks is None else [int(rank) for rank in ranks]
     if not members or len(set(members)) != len(members) or (slots is not None and slots < 1):
@@ -173,7 +173,7 @@ def in_network_tree(
     able = [topology.index(s.node) for s in topology.switches if s.aggregation is not None]
     if not able:
         raise InfeasibleError(
-            f"no switch of topology {topology.name!r} adds up",
+            f"no switch of topology {topology.name!r} aggregates",
             hint="give one a SwitchAbility with an Aggregation, or use another algorithm",
         )
     both = _two_way_links(topology)

@@ -45,7 +45,10 @@ def ring_moves(n: int, owners: Ints) -> Moves:
 
 
 def bidirectional_ring_moves(n: int, owners: Ints) -> Moves:
-    """Every chunk goes half way round in each direction."""
+    """Every chunk goes half way round in each direction.
+
+    With n even one direction is one hop longer; it changes from one chunk of a rank to the next.
+    """
     order = np.argsort(owners, kind="stable").astype(np.int32)
     begins = np.searchsorted(owners[order], owners[order])
     odd = (np.arange(owners.size) - begins) % 2 == 1  # the second, fourth, ... of its owner
@@ -58,7 +61,10 @@ def bidirectional_ring_moves(n: int, owners: Ints) -> Moves:
 
 
 def core_ranks(n: int) -> tuple[Ints, Ints]:
-    """Return the largest power of two of ranks, and the place of each rank's partner in it."""
+    """Return the largest power of two of ranks, and the place of each rank's partner in it.
+
+    Of the first 2 (n - P) ranks the even ones are folded onto the odd ones after them.
+    """
     size = 1 << (n.bit_length() - 1)
     extra = n - size
     core = np.concatenate([2 * np.arange(extra) + 1, np.arange(2 * extra, n)]).astype(np.int32)
@@ -68,7 +74,11 @@ def core_ranks(n: int) -> tuple[Ints, Ints]:
 
 
 def recursive_doubling_moves(n: int, owners: Ints) -> Moves:
-    """In step s everyone exchanges all it has with the rank that differs in bit s."""
+    """In step s everyone exchanges all it has with the rank that differs in bit s.
+
+    Where n is no power of two, the ranks too many give theirs to a partner first and get everything
+    from it at last.
+    """
     core, places = core_ranks(n)
     folded = core[places[owners]]
     chunks = np.arange(owners.size, dtype=np.int32)
@@ -104,7 +114,11 @@ def bruck_moves(n: int, owners: Ints) -> Moves:
 
 
 def pat_moves(n: int, owners: Ints, *, most_chunks: int | None = None) -> Moves:
-    """A binomial tree for each owner, far ranks first, so that long ways carry few chunks."""
+    """A binomial tree for each owner, far ranks first, so that long ways carry few chunks.
+
+    A message carries at most ``most_chunks`` chunks of different owners: the upper part of the
+    trees takes a logarithmic number of steps, the rest goes one edge of the subtrees at a time.
+    """
     bits = max(n - 1, 0).bit_length()
     top = bits
     if most_chunks is not None and most_chunks < 1 << max(bits - 1, 0):
@@ -177,7 +191,10 @@ def _in_order_parents(n: int) -> Ints:
 
 
 def double_tree_moves(n: int, owners: Ints) -> Moves:
-    """Even and odd chunks go down two trees; a leaf of one forwards in the other."""
+    """Even and odd chunks go down two trees; a leaf of one forwards in the other.
+
+    The owner of all chunks stands outside both trees and feeds their roots.
+    """
     if n < 2 or not owners.size:
         return no_moves()
     root = int(owners[0])

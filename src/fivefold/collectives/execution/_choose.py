@@ -302,7 +302,11 @@ def _tree_schedules(collective: Collective, topology: Topology) -> Iterator[Sche
 
 
 def _rooted_schedules(topology: Topology) -> Iterator[Schedule]:
-    """All-reduce as a reduction to one rank and a broadcast from it, both down the same trees."""
+    """All-reduce as a reduction to one rank and a broadcast from it, both down the same trees.
+
+    Its two halves use opposite directions of the links, so that parts of the buffer overlap in
+    time; no rank needs to own a share, which suits ranks behind slow links.
+    """
     from fivefold.collectives.synthesis import spanning_trees  # noqa: PLC0415 - loads a solver
 
     rounded = _rounded(topology)

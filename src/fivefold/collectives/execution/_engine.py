@@ -26,7 +26,7 @@ from fivefold.collectives.execution._calls import CallKind, CallLog, CollectiveE
 from fivefold.collectives.execution._choose import Choice, choose, size_class
 from fivefold.collectives.execution._cost import LinkClock
 from fivefold.collectives.execution._plan import RankPlan, plan_rank
-from fivefold.collectives.execution._run import Lanes, Transfers, run_in_rounds, run_plan
+from fivefold.collectives.execution._run import ReceiveThreads, RunContext, run_in_rounds, run_plan
 from fivefold.collectives.execution._settings import (
     CHOOSABLE,
     Settings,
@@ -107,7 +107,7 @@ class Engine:
         self._plans: dict[tuple[str, int, int], RankPlan] = {}
         self._said: set[str] = set()
         self._queue = WorkQueue(name=f"fivefold rank {rank}")
-        self._lanes = Lanes(f"fivefold rank {rank}")
+        self._threads = ReceiveThreads(f"fivefold rank {rank}")
         self._kept: list[Any] = []
         self._switch: SwitchRoute | None = None
         self._calls = CallLog(self._own_store, rank=rank, size=size, groups=self._gloo_groups)
@@ -426,7 +426,7 @@ class Engine:
             same = outputs.data_ptr() == inputs.data_ptr()
             inputs = inputs.cpu()
             outputs = inputs if same else torch.empty_like(outputs, device="cpu")
-        transfers = Transfers(
+        context = RunContext(
             inner=inner,
             inputs=inputs,
             outputs=outputs,
@@ -435,11 +435,11 @@ class Engine:
             timeout=timeout,
             what=f"{call.name} of {call.size_bytes} bytes by {choice.label} on rank {self.rank}",
             tag=tag,
-            lanes=self._lanes,
+            threads=self._threads,
             keep=self._kept,
         )
         grouped = not isinstance(inner, dist.ProcessGroupGloo)
-        (run_in_rounds if grouped else run_plan)(plan, transfers)
+        (run_in_rounds if grouped else run_plan)(plan, context)
         if _kind_of(call.operation) == _Operations.AVG:
             outputs.div_(self.size)
         if staged:
@@ -449,7 +449,7 @@ class Engine:
         """End the thread and let go of the inner groups."""
         self._calls.close()
         self._queue.close()
-        self._lanes.close()
+        self._threads.close()
         if self._switch is not None:
             self._switch.close()
         self._inner.clear()

@@ -48,8 +48,7 @@ class Task:
     write: Span | None  # slots that are written; None where it writes none
     receive_peer: int  # rank that it receives from; -1 none
     send_peer: int  # rank that it sends to; -1 none
-    receive_channel: int  # queue of what it receives
-    send_channel: int  # queue of what it sends
+    channel: int  # queue of what it receives and sends
     # earlier tasks that must be done first: they write what it reads, or use what it writes
     after: tuple[int, ...]
     sends_after: int  # the task that sends before it in the same queue; -1 for none
@@ -82,7 +81,11 @@ class Layout:
         return bool((self.scratch < 0).any())
 
     def offsets(self, unit: int) -> dict[Buffer, list[int]]:
-        """Return the element at which each slot begins, and the end of the last one."""
+        """Return the element at which each slot begins, and the end of the last one.
+
+        The unit is an all-reduce's or a broadcast's buffer, one rank's share of an all-gather or a
+        reduce-scatter, what goes from one rank to another in an all-to-all.
+        """
         edges = np.arange(self.parts + 1, dtype=np.int64) * unit // self.parts
         widths = np.diff(edges)
         found = {}
@@ -115,7 +118,10 @@ def plan_rank(program: Program, *, rank: int, arrival_s: Arrival | None = None) 
 
 
 def _rounds(order: list[Executed]) -> list[int]:
-    """Return the round of each operation if a message takes one round and all ranks go in step."""
+    """Return the round of each operation if a message takes one round and all ranks go in step.
+
+    An operation comes no earlier than those before it in its block and those it waits for.
+    """
     rounds: list[int] = []
     last: dict[tuple[int, int], int] = defaultdict(int)
     ended: dict[tuple[int, int, int], int] = {}
@@ -161,8 +167,7 @@ class _Compiler:
                 write=write,
                 receive_peer=block.receive_peer if kind.receives else -1,
                 send_peer=block.send_peer if kind.sends else -1,
-                receive_channel=block.channel,
-                send_channel=block.channel,
+                channel=block.channel,
                 after=self._after(number, self._cells(read), cells),
                 sends_after=self._sends_after(number, block) if kind.sends else -1,
                 settle=tuple(settle),

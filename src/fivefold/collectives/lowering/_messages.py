@@ -100,7 +100,7 @@ def plan_moves(
         _, leg.touched = touched.get(key, (-1, -1))
         touched[key] = (clock, clock)
     flat = sorted((leg for route in legs for leg in route), key=lambda leg: leg.sent)
-    _choose_lanes(flat, channels=channels, instances=instances)
+    _choose_channels(flat, channels=channels, instances=instances)
     messages = _joined(flat, max_count=max_count)
     return Moves(messages, places.final_copies(max_count=max_count), places.scratch_slots)
 
@@ -113,7 +113,7 @@ class _Leg:
     target: int
     chunk: int
     moment: tuple[float, ...]  # legs of equal moments may be one message
-    lane: int = 0
+    channel: int = 0
     sent: int = -1
     received: int = -1
     read: Place = (Buffer.INPUT, -1)
@@ -177,15 +177,15 @@ def _moments(schedule: Schedule, group: np.ndarray) -> list[tuple[float, ...]]:
     return list(zip(groups, starts, ends, strict=True))
 
 
-def _choose_lanes(legs: list[_Leg], *, channels: int, instances: int) -> None:
+def _choose_channels(legs: list[_Leg], *, channels: int, instances: int) -> None:
     """Deal the chunks to channels."""
     # A queue hands over in the order of sending: what overtakes another leg needs another one.
     last: dict[tuple[int, int, int], int] = {}
     for leg in legs:
-        leg.lane = leg.chunk % instances * channels + leg.chunk // instances % channels
-        while last.get((leg.source, leg.target, leg.lane), -1) > leg.received:
-            leg.lane += channels * instances
-        last[leg.source, leg.target, leg.lane] = leg.received
+        leg.channel = leg.chunk % instances * channels + leg.chunk // instances % channels
+        while last.get((leg.source, leg.target, leg.channel), -1) > leg.received:
+            leg.channel += channels * instances
+        last[leg.source, leg.target, leg.channel] = leg.received
 
 
 def _joined(legs: list[_Leg], *, max_count: int) -> list[Message]:
@@ -196,7 +196,7 @@ def _joined(legs: list[_Leg], *, max_count: int) -> list[Message]:
         message = Message(
             leg.source,
             leg.target,
-            leg.lane,
+            leg.channel,
             leg.read,
             leg.write,
             leg.add,
@@ -204,7 +204,7 @@ def _joined(legs: list[_Leg], *, max_count: int) -> list[Message]:
             leg.sent,
             leg.received,
         )
-        queue = (leg.source, leg.target, leg.lane)
+        queue = (leg.source, leg.target, leg.channel)
         place, moment = last.get(queue, (-1, ()))
         if (
             place >= 0

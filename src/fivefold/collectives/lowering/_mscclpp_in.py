@@ -16,20 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.collectives.lowering._lower import RankAction, blocks_of
+from fivefold.collectives.lowering._mscclpp_out import PLAN_COLLECTIVES
 from fivefold.collectives.lowering._order import ProgramError
 from fivefold.collectives.lowering._program import Buffer, OpKind, Program, RankProgram
+from fivefold.collectives.lowering._xml import MSCCL_NAMES, text_of
 from fivefold.collectives.schedules import Collective, named_collective
 from fivefold.errors import ConfigurationError, DataError, UnsupportedError
-from fivefold.files import parse_json, read_text
+from fivefold.files import parse_json
 
 Slot = tuple[Buffer, int]
-_NAMES = {
-    "allreduce": "all_reduce",
-    "allgather": "all_gather",
-    "reducescatter": "reduce_scatter",
-    "alltoall": "all_to_all",
-    "broadcast": "broadcast",
-}
+_NAMES = {MSCCL_NAMES[name]: name for name in PLAN_COLLECTIVES}
 _SKIPPED = {"nop", "flush"}
 _SIGNALS = {"signal", "rlxsignal"}
 _WAITS = {"wait", "rlxwait"}
@@ -59,7 +55,7 @@ def from_mscclpp_json(source: str | Path, *, collective: Collective | None = Non
         6
     """
     try:
-        plan = parse_json(_read(source), where="the plan")
+        plan = parse_json(text_of(source, begins="{", what="plan"), where="the plan")
         return _program(plan, collective)
     except (LookupError, TypeError, AttributeError, OverflowError) as error:
         raise DataError(f"this is no MSCCL++ plan: {error!r}") from error
@@ -69,12 +65,6 @@ def from_mscclpp_json(source: str | Path, *, collective: Collective | None = Non
         if isinstance(error, DataError):
             raise
         raise DataError(f"this is no MSCCL++ plan: {error!r}") from error
-
-
-def _read(source: str | Path) -> str:
-    if isinstance(source, str) and source.lstrip().startswith("{"):
-        return source
-    return read_text(source, what="plan")
 
 
 def _program(plan: dict[str, Any], collective: Collective | None) -> Program:
@@ -360,8 +350,8 @@ class _Runner:
         key: tuple[str, int, str, int],
     ) -> None:
         way, peer, channel_type, number = key
-        lane = 2 * number + (channel_type == "port")
-        self._actions[rank].append(RankAction(kind, (way, peer, lane), read, write, count))
+        channel = 2 * number + (channel_type == "port")
+        self._actions[rank].append(RankAction(kind, (way, peer, channel), read, write, count))
         for place in (read, write):
             if place is not None and place[0] is Buffer.SCRATCH:
                 self._scratch[rank] = max(self._scratch[rank], place[1] + count)

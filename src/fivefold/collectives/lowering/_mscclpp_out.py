@@ -20,17 +20,12 @@ from typing import Any
 from fivefold.collectives.lowering._check import check_program
 from fivefold.collectives.lowering._order import Executed, run_order
 from fivefold.collectives.lowering._program import Buffer, Operation, OpKind, Program, ThreadBlock
+from fivefold.collectives.lowering._xml import MSCCL_NAMES
 from fivefold.errors import InfeasibleError, UnsupportedError
 
 Queue = tuple[int, int, int]  # sender, receiver, channel
 Slot = tuple[Buffer, int]
-_NAMES = {
-    "all_reduce": "allreduce",
-    "all_gather": "allgather",
-    "reduce_scatter": "reducescatter",
-    "all_to_all": "alltoall",
-    "broadcast": "broadcast",
-}
+PLAN_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 _MAX_OPERATIONS, _MAX_CHANNELS, _MAX_SEMAPHORES = 64, 16, 16
 _NO_LIMIT = (1 << 64) - 1
 _SYNC = {"name": "nop"}  # all threads of the block have done what comes before
@@ -63,10 +58,10 @@ def to_mscclpp_json(
         ('allgather', [0, 1])
     """
     collective = program.collective
-    if collective.name not in _NAMES:
+    if collective.name not in PLAN_COLLECTIVES:
         raise UnsupportedError(
             f"MSCCL++ plans have no collective {collective.name!r}",
-            hint=f"they have {', '.join(_NAMES)}",
+            hint=f"they have {', '.join(PLAN_COLLECTIVES)}",
         )
     check_program(program)
     layout = _Layout(program)
@@ -75,7 +70,7 @@ def to_mscclpp_json(
         _require_limits(gpus)
     plan = {
         "name": program.name,
-        "collective": _NAMES[collective.name],
+        "collective": MSCCL_NAMES[collective.name],
         "protocol": "Simple",
         "inplace": program.in_place,
         "reuse_resources": False,

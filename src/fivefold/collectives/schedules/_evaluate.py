@@ -319,7 +319,11 @@ def list_schedule(
 
 
 def flow_dependencies(schedule: Schedule) -> tuple[Longs, Longs]:
-    """Return what each transfer waits for as a flow: (offsets, transfers)."""
+    """Return what each transfer waits for as a flow: (offsets, transfers).
+
+    Beside what it sends on, the transfer before it between the same two ranks: a connection is a
+    queue, and its messages do not compete with one another.
+    """
     found = dependencies(schedule)
     order = schedule.slots()[3]
     count = schedule.num_transfers

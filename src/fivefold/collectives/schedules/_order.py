@@ -80,7 +80,10 @@ def _by_times(members: Any, times: tuple[Any, Any], slack_s: float, events: Any)
 def order_events(
     members: Any, steps: Any, times: tuple[Any, Any], mode: int, slack_s: float
 ) -> Any:
-    """Reads and writes of one chunk's transfers in the order in which they take effect."""
+    """Reads and writes of one chunk's transfers in the order in which they take effect.
+
+    2 * m is the read and 2 * m + 1 the write of member m.
+    """
     events = np.empty(2 * members.size, np.int64)
     if mode == 1:
         _by_steps(members, steps, events)

@@ -84,7 +84,11 @@ def require_topology(schedule: Schedule, topology: Topology | None) -> Topology:
 
 
 def route_table(schedule: Schedule, topology: Topology) -> RouteTable:
-    """Return the routes of all transfers on a topology."""
+    """Return the routes of all transfers on a topology.
+
+    A transfer without a route of its own takes the direct link of largest capacity, or where the
+    ranks are no neighbours the route of least latency.
+    """
     if schedule.route_offsets is not None and schedule.route_links is not None:
         rows = np.arange(schedule.num_transfers, dtype=np.int32)
         stops = np.zeros(schedule.route_links.size, dtype=np.bool_)

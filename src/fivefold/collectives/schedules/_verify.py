@@ -266,7 +266,11 @@ def replay(
     post: tuple[Any, Any],
     shape: tuple[int, int, int, bool, float],
 ) -> tuple[int, int, int, int, int]:
-    """Replay every chunk and compare with the postcondition."""
+    """Replay every chunk and compare with the postcondition.
+
+    Returns code, transfer or -1, chunk, rank or -1, redundant writes; of all chunks the broken
+    transfer that is listed first is named.
+    """
     num_ranks, words, mode, reducing, slack_s = shape
     offsets, positions = grouped
     steps, starts_s, ends_s = timing

@@ -38,7 +38,11 @@ Messages = tuple[Longs, Floats]
 
 
 def messages_of(schedule: Schedule, transfer_bytes: Floats) -> Messages:
-    """Find what travels as one message: (leader of each transfer, bytes of each leader)."""
+    """Find what travels as one message: (leader of each transfer, bytes of each leader).
+
+    Transfers of the same source, target, start and end that leave on the same link are one; the
+    first of them leads. Bytes of followers are 0.
+    """
     count = schedule.num_transfers
     leaders = np.arange(count, dtype=np.int64)
     if schedule.starts_s is None or schedule.ends_s is None or count == 0:
@@ -60,7 +64,10 @@ def messages_of(schedule: Schedule, transfer_bytes: Floats) -> Messages:
 
 
 def check_times_against_order(schedule: Schedule) -> None:
-    """Refuse a transfer that starts before what it sends has arrived."""
+    """Refuse a transfer that starts before what it sends has arrived.
+
+    Where the times fix the order there is nothing to compare: the replay itself went by them.
+    """
     if schedule.starts_s is None or schedule.ends_s is None or schedule.order_mode == BY_TIMES:
         return
     at = _first_hurried(
@@ -180,7 +187,11 @@ def _push(heap: Any, size: int, ends_s: Any) -> None:
 
 @njit
 def first_overload(links: Array, starts_s: Array, ends_s: Array, needs_s: Array) -> Any:
-    """Return the first message that cannot be done by its end, link by link, earliest end first."""
+    """Return the first message that cannot be done by its end, link by link, earliest end first.
+
+    Earliest deadline first with interruption is optimal on one machine: if it fails, no sharing of
+    the link's capacity keeps the times.
+    """
     count = links.size
     heap = np.empty(count, np.int64)
     left_s = needs_s.copy()
@@ -223,7 +234,11 @@ def _first_hurried(
     steps: Ints,
     shape: tuple[int, float],
 ) -> int:
-    """Find the first transfer that starts before what it reads has arrived; -1 for none."""
+    """Find the first transfer that starts before what it reads has arrived; -1 for none.
+
+    A copied chunk is there from its first arrival; a sum is whole when all that was added in
+    earlier steps has arrived.
+    """
     read, written, filled, order = slots
     reducing, slack_s = shape
     ready_s = np.where(filled, 0.0, np.inf)
