@@ -13,15 +13,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fivefold.errors import ConfigurationError, InfeasibleError
-from fivefold.network.topology import Aggregation
-
-if TYPE_CHECKING:
-    from fivefold.network.topology import Topology
+from fivefold.network.simulation import AggregationRequest
+from fivefold.network.topology import Aggregation, Topology
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +36,8 @@ class InNetworkTree:
         slots: Slots that it may use at each switch.
 
     Examples:
-        >>> from fivefold.network.topology import Aggregation, SwitchAbility, Topology, switch
+        >>> from fivefold.network.simulation import AggregationRequest
+    from fivefold.network.topology import Aggregation, SwitchAbility, Topology, switch
         >>> plain = switch(4, bandwidth="1 GB/s", latency="1 us")
         >>> hub = next(node.name for node in plain.nodes if not node.is_rank)
         >>> able = SwitchAbility(hub, aggregation=Aggregation(slots=1024, slot_bytes=1024))
@@ -129,8 +128,6 @@ class InNetworkTree:
             size_bytes: Buffer of each rank.
             **options: More of its arguments, such as ``release_s``, ``job`` or ``fallback``.
         """
-        from fivefold.network.simulation import AggregationRequest  # noqa: PLC0415 - only here
-
         names = [node.name for node in self.topology.nodes]
         tree = {names[child]: names[parent] for child, parent in self.parents.items()}
         leaves = [names[leaf] for leaf in self.leaves]
@@ -159,7 +156,8 @@ def in_network_tree(
         InfeasibleError: No tree of aggregating switches joins the ranks; says why.
 
     Examples:
-        >>> from fivefold.network.topology import star
+        >>> from fivefold.network.simulation import AggregationRequest
+    from fivefold.network.topology import star
         >>> in_network_tree(star(3))
         Traceback (most recent call last):
         fivefold.errors.InfeasibleError: no switch of topology 'star:3' aggregates; ...

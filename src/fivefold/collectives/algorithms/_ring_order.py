@@ -7,12 +7,9 @@ the ranks' own order is as good, it is kept.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-if TYPE_CHECKING:
-    from fivefold.network.topology import Topology
+from fivefold.network.topology import Topology
 
 _MOST_RANKS_SWITCHED = 512  # every pair is joined through switches: too many to search
 _MOST_WIDTHS = 8

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -26,10 +26,8 @@ from fivefold.collectives.schedules._routes import require_topology
 from fivefold.collectives.schedules._schedule import Schedule
 from fivefold.collectives.schedules._throughput import throughput_optimum
 from fivefold.errors import ConfigurationError
+from fivefold.network.topology import Topology
 from fivefold.units import format_bytes
-
-if TYPE_CHECKING:
-    from fivefold.network.topology import Topology
 
 _EXACT_WORK = 15_000_000  # ranks times arcs up to which max-flows are run unasked
 

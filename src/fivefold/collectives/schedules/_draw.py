@@ -15,13 +15,13 @@ from fivefold.collectives.schedules._evaluate import Timing
 from fivefold.collectives.schedules._routes import require_topology, route_table
 from fivefold.collectives.schedules._schedule import Schedule
 from fivefold.errors import ConfigurationError, UnsupportedError
+from fivefold.network.topology import Topology
 from fivefold.units import format_bytes, format_duration_s
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from fivefold.network.topology import Topology
 
 _MOST_BARS = 6_000  # beyond, bars are too thin to be told apart
 _MOST_LABELS = 400

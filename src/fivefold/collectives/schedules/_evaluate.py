@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -30,9 +30,8 @@ from fivefold.collectives.schedules._routes import RouteTable, require_topology,
 from fivefold.collectives.schedules._schedule import Schedule, ScheduleError
 from fivefold.collectives.schedules._verify_times import messages_of
 from fivefold.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from fivefold.network.topology import Topology
+from fivefold.network import simulation
+from fivefold.network.topology import Topology
 
 CostModel = Literal["serial", "slotted", "synchronous", "fluid"]
 MODELS: tuple[CostModel, ...] = ("serial", "slotted", "synchronous", "fluid")
@@ -346,8 +345,6 @@ def fluid_times(
     schedule: Schedule, topology: Topology, routes: RouteTable, chunk_bytes: Floats
 ) -> tuple[Floats, Floats, Floats]:
     """Return the starts, ends and busy seconds of the links, from `fivefold.network.simulation`."""
-    from fivefold.network import simulation  # noqa: PLC0415 - only this model needs it
-
     # A flow for each leg. It waits for the leg before it, the first one for what its transfer does.
     legs, first_legs = routes.legs()
     counts = np.diff(first_legs)[routes.rows]

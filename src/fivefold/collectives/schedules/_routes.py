@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,9 +18,7 @@ from fivefold.collectives.schedules._arrays import Array, Floats, Ints, Longs, r
 from fivefold.collectives.schedules._schedule import Schedule, ScheduleError
 from fivefold.errors import ConfigurationError
 from fivefold.flows import default_paths
-
-if TYPE_CHECKING:
-    from fivefold.network.topology import Topology
+from fivefold.network.topology import Topology
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,15 +17,13 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fivefold.collectives.schedules._arrays import Array, Longs
 from fivefold.errors import ConfigurationError, UnsupportedError
-
-if TYPE_CHECKING:
-    from fivefold.network.topology import Topology
+from fivefold.network.topology import Topology
 
 _FINEST = 2**31  # capacities that are no integers become multiples of the largest / this
 

@@ -11,7 +11,7 @@ References: collectives as pre- and postconditions, SCCL, arXiv 2008.08708.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -24,9 +24,7 @@ from fivefold.collectives.schedules._verify_times import (
     check_times_against_links,
     check_times_against_order,
 )
-
-if TYPE_CHECKING:
-    from fivefold.network.topology import Topology
+from fivefold.network.topology import Topology
 
 SLACK = 1e-9  # of the whole duration: what sums of floats may be off by
 

@@ -8,7 +8,7 @@ model puts one after another pass, and so do several that share a link at lower 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -18,9 +18,7 @@ from fivefold.collectives.schedules._order import BY_TIMES
 from fivefold.collectives.schedules._routes import RouteTable
 from fivefold.collectives.schedules._schedule import Schedule, ScheduleError
 from fivefold.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from fivefold.network.topology import Topology
+from fivefold.network.topology import Topology
 
 _SLACK = 1e-6  # of a message's own time: solvers round more than sums of floats do
 
