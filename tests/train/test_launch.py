@@ -8,12 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
+from fivefold.train._outcome import error_from_record, error_to_record
 
 from fivefold.errors import CommunicationError, ConfigurationError, DataError
 from fivefold.runs import exit_code
+from fivefold.runs.launch import root_cause
 from fivefold.train import config_to_toml, launch
-from fivefold.train._launch import _first
-from fivefold.train._outcome import error_from_record, error_to_record
 
 
 @pytest.fixture
@@ -226,7 +226,7 @@ def test_the_root_cause_is_not_the_rank_that_lost_its_peer():
     lost = {"time_s": 1.0, "error": {"kind": "CommunicationError", "message": "a", "hint": None}}
     cause = {"time_s": 2.0, "error": {"kind": "DataError", "message": "b", "hint": None}}
     later = {"time_s": 3.0, "error": {"kind": "DataError", "message": "c", "hint": None}}
-    assert _first([later, lost, cause]) is cause
+    assert root_cause([later, lost, cause]) is cause
 
 
 def test_exit_codes():
