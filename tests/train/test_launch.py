@@ -8,11 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
-from fivefold.train._outcome import error_from_record, error_to_record
 
 from fivefold.errors import CommunicationError, ConfigurationError, DataError
 from fivefold.runs import exit_code
-from fivefold.runs.launch import root_cause
+from fivefold.runs.launch import error_from_record, outcome_record, root_cause
 from fivefold.train import config_to_toml, launch
 
 
@@ -211,13 +210,13 @@ def test_launch_refuses_one_rank_of_a_method_that_needs_two(write_config):
     ],
 )
 def test_errors_cross_processes_whole(error):
-    back = error_from_record(json.loads(json.dumps(error_to_record(error))))
+    back = error_from_record(json.loads(json.dumps(outcome_record(error)["error"])))
     assert type(back) is type(error)
     assert (back.message, back.hint) == (error.message, error.hint)
 
 
 def test_a_foreign_error_stays_internal():
-    back = error_from_record(error_to_record(KeyError("x")))
+    back = error_from_record(outcome_record(KeyError("x"))["error"])
     assert type(back) is RuntimeError
     assert str(back) == "KeyError: 'x'"
 

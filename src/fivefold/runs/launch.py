@@ -135,7 +135,7 @@ def _after_signal(outcomes: Path, *, nproc: int, number: int) -> int:
                 os.kill(int(file.read_text(encoding="utf-8")), signal.SIGKILL)
     failed = [record for record in records if record["error"] is not None]
     if failed:
-        raise _error_from(root_cause(failed)["error"])
+        raise error_from_record(root_cause(failed)["error"])
     _LOG.warning("stopped by %s before a checkpoint was written", signal.Signals(number).name)
     return _SIGNAL_EXIT + number
 
@@ -158,7 +158,7 @@ def _cause_of_failure(outcomes: Path, error: ChildFailedError) -> Exception:
     if known is not None and known["error"]["kind"] != "CommunicationError":
         if known["traceback"]:
             _LOG.debug("%s", known["traceback"])
-        return _error_from(known["error"])
+        return error_from_record(known["error"])
     for rank, failure in sorted(error.failures.items()):
         # SIGTERM is what the launcher itself ends the other ranks with.
         if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
@@ -167,7 +167,7 @@ def _cause_of_failure(outcomes: Path, error: ChildFailedError) -> Exception:
             hint = "run the same command again to resume from the newest checkpoint"
             return CommunicationError(message, hint=hint)
     if known is not None:
-        return _error_from(known["error"])
+        return error_from_record(known["error"])
     codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
     return RuntimeError(f"ranks ended with exit codes {codes}")
 
@@ -192,14 +192,15 @@ def run_worker(work: Callable[[], object]) -> int:
         failed = error
     if note is not None:
         partial = note.with_suffix(".tmp")
-        partial.write_text(json.dumps(_outcome(failed)), encoding="utf-8")
+        partial.write_text(json.dumps(outcome_record(failed)), encoding="utf-8")
         partial.rename(note)
     elif failed is not None:
         sys.stderr.write(f"error: {failed}\n")
     return exit_code(failed)
 
 
-def _outcome(error: BaseException | None) -> dict[str, Any]:
+def outcome_record(error: BaseException | None) -> dict[str, Any]:
+    """Return how a rank ended, as its launcher reads it."""
     if error is None:
         return {"time_s": time.time(), "error": None, "traceback": None}
     if isinstance(error, FivefoldError):
@@ -210,8 +211,8 @@ def _outcome(error: BaseException | None) -> dict[str, Any]:
     return {"time_s": time.time(), "error": record, "traceback": trace}
 
 
-def _error_from(record: dict[str, Any]) -> Exception:
-    """The error that a rank met; a RuntimeError where it was none of ours."""
+def error_from_record(record: dict[str, Any]) -> Exception:
+    """Return the error that a rank met; a RuntimeError where it was none of ours."""
     if record["kind"] in errors.__all__:
         kind: type[FivefoldError] = getattr(errors, record["kind"])
         return kind(record["message"], hint=record["hint"])
