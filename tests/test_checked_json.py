@@ -9,23 +9,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.errors import DataError, StorageError
+from fivefold.files import read_checked_json, write_checked_json
 from fivefold.gnn.planning import Plan
-from fivefold.gnn.storage import Container, DiskProfile, read_json_file, write_json_file
+from fivefold.gnn.storage import Container, DiskProfile
 
 VALUE = {"epochs": 3, "files": {"rows": "ab12", "records": None}, "sizes": [1, 2.5], "done": True}
 
 
 def test_what_was_written_is_read(tmp_path):
-    write_json_file(tmp_path / "a", VALUE)
-    assert read_json_file(tmp_path / "a") == VALUE
-    write_json_file(tmp_path / "a", {"by number": {2: "b", 10: "a"}})
-    assert read_json_file(tmp_path / "a") == {"by number": {"2": "b", "10": "a"}}
+    write_checked_json(tmp_path / "a", VALUE)
+    assert read_checked_json(tmp_path / "a") == VALUE
+    write_checked_json(tmp_path / "a", {"by number": {2: "b", 10: "a"}})
+    assert read_checked_json(tmp_path / "a") == {"by number": {"2": "b", "10": "a"}}
 
 
 @pytest.fixture(scope="module")
 def sound_json(tmp_path_factory):
     path = tmp_path_factory.mktemp("json") / "a"
-    write_json_file(path, VALUE)
+    write_checked_json(path, VALUE)
     return path.read_bytes()
 
 
@@ -37,7 +38,7 @@ def test_a_changed_file_is_refused_or_says_the_same(place, bit, cut, sound_json,
     data[at] ^= 1 << bit
     path.write_bytes(data[:at] if cut else data)
     with contextlib.suppress(DataError):
-        assert read_json_file(path) == VALUE
+        assert read_checked_json(path) == VALUE
 
 
 @pytest.mark.parametrize(
@@ -57,17 +58,17 @@ def test_a_changed_file_is_refused_or_says_the_same(place, bit, cut, sound_json,
 def test_what_is_no_such_file_is_refused(text, tmp_path):
     (tmp_path / "a").write_bytes(text)
     with pytest.raises(DataError, match="make it again"):
-        read_json_file(tmp_path / "a")
+        read_checked_json(tmp_path / "a")
 
 
 def test_a_huge_file_is_not_read(tmp_path):
     with (tmp_path / "a").open("wb") as file:
         file.truncate(1 << 40)
     with pytest.raises(DataError, match="at most"):
-        read_json_file(tmp_path / "a")
+        read_checked_json(tmp_path / "a")
 
 
-@pytest.mark.parametrize("read", [read_json_file, Container.open], ids=["json", "container"])
+@pytest.mark.parametrize("read", [read_checked_json, Container.open], ids=["json", "container"])
 def test_a_pipe_or_a_folder_is_refused_at_once(read, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for name in ("pipe", ""):
@@ -77,9 +78,9 @@ def test_a_pipe_or_a_folder_is_refused_at_once(read, tmp_path):
 
 def test_what_the_system_refuses_is_said(tmp_path):
     with pytest.raises(FileNotFoundError):
-        read_json_file(tmp_path / "nothing")
+        read_checked_json(tmp_path / "nothing")
     with pytest.raises(StorageError, match="nowhere"):
-        write_json_file(tmp_path / "nowhere" / "a", VALUE)
+        write_checked_json(tmp_path / "nowhere" / "a", VALUE)
 
 
 @pytest.mark.parametrize(
