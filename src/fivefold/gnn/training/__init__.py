@@ -6,27 +6,28 @@ Names are resolved when they are used: the configuration needs neither torch nor
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fivefold.gnn.training._config import (
-    BudgetsConfig,
-    DataConfig,
-    GnnConfig,
-    LoaderConfig,
-    ModelConfig,
-    OptimConfig,
-    PlanConfig,
-    RunConfig,
-    SamplingConfig,
-    ValidationConfig,
-    config_to_toml,
-    load_config,
-)
-from fivefold.gnn.training._infer_run import RunInference, infer_run, load_model
-from fivefold.gnn.training._inference import InferenceResult, LayerReport, infer_layers
-from fivefold.gnn.training._loop import train_graph
-from fivefold.gnn.training._models import GAT, GCN, GraphSAGE, LayeredModel, make_model
-from fivefold.gnn.training._result import GnnResult
+if TYPE_CHECKING:
+    from fivefold.gnn.training._config import (
+        BudgetsConfig,
+        DataConfig,
+        GnnConfig,
+        LoaderConfig,
+        ModelConfig,
+        OptimConfig,
+        PlanConfig,
+        RunConfig,
+        SamplingConfig,
+        ValidationConfig,
+        config_to_toml,
+        load_config,
+    )
+    from fivefold.gnn.training._infer_run import RunInference, infer_run, load_model
+    from fivefold.gnn.training._inference import InferenceResult, LayerReport, infer_layers
+    from fivefold.gnn.training._loop import train_graph
+    from fivefold.gnn.training._models import GAT, GCN, GraphSAGE, LayeredModel, make_model
+    from fivefold.gnn.training._result import GnnResult
 
 __all__ = [
     "GAT",
