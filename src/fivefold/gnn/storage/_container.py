@@ -368,7 +368,7 @@ def _read_ends(descriptor: int, header: Header, path: Path) -> tuple[NDArray[np.
     ):
         pages = np.empty(aligned(count), np.uint8)
         read_into(descriptor, pages, offset, path)
-        if xxhash.xxh64_intdigest(pages) != expected:
+        if xxhash.xxh64_intdigest(pages.data) != expected:
             raise DataError(
                 f"the {name} of {path} is damaged: its checksum is wrong",
                 hint="make the file again, or copy it again from its source",

@@ -437,10 +437,10 @@ class ContainerWriter:
             file_bytes=manifest_offset + len(manifest_pages),
             table_offset=data_end,
             table_bytes=table.nbytes,
-            table_hash=xxhash.xxh64_intdigest(table_pages),
+            table_hash=xxhash.xxh64_intdigest(table_pages.data),
             manifest_offset=manifest_offset,
             manifest_bytes=len(manifest),
-            manifest_hash=xxhash.xxh64_intdigest(manifest_pages),
+            manifest_hash=xxhash.xxh64_intdigest(manifest_pages.data),
         )
         file.cut(header.file_bytes)
         file.put(table_pages, header.table_offset, None)
