@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError
-from fivefold.optim._auto_tau import AutoTau, TauController, named_auto_tau
-from fivefold.optim._tau_decision import TauDecision
+from fivefold.optim._auto_tau import AutoTau, TauController, TauDecision, named_auto_tau
 
 
 @dataclass

@@ -36,11 +36,9 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 from fivefold.errors import ConfigurationError
-from fivefold.optim._step_balance import StepBalance
-from fivefold.optim._tau_decision import DecisionLog, TauDecision, TauReason
 
 # Patience after each try that proved wrong, and how often it grows.
 _PATIENCE_GROWTH = 4
@@ -400,3 +398,128 @@ def _median(times: Sequence[float] | deque[float]) -> float:
     """Return the median of the measurements there are (of two, the lower); 0.0 without any."""
     measured = [time_s for time_s in times if time_s > 0]
     return statistics.median_low(measured) if measured else 0.0
+
+
+TauReason = Literal["exposed", "margin", "slack", "balance"]
+
+_REASONS: tuple[TauReason, ...] = ("exposed", "margin", "slack", "balance")
+_KEPT = 64
+_NO_DECISION = (-1, -1, -1, -1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TauDecision:
+    """One change of tau, or of the ranks' local steps ("balance"), for logs and timelines.
+
+    Attributes:
+        round: Round whose message brought the measurements; the round that begins when it has
+            arrived is the first with the new tau.
+        previous: tau before.
+        tau: tau from now on.
+        step_s: Compute seconds of one step of tau: of the slowest rank, or with ``balance`` of
+            the fastest.
+        flight_s: Seconds that the network needs for one round's communication.
+        reason: "exposed": the communication took longer than the round. "margin": it fitted, but
+            without the margin. "slack": fewer steps hide it too. "balance": only the local steps
+            of some ranks changed.
+
+    Examples:
+        >>> print(TauDecision(round=5, previous=8, tau=18, step_s=0.1, flight_s=1.6,
+        ...                   reason="exposed"))
+        round 5: tau 8 -> 18 (exposed: communication 1.6 s, step 0.1 s)
+    """
+
+    round: int
+    previous: int
+    tau: int
+    step_s: float
+    flight_s: float
+    reason: TauReason
+
+    def __str__(self) -> str:
+        times = f"communication {self.flight_s:.3g} s, step {self.step_s:.3g} s"
+        return f"round {self.round}: tau {self.previous} -> {self.tau} ({self.reason}: {times})"
+
+
+class DecisionLog:
+    """The last 64 decisions, oldest first."""
+
+    def __init__(self) -> None:
+        self.decisions: deque[TauDecision] = deque(maxlen=_KEPT)
+
+    def numbers(self) -> list[int]:
+        """Return round, previous tau, tau and reason of each, -1 where there is none."""
+        rows = [(d.round, d.previous, d.tau, _REASONS.index(d.reason)) for d in self.decisions]
+        rows += [_NO_DECISION] * (_KEPT - len(rows))
+        return [number for row in rows for number in row]
+
+    def times(self) -> list[float]:
+        """Return step and flight time of each in seconds, 0.0 where there is none."""
+        times = [time_s for d in self.decisions for time_s in (d.step_s, d.flight_s)]
+        return times + [0.0] * (2 * _KEPT - len(times))
+
+    def restore(self, *, numbers: Sequence[int], times: Sequence[float]) -> None:
+        """Set the log from ``numbers()`` and ``times()``."""
+        self.decisions.clear()
+        for i in range(_KEPT):
+            round_number, previous, tau, reason = numbers[4 * i : 4 * i + 4]
+            if round_number < 0:
+                break
+            decision = TauDecision(
+                round=round_number,
+                previous=previous,
+                tau=tau,
+                step_s=times[2 * i],
+                flight_s=times[2 * i + 1],
+                reason=_REASONS[reason],
+            )
+            self.decisions.append(decision)
+
+
+# Counts stay while no rank's mean share is off by more than this.
+_SLACK_STEPS = 0.75
+
+
+class StepBalance:
+    """Local steps per rank, for a given tau."""
+
+    def __init__(self, world_size: int, *, tau: int, patience: int) -> None:
+        self.steps = [tau] * world_size
+        self.sums = [0.0] * world_size
+        self.rounds = 0
+        self._patience = patience
+
+    def update(self, step_s: Sequence[float], *, tau: int, at_once: bool) -> bool:
+        """Count one round's measurements; return whether a rank's steps changed."""
+        fastest_s = min(time_s for time_s in step_s if time_s > 0)
+        shares = [tau * fastest_s / (time_s or fastest_s) for time_s in step_s]
+        if at_once or self._is_far_off(shares):
+            return self._set(shares)
+        self.sums = [total + share for total, share in zip(self.sums, shares, strict=True)]
+        self.rounds += 1
+        if self.rounds < self._patience:
+            return False
+        means = [total / self.rounds for total in self.sums]
+        pairs = zip(means, self.steps, strict=True)
+        if any(abs(mean - steps) > _SLACK_STEPS for mean, steps in pairs):
+            return self._set(means)
+        self._forget()
+        return False
+
+    def restore(self, *, steps: Sequence[int], sums: Sequence[float], rounds: int) -> None:
+        """Go on from the three public attributes of another one."""
+        self.steps, self.sums, self.rounds = list(steps), list(sums), rounds
+
+    def _is_far_off(self, shares: Sequence[float]) -> bool:
+        """Whether a rank is off by more than a step and more than a quarter of its steps."""
+        pairs = zip(shares, self.steps, strict=True)
+        return any(abs(share - steps) > max(1.0, steps / 4) for share, steps in pairs)
+
+    def _set(self, shares: Sequence[float]) -> bool:
+        self._forget()
+        before = self.steps
+        self.steps = [max(1, math.floor(share + 0.5)) for share in shares]
+        return before != self.steps
+
+    def _forget(self) -> None:
+        self.sums, self.rounds = [0.0] * len(self.steps), 0

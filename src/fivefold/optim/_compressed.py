@@ -47,16 +47,7 @@ def ring_bytes(payload_bytes: int, *, world_size: int) -> int:
 
 
 def slice_bounds(num_elements: int, *, world_size: int, granule: int) -> list[int]:
-    """Cut elements into one slice per rank; their numbers of granules differ by one at most.
-
-    Args:
-        num_elements: N, any number.
-        world_size: G.
-        granule: Slices begin at multiples of it.
-
-    Returns:
-        G + 1 bounds from 0 to N; slices may be empty.
-    """
+    """Cut elements into one slice per rank; their numbers of granules differ by one at most."""
     granules, more = divmod(-(-num_elements // granule), world_size)
     sizes = [(granules + (rank < more)) * granule for rank in range(world_size)]
     return [min(bound, num_elements) for bound in accumulate(sizes, initial=0)]
@@ -128,26 +119,13 @@ class CompressedFlight:
         return self._job.completed_at_s
 
     def wait(self) -> bool:
-        """Block until the sums are in the payloads; see ``Flight.wait``.
-
-        Raises:
-            CommunicationError: A peer ended, the network failed, or the timeout passed.
-        """
+        """Block until the sums are in the payloads; see ``Flight.wait``."""
         self._thread.wait(self._job)
         return True
 
 
 class CompressedExchange:
-    """Compressed sums over one process group, with residuals for each fragment.
-
-    Args:
-        group: Used by nobody else while a flight is under way.
-        thread: Carries out the flights, one after the other.
-        codec: How payloads are written on the wire.
-        bucket_bytes: Longest part of a payload, as float32, that is encoded at once; payloads
-            of fewer than ten such parts are cut finer. Three parts are under way at a time, which
-            bounds the memory.
-    """
+    """Compressed sums over one process group, with residuals for each fragment."""
 
     def __init__(
         self,
@@ -167,11 +145,7 @@ class CompressedExchange:
         self._rooms: dict[tuple[torch.device, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def prepare(self, payloads: Sequence[torch.Tensor], *, fragment: int) -> None:
-        """Make a fragment's residuals, all zero; a second call with the same sizes does nothing.
-
-        Raises:
-            ConfigurationError: A payload is not flat float32, or has another size than before.
-        """
+        """Make a fragment's residuals, all zero; a second call with the same sizes does nothing."""
         for payload in payloads:
             _require_flat_float32(payload, codec=self._codec)
         sizes = [payload.numel() for payload in payloads]
@@ -186,11 +160,7 @@ class CompressedExchange:
     def launch(
         self, payloads: Sequence[torch.Tensor], *, lane: torch.Tensor, fragment: int, what: str
     ) -> CompressedFlight:
-        """Queue the sum of a prepared fragment; see ``Transport.launch``.
-
-        Raises:
-            ConfigurationError: The fragment was not prepared with payloads of these sizes.
-        """
+        """Queue the sum of a prepared fragment; see ``Transport.launch``."""
         launched_at_s = time.perf_counter()
         if fragment not in self._feedback:
             message = f"fragment {fragment} was launched before prepare(payloads, fragment=...)"
@@ -218,11 +188,7 @@ class CompressedExchange:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Copy saved residuals into the prepared ones.
-
-        Raises:
-            ConfigurationError: Other fragments, sizes or numbers of ranks were saved.
-        """
+        """Copy saved residuals into the prepared ones."""
         current = self.state_dict()
         if _sizes(state) != _sizes(current):
             message = (

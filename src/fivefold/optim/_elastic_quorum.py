@@ -116,12 +116,6 @@ def decide(ballots: Sequence[Ballot]) -> Decision:
     two parts of the job went on without each other; then one of them, which all see alike,
     prevails. Where nobody is a member the job starts: the worker with the most steps behind it
     gives its state to the others.
-
-    Args:
-        ballots: One per worker, in any order, at least one.
-
-    Returns:
-        The decision, which does not depend on the order.
     """
     voters = [ballot for ballot in ballots if not ballot.joining]
     applicants = sorted((b for b in ballots if b.joining), key=lambda b: b.worker)

@@ -16,15 +16,15 @@ import torch
 
 from fivefold.errors import CommunicationError, NonFiniteError
 from fivefold.optim._flat import FlatGroup
-from fivefold.optim._fragment_state import FragmentState, Surroundings
 from fivefold.optim._lane import Lane, LaneReading
-from fivefold.optim._merge import MERGES, MergeTask, merge_pieces
+from fivefold.optim._merge import MERGES, MergeTask, merge_pieces, outer_coefficients
 from fivefold.optim._replica_hash import replica_hash, require_equal, require_equal_inside
-from fivefold.optim._scalars import outer_coefficients
 from fivefold.optim._schedule import Boundary, RoundSchedule
 from fivefold.optim._shards import local_tensor
 from fivefold.optim._state import (
+    FragmentState,
     InFlight,
+    Surroundings,
 )
 from fivefold.optim._statistics import FlightRecord
 from fivefold.optim._update import OuterCoefficients, PieceStatistics
@@ -133,11 +133,7 @@ class Fragment(FragmentState):
 
     @torch.no_grad()
     def begin_at_mean(self) -> None:
-        """Start from the mean of what the ranks have, which is waited for.
-
-        Raises:
-            CommunicationError: The all-reduce failed or timed out.
-        """
+        """Start from the mean of what the ranks have, which is waited for."""
         transport, measured = self._shared.transport, PieceStatistics()
         transport.broadcast(self.anchors)
         for piece in self._pieces():
@@ -167,12 +163,7 @@ class Fragment(FragmentState):
             self._land(self._in_flight)
 
     def take_part(self, round_number: int, *, unit: float) -> None:
-        """Take part in a launch with weight 0: a newcomer has no work of its own yet.
-
-        Args:
-            round_number: What the others launch.
-            unit: Their inner learning rate.
-        """
+        """Take part in a launch with weight 0: a newcomer has no work of its own yet."""
         self._clear_payloads()
         self._others_lr = unit  # this worker's own schedule may stand elsewhere
         self._send(round_number, weight=0.0, anchor_hash=0, step_s=0.0)

@@ -66,11 +66,7 @@ class LaneReading:
         return len(self.weight) == world_size
 
     def require_weights_alike(self) -> None:
-        """Refuse a sum in which some ranks count their tokens and others count 1.
-
-        Raises:
-            ConfigurationError: It is one; the message names the ranks without weights.
-        """
+        """Refuse a sum in which some ranks count their tokens and others count 1."""
         taken = [slot for slot, weight in enumerate(self.weight) if weight > 0]
         plain = [slot for slot in taken if not self.weighted[slot]]
         if plain and len(plain) < len(taken):
@@ -94,12 +90,7 @@ class LaneReading:
 
 
 class Lane:
-    """The tensor that travels, float64, one slot per rank and field.
-
-    Args:
-        world_size: Number of slots.
-        device: Where the payloads are.
-    """
+    """The tensor that travels, float64, one slot per rank and field."""
 
     def __init__(self, world_size: int, *, device: torch.device) -> None:
         self._world_size = world_size
@@ -109,12 +100,7 @@ class Lane:
         self._host = torch.zeros(size, dtype=torch.float64, pin_memory=True) if pinned else None
 
     def write(self, rank: int, **values: Number) -> None:
-        """Fill this rank's slot, and nothing else.
-
-        Args:
-            rank: This rank's slot.
-            values: Fields by name, numbers or 0-dimensional tensors; others are 0.
-        """
+        """Fill this rank's slot, and nothing else."""
         self.tensor.zero_()
         for name, value in values.items():
             self.tensor[_FIELDS.index(name) * self._world_size + rank] = value

@@ -75,10 +75,6 @@ class StateForm:
         On the same numbers of workers and shards it is what was saved. On another number of
         shards the norms are this rank's share of the whole model's, and residuals of a codec are
         those of ``current``. On another number of workers only the shared part counts.
-
-        Args:
-            saved: What was loaded.
-            current: This rank's ``state_dict()`` now.
         """
         shared = saved["shared"]
         same_workers = shared["state"]["world_size"] == self.num_workers

@@ -19,9 +19,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fivefold.errors import ConfigurationError
-from fivefold.optim._auto_tau import TauController
+from fivefold.optim._auto_tau import TauController, TauDecision
 from fivefold.optim._codecs import Codec
-from fivefold.optim._fragment_state import Surroundings
 from fivefold.optim._lane import LaneReading
 from fivefold.optim._late_parameters import LateParameters, require_same_names
 from fivefold.optim._layout import (
@@ -42,9 +41,8 @@ from fivefold.optim._start import (
     require_equal_settings,
     require_usable,
 )
-from fivefold.optim._state import require_same, settings
+from fivefold.optim._state import Surroundings, require_same, settings
 from fivefold.optim._statistics import FlightRecord, StatisticsMeter, SyncStatistics
-from fivefold.optim._tau_decision import TauDecision
 from fivefold.optim._transport import ProcessGroupTransport, Transport
 
 _LOG = logging.getLogger(__name__)

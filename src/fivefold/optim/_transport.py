@@ -380,11 +380,7 @@ class ProcessGroupFlight:
                 self._stamped.set()
 
     def wait(self) -> bool:
-        """Wait for every all-reduce; see ``Flight.wait``.
-
-        Raises:
-            CommunicationError: A peer ended, the network failed, or the timeout passed.
-        """
+        """Wait for every all-reduce; see ``Flight.wait``."""
         with named_errors(self._rank, self._what):
             _wait_all(self._works)  # NCCL: only makes the current stream wait
         if self._watch is None and self._works:
