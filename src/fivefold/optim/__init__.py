@@ -27,12 +27,13 @@ from fivefold.optim._rules import (
 )
 from fivefold.optim._stability import StabilityWarning
 from fivefold.optim._staleness import ConstantPenalty, GapPenalty, NoPenalty
-from fivefold.optim._statistics import FlightRecord, SyncStatistics
+from fivefold.optim._statistics import AllReduceRecord, SyncStatistics
 from fivefold.optim._sync import OuterSync
-from fivefold.optim._transport import Flight, ProcessGroupTransport, Transport
+from fivefold.optim._transport import PendingAllReduce, ProcessGroupTransport, Transport
 
 __all__ = [
     "CO2",
+    "AllReduceRecord",
     "AutoTau",
     "BlockCodec",
     "CastCodec",
@@ -43,8 +44,6 @@ __all__ = [
     "EagerDiLoCo",
     "ElasticTransport",
     "ExactCodec",
-    "Flight",
-    "FlightRecord",
     "GapPenalty",
     "LeftBehindError",
     "Lighthouse",
@@ -54,6 +53,7 @@ __all__ = [
     "OuterRule",
     "OuterSync",
     "OverlapLocalSGD",
+    "PendingAllReduce",
     "ProcessGroupTransport",
     "SlowMo",
     "StabilityWarning",

@@ -6,15 +6,15 @@ smallest tau that hides everything is the smallest integer with
     tau * T_step >= margin * T_allreduce.
 
 A ``TauController`` is told at every boundary what all ranks measured, and moves tau. It holds no
-clock, no tensor and no socket. All ranks feed it the same numbers (they travel in the lane of a
-flight, whose sum is the same everywhere bit for bit), so all ranks decide alike without asking
+clock, no tensor and no socket. All ranks feed it the same numbers (they travel in the metadata of a
+all-reduce, whose sum is the same everywhere bit for bit), so all ranks decide alike without asking
 one another.
 
-**Which statistic over the ranks.** A rank that launches early waits for the others, so its flight
-is longer than the network needs: the network's time is the *minimum* over the ranks, of the same
-round. The slowest rank sets the pace and the others wait for it anyway: the compute to hide
-behind is that of the *slowest* rank, each rank's time being its median over the window first, so
-that hiccups which hit another rank each round do not look like slow compute.
+**Which statistic over the ranks.** A rank that launches early waits for the others, so its
+all-reduce is longer than the network needs: the network's time is the *minimum* over the ranks, of
+the same round. The slowest rank sets the pace and the others wait for it anyway: the compute to
+hide behind is that of the *slowest* rank, each rank's time being its median over the window first,
+so that hiccups which hit another rank each round do not look like slow compute.
 
 **Stability.** Medians over ``window`` rounds keep one stall from counting. Up at once when the
 round is too short for the communication; up or down by the margin only when ``patience`` rounds in
@@ -24,8 +24,8 @@ without scatter tau is exact. Where going down proves wrong, the next try needs 
 patience.
 
 Compute and communication that share cores slow one another down, and the more of a round the
-shorter it is. While one second of flight costs less than one second of compute, the required tau
-grows slower than tau itself: the controller climbs to the fixed point without overshoot. From
+shorter it is. While one second of all-reduce costs less than one second of compute, the required
+tau grows slower than tau itself: the controller climbs to the fixed point without overshoot. From
 above it may stop a few steps early there, since each step less makes the others slower.
 """
 
@@ -150,7 +150,7 @@ class TauState(TypedDict):
     below_rounds: int
     below_most: int
     below_least: int
-    flight_window: list[float]
+    all_reduce_window: list[float]
     step_windows: list[float]
     local_steps: list[int]
     share_sums: list[float]
@@ -166,11 +166,11 @@ class _Need:
     steps: int
     bare: float
     step_s: float
-    flight_s: float
+    all_reduce_s: float
 
 
 class TauController:
-    """Turns measured step and flight times into tau, in the same way on every rank.
+    """Turns measured step and all-reduce times into tau, in the same way on every rank.
 
     Args:
         settings: Bounds and manners.
@@ -196,8 +196,8 @@ class TauController:
         self._last_was_down = False
         self._above = _Agreement()
         self._below = _Agreement()
-        self._flights: deque[float] = deque([0.0] * settings.window, maxlen=settings.window)
-        self._steps: list[deque[float]] = [self._flights.copy() for _ in range(world_size)]
+        self._all_reduces: deque[float] = deque([0.0] * settings.window, maxlen=settings.window)
+        self._steps: list[deque[float]] = [self._all_reduces.copy() for _ in range(world_size)]
         self._balance = StepBalance(world_size, tau=settings.initial, patience=settings.patience)
         self._log = DecisionLog()
 
@@ -221,16 +221,16 @@ class TauController:
         return self._balance.steps[rank] if self.settings.balance else self._tau
 
     def observe(
-        self, step_s: Sequence[float], flight_s: Sequence[float], *, round_number: int
+        self, step_s: Sequence[float], all_reduce_s: Sequence[float], *, round_number: int
     ) -> TauDecision | None:
         """Take in one boundary's measurements; call it once per boundary, with equal numbers.
 
         Args:
             step_s: Per rank, seconds from a launch to the wait at the next boundary, divided by
-                the local steps between them: what a flight can hide behind, without any wait.
+                the local steps between them: what an all-reduce can hide behind, without any wait.
                 0.0 where a rank has nothing to tell (absent, or its first round).
-            flight_s: Per rank, seconds from launch to completion of the last flight that ended;
-                0.0 where there is none.
+            all_reduce_s: Per rank, seconds from launch to completion of the last all-reduce that
+                ended; 0.0 where there is none.
             round_number: Round whose message brought these numbers.
 
         Returns:
@@ -240,10 +240,10 @@ class TauController:
             ConfigurationError: A length is not the world size, or a time is no time.
         """
         self._require_times("step_s", step_s)
-        self._require_times("flight_s", flight_s)
-        flown = [time_s for time_s in flight_s if time_s > 0]
+        self._require_times("all_reduce_s", all_reduce_s)
+        flown = [time_s for time_s in all_reduce_s if time_s > 0]
         if flown:
-            self._flights.append(min(flown))
+            self._all_reduces.append(min(flown))
         if any(step_s):
             for window, time_s in zip(self._steps, step_s, strict=True):
                 window.append(time_s)
@@ -263,7 +263,7 @@ class TauController:
             previous=previous,
             tau=self._tau,
             step_s=need.step_s,
-            flight_s=need.flight_s,
+            all_reduce_s=need.all_reduce_s,
             reason=reason,
         )
         self._log.decisions.append(decision)
@@ -283,7 +283,7 @@ class TauController:
             below_rounds=self._below.rounds,
             below_most=self._below.most,
             below_least=self._below.least,
-            flight_window=list(self._flights),
+            all_reduce_window=list(self._all_reduces),
             step_windows=[time_s for window in self._steps for time_s in window],
             local_steps=list(self._balance.steps),
             share_sums=list(self._balance.sums),
@@ -302,7 +302,7 @@ class TauController:
             ConfigurationError: The state is of another world size or window.
         """
         fresh = self.state()
-        for name in ("flight_window", "step_windows", "local_steps"):
+        for name in ("all_reduce_window", "step_windows", "local_steps"):
             if len(state[name]) != len(fresh[name]):
                 message = f"the saved {name} has {len(state[name])} entries, not {len(fresh[name])}"
                 hint = "use the same world size and window, or start again with initial=<saved tau>"
@@ -312,7 +312,7 @@ class TauController:
         self._growths, self._last_was_down = state["growths"], bool(state["last_was_down"])
         self._above = _Agreement(state["above_rounds"], state["above_most"], state["above_least"])
         self._below = _Agreement(state["below_rounds"], state["below_most"], state["below_least"])
-        self._flights.extend(state["flight_window"])
+        self._all_reduces.extend(state["all_reduce_window"])
         for rank, times in enumerate(self._steps):
             times.extend(state["step_windows"][rank * window : (rank + 1) * window])
         self._balance.restore(
@@ -325,17 +325,17 @@ class TauController:
     def _need(self, times: Sequence[float]) -> _Need | None:
         """Return what the windows ask for; None until they are full."""
         present = [time_s for time_s in times if time_s > 0]
-        if not present or not all(self._flights):
+        if not present or not all(self._all_reduces):
             return None
-        flight_s, slowest_s, fastest_s = _median(self._flights), max(present), min(present)
-        step_s, to_fill_s, bare_s = slowest_s, self.settings.margin * flight_s, flight_s
+        all_reduce_s, slowest_s, fastest_s = _median(self._all_reduces), max(present), min(present)
+        step_s, to_fill_s, bare_s = slowest_s, self.settings.margin * all_reduce_s, all_reduce_s
         if self.settings.balance:
             # The slowest rank must get at least one step in.
             step_s = fastest_s
             to_fill_s, bare_s = max(to_fill_s, slowest_s), max(bare_s, slowest_s)
         steps = math.ceil(to_fill_s / step_s * (1 - _ROUNDING))
         steps = max(self.settings.minimum, min(steps, self.settings.maximum))
-        return _Need(steps=steps, bare=bare_s / step_s, step_s=step_s, flight_s=flight_s)
+        return _Need(steps=steps, bare=bare_s / step_s, step_s=step_s, all_reduce_s=all_reduce_s)
 
     def _move(self, need: _Need) -> TauReason | None:
         """Change tau where the rounds so far ask for it."""
@@ -418,13 +418,13 @@ class TauDecision:
         tau: tau from now on.
         step_s: Compute seconds of one step of tau: of the slowest rank, or with ``balance`` of
             the fastest.
-        flight_s: Seconds that the network needs for one round's communication.
+        all_reduce_s: Seconds that the network needs for one round's communication.
         reason: "exposed": the communication took longer than the round. "margin": it fitted, but
             without the margin. "slack": fewer steps hide it too. "balance": only the local steps
             of some ranks changed.
 
     Examples:
-        >>> print(TauDecision(round=5, previous=8, tau=18, step_s=0.1, flight_s=1.6,
+        >>> print(TauDecision(round=5, previous=8, tau=18, step_s=0.1, all_reduce_s=1.6,
         ...                   reason="exposed"))
         round 5: tau 8 -> 18 (exposed: communication 1.6 s, step 0.1 s)
     """
@@ -433,11 +433,11 @@ class TauDecision:
     previous: int
     tau: int
     step_s: float
-    flight_s: float
+    all_reduce_s: float
     reason: TauReason
 
     def __str__(self) -> str:
-        times = f"communication {self.flight_s:.3g} s, step {self.step_s:.3g} s"
+        times = f"communication {self.all_reduce_s:.3g} s, step {self.step_s:.3g} s"
         return f"round {self.round}: tau {self.previous} -> {self.tau} ({self.reason}: {times})"
 
 
@@ -454,8 +454,8 @@ class DecisionLog:
         return [number for row in rows for number in row]
 
     def times(self) -> list[float]:
-        """Return step and flight time of each in seconds, 0.0 where there is none."""
-        times = [time_s for d in self.decisions for time_s in (d.step_s, d.flight_s)]
+        """Return step and all-reduce time of each in seconds, 0.0 where there is none."""
+        times = [time_s for d in self.decisions for time_s in (d.step_s, d.all_reduce_s)]
         return times + [0.0] * (2 * _KEPT - len(times))
 
     def restore(self, *, numbers: Sequence[int], times: Sequence[float]) -> None:
@@ -470,7 +470,7 @@ class DecisionLog:
                 previous=previous,
                 tau=tau,
                 step_s=times[2 * i],
-                flight_s=times[2 * i + 1],
+                all_reduce_s=times[2 * i + 1],
                 reason=_REASONS[reason],
             )
             self.decisions.append(decision)

@@ -102,8 +102,8 @@ class _Feedback:
     owned: torch.Tensor
 
 
-class CompressedFlight:
-    """A compressed sum on its way; see ``fivefold.optim.Flight``."""
+class CompressedAllReduce:
+    """A compressed sum on its way; see ``fivefold.optim.PendingAllReduce``."""
 
     def __init__(
         self, job: Job, thread: CommunicationThread, *, launched_at_s: float, sent_bytes: int
@@ -119,7 +119,7 @@ class CompressedFlight:
         return self._job.completed_at_s
 
     def wait(self) -> bool:
-        """Block until the sums are in the payloads; see ``Flight.wait``."""
+        """Block until the sums are in the payloads; see ``PendingAllReduce.wait``."""
         self._thread.wait(self._job)
         return True
 
@@ -158,8 +158,8 @@ class CompressedExchange:
             raise ConfigurationError(message, hint="give every fragment a number of its own")
 
     def launch(
-        self, payloads: Sequence[torch.Tensor], *, lane: torch.Tensor, fragment: int, what: str
-    ) -> CompressedFlight:
+        self, payloads: Sequence[torch.Tensor], *, metadata: torch.Tensor, fragment: int, what: str
+    ) -> CompressedAllReduce:
         """Queue the sum of a prepared fragment; see ``Transport.launch``."""
         launched_at_s = time.perf_counter()
         if fragment not in self._feedback:
@@ -168,11 +168,13 @@ class CompressedExchange:
         self.prepare(payloads, fragment=fragment)
         feedback = self._feedback[fragment]
         job = self._thread.submit(
-            lambda: self._sum(payloads, lane, feedback), tensors=[*payloads, lane], what=what
+            lambda: self._sum(payloads, metadata, feedback),
+            tensors=[*payloads, metadata],
+            what=what,
         )
-        sent_bytes = ring_bytes(lane.nbytes, world_size=self._world_size)
+        sent_bytes = ring_bytes(metadata.nbytes, world_size=self._world_size)
         sent_bytes += sum(bucket.sent_bytes for part in feedback for bucket in part.buckets)
-        return CompressedFlight(
+        return CompressedAllReduce(
             job, self._thread, launched_at_s=launched_at_s, sent_bytes=sent_bytes
         )
 
@@ -205,9 +207,12 @@ class CompressedExchange:
 
     @torch.no_grad()
     def _sum(
-        self, payloads: Sequence[torch.Tensor], lane: torch.Tensor, feedback: Sequence[_Feedback]
+        self,
+        payloads: Sequence[torch.Tensor],
+        metadata: torch.Tensor,
+        feedback: Sequence[_Feedback],
     ) -> None:
-        lane_work = dist.all_reduce(lane, group=self._group, async_op=True)
+        metadata_work = dist.all_reduce(metadata, group=self._group, async_op=True)
         parts = [
             (payload, part, bucket)
             for payload, part in zip(payloads, feedback, strict=True)
@@ -223,7 +228,7 @@ class CompressedExchange:
             for index in range(tick, tick - _STAGES, -1):
                 if 0 <= index < len(underway):
                     next(underway[index], None)
-        lane_work.wait()
+        metadata_work.wait()
 
     def _bucket_stages(
         self, payload: torch.Tensor, feedback: _Feedback, bucket: _Bucket, *, slot: int
@@ -271,7 +276,7 @@ class CompressedExchange:
     def _room(
         self, device: torch.device, slot: int, *, num_bytes: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return two wires, kept between flights; made here so that CUDA's belong to our stream."""
+        """Return two wires, kept between calls; made here so that CUDA's belong to our stream."""
         room = self._rooms.get((device, slot))
         if room is None or room[0].numel() < num_bytes:
             outgoing = torch.empty(num_bytes, dtype=torch.uint8, device=device)

@@ -1,13 +1,14 @@
 """``ElasticTransport``: a transport whose workers may leave and join while training goes on.
 
-Each worker is one slot. A flight is an all-reduce over the workers of the last quorum. When it has
-landed, or failed, each worker votes in the background; the quorum that the lighthouse then gives
-to all says whether the flight counts and who takes part in the next one. A sum is applied only
-after that, so a flight is applied by all or by none, and work of a lost flight is sent again.
+Each worker is one slot. Its all-reduces run over the workers of the last quorum. When one
+has landed, or failed, each worker votes in the background; the quorum that the lighthouse then
+gives to all says whether the all-reduce counts and who takes part in the next one. A sum is applied
+only after that, so an all-reduce is applied by all or by none, and work of a lost all-reduce is
+sent again.
 
 A newcomer waits for the next launch. There, after the merge, a member hands over a copy of its
-state, and the newcomer takes part in that same flight with weight 0: from then on it stands where
-the others stand, bit for bit.
+state, and the newcomer takes part in that same all-reduce with weight 0: from then on it stands
+where the others stand, bit for bit.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class ElasticTransport:
         timeout_s: Longest all-reduce, in seconds.
     """
 
-    may_lose = True  # the engine keeps its own part of a flight until the flight counts
+    may_lose = True  # the engine keeps its own part of an all-reduce until the all-reduce counts
 
     def __init__(self, services: ElasticServices, *, max_workers: int, timeout_s: float) -> None:
         self._services = services
@@ -121,7 +122,7 @@ class ElasticTransport:
         self._holder: PeerStateHolder | None = None
         self._decision: Decision | None = None
         self._slot = 0
-        self._flight: ElasticFlight | None = None
+        self._all_reduce: ElasticAllReduce | None = None
         self._close = weakref.finalize(self, _close, services, self._group)
 
     @property
@@ -141,7 +142,7 @@ class ElasticTransport:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """Slots of the workers of the next flight; empty before this worker has joined."""
+        """Slots of the workers of the next all-reduce; empty before this worker has joined."""
         return () if self._decision is None else tuple(m.slot for m in self._decision.members)
 
     def join(self, holder: PeerStateHolder, *, steps: int = 0) -> None:
@@ -157,12 +158,12 @@ class ElasticTransport:
                 the most gives its state to the others.
 
         Raises:
-            ConfigurationError: The job has other settings or no free slot, or a flight is under
-                way.
+            ConfigurationError: The job has other settings or no free slot, or an all-reduce is
+                under way.
             CommunicationError: No quorum or no state in time.
         """
-        if self._flight is not None:
-            message = f"worker {self.worker}: join while a flight is under way"
+        if self._all_reduce is not None:
+            message = f"worker {self.worker}: join while an all-reduce is under way"
             raise ConfigurationError(message, hint="join before training or after LeftBehindError")
         self._holder = holder
         self._leave()
@@ -189,39 +190,39 @@ class ElasticTransport:
         Raises:
             ConfigurationError: There is more than one fragment.
         """
-        del payloads  # nothing is kept between flights
+        del payloads  # nothing is kept between all-reduces
         if fragment > 0:
             message = f"elastic training takes rules with one fragment; got fragment {fragment}"
             hint = "use CO2, DelayCorrected or another rule that sends the whole model at once"
             raise ConfigurationError(message, hint=hint)
 
     def launch(
-        self, payloads: Sequence[torch.Tensor], *, lane: torch.Tensor, fragment: int, what: str
-    ) -> ElasticFlight:
+        self, payloads: Sequence[torch.Tensor], *, metadata: torch.Tensor, fragment: int, what: str
+    ) -> ElasticAllReduce:
         """Start summing over the workers of the last quorum; see ``Transport.launch``.
 
         Raises:
-            ConfigurationError: Not joined, or another flight is under way.
+            ConfigurationError: Not joined, or another all-reduce is under way.
         """
         decision = self._decision
         if decision is None or self._holder is None:
             message = "launch before join"
             raise ConfigurationError(message, hint="call transport.join(sync) before training")
-        if self._flight is not None:
-            message = f"{what} would be a second flight at a time (fragment {fragment})"
-            raise ConfigurationError(message, hint="wait for the flight before the next launch")
+        if self._all_reduce is not None:
+            message = f"{what} would be a second all-reduce at a time (fragment {fragment})"
+            raise ConfigurationError(message, hint="wait for the all-reduce before the next launch")
         turn = decision.turn + 1
         copiers = decision.copiers_from(self.worker)
         if copiers and decision.turn >= 0:  # at the start of a job they got it in join()
             self._services.serve_state(self._holder.peer_state(), turn=turn, copiers=copiers)
-        tensors = [*payloads, lane]
+        tensors = [*payloads, metadata]
         names = tuple(member.worker for member in decision.members)
         ballot = self._ballot(turn=turn, history=decision.history, slot=self._slot, members=names)
-        self._flight = ElasticFlight(
+        self._all_reduce = ElasticAllReduce(
             self, tensors, members=decision.members, ballot=ballot, what=what
         )
-        self._flight.start()
-        return self._flight
+        self._all_reduce.start()
+        return self._all_reduce
 
     def state_dict(self) -> dict[str, Any]:
         """Membership is never resumed: a worker that starts again joins again."""
@@ -242,17 +243,17 @@ class ElasticTransport:
         """Leave the job; the others notice when the heartbeat stops."""
         self._close()
 
-    # -- one flight -------------------------------------------------------------------------------
+    # -- one all-reduce ---------------------------------------------------------------------------
 
     @property
     def patience_s(self) -> float:
-        """Longest that a flight can take: to form the group, to sum, to vote; with some slack."""
+        """Longest an all-reduce can take: to form the group, to sum, to vote; with some slack."""
         return 2 * self._timeout_s + self._services.quorum_timeout_s + _SLACK_S
 
     def fly(
         self, tensors: Sequence[torch.Tensor], *, members: tuple[Member, ...], turn: int
     ) -> None:
-        """Sum the tensors over the members; runs in the flight's thread.
+        """Sum the tensors over the members; runs in the all-reduce's thread.
 
         Raises:
             RuntimeError: A member ended or the timeout passed.
@@ -265,7 +266,7 @@ class ElasticTransport:
             raise
 
     def vote(self, ballot: Ballot, *, what: str) -> Decision:
-        """Vote on a flight; runs in the flight's thread.
+        """Vote on an all-reduce; runs in the all-reduce's thread.
 
         Raises:
             CommunicationError: No quorum came together in time.
@@ -273,12 +274,12 @@ class ElasticTransport:
         return self._services.vote(ballot, what=what)
 
     def adopt(self, decision: Decision, *, what: str) -> bool:
-        """Make a decision this worker's own; returns whether the flight counts.
+        """Make a decision this worker's own; returns whether the all-reduce counts.
 
         Raises:
             LeftBehindError: The others went on without this worker.
         """
-        self._flight = None
+        self._all_reduce = None
         self._services.retire_state()
         if self.worker in decision.left_behind:
             self._leave()
@@ -333,12 +334,12 @@ class ElasticTransport:
             self._leave()
             return False
         holder.load_peer_state(state)
-        _LOG.info("worker %s joined in slot %d before flight %d", self.worker, self._slot, turn)
+        _LOG.info("worker %s joined in slot %d before all-reduce %d", self.worker, self._slot, turn)
         return True
 
     def _leave(self) -> None:
         self._decision = None
-        self._flight = None
+        self._all_reduce = None
         self._group.abort()
 
     def _ballot(self, **fields: Any) -> Ballot:
@@ -366,29 +367,29 @@ def _close(services: ElasticServices, group: ElasticGroup) -> None:
 
 
 class Carrier(Protocol):
-    """What a flight needs of its transport."""
+    """What an all-reduce needs of its transport."""
 
     @property
     def patience_s(self) -> float:
-        """Longest that a flight can take, in seconds."""
+        """Longest that an all-reduce can take, in seconds."""
         ...
 
     def fly(
         self, tensors: Sequence[torch.Tensor], *, members: tuple[Member, ...], turn: int
     ) -> None:
-        """Sum the tensors in place over the members; called in the flight's thread."""
+        """Sum the tensors in place over the members; called in the all-reduce's thread."""
         ...
 
     def vote(self, ballot: Ballot, *, what: str) -> Decision:
-        """Vote on the flight; called in the flight's thread."""
+        """Vote on the all-reduce; called in the all-reduce's thread."""
         ...
 
     def adopt(self, decision: Decision, *, what: str) -> bool:
-        """Make the decision the worker's own; returns whether the flight counts."""
+        """Make the decision the worker's own; returns whether the all-reduce counts."""
         ...
 
 
-class ElasticFlight:
+class ElasticAllReduce:
     """A sum over the members under way."""
 
     def __init__(
@@ -416,14 +417,14 @@ class ElasticFlight:
         on_device = [t.device for t in tensors if t.device.type == "cuda"]
         self._stream = torch.cuda.current_stream(on_device[0]) if on_device else None
         # A daemon: a process that ends must not wait for a quorum.
-        self._thread = threading.Thread(target=self._run, name="elastic-flight", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="elastic-all-reduce", daemon=True)
 
     def start(self) -> None:
         """Take off."""
         self._thread.start()
 
     def wait(self) -> bool:
-        """Block until the quorum has decided on the flight; see ``Flight.wait``."""
+        """Block until the quorum has decided on the all-reduce; see ``PendingAllReduce.wait``."""
         if self._outcome is None:
             self._thread.join(self._transport.patience_s)
             if self._thread.is_alive():  # every step of it has a timeout, so this is a defect

@@ -5,7 +5,7 @@ can be formed again, and the HTTP transfer of states. This module holds one work
 and turns their errors into ours. What a quorum means is decided in ``_elastic_quorum``.
 
 torchft's own ``Manager`` is not used: its vote ends at one worker's border (two workers may
-decide differently about one flight), and it hands a newcomer's state over one step late for
+decide differently about one all-reduce), and it hands a newcomer's state over one step late for
 rules whose sums are applied one round later.
 """
 
@@ -150,8 +150,8 @@ class ElasticServices:
         return text
 
     def serve_state(self, state: object, *, turn: int, copiers: Sequence[str]) -> None:
-        """Offer a copy of the state as of this flight to workers that join."""
-        _LOG.info("handing the state to %s before flight %d", ", ".join(copiers), turn)
+        """Offer a copy of the state as of this all-reduce to workers that join."""
+        _LOG.info("handing the state to %s before all-reduce %d", ", ".join(copiers), turn)
         copy = tree_map(lambda v: v.detach().clone() if isinstance(v, torch.Tensor) else v, state)
         self._state_server.serve(copy, turn=turn)
 
@@ -160,7 +160,7 @@ class ElasticServices:
         self._state_server.retire()
 
     def fetch_state(self, address: str, *, turn: int, what: str, patience_s: float) -> Any:
-        """Get a peer's state as of a flight; waits until the peer reaches it."""
+        """Get a peer's state as of an all-reduce; waits until the peer reaches it."""
         deadline_s = time.monotonic() + patience_s
         while True:
             try:

@@ -2,8 +2,9 @@
 
 Without care they would drift apart silently. At every boundary the model's trainable parameters
 are compared with those that the engine knows. A known name with a new object (``load_state_dict``
-with ``assign=True``) is followed. New ones are announced in the lane, so that every rank sees at
-the same round what the others announced, and all adopt them at that boundary or all raise an error.
+with ``assign=True``) is followed. New ones are announced in the metadata, so that every rank sees
+at the same round what the others announced, and all adopt them at that boundary or all raise an
+error.
 """
 
 from __future__ import annotations

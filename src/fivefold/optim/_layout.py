@@ -20,7 +20,7 @@ from fivefold.optim._rule import OuterRule
 from fivefold.optim._schedule import RoundSchedule
 from fivefold.optim._shards import RowShare
 from fivefold.optim._staleness import GapPenalty
-from fivefold.optim._state import Surroundings
+from fivefold.optim._state import EngineContext
 
 
 def state_extras(rule: OuterRule, *, may_lose: bool) -> tuple[str, ...]:
@@ -45,17 +45,17 @@ def state_extras(rule: OuterRule, *, may_lose: bool) -> tuple[str, ...]:
 
 
 def make_fragments(
-    model: torch.nn.Module, surroundings: Surroundings, *, extras: Iterable[str]
+    model: torch.nn.Module, context: EngineContext, *, extras: Iterable[str]
 ) -> list[Fragment]:
     """Cut the trainable parameters into the rule's fragments, in the model's order."""
-    rule = surroundings.rule
+    rule = context.rule
     trainable = [p for p in dict.fromkeys(model.parameters()) if p.requires_grad]
     if not trainable:
         message = "the model has no parameter with requires_grad=True"
         raise ConfigurationError(message, hint="nothing would be synchronised; check the model")
-    worker = surroundings.worker
+    worker = context.worker
     share = RowShare() if worker is None else worker.share
-    device = surroundings.outer_device
+    device = context.outer_device
     parts = _cut(trainable, rule.num_fragments)
     buffers = averaged_buffers(model)
     return [
@@ -71,7 +71,7 @@ def make_fragments(
                 tau=rule.first_tau,
                 first_round_steps=max(rule.first_tau * (index + 1) // rule.num_fragments, 1),
             ),
-            surroundings=surroundings,
+            context=context,
         )
         for index, part in enumerate(parts)
     ]
@@ -79,22 +79,22 @@ def make_fragments(
 
 def late_fragment(
     parameters: Iterable[torch.Tensor],
-    surroundings: Surroundings,
+    context: EngineContext,
     *,
     index: int,
     first: RoundSchedule,
     extras: Iterable[str],
 ) -> Fragment:
     """Make a fragment of parameters that joined late, whose rounds end with the first one's."""
-    rule, worker = surroundings.rule, surroundings.worker
+    rule, worker = context.rule, context.worker
     share = RowShare() if worker is None else worker.share
     left = first.tau - first.steps_in_round
     return Fragment(
         index,
-        flat_groups(parameters, extras=extras, share=share, device=surroundings.outer_device),
+        flat_groups(parameters, extras=extras, share=share, device=context.outer_device),
         averaged=[],
         schedule=_schedule(rule, tau=first.tau, first_round_steps=left),
-        surroundings=surroundings,
+        context=context,
     )
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from fivefold.optim._flat import Piece
-from fivefold.optim._lane import LaneReading
+from fivefold.optim._metadata import MetadataReading
 from fivefold.optim._rule import OuterRule
 from fivefold.optim._staleness import ConstantPenalty, GapPenalty
 from fivefold.optim._state import OuterState
@@ -38,7 +38,7 @@ class MergeTask:
         settles: Whether all replicas are to be equal afterwards.
         waits: Whether what is sent now is waited for and merged at the same boundary.
         weight: Factor of the payload.
-        resend: Whether the flight was lost: this rank's part of it goes out again.
+        resend: Whether the all-reduce was lost: this rank's part of it goes out again.
         local_share: s of the merge "pull".
         own_share: Share of this rank's own part in the mean, for the merge "eager".
         outer_lr: alpha, for the merge "eager".
@@ -109,7 +109,7 @@ def _replace(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None
 
 def _pull(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None:
     # What a worker keeps of its own stays in its next pseudo-gradient, so nothing is sent again
-    # when a flight is lost.
+    # when an all-reduce is lost.
     anchor, local = piece.anchor, piece.local
     if task.coefficients is not None:
         _outer_step(piece, task, statistics)
@@ -206,7 +206,7 @@ def outer_coefficients(
     rule: OuterRule,
     state: OuterState,
     *,
-    reading: LaneReading,
+    reading: MetadataReading,
     send_unit: float,
     step_unit: float,
     elements: int,
@@ -239,7 +239,7 @@ def outer_coefficients(
 
 
 def _norms(
-    penalty: GapPenalty, reading: LaneReading, *, elements: int, shard_sum: ShardSum
+    penalty: GapPenalty, reading: MetadataReading, *, elements: int, shard_sum: ShardSum
 ) -> tuple[float, float]:
     """Norms of the last movement and of the pseudo-gradient before it, over all shards."""
     move, received = reading.agreed(reading.move), reading.agreed(reading.delta)

@@ -1,7 +1,7 @@
 """A hash of tensors' bits, cheap enough to be taken every few rounds on every rank.
 
 Integer arithmetic only: the result depends on the bits and their positions, never on the order
-in which a device sums. Values stay below 2**52, so that a float64 lane carries them exactly.
+in which a device sums. Values stay below 2**52, so that a float64 metadata carries them exactly.
 """
 
 from __future__ import annotations

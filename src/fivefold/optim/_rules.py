@@ -85,7 +85,7 @@ class DelayCorrected(OuterRule):
 
     The all-reduce runs behind the next round, as with CO2. At the end of round t the mean over
     the workers of y_{t-1}, their parameters one round ago, arrives, and every worker adds the
-    difference to its own: z <- z + (mean(y_{t-1}) - y_{t-1}). Work done during the flight is
+    difference to its own: z <- z + (mean(y_{t-1}) - y_{t-1}). Work done during the all-reduce is
     kept at once instead of being replaced; the mean of the workers moves exactly as in Local SGD
     whose workers see each other one round late. Replicas differ at all times until
     ``finalize``; the anchor is the last mean that arrived.
@@ -253,7 +253,7 @@ class StreamingDiLoCo(OuterRule):
         fragments: Number of parts, at most tau.
         delay_steps: Local steps between launch and merge, 1 to tau; None for a whole round.
         keep: Share of the local parameters in the merge, in (0, 1); 0.5 in the paper. 0
-            would throw away what was done during the flight.
+            would throw away what was done during the all-reduce.
 
     Raises:
         ConfigurationError: A value is outside its range.

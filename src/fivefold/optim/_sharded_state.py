@@ -210,7 +210,7 @@ class StateForm:
             numbers[index] = {
                 "weight": weight,
                 "own_share": part["scalars"]["own_share"],
-                "flight_weight": part["flight_weight"],
+                "all_reduce_weight": part["all_reduce_weight"],
             }
         return numbers
 
@@ -218,7 +218,7 @@ class StateForm:
         weight = numbers["weight"]
         part["scalars"]["weight"] = None if weight is None else weight / self._num_shards
         part["scalars"]["own_share"] = numbers["own_share"]
-        part["flight_weight"] = numbers["flight_weight"]
+        part["all_reduce_weight"] = numbers["all_reduce_weight"]
 
 
 def _parameters(fragment: Fragment) -> Iterator[torch.Tensor]:

@@ -15,13 +15,13 @@ import torch
 
 from fivefold.errors import ConfigurationError
 from fivefold.optim._flat import FlatGroup, Piece
-from fivefold.optim._lane import LaneReading
+from fivefold.optim._metadata import MetadataReading
 from fivefold.optim._outer_optimizer import OuterOptimizer, OuterOptimizerStep
 from fivefold.optim._rule import OuterRule
 from fivefold.optim._schedule import RoundSchedule
 from fivefold.optim._shards import WorkerGroup
 from fivefold.optim._statistics import StatisticsMeter
-from fivefold.optim._transport import Flight, Transport
+from fivefold.optim._transport import PendingAllReduce, Transport
 from fivefold.optim._update import Number
 
 _FORMAT = 4
@@ -31,25 +31,25 @@ SHARED_BUFFERS = ("anchor", "momentum")
 
 
 @dataclass(kw_only=True)
-class InFlight:
+class InAllReduce:
     """A launched round.
 
     Attributes:
         round: Its number.
         unit: Inner learning rate when it was launched.
         weight: Weight of this rank's payload.
-        handle: The transport's flight; None once it has landed (the sum is in the payload).
+        handle: The transport's all-reduce; None once it has landed (the sum is in the payload).
         arrived: Whether it landed whole; False where it was lost.
-        reading: What its lane brought, once it has landed.
-        non_finite: What its lane says of this rank's payload; see ``LaneReading``.
+        reading: What its metadata brought, once it has landed.
+        non_finite: What its metadata says of this rank's payload; see ``MetadataReading``.
     """
 
     round: int
     unit: float
     weight: float
-    handle: Flight | None
+    handle: PendingAllReduce | None
     arrived: bool = True
-    reading: LaneReading | None = None
+    reading: MetadataReading | None = None
     non_finite: int = 0
 
 
@@ -64,8 +64,8 @@ class OuterState:
             where it did not move.
         last_move: Norm of that movement.
         last_delta: Norm of the mean pseudo-gradient applied last, until it has been sent.
-        last_flight_s: Seconds of the last flight.
-        own_share: This rank's share of the weights of the last flight.
+        last_all_reduce_s: Seconds of the last all-reduce.
+        own_share: This rank's share of the weights of the last all-reduce.
         weight: Weight of the local steps since the last launch; None where none was given.
     """
 
@@ -74,7 +74,7 @@ class OuterState:
     last_step: float = 0.0
     last_move: Number = 0.0
     last_delta: Number = 0.0
-    last_flight_s: float = 0.0
+    last_all_reduce_s: float = 0.0
     own_share: float = 0.0
     weight: float | None = None
 
@@ -137,22 +137,22 @@ def _buffers(group: FlatGroup, only: Sequence[str] | None) -> dict[str, torch.Te
 
 
 @dataclass(kw_only=True)
-class Surroundings:
+class EngineContext:
     """What all fragments of one engine share.
 
     Attributes:
         rule: The outer rule.
         transport: What moves the sums.
-        meter: Where flights and merges are counted.
+        meter: Where all-reduces and merges are counted.
         inner_lr: Reads the inner learning rate.
         check_every_rounds: Replica checks; 0 for none.
-        timeout_s: Longest wait for a flight on CUDA, where the backend reports no failure.
+        timeout_s: Longest wait for an all-reduce on CUDA, where the backend reports no failure.
         worker: The ranks that act as one worker; None where that is one rank.
-        pending: What this rank would adopt, for the lane; see ``_late_parameters``.
+        pending: What this rank would adopt, for the metadata; see ``_late_parameters``.
         outer_device: Where the outer state lives; None for beside the parameters.
         name_of: The name of a tensor of the model.
         on_non_finite: Told that this worker's own numbers are not finite.
-        on_reading: Told each lane of the first fragment that arrived, with its round.
+        on_reading: Told each metadata of the first fragment that arrived, with its round.
     """
 
     rule: OuterRule
@@ -165,7 +165,7 @@ class Surroundings:
     pending: Callable[[], float]
     name_of: Callable[[torch.Tensor], str]
     on_non_finite: Callable[[], None]
-    on_reading: Callable[[LaneReading, int], None]
+    on_reading: Callable[[MetadataReading, int], None]
     outer_device: torch.device | None = None
 
 
@@ -183,20 +183,20 @@ class FragmentState:
         *,
         averaged: list[FlatGroup],
         schedule: RoundSchedule,
-        surroundings: Surroundings,
+        context: EngineContext,
     ) -> None:
         self.index = index
         self.groups = groups
         self.averaged = averaged
         self.schedule = schedule
         self.launching: int | None = None
-        self._shared = surroundings
-        self._state = OuterState(own_share=1.0 / surroundings.transport.world_size)
-        self._in_flight: InFlight | None = None
+        self._shared = context
+        self._state = OuterState(own_share=1.0 / context.transport.world_size)
+        self._in_flight: InAllReduce | None = None
         self._round_began_s: float | None = None
         self._optimizer: OuterOptimizerStep | None = None
-        if isinstance(surroundings.rule, OuterOptimizer):
-            self._optimizer = OuterOptimizerStep(surroundings.rule, self._outer_parameters())
+        if isinstance(context.rule, OuterOptimizer):
+            self._optimizer = OuterOptimizerStep(context.rule, self._outer_parameters())
 
     def write_anchor(self) -> None:
         """Put the anchor into the model."""
@@ -232,12 +232,12 @@ class FragmentState:
             worker.share_rows(self.tensors())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return buffers and numbers; a flight must have been landed."""
-        flight = self._in_flight
-        empty = LaneReading.empty(self._shared.transport.world_size)
-        reading = empty if flight is None or flight.reading is None else flight.reading
+        """Return buffers and numbers; an all-reduce must have been landed."""
+        all_reduce = self._in_flight
+        empty = MetadataReading.empty(self._shared.transport.world_size)
+        reading = empty if all_reduce is None or all_reduce.reading is None else all_reduce.reading
         return self._numbers() | {
-            "arrived": True if flight is None else flight.arrived,
+            "arrived": True if all_reduce is None else all_reduce.arrived,
             "reading": reading.numbers(),
             "groups": groups_state(self.groups),
             "averaged": groups_state(self.averaged),
@@ -247,8 +247,8 @@ class FragmentState:
     def shared_state(self) -> dict[str, Any]:
         """Return what all workers have in common at this moment.
 
-        Called from within a launch, it is without that flight, in which a newcomer takes part;
-        otherwise it is with the flight, which must have been landed.
+        Called from within a launch, it is without that all-reduce, in which a newcomer takes part;
+        otherwise it is with the all-reduce, which must have been landed.
         """
         names = SHARED_BUFFERS if self.launching is not None else (*SHARED_BUFFERS, "payload")
         state = self.state_dict() | {
@@ -282,8 +282,8 @@ class FragmentState:
         return {
             "schedule": dict(self.schedule.state()),
             "scalars": self._state.numbers(),
-            "flight_unit": 0.0 if self._in_flight is None else self._in_flight.unit,
-            "flight_weight": 0.0 if self._in_flight is None else self._in_flight.weight,
+            "all_reduce_unit": 0.0 if self._in_flight is None else self._in_flight.unit,
+            "all_reduce_weight": 0.0 if self._in_flight is None else self._in_flight.weight,
         }
 
     def _load_numbers(self, state: dict[str, Any]) -> None:
@@ -294,11 +294,11 @@ class FragmentState:
             self._optimizer.load_state_dict(state["outer_optimizer"])
         self._in_flight = None
         if self.schedule.in_flight_round is not None and "reading" in state:
-            self._in_flight = InFlight(
+            self._in_flight = InAllReduce(
                 round=self.schedule.in_flight_round,
-                unit=state["flight_unit"],
-                weight=state["flight_weight"],
+                unit=state["all_reduce_unit"],
+                weight=state["all_reduce_weight"],
                 handle=None,
                 arrived=bool(state["arrived"]),
-                reading=LaneReading(**state["reading"]),
+                reading=MetadataReading(**state["reading"]),
             )
