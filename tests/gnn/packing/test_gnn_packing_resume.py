@@ -13,8 +13,9 @@ import time
 import pytest
 
 from fivefold.errors import ConfigurationError, DataError, InfeasibleError, StorageError
-from fivefold.gnn.packing import PackedStore, _geometry, _records, pack, write_plan
+from fivefold.gnn.packing import PackedStore, _records, pack, write_plan
 from fivefold.gnn.packing._overlap import side_by_side
+from fivefold.gnn.planning import _geometry
 from fivefold.gnn.storage import ContainerWriter
 
 FILES = ("store.json", "plan.fvf", "rows.fvf", "records.fvf")
