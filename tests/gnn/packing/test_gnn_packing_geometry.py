@@ -109,11 +109,10 @@ def test_ways_move_what_they_say():
 
 def test_a_plan_foresees_what_packing_moves(make_world, tmp_path):
     """With the memory of the plan, and none kept for records and checksums."""
-    world = make_world(nodes=4000, dim=256, seeds=100, batch_size=50, fanouts=[5, 5])
+    world = make_world(nodes=16_000, dim=256, seeds=600, batch_size=100, fanouts=[10, 10])
     plan = world.plan(segment_batches=2, device=100, host=4000)
-    with pack(
-        world.features, world.samples, plan, tmp_path / "store", memory_bytes=1 << 26
-    ) as store:
+    arguments = (world.features, world.samples, plan, tmp_path / "store")
+    with pack(*arguments, memory_bytes=plan.budgets.host_bytes) as store:
         packing = store.manifest["packing"]
     foreseen = plan.predicted.packing
     assert packing["strategy"] == foreseen.strategy == "spill"

@@ -59,13 +59,13 @@ def write_layouts(
 
 
 def places_of(layouts: Container, batch: int) -> tuple[NDArray[np.int64], int]:
-    """The rows of its segment that a batch reads, ascending, and how many no other batch reads."""
+    """Return the segment's rows that a batch reads, ascending, and how many no other reads."""
     start, count, private = layouts.read("index", batch, batch + 1)[0].tolist()
     return layouts.read("places", start, start + count).astype(np.int64), private
 
 
 class _Work:
-    """Lays out one segment after the other."""
+    """Lay out one segment after the other."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class _Work:
             self._places += len(rows)
 
     def _cold_ids(self, first: int, stop: int) -> list[NDArray[np.int64]]:
-        """Cold ids of the segment's batches, each ascending."""
+        """Return the cold ids of the segment's batches, each ascending."""
         found: list[NDArray[np.int64]] = []
         # What a batch finds in a cache that moves depends on the batch before it.
         threads = _THREADS if self._plan.cache_schedule is None else 1
@@ -126,7 +126,7 @@ class _Work:
         return found
 
     def _ask(self, batch: int) -> NDArray[np.int64]:
-        """A batch's cold ids in order; then the cache moves on."""
+        """Return a batch's cold ids in order, and let the cache move on."""
         node_ids = self._samples.node_ids(batch)
         cold = node_ids[self._tracker.slots(node_ids) < 0]
         self._tracker.advance(batch)

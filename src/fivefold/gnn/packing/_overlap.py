@@ -44,7 +44,7 @@ def read_ahead(
 
 
 def in_threads(calls: Iterable[Callable[[], Any]], *, threads: int) -> Iterator[Any]:
-    """What the calls return, in their order; only one more than there are threads is under way."""
+    """Yield what the calls return, in order; one more than there are threads is under way."""
     with ThreadPoolExecutor(threads, thread_name_prefix="fivefold-pack") as pool:
         running: deque[Future[Any]] = deque()
         try:
@@ -64,7 +64,7 @@ class _DroppedError(Exception):
 
 
 def side_by_side(first: Callable[[Check], Any], second: Callable[[Check], Any]) -> tuple[Any, Any]:
-    """What two calls return that run at the same time, ``second`` in a thread of its own.
+    """Return what two calls return that run at once, ``second`` in a thread of its own.
 
     Each is given a function to call now and then, which ends it when the other one has failed; the
     error of the one that failed comes out when both have ended.
@@ -112,7 +112,7 @@ class WriteBehind:
         self._caller = ThreadPoolExecutor(1, thread_name_prefix="fivefold-pack-mark")
 
     def take(self) -> Buffer:
-        """The free buffer, as soon as what was put from it is written."""
+        """Return the free buffer, as soon as what was put from it is written."""
         while len(self._writes) >= len(self._buffers):
             self._writes.popleft().result()
         while self._calls and self._calls[0].done():

@@ -108,7 +108,7 @@ class BatchRecord:
         return hops
 
     def edge_index(self) -> NDArray[np.int64]:
-        """int64[2, e]: local source and local target of each edge, messages flow down."""
+        """Return int64[2, e]: local source over local target of each edge."""
         edges = np.empty((2, len(self.sources)), np.int64)
         edges[0] = self.sources
         edges[1] = np.repeat(self.expanded, self.degrees)
@@ -162,7 +162,7 @@ def build_record(
 
 
 def encode_record(record: BatchRecord) -> NDArray[np.uint8]:
-    """The record's bytes; what follows from the order of the nodes is left out."""
+    """Return the record's bytes; what follows from the order of the nodes is left out."""
     edge_ids = record.edge_ids
     facts = [record.number, record.batch_size, edge_ids is not None, record.num_private]
     cold, destinations = record.cold_rows, record.cold_destinations
@@ -233,7 +233,7 @@ _ASCENDING = frozenset({10, 13, 14, 16})  # slots of both caches, starts of runs
 
 
 def _expand(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """All numbers of the runs, one run after the other."""
+    """Return all numbers of the runs, one run after the other."""
     offsets = np.cumsum(counts) - counts
     numbers = np.arange(int(counts.sum()), dtype=np.int64)
     numbers += np.repeat(starts - offsets, counts)
@@ -243,7 +243,7 @@ def _expand(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.
 def _runs(
     rows: NDArray[np.int64], destinations: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Runs of ascending rows that are contiguous where they come from and where they go."""
+    """Return the runs of ascending rows that are contiguous in the store and in the batch."""
     breaks = (np.diff(rows, prepend=-2) != 1) | (np.diff(destinations, prepend=-2) != 1)
     first = np.flatnonzero(breaks)
     return rows[first], np.diff(first, append=len(rows)), destinations[first]
@@ -252,7 +252,7 @@ def _runs(
 def _split_seeds(
     slots: NDArray[np.int64], destinations: NDArray[np.int64], seeds: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Slots and places of the seeds, and the slots of the others, whose places are known."""
+    """Return slots and places of the seeds, and the slots of the others."""
     among = int(np.count_nonzero(destinations < seeds))
     return slots[:among], destinations[:among], slots[among:]
 

@@ -39,7 +39,7 @@ _Call = Callable[[], tuple[NDArray[np.uint8], int, int]]
 
 
 class Recorder:
-    """Makes the records of a plan's batches.
+    """Make the records of a plan's batches.
 
     Attributes:
         needed_bytes: What they take at most, and the writer.
@@ -62,7 +62,7 @@ class Recorder:
             )
 
     def _own_bytes(self) -> int:
-        """Memory of tables and of the batches under way."""
+        """Return the memory of tables and of the batches under way."""
         numbers = range(self._samples.num_batches)
         nodes = max(map(self._samples.num_nodes_of, numbers), default=0)
         sampled = max(map(self._samples.record_bytes_of, numbers), default=0)
@@ -100,14 +100,14 @@ class Recorder:
             return writer.commit()
 
     def _made_from(self, first: int) -> Iterator[tuple[NDArray[np.uint8], int, int]]:
-        """The records from batch ``first`` on: bytes, nodes and edges of each."""
+        """Yield the records from batch ``first`` on: bytes, nodes and edges of each."""
         numbers = SimpleQueue[LocalNumbers]()  # a table for each thread
         for _ in range(self._threads):
             numbers.put(self._numbers())
         return in_threads(self._calls(first, numbers), threads=self._threads)
 
     def _calls(self, first: int, numbers: SimpleQueue[LocalNumbers]) -> Iterator[_Call]:
-        """A call for each batch; what they find in the caches is asked here, in their order."""
+        """Yield a call for each batch; what they find in the caches is asked here, in order."""
         tracker = self._tracker()
         for batch in range(first):
             tracker.advance(batch)
@@ -136,7 +136,7 @@ class Recorder:
         stored: NDArray[np.integer],
         **known: Any,
     ) -> tuple[NDArray[np.uint8], int, int]:
-        """The bytes of a batch's record, its nodes and its edges; several threads do this."""
+        """Return the bytes of a batch's record, its nodes and its edges; in several threads."""
         table = numbers.get()
         try:
             record = self._record(sampled, slots, table, stored, known)
@@ -193,7 +193,7 @@ class LocalNumbers:
         return 0 if self._bits is None else self._bits.nbytes
 
     def begin(self, node_ids: NDArray[np.int64]) -> None:
-        """From now on the batch has these nodes, all distinct."""
+        """Begin a batch of these nodes, all distinct."""
         if self._bits is not None and is_dense(len(node_ids), self._num_nodes):
             self._bits.clear()
             self._bits.add(node_ids)

@@ -47,9 +47,8 @@ class PackedStore:
     Attributes:
         folder: Where it lies.
         plan: The plan that it was packed by.
-        rows: Container with section ``rows`` [R, D], the packed rows.
-        hot: Container with sections ``device`` and ``host``: the caches' rows in slot order, so
-            that one sequential read fills each. It is the same file as ``rows``.
+        rows: Container with section ``rows`` [R, D], the packed rows, and the sections ``device``
+            and ``host``: the caches' rows in slot order, so that one sequential read fills each.
         records: Container of the batch records; :meth:`record` reads them.
         manifest: What ``store.json`` holds: fingerprints, sizes and how it was packed.
 
@@ -72,7 +71,6 @@ class PackedStore:
         except BaseException:
             self.rows.close()
             raise
-        self.hot = self.rows
         self._index = np.empty((0, 4), np.int64)
 
     @classmethod
@@ -139,7 +137,7 @@ class PackedStore:
         return int(self.manifest["num_epochs"])
 
     def epoch_batches(self, epoch: int) -> range:
-        """Numbers of the batches of a sampled epoch; epochs beyond the last begin again."""
+        """Return the batches of a sampled epoch; epochs beyond the last begin again."""
         per_epoch = self.num_batches // self.num_epochs
         first = epoch % self.num_epochs * per_epoch
         return range(first, first + per_epoch)
@@ -225,7 +223,7 @@ class PackedStore:
 
 
 def read_manifest(files: StoreFiles) -> dict[str, Any]:
-    """What ``store.json`` says."""
+    """Return what ``store.json`` says."""
     try:
         manifest = read_json_file(files.store)
     except FileNotFoundError:

@@ -128,7 +128,7 @@ def _next_uses(samples: SampleSource, scratch: Scratch) -> KeptArrays:
 
 @njit
 def _look_ahead(ids: Any, batch: Any, following: Any, nexts: Any) -> Any:
-    """Next use of each id, which is then this batch; the first place that is wrong, or -1."""
+    """Find the next use of each id; return the first place that is wrong, or -1."""
     for i in range(ids.shape[0]):
         if ids[i] < 0 or ids[i] >= following.shape[0] or following[ids[i]] == batch:
             return i
@@ -151,7 +151,7 @@ def _use(ids: Any, nexts: Any, slot_of: Any, next_in: Any, uses: Any, hits: Any)
 
 @njit
 def _threshold(uses: Any, batch: Any, size: Any) -> Any:
-    """The next use up to which rows stay, and how many of those at it have room."""
+    """Return the next use up to which rows stay, and how many of those at it have room."""
     never, held = uses.shape[0] - 1, 0
     for following in range(batch + 1, never):
         if held + uses[following] > size:

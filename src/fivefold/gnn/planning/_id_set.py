@@ -25,7 +25,7 @@ _WORD = 64
 
 @numba.extending.intrinsic
 def _trailing_zeros(_typing: Any, word: Any) -> Any:
-    """Number of the lowest bit that is set."""
+    """Return the number of the lowest bit that is set."""
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         no = numba.core.cgutils.false_bit
@@ -36,7 +36,7 @@ def _trailing_zeros(_typing: Any, word: Any) -> Any:
 
 @numba.extending.intrinsic
 def _ones(_typing: Any, word: Any) -> Any:
-    """How many bits are set."""
+    """Return how many bits are set."""
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.ctpop(arguments[0])
@@ -45,7 +45,7 @@ def _ones(_typing: Any, word: Any) -> Any:
 
 
 def is_dense(num_ids: int, bound: int) -> bool:
-    """Whether so many ids below ``bound`` are worth a bit for each id that there could be."""
+    """Return whether so many ids are worth a bit for each id below ``bound``."""
     return bound <= _DENSE_IDS_PER_ID * num_ids
 
 
