@@ -21,6 +21,7 @@ from typing import Any, Literal
 import numpy as np
 
 from fivefold.errors import ConfigurationError, DataError, InfeasibleError, StorageError
+from fivefold.files import read_checked_json, write_checked_json
 from fivefold.gnn.packing._layouts import KIND_LAYOUTS, write_layouts
 from fivefold.gnn.packing._overlap import Check, Progress, side_by_side
 from fivefold.gnn.packing._records import KIND_RECORDS, Recorder
@@ -42,7 +43,7 @@ from fivefold.gnn.planning import (
     reader_shape,
 )
 from fivefold.gnn.sampling import SampleFile
-from fivefold.gnn.storage import Container, RowReader, read_json_file, write_json_file
+from fivefold.gnn.storage import Container, RowReader
 from fivefold.units import format_bytes, format_duration_s
 
 Backend = Literal["auto", "threads", "io_uring", "python", "mmap"]
@@ -299,10 +300,10 @@ class _Job:
             "memory_bytes": 0,
         }
         if not self._path.exists():
-            write_json_file(self._path, self._settled)
+            write_checked_json(self._path, self._settled)
             return
         try:
-            self._settled = read_json_file(self._path)
+            self._settled = read_checked_json(self._path)
         except DataError as error:
             raise DataError(error.message, hint=_ANEW_HINT) from None
         _check_same(files, "an unfinished store", inputs, self._settled["inputs"])
@@ -361,7 +362,7 @@ class _Job:
             "at_once": at_once,
             "memory_bytes": self._memory_bytes,
         }
-        write_json_file(self._path, self._settled)
+        write_checked_json(self._path, self._settled)
         return geometry
 
 
