@@ -9,9 +9,9 @@ from fivefold.errors import ConfigurationError
 from fivefold.testing import run_processes
 from fivefold.train import load_config, train
 from fivefold.train._corpus import load_corpus
-from fivefold.train._learning_rate import cosine_with_warmup
 from fivefold.train._model import Transformer
 from fivefold.train._sampler import ShardedSampler, gather_batch
+from fivefold.train._step import cosine_with_warmup
 from fivefold.train._tokenizer import load_tokenizer
 
 METHODS = ["none", "ddp", "local_sgd", "slowmo", "diloco", "co2", "delay_corrected"]
@@ -83,7 +83,7 @@ def test_ddp_run_equals_large_batch_training_by_hand(make_config, run_ranks, acc
     events = lines(config.run.output / "metrics.jsonl")
     logged = [line["loss"] for line in events if line["event"] == "train"]
     np.testing.assert_allclose(logged, losses, atol=2e-6)
-    from fivefold.train._checkpoint import read_checkpoint
+    from fivefold.runs.checkpoints import read_checkpoint
 
     for rank in range(2):
         path = config.run.output / "checkpoints" / "step-00000006"

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from fivefold.runs import rank_process
+
 
 def train_command(
     config: Annotated[Path, typer.Argument(help="TOML file; every key has a default.")],
@@ -45,14 +47,12 @@ def train_command(
 
     The same command resumes a run from its newest whole checkpoint. SIGTERM or Ctrl-C writes a
     checkpoint on all ranks and ends with exit code 0; a second Ctrl-C aborts.
-
-    Raises:
-        FivefoldError: Whatever training met; the entry point prints it.
     """
     if nproc is not None and "RANK" not in os.environ:
         from fivefold.train import launch  # noqa: PLC0415 - loads torch
 
         raise typer.Exit(launch(config, overrides or [], nproc=nproc, max_restarts=max_restarts))
-    from fivefold.train import run_rank  # noqa: PLC0415 - loads torch
+    from fivefold.train import load_config, train  # noqa: PLC0415 - loads torch
 
-    run_rank(config, overrides or [])
+    with rank_process():
+        train(load_config(config, overrides or []))

@@ -11,8 +11,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from fivefold.tasks._exposure import exposed_s
 from fivefold.tasks._graph import CommunicationTask, ComputeTask, TaskGraph
-from fivefold.tasks._iteration import LayerCost, iteration_graph
+from fivefold.tasks._iteration import LayerCost, iteration_graph, rotated_iteration
+from fivefold.tasks._mesh import IterationDemand, Message, mesh_iteration
 from fivefold.tasks._order import BucketCost, SendOrder, plan_send_order
 from fivefold.tasks._ordering import Ordering
 from fivefold.tasks._schedule import TaskSchedule, TaskSpan
@@ -26,7 +28,9 @@ __all__ = [
     "BucketCost",
     "CommunicationTask",
     "ComputeTask",
+    "IterationDemand",
     "LayerCost",
+    "Message",
     "Ordering",
     "ScheduledReduction",
     "SendOrder",
@@ -34,8 +38,11 @@ __all__ = [
     "TaskGraph",
     "TaskSchedule",
     "TaskSpan",
+    "exposed_s",
     "iteration_graph",
+    "mesh_iteration",
     "plan_send_order",
+    "rotated_iteration",
     "schedule_tasks",
 ]
 

@@ -4,7 +4,7 @@ The closed form takes arrays, one entry per group, so that a search can ask for 
 """
 
 from fivefold.collectives.pricing._closed_form import chain_time_s, collective_time_s
-from fivefold.collectives.pricing._fabric import FabricSpec, Group, Groups, Tier
+from fivefold.collectives.pricing._fabric import FabricSpec, Group, Groups, Quote, Tier
 from fivefold.collectives.pricing._from_topology import fabric_from_topology
 from fivefold.collectives.pricing._price import Fidelity, price_s
 
@@ -13,6 +13,7 @@ __all__ = [
     "Fidelity",
     "Group",
     "Groups",
+    "Quote",
     "Tier",
     "chain_time_s",
     "collective_time_s",

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import hashlib
-import os
-import platform
-import sys
-from datetime import UTC, datetime
-from importlib.metadata import version
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from fivefold.gnn.data import Dataset
 from fivefold.gnn.training._config import GnnConfig
 from fivefold.gnn.training._models import LayeredModel
+from fivefold.runs import run_facts
 from fivefold.units import format_duration_s
 
-_CPU_FILE = Path("/proc/cpuinfo")
 _MODEL_NAMES = {"sage": "GraphSAGE", "gat": "GAT", "gcn": "GCN"}
 _MODE_NAMES = {"disk": "packed on disk", "memory": "in memory", "online": "online from disk"}
 
@@ -89,18 +84,13 @@ def run_manifest(
     return {
         "schema": 1,
         "kind": "gnn",
-        "fivefold": version("fivefold"),
-        "torch": version("torch"),
-        "python": platform.python_version(),
+        **run_facts(),
         "mode": config.run.mode,
         "model": config.model.name,
         "label": run_label(config),
         "world_size": world_size,
         "seed": config.run.seed,
         "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "command": _command(sys.argv),
-        "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": _machine(),
         "dataset": {
             "name": dataset.name,
             "nodes": dataset.num_nodes,
@@ -116,34 +106,73 @@ def run_manifest(
     }
 
 
-def parameters_sha256(model: torch.nn.Module) -> str:
-    """Digest of all parameters, bit for bit, in the order of their names."""
-    digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        digest.update(name.encode())
-        values = parameter.detach().cpu().contiguous().flatten().view(torch.uint8)
-        digest.update(values.numpy().data)
-    return digest.hexdigest()
+@dataclasses.dataclass(kw_only=True)
+class EpochTally:
+    """Sums over the seeds of this rank."""
+
+    loss_sum: float = 0.0
+    right: int = 0
+    nodes: int = 0
+    logged_loss_sum: float = 0.0
+    logged_right: int = 0
+    logged_nodes: int = 0
+
+    def add(self, *, loss: float, right: int, nodes: int) -> None:
+        """Count a batch: summed loss, seeds that were right, seeds with a label."""
+        self.loss_sum += loss
+        self.right += right
+        self.nodes += nodes
+
+    @property
+    def loss(self) -> float:
+        """Mean loss of the epoch so far."""
+        return self.loss_sum / max(1, self.nodes)
+
+    @property
+    def accuracy(self) -> float:
+        """Accuracy of the epoch so far."""
+        return self.right / max(1, self.nodes)
+
+    def take_recent(self) -> dict[str, Any]:
+        """Loss, accuracy and seeds since the last call."""
+        nodes = self.nodes - self.logged_nodes
+        loss = (self.loss_sum - self.logged_loss_sum) / max(1, nodes)
+        accuracy = (self.right - self.logged_right) / max(1, nodes)
+        self.logged_loss_sum, self.logged_right = self.loss_sum, self.right
+        self.logged_nodes = self.nodes
+        return {"loss": loss, "accuracy": accuracy, "nodes": nodes}
+
+    def record(self) -> dict[str, Any]:
+        """The sums, to be restored from."""
+        return dataclasses.asdict(self)
 
 
-def _command(argv: list[str]) -> list[str]:
-    """The command line as a person would type it, without this machine's paths to programs."""
-    program = Path(argv[0]).name
-    return ["fivefold" if program == "__main__.py" else program, *argv[1:]]
+CATEGORIES = ("compute", "data", "validation", "checkpoint")
 
 
-def _machine() -> dict[str, Any]:
-    return {
-        "cpu": _cpu_name(),
-        "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "kernel": platform.release(),
-    }
+class Clock:
+    """Seconds per category."""
 
+    def __init__(self, seconds: dict[str, float] | None = None) -> None:
+        before = seconds or {}
+        self._seconds = {name: before.get(name, 0.0) for name in CATEGORIES}
+        self._before_s = sum(before.values())
+        self._started_s = time.perf_counter()
 
-def _cpu_name() -> str:
-    if _CPU_FILE.exists():
-        for line in _CPU_FILE.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    @contextlib.contextmanager
+    def measure(self, category: str) -> Iterator[None]:
+        """Count what happens inside under a category."""
+        started_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[category] += time.perf_counter() - started_s
+
+    def wall_s(self) -> float:
+        """Seconds since the run's first beginning, pauses not counted."""
+        return self._before_s + time.perf_counter() - self._started_s
+
+    def record(self) -> dict[str, float]:
+        """Seconds by category; "other" is what none of them is."""
+        rest = max(0.0, self.wall_s() - sum(self._seconds.values()))
+        return {**self._seconds, "other": rest}
