@@ -141,3 +141,15 @@ def test_other_hosts_of_the_same_kind_change_nothing(case, random):
     ranks = [host * gpus + place for host in hosts for place in range(gpus)]
     found_s = simulated_s(topology, plan, ranks=ranks)
     assert found_s == pytest.approx(simulated_s(topology, plan), rel=1e-6)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize(("gpus", "hosts", "pipeline"), [(4, 3, 2), (6, 2, 3), (4, 6, 4)])
+def test_a_group_uneven_over_hosts_leaves_them_by_all_ports_that_each_has(
+    gpus, hosts, pipeline, zero
+):
+    """Six ranks over four and two of two hosts: two rings, not one, as layer 1 says."""
+    topology, number = network(hosts, gpus, 3e8), gpus * hosts
+    data = number // pipeline
+    plan = ParallelPlan(global_batch=4 * number, data=data, pipeline=pipeline, zero=zero)
+    assert simulated_s(topology, plan) == pytest.approx(planned_s(topology, plan), rel=0.1)
