@@ -43,21 +43,6 @@ class Instance:
         """Number of chunks."""
         return len(self.holders)
 
-    def links_into(self) -> list[list[int]]:
-        """For each rank the logical links that end there."""
-        into: list[list[int]] = [[] for _ in range(self.num_ranks)]
-        for link, target in enumerate(self.targets.tolist()):
-            into[target].append(link)
-        return into
-
-    def users_of_resources(self) -> list[list[int]]:
-        """For each resource the logical links that use it."""
-        users: list[list[int]] = [[] for _ in range(self.num_resources)]
-        for link, resources in enumerate(self.resources):
-            for resource in resources:
-                users[resource].append(link)
-        return users
-
 
 @dataclass(frozen=True)
 class Reach:
