@@ -104,6 +104,8 @@ def _stage_times(
             count * layer[name] + np.where(is_last, head[name], 0.0)
             for name in ("forward_s", "input_s", "weight_s")
         ]
+        outside_s = _outside_s(columns, layer, number)
+        parts[0], parts[1] = parts[0] + outside_s[0], parts[1] + outside_s[1]
         stages.append((parts[0] + opening_s, parts[1], parts[2] + opening_s))
     assert len(t) == len(stages[0][0]), "one entry per plan"
     return stages
@@ -176,6 +178,9 @@ def _mean_stage(
     forward_s, input_s, weight_s = (
         each * layer[name] + head[name] / p for name in ("forward_s", "input_s", "weight_s")
     )
+    for number in (0, 2):
+        outside_s = _outside_s(columns, layer, number)
+        forward_s, input_s = forward_s + outside_s[0] / p, input_s + outside_s[1] / p
     return [forward_s + embedding_s, input_s, weight_s + embedding_s]
 
 
@@ -328,28 +333,64 @@ def exchanging_layer(columns: Columns, layer: dict[str, Floats]) -> dict[str, Fl
 
 
 def _gathering_layer(columns: Columns, layer: dict[str, Floats]) -> dict[str, Floats]:
-    """Layers of ZeRO-3 plans wait for their parameters."""
-    t, device = columns.table, columns.device
+    """Layers of ZeRO-3 plans wait for their parameters; so do the embedding and the head."""
+    t = columns.table
     shared = t.zero == 3
     if not shared.any():
         return layer
-    each = columns.model.num_layers / t.pipeline
+    count = columns.counts[1]
     kept, routed = columns.parameters(1)
-    sent = []
-    for width in (device.parameter_wire_bytes, device.gradient_wire_bytes):
-        scale = width / device.shard_gather_share / each
-        sent.append(_sharing_s(columns, scale * kept, scale * routed))
-    forward_s = _beside(columns, layer["forward_s"], sent[0])
+    gather_s, scatter_s = _shared_s(columns, kept / count, routed / count)
+    forward_s, forward_spare_s = _beside(columns, layer["forward_s"], gather_s)
     backward_s = layer["input_s"] + layer["weight_s"]
-    both_s = _beside(columns, backward_s, sent[0] + sent[1])
+    both_s, backward_spare_s = _beside(columns, backward_s, gather_s + scatter_s)
     return {
         **layer,
         "forward_s": np.where(shared, forward_s, layer["forward_s"]),
         "input_s": np.where(shared, layer["input_s"] + both_s - backward_s, layer["input_s"]),
+        "forward_spare_s": forward_spare_s,
+        "backward_spare_s": backward_spare_s,
     }
 
 
-def _beside(columns: Columns, compute_s: Floats, sent_s: Floats) -> Floats:
+def _shared_s(columns: Columns, kept: Floats, routed: Floats) -> tuple[Floats, Floats]:
+    """Gather ZeRO-3's parameters, and scatter their gradients."""
+    device = columns.device
+    widths = np.array([device.parameter_wire_bytes, device.gradient_wire_bytes])
+    gather_s, scatter_s = (
+        _sharing_s(columns, width * kept, width * routed)
+        for width in widths / device.shard_gather_share
+    )
+    return gather_s, scatter_s
+
+
+def _outside_s(
+    columns: Columns, layer: dict[str, Floats], number: int
+) -> tuple[Floats | float, Floats | float]:
+    """Wait of ZeRO-3 for what a stage holds besides its layers: forward, and backward."""
+    t = columns.table
+    if "forward_spare_s" not in layer or number == 1:
+        return 0.0, 0.0
+    each, count = columns.parameters(1)[0] / columns.counts[1], columns.counts[number]
+    outside = columns.parameters(number)[0] - count * each
+    # One stage alone has them in its layers' share.
+    waits = (t.zero == 3) & (t.pipeline > 1) & (columns.shards > 1) & (outside > 0)
+    gather_s, scatter_s = _shared_s(columns, np.where(waits, outside, 0.0), np.zeros(len(t)))
+    found = []
+    for sent_s, spare in (
+        (gather_s, "forward_spare_s"),
+        (gather_s + scatter_s, "backward_spare_s"),
+    ):
+        covered_s = np.minimum(sent_s, count * layer[spare])
+        exposed_s = sent_s - covered_s + columns.device.overlap_slowdown * covered_s
+        found.append(np.where(waits, exposed_s, 0.0))
+    return found[0], found[1]
+
+
+def _beside(columns: Columns, compute_s: Floats, sent_s: Floats) -> tuple[Floats, Floats]:
+    """Return a layer's time with its messages, and what could still be sent beside it."""
     slowdown_s = columns.device.overlap_slowdown * np.minimum(compute_s, sent_s)
     beside_s = np.maximum(compute_s, sent_s) + slowdown_s
-    return np.where(columns.table.data_overlap == 1, beside_s, compute_s + sent_s)
+    overlaps = columns.table.data_overlap == 1
+    spare_s = np.where(overlaps, np.maximum(compute_s - sent_s, 0.0), 0.0)
+    return np.where(overlaps, beside_s, compute_s + sent_s), spare_s
