@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from fivefold.codesign import AblationRow, CoDesignResult, CoDesigns, JobSpec
     from fivefold.network.topology import Topology
-    from fivefold.report import PlanPage
+    from fivefold.report import Page
 
 JobsArgument = Annotated[
     Path, typer.Argument(metavar="JOBS", help="TOML file with \\[\\[jobs]]; see the guide.")
@@ -232,11 +232,11 @@ def flags_of(text: str) -> CoDesigns:
     return CoDesigns(**{names[part]: True for part in parts})
 
 
-def write_page(page: PlanPage, path: Path) -> None:
+def write_page(page: Page, path: Path) -> None:
     """Write a page and say where it is."""
-    from fivefold.report import write_plan_html  # noqa: PLC0415 - keeps --help fast
+    from fivefold.report import write_html  # noqa: PLC0415 - keeps --help fast
 
-    typer.echo(f"report: {write_plan_html(page, path)}", err=True)
+    typer.echo(f"report: {write_html(page, path)}", err=True)
 
 
 def typed_command() -> str:

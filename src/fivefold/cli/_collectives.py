@@ -135,7 +135,11 @@ def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
         write_algorithm(found.schedule, output)
         facts["output"] = str(output)
     if report is not None:
-        from fivefold.cli._collectives_report import Asked, write_report  # noqa: PLC0415 - as above
+        from fivefold.cli._collectives_report import (  # noqa: PLC0415 - as above
+            Asked,
+            collective_page,
+        )
+        from fivefold.report import write_html  # noqa: PLC0415 - as above
 
         asked = Asked(
             collective=found.schedule.collective.name, topology=topology, size=size,
@@ -143,7 +147,7 @@ def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
             bandwidth=bandwidth, latency=latency, output=output, root=root, chunks=chunks,
             sketch=sketch, model=model, seed=seed,
         )  # fmt: skip
-        write_report(report, found, network, asked=asked)
+        write_html(collective_page(found, network, asked), report)
         facts["report"] = str(report)
     show_facts(facts, as_json=as_json)
 

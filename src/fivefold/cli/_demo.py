@@ -101,7 +101,9 @@ def demo_command(
     from fivefold.lab import LabSpec  # noqa: PLC0415 - keeps --help fast
     from fivefold.report import (  # noqa: PLC0415 - keeps --help fast
         build_report,
-        print_report,
+        print_page,
+        report_page,
+        report_text,
         write_html,
         write_timeline,
     )
@@ -122,10 +124,10 @@ def demo_command(
         demo.train("ddp", title=f"2/3 DDP: {steps} steps over {rate}", steps=steps)
         demo.train("co2", title=f"3/3 CO2: {steps} steps over {rate}", steps=steps)
         report = build_report([output])
-        print_report(report)
+        print_page(report_text(report))
         for run in report.runs:
             write_timeline(run, run.path / "timeline.json")
-        page = write_html(report, output / "report.html")
+        page = write_html(report_page(report), output / "report.html")
     for line in (
         f"\nreport: {page}  (open it in a browser; works offline)",
         f"timelines: {output}/*/timeline.json (open in ui.perfetto.dev)",

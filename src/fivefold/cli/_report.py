@@ -33,13 +33,13 @@ def report_command(
 
     The text (or JSON) goes to standard output; what was written where goes to standard error.
     """
-    from fivefold.report import build_report, print_report  # noqa: PLC0415 - keeps --help fast
+    from fivefold.report import build_report, print_page, report_text  # noqa: PLC0415 - keeps --help fast
 
     report = build_report(runs)
     if as_json:
         typer.echo(report.to_json())
     else:
-        print_report(report)
+        print_page(report_text(report))
     if html:
         page = _write(report, output or _common_folder(runs) / "report.html")
         if open_page:
@@ -47,12 +47,12 @@ def report_command(
 
 
 def _write(report: Report, page: Path) -> Path:
-    from fivefold.report import write_html, write_timeline  # noqa: PLC0415 - keeps --help fast
+    from fivefold.report import report_page, write_html, write_timeline  # noqa: PLC0415 - keeps --help fast
 
     for run in report.runs:
         timeline = write_timeline(run, run.path / "timeline.json")
         typer.echo(f"timeline: {timeline} (opens in ui.perfetto.dev)", err=True)
-    typer.echo(f"report: {write_html(report, page)}", err=True)
+    typer.echo(f"report: {write_html(report_page(report), page)}", err=True)
     return page
 
 
