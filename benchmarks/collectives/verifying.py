@@ -23,7 +23,6 @@ from fivefold.collectives.schedules import (
     named_collective,
     throughput_optimum,
     verify,
-    verify_with_data,
 )
 from fivefold.network.topology import ring, torus
 
@@ -62,7 +61,6 @@ def schedules(ranks: int, repetitions: int) -> Iterator[BenchmarkRow]:
         works: dict[str, Callable[[], object]] = {
             "build": build,
             "verify": lambda schedule=schedule: verify(schedule),  # type: ignore[misc]
-            "verify with data": lambda schedule=schedule: verify_with_data(schedule),  # type: ignore[misc]
             "evaluate": lambda schedule=schedule: evaluate(  # type: ignore[misc]
                 schedule, network, size_bytes=SIZE_BYTES
             ),

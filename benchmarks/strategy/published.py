@@ -17,9 +17,10 @@ import time
 from pathlib import Path
 
 from benchmarks.results_file import BenchmarkRow, write_results
+from benchmarks.strategy._calibration import fit_constants, with_constants
 from benchmarks.strategy._rows import Row, predict, read_table, read_vtrain
 from benchmarks.strategy._shapes import collective_rows, scaling_rows
-from fivefold.strategy import Cluster, evaluate_plan, fit_constants, load_cluster, with_constants
+from fivefold.strategy import Cluster, evaluate_plan, load_cluster
 
 RESULTS = Path(__file__).parents[1] / "results" / "strategy" / "published.json"
 # One row per model, and one each for tensor parallelism across nodes and a deep pipeline.

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from benchmarks.results_file import BenchmarkRow, write_results
-from fivefold.strategy import QueuedJob, QueueResult, run_queue
+from benchmarks.strategy._queue_policies import QueuedJob, QueueResult, run_queue
 
 RESULTS = Path(__file__).parents[1] / "results" / "strategy" / "queues.json"
 GPUS = 64
