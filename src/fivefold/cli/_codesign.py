@@ -5,21 +5,40 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from fivefold.cli._arguments import ArgumentError, topology_of
 from fivefold.cli._outputs import require_picture, require_writable
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from fivefold.codesign import AblationRow, CoDesignResult, CoDesigns, JobSpec
-    from fivefold.network.topology import Topology
-    from fivefold.report import Page
+from fivefold.cli._plan_files import make_folder
+from fivefold.codesign import (
+    AblationRow,
+    CoDesignResult,
+    CoDesigns,
+    JobSpec,
+    PlanningOptions,
+    ablate,
+    ablation_page,
+    chakra_traces,
+    decisions_to_json,
+    draw_ablation,
+    load_jobs,
+    msccl_programs,
+    plan_cluster,
+    plan_page,
+    synthetic_jobs,
+    timeline_of,
+)
+from fivefold.errors import InfeasibleError, UnsupportedError
+from fivefold.network.topology import Topology
+from fivefold.report import Page, write_html
+from fivefold.runs import ProgressBar, write_text
+from fivefold.strategy import named_clusters
+from fivefold.units import format_duration_s
 
 JobsArgument = Annotated[
     Path, typer.Argument(metavar="JOBS", help="TOML file with \\[\\[jobs]]; see the guide.")
@@ -84,12 +103,6 @@ def simulate_command(  # noqa: PLR0913 - each option is a parameter
     Examples:
         $ fivefold simulate jobs.toml --cluster fat_tree:4,gpus=2
     """
-    from fivefold.codesign import (  # noqa: PLC0415 - keeps --help fast
-        PlanningOptions,
-        load_jobs,
-        plan_cluster,
-    )
-
     require_writable(output, chakra, report)
     topology = read_network(cluster)
     specs = load_jobs(jobs, topology)
@@ -108,8 +121,6 @@ def simulate_command(  # noqa: PLR0913 - each option is a parameter
     if chakra is not None:
         _write_traces(chakra, topology, specs, found)
     if report is not None:
-        from fivefold.codesign import plan_page  # noqa: PLC0415 - keeps --help fast
-
         write_page(plan_page(topology, specs, found, command=typed_command()), report)
     if as_json:
         typer.echo(json.dumps(_record(specs, found)))
@@ -144,14 +155,6 @@ def ablate_command(  # noqa: PLR0913 - each option is a parameter
     Examples:
         $ fivefold ablate --cluster fat_tree:4,gpus=2 --seeds 3
     """
-    from fivefold.codesign import (  # noqa: PLC0415 - keeps --help fast
-        PlanningOptions,
-        ablate,
-        load_jobs,
-        synthetic_jobs,
-    )
-    from fivefold.runs import ProgressBar  # noqa: PLC0415 - as above
-
     require_picture(plot)
     require_writable(plot, report)
     topology = read_network(cluster)
@@ -176,8 +179,6 @@ def ablate_command(  # noqa: PLR0913 - each option is a parameter
         _draw(rows, plot, topology.name)
         typer.echo(f"picture: {plot}", err=True)
     if report is not None:
-        from fivefold.codesign import ablation_page  # noqa: PLC0415 - keeps --help fast
-
         write_page(ablation_page(rows, cluster=topology.name, command=typed_command()), report)
     if as_json:
         typer.echo(json.dumps([asdict(row) for row in rows]))
@@ -192,8 +193,6 @@ def read_network(text: str) -> Topology:
     Raises:
         ArgumentError: There is no such network.
     """
-    from fivefold.strategy import named_clusters  # noqa: PLC0415 - keeps --help fast
-
     if text in named_clusters():
         raise ArgumentError(
             f"{text!r} is a GPU with its software, and --cluster takes a network here",
@@ -218,8 +217,6 @@ def say_shared_ranks(jobs: Sequence[JobSpec]) -> None:
 
 def flags_of(text: str) -> CoDesigns:
     """Co-designs as the command line spells them."""
-    from fivefold.codesign import CoDesigns  # noqa: PLC0415 - keeps --help fast
-
     if text in {"all", "none"}:
         return CoDesigns.all() if text == "all" else CoDesigns.none()
     names = {"V": "vertical", "H": "horizontal", "II": "intra_inter", "HN": "host_net"}
@@ -234,8 +231,6 @@ def flags_of(text: str) -> CoDesigns:
 
 def write_page(page: Page, path: Path) -> None:
     """Write a page and say where it is."""
-    from fivefold.report import write_html  # noqa: PLC0415 - keeps --help fast
-
     typer.echo(f"report: {write_html(page, path)}", err=True)
 
 
@@ -287,7 +282,6 @@ def _record(jobs: Sequence[JobSpec], found: CoDesignResult) -> dict[str, Any]:
 
 
 def _described(topology: Topology, jobs: Sequence[JobSpec], found: CoDesignResult) -> list[str]:
-    from fivefold.units import format_duration_s  # noqa: PLC0415 - keeps --help fast
 
     width = max(len("job"), *(len(job.job_id) for job in jobs))
     tried = _count(found.simulations, "simulation")
@@ -325,8 +319,6 @@ def _described(topology: Topology, jobs: Sequence[JobSpec], found: CoDesignResul
 
 
 def _write(folder: Path, found: CoDesignResult) -> None:
-    from fivefold.codesign import decisions_to_json, timeline_of  # noqa: PLC0415 - keeps --help fast
-    from fivefold.runs import write_text  # noqa: PLC0415 - as above
 
     write_text(folder / "plan.json", found.plan.to_json() + "\n")
     write_text(folder / "decisions.jsonl", decisions_to_json(found.decisions))
@@ -337,10 +329,6 @@ def _write_programs(
     folder: Path, topology: Topology, jobs: Sequence[JobSpec], found: CoDesignResult
 ) -> None:
     """Collectives of every job whose hosts do all the work; the others are named."""
-    from fivefold.codesign import msccl_programs  # noqa: PLC0415 - keeps --help fast
-    from fivefold.errors import InfeasibleError, UnsupportedError  # noqa: PLC0415 - as above
-    from fivefold.runs import write_text  # noqa: PLC0415 - as above
-
     for number, job in enumerate(jobs):
         try:
             programs = msccl_programs(topology, job, found.plan.jobs[job.job_id])
@@ -354,8 +342,6 @@ def _write_programs(
 def _write_traces(
     folder: Path, topology: Topology, jobs: Sequence[JobSpec], found: CoDesignResult
 ) -> None:
-    from fivefold.cli._plan_files import make_folder  # noqa: PLC0415 - keeps --help fast
-    from fivefold.codesign import chakra_traces  # noqa: PLC0415 - as above
 
     files = chakra_traces(topology, jobs, found.plan)
     make_folder(folder)
@@ -386,6 +372,5 @@ def _interval(ends: tuple[float, float]) -> str:
 
 
 def _draw(rows: Sequence[AblationRow], path: Path, name: str) -> None:
-    from fivefold.codesign import draw_ablation  # noqa: PLC0415 - keeps --help fast
 
     draw_ablation(rows, path, title=name)

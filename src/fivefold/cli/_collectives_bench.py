@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -20,10 +20,8 @@ from fivefold.cli._collectives_files import (
     plain_name,
     value_text,
 )
+from fivefold.network.topology import Topology
 from fivefold.units import format_bytes
-
-if TYPE_CHECKING:
-    from fivefold.network.topology import Topology
 
 
 def bench_algorithms(

@@ -7,11 +7,15 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fivefold.cli._collectives_sizes import Price, Prices, fastest_ranges, price_sizes
+from fivefold.collectives.schedules import Bound, CostModel, Timing, draw_schedule, evaluate
+from fivefold.collectives.synthesis import Synthesis
+from fivefold.network.topology import Topology, draw_topology
 from fivefold.report import (
     Curve,
     CurveChart,
@@ -26,13 +30,6 @@ from fivefold.report import (
     picture_of,
 )
 from fivefold.units import format_bytes, format_bytes_per_s, format_duration_s
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from fivefold.collectives.schedules import Bound, CostModel, Timing
-    from fivefold.collectives.synthesis import Synthesis
-    from fivefold.network.topology import Topology
 
 _PROVED = 1e-9  # relative: so close to the bound is on it
 _LOOKS: dict[str, dict[str, Any]] = {  # of the curves that are not the library's
@@ -122,8 +119,6 @@ def loads_title(network: Topology, timing: Timing) -> str:
 
 def collective_page(found: Synthesis, network: Topology, asked: Asked) -> Page:
     """Return the page of a synthesized algorithm and how good it is."""
-    from fivefold.collectives.schedules import evaluate  # noqa: PLC0415 - keeps --help fast
-
     model: CostModel = asked.model  # type: ignore[assignment]
     timing = evaluate(found.schedule, network, size_bytes=asked.size_bytes, model=model)
     what = f"{asked.name} of {format_bytes(asked.size_bytes)} on {network.name}"
@@ -394,8 +389,6 @@ def _answer(found: Synthesis, network: Topology, timing: Timing) -> tuple[tuple[
 def _pictures(
     found: Synthesis, network: Topology, timing: Timing
 ) -> tuple[PageSection, PageSection]:
-    from fivefold.collectives.schedules import draw_schedule  # noqa: PLC0415 - keeps --help fast
-    from fivefold.network.topology import draw_topology  # noqa: PLC0415 - as above
 
     links = draw_topology(
         network, link_loads=used_shares(network, timing), title=loads_title(network, timing)

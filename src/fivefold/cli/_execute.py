@@ -20,7 +20,9 @@ from fivefold.cli._codesign import (
     typed_command,
     write_page,
 )
+from fivefold.cli._execution import run_in_the_lab, show_measured
 from fivefold.cli._outputs import require_writable
+from fivefold.codesign import PlanningOptions, load_jobs, plan_cluster, plan_page, write_order
 
 
 def execute_command(  # noqa: PLR0913 - each option is a parameter
@@ -50,17 +52,6 @@ def execute_command(  # noqa: PLR0913 - each option is a parameter
     Examples:
         $ fivefold execute jobs.toml --cluster switch:4,bandwidth=25MB/s
     """
-    from fivefold.cli._execution import (  # noqa: PLC0415 - keeps --help fast
-        run_in_the_lab,
-        show_measured,
-    )
-    from fivefold.codesign import (  # noqa: PLC0415 - as above
-        PlanningOptions,
-        load_jobs,
-        plan_cluster,
-        write_order,
-    )
-
     require_writable(save, report)
     topology = read_network(cluster)
     specs = load_jobs(jobs, topology)
@@ -71,8 +62,6 @@ def execute_command(  # noqa: PLR0913 - each option is a parameter
         write_order(save, specs, found.plan, topology=topology)
     measured = run_in_the_lab(topology, specs, found.plan, timeout_s=seconds_of(timeout))
     if report is not None:
-        from fivefold.codesign import plan_page  # noqa: PLC0415 - as above
-
         page = plan_page(
             topology, specs, found, measured=measured.iteration_s, command=typed_command()
         )

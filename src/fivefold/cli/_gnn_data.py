@@ -6,15 +6,26 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from fivefold.cli._arguments import ArgumentError, bytes_of
+from fivefold.gnn.data import (
+    Dataset,
+    EdgeRules,
+    HeteroDataset,
+    SourceOptions,
+    TableColumns,
+    describe,
+    find_source,
+    generate_graph,
+    ingest,
+    open_dataset,
+    verify,
+)
 from fivefold.runs import ProgressBar
-
-if TYPE_CHECKING:
-    from fivefold.gnn.data import Dataset, EdgeRules, HeteroDataset, SourceOptions, TableColumns
+from fivefold.units import format_bytes
 
 __all__ = ["generate_command", "info_command", "ingest_command", "verify_command"]
 
@@ -129,8 +140,6 @@ def ingest_command(  # noqa: PLR0913 - the command's options
     Raises:
         FivefoldError: Whatever reading or writing met; the entry point prints it.
     """
-    from fivefold.gnn.data import EdgeRules, SourceOptions  # noqa: PLC0415 - loads numba
-
     if source in {"debian", "wordnet"} and not Path(source).exists():
         raise ArgumentError(
             f"{source} is no source of this command any more",
@@ -170,7 +179,6 @@ def _pairs(values: list[str] | None, option: str, allowed: tuple[str, ...]) -> d
 
 
 def _columns(values: list[str] | None, header: bool | None) -> TableColumns:  # noqa: FBT001
-    from fivefold.gnn.data import TableColumns  # noqa: PLC0415 - loads numba
 
     roles = ("source", "target", "weight", "node", "label", "split", "features")
     pairs: dict[str, Any] = dict(_pairs(values, "column", roles))
@@ -187,7 +195,6 @@ def _ingest_path(
     *,
     as_json: bool,
 ) -> None:
-    from fivefold.gnn.data import find_source, ingest  # noqa: PLC0415 - loads numba
 
     rules, as_wanted, memory_bytes = run
     found, wants_reverse = find_source(source, options)
@@ -225,8 +232,6 @@ def generate_command(  # noqa: PLR0913 - the command's options
     Raises:
         FivefoldError: Whatever writing met; the entry point prints it.
     """
-    from fivefold.gnn.data import generate_graph  # noqa: PLC0415 - loads numba
-
     options = _graph_options(option)
     with ProgressBar() as show:
         dataset = generate_graph(
@@ -272,9 +277,6 @@ def verify_command(folder: FolderArgument, *, as_json: JsonOption = False) -> No
     Raises:
         FivefoldError: Something is damaged; the message names file and place.
     """
-    from fivefold.gnn.data import verify  # noqa: PLC0415 - loads numba
-    from fivefold.units import format_bytes  # noqa: PLC0415 - keeps --help fast
-
     with _open(folder) as dataset, ProgressBar() as show:
         read_bytes = verify(dataset, show)
     if as_json:
@@ -284,7 +286,6 @@ def verify_command(folder: FolderArgument, *, as_json: JsonOption = False) -> No
 
 
 def _open(folder: Path) -> Dataset | HeteroDataset:
-    from fivefold.gnn.data import open_dataset  # noqa: PLC0415 - loads numba
 
     return open_dataset(folder)
 
@@ -299,7 +300,6 @@ def _with_totals(show: Callable[[str, int, int], None]) -> Callable[[str, int, i
 
 
 def _write_facts(dataset: Dataset | HeteroDataset, *, as_json: bool) -> None:
-    from fivefold.gnn.data import describe  # noqa: PLC0415 - loads numba
 
     facts = describe(dataset)
     if as_json:
@@ -311,8 +311,6 @@ def _write_facts(dataset: Dataset | HeteroDataset, *, as_json: bool) -> None:
 
 def _lines(facts: dict[str, Any], indent: str) -> list[str]:
     """One fact a line, the nested ones below their name."""
-    from fivefold.units import format_bytes  # noqa: PLC0415 - keeps --help fast
-
     lines = []
     for key, value in facts.items():
         label = f"{indent}{key.replace('_', ' ')}:"

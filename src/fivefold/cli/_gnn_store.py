@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from fivefold.cli._arguments import ArgumentError, bytes_of
 from fivefold.errors import DataError
+from fivefold.gnn.data import Dataset
+from fivefold.gnn.packing import pack, read_plan, write_plan
+from fivefold.gnn.planning import Budgets, FeatureInfo, Plan, make_plan
+from fivefold.gnn.sampling import NeighborSampler, SampleFile, sample_epochs
+from fivefold.gnn.storage import DiskProfile, probe_disk
 from fivefold.runs import ProgressBar
-
-if TYPE_CHECKING:
-    from fivefold.gnn.data import Dataset
-    from fivefold.gnn.planning import Budgets, Plan
-    from fivefold.gnn.sampling import SampleFile
-    from fivefold.gnn.storage import DiskProfile
 
 __all__ = ["pack_command", "plan_command", "probe_command", "sample_command"]
 
@@ -75,9 +74,6 @@ def sample_command(  # noqa: PLR0913 - the command's options
     Raises:
         FivefoldError: Whatever sampling met; the entry point prints it.
     """
-    from fivefold.gnn.data import Dataset  # noqa: PLC0415 - loads numba
-    from fivefold.gnn.sampling import NeighborSampler, sample_epochs  # noqa: PLC0415
-
     with Dataset.open(dataset) as data, ProgressBar() as show:
         topology = data.topology(mapped=mapped)
         sampler = NeighborSampler(topology, _numbers(fanouts), seed=seed, threads=threads)
@@ -111,8 +107,6 @@ def probe_command(
     Raises:
         FivefoldError: Whatever the disk met; the entry point prints it.
     """
-    from fivefold.gnn.storage import probe_disk  # noqa: PLC0415 - loads numba
-
     size_bytes = None if size is None else bytes_of(size)
     profile = probe_disk(folder, seconds=seconds, size_bytes=size_bytes, fresh=True)
     if as_json:
@@ -141,11 +135,6 @@ def plan_command(  # noqa: PLR0913 - the command's options
     Raises:
         FivefoldError: Whatever planning met; the entry point prints it.
     """
-    from fivefold.gnn.data import Dataset  # noqa: PLC0415 - loads numba
-    from fivefold.gnn.packing import write_plan  # noqa: PLC0415
-    from fivefold.gnn.planning import Budgets  # noqa: PLC0415
-    from fivefold.gnn.sampling import SampleFile  # noqa: PLC0415
-
     host_bytes, device_bytes, disk_bytes = map(bytes_of, (host_memory, device_memory, disk))
     budgets = Budgets(host_bytes=host_bytes, device_bytes=device_bytes, disk_bytes=disk_bytes)
     with Dataset.open(dataset) as data, SampleFile.open(samples) as sampled:
@@ -192,10 +181,6 @@ def pack_command(  # noqa: PLR0913 - the command's options
     Raises:
         FivefoldError: Whatever packing met; the entry point prints it.
     """
-    from fivefold.gnn.data import Dataset  # noqa: PLC0415 - loads numba
-    from fivefold.gnn.packing import pack, read_plan  # noqa: PLC0415
-    from fivefold.gnn.sampling import SampleFile  # noqa: PLC0415
-
     made = read_plan(plan)
     memory_bytes = made.budgets.host_bytes if memory is None else bytes_of(memory)
     with (
@@ -235,7 +220,6 @@ def _make_plan(
     layout: str,
     segment_batches: int | None,
 ) -> Plan:
-    from fivefold.gnn.planning import FeatureInfo, make_plan  # noqa: PLC0415
 
     return make_plan(
         sampled,
@@ -262,7 +246,6 @@ def _check_graph(data: Dataset, sampled: SampleFile) -> None:
 
 
 def _probe(folder: Path) -> DiskProfile:
-    from fivefold.gnn.storage import probe_disk  # noqa: PLC0415
 
     return probe_disk(folder.absolute())
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from fivefold.report import (
     BarChart,
@@ -15,10 +14,8 @@ from fivefold.report import (
     Page,
     PageSection,
 )
+from fivefold.strategy import Cluster, Job, ParallelPlan, Prediction, SearchResult
 from fivefold.units import format_bytes, format_duration_s
-
-if TYPE_CHECKING:
-    from fivefold.strategy import Cluster, Job, ParallelPlan, Prediction, SearchResult
 
 _MEMORY = (
     ("weights_bytes", "weights", "job0"),

@@ -7,8 +7,10 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import torch
+import torch.distributed as dist
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -16,9 +18,9 @@ from rich.table import Table
 
 from fivefold.cli._arguments import bytes_of, seconds_of
 from fivefold.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from fivefold.network.profiling import Profile
+from fivefold.network.profiling import Profile, profile_links
+from fivefold.runs import write_text
+from fivefold.units import format_bytes_per_s, format_duration_s
 
 _SHOWN_PAIRS = 56  # all pairs of eight ranks
 
@@ -53,11 +55,6 @@ def profile_command(
     Raises:
         ConfigurationError: It was not started as ranks, or an option is not usable.
     """
-    import torch  # noqa: PLC0415 - keeps --help fast
-    import torch.distributed as dist  # noqa: PLC0415 - as above
-
-    from fivefold.network.profiling import profile_links  # noqa: PLC0415 - as above
-
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in os.environ]
     if missing:
         raise ConfigurationError(
@@ -83,7 +80,6 @@ def profile_command(
 
 
 def _hand_on(profile: Profile, output: Path | None, *, as_json: bool) -> None:
-    from fivefold.runs import write_text  # noqa: PLC0415 - keeps --help fast
 
     topology = profile.to_topology() if profile.num_ranks > 1 else None
     if output is not None and topology is not None:
@@ -100,7 +96,6 @@ def _hand_on(profile: Profile, output: Path | None, *, as_json: bool) -> None:
 
 
 def _show(profile: Profile) -> None:
-    from fivefold.units import format_bytes_per_s, format_duration_s  # noqa: PLC0415 - as above
 
     console = Console(file=sys.stdout, highlight=False)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
