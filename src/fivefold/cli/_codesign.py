@@ -13,7 +13,14 @@ from typing import Annotated, Any
 import typer
 
 from fivefold.cli._arguments import ArgumentError, topology_of
-from fivefold.cli._outputs import require_picture, require_writable
+from fivefold.cli._options import (
+    JobsArgument,
+    JsonOption,
+    NetworkOption,
+    PageOption,
+    PathSeedOption,
+)
+from fivefold.cli._outputs import require_picture, require_writable, write_json
 from fivefold.cli._plan_files import make_folder
 from fivefold.codesign import (
     AblationRow,
@@ -40,27 +47,11 @@ from fivefold.runs import ProgressBar, write_text
 from fivefold.strategy import named_clusters
 from fivefold.units import format_duration_s
 
-JobsArgument = Annotated[
-    Path, typer.Argument(metavar="JOBS", help="TOML file with \\[\\[jobs]]; see the guide.")
-]
-ClusterOption = Annotated[
-    str,
-    typer.Option(
-        metavar="TOPOLOGY",
-        help='Such as fat_tree:8,gpus=8, lingjun:topo.csv or cluster.toml; "fivefold topology '
-        'list" names them all.',
-    ),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Write the result as JSON.")]
-SeedOption = Annotated[int, typer.Option(min=0, help="Seed of hashed paths.")]
-ReportOption = Annotated[
-    Path | None,
-    typer.Option("--report", metavar="FILE.html", help="Page to write: pictures, charts, reasons."),
-]
 CoDesignsOption = Annotated[
     str,
     typer.Option(
-        help="What layers and jobs may tell one another: V, H, II and HN joined by +, all or none."
+        help="Co-designs to enable: vertical (V), horizontal (H), intra-inter (II), host-net (HN), "
+        "joined by +; or all, none."
     ),
 ]
 OutputOption = Annotated[
@@ -80,7 +71,7 @@ BudgetOption = Annotated[int, typer.Option(min=1, help="Most simulations while p
 def simulate_command(  # noqa: PLR0913 - each option is a parameter
     jobs: JobsArgument,
     *,
-    cluster: ClusterOption,
+    cluster: NetworkOption,
     co_designs: CoDesignsOption = "all",
     start: Annotated[
         str, typer.Option(help="Baseline: null (today's stack) or best (each layer alone).")
@@ -88,11 +79,11 @@ def simulate_command(  # noqa: PLR0913 - each option is a parameter
     guard: Annotated[
         bool, typer.Option(help="With H: no job may end later than under the baseline.")
     ] = True,
-    seed: SeedOption = 0,
+    seed: PathSeedOption = 0,
     budget: BudgetOption = 60,
     output: OutputOption = None,
     chakra: ChakraOption = None,
-    report: ReportOption = None,
+    report: PageOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Plan jobs on a cluster and simulate them beside the uncoordinated baseline.
@@ -123,7 +114,7 @@ def simulate_command(  # noqa: PLR0913 - each option is a parameter
     if report is not None:
         write_page(plan_page(topology, specs, found, command=typed_command()), report)
     if as_json:
-        typer.echo(json.dumps(_record(specs, found)))
+        write_json(_record(specs, found))
         return
     for line in _described(topology, specs, found):
         typer.echo(line)
@@ -137,14 +128,14 @@ def ablate_command(  # noqa: PLR0913 - each option is a parameter
         typer.Argument(metavar="[JOBS]", help="TOML file with \\[\\[jobs]]; left out, drawn jobs."),
     ] = None,
     *,
-    cluster: ClusterOption,
+    cluster: NetworkOption,
     seeds: Annotated[int, typer.Option(min=1, help="Number of seeds.")] = 5,
     number: Annotated[int, typer.Option(min=1, help="Jobs to draw, where none are given.")] = 5,
     sizes: Annotated[str, typer.Option(help="Ranks of drawn jobs, comma-separated.")] = "4,8",
     iterations: Annotated[int, typer.Option(min=1, help="Iterations of drawn jobs.")] = 20,
     budget: BudgetOption = 60,
     plot: Annotated[Path | None, typer.Option(help="Picture to write, .png or .svg.")] = None,
-    report: ReportOption = None,
+    report: PageOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure what each co-design buys: all sixteen combinations, against B0 and B1.
@@ -181,7 +172,7 @@ def ablate_command(  # noqa: PLR0913 - each option is a parameter
     if report is not None:
         write_page(ablation_page(rows, cluster=topology.name, command=typed_command()), report)
     if as_json:
-        typer.echo(json.dumps([asdict(row) for row in rows]))
+        write_json([asdict(row) for row in rows])
         return
     for line in _table(rows):
         typer.echo(line)

@@ -14,9 +14,6 @@ import typer
 from fivefold.cli._arguments import ArgumentError, bytes_of, seconds_of, topology_of
 from fivefold.cli._collectives_bench import bench_algorithms
 from fivefold.cli._collectives_files import (
-    JsonFlag,
-    LatencyOption,
-    RateOption,
     SizeOption,
     read_algorithm,
     read_only_schedule,
@@ -26,6 +23,7 @@ from fivefold.cli._collectives_files import (
 )
 from fivefold.cli._collectives_report import Asked, collective_page, loads_title, used_shares
 from fivefold.cli._help import help_text
+from fivefold.cli._options import BandwidthOption, JsonOption, LatencyOption
 from fivefold.cli._outputs import require_writable
 from fivefold.collectives.lowering import Program, check_program, interpret, lower
 from fivefold.collectives.schedules import draw_schedule, evaluate, named_collective, verify
@@ -99,9 +97,7 @@ def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
     model: Annotated[
         str, typer.Option(help="Cost model: serial, slotted or fluid.", rich_help_panel=_SEARCH)
     ] = "serial",
-    seed: Annotated[
-        int, typer.Option(help="Seed of everything random.", rich_help_panel=_SEARCH)
-    ] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed.", rich_help_panel=_SEARCH)] = 0,
     cache: Annotated[
         Path | None,
         typer.Option(
@@ -116,9 +112,9 @@ def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
     report: Annotated[
         Path | None, typer.Option(help="HTML page to write: pictures, methods, other sizes.")
     ] = None,
-    bandwidth: RateOption = None,
+    bandwidth: BandwidthOption = None,
     latency: LatencyOption = None,
-    as_json: JsonFlag = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Find a fast, verified algorithm for a collective on a topology.
 
@@ -202,7 +198,7 @@ def _facts_of(found: Synthesis, network: Topology) -> dict[str, Any]:
     }
 
 
-def _verify(file: _File, *, topology: _Where = None, as_json: JsonFlag = False) -> None:
+def _verify(file: _File, *, topology: _Where = None, as_json: JsonOption = False) -> None:
     """Prove that a schedule or a program does what it says.
 
     A schedule is checked transfer by transfer, a program with symbolic values, queues and waits.
@@ -256,11 +252,11 @@ def _run(
     file: _File,
     *,
     seed: Annotated[int, typer.Option(help="Seed of the data.")] = 0,
-    as_json: JsonFlag = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Execute an algorithm with real data on this machine, and check the result.
 
-    All ranks run in this process, on integers; sums are compared with exact ones.
+    All ranks run in this process, on integers; the results are compared with exact ones.
     """
     found = read_algorithm(file)
     program = found if isinstance(found, Program) else lower(found)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from fivefold.cli._arguments import ArgumentError
+from fivefold.cli._outputs import write_json
 from fivefold.collectives.lowering import (
     Program,
     from_msccl_xml,
@@ -24,9 +24,6 @@ from fivefold.runs import write_text
 from fivefold.units import format_duration_s
 
 SizeOption = Annotated[str, typer.Option(help="Size of the collective, such as 16MB.")]
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-RateOption = Annotated[str | None, typer.Option(help="Bandwidth of a generated topology's links.")]
-LatencyOption = Annotated[str | None, typer.Option(help="Latency of a generated topology's links.")]
 
 
 def read_algorithm(file: Path) -> Schedule | Program:
@@ -85,7 +82,7 @@ def write_algorithm(schedule: Schedule, output: Path) -> None:
 def show_facts(facts: dict[str, Any], *, as_json: bool) -> None:
     """Write names and values one below the other, or as JSON."""
     if as_json:
-        typer.echo(json.dumps(facts))
+        write_json(facts)
         return
     width = max(len(name) for name in facts)
     for name, value in facts.items():

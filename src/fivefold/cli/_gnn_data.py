@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from fivefold.cli._arguments import ArgumentError, bytes_of
+from fivefold.cli._options import DatasetArgument, JsonOption
+from fivefold.cli._outputs import write_json
 from fivefold.gnn.data import (
     Dataset,
     EdgeRules,
@@ -29,12 +30,8 @@ from fivefold.units import format_bytes
 
 __all__ = ["generate_command", "info_command", "ingest_command", "verify_command"]
 
-FolderArgument = Annotated[
-    Path, typer.Argument(help="Folder of the data set.", exists=True, file_okay=False)
-]
 OutputArgument = Annotated[Path, typer.Argument(help="Folder to write; made if missing.")]
 MemoryOption = Annotated[str, typer.Option(help='What buffers may take, such as "1 GB".')]
-JsonOption = Annotated[bool, typer.Option("--json", help="Write the result as JSON.")]
 SourceArgument = Annotated[str, typer.Argument(help="File or folder to read.")]
 KindOption = Annotated[
     str | None,
@@ -218,7 +215,7 @@ def generate_command(  # noqa: PLR0913 - the command's options
     nodes: Annotated[int, typer.Option(min=0, help="Number of nodes.")],
     dim: Annotated[int, typer.Option(min=1, help="Elements of a feature row.")] = 128,
     dtype: Annotated[str, typer.Option(help="float16, float32 or float64.")] = "float32",
-    seed: Annotated[int, typer.Option(min=0, help="Of all random numbers.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
     option: GraphOption = None,
     threads: ThreadsOption = None,
     memory: MemoryOption = "1 GB",
@@ -261,7 +258,7 @@ def _graph_options(values: list[str] | None) -> dict[str, Any]:
     return options
 
 
-def info_command(folder: FolderArgument, *, as_json: JsonOption = False) -> None:
+def info_command(folder: DatasetArgument, *, as_json: JsonOption = False) -> None:
     """Show what is in a data set: nodes, edges, degrees, classes, sizes, fingerprints.
 
     Raises:
@@ -271,7 +268,7 @@ def info_command(folder: FolderArgument, *, as_json: JsonOption = False) -> None
         _write_facts(dataset, as_json=as_json)
 
 
-def verify_command(folder: FolderArgument, *, as_json: JsonOption = False) -> None:
+def verify_command(folder: DatasetArgument, *, as_json: JsonOption = False) -> None:
     """Read every byte of a data set and compare its checksums.
 
     Raises:
@@ -280,7 +277,7 @@ def verify_command(folder: FolderArgument, *, as_json: JsonOption = False) -> No
     with _open(folder) as dataset, ProgressBar() as show:
         read_bytes = verify(dataset, show)
     if as_json:
-        typer.echo(json.dumps({"folder": str(folder), "whole": True, "bytes": read_bytes}))
+        write_json({"folder": str(folder), "whole": True, "bytes": read_bytes})
     else:
         typer.echo(f"{folder} is whole: {format_bytes(read_bytes)} read")
 
@@ -303,7 +300,7 @@ def _write_facts(dataset: Dataset | HeteroDataset, *, as_json: bool) -> None:
 
     facts = describe(dataset)
     if as_json:
-        typer.echo(json.dumps(facts))
+        write_json(facts)
     else:
         for line in _lines(facts, ""):
             typer.echo(line)

@@ -9,6 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from fivefold.cli._arguments import ArgumentError, bytes_of
+from fivefold.cli._options import DatasetArgument, JsonOption
+from fivefold.cli._outputs import write_json
 from fivefold.errors import DataError
 from fivefold.gnn.data import Dataset
 from fivefold.gnn.packing import pack, read_plan, write_plan
@@ -19,16 +21,10 @@ from fivefold.runs import ProgressBar
 
 __all__ = ["pack_command", "plan_command", "probe_command", "sample_command"]
 
-DatasetArgument = Annotated[
-    Path, typer.Argument(help="Folder of the data set.", exists=True, file_okay=False)
-]
 SamplesArgument = Annotated[
     Path, typer.Argument(help="File of sampled batches.", exists=True, dir_okay=False)
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Write the result as JSON.")]
-FreshOption = Annotated[
-    bool, typer.Option("--fresh", help="Begin anew instead of going on with unfinished work.")
-]
+FreshOption = Annotated[bool, typer.Option("--fresh", help="Start over instead of resuming.")]
 HostOption = Annotated[
     str, typer.Option(help='Host memory for feature caches and buffers, such as "4 GB".')
 ]
@@ -56,7 +52,7 @@ def sample_command(  # noqa: PLR0913 - the command's options
     ] = "10,10,10",
     batch_size: Annotated[int, typer.Option(min=1, help="Seeds per batch.")] = 1024,
     epochs: Annotated[int, typer.Option(min=1, help="How many epochs to sample.")] = 1,
-    seed: Annotated[int, typer.Option(help="Of the order and of the random numbers.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of the order and the samples.")] = 0,
     threads: Annotated[
         int | None, typer.Option(min=1, help="Sampling threads; left out, one per core.")
     ] = None,
@@ -295,7 +291,7 @@ def _facts_of_plan(plan: Plan) -> dict[str, Any]:
 
 def _write_result(facts: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps(facts))
+        write_json(facts)
         return
     for name, value in facts.items():
         typer.echo(f"{name}: {value}")

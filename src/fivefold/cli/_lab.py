@@ -16,6 +16,7 @@ from rich.table import Table
 from fivefold.cli._arguments import ArgumentError, seconds_of, topology_of, typed_arguments
 from fivefold.cli._execution import run_saved
 from fivefold.cli._help import help_text
+from fivefold.cli._options import JsonOption
 from fivefold.lab import Capabilities, LabResult, LabSpec, clean_lab, probe_capabilities, run_lab
 from fivefold.units import format_duration_s
 
@@ -91,7 +92,7 @@ _SumAt = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NODE",
-        help="A switch that sums chunks for the hosts; may be repeated.",
+        help="A switch that aggregates chunks for the hosts; may be repeated.",
         rich_help_panel=_CLUSTER,
     ),
 ]
@@ -185,7 +186,7 @@ def _seconds(text: str | None) -> Any:
 
 def check(
     *,
-    as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Say what this machine can emulate, and what would add the rest.
 

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from fivefold.cli._arguments import ArgumentError
 from fivefold.cli._codesign import typed_command, write_page
+from fivefold.cli._options import JsonOption, PageOption
 from fivefold.cli._outputs import require_writable
 from fivefold.cli._plan_files import write_plan_files
 from fivefold.cli._plan_page import split_page
@@ -35,8 +36,8 @@ from fivefold.units import format_bytes
 
 _PARTS = {
     "compute_s": "compute", "recompute_s": "recomputation", "tensor_s": "tensor communication",
-    "context_s": "context communication", "expert_s": "expert exchange",
-    "boundary_s": "stage to stage", "idle_s": "pipeline idle", "data_s": "gradients, parameters",
+    "context_s": "context communication", "expert_s": "dispatch, combine",
+    "boundary_s": "pipeline p2p", "idle_s": "pipeline bubble", "data_s": "gradients, parameters",
     "offload_s": "host transfers", "optimizer_s": "optimizer", "overhead_s": "overhead, lag",
 }  # fmt: skip
 
@@ -60,15 +61,9 @@ _Write = Annotated[
 _Base = Annotated[
     str | None,
     typer.Option(
-        metavar="ROOM.FUNCTION",
+        metavar="PACKAGE.FUNCTION",
         help="torchtitan's configuration of the model, such as llama3.llama3_8b; found by its "
         "sizes where it is known.",
-    ),
-]
-_Report = Annotated[
-    Path | None,
-    typer.Option(
-        "--report", metavar="FILE.html", help="Page to write: plans, time, memory, reasons."
     ),
 ]
 
@@ -79,7 +74,7 @@ def plan_command(  # noqa: PLR0913 - each option is a parameter
     cluster: _ClusterOption,
     top: Annotated[int, typer.Option(min=1, help="How many of the fastest plans to show.")] = 5,
     front: Annotated[
-        bool, typer.Option("--front", help="Show the front of time against memory too.")
+        bool, typer.Option("--front", help="Show the Pareto front of time against memory too.")
     ] = False,
     output: Annotated[
         Path | None, typer.Option(help="Write the fastest plan to this TOML file.")
@@ -89,8 +84,8 @@ def plan_command(  # noqa: PLR0913 - each option is a parameter
     ] = False,
     write: _Write = None,
     torchtitan_base: _Base = None,
-    report: _Report = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Write the result as JSON.")] = False,
+    report: PageOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Search all ways to split a job over a cluster for the fastest that fits in memory.
 

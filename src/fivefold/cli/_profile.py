@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import json
 import os
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fivefold.cli._arguments import bytes_of, seconds_of
+from fivefold.cli._outputs import write_json
 from fivefold.errors import ConfigurationError
 from fivefold.network.profiling import Profile, profile_links
 from fivefold.runs import write_text
@@ -33,7 +33,7 @@ def profile_command(
     sizes: Annotated[
         str, typer.Option(help="Message sizes, separated by commas.")
     ] = "64B,1KiB,16KiB,256KiB,1MiB,4MiB",
-    repetitions: Annotated[int, typer.Option(help="Exchanges of each size.")] = 5,
+    repetitions: Annotated[int, typer.Option(help="Transfers of each size.")] = 5,
     backend: Annotated[
         str | None, typer.Option(help="gloo or nccl.", show_default="nccl where there are GPUs")
     ] = None,
@@ -85,7 +85,7 @@ def _hand_on(profile: Profile, output: Path | None, *, as_json: bool) -> None:
     if output is not None and topology is not None:
         write_text(output, topology.to_toml())
     if as_json:
-        typer.echo(json.dumps(profile.to_dict()))
+        write_json(profile.to_dict())
         return
     _show(profile)
     if topology is not None:

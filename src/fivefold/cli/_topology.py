@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +10,8 @@ import typer
 
 from fivefold.cli._arguments import topology_of
 from fivefold.cli._help import help_text
-from fivefold.cli._outputs import require_picture
+from fivefold.cli._options import BandwidthOption, JsonOption, LatencyOption, TopologyArgument
+from fivefold.cli._outputs import require_picture, write_json
 from fivefold.errors import DataError, InfeasibleError
 from fivefold.files import read_json
 from fivefold.network.topology import (
@@ -33,20 +33,6 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
-TopologyArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="TOPOLOGY",
-        help="Such as dgx_a100:2, torus:4x4, fat_tree:8,gpus=8, lingjun:topo.csv, taccl:ndv2_1MB:2 "
-        'or cluster.toml; "fivefold topology list" names them all.',
-    ),
-]
-BandwidthOption = Annotated[
-    str | None, typer.Option(help='Of a generator\'s links, such as "50 GB/s".')
-]
-LatencyOption = Annotated[str | None, typer.Option(help='Of a generator\'s links, such as "1 us".')]
-JsonOption = Annotated[bool, typer.Option("--json", help="Write the result as JSON.")]
-
 
 @app.callback()
 def _group() -> None:
@@ -59,9 +45,7 @@ def list_command(*, as_json: JsonOption = False) -> None:
     generators = dict(generator_usage(name) for name in generator_names())
     profiles = [f"taccl:{name}" for name in taccl_profile_names()]
     if as_json:
-        typer.echo(
-            json.dumps({"machines": machines, "generators": generators, "profiles": profiles})
-        )
+        write_json({"machines": machines, "generators": generators, "profiles": profiles})
         return
     sections = {
         "Machines, one box; NAME:4 joins four": {
@@ -92,7 +76,7 @@ def show_command(
     found = topology_of(topology, bandwidth=bandwidth, latency=latency)
     facts = _facts(found)
     if as_json:
-        typer.echo(json.dumps(facts))
+        write_json(facts)
         return
     for line in _described(facts):
         typer.echo(line)
