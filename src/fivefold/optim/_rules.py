@@ -1,0 +1,415 @@
+"""The outer rules: synchronous ones, and those whose all-reduce runs behind local steps.
+
+A delayed rule consumes a round's mean pseudo-gradient late: at the next boundary, or a stated
+number of steps after the launch. Rules differ in what happens to the work done meanwhile.
+
+References:
+    Local SGD: arXiv 1805.09767. SlowMo: arXiv 1910.00643. DiLoCo: arXiv 2311.08105. CO2: arXiv
+    2401.16265. Delay-corrected merge: CoCoD-SGD, arXiv 1906.12043; LOSCAR-SGD, arXiv 2605.20866.
+    Overlap-Local-SGD: arXiv 2002.09539. Eager updates: arXiv 2502.12996. Streaming DiLoCo: arXiv
+    2501.18512.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from fivefold.errors import ConfigurationError
+from fivefold.optim._rule import MergeKind, OuterRule, require_plain, require_share
+from fivefold.optim._staleness import StalenessPenalty
+
+_ALL = ("outer_lr", "outer_momentum", "clip", "staleness", "units", "bootstrap")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CO2(OuterRule):
+    """CO2: the all-reduce of a round runs behind the whole next round of local steps.
+
+    At the end of round t the mean pseudo-gradient D_{t-1} = x_{t-1,0} - xbar_{t-1,tau}, launched
+    one round ago, is consumed, and this round's is launched:
+
+        m_t = clamp(beta * m_{t-1} + D_{t-1} / L_t, -phi, phi)
+        x_{t+1,0} = x_{t,0} - alpha * m_t
+
+    and every worker continues from x_{t+1,0}. Nothing is waited for while
+    T_allreduce <= tau * T_step. No sample is lost: round t's work is applied exactly once, one
+    round late. On a noise-free quadratic mode that tau local steps contract by a in (0, 1], the
+    method is stable if and only if alpha * a / L < 1 - beta; a warning is given when
+    alpha >= (1 - beta) * L for the running L.
+
+    Bootstrap, since nothing has arrived at the first boundary: "reset" (default) returns to
+    x_{0,0}, so that rounds 0 and 1 start from one point; "sync" waits for the first all-reduce,
+    applies it at once, and moves that gap to the second boundary. Drain: see
+    ``OuterSync.finalize``.
+
+    Args:
+        tau: Local steps per round.
+        outer_lr: alpha; keep it below (1 - beta) * L.
+        outer_momentum: beta.
+        staleness: Name or object of the penalty L_t; "gap" by default. The expression of the
+            paper's Eq. 3 is unconfirmed, see ``GapPenalty``.
+        clip: phi, elementwise bound of the momentum, in parameter units: pseudo-gradients have
+            a size of about the inner learning rate times tau, so 1.0 almost never binds. None
+            for no clipping.
+        units: "delta" (default, as in the released code) or "lr".
+        bootstrap: "reset" or "sync".
+
+    Raises:
+        ConfigurationError: A value is outside its range.
+
+    References:
+        Sun et al., ICLR 2024, arXiv 2401.16265.
+
+    Examples:
+        >>> CO2(tau=8).delayed
+        True
+    """
+
+    name: ClassVar[str] = "CO2"
+
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.2
+    clip: float | None = 1.0
+    staleness: StalenessPenalty | str = "gap"
+
+    @property
+    def delayed(self) -> bool:
+        """The all-reduce runs behind the next round."""
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class DelayCorrected(OuterRule):
+    """Hidden averaging that keeps local work: when a mean arrives, add what it changes.
+
+    The all-reduce runs behind the next round, as with CO2. At the end of round t the mean over
+    the workers of y_{t-1}, their parameters one round ago, arrives, and every worker adds the
+    difference to its own: z <- z + (mean(y_{t-1}) - y_{t-1}). Work done during the all-reduce is
+    kept at once instead of being replaced; the mean of the workers moves exactly as in Local SGD
+    whose workers see each other one round late. Replicas differ at all times until
+    ``finalize``; the anchor is the last mean that arrived.
+
+    Args:
+        tau: Local steps per round.
+
+    Raises:
+        ConfigurationError: tau is not a positive integer, or another setting is given.
+
+    References:
+        CoCoD-SGD, arXiv 1906.12043; LOSCAR-SGD, arXiv 2605.20866.
+
+    Examples:
+        >>> DelayCorrected(tau=8).keeps_local
+        True
+    """
+
+    merge: ClassVar[MergeKind] = "correct"
+    name: ClassVar[str] = "delay-corrected"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        hint = "use CO2 for outer settings"
+        require_plain(self, *_ALL, takes="tau", hint=hint)
+
+    @property
+    def delayed(self) -> bool:
+        """The all-reduce runs behind the next round."""
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlapLocalSGD(OuterRule):
+    """Overlap-Local-SGD: workers are pulled towards an anchor that is averaged behind compute.
+
+    At the end of round t the mean over the workers of y_{t-1}, the parameters that they sent one
+    round ago, arrives and moves the anchor x, with momentum; then every worker z is pulled
+    towards it and sends the result:
+
+        m_t = beta * m_{t-1} + (x_{t-1} - mean(y_{t-1}));  x_t = x_{t-1} - m_t
+        z <- (1 - pull) * z + pull * x_t;  y_t = z
+
+    Workers never stop at a common point, so a slow mean disturbs little; the pull alone bounds how
+    far they drift apart. Choose it for rounds of few steps and noisy gradients.
+
+    Args:
+        tau: Local steps per round.
+        pull: Share of the way to the anchor, in (0, 1); 0.6 in the paper.
+        outer_momentum: beta of the anchor; 0.7 in the paper.
+
+    Raises:
+        ConfigurationError: A value is outside its range.
+
+    References:
+        Wang, Liang and Joshi, arXiv 2002.09539, equations 3 to 5 and section on momentum.
+
+    Examples:
+        >>> round(OverlapLocalSGD(tau=8).local_share, 2)
+        0.4
+    """
+
+    merge: ClassVar[MergeKind] = "pull"
+    name: ClassVar[str] = "Overlap-Local-SGD"
+
+    outer_momentum: float = 0.7
+    pull: float = 0.6
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        hint = "0.6 is the paper's; use CO2 to replace the local work, DelayCorrected to keep it"
+        require_share("pull", self.pull, hint=hint)
+        hint = "use CO2 for other outer settings"
+        names = ("outer_lr", "clip", "staleness", "units", "bootstrap")
+        require_plain(self, *names, takes="tau, pull and outer_momentum", hint=hint)
+
+    @property
+    def delayed(self) -> bool:
+        """The all-reduce runs behind the next round."""
+        return True
+
+    @property
+    def local_share(self) -> float:
+        """What remains of the worker's own parameters."""
+        return 1.0 - self.pull
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagerDiLoCo(OuterRule):
+    """Eager updates: the others' work arrives one round late, one's own counts at once.
+
+    DiLoCo whose all-reduce runs behind the next round. At the end of round t every worker i takes
+    the outer step not with the stale mean D_{t-1} but with its own stale part replaced by its
+    fresh one:
+
+        D'_{i,t} = D_{t-1} + (d_{i,t} - d_{i,t-1}) / G
+
+    The engine keeps two parts of the same sum, since the outer step is linear: the anchor x and its
+    momentum m, driven by D_{t-1} and equal on all workers, and the worker's own offset u and
+    momentum v, driven by the correction, which never piles up because it telescopes:
+
+        m_t = beta * m_{t-1} + D_{t-1};              x_t = x_{t-1} - alpha * (beta * m_t + D_{t-1})
+        c_t = (d_{i,t} - d_{i,t-1}) / G
+        v_t = beta * v_{t-1} + c_t;                  u_t = u_{t-1} - alpha * (beta * v_t + c_t)
+        z <- x_t + u_t
+
+    ``finalize`` drops u and v, and all workers end at x. Costs 12 bytes more per parameter than CO2
+    (v, the start of the round and the sent part). Choose it for DiLoCo's settings where the wait
+    must be hidden.
+
+    Args:
+        tau: Local steps per round.
+        outer_lr: alpha; delay asks for less than DiLoCo's 0.7, since a high momentum on late
+            pseudo-gradients is unstable (see ``CO2``).
+        outer_momentum: beta.
+
+    Raises:
+        ConfigurationError: A value is outside its range.
+
+    References:
+        Kale, Douillard and Donchev, arXiv 2502.12996, section on eager updates.
+
+    Examples:
+        >>> EagerDiLoCo(tau=8).nesterov
+        True
+    """
+
+    nesterov: ClassVar[bool] = True
+    merge: ClassVar[MergeKind] = "eager"
+    name: ClassVar[str] = "eager DiLoCo"
+
+    outer_lr: float = 0.5
+    outer_momentum: float = 0.3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        takes, hint = "tau, outer_lr and outer_momentum", "use CO2 for other outer settings"
+        names = ("clip", "staleness", "units", "bootstrap")  # the split in two parts is linear
+        require_plain(self, *names, takes=takes, hint=hint)
+
+    @property
+    def delayed(self) -> bool:
+        """The all-reduce runs behind the next round."""
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamingDiLoCo(OuterRule):
+    """Streaming DiLoCo: parts of the model are synchronised in turn, each behind some steps.
+
+    The parameters are cut into ``fragments`` runs of about equal size. Each has DiLoCo's anchor,
+    momentum and round of tau local steps, and the rounds are staggered, so that one fragment is
+    sent every tau / fragments steps: the peak of the traffic falls by the number of fragments. A
+    fragment's mean arrives ``delay_steps`` after its launch; then, with z the local parameters,
+
+        z <- keep * z + (1 - keep) * x
+
+    so that part of the steps taken meanwhile is kept. Choose it where one burst of the whole model
+    per round is too much for the link, or for memory in flight.
+
+    Args:
+        tau: Local steps between two launches of one fragment.
+        outer_lr: alpha.
+        outer_momentum: beta.
+        fragments: Number of parts, at most tau.
+        delay_steps: Local steps between launch and merge, 1 to tau; None for a whole round.
+        keep: Share of the local parameters in the merge, in (0, 1); 0.5 in the paper. 0
+            would throw away what was done during the all-reduce.
+
+    Raises:
+        ConfigurationError: A value is outside its range.
+
+    References:
+        Douillard et al., arXiv 2501.18512, Algorithm 2.
+
+    Examples:
+        >>> StreamingDiLoCo(tau=8, fragments=4).num_fragments
+        4
+    """
+
+    nesterov: ClassVar[bool] = True
+    merge: ClassVar[MergeKind] = "pull"
+    name: ClassVar[str] = "Streaming DiLoCo"
+
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    fragments: int = 4
+    delay_steps: int | None = None
+    keep: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        hint = "0.5 is the paper's; use CO2 to replace the local work"
+        require_share("keep", self.keep, hint=hint)
+        takes = "tau, outer_lr, outer_momentum, fragments, delay_steps and keep"
+        names = ("clip", "staleness", "units", "bootstrap")
+        require_plain(self, *names, takes=takes, hint="use CO2 for other outer settings")
+        tau = self.first_tau
+        _require_between("fragments", self.fragments, most=tau)
+        if self.delay_steps is not None:
+            _require_between("delay_steps", self.delay_steps, most=tau)
+            if self.delay_steps == tau:
+                object.__setattr__(self, "delay_steps", None)
+
+    @property
+    def delayed(self) -> bool:
+        """The all-reduces run behind local steps."""
+        return True
+
+    @property
+    def local_share(self) -> float:
+        """Share of the local parameters in the merge."""
+        return self.keep
+
+    @property
+    def num_fragments(self) -> int:
+        """Parts of the model that are synchronised at moments of their own."""
+        return self.fragments
+
+
+def _require_between(name: str, value: object, *, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        message = f"{name} must be an integer from 1 to tau={most}; got {value!r}"
+        raise ConfigurationError(message, hint=f"use at most {most}, or a larger tau")
+
+
+_OUTER = ("outer_lr", "outer_momentum", "clip", "staleness", "units")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSGD(OuterRule):
+    """Local SGD: average the parameters after every tau local steps, and wait for the average.
+
+    x_{t+1,0} = mean over workers of x_{t,tau}. The baseline for all others: fewer messages than
+    DDP, every one of them exposed. Choose it when the network is fast enough that the wait does
+    not matter.
+
+    Args:
+        tau: Local steps per round.
+
+    Raises:
+        ConfigurationError: tau is not a positive integer, or another setting is given.
+
+    References:
+        Stich, arXiv 1805.09767.
+
+    Examples:
+        >>> LocalSGD(tau=8).delayed
+        False
+    """
+
+    name: ClassVar[str] = "Local SGD"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        hint = "use SlowMo for an outer learning rate"
+        require_plain(self, *_OUTER, takes="tau", hint=hint)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowMo(OuterRule):
+    """SlowMo: Local SGD with momentum on the rounds, and a wait at each of them.
+
+    m_t = beta * m_{t-1} + (x_{t,0} - xbar_{t,tau}) / gamma_t;
+    x_{t+1,0} = x_{t,0} - alpha * gamma_t * m_t, with gamma_t the inner learning rate.
+    ``units="delta"`` drops both gamma. Choose it when the wait is affordable and Local SGD
+    loses accuracy.
+
+    Args:
+        tau: Local steps per round.
+        outer_lr: alpha.
+        outer_momentum: beta; the paper's auto table is 0.2 to 0.6, growing with the workers.
+        units: "lr" as published (default) or "delta".
+
+    Raises:
+        ConfigurationError: A value is outside its range.
+
+    References:
+        Wang et al., arXiv 1910.00643, Algorithm 1.
+
+    Examples:
+        >>> SlowMo(tau=8, outer_momentum=0.5).units
+        'lr'
+    """
+
+    name: ClassVar[str] = "SlowMo"
+
+    outer_momentum: float = 0.5
+    units: Literal["delta", "lr"] = "lr"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiLoCo(OuterRule):
+    """DiLoCo: Nesterov momentum on the rounds, and a wait at each of them.
+
+    m_t = beta * m_{t-1} + D_t;  x_{t+1,0} = x_{t,0} - alpha * (beta * m_t + D_t). With an inner
+    AdamW and hundreds of local steps this is the published method; the same outer step is
+    ``torch.optim.SGD(lr=alpha, momentum=beta, nesterov=True)`` on the pseudo-gradient. Choose it
+    for long rounds, where one exposed all-reduce per round does not matter.
+
+    Args:
+        tau: Local steps per round; the paper uses about 500.
+        outer_lr: alpha; 0.7 in the paper.
+        outer_momentum: beta; 0.9 in the paper.
+
+    Raises:
+        ConfigurationError: A value is outside its range.
+
+    References:
+        Douillard et al., arXiv 2311.08105, Algorithm 1.
+
+    Examples:
+        >>> DiLoCo(tau=100).outer_momentum
+        0.9
+    """
+
+    nesterov: ClassVar[bool] = True
+    name: ClassVar[str] = "DiLoCo"
+
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        hint = "use SlowMo for a clip or units of lr"
+        takes = "tau, outer_lr and outer_momentum"
+        require_plain(self, "clip", "staleness", "units", takes=takes, hint=hint)
