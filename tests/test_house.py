@@ -63,8 +63,6 @@ INNER_ORDER = {
 }
 HEAVY = {
     "torch",
-    "plotly",
-    "jinja2",
     "numpy",
     "tokenizers",
     "numba",

@@ -1,8 +1,8 @@
-"""Finds run folders and reads them.
+"""Finds and reads the folders that runs leave behind: of language models and of graph training.
 
 A run that still goes on, or was killed, is read as far as it got: files that are not there yet
 and a torn last line become notes that the report shows. Damage anywhere else is an error, because
-a report over silently dropped lines would be wrong. This module computes nothing.
+a report over silently dropped lines would be wrong.
 """
 
 from __future__ import annotations
@@ -10,15 +10,27 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
+from fivefold import files
 from fivefold.errors import ConfigurationError, DataError
-from fivefold.files import parse_toml
+from fivefold.report._graph_records import (
+    EpochPoint,
+    GraphEnd,
+    GraphManifest,
+    GraphResult,
+    GraphRun,
+    GraphTrainPoint,
+    GraphValidationPoint,
+    PreparePoint,
+)
 from fivefold.report._records import (
+    SCHEMA_VERSION,
     CheckpointPoint,
     EndPoint,
     LinkBytes,
@@ -35,16 +47,6 @@ from fivefold.report._records import (
     TrainPoint,
     ValidationPoint,
 )
-from fivefold.report._run_files import (
-    damaged,
-    read_lines,
-    read_text,
-    read_versioned,
-    validated,
-)
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 _MANIFEST = "manifest.json"
 _RANK_FILE = re.compile(r"rank(\d+)\.jsonl")
@@ -69,7 +71,18 @@ _POINTS: dict[str, type[BaseModel]] = {  # by their event in metrics.jsonl
     "sync": SyncPoint,
     "tau": TauPoint,
     "moe": MixturePoint,
+    "end": EndPoint,
 }
+_GRAPH_POINTS: dict[str, type[BaseModel]] = {
+    "train": GraphTrainPoint,
+    "epoch": EpochPoint,
+    "validation": GraphValidationPoint,
+    "prepare": PreparePoint,
+    "end": GraphEnd,
+}
+
+_RecordT = TypeVar("_RecordT", bound=BaseModel)
+_RunT = TypeVar("_RunT", Run, GraphRun)
 
 
 def find_runs(paths: Iterable[Path | str]) -> list[Path]:
@@ -85,14 +98,6 @@ def find_runs(paths: Iterable[Path | str]) -> list[Path]:
 
     Raises:
         DataError: A path does not exist, or neither it nor anything below it is a run.
-
-    Examples:
-        >>> import tempfile
-        >>> folder = Path(tempfile.mkdtemp())
-        >>> (folder / "co2").mkdir()
-        >>> _ = (folder / "co2" / "manifest.json").write_text("{}")
-        >>> [run.name for run in find_runs([folder])]
-        ['co2']
     """
     found: dict[Path, Path] = {}
     for path in map(Path, paths):
@@ -123,24 +128,10 @@ def read_runs(paths: Iterable[Path | str]) -> list[Run]:
 
     Raises:
         DataError: There is no run, or a file of one is damaged or of an unknown schema.
-
-    Examples:
-        >>> read_runs(["/nonexistent"])
-        Traceback (most recent call last):
-        ...
-        fivefold.errors.DataError: /nonexistent does not exist; give the folder of a run, or ...
     """
     folders = find_runs(paths)
-    runs = [
-        read_run(folder, name=name)
-        for folder, name in zip(folders, unique_names(folders), strict=True)
-    ]
-    labels = Counter(run.label for run in runs)
-    distinct = [
-        replace(run, label=f"{run.label}, {run.name}") if labels[run.label] > 1 else run
-        for run in runs
-    ]
-    return sorted(distinct, key=_run_order)
+    named = zip(folders, _unique_names(folders), strict=True)
+    return sorted(_distinct([read_run(folder, name=name) for folder, name in named]), key=_order)
 
 
 def read_run(path: Path | str, *, name: str | None = None) -> Run:
@@ -156,27 +147,18 @@ def read_run(path: Path | str, *, name: str | None = None) -> Run:
     Raises:
         DataError: The manifest is missing, a file is damaged other than by a torn last line, or
             its schema is unknown.
-
-    Examples:
-        >>> import json, tempfile
-        >>> folder = Path(tempfile.mkdtemp())
-        >>> manifest = {"schema": 1, "fivefold": "0.1.0", "method": "co2", "label": "CO2"}
-        >>> _ = (folder / "manifest.json").write_text(json.dumps({**manifest, "world_size": 2}))
-        >>> run = read_run(folder)
-        >>> run.status, run.notes[-1]
-        ('unfinished', 'no result: the run is still going on, or it was killed')
     """
     path = Path(path)
     notes: list[str] = []
-    manifest = read_versioned(path / _MANIFEST, Manifest)
+    manifest = _read_versioned(path / _MANIFEST, Manifest)
     if manifest is None:
         raise DataError(f"{path} holds no {_MANIFEST}", hint="give the folder of a run")
-    config_text = read_text(path / "config.toml")
+    config_text = _read_text(path / "config.toml")
     if config_text is None:
         notes.append("config.toml is missing: configuration differences are not shown for this run")
     metrics = _read_metrics(path / "metrics.jsonl", notes)
     ranks = _read_ranks(path / "ranks", world_size=manifest.world_size, notes=notes)
-    result = read_versioned(path / "result.json", RunResult)
+    result = _read_versioned(path / "result.json", RunResult)
     if result is not None and result.steps < _last_step(metrics):
         notes.append(f"result.json is of step {result.steps}; the run went on and it is not used")
         result = None
@@ -195,9 +177,116 @@ def read_run(path: Path | str, *, name: str | None = None) -> Run:
     )
 
 
+def is_graph_run(folder: Path) -> bool:
+    """Return whether a run's folder is one of ``fivefold gnn train``.
+
+    A manifest that cannot be read is left to the reader of language-model runs, which says so.
+    """
+    try:
+        manifest = files.read_json(folder / _MANIFEST)
+    except DataError:
+        return False
+    return isinstance(manifest, dict) and manifest.get("kind") == "gnn"
+
+
+def read_graph_runs(folders: Sequence[Path]) -> list[GraphRun]:
+    """Read runs of graph training in the order given, with distinct names and labels."""
+    names = _unique_names(folders) if folders else []
+    runs = [_read_graph_run(folder, name) for folder, name in zip(folders, names, strict=True)]
+    return _distinct(runs)
+
+
+def _distinct(runs: list[_RunT]) -> list[_RunT]:
+    """Append the names to labels that would be equal."""
+    labels = Counter(run.label for run in runs)
+    return [
+        replace(run, label=f"{run.label}, {run.name}") if labels[run.label] > 1 else run
+        for run in runs
+    ]
+
+
+def _read_graph_run(path: Path, name: str) -> GraphRun:
+    notes: list[str] = []
+    manifest = _read_versioned(path / _MANIFEST, GraphManifest)
+    if manifest is None:
+        raise DataError(f"{path} holds no {_MANIFEST}", hint="give the folder of a run")
+    found = _read_points(path / "metrics.jsonl", _GRAPH_POINTS, notes)
+    notes += _resumed(found)
+    ends, result = found["end"], _read_versioned(path / "result.json", GraphResult)
+    end = ends[-1] if ends else None
+    if result is not None and (end is None or end.step != result.steps):
+        notes.append("result.json is of an earlier end; the run went on and it is not used")
+        result = None
+    if end is None:
+        notes.append("no end: the run is still going on, or it was killed")
+    return GraphRun(
+        path=path,
+        name=name,
+        label=manifest.label,
+        manifest=manifest,
+        config_text=_read_text(path / "config.toml") or "",
+        plan_text=_read_text(path / "plan.txt") or "",
+        train=tuple(found["train"]),
+        epochs=tuple(found["epoch"]),
+        validation=tuple(found["validation"]),
+        prepare=_prepared(found["prepare"]),
+        end=end,
+        result=result,
+        notes=tuple(notes),
+    )
+
+
+def _prepared(points: list[PreparePoint]) -> PreparePoint:
+    """The work of the first time that took any, and the newest plan."""
+    if not points:
+        return PreparePoint()
+    worked = max(points, key=lambda point: sum(point.seconds.values()))
+    return PreparePoint(seconds=worked.seconds, plan=points[-1].plan)
+
+
+def _read_points(
+    path: Path, models: dict[str, type[BaseModel]], notes: list[str]
+) -> dict[str, list[Any]]:
+    """Read the lines of a log by their event; what a newer trainer logs beside them is ignored."""
+    found: dict[str, list[Any]] = {event: [] for event in models}
+    resumed: list[str] = []
+    for where, record in _read_lines(path, notes):
+        event = record["event"]
+        if event in models:
+            found[event].append(_validated(record, models[event], where=where))
+        if event == "resume":
+            found["end"].clear()  # whatever ended before, the run went on
+            resumed.append(str(record.get("step")))
+    found["resumed"] = resumed
+    return found
+
+
+def _resumed(found: dict[str, list[Any]]) -> list[str]:
+    steps = ", ".join(found["resumed"])
+    return [f"resumed from a checkpoint at step {steps}"] if steps else []
+
+
+def _read_metrics(path: Path, notes: list[str]) -> Metrics:
+    found = _read_points(path, _POINTS, notes)
+    metrics = Metrics(
+        train=tuple(found["train"]),
+        validation=tuple(found["validation"]),
+        checkpoints=tuple(found["checkpoint"]),
+        resumes=tuple(found["resume"]),
+        sync=tuple(found["sync"]),
+        tau=tuple(found["tau"]),
+        mixtures=tuple(found["moe"]),
+        end=found["end"][-1] if found["end"] else None,
+    )
+    if not metrics.train and not metrics.validation:
+        notes.append("no metrics yet: there is no curve to draw")
+    notes += _resumed(found)
+    return metrics
+
+
 def _tables(text: str, path: Path) -> dict[str, Any]:
     try:
-        return parse_toml(text, where=str(path))
+        return files.parse_toml(text, where=str(path))
     except ConfigurationError as error:  # the run wrote it: the file is damaged
         raise DataError(error.message, hint=error.hint) from None
 
@@ -243,15 +332,15 @@ def _elsewhere(command: str, page: str) -> str:
 
 def _runs_below(path: Path) -> list[Path]:
     runs = []
-    for folder, children, files in os.walk(path):
-        if _MANIFEST in files:
+    for folder, children, names in os.walk(path):
+        if _MANIFEST in names:
             runs.append(Path(folder))
             children.clear()
         children.sort()
     return sorted(runs)
 
 
-def unique_names(folders: Sequence[Path]) -> list[str]:
+def _unique_names(folders: Sequence[Path]) -> list[str]:
     parts = [folder.resolve().parts[1:] or ("run",) for folder in folders]
     for depth in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-depth:]) for part in parts]
@@ -260,40 +349,11 @@ def unique_names(folders: Sequence[Path]) -> list[str]:
     return [str(folder) for folder in folders]
 
 
-def _run_order(run: Run) -> tuple[int, bool, str]:
+def _order(run: Run) -> tuple[int, bool, str]:
     method = run.manifest.method
     known = method in _METHOD_ORDER
     place = _METHOD_ORDER.index(method) if known else len(_METHOD_ORDER)
     return place, method == "ddp" and not run.is_plain_ddp, run.name
-
-
-def _read_metrics(path: Path, notes: list[str]) -> Metrics:
-    found: dict[str, list[Any]] = {event: [] for event in _POINTS}
-    end: EndPoint | None = None
-    for where, record in read_lines(path, notes):
-        event = record["event"]
-        if event == "end":
-            end = validated(record, EndPoint, where=where)
-        elif event in _POINTS:  # a newer trainer may log more
-            found[event].append(validated(record, _POINTS[event], where=where))
-        if event == "resume":
-            end = None  # whatever ended before, the run went on
-    metrics = Metrics(
-        train=tuple(found["train"]),
-        validation=tuple(found["validation"]),
-        checkpoints=tuple(found["checkpoint"]),
-        resumes=tuple(found["resume"]),
-        sync=tuple(found["sync"]),
-        tau=tuple(found["tau"]),
-        mixtures=tuple(found["moe"]),
-        end=end,
-    )
-    if not metrics.train and not metrics.validation:
-        notes.append("no metrics yet: there is no curve to draw")
-    if metrics.resumes:
-        steps = ", ".join(str(point.step) for point in metrics.resumes)
-        notes.append(f"resumed from a checkpoint at step {steps}")
-    return metrics
 
 
 def _read_ranks(folder: Path, *, world_size: int, notes: list[str]) -> tuple[RankTrace, ...]:
@@ -311,7 +371,7 @@ def _read_rank(rank: int, path: Path, notes: list[str]) -> RankTrace:
     spans: list[Span] = []
     left_out = dropped = 0
     link_bytes: LinkBytes | None = None
-    for where, record in read_lines(path, notes):
+    for where, record in _read_lines(path, notes):
         try:
             match record["event"]:
                 case "clock":
@@ -327,7 +387,7 @@ def _read_rank(rank: int, path: Path, notes: list[str]) -> RankTrace:
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, DataError):
                 raise
-            raise damaged(where, f"does not fit: {error!r}") from error
+            raise _damaged(where, f"does not fit: {error!r}") from error
     if left_out:
         notes.append(
             f"rank {rank}: {left_out} spans left out (before a clock line, or of negative length)"
@@ -342,7 +402,7 @@ def _read_rank(rank: int, path: Path, notes: list[str]) -> RankTrace:
 def _rank_end(record: dict[str, Any], where: str) -> tuple[LinkBytes | None, int]:
     """The link's counters, and how many spans the rank had no room for."""
     counters = record.get("link_bytes")
-    link = validated(counters, LinkBytes, where=where) if counters else None
+    link = _validated(counters, LinkBytes, where=where) if counters else None
     return link, int(record.get("spans_dropped", 0))
 
 
@@ -361,3 +421,62 @@ def _span(record: dict[str, Any], offset_s: float) -> Span:
 def _number(record: dict[str, Any], key: str) -> int | None:
     value = record.get(key)
     return None if value is None else int(value)
+
+
+def _read_versioned(path: Path, model: type[_RecordT]) -> _RecordT | None:
+    """Read a JSON file that names its schema; None where there is none."""
+    text = _read_text(path)
+    if text is None:
+        return None
+    values = files.parse_json(text, where=str(path), finite=False)  # runs diverge
+    version = values.get("schema") if isinstance(values, dict) else None
+    if isinstance(version, int) and version != SCHEMA_VERSION:
+        raise DataError(
+            f"{path} has schema {version}; this fivefold reads schema {SCHEMA_VERSION}",
+            hint="use the fivefold that wrote the run, or a newer one",
+        )
+    return _validated(values, model, where=str(path))
+
+
+def _read_text(path: Path) -> str | None:
+    """Read a text file; None where there is none."""
+    return files.read_text(path) if path.exists() else None
+
+
+def _damaged(path: Path | str, problem: str) -> DataError:
+    """The error for a file that is not what it should be."""
+    return DataError(
+        f"{path} {problem}", hint="the file is damaged: copy the run again, or leave it out"
+    )
+
+
+def _validated(values: object, model: type[_RecordT], *, where: str) -> _RecordT:
+    """Check values against a record."""
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"])) or "the whole"
+        raise _damaged(where, f"does not fit: {key}: {first['msg']}") from error
+
+
+def _read_lines(path: Path, notes: list[str]) -> list[tuple[str, dict[str, Any]]]:
+    """Read a JSON-lines file as (place, object) pairs; a torn last line becomes a note."""
+    if not path.exists():
+        return []
+    lines = files.read_bytes(path).split(b"\n")
+    records: list[tuple[str, dict[str, Any]]] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = files.parse_json(line, where=f"{path} line {number}", finite=False)
+        except DataError as error:
+            if number == len(lines):  # no newline after it: the writer was killed in the middle
+                notes.append(f"{path.name}: the last line is torn and was left out")
+                break
+            raise _damaged(path, f"line {number} is not JSON") from error
+        if not isinstance(record, dict) or not isinstance(record.get("event"), str):
+            raise _damaged(path, f"line {number} is not an event")
+        records.append((f"{path} line {number}", record))
+    return records
