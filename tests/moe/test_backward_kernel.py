@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from fivefold.moe import ACTIVATIONS, MoE, MoEConfig, fused_moe
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from moe_oracle import operands
+from fivefold.moe import (
+    MoE,
+    MoEConfig,
+    fused_moe,
+)
+from fivefold.moe.operator import ACTIVATIONS
+from oracles.experts import operands
 
 HERE = Path(__file__).parent
 TOLERANCE = {"bfloat16": 5e-3, "float16": 1e-3}

@@ -1,16 +1,13 @@
 """The backward's kernels on a real GPU. Skipped where there is none."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-from fivefold.moe import backends, fused_moe
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from moe_oracle import TOLERANCE, expected, operands, relative
+from fivefold.moe import (
+    backends,
+    fused_moe,
+)
+from oracles.experts import TOLERANCE, expected, operands, relative
 
 missing = backends("cuda")["fused"]
 if missing is not None:

@@ -13,8 +13,10 @@ from fivefold.moe import (
     MoE,
     MoEConfig,
     Router,
-    load_balancing_loss,
     route,
+)
+from fivefold.moe.routing import (
+    load_balancing_loss,
     router_z_loss,
 )
 

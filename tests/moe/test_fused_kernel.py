@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 
 from fivefold.errors import UnsupportedError
-from fivefold.moe import ACTIVATIONS, backends, fused_moe
+from fivefold.moe import (
+    backends,
+    fused_moe,
+)
+from fivefold.moe.operator import ACTIVATIONS
 
 HERE = Path(__file__).parent
 TOLERANCE = {"bfloat16": 5e-3, "float16": 1e-3}
@@ -96,7 +100,7 @@ def test_every_case_is_looked_at(interpreted):
 
 
 def test_says_why_it_is_missing(monkeypatch):
-    from fivefold.moe import _fused
+    from fivefold.moe.kernels import launch as _fused
 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(_fused, "_triton_problem", lambda: None)

@@ -14,11 +14,11 @@ from fivefold.errors import ConfigurationError, UnsupportedError
 from fivefold.moe import (
     ExchangeConfig,
     ExpertExchange,
-    SharedMemoryHeap,
     TorchSymmetricHeap,
     VirtualHeap,
 )
-from fivefold.moe._heap import torch as torch_of_heap
+from fivefold.moe.parallel import SharedMemoryHeap
+from fivefold.moe.parallel._heaps import torch as torch_of_heap
 
 pytest.importorskip("triton")
 

@@ -34,7 +34,7 @@ def compiled(tmp_path_factory):
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TRITON_")}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / "offline_cases.py")],
+        [sys.executable, str(Path(__file__).parent / "offline.py"), "forward"],
         env=environment | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

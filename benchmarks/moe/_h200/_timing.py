@@ -13,7 +13,10 @@ from _h200._clock import Ceilings, Clock, arithmetic_of
 from _h200._operands import Operands, operands_of
 from _h200._variants import LIGER, OURS, Variant, variants_of
 from fivefold.errors import FivefoldError
-from fivefold.moe import Workspace, fused_moe
+from fivefold.moe import (
+    Workspace,
+    fused_moe,
+)
 from fivefold.report import BenchmarkRow, median_and_spread
 
 __all__ = ["Plan", "time_case"]

@@ -11,7 +11,12 @@ import torch
 
 from _h200._cases import Case
 from _h200._operands import Operands
-from fivefold.moe import Workspace, activation_named, backends, fused_moe
+from fivefold.moe import (
+    Workspace,
+    backends,
+    fused_moe,
+)
+from fivefold.moe.operator import activation_named
 
 __all__ = [
     "LIGER",

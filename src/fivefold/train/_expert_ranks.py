@@ -23,7 +23,8 @@ from fivefold.train._world import guard
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fivefold.moe import ExchangeFlight, ExpertExchange
+    from fivefold.moe import ExpertExchange
+    from fivefold.moe.parallel import ExchangeFlight
     from fivefold.train._config import ModelConfig, TrainConfig
     from fivefold.train._one_sided import OneSided
     from fivefold.train._world import World

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fivefold.moe import ExpertExchange, MoE, MoEConfig, Router, updated_selection_bias
+from fivefold.moe import (
+    ExpertExchange,
+    MoE,
+    MoEConfig,
+    Router,
+    updated_selection_bias,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -34,7 +34,11 @@ from fivefold.train._mixture import (
 from fivefold.train._operators import rms_norm, rotary_tables, split_rotated_heads
 
 if TYPE_CHECKING:
-    from fivefold.moe import ExpertExchange, ExpertGroup, MoE
+    from fivefold.moe import (
+        ExpertExchange,
+        ExpertGroup,
+        MoE,
+    )
     from fivefold.train._config import ModelConfig
 
 _EPSILON = 1e-6

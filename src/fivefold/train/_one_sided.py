@@ -21,11 +21,11 @@ import torch
 from fivefold.errors import UnsupportedError
 from fivefold.moe import (
     ExchangeConfig,
-    ExchangeFlight,
     ExpertExchange,
     TorchSymmetricHeap,
     backends,
 )
+from fivefold.moe.parallel import ExchangeFlight
 from fivefold.train._mixture import expert_width
 from fivefold.train._precision import choose_precision
 from fivefold.train._world import guard
