@@ -51,7 +51,7 @@ MAY_IMPORT["cli"] = set(MAY_IMPORT) - {"testing"}  # the one room above all
 INNER_ORDER = {
     "moe": ["routing", "kernels", "operator", "parallel", "checkpoints"],
     "network": ["topology", "profiling", "simulation", "aggregation"],
-    "collectives": ["schedules", "algorithms", "synthesis", "lowering", "execution"],
+    "collectives": ["pricing", "schedules", "algorithms", "synthesis", "lowering", "execution"],
     "gnn": [
         "storage",
         "sampling",

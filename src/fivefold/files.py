@@ -1,4 +1,4 @@
-"""Read text, TOML and JSON: every file that a user gives, and every text of that kind.
+"""Read text, TOML and JSON that a user gives; write files whole or not at all.
 
 Whatever the file is, reading it ends in bounded time and memory, with plain values or with one
 clear error. What a parser would let through and later code would trip over is refused here: a
@@ -10,10 +10,13 @@ write, so its errors are of configuration; JSON is what programs write, so its e
 from __future__ import annotations
 
 import difflib
+import errno
+import hashlib
 import json
 import math
 import os
 import re
+import secrets
 import stat
 import tomllib
 from collections import Counter
@@ -21,9 +24,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fivefold.errors import ConfigurationError, DataError, FivefoldError
+from fivefold.errors import ConfigurationError, DataError, FivefoldError, StorageError
+from fivefold.units import format_bytes
 
-__all__ = ["parse_json", "parse_toml", "read_bytes", "read_json", "read_text", "read_toml"]
+__all__ = [
+    "free_bytes",
+    "parse_json",
+    "parse_toml",
+    "read_bytes",
+    "read_checked_json",
+    "read_json",
+    "read_text",
+    "read_toml",
+    "storage_error",
+    "sync_folder",
+    "write_atomically",
+    "write_checked_json",
+]
 
 _MOST_LEVELS = 100
 _SMALLEST, _LARGEST = -(2**63), 2**64 - 1
@@ -32,6 +49,19 @@ _DOTTED_KEY = re.compile(
     rf"""(?<![\w"'.-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){{{_MOST_LEVELS}}}"""
 )
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_CHECKSUM = "checksum"
+_MOST_CHECKED_BYTES = 64 << 20
+_STORAGE_HINTS = {
+    errno.EIO: "the disk or its driver failed: look into the kernel's log, copy the file "
+    "elsewhere or make it again",
+    errno.ENOSPC: "free some space or choose another disk; what was written stays for resuming",
+    errno.EDQUOT: "free some space of your quota; what was written stays for resuming",
+    errno.EFBIG: "raise the limit on file sizes (ulimit -f); what was written stays for resuming",
+    errno.EACCES: "check the permissions of the file and of its folder",
+    errno.EROFS: "the file system is mounted read-only: choose another folder",
+    errno.ENOENT: "check the path; the folder must exist",
+    errno.EMFILE: "too many files are open: raise the limit (ulimit -n) or close some readers",
+}
 
 
 @dataclass(frozen=True)
@@ -218,6 +248,173 @@ def parse_json(text: str | bytes, *, where: str, finite: bool = True) -> Any:
         raise _not_of_the_form(error, where, _JSON) from None
     _check_values(found, where, _JSON, finite=finite)
     return found
+
+
+def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None:
+    """Put a file in place: afterwards it is whole and on the disk, or as it was before.
+
+    Args:
+        path: Its place, in a folder that exists.
+        content: Bytes, or text to be written as UTF-8.
+
+    Raises:
+        OSError: The system refused; nothing of the file is left behind.
+
+    Examples:
+        >>> import tempfile
+        >>> file = Path(tempfile.mkdtemp()) / "a.txt"
+        >>> write_atomically(file, "one")
+        >>> read_text(file)
+        'one'
+    """
+    path = Path(path)
+    data = content.encode() if isinstance(content, str) else content
+    # Two processes may write the same file at the same time: each needs a name of its own.
+    temporary = path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}.tmp")
+    try:
+        with temporary.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: str | os.PathLike[str]) -> None:
+    """Wait until the names in a folder are on the disk, such as those of renamed files.
+
+    Args:
+        folder: The folder.
+
+    Raises:
+        OSError: The system refused.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_checked_json(path: str | os.PathLike[str], value: dict[str, Any]) -> None:
+    """Put a dictionary in place as JSON under a checksum of all of its contents.
+
+    Args:
+        path: The file, in a folder that exists.
+        value: What JSON can hold; keys become text.
+
+    Raises:
+        StorageError: The disk refused.
+
+    Examples:
+        >>> import tempfile
+        >>> file = Path(tempfile.mkdtemp()) / "a.json"
+        >>> write_checked_json(file, {"epochs": 3})
+        >>> read_checked_json(file)
+        {'epochs': 3}
+    """
+    plain = json.loads(json.dumps(value))  # keys become text, as they will be when read
+    data = json.dumps({**plain, _CHECKSUM: _checksum(plain)}, sort_keys=True).encode()
+    try:
+        write_atomically(path, data)
+    except OSError as error:
+        raise storage_error(error.errno or 0, path, f"writing {len(data)} bytes") from error
+
+
+def read_checked_json(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read what :func:`write_checked_json` wrote.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The dictionary, without the checksum.
+
+    Raises:
+        DataError: It is damaged, of something else, or an older version wrote it.
+        FileNotFoundError: There is none.
+        StorageError: The disk refused.
+
+    Examples:
+        >>> import tempfile
+        >>> file = Path(tempfile.mkdtemp()) / "a.json"
+        >>> _ = file.write_text('{"epochs": 3}')
+        >>> read_checked_json(file)
+        Traceback (most recent call last):
+        fivefold.errors.DataError: ... has no checksum: it is damaged, or an older version wrote ...
+    """
+    try:
+        with open(path, "rb", opener=_open_without_waiting) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise DataError(f"{path} is no regular file", hint="check the path")
+            data = file.read(_MOST_CHECKED_BYTES + 1)
+    except FileNotFoundError:
+        raise
+    except IsADirectoryError:
+        raise DataError(f"{path} is no regular file", hint="check the path") from None
+    except OSError as error:
+        raise storage_error(error.errno or 0, path, "reading") from error
+    hint = "make it again, or copy it again from its source"
+    if len(data) > _MOST_CHECKED_BYTES:
+        size = format_bytes(_MOST_CHECKED_BYTES)
+        raise DataError(f"{path} is too large: at most {size} are read", hint=hint)
+    try:
+        value = parse_json(data, where=str(path), finite=False)
+    except DataError as error:
+        raise DataError(f"{path} is damaged: it cannot be read as JSON", hint=hint) from error
+    if not isinstance(value, dict):
+        raise DataError(f"{path} is damaged: it is no JSON object", hint=hint)
+    found = value.pop(_CHECKSUM, None)
+    if found is None:
+        message = f"{path} has no checksum: it is damaged, or an older version wrote it"
+        raise DataError(message, hint=hint)
+    if found != _checksum(value):
+        raise DataError(f"{path} is damaged: its checksum is wrong", hint=hint)
+    return value
+
+
+def storage_error(
+    number: int, path: str | os.PathLike[str], action: str, *, offset: int | None = None
+) -> StorageError:
+    """Return the error to raise after a failed system call.
+
+    Args:
+        number: Its ``errno``.
+        path: The file.
+        action: What was attempted, as in "reading 4096 bytes".
+        offset: Where in the file, in bytes; None where there is no place.
+
+    Returns:
+        The error, with what to do as its hint.
+    """
+    place = "" if offset is None else f" at offset {offset}"
+    message = f"{action} of {os.fspath(path)}{place} failed: {os.strerror(number)}"
+    if number in {errno.ENOSPC, errno.EDQUOT}:
+        message += f" ({format_bytes(free_bytes(Path(path).parent))} free)"
+    error = StorageError(message, hint=_STORAGE_HINTS.get(number, "see the system's message"))
+    error.errno = number
+    return error
+
+
+def free_bytes(folder: str | os.PathLike[str]) -> int:
+    """Return the bytes that an ordinary user may still write below a folder.
+
+    Args:
+        folder: The folder.
+
+    Returns:
+        Free space, in bytes.
+    """
+    state = os.statvfs(folder)
+    return state.f_bavail * state.f_frsize
+
+
+def _checksum(value: dict[str, Any]) -> str:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _read(path: Path, where: str, form: _Form) -> bytes:

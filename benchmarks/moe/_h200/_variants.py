@@ -9,13 +9,9 @@ from typing import Any
 
 import torch
 
-from _h200._cases import Case
-from _h200._operands import Operands
-from fivefold.moe import (
-    Workspace,
-    backends,
-    fused_moe,
-)
+from benchmarks.moe._h200._cases import Case
+from benchmarks.moe._h200._operands import Operands
+from fivefold.moe import Workspace, backends, fused_moe
 from fivefold.moe.operator import activation_named
 
 __all__ = [

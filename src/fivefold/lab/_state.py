@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fivefold.errors import UnsupportedError
+from fivefold.files import write_atomically
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -153,12 +154,7 @@ def write_state(folder: Path, command: Sequence[str], *, supervisor_pid: int | N
         command=tuple(command),
         started_at_unix_s=time.time(),
     )
-    temporary = folder / "state.json.new"
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(asdict(state), file)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(folder / "state.json")
+    write_atomically(folder / "state.json", json.dumps(asdict(state)))
 
 
 def remove_run_folder(folder: Path) -> None:

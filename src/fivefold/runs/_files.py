@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from typing import TYPE_CHECKING, Any, TextIO
 
 from fivefold.errors import CheckpointError, UnsupportedError
+from fivefold.files import write_atomically
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -77,14 +77,9 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         CheckpointError: The folder cannot be written.
     """
-    partial = path.with_name(path.name + ".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(path)
+        write_atomically(path, text)
     except OSError as error:
         raise cannot_write(path, error) from error
 

@@ -11,12 +11,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fivefold.tasks._exact import exact_schedule
 from fivefold.tasks._graph import CommunicationTask, ComputeTask, TaskGraph
-from fivefold.tasks._iteration import LayerCost, iteration_graph
+from fivefold.tasks._iteration import LayerCost, iteration_graph, rotated_iteration
+from fivefold.tasks._mesh import IterationDemand, Message, mesh_iteration
 from fivefold.tasks._order import BucketCost, SendOrder, plan_send_order
 from fivefold.tasks._ordering import Ordering
-from fivefold.tasks._partition import PartitionChoice, best_partition
 from fivefold.tasks._schedule import TaskSchedule, TaskSpan
 from fivefold.tasks._scheduler import schedule_tasks
 
@@ -28,19 +27,20 @@ __all__ = [
     "BucketCost",
     "CommunicationTask",
     "ComputeTask",
+    "IterationDemand",
     "LayerCost",
+    "Message",
     "Ordering",
-    "PartitionChoice",
     "ScheduledReduction",
     "SendOrder",
     "SentChunk",
     "TaskGraph",
     "TaskSchedule",
     "TaskSpan",
-    "best_partition",
-    "exact_schedule",
     "iteration_graph",
+    "mesh_iteration",
     "plan_send_order",
+    "rotated_iteration",
     "schedule_tasks",
 ]
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fivefold.errors import DataError
+from fivefold.files import read_checked_json, write_checked_json
 from fivefold.gnn.data import (
     Dataset,
     EdgeRules,
@@ -18,7 +19,6 @@ from fivefold.gnn.data import (
     pyg_source,
     verify,
 )
-from fivefold.gnn.storage import read_json_file, write_json_file
 
 with warnings.catch_warnings():  # of deprecations in torch, on import
     warnings.simplefilter("ignore")
@@ -149,6 +149,6 @@ def test_hetero_listing_damaged(tmp_path, hetero):
     with pytest.raises(DataError, match="damaged"):
         HeteroDataset.open(tmp_path)
     listing.write_text(text)
-    write_json_file(listing, {**read_json_file(listing), "version": 7})
+    write_checked_json(listing, {**read_checked_json(listing), "version": 7})
     with pytest.raises(DataError, match="version 7"):
         HeteroDataset.open(tmp_path)

@@ -10,15 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fivefold.collectives.schedules import Schedule
 from fivefold.errors import FivefoldError, StorageError
-from fivefold.files import read_json
+from fivefold.files import read_json, write_atomically
 
 _VERSION = 1
 _LOG = logging.getLogger(__name__)
@@ -59,12 +57,7 @@ def store(folder: Path, key: str, schedule: Schedule, notes: Mapping[str, Any]) 
     record = {"version": _VERSION, "schedule": schedule.to_json(), "notes": dict(notes)}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=folder, prefix=f".{key}.")
-        with os.fdopen(handle, "w") as file:
-            file.write(json.dumps(record))
-            file.flush()
-            os.fsync(file.fileno())
-        Path(name).replace(path)
+        write_atomically(path, json.dumps(record))
     except OSError as error:
         message = f"the cache {folder} cannot be written: {error}"
         raise StorageError(message, hint="give another cache folder, or cache=None") from error

@@ -22,9 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.errors import DataError, InfeasibleError, StorageError
+from fivefold.files import read_checked_json, write_checked_json
 from fivefold.gnn.data._bucket_kernels import assign_places, count_keys
 from fivefold.gnn.data._parts import EdgeBlock, index_dtype
-from fivefold.gnn.storage import read_json_file, write_json_file
 
 _SORT_BYTES_PER_EDGE = 48  # ids twice, weights twice, places, and NumPy's temporaries
 _MOST_BUCKETS = 512
@@ -45,18 +45,7 @@ class CsrPiece:
 
 
 class EdgeBuckets:
-    """Collects edges and hands them out by target.
-
-    Args:
-        folder: For spilled edges; made when needed, see ``remove``.
-        num_nodes: Nodes that edges go to.
-        num_sources: Nodes that edges come from.
-        expected_edges: About how many edges will come.
-        weighted: Whether edges have weights.
-        memory_bytes: What buffers may take.
-        drop_duplicates: Keep one edge (the first) of those with the same source and target;
-            sources then come in ascending order.
-    """
+    """Collects edges and hands them out by target."""
 
     def __init__(
         self,
@@ -95,11 +84,7 @@ class EdgeBuckets:
     # --- first pass ---------------------------------------------------------------------------
 
     def resume(self, recipe_id: str) -> None:
-        """Take over what an earlier, killed run has spilled, or begin with an empty folder.
-
-        Args:
-            recipe_id: Says which edges these are; of other edges nothing is taken.
-        """
+        """Take over what an earlier, killed run has spilled, or begin with an empty folder."""
         self.recipe_id = recipe_id
         if self.in_memory:
             return
@@ -112,7 +97,7 @@ class EdgeBuckets:
 
     def _take_over(self) -> bool:
         try:
-            journal = read_json_file(self.folder / _JOURNAL)
+            journal = read_checked_json(self.folder / _JOURNAL)
         except (DataError, OSError):
             return False  # the edges are read again
         if journal["recipe_id"] != self.recipe_id or journal["width"] != self.width:
@@ -217,7 +202,7 @@ class EdgeBuckets:
             "complete": self.complete,
             "sums": self._sums,
         }
-        write_json_file(self.folder / _JOURNAL, journal)
+        write_checked_json(self.folder / _JOURNAL, journal)
         self._marked = self.num_edges
 
     def _path(self, bucket: int, name: str) -> Path:

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.errors import DataError
+from fivefold.files import read_checked_json, write_checked_json
 from fivefold.gnn.data._dataset import (
     FEATURES_FILE,
     GRAPH_FILE,
@@ -30,7 +31,7 @@ from fivefold.gnn.data._parts import EdgePart, Progress, Source
 from fivefold.gnn.data._write import fingerprints, no_progress, write_parts
 from fivefold.gnn.data._write_graph import EdgeRules
 from fivefold.gnn.sampling import HeteroTopology, Topology
-from fivefold.gnn.storage import Container, read_json_file, write_json_file
+from fivefold.gnn.storage import Container
 
 EdgeType = tuple[str, str, str]
 _VERSION = 2
@@ -63,28 +64,7 @@ def ingest_hetero(
     memory_bytes: int = 1 << 30,
     progress: Progress | None = None,
 ) -> HeteroDataset:
-    """Write a graph of several types into a folder and open it; as ``ingest``.
-
-    Args:
-        source: The graph.
-        folder: Where to write; made if missing.
-        rules: What is done to edges of every type; ``add_reverse`` only joins a type to itself.
-        memory_bytes: What buffers may take.
-        progress: Told of (stage, done, total).
-
-    Returns:
-        The data set.
-
-    Raises:
-        ConfigurationError: The memory bound is too small.
-        DataError: An edge type names an unknown node type, or the folder holds another data set.
-
-    Examples:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     ingest_hetero(HeteroSource(name="none", nodes={}, edges={}), folder).node_types
-        []
-    """
+    """Write a graph of several types into a folder and open it; as ``ingest``."""
     folder = Path(folder)
     run: dict[str, Any] = {"memory_bytes": memory_bytes, "progress": progress or no_progress}
     listing = _listing(source)
@@ -105,7 +85,7 @@ def ingest_hetero(
     for entry in (*listing["nodes"].values(), *listing["edges"]):
         names = (FEATURES_FILE, LABELS_FILE, GRAPH_FILE)
         entry["files"] = fingerprints(folder / entry["folder"], names)
-    write_json_file(folder / HETERO_FILE, listing)  # last: a folder with this file is complete
+    write_checked_json(folder / HETERO_FILE, listing)  # last: a folder with this file is complete
     return HeteroDataset.open(folder)
 
 
@@ -217,7 +197,7 @@ class HeteroDataset:
                 "it is ingested again",
             )
         try:
-            listing = read_json_file(path)
+            listing = read_checked_json(path)
         except DataError as error:
             raise DataError(error.message, hint="ingest it again") from error
         if listing["version"] != _VERSION:

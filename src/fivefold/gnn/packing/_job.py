@@ -9,11 +9,11 @@ from functools import partial
 from typing import Any
 
 from fivefold.errors import DataError, InfeasibleError
+from fivefold.files import read_checked_json, write_checked_json
 from fivefold.gnn.packing._geometry import PAGE_BYTES, Geometry, choose_geometry
 from fivefold.gnn.packing._movement import Mover
 from fivefold.gnn.packing._store import StoreFiles
 from fivefold.gnn.planning import DiskCost
-from fivefold.gnn.storage import read_json_file, write_json_file
 from fivefold.units import format_bytes, format_duration_s
 
 ANEW_HINT = "give another folder, or begin anew with resume=False (--fresh)"
@@ -48,10 +48,10 @@ class Job:
             "memory_bytes": 0,
         }
         if not self._path.exists():
-            write_json_file(self._path, self._settled)
+            write_checked_json(self._path, self._settled)
             return
         try:
-            self._settled = read_json_file(self._path)
+            self._settled = read_checked_json(self._path)
         except DataError as error:
             raise DataError(error.message, hint=ANEW_HINT) from None
         known = self._settled["inputs"]
@@ -122,7 +122,7 @@ class Job:
             "at_once": at_once,
             "memory_bytes": self._memory_bytes,
         }
-        write_json_file(self._path, self._settled)
+        write_checked_json(self._path, self._settled)
         return dataclasses.replace(mover, geometry=geometry)
 
 

@@ -17,12 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.errors import ConfigurationError, DataError, StorageError
+from fivefold.files import read_checked_json, write_checked_json
 from fivefold.gnn.packing._plan_file import read_plan
 from fivefold.gnn.packing._record import BatchRecord, decode_record
 from fivefold.gnn.packing._records import KIND_RECORDS
 from fivefold.gnn.planning import Plan
 from fivefold.gnn.sampling import SampleFile
-from fivefold.gnn.storage import Container, read_json_file, write_json_file
+from fivefold.gnn.storage import Container
 
 KIND_ROWS = "packed-rows"
 _VERSION = 2
@@ -232,7 +233,7 @@ def read_manifest(files: StoreFiles) -> dict[str, Any]:
         DataError: It is not there, or not of this form.
     """
     try:
-        manifest = read_json_file(files.store)
+        manifest = read_checked_json(files.store)
     except FileNotFoundError:
         if files.scratch.exists():
             raise DataError(
@@ -250,4 +251,4 @@ def read_manifest(files: StoreFiles) -> dict[str, Any]:
 
 def write_manifest(files: StoreFiles, manifest: dict[str, Any]) -> None:
     """Put ``store.json`` in place, whole or not at all."""
-    write_json_file(files.store, {"version": _VERSION, **manifest})
+    write_checked_json(files.store, {"version": _VERSION, **manifest})

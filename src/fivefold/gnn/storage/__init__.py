@@ -15,7 +15,6 @@ from fivefold.gnn.storage._buffers import aligned_empty
 from fivefold.gnn.storage._container import Container
 from fivefold.gnn.storage._format import Section
 from fivefold.gnn.storage._gather import gather_rows
-from fivefold.gnn.storage._json_file import read_json_file, write_json_file
 from fivefold.gnn.storage._probe import probe_disk
 from fivefold.gnn.storage._profile import DiskProfile
 from fivefold.gnn.storage._reader import RowReader
@@ -35,7 +34,5 @@ __all__ = [
     "aligned_empty",
     "gather_rows",
     "probe_disk",
-    "read_json_file",
-    "write_json_file",
     "xxh64",
 ]

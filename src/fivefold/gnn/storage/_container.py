@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.errors import ConfigurationError, DataError
+from fivefold.files import storage_error
 from fivefold.gnn.storage._buffers import aligned_empty
-from fivefold.gnn.storage._errors import closed_error, storage_error
+from fivefold.gnn.storage._errors import closed_error
 from fivefold.gnn.storage._files import open_to_read, read_into
 from fivefold.gnn.storage._format import (
     Header,

@@ -10,22 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.errors import DataError, StorageError
-from fivefold.gnn.storage._errors import storage_error, truncated_error
+from fivefold.files import storage_error
+from fivefold.gnn.storage._errors import truncated_error
 
 
 def open_to_read(path: Path) -> int:
-    """Open a regular file; anything else, such as a pipe, could make the reader wait for ever.
-
-    Args:
-        path: The file.
-
-    Returns:
-        The descriptor.
-
-    Raises:
-        DataError: It is no regular file.
-        OSError: The system refused.
-    """
+    """Open a regular file; anything else, such as a pipe, could make the reader wait for ever."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -35,17 +25,7 @@ def open_to_read(path: Path) -> int:
 
 
 def write_all(descriptor: int, data: NDArray[np.uint8], offset: int, path: Path) -> None:
-    """Write bytes at an offset, all of them.
-
-    Args:
-        descriptor: Open for writing.
-        data: Contiguous bytes.
-        offset: Where in the file.
-        path: For messages.
-
-    Raises:
-        StorageError: The system refused, or took nothing.
-    """
+    """Write bytes at an offset, all of them."""
     view = memoryview(data.data)
     done = 0
     while done < len(view):
@@ -64,17 +44,7 @@ def write_all(descriptor: int, data: NDArray[np.uint8], offset: int, path: Path)
 
 
 def read_into(descriptor: int, buffer: NDArray[np.uint8], offset: int, path: str | Path) -> None:
-    """Fill a buffer from an offset of a file.
-
-    Args:
-        descriptor: Open for reading.
-        buffer: Contiguous bytes to fill.
-        offset: Where in the file.
-        path: For messages.
-
-    Raises:
-        StorageError: The system refused, or the file ends too early.
-    """
+    """Fill a buffer from an offset of a file."""
     view = memoryview(buffer.data)
     done = 0
     while done < len(view):
@@ -86,34 +56,3 @@ def read_into(descriptor: int, buffer: NDArray[np.uint8], offset: int, path: str
         if count == 0:
             raise truncated_error(path, offset + done)
         done += count
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Put a small file in place: afterwards it is whole and on the disk, or as before.
-
-    Args:
-        path: Its place.
-        data: Its contents.
-
-    Raises:
-        StorageError: The system refused.
-    """
-    temporary = path.with_name(path.name + ".new")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        sync_folder(path.parent)
-    except OSError as error:
-        raise storage_error(error.errno or 0, path, f"writing {len(data)} bytes") from error

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from fivefold.errors import ConfigurationError, StorageError
+from fivefold.files import free_bytes, storage_error
 from fivefold.gnn.storage._backends import open_files
 from fivefold.gnn.storage._buffers import aligned_empty
 from fivefold.gnn.storage._container import Container
-from fivefold.gnn.storage._errors import free_bytes, storage_error
 from fivefold.gnn.storage._profile import DiskProfile
 from fivefold.gnn.storage._reader import RowReader
 from fivefold.gnn.storage._writer import ContainerWriter

@@ -19,6 +19,7 @@ from fivefold.errors import (
     FivefoldError,
     UnsupportedError,
 )
+from fivefold.files import storage_error
 from fivefold.gnn.storage._backends import (
     Backend,
     Files,
@@ -28,7 +29,7 @@ from fivefold.gnn.storage._backends import (
     open_files,
 )
 from fivefold.gnn.storage._container import Container
-from fivefold.gnn.storage._errors import closed_error, storage_error, truncated_error
+from fivefold.gnn.storage._errors import closed_error, truncated_error
 from fivefold.gnn.storage._format import Section
 from fivefold.gnn.storage._kernels import DAMAGED, ENDED, FAILED, STOPPED
 from fivefold.gnn.storage._plan_runs import Requests, Work, join_rows, plan_requests

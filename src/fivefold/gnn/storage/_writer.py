@@ -23,9 +23,9 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from fivefold.errors import ConfigurationError, DataError
+from fivefold.files import read_checked_json, storage_error, sync_folder, write_checked_json
 from fivefold.gnn.storage._container import Container
-from fivefold.gnn.storage._errors import closed_error, storage_error
-from fivefold.gnn.storage._files import sync_folder
+from fivefold.gnn.storage._errors import closed_error
 from fivefold.gnn.storage._format import (
     Section,
     aligned,
@@ -34,7 +34,6 @@ from fivefold.gnn.storage._format import (
     make_file_id,
     make_section,
 )
-from fivefold.gnn.storage._json_file import read_json_file, write_json_file
 from fivefold.gnn.storage._ledger import DIRTY, PageLedger
 from fivefold.gnn.storage._partial import PartialFile
 from fivefold.gnn.storage._seal import seal
@@ -161,7 +160,7 @@ class ContainerWriter:
         if self._file.size == 0:
             return False  # a journal beside it is a leftover of a file that was completed
         try:
-            journal = read_json_file(self._journal)
+            journal = read_checked_json(self._journal)
         except FileNotFoundError:
             return False
         except DataError as error:
@@ -368,7 +367,7 @@ class ContainerWriter:
                 self._ledger.save(self._sums)
             except OSError as error:
                 raise storage_error(error.errno or 0, self._sums, "writing checksums") from error
-            write_json_file(self._journal, journal)
+            write_checked_json(self._journal, journal)
         self._progress = journal["token"]
 
     # --- ending -----------------------------------------------------------------------------

@@ -1,0 +1,170 @@
+"""Tiers from a topology: what a host's GPUs, a rack's hosts and racks can send, by maximum flows.
+
+A tier's bandwidth is what a whole unit can send to everything outside it, shared by its GPUs, of
+the weakest unit. So a rack's oversubscription and a host's missing adapter are both seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fivefold.collectives.pricing._fabric import FabricSpec, Tier
+from fivefold.errors import ConfigurationError, UnsupportedError
+from fivefold.network.topology import Topology
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_matrix
+
+_MOST_UNITS = 64  # flows are computed for so many units, spread over all
+_LARGEST_CAPACITY = 1 << 24  # SciPy's flows are 32-bit integers
+_Unit = tuple[int, ...]
+
+
+def fabric_from_topology(
+    topology: Topology, *, efficiency: float = 0.8, base_s: float = 8.4e-6, hop_s: float = 2e-6
+) -> FabricSpec:
+    """Describe a topology by tiers.
+
+    Args:
+        topology: Connected; every host must have the same number of GPUs.
+        efficiency: Share of the links that collectives reach.
+        base_s: Fixed time of a collective.
+        hop_s: Time of a step in software, added to the latency of the links.
+
+    Raises:
+        ConfigurationError: Hosts differ in their number of GPUs.
+        InfeasibleError: A rank cannot be reached.
+
+    Examples:
+        >>> from fivefold.network.topology import named_topology
+        >>> fabric = fabric_from_topology(named_topology("dgx_a100", boxes=2))
+        >>> [(tier.name, tier.gpus, tier.bandwidth_bytes_per_s) for tier in fabric.tiers]
+        [('node', 8, 300000000000.0), ('cluster', 16, 25000000000.0)]
+    """
+    topology.require_connected()
+    hosts = _hosts(topology)
+    flows = _Flows(topology)
+    racks = _racks(topology, hosts)
+    levels: list[tuple[str, list[_Unit]]] = [("node", [(rank,) for rank in range(flows.count)])]
+    if len(hosts) < flows.count:
+        levels.append(("rack" if racks else "cluster", hosts))
+    else:
+        levels = [("rack" if racks else "cluster", hosts)]
+    if racks:
+        levels.append(("cluster", racks))
+    tiers = []
+    for number, (name, units) in enumerate(levels):
+        joined = levels[number + 1][1] if number + 1 < len(levels) else [tuple(range(flows.count))]
+        if len(joined) == len(units):
+            continue
+        rate = min(flows.leaving(unit, joined) / len(unit) for unit in _spread(units))
+        latency_s = max(_latency_s(topology, joined[0]), _latency_s(topology, joined[-1]))
+        tiers.append(
+            Tier(
+                name=name, gpus=len(joined[0]), bandwidth_bytes_per_s=rate, efficiency=efficiency,
+                base_s=base_s, hop_s=hop_s + latency_s,
+            )
+        )  # fmt: skip
+    if not tiers:
+        tiers.append(Tier(name="node", gpus=1, bandwidth_bytes_per_s=1.0))
+    return FabricSpec(name=topology.name, tiers=tuple(tiers))
+
+
+def _hosts(topology: Topology) -> list[_Unit]:
+    hosts: dict[str, list[int]] = {}
+    for rank in range(len(topology.ranks)):
+        host = topology.host_of(rank)
+        hosts.setdefault(f"rank {rank}" if host is None else f"host {host}", []).append(rank)
+    sizes = sorted({len(ranks) for ranks in hosts.values()})
+    if len(sizes) > 1:
+        message = f"hosts of {topology.name!r} have {sizes} GPUs"
+        raise ConfigurationError(message, hint="take a subset with as many GPUs on every host")
+    return [tuple(ranks) for ranks in hosts.values()]
+
+
+def _racks(topology: Topology, hosts: list[_Unit]) -> list[_Unit]:
+    """Hosts on the same switches, where there are several such groups of one size."""
+    owner = {topology.nodes[topology.node_of_rank(r)].host: unit for unit in hosts for r in unit}
+    names = [node.host for node in topology.nodes]
+    above: dict[_Unit, set[int]] = {unit: set() for unit in hosts}
+    for source, target in zip(topology.link_sources, topology.link_targets, strict=True):
+        if names[source] is not None and names[target] is None and names[source] in owner:
+            above[owner[names[source]]].add(int(target))
+    groups: dict[frozenset[int], list[int]] = {}
+    for unit, switches in above.items():
+        groups.setdefault(frozenset(switches), []).extend(unit)
+    sizes = {len(group) for group in groups.values()}
+    uniform = len(sizes) == 1 and 1 < len(groups) < len(hosts)
+    return [tuple(group) for group in groups.values()] if uniform else []
+
+
+def _spread(units: list[_Unit]) -> list[_Unit]:
+    step = max(1, len(units) // _MOST_UNITS)
+    return units[::step]
+
+
+def _latency_s(topology: Topology, unit: Sequence[int]) -> float:
+    if len(unit) < 2:
+        return 0.0
+    links = topology.shortest_route(unit[0], unit[-1])
+    return float(np.asarray(topology.latencies_s)[np.asarray(links, dtype=np.int64)].sum())
+
+
+class _Flows:
+    """Maximum flows between groups of ranks."""
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
+        self.count = len(topology.ranks)
+        capacities = np.asarray(topology.capacities_bytes_per_s, dtype=np.float64)
+        # Whole bytes have a common divisor, with which most flows are exact.
+        shared = float(np.gcd.reduce(np.round(capacities).astype(np.int64), initial=0))
+        coarse = float(capacities.max(initial=1.0)) / _LARGEST_CAPACITY
+        self.unit_bytes_per_s = max(shared, 1.0) if shared >= coarse else coarse
+        self.capacities = np.round(capacities / self.unit_bytes_per_s).astype(np.int64)
+        hosts = [node.host for node in topology.nodes]
+        ends = zip(topology.link_sources, topology.link_targets, strict=True)
+        self.is_inside = np.array([hosts[a] is not None and hosts[a] == hosts[b] for a, b in ends])
+
+    def leaving(self, unit: _Unit, joined: list[_Unit]) -> float:
+        """What a unit can send at once to the rest of the larger unit that joins it.
+
+        Raises:
+            UnsupportedError: SciPy is not installed.
+        """
+        whole = next(group for group in joined if unit[0] in group)
+        others = [rank for rank in whole if rank not in unit]
+        try:
+            from scipy.sparse.csgraph import maximum_flow  # noqa: PLC0415 - only this needs it
+        except ImportError as error:
+            message = "tiers of a topology need SciPy"
+            raise UnsupportedError(message, hint="pip install 'fivefold[network]'") from error
+        # Between GPUs of one host nothing leaves the host.
+        single = len(unit) == 1 and self.topology.host_of(unit[0]) is not None
+        within = single and all(
+            self.topology.host_of(rank) == self.topology.host_of(unit[0]) for rank in others
+        )
+        graph, source, sink = self._graph(unit, others, within=within)
+        return float(maximum_flow(graph, source, sink).flow_value) * self.unit_bytes_per_s
+
+    def _graph(
+        self, unit: _Unit, others: Sequence[int], *, within: bool
+    ) -> tuple[csr_matrix, int, int]:
+        from scipy.sparse import csr_matrix  # noqa: PLC0415 - only this needs it
+
+        topology, nodes = self.topology, len(self.topology.nodes)
+        source, sink = nodes, nodes + 1
+        most = np.iinfo(np.int32).max // 4
+        rows = [*topology.link_sources, *([source] * len(unit))]
+        columns = [*topology.link_targets, *(topology.node_of_rank(rank) for rank in unit)]
+        rows += [topology.node_of_rank(rank) for rank in others]
+        columns += [sink] * len(others)
+        links = np.where(self.is_inside, self.capacities, 0) if within else self.capacities
+        values = np.concatenate([links, np.full(len(unit) + len(others), most)])
+        # Parallel links add up when the matrix is built.
+        matrix = csr_matrix((values, (rows, columns)), shape=(nodes + 2, nodes + 2))
+        matrix.data = np.minimum(matrix.data, most).astype(np.int32)
+        return matrix.astype(np.int32), source, sink
