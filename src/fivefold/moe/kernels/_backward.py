@@ -38,10 +38,10 @@ from fivefold.moe.kernels._products import (
 )
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
-def ranges_kernel(t, ranges, num_tokens, S: tl.constexpr):
+@triton.jit(do_not_specialize=["num_slots"])
+def ranges_kernel(t, ranges, num_slots, S: tl.constexpr):
     """Write each expert's first row and the one behind its last, [2, E]; by one program."""
-    num_chunks = (num_tokens * S.K + S.CHUNK - 1) // S.CHUNK
+    num_chunks = (num_slots + S.CHUNK - 1) // S.CHUNK
     total, _ = add_counts(t, 0, num_chunks, S)
     bins = tl.arange(0, S.EP)
     stop = tl.cumsum(total, 0)
@@ -88,9 +88,9 @@ def _through_the_activation(
     return tl.sum(tl.where(keep, share, 0.0), 1)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "tasks"])
+@triton.jit(do_not_specialize=["num_slots", "tasks"])
 def hidden_gradient_kernel(
-    given, gradient, w2_deep, t, hidden, d_hidden, inner, partial, num_tokens, tasks,
+    given, gradient, w2_deep, t, hidden, d_hidden, inner, partial, num_slots, tasks,
     S: tl.constexpr,
 ):  # fmt: skip
     """For each row tile and BN columns: d_hidden, the inner values for dW2, and the part of dw.
@@ -115,8 +115,7 @@ def hidden_gradient_kernel(
                     upper if part == 1 else lower, n * S.BN + part * half + tl.arange(0, half),
                     expert, row, inside, slot, given, hidden, d_hidden, inner, S,
                 )  # fmt: skip
-            num_slots = (num_tokens * S.K).to(tl.int64)
-            tl.store(partial + num_slots * n + slot, share, mask=inside)
+            tl.store(partial + num_slots.to(tl.int64) * n + slot, share, mask=inside)
 
 
 @triton.jit(do_not_specialize=["tasks"])
@@ -209,13 +208,12 @@ def bias_gradient_kernel(
         tl.store(out + expert * N + column, value, mask=column < N)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "tasks"])
-def routing_gradient_kernel(given, gradient, t, partial, out, num_tokens, tasks, S: tl.constexpr):
+@triton.jit(do_not_specialize=["num_slots", "tasks"])
+def routing_gradient_kernel(given, gradient, t, partial, out, num_slots, tasks, S: tl.constexpr):
     """Dw of BT slots: all tiles' parts, in the order of columns, and g . b2; 0 for dropped ones.
 
     BN is that of the launch that wrote the parts.
     """
-    num_slots = num_tokens * S.K
     for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
         slot = task * S.BT + tl.arange(0, S.BT)
         present = slot < num_slots

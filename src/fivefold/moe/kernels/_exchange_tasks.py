@@ -22,7 +22,9 @@ import triton.language as tl
 from fivefold.moe.kernels._forward import add_counts
 from fivefold.moe.kernels._products import (
     combine,
+    first_product,
     narrow,
+    second_product,
     slots_of_block,
     tile_rows,
 )
@@ -58,7 +60,6 @@ class Rank(NamedTuple):
 
     rank: Any
     epoch: Any
-    base: Any  # address of its heap
     control: Any
     stats: Any
     limit_ns: Any
@@ -68,9 +69,21 @@ class Rank(NamedTuple):
 
 
 @triton.jit
+def base_of(r, heap):
+    """Address of a rank's own heap; loaded where needed, or it would keep registers occupied."""
+    return tl.load(heap.bases + r.rank)
+
+
+@triton.jit
 def section(base, at, dtype: tl.constexpr):
-    """A part of a heap; parts begin at multiples of 256 bytes."""
-    return tl.multiple_of((base + at).to(tl.pointer_type(dtype)), 16)
+    """A part of a heap."""
+    return (base + at).to(tl.pointer_type(dtype))
+
+
+@triton.jit
+def rows_at(base, at, dtype: tl.constexpr):
+    """Rows in a heap; they begin at a multiple of 16 bytes, which shows in how they are read."""
+    return tl.multiple_of(section(base, at, dtype), 16)
 
 
 @triton.jit
@@ -90,7 +103,7 @@ def _aligned(place, S: tl.constexpr):
 @triton.jit
 def _count_matrix(r, heap, S: tl.constexpr):
     """This rank's copy of all ranks' counts [P, E], compact layout."""
-    return section(r.base, heap.counts, tl.int32) + (r.epoch % 2) * S.P * S.E
+    return section(base_of(r, heap), heap.counts, tl.int32) + (r.epoch % 2) * S.P * S.E
 
 
 @triton.jit
@@ -146,7 +159,7 @@ def plan(r, heap, p, max_rows, S: tl.constexpr):
     local = tl.arange(0, S.LP)
     bins = tl.arange(0, S.EP)
     good, _ = wait_signals(
-        section(r.base, heap.signals, tl.int64) + peers, peers, peers < S.P, r.epoch, r.control,
+        section(base_of(r, heap), heap.signals, tl.int64) + peers, peers, peers < S.P, r.epoch, r.control,
         COUNTS, 0, r.limit_ns,
     )  # fmt: skip
     if good:
@@ -209,7 +222,7 @@ def dispatch(tile, r, given, heap, t, p, S: tl.constexpr):
         back = expert * S.C + place
     tl.store(p.return_row + slot, back, mask=inside)
     first = r.first_token
-    receive = section(base, heap.receive, given.x.dtype.element_ty)
+    receive = rows_at(base, heap.receive, given.x.dtype.element_ty)
     target_rows = receive + target.to(tl.int64)[:, None] * S.H
     copy_rows(given.x + first * S.H, slot // S.K, target_rows, inside, S)
     rows = tl.sum(inside.to(tl.int32), 0)
@@ -292,7 +305,7 @@ def arrived(m, r, heap, p, S: tl.constexpr):
         source = (cell // S.L + r.rank) % S.P
         local = cell % S.L
         needed = peers == source
-    words = section(r.base, heap.arrivals, tl.int64) + peers * S.L + local
+    words = section(base_of(r, heap), heap.arrivals, tl.int64) + peers * S.L + local
     good, seen = wait_signals(words, peers, needed, r.epoch, r.control, ROWS, local, r.limit_ns)
     if S.C == 0:
         if not good:
@@ -354,13 +367,25 @@ def address_rows(m, local, first, stop, r, heap, p, S: tl.constexpr):
 
 
 @triton.jit
-def return_columns(m, n, total, column, row, inside, dtype: tl.constexpr, r, p, S: tl.constexpr):
-    """Store a tile of results into the heaps of the ranks their rows came from."""
+def received_product(n, first, stop, expert, w13, b13, inner, r, heap, S: tl.constexpr):
+    """The first product on the rows of a receive tile."""
+    row = first + tl.arange(0, S.BM)
+    received = rows_at(base_of(r, heap), heap.receive, inner.dtype.element_ty)
+    factors = section(base_of(r, heap), heap.weights, tl.float32) + row
+    first_product(n, expert, row, row < stop, received, row, factors, w13, b13, inner, None, S)
+
+
+@triton.jit
+def returned_product(m, n, first, stop, expert, w2, b2, inner, r, p, S: tl.constexpr):
+    """The second product, into the heaps of the ranks that the rows came from."""
+    row = first + tl.arange(0, S.BM)
+    inside = row < stop
+    total, column = second_product(n, expert, row, inside, inner, w2, b2, S)
     address = tl.load(p.return_address + row, mask=inside, other=0)
-    returned = address.to(tl.pointer_type(dtype))
+    returned = address.to(tl.pointer_type(inner.dtype.element_ty))
     tl.store(
         _aligned(returned[:, None] + column[None, :], S),
-        narrow(total, dtype, S),
+        narrow(total, inner.dtype.element_ty, S),
         mask=inside[:, None] & (column < S.H)[None, :],
     )
     if S.SHADOW:
@@ -413,11 +438,11 @@ def combine_returned(block, first_column, columns, r, given, heap, t, p, S: tl.c
         first = tl.load(p.own_first + expert, mask=mask, other=0)
         tile = expert * (S.C // S.BM) + (begin - first) // S.BM
     missing = wait_counts(
-        section(r.base, heap.return_counts, tl.int32) + tile,
+        section(base_of(r, heap), heap.return_counts, tl.int32) + tile,
         rows * ((S.H + S.BN2 - 1) // S.BN2), expert // S.L, mask, r.control, r.limit_ns, RETURNS,
         "sys",
     )  # fmt: skip
-    returned = section(r.base, heap.returned, given.out.dtype.element_ty)
+    returned = rows_at(base_of(r, heap), heap.returned, given.out.dtype.element_ty)
     came = (tl.zeros([S.BT], tl.int32) + missing) < 0
     combine(
         block, first_column, columns, returned, p.return_row, given.weights + r.first_token * S.K,
@@ -431,7 +456,9 @@ def scalars_back(block, out, r, heap, t, p, S: tl.constexpr):
     slot, mask, tile = slots_of_block(block, r.tokens, t, S)
     used = mask & (tile >= 0)
     row = tl.load(p.return_row + slot, mask=used, other=0)
-    value = tl.load(section(r.base, heap.return_weights, tl.float32) + row, mask=used, other=0.0)
+    value = tl.load(
+        section(base_of(r, heap), heap.return_weights, tl.float32) + row, mask=used, other=0.0
+    )
     broken = tl.atomic_add(r.control + ERROR, 0, sem="relaxed", scope="gpu") != 0
     value = tl.where(broken, float("nan"), value)
     tl.store(out + r.first_token * S.K + slot, value, mask=mask)

@@ -151,9 +151,18 @@ def product_task(index, num_groups, lag, FIRST: tl.constexpr, SECOND: tl.constex
     return second, group, place
 
 
-@triton.jit(do_not_specialize=["num_tokens", "max_tiles", "max_lag", "combine_columns", "limit_ns"])
+@triton.jit(
+    do_not_specialize=[
+        "num_tokens",
+        "num_slots",
+        "max_tiles",
+        "max_lag",
+        "combine_columns",
+        "limit_ns",
+    ]
+)
 def moe_kernel(
-    given, w13, w2, t, inner, hidden, outputs, control, num_tokens, max_tiles, max_lag,
+    given, w13, w2, t, inner, hidden, outputs, control, num_tokens, num_slots, max_tiles, max_lag,
     combine_columns, limit_ns, S: tl.constexpr,
 ):  # fmt: skip
     """The whole forward in one launch."""
@@ -161,7 +170,6 @@ def moe_kernel(
     second_columns: tl.constexpr = (S.H + S.BN2 - 1) // S.BN2
     first_done = control + FLAGS
     second_done = control + FLAGS + max_tiles
-    num_slots = num_tokens * S.K
     num_chunks = (num_slots + S.CHUNK - 1) // S.CHUNK
 
     ticket = take(control, 0)
@@ -216,16 +224,15 @@ def moe_kernel(
         tl.store(control + LEFT, 0)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
-def count_kernel(given, t, num_tokens, S: tl.constexpr):
+@triton.jit(do_not_specialize=["num_slots"])
+def count_kernel(given, t, num_slots, S: tl.constexpr):
     """``count_chunk`` as a launch of its own."""
-    count_chunk(tl.program_id(0), given.ids, t, num_tokens * S.K, S)
+    count_chunk(tl.program_id(0), given.ids, t, num_slots, S)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
-def place_kernel(given, t, num_tokens, S: tl.constexpr):
+@triton.jit(do_not_specialize=["num_slots"])
+def place_kernel(given, t, num_slots, S: tl.constexpr):
     """``place_chunk`` as a launch of its own."""
-    num_slots = num_tokens * S.K
     num_chunks = (num_slots + S.CHUNK - 1) // S.CHUNK
     place_chunk(tl.program_id(0), given.ids, t, num_slots, num_chunks, S)
 

@@ -31,15 +31,15 @@ from fivefold.moe.kernels._exchange_tasks import (
     combine_returned,
     dispatch,
     plan,
+    received_product,
     received_tiles,
-    return_columns,
     return_rows,
+    returned_product,
     scalars_back,
     section,
 )
 from fivefold.moe.kernels._forward import count_chunk, place_chunk, product_task
 from fivefold.moe.kernels._gate import route_block
-from fivefold.moe.kernels._products import first_product, second_product
 from fivefold.moe.kernels.arguments import Plan, Tables
 from fivefold.moe.kernels.sync import (
     ANNOUNCED,
@@ -60,7 +60,7 @@ from fivefold.moe.kernels.sync import (
 
 
 @triton.jit
-def _rank(v, launch, heap, first_rank, S: tl.constexpr):
+def _rank(v, launch, first_rank, S: tl.constexpr):
     """Rank v of this launch."""
     first = tl.load(launch.token_first + v)
     tokens = tl.load(launch.token_first + v + 1) - first
@@ -68,7 +68,6 @@ def _rank(v, launch, heap, first_rank, S: tl.constexpr):
     return Rank(
         first_rank + v,
         tl.load(launch.control + EPOCH) + 1,
-        tl.load(heap.bases + first_rank + v),
         launch.control + v * launch.control_words,
         launch.stats + v * 4 * S.P,
         launch.limit_ns,
@@ -115,7 +114,7 @@ def scatter_kernel(given, row_expert, launch, heap, t, p, first_rank, S: tl.cons
     _place(given, None, None, launch, heap, t, p, first_rank, S)
     _send(given, launch, heap, t, p, first_rank, S)
     for v in range(S.V):
-        r = _rank(v, launch, heap, first_rank, S)
+        r = _rank(v, launch, first_rank, S)
         _, mine = _at(v, launch, t, p)
         tiles = received_tiles(r, mine, S)
         experts = row_expert + tl.cast(launch.max_rows, tl.int64) * v
@@ -134,7 +133,7 @@ def gather_kernel(
 ):  # fmt: skip
     """A row of [R, H] back for each that came, and their sum for every token."""
     for v in range(S.V):
-        r = _rank(v, launch, heap, first_rank, S)
+        r = _rank(v, launch, first_rank, S)
         _, mine = _at(v, launch, t, p)
         own_rows = tl.cast(launch.max_rows, tl.int64) * v
         tiles = received_tiles(r, mine, S)
@@ -156,7 +155,7 @@ def gather_kernel(
 def _place(given, gate, selection_bias, launch, heap, t, p, first_rank, S: tl.constexpr):
     """Phases 0 and 1: gate and counts; what peers must know, and the places of the rank's rows."""
     for v in range(S.V):
-        r = _rank(v, launch, heap, first_rank, S)
+        r = _rank(v, launch, first_rank, S)
         tables, _ = _at(v, launch, t, p)
         ids = given.ids + r.first_token * S.K
         gates = 0
@@ -176,7 +175,7 @@ def _place(given, gate, selection_bias, launch, heap, t, p, first_rank, S: tl.co
                 publish(r.control + GATED_BLOCKS)
             ticket = take(r.control, 0)
     for v in range(S.V):
-        r = _rank(v, launch, heap, first_rank, S)
+        r = _rank(v, launch, first_rank, S)
         tables, mine = _at(v, launch, t, p)
         good = wait(r.control + COUNTED, r.chunks, r.control, r.limit_ns)
         ticket = take(r.control, 1)
@@ -194,7 +193,7 @@ def _place(given, gate, selection_bias, launch, heap, t, p, first_rank, S: tl.co
 def _send(given, launch, heap, t, p, first_rank, S: tl.constexpr):
     """Phase 2: the plan first, then one task for each row tile of the rank's own."""
     for v in range(S.V):
-        r = _rank(v, launch, heap, first_rank, S)
+        r = _rank(v, launch, first_rank, S)
         tables, mine = _at(v, launch, t, p)
         good = wait(r.control + PLACED, r.chunks, r.control, r.limit_ns)
         good = wait(r.control + ANNOUNCED, S.P, r.control, r.limit_ns) & good
@@ -221,9 +220,8 @@ def _products(
     first_columns: tl.constexpr = (S.I + S.BN - 1) // S.BN
     second_columns: tl.constexpr = (S.H + S.BN2 - 1) // S.BN2
     in_group: tl.constexpr = S.GROUP * (first_columns + second_columns)
-    dtype: tl.constexpr = inner.dtype.element_ty
     for v in range(S.V):
-        r = _rank(v, launch, heap, first_rank, S)
+        r = _rank(v, launch, first_rank, S)
         _, mine = _at(v, launch, t, p)
         first_done = r.control + FLAGS + S.E
         apart = tl.cast(launch.scratch_words, tl.int64) * (4 // S.BYTES) * v
@@ -241,24 +239,18 @@ def _products(
             if m < tiles:
                 local, begin, end = arrived(m, r, heap, mine, S)
                 expert = v * S.L + local
-                row = begin + tl.arange(0, S.BM)
-                inside = row < end
                 if begin < end:
                     if not second:
                         if n == 0:
                             address_rows(m, local, begin, end, r, heap, mine, S)
-                        received = section(r.base, heap.receive, dtype)
-                        factors = section(r.base, heap.weights, tl.float32) + row
-                        first_product(
-                            n, expert, row, inside, received, row, factors, w13, given.b13,
-                            own_inner, None, S,
-                        )  # fmt: skip
+                        received_product(
+                            n, begin, end, expert, w13, given.b13, own_inner, r, heap, S
+                        )
                         publish(first_done + m)
                     elif wait(first_done + m, first_columns, r.control, r.limit_ns):
-                        total, column = second_product(
-                            n, expert, row, inside, own_inner, w2, given.b2, S
+                        returned_product(
+                            m, n, begin, end, expert, w2, given.b2, own_inner, r, mine, S
                         )
-                        return_columns(m, n, total, column, row, inside, dtype, r, mine, S)
             ticket = take(r.control, 3)
             if S.C == 0:  # loaded again, so that no register keeps it through a product
                 tiles = tl.load(mine.recv_tiles)
@@ -271,7 +263,7 @@ def _combine(
     """Phase 4: sums of the rows that came back, and the numbers that came with them."""
     parts = (S.H + combine_columns - 1) // combine_columns
     for v in range(S.V):
-        r = _rank(v, launch, heap, first_rank, S)
+        r = _rank(v, launch, first_rank, S)
         tables, mine = _at(v, launch, t, p)
         ticket = take(r.control, 4)
         while ticket < (r.tokens + S.BT - 1) // S.BT * parts:

@@ -201,6 +201,7 @@ def _prepare(  # noqa: PLR0913 - the operator's own operands
         **memory,
         "hidden": hidden,
         "num_tokens": len(x),
+        "num_slots": ids.numel(),
         "max_tiles": layout.max_tiles,
         "S": sizes,
     }
