@@ -42,7 +42,7 @@ from fivefold.moe.kernels._products import (
 def ranges_kernel(t, ranges, num_slots, S: tl.constexpr):
     """Write each expert's first row and the one behind its last, [2, E]; by one program."""
     num_chunks = (num_slots + S.CHUNK - 1) // S.CHUNK
-    total, _ = add_counts(t, 0, num_chunks, S)
+    total, _ = add_counts(t, None, num_chunks, S)
     bins = tl.arange(0, S.EP)
     stop = tl.cumsum(total, 0)
     tl.store(ranges + bins, stop - total, mask=bins < S.E)
@@ -56,11 +56,11 @@ def _through_the_activation(
     """Store d_hidden and the inner values of some columns; returns their part of dw."""
     width: tl.constexpr = 2 * S.I if S.GATED else S.I
     keep = inside[:, None] & (column < S.I)[None, :]
-    place = places(row, column, width)
-    raw_gate = tl.load(hidden + place, mask=keep, other=0.0).to(tl.float32)
+    place = places(hidden, row, column, width)
+    raw_gate = tl.load(place, mask=keep, other=0.0).to(tl.float32)
     raw_up = raw_gate
     if S.GATED:
-        raw_up = tl.load(hidden + place + S.I, mask=keep, other=0.0).to(tl.float32)
+        raw_up = tl.load(place + S.I, mask=keep, other=0.0).to(tl.float32)
     factors = given.weights + slot
     gate, up = weigh_and_bias(raw_gate, raw_up, factors, inside, expert, column, given.b13, S)
     value = activate(gate, S.ACTIVATION)
@@ -138,7 +138,7 @@ def token_gradient_kernel(w13_deep, t, d_hidden, outputs, tasks, S: tl.constexpr
 @triton.jit
 def _read_rows(source, index, inside, column, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """source[index, column], zero where there is no row or no column."""
-    place = source + places(index, column, WIDTH)
+    place = places(source, index, column, WIDTH)
     if WIDTH % BLOCK == 0:
         return tl.load(place, mask=inside[:, None], other=0.0)
     else:
@@ -228,8 +228,8 @@ def routing_gradient_kernel(given, gradient, t, partial, out, num_slots, tasks, 
                 for first in range(0, S.H, S.BH):
                     column = first + tl.arange(0, S.BH)
                     keep = used[:, None] & (column < S.H)[None, :]
-                    place = places(slot // S.K, column, S.H)
-                    g = tl.load(gradient + place, mask=keep, other=0.0)
+                    place = places(gradient, slot // S.K, column, S.H)
+                    g = tl.load(place, mask=keep, other=0.0)
                     biases = given.b2 + expert[:, None] * S.H + column[None, :]
                     bias = tl.load(biases, mask=keep, other=0.0)
                     total += tl.sum(g.to(tl.float32) * bias.to(tl.float32), 1)

@@ -128,7 +128,7 @@ def _one(value):
 def announce(peer, r, heap, t, p, S: tl.constexpr):
     """Add the chunks' counts up and tell a peer: all of them, or which cells stay empty."""
     bins = tl.arange(0, S.EP)
-    total, _ = add_counts(t, 0, r.chunks, S)
+    total, _ = add_counts(t, None, r.chunks, S)
     base = tl.load(heap.bases + peer)
     if peer == r.rank:
         tl.store(p.totals + bins, total, mask=bins < S.E)
@@ -379,9 +379,11 @@ def received_product(n, first, stop, expert, w13, b13, inner, r, heap, S: tl.con
 def returned_product(m, n, first, stop, expert, w2, b2, inner, r, p, S: tl.constexpr):
     """The second product, into the heaps of the ranks that the rows came from."""
     row = first + tl.arange(0, S.BM)
-    inside = row < stop
-    total, column = second_product(n, expert, row, inside, inner, w2, b2, S)
-    address = tl.load(p.return_address + row, mask=inside, other=0)
+    total, column = second_product(n, expert, row, row < stop, inner, w2, b2, S)
+    # Not by ``row``: it would be brought from the product's layout, which takes registers.
+    index = tl.arange(0, S.BM)
+    inside = index < stop - first
+    address = tl.load(p.return_address + first + index, mask=inside, other=0)
     returned = address.to(tl.pointer_type(inner.dtype.element_ty))
     tl.store(
         _aligned(returned[:, None] + column[None, :], S),
@@ -389,8 +391,8 @@ def returned_product(m, n, first, stop, expert, w2, b2, inner, r, p, S: tl.const
         mask=inside[:, None] & (column < S.H)[None, :],
     )
     if S.SHADOW:
-        words = tl.load(p.word_address + row, mask=inside, other=0).to(tl.pointer_type(tl.int32))
-        _written(words + n, r, inside, S)
+        words = tl.load(p.word_address + first + index, mask=inside, other=0)
+        _written(words.to(tl.pointer_type(tl.int32)) + n, r, inside, S)
     row_bytes = tl.minimum(S.BN2, S.H - n * S.BN2) * S.BYTES
     tell_sources(m, row_bytes, r, p, S)
 

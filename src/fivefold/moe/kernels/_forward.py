@@ -55,7 +55,7 @@ def count_chunk(chunk, ids, t, num_slots, S: tl.constexpr):
 
 @triton.jit
 def add_counts(t, chunk, num_chunks, S: tl.constexpr):
-    """Assignments of each expert: of all chunks, and of those before a chunk."""
+    """Assignments of each expert: of all chunks, and of those before a chunk; None for none."""
     bins = tl.arange(0, S.EP)
     total = tl.zeros([S.EP], tl.int32)
     before = tl.zeros([S.EP], tl.int32)
@@ -67,7 +67,8 @@ def add_counts(t, chunk, num_chunks, S: tl.constexpr):
             other=0,
         )
         total += tl.sum(block, 0)
-        before += tl.sum(tl.where((other < chunk)[:, None], block, 0), 0)
+        if chunk is not None:
+            before += tl.sum(tl.where((other < chunk)[:, None], block, 0), 0)
     return total, before
 
 

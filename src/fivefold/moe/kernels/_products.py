@@ -31,9 +31,9 @@ def tile_in_step(index, COLUMNS: tl.constexpr, S: tl.constexpr):
 
 
 @triton.jit
-def places(index, column, WIDTH: tl.constexpr):
-    """Where some columns of rows of WIDTH lie."""
-    return index.to(tl.int64)[:, None] * WIDTH + column[None, :]
+def places(pointer, index, column, WIDTH: tl.constexpr):
+    """Pointers to some columns of rows of WIDTH."""
+    return pointer + index.to(tl.int64)[:, None] * WIDTH + column[None, :]
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def narrow(value, dtype: tl.constexpr, S: tl.constexpr):
 def store_rows(target, index, column, value, inside, WIDTH: tl.constexpr, S: tl.constexpr):
     """target[index, column] = value."""
     tl.store(
-        target + places(index, column, WIDTH),
+        places(target, index, column, WIDTH),
         narrow(value, target.dtype.element_ty, S),
         mask=inside[:, None] & (column < WIDTH)[None, :],
     )
@@ -88,7 +88,7 @@ def _weight_tile(
             return block
         else:  # Triton compiles what stands behind a return, and a descriptor has no `+`
             return tl.load(
-                w + places(expert * DEPTH + depth, columns, WIDTH),
+                places(w, expert * DEPTH + depth, columns, WIDTH),
                 mask=(depth < DEPTH)[:, None] & (columns < WIDTH)[None, :],
                 other=0.0,
             )
@@ -96,7 +96,7 @@ def _weight_tile(
         return w.load([expert * WIDTH + column, k]).T
     else:
         return tl.load(
-            w + places(expert * WIDTH + columns, depth, DEPTH),
+            places(w, expert * WIDTH + columns, depth, DEPTH),
             mask=(columns < WIDTH)[:, None] & (depth < DEPTH)[None, :],
             other=0.0,
         ).T
@@ -113,7 +113,7 @@ def multiply(
     second result has the columns OTHER further on.
     """
     depth = tl.arange(0, S.BK)
-    source += places(index, depth, DEPTH)
+    source = places(source, index, depth, DEPTH)
     total = tl.zeros([S.BM, BN], tl.float32)
     other = tl.zeros([S.BM, BN], tl.float32)
     for k in tl.range(0, DEPTH, S.BK, num_stages=S.STAGES):
@@ -198,7 +198,7 @@ def keep_columns(hidden, row, column, gate, up, inside, S: tl.constexpr):
     """Store some columns of both halves of what the first product gives, or of its gradient."""
     width: tl.constexpr = 2 * S.I if S.GATED else S.I
     keep = inside[:, None] & (column < S.I)[None, :]
-    place = hidden + places(row, column, width)
+    place = places(hidden, row, column, width)
     tl.store(place, narrow(gate, hidden.dtype.element_ty, S), mask=keep)
     if S.GATED:
         tl.store(place + S.I, narrow(up, hidden.dtype.element_ty, S), mask=keep)
@@ -247,8 +247,9 @@ def combine(
     """
     token = block * S.BT + tl.arange(0, S.BT)
     present = token < num_tokens
+    step: tl.constexpr = S.BH
     for start in range(first_column, first_column + columns, S.BH):
-        column = start + tl.arange(0, S.BH)
+        column = tl.multiple_of(start, step) + tl.arange(0, S.BH)
         keep = present[:, None] & (column < S.H)[None, :]
         total = tl.zeros([S.BT, S.BH], tl.float32)
         for k in range(S.K):
@@ -260,7 +261,7 @@ def combine(
                 used = used & came
                 row = tl.load(row_of_slot + slot, mask=used, other=0)
             term = tl.load(
-                outputs + places(row, column, S.H),
+                places(outputs, row, column, S.H),
                 mask=used[:, None] & keep,
                 other=0.0,
             ).to(tl.float32)
