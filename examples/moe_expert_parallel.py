@@ -17,13 +17,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
 
-from fivefold.moe import (
-    ExchangeConfig,
-    ExpertExchange,
-    Router,
-    VirtualHeap,
-    fused_moe,
-)
+from fivefold.moe import ExchangeConfig, ExpertExchange, Router, VirtualHeap, fused_moe
 
 RANKS, EXPERTS, HIDDEN, INNER, TOP_K = 4, 8, 32, 32, 2
 

@@ -7,13 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from fivefold.moe import (
-    MoE,
-    MoEConfig,
-    Router,
-    export_checkpoint,
-    updated_selection_bias,
-)
+from fivefold.moe import MoE, MoEConfig, Router, export_checkpoint, updated_selection_bias
 
 STEPS = 300
 

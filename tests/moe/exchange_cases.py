@@ -16,14 +16,7 @@ import torch
 from group_cases import CASES as GROUP_CASES
 
 from fivefold.errors import FivefoldError
-from fivefold.moe import (
-    ExchangeConfig,
-    ExpertExchange,
-    Router,
-    VirtualHeap,
-    fused_moe,
-    route,
-)
+from fivefold.moe import ExchangeConfig, ExpertExchange, Router, VirtualHeap, fused_moe, route
 from fivefold.moe.kernels.launch import forward_fused
 from fivefold.moe.kernels.sync import QUEUES
 from fivefold.moe.operator import ACTIVATIONS

@@ -23,13 +23,7 @@ import torch
 from group_cases import with_gradients
 
 from fivefold.errors import CommunicationError
-from fivefold.moe import (
-    ExchangeConfig,
-    ExpertExchange,
-    MoE,
-    MoEConfig,
-    Router,
-)
+from fivefold.moe import ExchangeConfig, ExpertExchange, MoE, MoEConfig, Router
 from fivefold.moe.parallel._heaps import SharedMemoryHeap
 from oracles.experts import expected, operands, relative
 

@@ -5,11 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fivefold.moe import (
-    MoE,
-    MoEConfig,
-    fused_moe,
-)
+from fivefold.moe import MoE, MoEConfig, fused_moe
 from fivefold.moe.operator import ACTIVATIONS
 from oracles.children import check_case, lines_of
 from oracles.experts import operands

@@ -3,10 +3,7 @@
 import pytest
 import torch
 
-from fivefold.moe import (
-    backends,
-    fused_moe,
-)
+from fivefold.moe import backends, fused_moe
 from oracles.experts import TOLERANCE, expected, operands, relative
 
 missing = backends("cuda")["fused"]

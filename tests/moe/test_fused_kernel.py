@@ -5,10 +5,7 @@ from pathlib import Path
 import pytest
 
 from fivefold.errors import UnsupportedError
-from fivefold.moe import (
-    backends,
-    fused_moe,
-)
+from fivefold.moe import backends, fused_moe
 from fivefold.moe.operator import ACTIVATIONS
 from oracles.children import check_case, lines_of
 

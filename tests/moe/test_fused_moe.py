@@ -4,14 +4,8 @@ import pytest
 import torch
 
 from fivefold.errors import ConfigurationError, DataError, UnsupportedError
-from fivefold.moe import (
-    Workspace,
-    fused_moe,
-)
-from fivefold.moe.operator import (
-    ACTIVATIONS,
-    Activation,
-)
+from fivefold.moe import Workspace, fused_moe
+from fivefold.moe.operator import ACTIVATIONS, Activation
 from fivefold.moe.operator import backend as registry
 from oracles.experts import TOLERANCE, cancelling, expected, experts_one_by_one, operands, relative
 

@@ -3,11 +3,7 @@
 import pytest
 import torch
 
-from fivefold.moe import (
-    Workspace,
-    backends,
-    fused_moe,
-)
+from fivefold.moe import Workspace, backends, fused_moe
 from oracles.experts import TOLERANCE, expected, operands, relative
 
 missing = backends("cuda")["fused"]

@@ -10,12 +10,7 @@ import pytest
 import torch
 
 from fivefold.errors import ConfigurationError, UnsupportedError
-from fivefold.moe import (
-    ExchangeConfig,
-    ExpertExchange,
-    TorchSymmetricHeap,
-    VirtualHeap,
-)
+from fivefold.moe import ExchangeConfig, ExpertExchange, TorchSymmetricHeap, VirtualHeap
 from fivefold.moe.parallel import SharedMemoryHeap
 from oracles.children import check_case, environment, lines_of
 

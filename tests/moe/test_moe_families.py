@@ -10,11 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError, UnsupportedError
-from fivefold.moe import (
-    MoE,
-    Router,
-    route,
-)
+from fivefold.moe import MoE, Router, route
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 

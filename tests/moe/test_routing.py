@@ -8,11 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError, DataError
-from fivefold.moe import (
-    Router,
-    route,
-    updated_selection_bias,
-)
+from fivefold.moe import Router, route, updated_selection_bias
 from fivefold.moe.routing import (
     Routing,
     capacity_for,

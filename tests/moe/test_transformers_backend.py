@@ -7,10 +7,7 @@ import pytest
 import torch
 
 from fivefold.errors import ConfigurationError, UnsupportedError
-from fivefold.moe import (
-    backends,
-    register_transformers_backend,
-)
+from fivefold.moe import backends, register_transformers_backend
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 moe = pytest.importorskip("transformers.integrations.moe")

@@ -51,7 +51,7 @@ class _Board:
             self._changed.notify_all()
 
 
-class _InMemoryFlight:
+class _InMemoryAllReduce:
     def __init__(
         self, board: _Board, number: int, tensors: Sequence[torch.Tensor], *, what: str
     ) -> None:
@@ -98,25 +98,25 @@ class InMemoryTransport:
         self.world_size = board.world_size
 
     def prepare(self, payloads: Sequence[torch.Tensor], *, fragment: int) -> None:
-        """Nothing is kept between flights."""
+        """Nothing is kept between all-reduces."""
 
     def launch(
-        self, payloads: Sequence[torch.Tensor], *, lane: torch.Tensor, fragment: int, what: str
-    ) -> _InMemoryFlight:
-        """Put a copy of the tensors up; the flight's ``wait`` writes the sums into them."""
-        del fragment  # nothing is kept between flights
-        tensors = [*payloads, lane]
+        self, payloads: Sequence[torch.Tensor], *, metadata: torch.Tensor, fragment: int, what: str
+    ) -> _InMemoryAllReduce:
+        """Put a copy of the tensors up; the all-reduce's ``wait`` writes the sums into them."""
+        del fragment  # nothing is kept between all-reduces
+        tensors = [*payloads, metadata]
         if self._launch_delay_s is not None:
             time.sleep(self._launch_delay_s())
         number = self._put([tensor.detach().clone() for tensor in tensors])
-        return _InMemoryFlight(self._board, number, tensors, what=what)
+        return _InMemoryAllReduce(self._board, number, tensors, what=what)
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing is kept between flights."""
+        """Nothing is kept between all-reduces."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing is kept between flights."""
+        """Nothing is kept between all-reduces."""
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         """Overwrite the tensors with rank 0's."""
@@ -160,8 +160,8 @@ def run_world(
     Examples:
         >>> def total(transport):
         ...     value = torch.tensor([float(transport.rank + 1)])
-        ...     lane = torch.zeros(1, dtype=torch.float64)
-        ...     transport.launch([value], lane=lane, fragment=0, what="sum").wait()
+        ...     metadata = torch.zeros(1, dtype=torch.float64)
+        ...     transport.launch([value], metadata=metadata, fragment=0, what="sum").wait()
         ...     return value.item()
         >>> run_world(3, total)
         [6.0, 6.0, 6.0]

@@ -6,13 +6,16 @@ import difflib
 import inspect
 import math
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
 from fivefold.errors import ConfigurationError
 from fivefold.optim import (
     CO2,
+    AllReduceRecord,
     AutoTau,
     DelayCorrected,
     DiLoCo,
@@ -24,17 +27,13 @@ from fivefold.optim import (
     OverlapLocalSGD,
     SlowMo,
     StreamingDiLoCo,
+    SyncStatistics,
+    TauDecision,
 )
+from fivefold.runs.ranks import Ranks
+from fivefold.train._config import SyncConfig
 from fivefold.train._methods import NoMethod, plain_update
 from fivefold.train._spans import Span, subtract
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from contextlib import AbstractContextManager
-
-    from fivefold.optim import FlightRecord, SyncStatistics, TauDecision
-    from fivefold.runs.ranks import Ranks
-    from fivefold.train._config import SyncConfig
 
 _RULES: dict[str, type[OuterRule]] = {
     "local_sgd": LocalSGD,
@@ -52,22 +51,16 @@ _RULE_KEYS = (
     *("tau", "outer_lr", "outer_momentum", "staleness", "units", "bootstrap", "pull"),
     *("fragments", "delay_steps", "keep", "options", "hidden"),
 )
-_DETAILS = ("round", "fragment", "payload_bytes", "sent_bytes")  # of a flight, for the timeline
+_DETAILS = (
+    "round",
+    "fragment",
+    "payload_bytes",
+    "sent_bytes",
+)  # of an all-reduce, for the timeline
 
 
 class OuterMethod(NoMethod):
-    """Local steps, and one all-reduce per round.
-
-    Args:
-        config: Table ``[sync]``.
-        model: The bare module; rank 0's parameters are broadcast.
-        optimizer: The inner optimizer.
-        ranks: The ranks.
-
-    Raises:
-        ConfigurationError: A setting is not allowed.
-        CommunicationError: A peer died or did not answer in time.
-    """
+    """Local steps, and one all-reduce per round."""
 
     def __init__(
         self,
@@ -95,21 +88,11 @@ class OuterMethod(NoMethod):
         plain_update(optimizer)
 
     def after_step(self) -> None:
-        """Count the local step; at the end of a round wait, merge and launch.
-
-        Raises:
-            CommunicationError: A peer died or did not answer in time.
-            ReplicaMismatchError: Replicas that must be equal are not.
-        """
+        """Count the local step; at the end of a round wait, merge and launch."""
         self._timed(self._sync.step, name="outer step")
 
     def finalize(self) -> None:
-        """Drain: all replicas are equal afterwards.
-
-        Raises:
-            CommunicationError: A peer died or did not answer in time.
-            ReplicaMismatchError: Replicas that must be equal are not.
-        """
+        """Drain: all replicas are equal afterwards."""
         self._timed(self._sync.finalize, name="drain")
 
     def evaluation(self) -> AbstractContextManager[None]:
@@ -117,13 +100,9 @@ class OuterMethod(NoMethod):
         return self._sync.global_parameters()
 
     def state_dict(self) -> dict[str, Any]:
-        """The engine's state and the totals.
-
-        Raises:
-            CommunicationError: The all-reduce in flight failed.
-        """
+        """The engine's state and the totals."""
         state = {"sync": self._sync.state_dict()}
-        self._collect_flights()
+        self._collect_all_reduces()
         return state | {"totals": self.totals.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -151,53 +130,44 @@ class OuterMethod(NoMethod):
         start_s = time.perf_counter()
         action()
         end_s = time.perf_counter()
-        waits = self._collect_flights()
+        waits = self._collect_all_reduces()
         self._spans += [
             Span(lane="boundary", name=name, start_s=begin_s, end_s=stop_s)
             for begin_s, stop_s in subtract(start_s, end_s, holes=waits)
         ]
 
-    def _collect_flights(self) -> list[Span]:
+    def _collect_all_reduces(self) -> list[Span]:
         waits = []
-        for flight in self._sync.flights():
-            name = _flight_name(flight)
-            begin_s, end_s = flight.wait_started_at_s, flight.wait_ended_at_s
+        for all_reduce in self._sync.all_reduces():
+            name = _all_reduce_name(all_reduce)
+            begin_s, end_s = all_reduce.wait_started_at_s, all_reduce.wait_ended_at_s
             waits.append(Span(lane="wait", name=name, start_s=begin_s, end_s=end_s))
-            landed_s = flight.completed_at_s
+            landed_s = all_reduce.completed_at_s
             self._spans.append(
                 Span(
                     lane="flight",
                     name=name,
-                    start_s=flight.launched_at_s,
+                    start_s=all_reduce.launched_at_s,
                     end_s=landed_s,
-                    details={key: getattr(flight, key) for key in _DETAILS},
+                    details={key: getattr(all_reduce, key) for key in _DETAILS},
                 )
             )
-            self.totals.in_flight_s += landed_s - flight.launched_at_s
+            self.totals.in_flight_s += landed_s - all_reduce.launched_at_s
             self.totals.exposed_wait_s += end_s - begin_s
-            self.totals.payload_bytes += flight.payload_bytes
-            self.totals.sent_bytes += flight.sent_bytes
+            self.totals.payload_bytes += all_reduce.payload_bytes
+            self.totals.sent_bytes += all_reduce.sent_bytes
             self.totals.collectives += 1
         self._spans += waits
         return waits
 
 
-def _flight_name(flight: FlightRecord) -> str:
-    fragment = f", fragment {flight.fragment}" if flight.fragment else ""
-    return f"all-reduce round {flight.round}{fragment}{' (lost)' if flight.lost else ''}"
+def _all_reduce_name(all_reduce: AllReduceRecord) -> str:
+    fragment = f", fragment {all_reduce.fragment}" if all_reduce.fragment else ""
+    return f"all-reduce round {all_reduce.round}{fragment}{' (lost)' if all_reduce.lost else ''}"
 
 
 def make_rule(config: SyncConfig) -> OuterRule:
-    """The configured outer rule.
-
-    Raises:
-        ConfigurationError: A value is outside the rule's range.
-
-    Examples:
-        >>> from fivefold.train import SyncConfig
-        >>> make_rule(SyncConfig(method="local_sgd", tau=4)).tau
-        4
-    """
+    """The configured outer rule."""
     given = {name: getattr(config, name) for name in _RULE_KEYS}
     settings = {name: value for name, value in given.items() if value is not None}
     if config.clip is not None:

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from fivefold.errors import DataError
-from fivefold.gnn.storage import xxh64
 
 
 class Rows(Protocol):
@@ -51,7 +51,7 @@ class ArrayRows:
         total = 0
         for block in self.blocks(0, max(1, (8 << 20) // max(1, self.array[:1].nbytes))):
             data = np.ascontiguousarray(block).reshape(-1).view(np.uint8)
-            total = xxh64(data, total)
+            total = xxhash.xxh64_intdigest(data.data, total)
         return f"{total:016x}"
 
     def blocks(self, first_row: int, max_rows: int, *, stop: int | None = None) -> Iterator[Any]:

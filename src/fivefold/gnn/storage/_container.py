@@ -10,27 +10,23 @@ import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.files import storage_error
-from fivefold.gnn.storage._buffers import aligned_empty
-from fivefold.gnn.storage._errors import closed_error
-from fivefold.gnn.storage._files import open_to_read, read_into
+from fivefold.gnn.storage._files import closed_error, open_to_read, read_into
 from fivefold.gnn.storage._format import (
     Header,
     Section,
-    aligned,
     decode_manifest,
     make_section,
 )
-from fivefold.gnn.storage._xxhash import PAGE_BYTES, hash_pages, xxh64
-
-if TYPE_CHECKING:
-    from fivefold.gnn.storage._reader import RowReader
+from fivefold.gnn.storage._pages import PAGE_BYTES, aligned, aligned_empty, hash_pages
+from fivefold.gnn.storage._reader import RowReader
 
 _CHUNK_PAGES = 4096  # 16 MiB at a time when all is verified
 _LARGE_BYTES = 4 << 20  # from here on the engine is faster, and leaves the page cache alone
@@ -231,8 +227,6 @@ class Container:
         return pages[begin - first :][:count].view(section.dtype).reshape(shape)
 
     def _reader(self, section: Section) -> RowReader:
-        from fivefold.gnn.storage._reader import RowReader  # noqa: PLC0415 - it imports this module
-
         with self._lock:
             return RowReader(self, section)
 
@@ -374,7 +368,7 @@ def _read_ends(descriptor: int, header: Header, path: Path) -> tuple[NDArray[np.
     ):
         pages = np.empty(aligned(count), np.uint8)
         read_into(descriptor, pages, offset, path)
-        if xxh64(pages) != expected:
+        if xxhash.xxh64_intdigest(pages.data) != expected:
             raise DataError(
                 f"the {name} of {path} is damaged: its checksum is wrong",
                 hint="make the file again, or copy it again from its source",

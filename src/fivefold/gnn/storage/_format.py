@@ -26,22 +26,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.files import parse_json
-from fivefold.gnn.storage._xxhash import PAGE_BYTES, xxh64
+from fivefold.gnn.storage._pages import PAGE_BYTES, aligned
 
 MAGIC = b"\x89FVF\r\n\x1a\n"  # as PNG's: a transfer in text mode, or cut to 7 bits, is seen
 FORMAT_VERSION = 1
 _HEADER = struct.Struct("<8sIIQ32sQQQQQQQ")
 _CHECKED = PAGE_BYTES - 8
 _KIND_BYTES = 32
-
-
-def aligned(count: int) -> int:
-    """The smallest multiple of the page size that holds this many bytes."""
-    return -(-count // PAGE_BYTES) * PAGE_BYTES
 
 
 def padded(data: bytes | NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -157,7 +153,7 @@ class Header:
             self.manifest_hash,
         )
         page = fields.ljust(_CHECKED, b"\0")
-        return page + struct.pack("<Q", xxh64(page))
+        return page + struct.pack("<Q", xxhash.xxh64_intdigest(page))
 
     @classmethod
     def decode(cls, page: bytes, path: str) -> Header:
@@ -168,7 +164,7 @@ class Header:
                 f"{path} is truncated: its header has {len(page)} of {PAGE_BYTES} bytes",
                 hint="make the file again",
             )
-        if struct.unpack("<Q", page[_CHECKED:])[0] != xxh64(page[:_CHECKED]):
+        if struct.unpack("<Q", page[_CHECKED:])[0] != xxhash.xxh64_intdigest(page[:_CHECKED]):
             raise DataError(
                 f"the header of {path} is damaged: its checksum is wrong",
                 hint="make the file again, or copy it again from its source",
@@ -225,7 +221,9 @@ def _plain(value: Any) -> Any:
 
 def make_file_id(kind: str, schema: Mapping[str, Any], attributes: Mapping[str, Any]) -> int:
     """The id of a file: a hash of what is known before its contents."""
-    return xxh64(encode_json({"kind": kind, "schema": schema, "attributes": attributes}))
+    return xxhash.xxh64_intdigest(
+        encode_json({"kind": kind, "schema": schema, "attributes": attributes})
+    )
 
 
 def decode_manifest(data: bytes, path: str) -> tuple[dict[str, Section], dict[str, Any]]:

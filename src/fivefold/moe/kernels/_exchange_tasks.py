@@ -159,8 +159,8 @@ def plan(r, heap, p, max_rows, S: tl.constexpr):
     local = tl.arange(0, S.LP)
     bins = tl.arange(0, S.EP)
     good, _ = wait_signals(
-        section(base_of(r, heap), heap.signals, tl.int64) + peers, peers, peers < S.P, r.epoch, r.control,
-        COUNTS, 0, r.limit_ns,
+        section(base_of(r, heap), heap.signals, tl.int64) + peers, peers, peers < S.P, r.epoch,
+        r.control, COUNTS, 0, r.limit_ns,
     )  # fmt: skip
     if good:
         matrix = _count_matrix(r, heap, S)
