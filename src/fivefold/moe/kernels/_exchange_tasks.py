@@ -93,14 +93,6 @@ def _count(r, which, peers, number, mask, S: tl.constexpr):
 
 
 @triton.jit
-def _aligned(place, S: tl.constexpr):
-    """Tell the compiler that rows begin at multiples of 16 bytes, where they do."""
-    if S.H * S.BYTES % 16 == 0:
-        place = tl.multiple_of(place, (16, 16))
-    return place
-
-
-@triton.jit
 def _count_matrix(r, heap, S: tl.constexpr):
     """This rank's copy of all ranks' counts [P, E], compact layout."""
     return section(base_of(r, heap), heap.counts, tl.int32) + (r.epoch % 2) * S.P * S.E
@@ -253,7 +245,10 @@ def copy_rows(source, index, target, inside, S: tl.constexpr):
         column = start + tl.arange(0, S.COPY)[None, :]
         keep = inside[:, None] & (column < S.H)
         value = tl.load(source + column, mask=keep, other=0.0)
-        tl.store(_aligned(target + column, S), value, mask=keep)
+        place = target + column
+        if S.H * S.BYTES % 16 == 0:  # rows begin at multiples of 16 bytes
+            place = tl.multiple_of(place, (16, 16))
+        tl.store(place, value, mask=keep)
 
 
 @triton.jit
@@ -379,19 +374,20 @@ def received_product(n, first, stop, expert, w13, b13, inner, r, heap, S: tl.con
 def returned_product(m, n, first, stop, expert, w2, b2, inner, r, p, S: tl.constexpr):
     """The second product, into the heaps of the ranks that the rows came from."""
     row = first + tl.arange(0, S.BM)
-    total, column = second_product(n, expert, row, row < stop, inner, w2, b2, S)
-    # Not by ``row``: it would be brought from the product's layout, which takes registers.
-    index = tl.arange(0, S.BM)
-    inside = index < stop - first
-    address = tl.load(p.return_address + first + index, mask=inside, other=0)
+    inside = row < stop
+    total, column = second_product(n, expert, row, inside, inner, w2, b2, S)
+    address = tl.load(p.return_address + row, mask=inside, other=0)
     returned = address.to(tl.pointer_type(inner.dtype.element_ty))
+    target = returned[:, None] + column[None, :]
+    if S.H * S.BYTES % 16 == 0:  # said here: a function's argument would not keep it
+        target = tl.multiple_of(target, (16, 16))
     tl.store(
-        _aligned(returned[:, None] + column[None, :], S),
+        target,
         narrow(total, inner.dtype.element_ty, S),
         mask=inside[:, None] & (column < S.H)[None, :],
     )
     if S.SHADOW:
-        words = tl.load(p.word_address + first + index, mask=inside, other=0)
+        words = tl.load(p.word_address + row, mask=inside, other=0)
         _written(words.to(tl.pointer_type(tl.int32)) + n, r, inside, S)
     row_bytes = tl.minimum(S.BN2, S.H - n * S.BN2) * S.BYTES
     tell_sources(m, row_bytes, r, p, S)
