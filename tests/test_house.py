@@ -51,7 +51,7 @@ MAY_IMPORT["cli"] = set(MAY_IMPORT) - {"testing"}  # the one room above all
 INNER_ORDER = {
     "moe": ["routing", "kernels", "operator", "parallel", "checkpoints"],
     "network": ["topology", "profiling", "simulation", "aggregation"],
-    "collectives": ["pricing", "schedules", "algorithms", "synthesis", "lowering", "execution"],
+    "collectives": ["schedules", "algorithms", "pricing", "synthesis", "lowering", "execution"],
     "gnn": [
         "storage",
         "sampling",
@@ -64,8 +64,6 @@ INNER_ORDER = {
 }
 HEAVY = {
     "torch",
-    "plotly",
-    "jinja2",
     "numpy",
     "tokenizers",
     "numba",
