@@ -50,10 +50,6 @@ class Cluster:
         device: The GPU with its stack.
         fabric: The tiers.
         num_gpus: How many there are; None where it does not matter.
-
-    Examples:
-        >>> load_cluster("a100-megatron").fabric.gpus_per_node
-        8
     """
 
     name: str
@@ -207,11 +203,7 @@ def _unknown(name: str) -> ConfigurationError:
 
 
 def check_keys(table: Mapping[str, Any], allowed: set[str], *, where: str) -> None:
-    """Refuse unknown keys, with the nearest known one as a hint.
-
-    Raises:
-        ConfigurationError: A key is unknown.
-    """
+    """Refuse unknown keys, with the nearest known one as a hint."""
     if not isinstance(table, Mapping):
         raise ConfigurationError(
             f"{where} must be a table; got {table!r:.60}", hint="write a table and its keys below"
@@ -226,11 +218,7 @@ def check_keys(table: Mapping[str, Any], allowed: set[str], *, where: str) -> No
 
 
 def check_types(values: Mapping[str, Any], kind: type, *, where: str) -> None:
-    """Refuse values that the fields of a dataclass do not take.
-
-    Raises:
-        ConfigurationError: A value is of another type.
-    """
+    """Refuse values that the fields of a dataclass do not take."""
     hints = typing.get_type_hints(kind)
     for name, value in values.items():
         if name in hints and not _fits(value, hints[name]):
@@ -287,11 +275,7 @@ def _build(kind: type, fields: Mapping[str, Any], *, where: str) -> Any:
 
 
 def require_fields(kind: type, values: Mapping[str, Any], *, where: str) -> None:
-    """Refuse a table that lacks a field without a default.
-
-    Raises:
-        ConfigurationError: A field is missing.
-    """
+    """Refuse a table that lacks a field without a default."""
     fields = dataclasses.fields(kind)
     missing = [
         field.name
