@@ -271,8 +271,12 @@ def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None
     data = content.encode() if isinstance(content, str) else content
     # Two processes may write the same file at the same time: each needs a name of its own.
     temporary = path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}.tmp")
+    _put_in_place(path, data, temporary)
+
+
+def _put_in_place(path: Path, data: bytes, temporary: Path) -> None:
     try:
-        with temporary.open("xb") as file:
+        with temporary.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -318,8 +322,10 @@ def write_checked_json(path: str | os.PathLike[str], value: dict[str, Any]) -> N
     """
     plain = json.loads(json.dumps(value))  # keys become text, as they will be when read
     data = json.dumps({**plain, _CHECKSUM: _checksum(plain)}, sort_keys=True).encode()
+    place = Path(path)
     try:
-        write_atomically(path, data)
+        # Such files have one writer at a time: under one name, what a kill leaves is used again.
+        _put_in_place(place, data, place.with_name(place.name + ".new"))
     except OSError as error:
         raise storage_error(error.errno or 0, path, f"writing {len(data)} bytes") from error
 
@@ -350,7 +356,8 @@ def read_checked_json(path: str | os.PathLike[str]) -> dict[str, Any]:
         with open(path, "rb", opener=_open_without_waiting) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise DataError(f"{path} is no regular file", hint="check the path")
-            data = file.read(_MOST_CHECKED_BYTES + 1)
+            # Not more than there is: the buffer is made before it is filled.
+            data = file.read(min(os.fstat(file.fileno()).st_size, _MOST_CHECKED_BYTES) + 1)
     except FileNotFoundError:
         raise
     except IsADirectoryError:
