@@ -30,7 +30,7 @@ PATIENCE_S = 10.0  # a turn takes milliseconds; who was stopped in the middle of
 
 
 def njit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """``numba.njit`` without the GIL and kept on disk, also right after one file changed.
+    """Compile like ``numba.njit`` without the GIL, kept on disk, also right after one file changed.
 
     Without the GIL, so that threads run loops side by side; kept on disk, for a compilation takes
     seconds and is the same in every process. Numba looks only at the file of the function itself
@@ -53,7 +53,7 @@ def njit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
 
 
 def _in_turn(kept: Any, name: str) -> Callable[..., Any]:
-    """A method of a function's files, run by one process at a time for each folder of them."""
+    """Return a method that one process at a time runs for each folder of a function's files."""
     method, folder = getattr(kept, name), Path(kept._cache_path)  # noqa: SLF001 - no public way
 
     @functools.wraps(method)

@@ -517,7 +517,7 @@ def _problem(value: object, form: _Form, *, finite: bool) -> tuple[str, str] | N
 
 
 def _key_of(wanted: object, found: Any, levels: int) -> str:
-    """The dotted name of where a value stands; empty where that is deeper."""
+    """Return the dotted name of where a value stands; empty where that is deeper."""
     if not levels or not isinstance(found, dict | list):
         return ""
     pairs = found.items() if isinstance(found, dict) else enumerate(found)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError, UnsupportedError
 from fivefold.lab import LabSpec, run_lab
-from fivefold.lab._environment import LabFacts, Rendezvous, rank_environment
+from fivefold.lab._job import LabFacts, Rendezvous, rank_environment
 from fivefold.lab._plan_topology import plan_topology
 from fivefold.network.topology import parse_topology, ring, switch
 
@@ -221,11 +221,11 @@ def test_the_switch_itself_sums_and_where_it_dies_the_hosts_do(tmp_path, how):
     assert told[0][0] == [7, 7]
     if how == "stay":
         assert told[0][1] == [7, 7]
-        assert result.sums["leaf1"]["hits"] == 14
-        assert result.sums["leaf1"]["slots_free"] == 16
+        assert result.aggregation["leaf1"]["hits"] == 14
+        assert result.aggregation["leaf1"]["slots_free"] == 16
     else:
         assert told[0][1][1] == 0
-        assert result.sums == {}
+        assert result.aggregation == {}
 
 
 @pytest.mark.lab
@@ -237,7 +237,7 @@ def test_a_bridge_sums_too_and_bad_options_end_the_run(tmp_path):
     spec = LabSpec(hosts=2, rate="80Mbit/s", aggregators={"switch": {}})
     command = [sys.executable, "-c", textwrap.dedent(_SUM), "stay"]
     result = run_lab(spec, command, timeout_s=60, stream=False, log_folder=tmp_path / "l").check()
-    assert result.sums["switch"]["hits"] == 14
+    assert result.aggregation["switch"]["hits"] == 14
 
 
 def test_the_relay_has_no_switch_that_sums(monkeypatch):

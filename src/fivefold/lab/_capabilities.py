@@ -117,28 +117,12 @@ class Capabilities:
 
 
 def find_tool(name: str) -> str | None:
-    """Path of a system tool, also where an ordinary user's PATH leaves out ``sbin``.
-
-    Examples:
-        >>> find_tool("no-such-tool") is None
-        True
-    """
+    """Return path of a system tool, also where an ordinary user's PATH leaves out ``sbin``."""
     return shutil.which(name, path=f"{os.environ.get('PATH', '')}:{_SYSTEM_FOLDERS}")
 
 
 def isolation_command(isolation: str) -> list[str]:
-    """The command that runs what follows it in private namespaces.
-
-    Args:
-        isolation: ``"root"`` or ``"user namespaces"``.
-
-    Returns:
-        The arguments, to be followed by a command.
-
-    Examples:
-        >>> "--user" in isolation_command("user namespaces")
-        True
-    """
+    """Return the command that runs what follows it in private namespaces."""
     extra = _AS_USER if isolation == "user namespaces" else ()
     return [find_tool("unshare") or "unshare", *extra, *_ISOLATE]
 

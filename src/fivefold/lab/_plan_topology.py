@@ -12,33 +12,25 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from typing import TYPE_CHECKING
 
-from fivefold.lab._plan import Step, address_of, aggregator_address, host_name, shape_link
+from fivefold.lab._plan import (
+    ETHERNET_MTU,
+    Step,
+    address_of,
+    aggregator_address,
+    host_name,
+    shape_link,
+)
 from fivefold.lab._spec import LabSpec
 
 if TYPE_CHECKING:
     from fivefold.network.topology import Topology
 
-_ETHERNET_MTU = 1500
 _FIRST_TABLE = 1000  # of routes; the kernel's own have numbers up to 255
 _SETTINGS = {"ip_forward": 1, "conf/all/rp_filter": 0, "conf/default/rp_filter": 0}
 
 
 def plan_topology(spec: LabSpec) -> tuple[int, list[Step]]:
-    """How the nodes and links of a topology are made.
-
-    Args:
-        spec: A cluster with a topology.
-
-    Returns:
-        Number of namespaces besides the hosts' (``node0``, ``node1``, ...), and the steps.
-
-    Examples:
-        >>> from fivefold.network.topology import ring, switch
-        >>> plan_topology(LabSpec.of_topology(switch(3, bandwidth="1 MB/s")))[0]
-        1
-        >>> plan_topology(LabSpec.of_topology(ring(3, bandwidth="1 MB/s")))[0]
-        0
-    """
+    """Plan the nodes and links of a topology."""
     from fivefold.network.topology import Topology  # noqa: PLC0415 - only here it needs numpy
 
     topology = Topology.from_toml(str(spec.topology))
@@ -53,7 +45,7 @@ def plan_topology(spec: LabSpec) -> tuple[int, list[Step]]:
     next_hops = _next_hops(topology)
     for name in spec.aggregators:
         address = aggregator_address(spec, name)
-        steps.append(_step(names[topology.index(name)], f"ip addr add {address}/32 dev lo"))
+        steps.append(Step.of(names[topology.index(name)], f"ip addr add {address}/32 dev lo"))
         _add_tree(topology, topology.index(name), address, next_hops)
     steps += _plan_routes(topology, next_hops, numbers, names)
     steps += _plan_own_routes(spec, topology, next_hops, numbers)
@@ -61,13 +53,7 @@ def plan_topology(spec: LabSpec) -> tuple[int, list[Step]]:
 
 
 def namespace_of(spec: LabSpec, node: str) -> str:
-    """The namespace that a node of the topology is.
-
-    Examples:
-        >>> from fivefold.network.topology import switch
-        >>> namespace_of(LabSpec.of_topology(switch(2, bandwidth="1 MB/s")), "switch0")
-        'node0'
-    """
+    """Return the namespace of a node of the topology."""
     from fivefold.network.topology import Topology  # noqa: PLC0415 - only here it needs numpy
 
     topology = Topology.from_toml(str(spec.topology))
@@ -75,7 +61,7 @@ def namespace_of(spec: LabSpec, node: str) -> str:
 
 
 def _namespaces(topology: Topology) -> list[str]:
-    """Name of each node's namespace: hosts by rank, the others in their order."""
+    """Return name of each node's namespace: hosts by rank, the others in their order."""
     names, others = [], 0
     for node in range(topology.num_nodes):
         rank = int(topology.rank_of_node[node])
@@ -88,7 +74,7 @@ def _namespaces(topology: Topology) -> list[str]:
 
 
 def _pairs(topology: Topology) -> dict[tuple[int, int], list[float]]:
-    """Joined nodes, the lower one first, with the rate there and the rate back."""
+    """Return joined nodes, the lower one first, with the rate there and the rate back."""
     pairs: dict[tuple[int, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for link in range(topology.num_links):
         source, target = int(topology.link_sources[link]), int(topology.link_targets[link])
@@ -103,16 +89,16 @@ def _plan_node(spec: LabSpec, topology: Topology, node: int) -> list[Step]:
         Step(name, ("sh", "-c", f"echo {value} > /proc/sys/net/ipv4/{setting}"))
         for setting, value in _SETTINGS.items()
     ]
-    steps.append(_step(name, "ip link set lo up"))
+    steps.append(Step.of(name, "ip link set lo up"))
     rank = int(topology.rank_of_node[node])
     if rank >= 0:
         # gloo wants an interface that is running: both ends of a cable that stays inside.
-        mtu = spec.mtu or _ETHERNET_MTU
+        mtu = spec.mtu or ETHERNET_MTU
         steps += [
-            _step(name, "ip link add eth0 type veth peer name inside"),
-            _step(name, f"ip link set inside mtu {mtu} up"),
-            _step(name, f"ip addr add {address_of(rank)}/32 dev eth0"),
-            _step(name, f"ip link set eth0 mtu {mtu} up"),
+            Step.of(name, "ip link add eth0 type veth peer name inside"),
+            Step.of(name, f"ip link set inside mtu {mtu} up"),
+            Step.of(name, f"ip addr add {address_of(rank)}/32 dev eth0"),
+            Step.of(name, f"ip link set eth0 mtu {mtu} up"),
         ]
     return steps
 
@@ -125,26 +111,28 @@ def _plan_link(
     number: int,
     names: list[str],
 ) -> list[Step]:
-    mtu = spec.mtu or _ETHERNET_MTU
+    mtu = spec.mtu or ETHERNET_MTU
     low, high = names[pair[0]], names[pair[1]]
-    steps = [_step(low, f"ip link add link{number} type veth peer name link{number} netns @{high}")]
+    steps = [
+        Step.of(low, f"ip link add link{number} type veth peer name link{number} netns @{high}")
+    ]
     for side, name in enumerate((low, high)):
         steps += [
-            _step(name, f"ip addr add {_end_address(number, side)}/30 dev link{number}"),
-            _step(name, f"ip link set link{number} mtu {mtu} up"),
+            Step.of(name, f"ip addr add {_end_address(number, side)}/30 dev link{number}"),
+            Step.of(name, f"ip link set link{number} mtu {mtu} up"),
             shape_link(spec, rates[side], namespace=name, device=f"link{number}"),
         ]
     return steps
 
 
 def _end_address(number: int, side: int) -> str:
-    """Address of an end of a link: four addresses a link from 10.78.0.0 on."""
+    """Return address of an end of a link: four addresses a link from 10.78.0.0 on."""
     place = 4 * number + 1 + side
     return f"10.{78 + (place >> 16)}.{place >> 8 & 255}.{place & 255}"
 
 
 def _next_hops(topology: Topology) -> dict[tuple[int, str], int]:
-    """At every node that lies on a route to a host, the way to that host's address."""
+    """Return the next node on the way to each host's address, at every node of a route."""
     next_hops: dict[tuple[int, str], int] = {}
     for target in range(topology.num_ranks):
         for source in range(topology.num_ranks):
@@ -160,7 +148,7 @@ def _next_hops(topology: Topology) -> dict[tuple[int, str], int]:
 def _add_tree(
     topology: Topology, root: int, address: str, next_hops: dict[tuple[int, str], int]
 ) -> None:
-    """The ways between all hosts and a switch that sums: fewest links, and the same ones back."""
+    """Add the ways between all hosts and an aggregator: fewest links, and the same ones back."""
     frontier = deque([root])
     seen = {root}
     while frontier:
@@ -189,7 +177,7 @@ def _plan_routes(
     names: list[str],
 ) -> list[Step]:
     return [
-        _step(names[node], f"ip route add {_hop(topology, (node, neighbour), address, numbers)}")
+        Step.of(names[node], f"ip route add {_hop(topology, (node, neighbour), address, numbers)}")
         for (node, address), neighbour in sorted(next_hops.items())
     ]
 
@@ -200,7 +188,7 @@ def _plan_own_routes(
     next_hops: dict[tuple[int, str], int],
     numbers: dict[tuple[int, int], int],
 ) -> list[Step]:
-    """Where a pair of hosts has a route of its own: a table for it at each node that it changes."""
+    """Plan a table for each pair of hosts with its own route, at each node that it changes."""
     names, steps = _namespaces(topology), []
     for number, ((source, target), links) in enumerate(sorted(spec.routes.items())):
         address, table = address_of(target), _FIRST_TABLE + number
@@ -211,8 +199,8 @@ def _plan_own_routes(
             hop = _hop(topology, ends, address, numbers)
             rule = f"from {address_of(source)}/32 to {address}/32 lookup {table}"
             steps += [
-                _step(names[ends[0]], f"ip route add {hop} table {table}"),
-                _step(names[ends[0]], f"ip rule add {rule}"),
+                Step.of(names[ends[0]], f"ip route add {hop} table {table}"),
+                Step.of(names[ends[0]], f"ip rule add {rule}"),
             ]
     return steps
 
@@ -220,14 +208,10 @@ def _plan_own_routes(
 def _hop(
     topology: Topology, ends: tuple[int, int], address: str, numbers: dict[tuple[int, int], int]
 ) -> str:
-    """The words of a route to an address from one node over its neighbour."""
+    """Return the words of a route to an address from one node over its neighbour."""
     node, neighbour = ends
     number = numbers[min(ends), max(ends)]
     via = _end_address(number, int(neighbour > node))
     rank = int(topology.rank_of_node[node])
     own = f" src {address_of(rank)}" if rank >= 0 else ""
     return f"{address}/32 via {via} dev link{number}{own}"
-
-
-def _step(namespace: str, command: str) -> Step:
-    return Step(namespace, tuple(command.split()))

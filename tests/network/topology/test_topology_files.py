@@ -264,7 +264,8 @@ def test_a_generated_switch_may_be_made_to_sum():
     generate = "leaf_spine:4,leaves=2,spines=1"
     switches = [{ node = "spine0", aggregation = { slots = 8, slot_size = "1 KiB" } }]
     """
-    assert Topology.from_toml(text).ability_of("spine0").aggregation.pool_bytes == 8192
+    unit = Topology.from_toml(text).ability_of("spine0").aggregation
+    assert (unit.slots, unit.slot_bytes) == (8, 1024)
     h100 = 'generate = "dgx_h100"\nswitches = [{ node = "nvswitch0" }]'
     assert Topology.from_toml(h100).ability_of("nvswitch0").aggregation is None
     assert "H100" in Topology.from_toml(h100).source

@@ -44,7 +44,7 @@ class HostGroup(Protocol):
     """
 
     def minimum(self, flags: np.ndarray) -> np.ndarray:
-        """Element-wise minimum over all ranks of an array of ``uint8``."""
+        """Return the element-wise minimum over all ranks of an array of ``uint8``."""
         ...
 
     def sum(self, values: np.ndarray, dtype: str) -> np.ndarray:
@@ -336,6 +336,6 @@ class AggregationClient:
 
 
 def _twice(label: int) -> np.ndarray:
-    """A label and its complement, whose minima over all ranks show whether all have the same."""
+    """Return a label and its complement: their minima over all ranks show whether all agree."""
     number = np.frombuffer(label.to_bytes(_LABEL_BYTES, "little"), np.uint8)
     return np.concatenate([number, 255 - number])

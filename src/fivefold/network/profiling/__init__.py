@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fivefold.network.profiling._fit import LineFit, fit_line
-from fivefold.network.profiling._profile import Contention, Profile
+from fivefold.network.profiling._profile import Contention, LineFit, Profile, fit_line
 
 if TYPE_CHECKING:
     from fivefold.network.profiling._measure import DEFAULT_SIZES_BYTES, profile_links

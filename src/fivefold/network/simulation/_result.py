@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fivefold.errors import ConfigurationError
-from fivefold.network.simulation._table import FlowTable
+from fivefold.network.simulation._tasks import FlowTable
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -113,7 +113,7 @@ class SimulationResult:
         return {self.table.name_of(task): task for task in range(len(self.table))}
 
     def position_of(self, name: Hashable) -> int:
-        """Position of a task by its id.
+        """Return position of a task by its id.
 
         Raises:
             ConfigurationError: There is no such task.
@@ -123,15 +123,15 @@ class SimulationResult:
         return self._positions[name]
 
     def start_of(self, name: Hashable) -> float:
-        """When a task began."""
+        """Return when a task began."""
         return float(self.start_s[self.position_of(name)])
 
     def finish_of(self, name: Hashable) -> float:
-        """When a task ended."""
+        """Return when a task ended."""
         return float(self.finish_s[self.position_of(name)])
 
     def job_finish_s(self, job: Hashable) -> float:
-        """When the last iteration of a job ended.
+        """Return when the last iteration of a job ended.
 
         Raises:
             ConfigurationError: There is no such job.
@@ -143,7 +143,7 @@ class SimulationResult:
         return float(self.iteration_finish_s[job][-1])
 
     def timeline(self) -> Iterator[Span]:
-        """Every task that began, in order of its start."""
+        """Yield every task that began, in order of its start."""
         for task in np.argsort(self.start_s, kind="stable").tolist():
             if np.isnan(self.start_s[task]):
                 return
@@ -157,7 +157,7 @@ class SimulationResult:
             )
 
     def rates_of(self, name: Hashable) -> tuple[FloatArray, FloatArray]:
-        """A flow's rate over time.
+        """Return a flow's rate over time.
 
         Args:
             name: Its id.
@@ -171,7 +171,7 @@ class SimulationResult:
         return self._rates_at(self.position_of(name))
 
     def link_rates(self, link: int) -> tuple[FloatArray, FloatArray]:
-        """The load of a link over time.
+        """Return the load of a link over time.
 
         Args:
             link: Its index.

@@ -144,8 +144,8 @@ class Aggregation:
         ConfigurationError: A value is out of range.
 
     Examples:
-        >>> Aggregation(slots=128, slot_bytes=256).pool_bytes
-        32768
+        >>> Aggregation(slots=128, slot_bytes=256, dtypes=["int32"]).dtypes
+        ('int32',)
     """
 
     slots: int
@@ -172,11 +172,6 @@ class Aggregation:
                 f"aggregation has dtypes {self.dtypes!r}", hint='list names such as "float32"'
             )
         object.__setattr__(self, "dtypes", tuple(self.dtypes))
-
-    @property
-    def pool_bytes(self) -> int:
-        """Size of all slots together."""
-        return self.slots * self.slot_bytes
 
 
 @dataclass(frozen=True, slots=True)

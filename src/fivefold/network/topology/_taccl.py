@@ -67,7 +67,7 @@ class TacclProfile:
 
     @classmethod
     def published(cls, name: str) -> TacclProfile:
-        """One of the five profiles that TACCL was published with.
+        """Return one of the five profiles that TACCL was published with.
 
         Raises:
             ConfigurationError: The name is unknown.
@@ -133,7 +133,7 @@ class TacclProfile:
         connections: Connections = "relay",
         as_solved: bool = False,
     ) -> Topology:
-        """The topology of one or several boxes.
+        """Return the topology of one or several boxes.
 
         A NIC that serves several connections is divided among them beforehand, as TACCL does
         it: each gets the time of a NIC times connections per NIC.
@@ -235,7 +235,7 @@ def load_taccl_profile(
     connections: Connections = "relay",
     as_solved: bool = False,
 ) -> Topology:
-    """The topology of a TACCL profile: a published one by name, a JSON file, or its content.
+    """Load the topology of a TACCL profile: published, a JSON file, or its content.
 
     Args:
         source: A name such as ``ndv2_1MB``, a path, or a mapping.
@@ -276,7 +276,7 @@ def load_taccl_profile(
 
 
 def taccl_profile_names() -> tuple[str, ...]:
-    """The profiles that :func:`load_taccl_profile` knows by name.
+    """Return the profiles that :func:`load_taccl_profile` knows by name.
 
     Examples:
         >>> taccl_profile_names()
