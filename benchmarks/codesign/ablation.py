@@ -5,7 +5,7 @@ by the same fluid simulation of all iterations. Clusters: a 4-ary fat-tree with 
 and summing switches, a rail-optimized fabric, and hosts of the Alibaba Lingjun data set where its
 topo.csv is given. Nothing here is measured on real links.
 
-    python benchmarks/codesign/ablation.py [--seeds 8] [--lingjun PATH/topo.csv] [--quick]
+    python -m benchmarks.codesign.ablation [--seeds 8] [--lingjun PATH/topo.csv] [--quick]
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from benchmarks.results_file import BenchmarkRow, write_results
 from fivefold.codesign import (
     AblationRow,
     JobSpec,
@@ -30,7 +31,6 @@ from fivefold.network.topology import (
     load_lingjun,
     parse_topology,
 )
-from fivefold.report import BenchmarkRow, write_results
 
 RESULTS = Path(__file__).parents[1] / "results" / "codesign" / "ablation.json"
 FIGURES = Path(__file__).parents[2] / "docs" / "figures" / "codesign"
@@ -126,7 +126,7 @@ def main() -> None:
     if not arguments.quick:
         # Where the data set lies on this machine is nobody's business.
         place = "" if arguments.lingjun is None else " --lingjun PATH/topo.csv"
-        command = f"python benchmarks/codesign/ablation.py --seeds {arguments.seeds}{place}"
+        command = f"python -m benchmarks.codesign.ablation --seeds {arguments.seeds}{place}"
         write_results(RESULTS, topic="codesign/ablation", rows=rows, command=command)
 
 

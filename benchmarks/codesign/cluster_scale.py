@@ -4,7 +4,7 @@ One iteration of data-parallel jobs on a three-tier Clos with 16,384 GPUs, and 1
 hosts of the Alibaba Lingjun data set (its topo.csv is an argument) for 1,000 iterations; and the
 curve of cost against hosts. Wall seconds of this machine; each case in a process of its own.
 
-    python benchmarks/codesign/cluster_scale.py [--lingjun PATH/topo.csv] [--quick]
+    python -m benchmarks.codesign.cluster_scale [--lingjun PATH/topo.csv] [--quick]
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.results_file import BenchmarkRow, write_results
 from fivefold.codesign import JobSpec, null_plan, run_plan, synthetic_jobs
 from fivefold.network.topology import HostSpec, Topology, load_lingjun, parse_topology
-from fivefold.report import BenchmarkRow, write_results
 from fivefold.tasks import LayerCost
 
 RESULTS = Path(__file__).parents[1] / "results" / "codesign" / "cluster_scale.json"
@@ -66,7 +66,15 @@ def measure(case: str, lingjun: str | None, iterations: int) -> dict[str, Any]:
 
 def in_a_process(case: str, lingjun: Path | None, iterations: int) -> dict[str, Any]:
     """One case, alone in its memory."""
-    command = [sys.executable, __file__, "--case", case, "--iterations", str(iterations)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.codesign.cluster_scale",
+        "--case",
+        case,
+        "--iterations",
+        str(iterations),
+    ]
     if lingjun is not None:
         command += ["--lingjun", str(lingjun)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
@@ -124,7 +132,7 @@ def main() -> None:
             rows += rows_of("Lingjun, 1,000 iterations", found, target_s=300, target_bytes=None)
         # Where the data set lies on this machine is nobody's business.
         place = "" if arguments.lingjun is None else " --lingjun PATH/topo.csv"
-        command = f"python benchmarks/codesign/cluster_scale.py{place}"
+        command = f"python -m benchmarks.codesign.cluster_scale{place}"
         write_results(RESULTS, topic="codesign/cluster_scale", rows=rows, command=command)
 
 

@@ -8,7 +8,7 @@ NetPack: jobs placed whole where their switch can sum, against scattered ones. R
 all-to-all without spines against one with. All simulated; placement is part of what is compared
 in NetPack's row only.
 
-    python benchmarks/codesign/published_jobs.py [--draws 200] [--seeds 6] [--quick]
+    python -m benchmarks.codesign.published_jobs [--draws 200] [--seeds 6] [--quick]
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.results_file import BenchmarkRow, write_results
 from fivefold.codesign import (
     CoDesignResult,
     CoDesigns,
@@ -33,7 +34,6 @@ from fivefold.codesign import (
 from fivefold.flows import equal_cost_paths
 from fivefold.network.simulation import Flow, simulate
 from fivefold.network.topology import Aggregation, Topology, parse_topology
-from fivefold.report import BenchmarkRow, write_results
 from fivefold.tasks import LayerCost
 
 RESULTS = Path(__file__).parents[1] / "results" / "codesign" / "published_jobs.json"

@@ -6,7 +6,7 @@ one by one, in the planned classes and along the planned paths, by rings or by a
 the rack's own namespace; compute is a sleep of the planned length. Predictions are made before the
 first byte is sent, from the same link rates.
 
-    python benchmarks/codesign/reality.py [--repetitions 3] [--case NAME] [--quick]
+    python -m benchmarks.codesign.reality [--repetitions 3] [--case NAME] [--quick]
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.results_file import BenchmarkRow, write_results
 from fivefold.codesign import (
     ClusterPlan,
     CoDesigns,
@@ -34,7 +35,6 @@ from fivefold.codesign import (
 )
 from fivefold.lab import LabSpec, run_lab
 from fivefold.network.topology import Aggregation, Topology, parse_topology
-from fivefold.report import BenchmarkRow, write_results
 from fivefold.tasks import LayerCost
 
 RESULTS = Path(__file__).parents[1] / "results" / "codesign" / "reality.json"

@@ -6,7 +6,7 @@ DGX-2 and NDv2, the length and the refutation of one slot less, without help by 
 instances: the final time of TACCL in its own model, and its solver's time. All-gather on two boxes
 of NDv2 over sizes, beside the published schedules of TE-CCL and TACCL.
 
-    python benchmarks/collectives/exact_search.py [--only points,slots,taccl,sizes] [--quick]
+    python -m benchmarks.collectives.exact_search [--only points,slots,taccl,sizes] [--quick]
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Literal
 
 import numpy as np
 
+from benchmarks.results_file import BenchmarkRow, write_results
 from fivefold.collectives.schedules import (
     Collective,
     all_gather,
@@ -52,7 +53,6 @@ from fivefold.network.topology import (
     ring,
     torus,
 )
-from fivefold.report import BenchmarkRow, write_results
 
 RESULTS = Path(__file__).parents[1] / "results" / "collectives"
 Point = tuple[int, int, int]
@@ -331,7 +331,7 @@ def main() -> None:
             rows.append(row)
         name = f"exact_{table}"
         path = arguments.results / f"{name}.json"
-        command = f"python benchmarks/collectives/exact_search.py --only {table}"
+        command = f"python -m benchmarks.collectives.exact_search --only {table}"
         write_results(path, topic=f"collectives/{name}", rows=rows, command=command)
 
 

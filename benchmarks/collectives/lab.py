@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.results_file import BenchmarkRow, median_and_spread, write_results
 from fivefold.lab import LabSpec, run_lab
 from fivefold.network.topology import Link, Node, Topology, switch
-from fivefold.report import BenchmarkRow, median_and_spread, write_results
 
 TOPIC = "collectives/lab"
 RESULTS = Path(__file__).parents[1] / "results" / "collectives" / "lab.json"
@@ -120,7 +120,7 @@ def _measure(case: Case, sizes_mb: tuple[int, ...], repetitions: int) -> list[di
     # On equal links both are measured: the choice, which may be gloo itself, and the own ring.
     for algorithm in ("auto", "ring") if case.equal else ("auto",):
         job = {"sizes_mb": sizes_mb, "repetitions": repetitions, "algorithm": algorithm}
-        command = [sys.executable, str(Path(__file__).resolve()), "--worker", json.dumps(job)]
+        command = [sys.executable, "-m", "benchmarks.collectives.lab", "--worker", json.dumps(job)]
         spec = LabSpec.of_topology(case.topology, mtu=MTU, queue=QUEUE)
         result = run_lab(spec, command, timeout_s=_TIMEOUT_S, stream=False).check()
         lines = result.ranks[0].stdout().splitlines()

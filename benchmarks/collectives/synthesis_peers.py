@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.results_file import BenchmarkRow, median_and_spread, write_results
 from fivefold.collectives.schedules import (
     all_gather,
     discrete_ingress_bound,
@@ -32,7 +33,6 @@ from fivefold.collectives.schedules import (
 )
 from fivefold.collectives.synthesis import k_synchronous, matching, spanning_trees
 from fivefold.network.topology import Topology, mesh, named_topology, torus
-from fivefold.report import BenchmarkRow, median_and_spread, write_results
 
 RESULTS = Path(__file__).parents[1] / "results" / "collectives" / "synthesis_peers.json"
 GIGA = 10**9

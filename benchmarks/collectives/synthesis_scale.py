@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.results_file import BenchmarkRow, median_and_spread, write_results
 from fivefold.collectives.schedules import (
     all_gather,
     all_to_all,
@@ -33,7 +34,6 @@ from fivefold.collectives.synthesis import (
     spanning_trees,
 )
 from fivefold.network.topology import Topology, fat_tree, named_topology, torus
-from fivefold.report import BenchmarkRow, median_and_spread, write_results
 
 RESULTS = Path(__file__).parents[1] / "results" / "collectives" / "synthesis_scale.json"
 SIZE_BYTES = 2.0**30
@@ -124,7 +124,16 @@ def work(kind: str, name: str, repetitions: int) -> None:
 
 def measure(kind: str, name: str, repetitions: int) -> dict[str, Any]:
     """One case in its own process."""
-    command = [sys.executable, __file__, "--work", kind, name, "--repetitions", str(repetitions)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.collectives.synthesis_scale",
+        "--work",
+        kind,
+        name,
+        "--repetitions",
+        str(repetitions),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIMEOUT_S)
     answer: dict[str, Any] = json.loads(done.stdout)
     return answer

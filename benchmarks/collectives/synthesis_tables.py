@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
 
+from benchmarks.results_file import BenchmarkRow, write_results
 from fivefold.collectives.schedules import all_gather, evaluate, throughput_optimum, verify
 from fivefold.collectives.synthesis import all_to_all_optimum, matching, spanning_trees
 from fivefold.network.topology import Topology, hypercube, mesh, named_topology, ring, torus
-from fivefold.report import BenchmarkRow, write_results
 
 RESULTS = Path(__file__).parents[1] / "results" / "collectives" / "synthesis_tables.json"
 GIGA = 10**9

@@ -4,7 +4,7 @@ Ring all-gather and reduce-scatter, N (N - 1) transfers: building the arrays, th
 the verifier with data, and the serial cost model on a ring. Then the exact throughput optimum of
 tori. Every figure is the median of repetitions in one process, after a warm-up that compiles.
 
-    python benchmarks/collectives/verifying.py [--ranks 64,256,1024,4096] [--quick]
+    python -m benchmarks.collectives.verifying [--ranks 64,256,1024,4096] [--quick]
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from benchmarks.results_file import BenchmarkRow, median_and_spread, write_results
 from fivefold.collectives.algorithms import build_algorithm
 from fivefold.collectives.schedules import (
     Schedule,
@@ -22,10 +23,8 @@ from fivefold.collectives.schedules import (
     named_collective,
     throughput_optimum,
     verify,
-    verify_with_data,
 )
 from fivefold.network.topology import ring, torus
-from fivefold.report import BenchmarkRow, median_and_spread, write_results
 
 RESULTS = Path(__file__).parents[1] / "results" / "collectives" / "verifying.json"
 SIZE_BYTES = 2**30
@@ -62,7 +61,6 @@ def schedules(ranks: int, repetitions: int) -> Iterator[BenchmarkRow]:
         works: dict[str, Callable[[], object]] = {
             "build": build,
             "verify": lambda schedule=schedule: verify(schedule),  # type: ignore[misc]
-            "verify with data": lambda schedule=schedule: verify_with_data(schedule),  # type: ignore[misc]
             "evaluate": lambda schedule=schedule: evaluate(  # type: ignore[misc]
                 schedule, network, size_bytes=SIZE_BYTES
             ),

@@ -7,9 +7,9 @@ memory; MariusGNN-like, where a buffer of a fifth of the nodes is all that sampl
 either policy. Reported is the test accuracy at the epoch of the best validation. Validation and
 test sample from the whole graph for all.
 
-    python benchmarks/gnn/accuracy.py [--debian FOLDER] [--wordnet FOLDER] [--quick]
+    python -m benchmarks.gnn.accuracy [--debian FOLDER] [--wordnet FOLDER] [--quick]
 
-Folders are data sets of ``fivefold gnn ingest``; without one it is made from apt's lists, or from
+Folders are data sets of ``real_graphs.py``; without one it is made from apt's lists, or from
 the dictionary of the package wordnet-base, and left out with a word where those are not there.
 """
 
@@ -30,17 +30,18 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from systems import MariusSystem, SystemBatch, Workload
 
+from benchmarks.gnn.real_graphs import debian_source, wordnet_source, write_graph
+from benchmarks.gnn.systems import MariusSystem, SystemBatch, Workload
+from benchmarks.results_file import BenchmarkRow, median_and_spread, write_results
 from fivefold.errors import FivefoldError
-from fivefold.gnn.data import Dataset, debian_packages, generate_graph, wordnet
+from fivefold.gnn.data import Dataset, generate_graph
 from fivefold.gnn.loading import Block, DiskLoader, OnlineLoader
 from fivefold.gnn.packing import pack
 from fivefold.gnn.planning import Budgets, FeatureInfo, make_plan
 from fivefold.gnn.sampling import NeighborSampler, SampleFile, sample_epochs
 from fivefold.gnn.storage import DiskProfile, probe_disk
 from fivefold.gnn.training import GraphSAGE
-from fivefold.report import BenchmarkRow, median_and_spread, write_results
 
 RESULTS = Path(__file__).parents[1] / "results" / "gnn" / "accuracy.json"
 MEMORY_SHARE = 0.1
@@ -250,12 +251,12 @@ def graphs(arguments: argparse.Namespace, folder: Path) -> Iterator[tuple[str, D
         "Debian": lambda: (
             Dataset.open(arguments.debian)
             if arguments.debian
-            else debian_packages(folder / "debian", dim=256)
+            else write_graph(debian_source(), folder / "debian")
         ),
         "WordNet": lambda: (
             Dataset.open(arguments.wordnet)
             if arguments.wordnet
-            else wordnet(folder / "wordnet", dim=256)
+            else write_graph(wordnet_source(), folder / "wordnet")
         ),
         f"generated, {nodes} nodes": lambda: generate_graph(
             folder / f"generated-{nodes}", nodes=nodes, dim=64, seed=5

@@ -11,7 +11,7 @@ few MB, which then grows.
 After each: no row that was handed out differs from the features, nothing hangs, every error is one
 of ours and says what to do, and where the run can go on it goes on to the same result.
 
-    python benchmarks/gnn/faults.py [--seed 0] [--only kill,damage] [--quick]
+    python -m benchmarks.gnn.faults [--seed 0] [--only kill,damage] [--quick]
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from _harness._fault_process import Ended, in_child, outcome_of_error
-from _harness._fault_stages import STAGES, copy_whole, load, prepare_inputs
-
-from fivefold.report import BenchmarkRow, write_results
+from benchmarks.gnn._harness._fault_process import Ended, in_child, outcome_of_error
+from benchmarks.gnn._harness._fault_stages import STAGES, copy_whole, load, prepare_inputs
+from benchmarks.results_file import BenchmarkRow, write_results
 
 RESULTS = Path(__file__).parents[1] / "results" / "gnn" / "faults.json"
 SHIM = Path(__file__).parents[2] / "tests" / "gnn" / "storage" / "faulty_disk.c"
@@ -210,7 +209,15 @@ class Campaign:
         shutil.rmtree(folder)
 
     def _outside(self, folder: Path, backend: str, environment: dict[str, str]) -> Ended:
-        command = [sys.executable, __file__, "--child", str(self.inputs), str(folder), backend]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.gnn.faults",
+            "--child",
+            str(self.inputs),
+            str(folder),
+            backend,
+        ]
         started_s = time.monotonic()
         try:
             done = subprocess.run(

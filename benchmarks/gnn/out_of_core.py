@@ -10,7 +10,7 @@ would be) and are scaled by the reads that the whole epoch takes; their names sa
 those include the filling of its cache. What online systems would sample in each epoch is not
 charged to them: all take the samples from the file.
 
-    python benchmarks/gnn/out_of_core.py [--only published,rows-4k] [--keep FOLDER] [--quick]
+    python -m benchmarks.gnn.out_of_core [--only published,rows-4k] [--keep FOLDER] [--quick]
 
 With ``--keep`` graphs, samples and the answers of each finished setting stay in the folder, and
 settings may be run one by one; the results file is written from all that are there.
@@ -29,16 +29,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from _harness._memory_limit import drop_caches
-from _harness._probe import probe
-from _harness._rows import rows_of
-from _harness._settings import BY_DEFAULT, SETTINGS, Setting, quick
-from _harness._table import UNLIMITED, Order, loader_bytes
-from _harness._worker import Answer, Worker, WorkerError
-
+from benchmarks.gnn._harness._memory_limit import drop_caches
+from benchmarks.gnn._harness._probe import probe
+from benchmarks.gnn._harness._rows import rows_of
+from benchmarks.gnn._harness._settings import BY_DEFAULT, SETTINGS, Setting, quick
+from benchmarks.gnn._harness._table import UNLIMITED, Order, loader_bytes
+from benchmarks.gnn._harness._worker import Answer, Worker, WorkerError
+from benchmarks.results_file import write_results
 from fivefold.gnn.data import Dataset, generate_graph
 from fivefold.gnn.storage import probe_disk
-from fivefold.report import write_results
 
 RESULTS = Path(__file__).parents[1] / "results" / "gnn" / "out_of_core.json"
 PACKING_BYTES = 192 << 20

@@ -8,7 +8,7 @@ large direct reads and writes, and packing is compared with the mean of their by
 Rows of 512 bytes are those of the published configuration; with 256 the processor has twice the
 work per byte.
 
-    python benchmarks/gnn/scale.py [--nodes 1,5,10,20] [--dims 128,64] [--keep FOLDER] [--quick]
+    python -m benchmarks.gnn.scale [--nodes 1,5,10,20] [--dims 128,64] [--keep FOLDER] [--quick]
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from _harness._memory_limit import drop_caches
-from _harness._table import Order, loader_bytes
-from _harness._worker import Answer, Worker
-
+from benchmarks.gnn._harness._memory_limit import drop_caches
+from benchmarks.gnn._harness._table import Order, loader_bytes
+from benchmarks.gnn._harness._worker import Answer, Worker
+from benchmarks.results_file import BenchmarkRow, median_and_spread, write_results
 from fivefold.gnn.data import Dataset
 from fivefold.gnn.storage import probe_disk
-from fivefold.report import BenchmarkRow, median_and_spread, write_results
 
 RESULTS = Path(__file__).parents[1] / "results" / "gnn" / "scale.json"
 WORKING_BYTES = 512 << 20

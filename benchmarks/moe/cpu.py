@@ -12,7 +12,7 @@ in the same run. The other has the median over the turns of our time over the be
 same turn, with the 95 % interval of that median as its spread: where 1 is inside, the two are the
 same within noise, whatever the medians say. The target is 1.
 
-    python benchmarks/moe/cpu.py [--quick] [--threads N]
+    python -m benchmarks.moe.cpu [--quick] [--threads N]
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ import torch
 import transformers
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from benchmarks.results_file import BenchmarkRow, median_and_spread, write_results
 from fivefold.errors import FivefoldError
 from fivefold.moe import register_transformers_backend
-from fivefold.report import BenchmarkRow, median_and_spread, write_results
 
 RESULTS = Path(__file__).parents[1] / "results" / "moe" / "cpu.json"
 OURS = "fivefold"

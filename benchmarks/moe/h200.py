@@ -10,9 +10,9 @@ compute-sanitizer, where there is one. Made to end within eight minutes; cases t
 allow are named. What there is of results lies beside the results file, named .partial.json, until
 all is done; a kernel that hangs ends the script, which says where.
 
-    python benchmarks/moe/h200.py                 needs a GPU of compute capability 9.0 or more
-    python benchmarks/moe/h200.py --check-only    the checks alone
-    python benchmarks/moe/h200.py --dry-run --out FILE
+    python -m benchmarks.moe.h200                 needs a GPU of compute capability 9.0 or more
+    python -m benchmarks.moe.h200 --check-only    the checks alone
+    python -m benchmarks.moe.h200 --dry-run --out FILE
                                                   everything once at tiny sizes in Triton's CPU
                                                   interpreter: shows that the script works, and
                                                   says nothing about speed
@@ -53,9 +53,9 @@ def main() -> int:
                 "error: a dry run needs --out FILE\nhint: its numbers are no results\n"
             )
             return 1
-    from _h200._run import run  # noqa: PLC0415 - loads triton, which looks at the environment
+    from benchmarks.moe._h200._run import run  # noqa: PLC0415 - loads triton, which looks at the environment
 
-    return run(arguments, Path(__file__).resolve())
+    return run(arguments, ("-m", "benchmarks.moe.h200"))
 
 
 if __name__ == "__main__":

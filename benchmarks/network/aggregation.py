@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.results_file import BenchmarkRow, median_and_spread, write_results
 from fivefold.lab import LabSpec, run_lab
 from fivefold.network.aggregation import AggregationSwitch, read_switch_state
-from fivefold.report import BenchmarkRow, median_and_spread, write_results
 from fivefold.units import parse_bytes_per_s
 
 RESULTS = Path(__file__).parents[1] / "results" / "network" / "aggregation.json"
@@ -61,7 +61,7 @@ def main() -> None:
 
 def _measure(workers: int, repetitions: int) -> list[dict[str, Any]]:
     job = {"workers": workers, "repetitions": repetitions}
-    command = [sys.executable, str(Path(__file__).resolve()), "--worker", json.dumps(job)]
+    command = [sys.executable, "-m", "benchmarks.network.aggregation", "--worker", json.dumps(job)]
     spec = LabSpec(hosts=workers + 1, rate=RATE, host_rates={workers: SWITCH_RATE}, mtu=MTU)
     result = run_lab(spec, command, timeout_s=_TIMEOUT_S, stream=False).check()
     lines = result.ranks[0].stdout().splitlines()

@@ -9,7 +9,7 @@ Reality: patterns of transfers between the hosts of an emulated cluster, over gl
 measured by ``profile_links`` in the same run; the simulator gets nothing but that profile. What
 is simulated and what is measured are rows of their own; their ratio is a third.
 
-    python benchmarks/network/simulation.py [--quick] [--no-lab] [--repetitions 3]
+    python -m benchmarks.network.simulation [--quick] [--no-lab] [--repetitions 3]
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.results_file import BenchmarkRow, median_and_spread, write_results
 from fivefold.lab import LabSpec, run_lab
 from fivefold.network.profiling import Profile, profile_links
 from fivefold.network.simulation import Flow, FlowTable, Routes, max_min_rates, simulate
 from fivefold.network.topology import Topology
-from fivefold.report import BenchmarkRow, median_and_spread, write_results
 
 RESULTS = Path(__file__).parents[1] / "results" / "network" / "simulation.json"
 LINK_BYTES_PER_S = 12.5e9
@@ -266,7 +266,7 @@ def simulated_s(topology: Topology, transfers: list[tuple[int, int, int]]) -> fl
 def lab_rows(spec: LabSpec, repetitions: int) -> list[BenchmarkRow]:
     """Measured against simulated."""
     os.environ["PATTERN_REPETITIONS"] = str(repetitions)
-    command = [sys.executable, str(Path(__file__).resolve()), "--worker"]
+    command = [sys.executable, "-m", "benchmarks.network.simulation", "--worker"]
     result = run_lab(spec, command, timeout_s=900, stream=False).check()
     found = json.loads(result.ranks[0].stdout().strip().splitlines()[-1])
     topology = profile_from(found["profile"]).to_topology()

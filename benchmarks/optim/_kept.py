@@ -12,10 +12,9 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from _runner import WORLD_SIZE, Outcome
-from _settings import DDP, Setting
-
 import fivefold
+from benchmarks.optim._runner import WORLD_SIZE, Outcome
+from benchmarks.optim._settings import DDP, Setting
 
 __all__ = ["KeptOutcomes"]
 

@@ -10,10 +10,18 @@ import warnings
 from dataclasses import dataclass, replace
 from functools import cache
 
-from _settings import DDP, Setting
-from _workload import LossModule, Problem, Worker, corpus, make_model, make_optimizer, validate
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.optim._settings import DDP, Setting
+from benchmarks.optim._workload import (
+    LossModule,
+    Problem,
+    Worker,
+    corpus,
+    make_model,
+    make_optimizer,
+    validate,
+)
 from fivefold.optim import OuterSync, StabilityWarning, SyncStatistics
 from fivefold.testing import run_processes
 

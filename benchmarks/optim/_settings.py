@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import fivefold.optim
+from benchmarks.results_file import read_results
 from fivefold.errors import DataError
 from fivefold.optim import OuterRule
-from fivefold.report import read_results
 
 __all__ = [
     "CANDIDATES",
@@ -161,5 +161,5 @@ def best_setting(method: str, *, path: Path = TUNING_RESULTS) -> Setting:
     missing = [setting.label for setting in CANDIDATES[method] if setting.label not in losses]
     if missing:
         message = f"{path} has no row of {missing[0]!r}"
-        raise DataError(message, hint="run: python benchmarks/optim/ablations.py --tune")
+        raise DataError(message, hint="run: python -m benchmarks.optim.ablations --tune")
     return min(CANDIDATES[method], key=lambda setting: losses[setting.label])

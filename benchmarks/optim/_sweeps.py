@@ -10,10 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from _figures import Curve, Figure, draw
-from _settings import DDP, LOSS_METRIC, Setting, best_setting
-
-from fivefold.report import read_results
+from benchmarks.optim._figures import Curve, Figure, draw
+from benchmarks.optim._settings import DDP, LOSS_METRIC, Setting, best_setting
+from benchmarks.results_file import read_results
 
 __all__ = ["SWEEPS", "Series", "Sweep", "draw_all", "settings_of"]
 

@@ -5,7 +5,7 @@ in float32. Everything follows from a seed: the parameters, and which windows of
 reads at each step, so that every method sees the same tokens. One step of one rank costs about
 20 ms of one core, the payload is 2.5 MB. This module knows nothing of methods or networks.
 
-    from _workload import Problem, Worker  # scripts of this folder only
+    from benchmarks.optim._workload import Problem, Worker  # scripts of this folder only
 
     worker = Worker(Problem(steps=160, lr=4e-3), rank=rank, world_size=world_size)
     for _ in range(worker.problem.steps):

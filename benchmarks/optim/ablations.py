@@ -6,9 +6,9 @@ settings at a seed of its own; the sweeps start from each method's best and chan
 tau from 1 to 64, the staleness penalty, the clip, the outer momentum, the codec. Loss is that of
 the drained model on held-out files, median and spread over the seeds.
 
-    python benchmarks/optim/ablations.py --tune
-    python benchmarks/optim/ablations.py [--sweeps tau,penalty,clip,momentum,codec] [--seeds 0,1,2]
-    python benchmarks/optim/ablations.py --plot
+    python -m benchmarks.optim.ablations --tune
+    python -m benchmarks.optim.ablations [--sweeps tau,penalty,clip,momentum,codec] [--seeds 0,1,2]
+    python -m benchmarks.optim.ablations --plot
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ import os
 import time
 from pathlib import Path
 
-from _kept import KeptOutcomes
-from _runner import STEPS, Outcome, train
-from _settings import CANDIDATES, LOSS_METRIC, METHODS, TUNING_RESULTS, Setting
-from _sweeps import SWEEPS, draw_all, settings_of
-
-from fivefold.report import BenchmarkRow, median_and_spread, write_results
+from benchmarks.optim._kept import KeptOutcomes
+from benchmarks.optim._runner import STEPS, Outcome, train
+from benchmarks.optim._settings import CANDIDATES, LOSS_METRIC, METHODS, TUNING_RESULTS, Setting
+from benchmarks.optim._sweeps import SWEEPS, draw_all, settings_of
+from benchmarks.results_file import BenchmarkRow, median_and_spread, write_results
 
 RESULTS = TUNING_RESULTS.with_name("ablations.json")
 FIGURES = Path(__file__).parents[2] / "docs" / "figures" / "optim"
@@ -113,7 +112,7 @@ def main() -> None:
 
 
 def _command(arguments: argparse.Namespace) -> str:
-    parts = ["python benchmarks/optim/ablations.py", f"--steps {arguments.steps}"]
+    parts = ["python -m benchmarks.optim.ablations", f"--steps {arguments.steps}"]
     if arguments.tune:
         parts.append(f"--tune --methods {arguments.methods}")
     else:

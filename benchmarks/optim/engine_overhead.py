@@ -5,7 +5,7 @@ Models of 1 to 200 million parameters take real optimizer steps (forward, backwa
 step alone, one boundary, a call of ``sync.step()`` within a round, one ``copy_`` of the model, and
 the bare arithmetic of the same outer update on whole buffers with nothing around it.
 
-    python benchmarks/optim/engine_overhead.py [--sizes 1,10,50,200] [--threads 1,2] [--quick]
+    python -m benchmarks.optim.engine_overhead [--sizes 1,10,50,200] [--threads 1,2] [--quick]
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.results_file import BenchmarkRow, median_and_spread, write_results
 from fivefold.optim import CO2, LocalSGD, OuterRule, OuterSync
-from fivefold.report import BenchmarkRow, median_and_spread, write_results
 from fivefold.train import ModelConfig, Transformer
 
 RESULTS = Path(__file__).parents[1] / "results" / "optim" / "engine_overhead.json"

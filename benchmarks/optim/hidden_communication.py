@@ -8,7 +8,7 @@ of whole rounds that begins and ends right after a boundary, with the pipeline f
 The overlap law predicts a step time of max(T_step, T_allreduce / tau), so the limit of the
 fraction is min(1, tau * T_step / T_allreduce) with both times measured here.
 
-    python benchmarks/optim/hidden_communication.py [--rates 50,200,1000] [--taus 1,4,8,16]
+    python -m benchmarks.optim.hidden_communication [--rates 50,200,1000] [--taus 1,4,8,16]
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.results_file import BenchmarkRow, median_and_spread, write_results
 from fivefold.lab import LabSpec, run_lab
 from fivefold.optim import CO2, LocalSGD, OuterSync
-from fivefold.report import BenchmarkRow, median_and_spread, write_results
 from fivefold.train import (
     DataConfig,
     ModelConfig,
@@ -213,7 +213,13 @@ def measure(rate: str, taus: list[int], repetitions: int) -> list[dict[str, Any]
     """All samples at one link rate."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "samples.jsonl"
-        command = [sys.executable, __file__, "--worker", str(output)]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.optim.hidden_communication",
+            "--worker",
+            str(output),
+        ]
         command += ["--taus", ",".join(map(str, taus)), "--repetitions", str(repetitions)]
         print(f"link of {rate}")
         result = run_lab(

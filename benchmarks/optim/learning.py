@@ -7,7 +7,7 @@ counted run uses. Time to target: the first moment at which a run's validation c
 between its points) reaches the final bits per byte of the DDP run of the same seed; a second,
 longer CO2 run is counted beside the one at equal tokens.
 
-    python benchmarks/optim/learning.py [--rate 100Mbit/s] [--steps 120] [--seeds 0,1,2]
+    python -m benchmarks.optim.learning [--rate 100Mbit/s] [--steps 120] [--seeds 0,1,2]
 """
 
 from __future__ import annotations
@@ -21,14 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.results_file import BenchmarkRow, median_and_spread, write_results
 from fivefold.lab import LabSpec, run_lab
-from fivefold.report import (
-    BenchmarkRow,
-    median_and_spread,
-    read_run,
-    time_to_value,
-    write_results,
-)
+from fivefold.report import read_run, time_to_value
 
 RESULTS = Path(__file__).parents[1] / "results" / "optim" / "learning.json"
 CONFIG = """

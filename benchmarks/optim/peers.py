@@ -13,7 +13,7 @@ measured time of a step, plus the method's drain. The target is DDP's final loss
 methods also run with ``--longer`` times the tokens, ours and peers alike, and the better counts.
 A loss is that of the mean of the ranks' parameters.
 
-    python benchmarks/optim/peers.py [--rates 50,200,1000] [--only DDP,CO2] [--keep FOLDER]
+    python -m benchmarks.optim.peers [--rates 50,200,1000] [--only DDP,CO2] [--keep FOLDER]
 
 Peers come with ``pip install 'fivefold[peers]'``. A method that fails is named and left out.
 """
@@ -33,15 +33,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from _peers._case import Case
-from _peers._figures import curve_of, error_of, timing_of
-from _peers._host import Answer, read_answers, run_host
-from _peers._rows import Measured, print_table, rows_of
-from _peers._table import AUTO, CASES, find_case, with_tau
-from _workload import BATCH_SIZE, SEQUENCE_LENGTH, corpus, make_model
-
+from benchmarks.optim._peers._case import Case
+from benchmarks.optim._peers._figures import curve_of, error_of, timing_of
+from benchmarks.optim._peers._host import Answer, read_answers, run_host
+from benchmarks.optim._peers._rows import Measured, print_table, rows_of
+from benchmarks.optim._peers._table import AUTO, CASES, find_case, with_tau
+from benchmarks.optim._workload import BATCH_SIZE, SEQUENCE_LENGTH, corpus, make_model
+from benchmarks.results_file import write_results
 from fivefold.lab import LabSpec, run_lab
-from fivefold.report import write_results
 
 HOSTS = 4
 FRAME_BYTES = 60_000  # as a network card would cut them; small frames cost the processor too much
@@ -116,7 +115,7 @@ def _in_lab(jobs: list[Job], rate: str | None) -> list[list[Answer]]:
         folder = Path(temporary)
         (folder / "jobs.json").write_text(json.dumps(jobs), encoding="utf-8")
         spec = LabSpec(hosts=HOSTS, rate=rate, mtu=FRAME_BYTES)
-        command = [sys.executable, __file__, "--worker", str(folder)]
+        command = [sys.executable, "-m", "benchmarks.optim.peers", "--worker", str(folder)]
         run_lab(spec, command, log_folder=folder / "logs").check()
         return read_answers(folder, jobs, HOSTS)
 

@@ -12,7 +12,7 @@ After every kill: the survivor ends within its timeout, the checkpoints load, no
 replicas' anchors in them are equal. At the end of each job: parameters, optimizer and outer state
 of both ranks are those of a run that was never killed, bit for bit.
 
-    python benchmarks/optim/random_kills.py [--kills 100] [--command-kills 8] [--quick]
+    python -m benchmarks.optim.random_kills [--kills 100] [--command-kills 8] [--quick]
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from unittest import mock
 
 import torch
 
+from benchmarks.results_file import BenchmarkRow, write_results
 from fivefold.errors import FivefoldError
 from fivefold.optim._fragment import Fragment
-from fivefold.report import BenchmarkRow, write_results
 from fivefold.train import (
     DataConfig,
     ModelConfig,

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.strategy._calibration import MeasuredRun
 from fivefold.strategy import (
     Cluster,
     LatentAttention,
-    MeasuredRun,
     MixtureOfExperts,
     ModelSpec,
     ParallelPlan,

@@ -6,7 +6,7 @@ of eight GPUs on one switch with its HGX-H100-validated example, and on an itera
 and forwarded by the switch, a link sends one at a time in order of arrival, two reads and a write
 of memory follow each reducing step, and only so many chunks are under way.
 
-    python benchmarks/strategy/astra_sim.py
+    python -m benchmarks.strategy.astra_sim
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.results_file import BenchmarkRow, write_results
 from fivefold.network.simulation import Compute, simulate
 from fivefold.network.topology import Topology, star
-from fivefold.report import BenchmarkRow, write_results
 
 RESULTS = Path(__file__).parents[1] / "results" / "strategy" / "astra_sim.json"
 GPUS, CHUNKS, MIB, GIB = 8, 4, 2**20, 2**30
@@ -139,7 +139,7 @@ def main() -> None:
                          real=MEASURED_S))  # fmt: skip
     rows.append(compared("of it exposed communication", exposed_s, EXPOSED_S, "s"))
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    command = "python benchmarks/strategy/astra_sim.py"
+    command = "python -m benchmarks.strategy.astra_sim"
     write_results(RESULTS, topic="strategy/astra_sim", rows=rows, command=command)
 
 

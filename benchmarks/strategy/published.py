@@ -4,7 +4,7 @@ Every table is split into rows to fit and rows to judge. Committed constants wer
 fit only; vTrain's table is fitted here, in three ways: six named rows, one half to the other, and
 with each model left out in turn. Peers' errors on the same rows stand beside ours.
 
-    python benchmarks/strategy/published.py [--vtrain FOLDER]
+    python -m benchmarks.strategy.published [--vtrain FOLDER]
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import statistics
 import time
 from pathlib import Path
 
-from _rows import Row, predict, read_table, read_vtrain
-from _shapes import collective_rows, scaling_rows
-
-from fivefold.report import BenchmarkRow, write_results
-from fivefold.strategy import Cluster, evaluate_plan, fit_constants, load_cluster, with_constants
+from benchmarks.results_file import BenchmarkRow, write_results
+from benchmarks.strategy._calibration import fit_constants, with_constants
+from benchmarks.strategy._rows import Row, predict, read_table, read_vtrain
+from benchmarks.strategy._shapes import collective_rows, scaling_rows
+from fivefold.strategy import Cluster, evaluate_plan, load_cluster
 
 RESULTS = Path(__file__).parents[1] / "results" / "strategy" / "published.json"
 # One row per model, and one each for tensor parallelism across nodes and a deep pipeline.
@@ -251,7 +251,7 @@ def main() -> None:
         lines += vtrain_multi(arguments.vtrain)
         lines += vtrain_single(arguments.vtrain)
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    command = "python benchmarks/strategy/published.py --vtrain FOLDER"
+    command = "python -m benchmarks.strategy.published --vtrain FOLDER"
     write_results(RESULTS, topic="strategy/published", rows=lines, command=command)
 
 

@@ -3,7 +3,7 @@
 Nothing is fitted for SRTF and SRSF. How much slower a group of jobs runs than ideal turns is one
 constant, fitted to the mean completion time under Muri-S; Muri-L is judged with it.
 
-    python benchmarks/strategy/queues.py FOLDER
+    python -m benchmarks.strategy.queues FOLDER
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import csv
 import time
 from pathlib import Path
 
-from fivefold.report import BenchmarkRow, write_results
-from fivefold.strategy import QueuedJob, QueueResult, run_queue
+from benchmarks.results_file import BenchmarkRow, write_results
+from benchmarks.strategy._queue_policies import QueuedJob, QueueResult, run_queue
 
 RESULTS = Path(__file__).parents[1] / "results" / "strategy" / "queues.json"
 GPUS = 64
@@ -107,7 +107,7 @@ def main() -> None:
     for policy in ("srtf", "srsf", "muri_s", "muri_l"):
         lines += rows_of(jobs, measured(folder, policy), slowdown)
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    command = "python benchmarks/strategy/queues.py FOLDER"
+    command = "python -m benchmarks.strategy.queues FOLDER"
     write_results(RESULTS, topic="strategy/queues", rows=lines, command=command)
 
 

@@ -6,7 +6,7 @@ space, so a random sample of it is timed and its rate is given. As common judges
 rate both plans, ours and the best that Calculon found among its sample and around our plan, of
 those that fit in memory by both.
 
-    python benchmarks/strategy/search.py [--calculon FOLDER] [--sample 400]
+    python -m benchmarks.strategy.search [--calculon FOLDER] [--sample 400]
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fivefold.report import BenchmarkRow, median_and_spread, write_results
+from benchmarks.results_file import BenchmarkRow, median_and_spread, write_results
 from fivefold.strategy import (
     ParallelPlan,
     Prediction,
@@ -289,7 +289,7 @@ def main() -> None:
     rows, plan = ours()
     if arguments.calculon is not None:
         rows += beside_calculon(arguments.calculon.resolve(), plan, arguments.sample)
-    command = "python benchmarks/strategy/search.py --calculon FOLDER"
+    command = "python -m benchmarks.strategy.search --calculon FOLDER"
     write_results(RESULTS, topic="strategy/search", rows=rows, command=command)
 
 

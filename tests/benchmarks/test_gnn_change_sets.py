@@ -4,9 +4,9 @@ import itertools
 
 import numpy as np
 import pytest
+from benchmarks.gnn.systems import belady_change_sets
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from systems import belady_change_sets
 
 from fivefold.errors import ConfigurationError
 

@@ -6,20 +6,17 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
-from _harness._fault_process import in_child
-from _harness._memory_limit import MemoryLimit
-from _harness._rows import rows_of
-from _harness._settings import SETTINGS, quick
+from benchmarks.gnn._harness._fault_process import in_child
+from benchmarks.gnn._harness._memory_limit import MemoryLimit
+from benchmarks.gnn._harness._rows import rows_of
+from benchmarks.gnn._harness._settings import SETTINGS, quick
+from benchmarks.results_file import BenchmarkResults, render_markdown
 
 from fivefold.errors import DataError, StorageError
-from fivefold.report import BenchmarkResults, render_markdown
 
 pytestmark = pytest.mark.alone
-
-GNN = Path(__file__).parents[2] / "benchmarks" / "gnn"
 
 
 def use_memory(limit, megabytes):
@@ -47,8 +44,8 @@ def test_a_limit_kills_what_exceeds_it_and_counts_what_does_not():
 
 
 def test_without_a_group_the_address_space_is_limited(monkeypatch, tmp_path):
-    monkeypatch.setattr("_harness._memory_limit.V1", tmp_path / "none")
-    monkeypatch.setattr("_harness._memory_limit.V2", tmp_path / "none")
+    monkeypatch.setattr("benchmarks.gnn._harness._memory_limit.V1", tmp_path / "none")
+    monkeypatch.setattr("benchmarks.gnn._harness._memory_limit.V2", tmp_path / "none")
     with MemoryLimit(256 << 20) as limit:
         assert limit.kind.startswith("address space")
         assert use_memory(limit, 20).returncode == 0

@@ -4,9 +4,9 @@ from collections import OrderedDict
 
 import numpy as np
 import pytest
+from benchmarks.gnn.systems import OnlineCache
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from systems import OnlineCache
 
 from fivefold.errors import ConfigurationError
 

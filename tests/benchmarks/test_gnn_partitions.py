@@ -4,9 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from systems import (
+from benchmarks.gnn.systems import (
     assign_buckets,
     assign_training_nodes,
     beta_states,
@@ -16,6 +14,8 @@ from systems import (
     sequential_states,
     training_first_order,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError
 

@@ -5,9 +5,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from systems import (
+from benchmarks.gnn.systems import (
     EdgeBuckets,
     PageReader,
     first_feasible_segment,
@@ -16,6 +14,8 @@ from systems import (
     source_counts,
     top_rows,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError, StorageError
 from fivefold.gnn.sampling import Topology

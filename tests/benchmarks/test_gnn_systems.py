@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from systems import (
+from benchmarks.gnn.systems import (
     DiskGnnSystem,
     GinexSystem,
     InMemorySystem,

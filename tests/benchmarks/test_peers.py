@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from _peers._case import Case
-from _peers._figures import Curve, curve_of, error_of, seconds_to_target, timing_of
-from _peers._pace import Pacer
-from _peers._rows import Measured, rows_of
-from _peers._table import CASES, find_case
+from benchmarks.optim._peers._case import Case
+from benchmarks.optim._peers._figures import Curve, curve_of, error_of, seconds_to_target, timing_of
+from benchmarks.optim._peers._pace import Pacer
+from benchmarks.optim._peers._rows import Measured, rows_of
+from benchmarks.optim._peers._table import CASES, find_case
 
 pytestmark = pytest.mark.alone
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "optim" / "peers.py"
+ROOT = Path(__file__).parents[2]
 
 
 def answer(**changed):
@@ -217,7 +217,8 @@ def test_two_hosts_run_every_measurement_without_a_peer(tmp_path):
     environment = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     hosts = [
         subprocess.Popen(
-            [sys.executable, str(SCRIPT), "--worker", str(tmp_path)],
+            [sys.executable, "-m", "benchmarks.optim.peers", "--worker", str(tmp_path)],
+            cwd=ROOT,
             env=environment | {"RANK": str(rank), "OMP_NUM_THREADS": "1"},
             stdout=subprocess.DEVNULL,
         )

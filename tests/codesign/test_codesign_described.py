@@ -22,19 +22,18 @@ from fivefold.codesign._single import alone_iteration_s, plan_single
 from fivefold.codesign._splits import Split, mesh_ranks
 from fivefold.codesign._traffic import phases_of
 from fivefold.codesign._workloads import load_jobs
+from fivefold.collectives.pricing import FabricSpec, Tier
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import HostSpec, leaf_spine, line, switch
 from fivefold.strategy import (
     Cluster,
     DeviceSpec,
-    FabricSpec,
     Job,
     Message,
     ModelSpec,
     ParallelPlan,
     PlanDemand,
     SearchSpace,
-    Tier,
     axis_groups,
     evaluate_plan,
     load_cluster,

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.codesign import ModelJob, job_from_plan, null_plan, run_plan
+from fivefold.collectives.pricing import fabric_from_topology
 from fivefold.network.topology import HostSpec, leaf_spine
 from fivefold.strategy import (
     Cluster,
@@ -15,7 +16,6 @@ from fivefold.strategy import (
     ParallelPlan,
     SearchSpace,
     evaluate_plan,
-    fabric_from_topology,
     load_cluster,
     reached_tiers,
 )

@@ -26,6 +26,7 @@ from fivefold.collectives.lowering import (
     to_mscclpp_json,
 )
 from fivefold.collectives.schedules import (
+    Schedule,
     all_gather,
     all_reduce,
     all_to_all,
@@ -34,7 +35,6 @@ from fivefold.collectives.schedules import (
     custom,
     gather,
     named_collective,
-    read_schedule,
     reduce,
     reduce_scatter,
     scatter,
@@ -46,7 +46,7 @@ SCHEDULE = build_algorithm("ring", all_reduce(3, 3))
 PROGRAM = lower(SCHEDULE)
 FORMS = {
     "program": (PROGRAM.to_json(), Program.from_json, check_program),
-    "schedule": (SCHEDULE.to_json(), read_schedule, verify),
+    "schedule": (SCHEDULE.to_json(), Schedule.from_json, verify),
     "plan": (to_mscclpp_json(PROGRAM), from_mscclpp_json, check_program),
 }
 ODD = [None, True, -1, 0, 1, 7, 10**12, 2**31, 2**63, 10**400, 1.5, float("nan"), "", "x", "o9"]

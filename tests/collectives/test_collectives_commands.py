@@ -14,7 +14,7 @@ from fivefold.cli import main
 from fivefold.cli._collectives_report import loads_title, used_shares
 from fivefold.cli._collectives_sizes import Price, Prices, fastest_ranges, price_sizes
 from fivefold.collectives.algorithms import build_algorithm
-from fivefold.collectives.schedules import all_gather, evaluate, read_schedule
+from fivefold.collectives.schedules import Schedule, all_gather, evaluate
 from fivefold.network.topology import ring, torus
 from fivefold.units import parse_bytes
 
@@ -116,7 +116,7 @@ def test_any_rank_may_be_the_root(run, name):
     assert run("synthesize", *words)[0] == 0
     assert json.loads((run("verify", "a.json", "--json"))[1])["verdict"] == "right"
     assert run("synthesize", name, "mesh:2x2", "--root", "4")[0] == 1
-    schedule = read_schedule(Path("a.json").read_text())
+    schedule = Schedule.from_json(Path("a.json").read_text())
     assert schedule.collective.root == 3
     # The root only sends, or only receives.
     first = {"broadcast": schedule.sources, "scatter": schedule.sources}.get(name)
@@ -142,7 +142,7 @@ def test_a_sketch_decides_who_sends_between_boxes(run, tmp_path):
     (tmp_path / "sketch.toml").write_text(SKETCH)
     words = ("all_gather", "ndv2:2", "--sketch", "sketch.toml", "--time-limit", "5s")
     assert run("synthesize", *words, "--output", "a.json")[0] == 0
-    schedule = read_schedule(Path("a.json").read_text())
+    schedule = Schedule.from_json(Path("a.json").read_text())
     pairs = zip(schedule.sources.tolist(), schedule.targets.tolist(), strict=True)
     assert {pair for pair in pairs if pair[0] // 8 != pair[1] // 8} == {(0, 9), (8, 1)}
 

@@ -1,4 +1,4 @@
-"""Shifts, coflows and the guard against closed forms and brute force."""
+"""Shifts and the guard against closed forms and brute force."""
 
 import math
 
@@ -9,15 +9,11 @@ from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError
 from fivefold.flows import (
-    Coflow,
     FlowDemand,
     JobTraffic,
-    coflow_order,
-    ideal_finish_times,
     never_worse,
     route_flows,
     time_shifts,
-    together_rates,
 )
 from fivefold.network.topology import Link, Node, Topology, switch
 
@@ -157,65 +153,6 @@ def test_jobs_that_only_compute_or_do_nothing_need_no_shift():
 def test_bad_settings_of_shifts_are_refused(change):
     with pytest.raises(ConfigurationError):
         time_shifts(on_one_link(job("a", 1.0, 1.0)), **change)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_rates_of_a_coflow_end_together_and_fit(data):
-    links = data.draw(st.integers(1, 5))
-    capacities = data.draw(st.lists(st.integers(1, 9), min_size=links, max_size=links))
-    paths = data.draw(
-        st.lists(st.sets(st.integers(0, links - 1), min_size=1).map(tuple), min_size=1, max_size=6)
-    )
-    sizes = data.draw(
-        st.lists(st.integers(1, 9), min_size=len(paths), max_size=len(paths)).map(tuple)
-    )
-    coflow = Coflow("c", sizes, tuple(paths))
-    rates = together_rates(coflow, capacities)
-    ends = np.array(sizes) / rates
-    assert ends == pytest.approx(np.full(len(sizes), coflow.bottleneck_s(capacities)))
-    loads = np.zeros(links)
-    for rate, path in zip(rates, paths, strict=True):
-        loads[list(path)] += rate
-    assert (loads <= np.array(capacities) * (1 + 1e-9)).all()
-    assert (loads / capacities).max() == pytest.approx(1.0)
-
-
-def test_a_link_with_nothing_left_stops_a_coflow():
-    coflow = Coflow("c", (1.0, 1.0), ((0,), (1,)))
-    assert coflow.bottleneck_s([0.0, 1.0]) == math.inf
-    assert together_rates(coflow, [0.0, 1.0]).tolist() == [0.0, 0.0]
-    assert together_rates(Coflow("none", (), ()), [1.0]).tolist() == []
-
-
-def test_flows_of_no_bytes_take_no_time():
-    coflow = Coflow("c", (0.0, 2.0), ((0,), (1,)))
-    assert coflow.bottleneck_s([0.0, 1.0]) == 2.0
-    assert together_rates(coflow, [0.0, 1.0]).tolist() == [0.0, 1.0]
-    assert Coflow("none", (0.0,), ((0,),)).bottleneck_s([1.0]) == 0.0
-
-
-def test_the_shortest_bottleneck_goes_first():
-    wide = Coflow("wide", (2.0, 2.0, 2.0), ((0,), (1,), (2,)))
-    tall = Coflow("tall", (3.0,), ((0,),))
-    assert coflow_order([tall, wide], [1.0] * 3) == ("wide", "tall")
-
-
-def test_finish_times_follow_the_stages():
-    assert ideal_finish_times([0, 0], reference_s=2.0, gap_s=9.0).tolist() == [2.0, 2.0]
-    assert ideal_finish_times([2, 0, 1], reference_s=1.0, gap_s=[0.5, 2.0]).tolist() == [
-        3.5,
-        1.0,
-        1.5,
-    ]
-    for bad in ({"stages": [-1], "gap_s": 1.0}, {"stages": [2], "gap_s": [1.0]}):
-        with pytest.raises(ConfigurationError):
-            ideal_finish_times(bad["stages"], reference_s=0.0, gap_s=bad["gap_s"])
-
-
-def test_a_bad_coflow_is_refused():
-    with pytest.raises(ConfigurationError, match="coflow 'c'"):
-        Coflow("c", (1.0,), ())
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,14 @@ import pytest
 
 pytest.importorskip("triton")
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "moe" / "h200.py"
+ROOT = Path(__file__).parents[2]
 
 
 def run(*arguments, **environment):
     kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     return subprocess.run(
-        [sys.executable, str(SCRIPT), *map(str, arguments)],
+        [sys.executable, "-m", "benchmarks.moe.h200", *map(str, arguments)],
+        cwd=ROOT,
         env=kept | {"OMP_NUM_THREADS": "1"} | environment,
         capture_output=True,
         text=True,
@@ -69,12 +70,11 @@ def test_without_a_gpu_it_says_so():
     assert "needs --out FILE" in done.stderr
 
 
-def test_compiles_every_kernel_once_beforehand(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+def test_compiles_every_kernel_once_beforehand(tmp_path):
     from argparse import Namespace
 
-    from _h200._build import build, pieces
-    from _h200._cases import checked_cases, timed_cases
+    from benchmarks.moe._h200._build import build, pieces
+    from benchmarks.moe._h200._cases import checked_cases, timed_cases
 
     def constants(case):
         sizes = (case.hidden, case.inner, case.experts, case.top_k, case.activation)
@@ -88,18 +88,17 @@ def test_compiles_every_kernel_once_beforehand(monkeypatch, tmp_path):
     assert len(pieces(times=False)) < len(found)
     script = tmp_path / "script.py"
     script.write_text("import sys; assert sys.argv[1] == '--build'; sys.exit('no compiler here')")
-    problems = build(script, Namespace(check_only=True), limit_s=60.0)
+    problems = build([str(script)], Namespace(check_only=True), limit_s=60.0)
     assert problems == ["compiling ended with exit code 1: no compiler here"]
     script.write_text("import time; time.sleep(60)")
-    problems = build(script, Namespace(check_only=True), limit_s=0.5)
+    problems = build([str(script)], Namespace(check_only=True), limit_s=0.5)
     assert problems == ["compiling did not end in 0 s; the rest comes later"]
 
 
 def test_a_check_that_raises_is_a_wrong_result_and_names_the_backend(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
     import torch
-    from _h200 import _checks
-    from _h200._cases import Case
+    from benchmarks.moe._h200 import _checks
+    from benchmarks.moe._h200._cases import Case
 
     from fivefold.errors import FivefoldError
 
@@ -119,16 +118,15 @@ def test_a_check_that_raises_is_a_wrong_result_and_names_the_backend(monkeypatch
         _checks.wrong_rows(rows)
 
 
-def test_what_it_computes_by_itself(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+def test_what_it_computes_by_itself():
     import torch
-    from _h200._cases import ROUTINGS, timed_cases
-    from _h200._checks import wrong_rows
-    from _h200._operands import operands_of
-    from _h200._sanitizer import errors_in
+    from benchmarks.moe._h200._cases import ROUTINGS, timed_cases
+    from benchmarks.moe._h200._checks import wrong_rows
+    from benchmarks.moe._h200._operands import operands_of
+    from benchmarks.moe._h200._sanitizer import errors_in
+    from benchmarks.results_file import BenchmarkRow
 
     from fivefold.errors import FivefoldError
-    from fivefold.report import BenchmarkRow
 
     cases = timed_cases()
     assert len({str(case) for case in cases}) == len(cases)

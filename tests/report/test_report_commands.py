@@ -1,4 +1,4 @@
-"""``fivefold report`` and ``fivefold bench`` as a shell sees them."""
+"""``fivefold report`` as a shell sees it."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from fivefold.cli._bench import BENCH_CONTEXT, bench_command
 from fivefold.cli._report import report_command
-from fivefold.errors import ConfigurationError, DataError
-from fivefold.report import BenchmarkRow, write_results
+from fivefold.errors import DataError
 
 
 @pytest.fixture
 def call():
     app = typer.Typer(pretty_exceptions_enable=False)
     app.command("report")(report_command)
-    app.command("bench", context_settings=BENCH_CONTEXT)(bench_command)
+    app.callback()(lambda: None)
     return lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
@@ -71,33 +69,3 @@ def test_a_plans_file_is_told_apart_too(call, tmp_path):
     file = tmp_path / "plan.json"
     file.write_text('{"schema": "fivefold.codesign/1"}')
     assert "--report FILE.html" in call("report", file).exception.hint
-
-
-@pytest.fixture
-def checkout(tmp_path, monkeypatch):
-    (tmp_path / "benchmarks").mkdir()
-    code = '"""Measures."""\nimport sys\nopen("ran", "w").write(" ".join(sys.argv[1:]))\n'
-    (tmp_path / "benchmarks" / "speed.py").write_text(code + "sys.exit('--fail' in sys.argv)\n")
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def test_bench_passes_arguments_and_exit_code_on(call, checkout):
-    assert call("bench", "speed", "--rate", "50", "x").exit_code == 0
-    assert (checkout / "ran").read_text() == "--rate 50 x"
-    assert call("bench", "speed", "--fail").exit_code == 1
-
-
-def test_bench_list_shows_the_last_rows(call, checkout):
-    assert call("bench", "--list").stdout == "speed: Measures.\n  no results yet\n"
-    row = BenchmarkRow(case="a", metric="rate", unit="tokens/s", ours=2.0, spread=(1.0, 3.0),
-                       peers={"DDP": 0.5}, limit=4.0, target=5.0, met=False)  # fmt: skip
-    write_results(checkout / "benchmarks" / "results" / "speed.json", topic="speed", rows=[row])
-    assert call("bench", "--list").stdout.splitlines()[-1] == (
-        "  a: rate 2 tokens/s (1 to 3), DDP 0.5, limit 4, target 5 NOT met"
-    )
-
-
-@pytest.mark.usefixtures("checkout")
-def test_bench_without_a_topic_is_an_error(call):
-    assert isinstance(call("bench").exception, ConfigurationError)

@@ -1,16 +1,13 @@
 """Closed forms against the simulator to 1e-9, ASTRA-sim's rules against its output."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
+from benchmarks.strategy import astra_sim as astra
 
+from fivefold.collectives.pricing import FabricSpec, Group, Tier, collective_time_s
 from fivefold.network.simulation import Compute, Flow, simulate
 from fivefold.network.topology import fat_tree, ring
-from fivefold.strategy import FabricSpec, Group, Tier, collective_time_s, pipeline_shape
+from fivefold.strategy import pipeline_shape
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "strategy" / "astra_sim.py"
 RATE = 10e9
 
 
@@ -88,24 +85,14 @@ def one_forward_one_backward(stage, stages, micro_batches):
     return todo + [("b", i) for i in range(micro_batches - ahead, micro_batches)]
 
 
-@pytest.fixture(scope="module")
-def astra():
-    spec = importlib.util.spec_from_file_location("astra_sim_cases", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
-
-
-def test_astra_sim_s_all_reduces(astra):
+def test_astra_sim_s_all_reduces():
     machine = astra.Machine(400.0, 936.25e-9, 3350e9, active_chunks=2)
     for mib, nanoseconds, _ in astra.ALL_REDUCES:
         seconds = astra.all_reduce_s(machine, mib * astra.MIB)
         assert seconds == pytest.approx(nanoseconds * 1e-9, rel=2e-3)
 
 
-def test_astra_sim_s_iteration(astra):
+def test_astra_sim_s_iteration():
     whole_s, exposed_s = astra.iteration_s()
     assert whole_s == pytest.approx(astra.ITERATION_S, rel=2e-3)
     assert exposed_s == pytest.approx(astra.EXPOSED_S, rel=2e-3)

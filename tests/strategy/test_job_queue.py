@@ -3,11 +3,11 @@
 import itertools
 
 import pytest
+from benchmarks.strategy._queue_policies import QueuedJob, group_period_s, run_queue
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError
-from fivefold.strategy import QueuedJob, group_period_s, run_queue
 
 TIMES = st.floats(0.0, 10.0).map(lambda value: round(value, 3))
 STAGES = st.tuples(TIMES, TIMES, TIMES)

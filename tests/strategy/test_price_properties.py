@@ -7,17 +7,14 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from fivefold.collectives.pricing import FabricSpec, Group, Tier, collective_time_s
 from fivefold.errors import InfeasibleError
 from fivefold.strategy import (
-    FabricSpec,
-    Group,
     MixtureOfExperts,
     ModelSpec,
     ParallelPlan,
     PlanTable,
     SearchSpace,
-    Tier,
-    collective_time_s,
     evaluate_plan,
     evaluate_table,
     load_cluster,

@@ -5,8 +5,9 @@ import math
 import numpy as np
 import pytest
 
+from fivefold.collectives.pricing import FabricSpec, Group, Tier, collective_time_s
 from fivefold.errors import ConfigurationError
-from fivefold.strategy import FabricSpec, Group, Tier, collective_time_s, load_cluster
+from fivefold.strategy import load_cluster
 
 PLAIN = {"efficiency": 1.0, "base_s": 0.0, "hop_s": 0.0}
 

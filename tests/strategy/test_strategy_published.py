@@ -5,18 +5,16 @@ from pathlib import Path
 from statistics import fmean, median
 
 import pytest
+from benchmarks.strategy._calibration import MeasuredRun, fit_constants, with_constants
 
 from fivefold.strategy import (
     LatentAttention,
-    MeasuredRun,
     MixtureOfExperts,
     ModelSpec,
     ParallelPlan,
     evaluate_plan,
-    fit_constants,
     load_cluster,
     plan_problem,
-    with_constants,
 )
 
 TABLES = Path(__file__).parent / "tables"

@@ -8,15 +8,14 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from fivefold.collectives.pricing import FabricSpec, Tier
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.strategy import (
-    FabricSpec,
     MixtureOfExperts,
     ModelSpec,
     ParallelPlan,
     PlanTable,
     SearchSpace,
-    Tier,
     evaluate_plan,
     evaluate_table,
     load_cluster,

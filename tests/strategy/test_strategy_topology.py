@@ -2,9 +2,9 @@
 
 import pytest
 
+from fivefold.collectives.pricing import fabric_from_topology
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import Link, Node, Topology, named_topology, ring
-from fivefold.strategy import fabric_from_topology
 
 
 def racked(*, uplink):

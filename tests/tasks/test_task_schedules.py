@@ -2,8 +2,6 @@
 
 import itertools
 import math
-import subprocess
-import sys
 
 import pytest
 from hypothesis import given, settings
@@ -15,8 +13,6 @@ from fivefold.tasks import (
     CommunicationTask,
     LayerCost,
     TaskGraph,
-    best_partition,
-    exact_schedule,
     iteration_graph,
     schedule_tasks,
 )
@@ -80,14 +76,10 @@ def test_every_ordering_gives_a_schedule(graph, ordering, chunk_bytes, credit):
 
 @settings(max_examples=25, deadline=None)
 @given(graphs(most=5))
-def test_the_exact_schedule_is_that_of_brute_force(graph):
-    schedule = exact_schedule(graph)
-    check(schedule)
-    assert schedule.optimal
-    assert schedule.end_s == pytest.approx(brute_force(graph), abs=1e-5)
-    assert schedule.bound_s == pytest.approx(schedule.end_s, abs=1e-4)
+def test_no_ordering_ends_sooner_than_the_best_of_all_orders(graph):
+    best_s = brute_force(graph)
     for ordering in ORDERINGS:
-        assert schedule_tasks(graph, ordering=ordering).end_s >= schedule.end_s - 1e-5
+        assert schedule_tasks(graph, ordering=ordering).end_s >= best_s - 1e-9
 
 
 def layers(number, forward_s, backward_s, gradient_bytes):
@@ -155,18 +147,17 @@ def test_a_stated_priority_goes_before_the_derived_one():
 
 
 def test_latency_decides_the_chunk_size():
-    costly = iteration_graph(layers(3, 1.0, 2.0, 8), cost_s_per_byte=0.5, latency_s=5.0)
-    free = iteration_graph(layers(3, 1.0, 2.0, 8), cost_s_per_byte=0.5)
-    assert best_partition(costly).chunk_bytes is None
-    choice = best_partition(free)
-    assert choice.chunk_bytes == 1 or choice.tried[1] == choice.schedule.iteration_s
-    assert choice.schedule.iteration_s == min(choice.tried.values())
-    assert best_partition(free, max_chunks=20).tried.keys() < choice.tried.keys()
+    """Small chunks let the first layer overtake; where each costs latency, they cost more."""
+    costly, free = (
+        iteration_graph(layers(3, 1.0, 2.0, 8), cost_s_per_byte=0.5, latency_s=latency_s)
+        for latency_s in (5.0, 0.0)
+    )
 
+    def iteration_s(graph, size):
+        return schedule_tasks(graph, ordering="priority", chunk_bytes=size).iteration_s
 
-def test_chunk_sizes_are_halves_of_the_largest_communication():
-    choice = best_partition(TaskGraph((send("small", 1), send("large", 12))))
-    assert list(choice.tried) == [None, 12, 6, 3, 1]
+    assert iteration_s(free, 1) < iteration_s(free, None)
+    assert iteration_s(costly, 1) > iteration_s(costly, None)
 
 
 def test_slack_is_what_can_be_lost():
@@ -188,39 +179,15 @@ def test_a_timeline_holds_every_span():
 
 
 def test_an_empty_graph_ends_at_once():
-    for schedule in (schedule_tasks(TaskGraph(())), exact_schedule(TaskGraph(()))):
-        assert schedule.end_s == schedule.iteration_s == 0.0
-        assert schedule.overlap_ratio == 1.0
+    schedule = schedule_tasks(TaskGraph(()))
+    assert schedule.end_s == schedule.iteration_s == 0.0
+    assert schedule.overlap_ratio == 1.0
 
 
 @pytest.mark.parametrize("change", [{"ordering": "best"}, {"chunk_bytes": 0}, {"credit": 0}])
 def test_bad_settings_are_refused(change):
     with pytest.raises(ConfigurationError):
         schedule_tasks(TaskGraph((compute("a"),)), **change)
-
-
-def test_bad_chunk_sizes_are_refused():
-    with pytest.raises(ConfigurationError):
-        best_partition(TaskGraph((send("a", 4),)), sizes=[0])
-
-
-def test_a_search_leaves_ctrl_c_as_it_was():
-    """The solver has a handler of its own, behind Python's back."""
-    code = (
-        "import os, signal\n"
-        "from fivefold.collectives.schedules import all_gather\n"
-        "from fivefold.collectives.synthesis import k_synchronous\n"
-        "from fivefold.network.topology import ring\n"
-        "from fivefold.tasks import ComputeTask, TaskGraph, exact_schedule\n"
-        "exact_schedule(TaskGraph((ComputeTask(task_id='a', duration_s=1.0),)))\n"
-        "k_synchronous(all_gather(3), ring(3), steps=2, rounds=2)\n"
-        "try:\n    os.kill(os.getpid(), signal.SIGINT)\n    signal.pause()\n"
-        "except KeyboardInterrupt:\n    print('interrupted')\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
-    )
-    assert done.stdout == "interrupted\n", done.stderr[-2000:]
 
 
 def test_fifo_is_the_order_of_becoming_ready():

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from systems import PageReader
+
+from benchmarks.gnn.systems import PageReader
 
 __all__ = ["Probe", "probe"]
 

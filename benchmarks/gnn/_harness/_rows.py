@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from _harness._settings import Setting
-from fivefold.report import BenchmarkRow, median_and_spread
+from benchmarks.gnn._harness._settings import Setting
+from benchmarks.results_file import BenchmarkRow, median_and_spread
 
 __all__ = ["rows_of"]
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from systems import (
+from benchmarks.gnn.systems import (
     DiskGnnSystem,
     GinexSystem,
     InMemorySystem,
@@ -19,7 +19,6 @@ from systems import (
     Workload,
     source_counts,
 )
-
 from fivefold.gnn.data import Dataset
 from fivefold.gnn.sampling import SampleFile
 from fivefold.gnn.storage import DiskProfile

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from systems import System, SystemBatch, prefetched
 
-from _harness._memory_limit import MemoryLimit
-from _harness._table import Order, make_system
+from benchmarks.gnn._harness._memory_limit import MemoryLimit
+from benchmarks.gnn._harness._table import Order, make_system
+from benchmarks.gnn.systems import System, SystemBatch, prefetched
 from fivefold.gnn.data import Dataset, generate_graph
 from fivefold.gnn.sampling import NeighborSampler, SampleFile, sample_epochs
 from fivefold.gnn.storage import RowReader
@@ -57,14 +57,14 @@ class Worker:
         self._start_timeout_s = start_timeout_s
         self._ready = False
         environment = os.environ | {"OMP_NUM_THREADS": str(min(2, os.cpu_count() or 1))}
-        here = [str(Path(__file__).parents[1]), environment.get("PYTHONPATH", "")]
+        here = [str(Path(__file__).parents[3]), environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, here))
         # glibc's own largest threshold, from the start: arrays above go back to the system when
         # they are freed. A lower one has every array of a batch faulted in again, page by page.
         environment |= {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_ARENA_MAX": "2",
                         "MALLOC_TRIM_THRESHOLD_": str(64 << 20)}  # fmt: skip
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "_harness._worker", order.to_json()],
+            [sys.executable, "-m", "benchmarks.gnn._harness._worker", order.to_json()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

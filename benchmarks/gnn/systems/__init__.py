@@ -5,15 +5,15 @@ module on top of them, all behind the protocol of ``_system``: prepared once, th
 whose rows equal those of an in-memory gather.
 """
 
-from systems._buckets import EdgeBuckets
-from systems._change_sets import ChangeSet, ChangeSets, belady_change_sets
-from systems._ginex import GinexSystem, neighbor_cache_ids
-from systems._marius import MariusSystem
-from systems._online import OnlineSystem
-from systems._online_cache import OnlineCache
-from systems._packed import DiskGnnSystem, PackedLoaderSystem
-from systems._page_reads import PageReader
-from systems._partitions import (
+from benchmarks.gnn.systems._buckets import EdgeBuckets
+from benchmarks.gnn.systems._change_sets import ChangeSet, ChangeSets, belady_change_sets
+from benchmarks.gnn.systems._ginex import GinexSystem, neighbor_cache_ids
+from benchmarks.gnn.systems._marius import MariusSystem
+from benchmarks.gnn.systems._online import OnlineSystem
+from benchmarks.gnn.systems._online_cache import OnlineCache
+from benchmarks.gnn.systems._packed import DiskGnnSystem, PackedLoaderSystem
+from benchmarks.gnn.systems._page_reads import PageReader
+from benchmarks.gnn.systems._partitions import (
     assign_buckets,
     assign_training_nodes,
     beta_states,
@@ -23,9 +23,9 @@ from systems._partitions import (
     sequential_states,
     training_first_order,
 )
-from systems._segments import first_feasible_segment
-from systems._simple import InMemorySystem, MappedSystem, source_counts, top_rows
-from systems._system import (
+from benchmarks.gnn.systems._segments import first_feasible_segment
+from benchmarks.gnn.systems._simple import InMemorySystem, MappedSystem, source_counts, top_rows
+from benchmarks.gnn.systems._system import (
     Preparation,
     System,
     SystemBatch,

@@ -22,13 +22,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.gnn.systems._change_sets import ChangeSet, stream_change_sets
+from benchmarks.gnn.systems._page_reads import PageReader
+from benchmarks.gnn.systems._simple import read_sorted, source_counts
+from benchmarks.gnn.systems._system import Preparation, SystemBatch, SystemStatistics, Workload
 from fivefold.errors import ConfigurationError
 from fivefold.gnn.sampling import SampledBatch, SampleFile, Topology
 from fivefold.gnn.storage import gather_rows
-from systems._change_sets import ChangeSet, stream_change_sets
-from systems._page_reads import PageReader
-from systems._simple import read_sorted, source_counts
-from systems._system import Preparation, SystemBatch, SystemStatistics, Workload
 
 __all__ = ["GinexSystem", "neighbor_cache_ids"]
 

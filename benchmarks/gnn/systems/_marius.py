@@ -17,18 +17,18 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.errors import ConfigurationError
-from fivefold.gnn.sampling import NeighborSampler, Topology
-from fivefold.gnn.storage import Container, ContainerWriter, RowReader, gather_rows
-from systems._buckets import EdgeBuckets
-from systems._partitions import (
+from benchmarks.gnn.systems._buckets import EdgeBuckets
+from benchmarks.gnn.systems._partitions import (
     assign_training_nodes,
     dispersed_states,
     partition_rows,
     sequential_states,
     training_first_order,
 )
-from systems._system import Preparation, SystemBatch, SystemStatistics, Workload
+from benchmarks.gnn.systems._system import Preparation, SystemBatch, SystemStatistics, Workload
+from fivefold.errors import ConfigurationError
+from fivefold.gnn.sampling import NeighborSampler, Topology
+from fivefold.gnn.storage import Container, ContainerWriter, RowReader, gather_rows
 
 __all__ = ["MariusSystem"]
 

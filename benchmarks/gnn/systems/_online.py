@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.gnn.systems._online_cache import CachePolicy, OnlineCache
+from benchmarks.gnn.systems._simple import read_sorted
+from benchmarks.gnn.systems._system import Preparation, SystemBatch, SystemStatistics, Workload
 from fivefold.gnn.storage import RowReader, gather_rows
-from systems._online_cache import CachePolicy, OnlineCache
-from systems._simple import read_sorted
-from systems._system import Preparation, SystemBatch, SystemStatistics, Workload
 
 __all__ = ["OnlineSystem"]
 

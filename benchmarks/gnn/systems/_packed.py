@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.gnn.systems._segments import first_feasible_segment
+from benchmarks.gnn.systems._simple import requested_rows, top_rows
+from benchmarks.gnn.systems._system import Preparation, SystemBatch, SystemStatistics, Workload
 from fivefold.errors import InfeasibleError
 from fivefold.gnn.packing import BatchRecord, PackedStore, pack
 from fivefold.gnn.planning import Budgets, FeatureInfo, Plan, make_plan
 from fivefold.gnn.storage import DiskProfile, RowReader, gather_rows
-from systems._segments import first_feasible_segment
-from systems._simple import requested_rows, top_rows
-from systems._system import Preparation, SystemBatch, SystemStatistics, Workload
 
 if TYPE_CHECKING:
     from fivefold.gnn.loading import DiskLoader

@@ -15,10 +15,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.gnn.systems._system import Preparation, SystemBatch, SystemStatistics, Workload
 from fivefold.errors import ConfigurationError
 from fivefold.gnn.sampling import Topology
 from fivefold.gnn.storage import RowReader, gather_rows
-from systems._system import Preparation, SystemBatch, SystemStatistics, Workload
 
 __all__ = ["InMemorySystem", "MappedSystem", "source_counts", "top_rows"]
 

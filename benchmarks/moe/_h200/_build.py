@@ -13,14 +13,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from _h200._cases import Case, checked_cases, timed_cases
-from _h200._operands import Operands, operands_of
-from _h200._variants import LIGER, OUR_BACKENDS, Variant, variants_of
+from benchmarks.moe._h200._cases import Case, checked_cases, timed_cases
+from benchmarks.moe._h200._operands import Operands, operands_of
+from benchmarks.moe._h200._variants import LIGER, OUR_BACKENDS, Variant, variants_of
 
 __all__ = ["build", "build_share", "pieces"]
 
@@ -83,11 +84,11 @@ def _call(run: Variant, given: Operands, *, backward: bool) -> None:
         torch.autograd.backward(run(given.leaves()).sum())
 
 
-def build(script: Path, arguments: argparse.Namespace, *, limit_s: float) -> list[str]:
+def build(script: Sequence[str], arguments: argparse.Namespace, *, limit_s: float) -> list[str]:
     """Compile all in children; what fails here fails again, and is named, where it is measured.
 
     Args:
-        script: With an option ``--build``.
+        script: Python's arguments that start it; it has an option ``--build``.
         arguments: Of the command line.
         limit_s: Children are ended then.
 
@@ -102,7 +103,7 @@ def build(script: Path, arguments: argparse.Namespace, *, limit_s: float) -> lis
         logs = [Path(folder) / str(number) for number in range(count)]
         children = []
         for number, log in enumerate(logs):
-            command = [sys.executable, str(script), "--build", f"{number}/{count}", *options]
+            command = [sys.executable, *script, "--build", f"{number}/{count}", *options]
             with log.open("w") as file:
                 children.append(
                     subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, text=True)

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import torch
 
-from _h200._cases import Case
-from _h200._clock import arithmetic_of
-from _h200._operands import Operands, operands_of
-from _h200._variants import OUR_BACKENDS, Variant, variants_of
+from benchmarks.moe._h200._cases import Case
+from benchmarks.moe._h200._clock import arithmetic_of
+from benchmarks.moe._h200._operands import Operands, operands_of
+from benchmarks.moe._h200._variants import OUR_BACKENDS, Variant, variants_of
+from benchmarks.results_file import BenchmarkRow
 from fivefold.errors import FivefoldError
 from fivefold.moe import fused_moe
-from fivefold.report import BenchmarkRow
 
 __all__ = ["TOLERANCE", "check", "error_of", "wrong_rows"]
 

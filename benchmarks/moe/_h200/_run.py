@@ -7,20 +7,21 @@ import faulthandler
 import gc
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from _h200._build import build, build_share
-from _h200._cases import Case, checked_cases, timed_cases, tiny_cases
-from _h200._checks import check, wrong_rows
-from _h200._clock import Ceilings, Clock, ceilings_of
-from _h200._sanitizer import run_small_calls, sanitize
-from _h200._timing import Plan, time_case
-from _h200._variants import missing_variants, versions_of_peers
+from benchmarks.moe._h200._build import build, build_share
+from benchmarks.moe._h200._cases import Case, checked_cases, timed_cases, tiny_cases
+from benchmarks.moe._h200._checks import check, wrong_rows
+from benchmarks.moe._h200._clock import Ceilings, Clock, ceilings_of
+from benchmarks.moe._h200._sanitizer import run_small_calls, sanitize
+from benchmarks.moe._h200._timing import Plan, time_case
+from benchmarks.moe._h200._variants import missing_variants, versions_of_peers
+from benchmarks.results_file import BenchmarkRow, write_results
 from fivefold.errors import FivefoldError, UnsupportedError
 from fivefold.moe import backends
-from fivefold.report import BenchmarkRow, write_results
 
 __all__ = ["run"]
 
@@ -118,7 +119,7 @@ def _all_times(
     return rows
 
 
-def _measure(arguments: argparse.Namespace, script: Path) -> None:
+def _measure(arguments: argparse.Namespace, script: Sequence[str]) -> None:
     """Check, time, write.
 
     Raises:
@@ -156,7 +157,7 @@ def _measure(arguments: argparse.Namespace, script: Path) -> None:
     faulthandler.cancel_dump_traceback_later()
 
 
-def _build_all(script: Path, arguments: argparse.Namespace) -> None:
+def _build_all(script: Sequence[str], arguments: argparse.Namespace) -> None:
     if arguments.dry_run:
         return
     began_s = time.monotonic()
@@ -192,12 +193,12 @@ def _write(
         say(f"wrote {path}")
 
 
-def run(arguments: argparse.Namespace, script: Path) -> int:
+def run(arguments: argparse.Namespace, script: Sequence[str]) -> int:
     """Measure; errors become two lines and an exit code.
 
     Args:
         arguments: Of the command line.
-        script: For children.
+        script: Python's arguments that start it again.
 
     Returns:
         The exit code.

@@ -6,14 +6,14 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Sequence
 
 import torch
 
-from _h200._cases import Case
-from _h200._operands import operands_of
-from _h200._variants import OUR_BACKENDS, variants_of
-from fivefold.report import BenchmarkRow
+from benchmarks.moe._h200._cases import Case
+from benchmarks.moe._h200._operands import operands_of
+from benchmarks.moe._h200._variants import OUR_BACKENDS, variants_of
+from benchmarks.results_file import BenchmarkRow
 
 __all__ = ["errors_in", "run_small_calls", "sanitize"]
 
@@ -43,11 +43,11 @@ def errors_in(output: str) -> int | None:
     return int(found[-1]) if found else None
 
 
-def sanitize(script: Path, *, left_s: float) -> tuple[list[BenchmarkRow], list[str]]:
+def sanitize(script: Sequence[str], *, left_s: float) -> tuple[list[BenchmarkRow], list[str]]:
     """Run the script's small calls under each tool, as time allows.
 
     Args:
-        script: With an option ``--small-calls``.
+        script: Python's arguments that start it; it has an option ``--small-calls``.
         left_s: Seconds for all tools.
 
     Returns:
@@ -59,7 +59,7 @@ def sanitize(script: Path, *, left_s: float) -> tuple[list[BenchmarkRow], list[s
     rows, problems = [], []
     for place, tool in enumerate(TOOLS):
         share_s = left_s / (len(TOOLS) - place)
-        command = [program, "--tool", tool, sys.executable, str(script), "--small-calls"]
+        command = [program, "--tool", tool, sys.executable, *script, "--small-calls"]
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=max(share_s, 1.0), check=False

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
-from _h200._cases import Case
-from _h200._checks import TOLERANCE, error_of
-from _h200._clock import Ceilings, Clock, arithmetic_of
-from _h200._operands import Operands, operands_of
-from _h200._variants import LIGER, OURS, Variant, variants_of
+from benchmarks.moe._h200._cases import Case
+from benchmarks.moe._h200._checks import TOLERANCE, error_of
+from benchmarks.moe._h200._clock import Ceilings, Clock, arithmetic_of
+from benchmarks.moe._h200._operands import Operands, operands_of
+from benchmarks.moe._h200._variants import LIGER, OURS, Variant, variants_of
+from benchmarks.results_file import BenchmarkRow, median_and_spread
 from fivefold.errors import FivefoldError
 from fivefold.moe import Workspace, fused_moe
-from fivefold.report import BenchmarkRow, median_and_spread
 
 __all__ = ["Plan", "time_case"]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from _h200._cases import Case
-from _h200._operands import Operands
+from benchmarks.moe._h200._cases import Case
+from benchmarks.moe._h200._operands import Operands
 from fivefold.moe import Workspace, activation_named, backends, fused_moe
 
 __all__ = [

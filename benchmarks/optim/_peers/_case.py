@@ -108,7 +108,7 @@ def attach(
     Raises:
         ImportError: The peer is not installed.
     """
-    module = importlib.import_module(f"_peers.{case.adapter}")
+    module = importlib.import_module(f"benchmarks.optim._peers.{case.adapter}")
     attached = module.attach(case.settings, model, optimizer, place)
     assert isinstance(attached, Attached), f"{case.adapter}.attach returns an Attached"
     return attached

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from _peers._case import Case
+from benchmarks.optim._peers._case import Case
 from fivefold.report import time_to_value
 
 __all__ = ["Curve", "Timing", "curve_of", "error_of", "seconds_to_target", "timing_of"]

@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _workload import corpus
 
-from _peers import _measure, ddp, ours
-from _peers._case import Case, Place
-from _peers._table import find_case
+from benchmarks.optim._peers import _measure, ddp, ours
+from benchmarks.optim._peers._case import Case, Place
+from benchmarks.optim._peers._table import find_case
+from benchmarks.optim._workload import corpus
 
 __all__ = ["read_answers", "run_host"]
 

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _workload import Problem, Worker, make_optimizer, validate
 
-from _peers._case import Attached, Case, Place, attach
-from _peers._pace import Pacer
+from benchmarks.optim._peers._case import Attached, Case, Place, attach
+from benchmarks.optim._peers._pace import Pacer
+from benchmarks.optim._workload import Problem, Worker, make_optimizer, validate
 from fivefold.train import ModelConfig, Transformer
 
 __all__ = ["learning", "memory", "timing"]

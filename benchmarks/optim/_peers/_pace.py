@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from _peers._case import Loss
+from benchmarks.optim._peers._case import Loss
 
 __all__ = ["Pacer"]
 

@@ -9,9 +9,9 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from _peers._case import Case
-from _peers._figures import Curve, Timing, seconds_to_target
-from fivefold.report import BenchmarkRow, median_and_spread
+from benchmarks.optim._peers._case import Case
+from benchmarks.optim._peers._figures import Curve, Timing, seconds_to_target
+from benchmarks.results_file import BenchmarkRow, median_and_spread
 
 __all__ = ["Measured", "print_table", "rows_of"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from _peers._case import Case
+from benchmarks.optim._peers._case import Case
 
 __all__ = ["AUTO", "CASES", "find_case", "with_tau"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from _peers._case import Attached, Place
+from benchmarks.optim._peers._case import Attached, Place
 
 __all__ = ["attach"]
 

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 import torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook as post_local
 import torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook as power
-from _workload import LossModule
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from _peers._case import Attached, Place
+from benchmarks.optim._peers._case import Attached, Place
+from benchmarks.optim._workload import LossModule
 
 __all__ = ["attach"]
 

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from _workload import LossModule
 from fairscale.experimental.nn.data_parallel import (
     SlowMoBaseAlgorithm,
     SlowMoDistributedDataParallel,
 )
 
-from _peers._case import Attached, Place
+from benchmarks.optim._peers._case import Attached, Place
+from benchmarks.optim._workload import LossModule
 
 __all__ = ["attach"]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import fivefold.optim
-from _peers._case import Attached, Place
+from benchmarks.optim._peers._case import Attached, Place
 
 __all__ = ["attach"]
 

@@ -20,7 +20,7 @@ import torchft.local_sgd
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torchft.coordination import LighthouseServer
 
-from _peers._case import Attached, Place
+from benchmarks.optim._peers._case import Attached, Place
 
 __all__ = ["attach"]
 

@@ -34,7 +34,7 @@ def read_algorithm(file: Path) -> Schedule | Program:
         from_msccl_xml,
         from_mscclpp_json,
     )
-    from fivefold.collectives.schedules import read_schedule  # noqa: PLC0415 - as above
+    from fivefold.collectives.schedules import Schedule  # noqa: PLC0415 - as above
 
     text = read_text(file, what="algorithm")
     if text.lstrip().startswith("<"):
@@ -43,7 +43,7 @@ def read_algorithm(file: Path) -> Schedule | Program:
         return from_mscclpp_json(text)
     if '"fivefold-program/1"' in text:
         return Program.from_json(text)
-    return read_schedule(text)
+    return Schedule.from_json(text)
 
 
 def read_only_schedule(file: Path) -> Schedule:

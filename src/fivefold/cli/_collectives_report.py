@@ -40,9 +40,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 from fivefold.collectives.execution import configure, register_algorithm
-from fivefold.collectives.schedules import read_schedule
+from fivefold.collectives.schedules import Schedule
 
-register_algorithm("mine", read_schedule(Path("{file}").read_text()))
+register_algorithm("mine", Schedule.from_json(Path("{file}").read_text()))
 configure(algorithms={{"{collective}": "mine"}})
 dist.init_process_group("fivefold")"""
 

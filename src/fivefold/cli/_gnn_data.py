@@ -24,9 +24,7 @@ FolderArgument = Annotated[
 OutputArgument = Annotated[Path, typer.Argument(help="Folder to write; made if missing.")]
 MemoryOption = Annotated[str, typer.Option(help='What buffers may take, such as "1 GB".')]
 JsonOption = Annotated[bool, typer.Option("--json", help="Write the result as JSON.")]
-SourceArgument = Annotated[
-    str, typer.Argument(help="File or folder to read, or one of: debian, wordnet.")
-]
+SourceArgument = Annotated[str, typer.Argument(help="File or folder to read.")]
 KindOption = Annotated[
     str | None,
     typer.Option(help="npy, ogb, mag240m, pyg or table; left out, found from the path."),
@@ -84,14 +82,6 @@ SelfLoopsOption = Annotated[
 DuplicatesOption = Annotated[
     bool, typer.Option("--drop-duplicates", help="Keep one of equal edges.")
 ]
-DimOption = Annotated[
-    int | None,
-    typer.Option(min=1, help="Elements of a feature row, for debian and wordnet; 256 if left out."),
-]
-ListsOption = Annotated[
-    Path | None,
-    typer.Option(help="Where apt's lists or WordNet's dict files lie, if not as usual."),
-]
 GraphOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -127,12 +117,10 @@ def ingest_command(  # noqa: PLR0913 - the command's options
     add_reverse: ReverseOption = None,
     drop_self_loops: SelfLoopsOption = False,
     drop_duplicates: DuplicatesOption = False,
-    dim: DimOption = None,
-    folder: ListsOption = None,
     memory: MemoryOption = "1 GB",
     as_json: JsonOption = False,
 ) -> None:
-    """Write a graph from a file, a folder or this machine's package lists as a data set.
+    """Write a graph from a file or a folder as a data set.
 
     The source is read in blocks: it may be much larger than memory. A run that was stopped goes
     on where it was when it is started again with the same options. Edges keep their direction:
@@ -144,13 +132,10 @@ def ingest_command(  # noqa: PLR0913 - the command's options
     from fivefold.gnn.data import EdgeRules, SourceOptions  # noqa: PLC0415 - loads numba
 
     if source in {"debian", "wordnet"} and not Path(source).exists():
-        for_files = (kind, array, column, nodes, header, num_nodes, split, add_reverse)
-        _refuse(source, bool(leave_out))
-        _refuse(source, any(value is not None for value in for_files))
-        _refuse(source, drop_self_loops or drop_duplicates)
-        _ingest_real(source, output, dim or 256, folder, as_json=as_json)
-        return
-    _refuse(source, dim is not None or folder is not None)
+        raise ArgumentError(
+            f"{source} is no source of this command any more",
+            hint=f"python -m benchmarks.gnn.real_graphs {source} FOLDER makes this data set",
+        )
     arrays = _pairs(array, "array", ("features", "labels", "weights", *_SPLITS))
     options = SourceOptions(
         kind=kind,
@@ -170,14 +155,6 @@ def ingest_command(  # noqa: PLR0913 - the command's options
     )
     as_wanted = add_reverse is None
     _ingest_path(source, output, options, (rules, as_wanted, bytes_of(memory)), as_json=as_json)
-
-
-def _refuse(source: str, given: bool) -> None:  # noqa: FBT001 - it reads as a sentence
-    if given:
-        raise ArgumentError(
-            f"an option that was given does not fit the source {source}",
-            hint="--dim and --folder are for debian and wordnet, rules and roles for files",
-        )
 
 
 def _pairs(values: list[str] | None, option: str, allowed: tuple[str, ...]) -> dict[str, str]:
@@ -226,25 +203,6 @@ def _ingest_path(
         )
     with written:
         _write_facts(written, as_json=as_json)
-
-
-def _ingest_real(
-    source: str, output: Path, dim: int, folder: Path | None, *, as_json: bool
-) -> None:
-    from fivefold.gnn.data import debian_packages, wordnet  # noqa: PLC0415 - loads numba
-
-    with stage_progress() as show:
-        place: dict[str, Any] = {}
-        if source == "debian":
-            if folder is not None:
-                place["lists"] = folder
-            dataset = debian_packages(output, dim=dim, progress=show, **place)
-        else:
-            if folder is not None:
-                place["dictionary"] = folder
-            dataset = wordnet(output, dim=dim, progress=show, **place)
-    with dataset:
-        _write_facts(dataset, as_json=as_json)
 
 
 def generate_command(  # noqa: PLR0913 - the command's options

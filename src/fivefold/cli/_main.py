@@ -11,7 +11,6 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
-from fivefold.cli._bench import BENCH_CONTEXT, bench_command
 from fivefold.cli._codesign import ablate_command, simulate_command
 from fivefold.cli._collectives import app as collectives_app
 from fivefold.cli._demo import demo_command
@@ -47,7 +46,6 @@ app.command("execute", help=help_text(execute_command))(execute_command)
 app.command("ablate", help=help_text(ablate_command))(ablate_command)
 app.command("profile", help=help_text(profile_command))(profile_command)
 app.command("report", help=help_text(report_command))(report_command)
-app.command("bench", help=help_text(bench_command), context_settings=BENCH_CONTEXT)(bench_command)
 app.add_typer(lab_app)
 app.add_typer(elastic_app)
 app.add_typer(gnn_app)

@@ -16,19 +16,17 @@ from fivefold.codesign._jobs import JobSpec
 from fivefold.codesign._mesh_iteration import mesh_iteration
 from fivefold.codesign._plans import JobPlan
 from fivefold.codesign._splits import Split, mesh_ranks
+from fivefold.collectives.pricing import FabricSpec, collective_time_s, fabric_from_topology
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import Topology
 from fivefold.strategy import (
     Cluster,
-    FabricSpec,
     Job,
     ModelSpec,
     ParallelPlan,
     PlanDemand,
     Prediction,
-    collective_time_s,
     evaluate_plan,
-    fabric_from_topology,
     plan_demand,
     reached_tiers,
     search_plans,

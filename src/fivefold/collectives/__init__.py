@@ -1,6 +1,7 @@
 """Layer 3: how one collective becomes chunk transfers, proved, priced, lowered and run.
 
-The rooms, each importing only those before it: ``schedules`` (what a collective and a schedule
+The rooms, each importing only those before it: ``pricing`` (how long
+a collective takes, in closed form), ``schedules`` (what a collective and a schedule
 are; the verifier, the cost, the bounds), ``algorithms`` (ring, trees and their like),
 ``synthesis`` (algorithms made for a topology), ``lowering`` (programs, MSCCL XML, MSCCL++ plans,
 an interpreter) and ``execution`` (under ``torch.distributed``). They are loaded when first used.
@@ -12,9 +13,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fivefold.collectives import algorithms, execution, lowering, schedules, synthesis
+    from fivefold.collectives import algorithms, execution, lowering, pricing, schedules, synthesis
 
-__all__ = ["algorithms", "execution", "lowering", "schedules", "synthesis"]
+__all__ = ["algorithms", "execution", "lowering", "pricing", "schedules", "synthesis"]
 
 
 def __getattr__(name: str) -> Any:

@@ -19,10 +19,6 @@ class Guarded(Generic[_Plan]):
         baseline_s: Seconds of each job under the baseline.
         candidate_s: Seconds of each job under the candidate.
         worse: Jobs that the candidate would have made slower.
-
-    Examples:
-        >>> Guarded("a", True, {"j": 2.0}, {"j": 1.0}, ()).taken
-        True
     """
 
     plan: _Plan
@@ -49,10 +45,6 @@ def never_worse(
 
     Returns:
         The decision.
-
-    Examples:
-        >>> never_worse("b", "a", predict=lambda p: {"j": 1.0 if p == "b" else 2.0}).plan
-        'b'
     """
     before, after = predict(baseline), predict(candidate)
     worse = tuple(job for job in before if after[job] > before[job] * (1 + tolerance))

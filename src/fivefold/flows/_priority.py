@@ -28,10 +28,6 @@ class PriorityClasses:
         classes: By job, 0 the most urgent.
         priorities: What they were compressed from: weight times intensity.
         lost: Weight of the contending pairs that fell into one class, over that of all.
-
-    Examples:
-        >>> PriorityClasses({"a": 0}, {"a": 2.0}, 0.0).classes["a"]
-        0
     """
 
     classes: Mapping[str, int]

@@ -7,6 +7,7 @@ References:
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +18,6 @@ import numpy.typing as npt
 
 from fivefold.errors import ConfigurationError
 from fivefold.flows._paths import equal_cost_paths
-from fivefold.flows._traffic import FlowDemand, JobTraffic
 from fivefold.network.topology import Topology
 
 RoutePolicy = Literal["hash", "least_loaded", "intensity"]
@@ -38,14 +38,6 @@ class Routing:
         traffic: The jobs.
         paths: Of each job, by its name, the links of each of its flows.
         policy: What chose them.
-
-    Examples:
-        >>> from fivefold.flows import FlowDemand
-        >>> from fivefold.network.topology import switch
-        >>> job = JobTraffic(job_id="a", compute_s=1.0, flows=(FlowDemand(0, 1, 5e9),))
-        >>> routing = route_flows(switch(2, bandwidth="1 GB/s"), [job])
-        >>> routing.communication_s("a"), routing.intensity("a")
-        (5.0, 0.4)
     """
 
     topology: Topology
@@ -193,11 +185,7 @@ def _hashed(paths: tuple[Path, ...], key: tuple[object, ...]) -> Path:
 def _least_loaded(
     hashed: Routing, groups: Sequence[Sequence[JobTraffic]], choices: _Choices
 ) -> dict[str, tuple[Path, ...]]:
-    """Group by group, the largest flows first; each where the fullest link stays emptiest.
-
-    Among equals the hashed path is taken, so that jobs that do not see one another do not all
-    choose the first one.
-    """
+    """Group by group, the largest flows first; each where the fullest link stays emptiest."""
     topology = hashed.topology
     busy_s = np.zeros(topology.num_links)  # seconds that the bytes put on each link so far take
     chosen: dict[str, dict[int, Path]] = {}
@@ -236,3 +224,87 @@ def _loads(job: JobTraffic, paths: Sequence[Path], num_links: int) -> FloatArray
         np.add.at(loads, np.asarray(path, np.intp), flow.size_bytes)
     loads.flags.writeable = False
     return loads
+
+
+@dataclass(frozen=True)
+class FlowDemand:
+    """Bytes from one rank to another in one iteration.
+
+    Args:
+        source: Rank that sends.
+        target: Rank that receives.
+        size_bytes: Bytes per iteration.
+
+    Raises:
+        ConfigurationError: The ranks are equal, or a number is negative.
+    """
+
+    source: int
+    target: int
+    size_bytes: float
+
+    def __post_init__(self) -> None:
+        if self.source == self.target or min(self.source, self.target) < 0:
+            raise ConfigurationError(
+                f"a flow leads from one rank to another; got {self.source} to {self.target}"
+            )
+        if not math.isfinite(self.size_bytes) or self.size_bytes < 0:
+            raise ConfigurationError(f"size_bytes must not be negative; got {self.size_bytes}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobTraffic:
+    """A job that computes, sends, and begins again.
+
+    Args:
+        job_id: Its name.
+        compute_s: Seconds of compute per iteration that no communication overlaps.
+        flows: What it sends after computing, all at once.
+        iterations: How many it does.
+        arrival_s: When it arrives.
+        weight: How much a second of it counts.
+        work: Compute work of an iteration, in any unit that all jobs share (GPU seconds, FLOP);
+            None takes the GPU seconds: ``compute_s`` times the ranks that take part.
+
+    Raises:
+        ConfigurationError: A value is not allowed.
+    """
+
+    job_id: str
+    compute_s: float
+    flows: tuple[FlowDemand, ...]
+    iterations: int = 1
+    arrival_s: float = 0.0
+    weight: float = 1.0
+    work: float | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "flows", tuple(self.flows))
+        if not self.job_id:
+            message = "a job needs a name"
+            raise ConfigurationError(message, hint="give job_id")
+        for name in ("compute_s", "arrival_s"):
+            value = getattr(self, name)
+            if not math.isfinite(value) or value < 0:
+                raise ConfigurationError(
+                    f"{name} of job {self.job_id!r} must not be negative; got {value}"
+                )
+        if self.iterations < 1 or not self.weight > 0:
+            raise ConfigurationError(
+                f"job {self.job_id!r} needs iterations and a weight above 0; "
+                f"got {self.iterations} and {self.weight}"
+            )
+        if self.work is not None and not self.work >= 0:
+            raise ConfigurationError(
+                f"work of job {self.job_id!r} must not be negative; got {self.work}"
+            )
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that send or receive, ascending."""
+        return tuple(sorted({rank for flow in self.flows for rank in (flow.source, flow.target)}))
+
+    @property
+    def gpu_work(self) -> float:
+        """Compute work of an iteration."""
+        return self.compute_s * max(1, len(self.ranks)) if self.work is None else self.work

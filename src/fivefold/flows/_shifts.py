@@ -44,10 +44,6 @@ class Shifts:
             solutions would have fitted together.
         left_out: Pairs of jobs whose periods have no common multiple that is short enough: no
             constant shift keeps them apart.
-
-    Examples:
-        >>> Shifts({"a": 0.0}, {"a": 1.0}, 1.0, 1.0, True, ()).score
-        1.0
     """
 
     shift_s: Mapping[str, float]

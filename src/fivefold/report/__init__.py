@@ -1,4 +1,4 @@
-"""What a run did, for people: HTML page, terminal text, Perfetto timeline; benchmark results.
+"""What a run did, for people: HTML page, terminal text, Perfetto timeline.
 
 Reads the folders that training runs leave behind, compares them, and says what came out, also
 where that is bad news. It knows the files of a run, not the code that wrote them: it imports
@@ -8,16 +8,6 @@ plain data in the same way.
 
 from __future__ import annotations
 
-from fivefold.report._benchmark_results import (
-    BenchmarkResults,
-    BenchmarkRow,
-    describe_machine,
-    median_and_spread,
-    read_results,
-    render_markdown,
-    write_results,
-)
-from fivefold.report._benchmark_topics import BenchmarkTopic, find_topic, find_topics
 from fivefold.report._collective_html import render_collective_html, write_collective_html
 from fivefold.report._collective_page import CollectivePage, MethodRow, Picture, SizeCurve
 from fivefold.report._html import render_html, write_html
@@ -49,9 +39,6 @@ from fivefold.report._text import print_report
 __all__ = [
     "BarChart",
     "BarRow",
-    "BenchmarkResults",
-    "BenchmarkRow",
-    "BenchmarkTopic",
     "Choice",
     "ChoiceLog",
     "CollectivePage",
@@ -74,18 +61,12 @@ __all__ = [
     "TimelineLane",
     "build_report",
     "configuration_differences",
-    "describe_machine",
     "find_runs",
-    "find_topic",
-    "find_topics",
-    "median_and_spread",
     "print_report",
-    "read_results",
     "read_run",
     "read_runs",
     "render_collective_html",
     "render_html",
-    "render_markdown",
     "render_plan_html",
     "summarise",
     "time_to_value",
@@ -93,6 +74,5 @@ __all__ = [
     "write_collective_html",
     "write_html",
     "write_plan_html",
-    "write_results",
     "write_timeline",
 ]

@@ -1,14 +1,9 @@
 """Layer 1: how model, data and states are split over GPUs, at what cost, and which is best."""
 
-from fivefold.strategy._calibration import Fit, MeasuredRun, fit_constants, with_constants
 from fivefold.strategy._cluster import Cluster, load_cluster, named_clusters, reached_tiers
 from fivefold.strategy._cost import Prediction, TimeUse, evaluate_plan
 from fivefold.strategy._demand import Message, PlanDemand, axis_groups, plan_demand
 from fivefold.strategy._device import DeviceSpec
-from fivefold.strategy._fabric import FabricSpec, Group, Tier
-from fivefold.strategy._fabric_cost import collective_time_s
-from fivefold.strategy._fabric_topology import fabric_from_topology
-from fivefold.strategy._grouping import group_period_s
 from fivefold.strategy._job import Job, job_from_table, load_job, plan_to_toml
 from fivefold.strategy._launch import device_mesh, megatron_flags
 from fivefold.strategy._memory import MemoryUse
@@ -26,7 +21,6 @@ from fivefold.strategy._presets import (
     named_model,
     named_models,
 )
-from fivefold.strategy._queue import QueuedJob, QueueResult, run_queue
 from fivefold.strategy._search import SearchResult, search_plans
 from fivefold.strategy._space import SearchSpace
 from fivefold.strategy._table import PlanTable
@@ -39,12 +33,8 @@ __all__ = [
     "ConvolutionStage",
     "CostTable",
     "DeviceSpec",
-    "FabricSpec",
-    "Fit",
-    "Group",
     "Job",
     "LatentAttention",
-    "MeasuredRun",
     "MemoryUse",
     "Message",
     "MixtureOfExperts",
@@ -54,20 +44,13 @@ __all__ = [
     "PlanDemand",
     "PlanTable",
     "Prediction",
-    "QueueResult",
-    "QueuedJob",
     "SearchResult",
     "SearchSpace",
-    "Tier",
     "TimeUse",
     "axis_groups",
-    "collective_time_s",
     "device_mesh",
     "evaluate_plan",
     "evaluate_table",
-    "fabric_from_topology",
-    "fit_constants",
-    "group_period_s",
     "job_from_table",
     "load_cluster",
     "load_job",
@@ -82,9 +65,7 @@ __all__ = [
     "plan_problem",
     "plan_to_toml",
     "reached_tiers",
-    "run_queue",
     "search_plans",
     "torchtitan_config",
     "trainer_config",
-    "with_constants",
 ]

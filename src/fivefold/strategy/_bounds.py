@@ -11,9 +11,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from fivefold.collectives.pricing import FabricSpec
 from fivefold.strategy._columns import Columns
 from fivefold.strategy._device import DeviceSpec
-from fivefold.strategy._fabric import FabricSpec
 from fivefold.strategy._memory import OPTIMIZER_BYTES, WEIGHT_BYTES
 from fivefold.strategy._model import ModelSpec
 from fivefold.strategy._plan import ParallelPlan

@@ -17,12 +17,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from fivefold.collectives.pricing import FabricSpec, Tier, fabric_from_topology
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.files import read_toml
 from fivefold.network.topology import generator_names, machine_names, parse_topology
 from fivefold.strategy._device import DeviceSpec
-from fivefold.strategy._fabric import FabricSpec, Tier
-from fivefold.strategy._fabric_topology import fabric_from_topology
 from fivefold.units import parse_bytes, parse_bytes_per_s, parse_duration_s
 
 _TOP = {"name", "base", "gpus", "device", "tier", "sources", "topology"}

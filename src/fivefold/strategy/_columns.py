@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fivefold.collectives.pricing import FabricSpec, Groups, collective_time_s
 from fivefold.strategy._device import DeviceSpec
-from fivefold.strategy._fabric import FabricSpec
-from fivefold.strategy._fabric_cost import Groups
 from fivefold.strategy._layer import LayerCost, LayerKey, head_cost, mean_layer_cost
 from fivefold.strategy._model import ModelSpec
 from fivefold.strategy._table import PlanTable, decode
@@ -59,9 +58,13 @@ class Columns:
         one = p == 1
         return tuple(np.where(one, layers, count) for count in (first, middle, last))  # type: ignore[return-value]
 
-    def groups(self, size: Ints, stride: Ints) -> Groups:
-        """Groups of an axis of every plan's mesh."""
-        return Groups(size, stride, self.num_gpus)
+    def group(self, size: Ints, stride: Ints) -> Groups:
+        """The groups of an axis of every plan's mesh."""
+        return Groups(size=size, stride=stride, ranks=self.num_gpus)
+
+    def time_s(self, kind: str, size_bytes: Floats, group: Groups) -> Floats:
+        """Seconds of a collective of each plan."""
+        return collective_time_s(self.fabric, kind, size_bytes=size_bytes, group=group)
 
     def layer(self) -> tuple[dict[str, Floats], dict[str, Floats]]:
         """Costs of the mean layer and of the head, looked up by what they depend on."""

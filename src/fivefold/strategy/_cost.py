@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fivefold.collectives.pricing import FabricSpec
 from fivefold.errors import ConfigurationError
 from fivefold.strategy._device import DeviceSpec
-from fivefold.strategy._fabric import FabricSpec
 from fivefold.strategy._layer import LayerKey, head_cost, mean_layer_cost
 from fivefold.strategy._memory import MemoryUse, memory_use
 from fivefold.strategy._model import ModelSpec
@@ -101,7 +101,7 @@ def evaluate_plan(
         ...                 vocab=51200)
         >>> device = DeviceSpec(name="a100", peak_flops=312e12, memory_bytes=80e9,
         ...                     memory_bandwidth_bytes_per_s=2.0e12, multiprocessors=108)
-        >>> from fivefold.strategy._fabric import Tier
+        >>> from fivefold.collectives.pricing import Tier
         >>> node = FabricSpec(name="node", tiers=(Tier(name="node", gpus=8,
         ...                                            bandwidth_bytes_per_s=300e9),))
         >>> plan = ParallelPlan(global_batch=4, micro_batch=4, tensor=8, recompute="full")

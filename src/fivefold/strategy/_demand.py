@@ -10,10 +10,10 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
+from fivefold.collectives.pricing import FabricSpec, Tier
 from fivefold.errors import ConfigurationError
 from fivefold.strategy._cost import evaluate_plan
 from fivefold.strategy._device import DeviceSpec
-from fivefold.strategy._fabric import FabricSpec, Tier
 from fivefold.strategy._layer import LayerKey, mean_layer_cost
 from fivefold.strategy._memory import stage_parameters
 from fivefold.strategy._model import ModelSpec

@@ -9,9 +9,8 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+from fivefold.collectives.pricing import FabricSpec, Group, collective_time_s
 from fivefold.strategy._device import DeviceSpec, gemm_time_s, memory_time_s
-from fivefold.strategy._fabric import FabricSpec, Group
-from fivefold.strategy._fabric_cost import collective_time_s
 from fivefold.strategy._model import ModelSpec
 from fivefold.strategy._operators import (
     ELEMENT_BYTES,

@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from fivefold.collectives.pricing import Group
 from fivefold.errors import ConfigurationError
-from fivefold.strategy._fabric import Group
 from fivefold.strategy._model import ModelSpec
 
 PipelineSchedule = Literal[

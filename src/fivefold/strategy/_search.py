@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from fivefold.collectives.pricing import FabricSpec
 from fivefold.errors import InfeasibleError
 from fivefold.strategy._bounds import lower_bounds
 from fivefold.strategy._cost import Prediction, evaluate_plan
 from fivefold.strategy._device import DeviceSpec
-from fivefold.strategy._fabric import FabricSpec
 from fivefold.strategy._model import ModelSpec
 from fivefold.strategy._plan import ParallelPlan
 from fivefold.strategy._space import (
@@ -167,7 +167,7 @@ def search_plans(
         ...                 vocab=51200)
         >>> device = DeviceSpec(name="a100", peak_flops=312e12, memory_bytes=80e9,
         ...                     memory_bandwidth_bytes_per_s=2.0e12, multiprocessors=108)
-        >>> from fivefold.strategy._fabric import Tier
+        >>> from fivefold.collectives.pricing import Tier
         >>> node = FabricSpec(name="node", tiers=(Tier(name="node", gpus=8,
         ...                                            bandwidth_bytes_per_s=300e9),))
         >>> space = SearchSpace(num_gpus=8, global_batch=64)

@@ -15,8 +15,8 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 
+from fivefold.collectives.pricing import FabricSpec
 from fivefold.errors import ConfigurationError
-from fivefold.strategy._fabric import FabricSpec
 from fivefold.strategy._model import ModelSpec
 from fivefold.strategy._plan import (
     DTYPES,

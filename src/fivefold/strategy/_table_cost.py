@@ -12,14 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from fivefold.collectives.pricing import FabricSpec, chain_time_s
 from fivefold.strategy._columns import Columns
 from fivefold.strategy._device import DeviceSpec
-from fivefold.strategy._fabric import FabricSpec
-from fivefold.strategy._fabric_cost import (
-    all_reduce_column_s,
-    gather_column_s,
-    neighbours_column_s,
-)
 from fivefold.strategy._memory import WEIGHT_BYTES
 from fivefold.strategy._model import ModelSpec
 from fivefold.strategy._plan import WAITING_SCHEDULES
@@ -59,7 +54,7 @@ def evaluate_table(
         ...                 vocab=51200)
         >>> device = DeviceSpec(name="a100", peak_flops=312e12, memory_bytes=80e9,
         ...                     memory_bandwidth_bytes_per_s=2.0e12, multiprocessors=108)
-        >>> from fivefold.strategy._fabric import Tier
+        >>> from fivefold.collectives.pricing import Tier
         >>> node = FabricSpec(name="node", tiers=(Tier(name="node", gpus=8,
         ...                                            bandwidth_bytes_per_s=300e9),))
         >>> from fivefold.strategy._plan import ParallelPlan
@@ -221,12 +216,12 @@ def _message_s(columns: Columns) -> tuple[Floats, Floats]:
     whole = 2.0 * t.micro_batch * model.seq_len / t.context * model.hidden
     parallel = t.sequence_parallel == 1
     split = ~parallel & (t.tensor > 1) & columns.device.splits_stage_messages
-    tensor = columns.groups(t.tensor, np.ones_like(t.tensor))
-    gather_s = gather_column_s(fabric, size_bytes=whole, groups=tensor)
+    tensor = columns.group(t.tensor, np.ones_like(t.tensor))
+    gather_s = columns.time_s("all_gather", whole, tensor)
     gather_s = np.where(split & (t.pipeline > 1), gather_s, 0.0)
     size = np.where(parallel | split, whole / t.tensor, whole)
-    slowest_s, through_s = neighbours_column_s(
-        fabric, size_bytes=size, groups=columns.groups(t.pipeline, columns.pipe_stride)
+    slowest_s, through_s = chain_time_s(
+        fabric, size_bytes=size, groups=columns.group(t.pipeline, columns.pipe_stride)
     )
     return gather_s + slowest_s, (t.pipeline - 1) * gather_s + through_s
 
@@ -281,35 +276,38 @@ def _tied_s(columns: Columns) -> Floats:
     if not model.tied or model.stages:
         return np.zeros(len(t))
     size = columns.device.gradient_wire_bytes * model.vocab * model.hidden / t.tensor
-    groups = columns.groups(t.pipeline, columns.pipe_stride)
-    return all_reduce_column_s(columns.fabric, size_bytes=size, groups=groups, ends=True)
+    return columns.time_s(
+        "all_reduce_of_ends", size, columns.group(t.pipeline, columns.pipe_stride)
+    )
 
 
 def _state_messages_s(columns: Columns, kept: Floats, routed: Floats) -> tuple[Floats, Floats]:
     """Gradients reduced and parameters gathered once an iteration."""
-    t, fabric = columns.table, columns.fabric
+    t = columns.table
     wide, parameters = columns.device.gradient_wire_bytes, columns.device.parameter_wire_bytes
-    expert_stride = columns.data_stride * t.expert
-    whole = columns.groups(columns.replicas, columns.data_stride)
-    experts = columns.groups(columns.expert_replicas, expert_stride)
-    plain_s = all_reduce_column_s(fabric, size_bytes=wide * kept, groups=whole)
-    plain_s = plain_s + all_reduce_column_s(fabric, size_bytes=wide * routed, groups=experts)
+    whole = columns.group(columns.replicas, columns.data_stride)
+    experts = columns.group(columns.expert_replicas, columns.data_stride * t.expert)
+    plain_s = columns.time_s("all_reduce", wide * kept, whole)
+    plain_s = plain_s + columns.time_s("all_reduce", wide * routed, experts)
     copies = np.maximum(columns.replicas // columns.shards, 1)
-    across_s = all_reduce_column_s(
-        fabric, size_bytes=wide * kept / columns.shards,
-        groups=columns.groups(copies, columns.data_stride * columns.shards),
-    )  # fmt: skip
-    shard = columns.groups(columns.shards, columns.data_stride)
-    expert_shard = columns.groups(np.maximum(columns.shards // t.expert, 1), expert_stride)
-    scatter_s = gather_column_s(fabric, size_bytes=wide * kept, groups=shard)
-    scatter_s = scatter_s + gather_column_s(fabric, size_bytes=wide * routed, groups=expert_shard)
-    gather_s = gather_column_s(fabric, size_bytes=parameters * kept, groups=shard)
-    gather_s = gather_s + gather_column_s(
-        fabric, size_bytes=parameters * routed, groups=expert_shard
+    replica = columns.group(copies, columns.data_stride * columns.shards)
+    across_s = columns.time_s("all_reduce", wide * kept / columns.shards, replica)
+    scatter_s = np.where(t.zero == 2, columns.micro_batches, 1) * _sharing_s(
+        columns, wide * kept, wide * routed
     )
-    scatter_s = np.where(t.zero == 2, columns.micro_batches, 1) * scatter_s + across_s
-    reduce_s = np.where(t.zero == 0, plain_s, np.where(t.zero == 3, across_s, scatter_s))
+    reduce_s = np.where(t.zero == 3, across_s, scatter_s + across_s)
+    reduce_s = np.where(t.zero == 0, plain_s, reduce_s)
+    gather_s = _sharing_s(columns, parameters * kept, parameters * routed)
     return reduce_s, np.where((t.zero == 1) | (t.zero == 2), gather_s, 0.0)
+
+
+def _sharing_s(columns: Columns, kept_bytes: Floats, routed_bytes: Floats) -> Floats:
+    """Gather or scatter what ranks that share states hold, kept and routed parameters."""
+    expert = columns.table.expert
+    shard = columns.group(columns.shards, columns.data_stride)
+    experts = columns.group(np.maximum(columns.shards // expert, 1), columns.data_stride * expert)
+    kept_s = columns.time_s("all_gather", kept_bytes, shard)
+    return kept_s + columns.time_s("all_gather", routed_bytes, experts)
 
 
 def exchanging_layer(columns: Columns, layer: dict[str, Floats]) -> dict[str, Floats]:
@@ -331,21 +329,16 @@ def exchanging_layer(columns: Columns, layer: dict[str, Floats]) -> dict[str, Fl
 
 def _gathering_layer(columns: Columns, layer: dict[str, Floats]) -> dict[str, Floats]:
     """Layers of ZeRO-3 plans wait for their parameters."""
-    t, device, fabric = columns.table, columns.device, columns.fabric
+    t, device = columns.table, columns.device
     shared = t.zero == 3
     if not shared.any():
         return layer
     each = columns.model.num_layers / t.pipeline
     kept, routed = columns.parameters(1)
-    shard = columns.groups(columns.shards, columns.data_stride)
-    experts = columns.groups(
-        np.maximum(columns.shards // t.expert, 1), columns.data_stride * t.expert
-    )
     sent = []
     for width in (device.parameter_wire_bytes, device.gradient_wire_bytes):
         scale = width / device.shard_gather_share / each
-        time_s = gather_column_s(fabric, size_bytes=scale * kept, groups=shard)
-        sent.append(time_s + gather_column_s(fabric, size_bytes=scale * routed, groups=experts))
+        sent.append(_sharing_s(columns, scale * kept, scale * routed))
     forward_s = _beside(columns, layer["forward_s"], sent[0])
     backward_s = layer["input_s"] + layer["weight_s"]
     both_s = _beside(columns, backward_s, sent[0] + sent[1])

@@ -11,12 +11,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fivefold.tasks._exact import exact_schedule
 from fivefold.tasks._graph import CommunicationTask, ComputeTask, TaskGraph
 from fivefold.tasks._iteration import LayerCost, iteration_graph
 from fivefold.tasks._order import BucketCost, SendOrder, plan_send_order
 from fivefold.tasks._ordering import Ordering
-from fivefold.tasks._partition import PartitionChoice, best_partition
 from fivefold.tasks._schedule import TaskSchedule, TaskSpan
 from fivefold.tasks._scheduler import schedule_tasks
 
@@ -30,15 +28,12 @@ __all__ = [
     "ComputeTask",
     "LayerCost",
     "Ordering",
-    "PartitionChoice",
     "ScheduledReduction",
     "SendOrder",
     "SentChunk",
     "TaskGraph",
     "TaskSchedule",
     "TaskSpan",
-    "best_partition",
-    "exact_schedule",
     "iteration_graph",
     "plan_send_order",
     "schedule_tasks",

@@ -47,8 +47,6 @@ class TaskSchedule:
         graph: What was scheduled.
         spans: Stretches in the order in which they start.
         ordering: What decided.
-        optimal: Whether no schedule without chunks ends sooner, proved.
-        bound_s: A proved lower bound of the end, where one was sought.
 
     Examples:
         >>> from fivefold.tasks import ComputeTask, schedule_tasks
@@ -63,8 +61,6 @@ class TaskSchedule:
     graph: TaskGraph
     spans: tuple[TaskSpan, ...]
     ordering: str
-    optimal: bool = False
-    bound_s: float | None = None
 
     @cached_property
     def starts_s(self) -> Mapping[str, float]:

@@ -42,7 +42,6 @@ from fivefold.collectives.schedules import (
     reduce_scatter,
     scatter,
     verify,
-    verify_with_data,
 )
 from fivefold.errors import ConfigurationError
 from fivefold.network.topology import (
@@ -54,6 +53,7 @@ from fivefold.network.topology import (
     torus,
 )
 from fivefold.network.topology import ring as ring_network
+from oracles.schedule_data import verify_with_data
 
 
 @st.composite

@@ -127,7 +127,7 @@ def test_rounds_give_the_same():
 
     def work(rank):
         from fivefold.collectives.execution import _engine
-        from fivefold.collectives.execution._rounds import run_in_rounds
+        from fivefold.collectives.execution._run import run_in_rounds
 
         _engine.run_plan = run_in_rounds
         for algorithm in ("ring", "recursive_halving_doubling", "double_binary_tree", "direct"):

@@ -17,9 +17,8 @@ import pytest
 import torch
 
 from fivefold.collectives.algorithms import build_algorithm
-from fivefold.collectives.execution._lanes import Agenda, Lanes
 from fivefold.collectives.execution._plan import plan_rank
-from fivefold.collectives.execution._run import CollectiveError, Transfers, run_plan
+from fivefold.collectives.execution._run import Agenda, CollectiveError, Lanes, Transfers, run_plan
 from fivefold.collectives.lowering import OpKind, lower
 from fivefold.collectives.schedules import (
     Schedule,

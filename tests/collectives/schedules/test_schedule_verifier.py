@@ -19,10 +19,10 @@ from fivefold.collectives.schedules import (
     reduce,
     reduce_scatter,
     verify,
-    verify_with_data,
 )
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import Link, Node, Topology, line, ring
+from oracles.schedule_data import verify_with_data
 
 PLAIN = ("ring", "bidirectional_ring", "binomial_tree", "bruck", "direct", "recursive_doubling")
 

@@ -15,17 +15,7 @@ Spread = Callable[[int, Ints], Moves]
 
 
 def hierarchical_moves(owners: Ints, groups: list[Ints], *, intra: Spread, inter: Spread) -> Moves:
-    """Spread every chunk to all ranks in two levels.
-
-    Args:
-        owners: Owner of each chunk.
-        groups: Ranks of each group; groups may differ in size, then a smaller one's places repeat.
-        intra: Algorithm inside a group.
-        inter: Algorithm across groups.
-
-    Returns:
-        The moves, among all ranks.
-    """
+    """Spread every chunk to all ranks in two levels."""
     count = sum(group.size for group in groups)
     group_of, place_of = np.empty(count, dtype=np.int32), np.empty(count, dtype=np.int32)
     for number, group in enumerate(groups):

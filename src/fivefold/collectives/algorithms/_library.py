@@ -79,11 +79,7 @@ def available_algorithms(collective: Collective) -> tuple[str, ...]:
 
 
 def spread_of(name: str) -> Spread:
-    """The spreading algorithm of this name.
-
-    Raises:
-        ConfigurationError: There is none.
-    """
+    """The spreading algorithm of this name."""
     if name not in SPREADS or name in _ROOTED_SPREADS:
         allowed = [key for key in SPREADS if key not in _ROOTED_SPREADS]
         raise ConfigurationError(
@@ -102,19 +98,7 @@ def made_by(
     topology: Topology | None = None,
     ranks: Sequence[int] | None = None,
 ) -> Schedule:
-    """The schedule of an algorithm for a collective, by whichever of its forms fits.
-
-    Args:
-        name: Name of the algorithm.
-        collective: What it is to do.
-        spread: How it brings chunks from owners to all; None if it cannot.
-        exchange: How it brings each chunk from one rank to one other; None if it cannot.
-        topology: Network to keep with the schedule.
-        ranks: Rank at each place of the algorithm's numbering; None for their own order.
-
-    Raises:
-        ConfigurationError: The algorithm does not do this collective.
-    """
+    """The schedule of an algorithm for a collective, by whichever of its forms fits."""
     kind = collective.name
     if kind in _ONE_TO_ONE and exchange is not None:
         moves, sums = _exchanged(collective, exchange), 0

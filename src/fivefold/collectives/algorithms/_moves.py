@@ -17,13 +17,7 @@ Ints = NDArray[np.int32]
 
 
 class Moves(NamedTuple):
-    """Transfers as arrays of one length: chunk, source, target, step.
-
-    Examples:
-        >>> moves = moves_of([0, 1], [0, 1], [1, 0], 0)
-        >>> moves.steps.tolist()
-        [0, 0]
-    """
+    """Transfers as arrays of one length: chunk, source, target, step."""
 
     chunks: Ints
     sources: Ints

@@ -46,11 +46,6 @@ def ring(
 
     Raises:
         ConfigurationError: The algorithm does not do this collective, or the order misses a rank.
-
-    Examples:
-        >>> from fivefold.collectives.schedules import all_reduce
-        >>> ring(all_reduce(4)).num_steps
-        6
     """
     places = _ring_places(order, topology)
     return made_by("ring", collective, spread=SPREADS["ring"], topology=topology, ranks=places)
@@ -74,11 +69,6 @@ def bidirectional_ring(
 
     Raises:
         ConfigurationError: The algorithm does not do this collective, or the order misses a rank.
-
-    Examples:
-        >>> from fivefold.collectives.schedules import all_gather
-        >>> bidirectional_ring(all_gather(8)).num_steps
-        4
     """
     places, spread = _ring_places(order, topology), SPREADS["bidirectional_ring"]
     return made_by("bidirectional_ring", collective, spread=spread, topology=topology, ranks=places)
@@ -102,11 +92,6 @@ def binary_tree(collective: Collective, topology: Topology | None = None) -> Sch
 
     Raises:
         ConfigurationError: The algorithm does not do this collective.
-
-    Examples:
-        >>> from fivefold.collectives.schedules import broadcast
-        >>> binary_tree(broadcast(7, 4)).num_steps
-        5
     """
     _require_rooted("binary_tree", collective)
     return made_by("binary_tree", collective, spread=SPREADS["binary_tree"], topology=topology)
@@ -127,11 +112,6 @@ def double_binary_tree(collective: Collective, topology: Topology | None = None)
 
     References:
         Sanders, Speck and Traeff, Parallel Computing 35(12), 2009.
-
-    Examples:
-        >>> from fivefold.collectives.schedules import all_reduce, verify
-        >>> verify(double_binary_tree(all_reduce(6, 4))).num_transfers
-        40
     """
     _require_rooted("double_binary_tree", collective)
     spread = SPREADS["double_binary_tree"]
@@ -155,11 +135,6 @@ def binomial_tree(collective: Collective, topology: Topology | None = None) -> S
 
     Raises:
         ConfigurationError: The algorithm does not do this collective.
-
-    Examples:
-        >>> from fivefold.collectives.schedules import broadcast, scatter
-        >>> binomial_tree(broadcast(9)).num_steps, binomial_tree(scatter(8)).num_transfers
-        (4, 12)
     """
     if collective.name in ("scatter", "gather"):
         exchange = binomial_exchange_moves
@@ -183,11 +158,6 @@ def recursive_doubling(collective: Collective, topology: Topology | None = None)
 
     Raises:
         ConfigurationError: The algorithm does not do this collective.
-
-    Examples:
-        >>> from fivefold.collectives.schedules import all_reduce
-        >>> recursive_doubling(all_reduce(8, 1)).num_steps
-        3
     """
     name = "recursive_doubling"
     if collective.name != "all_reduce":
@@ -216,11 +186,6 @@ def recursive_halving_doubling(
 
     References:
         Thakur, Rabenseifner and Gropp, Int. J. High Perform. Comput. Appl. 19(1), 2005.
-
-    Examples:
-        >>> from fivefold.collectives.schedules import all_reduce
-        >>> recursive_halving_doubling(all_reduce(8)).num_steps
-        6
     """
     name = "recursive_halving_doubling"
     return made_by(name, collective, spread=SPREADS[name], topology=topology)
@@ -242,11 +207,6 @@ def bruck(collective: Collective, topology: Topology | None = None, *, radix: in
 
     References:
         Bruck et al., IEEE TPDS 8(11), 1997.
-
-    Examples:
-        >>> from fivefold.collectives.schedules import all_gather, all_to_all
-        >>> bruck(all_gather(6)).num_steps, bruck(all_to_all(8)).num_steps
-        (3, 3)
     """
     if radix < 2:
         raise ConfigurationError(f"radix is {radix}", hint="digits need a base of at least 2")
@@ -278,11 +238,6 @@ def pat(
 
     References:
         Jeaugey, arXiv 2506.20252.
-
-    Examples:
-        >>> from fivefold.collectives.schedules import all_gather
-        >>> pat(all_gather(16)).num_steps, pat(all_gather(16), most_chunks=2).num_steps
-        (4, 8)
     """
     if most_chunks is not None and most_chunks < 1:
         raise ConfigurationError(
@@ -304,11 +259,6 @@ def one_shot(collective: Collective, topology: Topology | None = None) -> Schedu
 
     Raises:
         ConfigurationError: The collective is no all-reduce.
-
-    Examples:
-        >>> from fivefold.collectives.schedules import all_reduce
-        >>> one_shot(all_reduce(4, 1)).num_transfers
-        12
     """
     if collective.name != "all_reduce":
         made_by("one_shot", collective)  # raises, and says what there is

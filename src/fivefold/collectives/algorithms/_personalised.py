@@ -53,10 +53,7 @@ def bruck_exchange_moves(
 
 
 def grouped_exchange_moves(chunks: Ints, sources: Ints, targets: Ints, groups: list[Ints]) -> Moves:
-    """First inside the group to the member with the target's place, then across groups.
-
-    A rank so sends to few others outside its group, and what it sends them is larger.
-    """
+    """First inside the group to the member with the target's place, then across groups."""
     chunks, sources, targets = _travelling(chunks, sources, targets)
     count = sum(group.size for group in groups)
     group_of, place_of = np.empty(count, dtype=np.int32), np.empty(count, dtype=np.int32)

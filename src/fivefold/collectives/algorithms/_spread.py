@@ -44,10 +44,7 @@ def ring_moves(n: int, owners: Ints) -> Moves:
 
 
 def bidirectional_ring_moves(n: int, owners: Ints) -> Moves:
-    """Every chunk goes half way round in each direction.
-
-    With n even one direction is one hop longer; it changes from one chunk of a rank to the next.
-    """
+    """Every chunk goes half way round in each direction."""
     order = np.argsort(owners, kind="stable").astype(np.int32)
     begins = np.searchsorted(owners[order], owners[order])
     odd = (np.arange(owners.size) - begins) % 2 == 1  # the second, fourth, ... of its owner
@@ -60,13 +57,7 @@ def bidirectional_ring_moves(n: int, owners: Ints) -> Moves:
 
 
 def core_ranks(n: int) -> tuple[Ints, Ints]:
-    """The largest power of two of ranks, and for each rank the place of its partner in it.
-
-    Of the first 2 (n - P) ranks the even ones are folded onto the odd ones after them.
-
-    Returns:
-        Rank of each place in the core, int32 [P]; place of each rank or of its partner, int32 [n].
-    """
+    """The largest power of two of ranks, and for each rank the place of its partner in it."""
     size = 1 << (n.bit_length() - 1)
     extra = n - size
     core = np.concatenate([2 * np.arange(extra) + 1, np.arange(2 * extra, n)]).astype(np.int32)
@@ -76,11 +67,7 @@ def core_ranks(n: int) -> tuple[Ints, Ints]:
 
 
 def recursive_doubling_moves(n: int, owners: Ints) -> Moves:
-    """In step s everyone exchanges all it has with the rank that differs in bit s.
-
-    Where n is no power of two, the ranks too many give theirs to a partner first and get
-    everything from it at last.
-    """
+    """In step s everyone exchanges all it has with the rank that differs in bit s."""
     core, places = core_ranks(n)
     folded = core[places[owners]]
     chunks = np.arange(owners.size, dtype=np.int32)
@@ -116,11 +103,7 @@ def bruck_moves(n: int, owners: Ints) -> Moves:
 
 
 def pat_moves(n: int, owners: Ints, *, most_chunks: int | None = None) -> Moves:
-    """A binomial tree for each owner, far ranks first, so that long ways carry few chunks.
-
-    A message carries at most ``most_chunks`` chunks of different owners: the upper part of the
-    trees takes a logarithmic number of steps, the rest goes one edge of the subtrees at a time.
-    """
+    """A binomial tree for each owner, far ranks first, so that long ways carry few chunks."""
     bits = max(n - 1, 0).bit_length()
     top = bits
     if most_chunks is not None and most_chunks < 1 << max(bits - 1, 0):
@@ -193,10 +176,7 @@ def _in_order_parents(n: int) -> Ints:
 
 
 def double_tree_moves(n: int, owners: Ints) -> Moves:
-    """Even and odd chunks go down two trees; a leaf of one forwards in the other.
-
-    The owner of all chunks stands outside both trees and feeds their roots.
-    """
+    """Even and odd chunks go down two trees; a leaf of one forwards in the other."""
     if n < 2 or not owners.size:
         return no_moves()
     root = int(owners[0])

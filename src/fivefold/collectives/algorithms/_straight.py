@@ -37,12 +37,6 @@ def direct(collective: Collective, topology: Topology | None = None) -> Schedule
 
     Raises:
         ConfigurationError: The collective is a custom one that sums.
-
-    Examples:
-        >>> from fivefold.collectives.schedules import all_to_all, custom
-        >>> one_way = custom(3, [(0, 1)], post=[(0, 2)])
-        >>> direct(all_to_all(3)).num_transfers, direct(one_way).num_steps
-        (6, 1)
     """
     if collective.name == "custom" and not collective.reducing:
         moves = _from_nearest_holder(collective)
@@ -75,11 +69,6 @@ def direct_all_to_all(collective: Collective, topology: Topology | None = None) 
 
     Raises:
         ConfigurationError: The collective is no all-to-all.
-
-    Examples:
-        >>> from fivefold.collectives.schedules import all_to_allv
-        >>> direct_all_to_all(all_to_allv([[0, 1], [0, 0]])).num_transfers
-        1
     """
     _require_all_to_all("direct_all_to_all", collective)
     return direct(collective, topology)
@@ -97,11 +86,6 @@ def pairwise_all_to_all(collective: Collective, topology: Topology | None = None
 
     Raises:
         ConfigurationError: The collective is no all-to-all.
-
-    Examples:
-        >>> from fivefold.collectives.schedules import all_to_all
-        >>> pairwise_all_to_all(all_to_all(6)).num_steps
-        5
     """
     _require_all_to_all("pairwise_all_to_all", collective)
     exchange = pairwise_exchange_moves
@@ -141,12 +125,6 @@ def hierarchical(
     Raises:
         ConfigurationError: There are no groups, they miss a rank, or an algorithm cannot be a
             level.
-
-    Examples:
-        >>> from fivefold.collectives.schedules import all_reduce
-        >>> schedule = hierarchical(all_reduce(8), groups=[range(4), range(4, 8)])
-        >>> schedule.num_steps
-        8
     """
     members = _checked_groups(collective, topology, groups)
     levels = {"intra": spread_of(intra), "inter": spread_of(inter)}

@@ -18,13 +18,7 @@ def one_shot_sums(n: int, num_chunks: int) -> tuple[Moves, int]:
 
 
 def doubling_sums(n: int, num_chunks: int) -> tuple[Moves, int]:
-    """In step s everyone swaps and adds its whole sum with the rank that differs in bit s.
-
-    Ranks beyond a power of two add theirs to a partner's first and get the sum at last.
-
-    Returns:
-        The moves, and how many of them, from the first on, are sums.
-    """
+    """In step s everyone swaps and adds its whole sum with the rank that differs in bit s."""
     core, places = core_ranks(n)
     chunks: Ints = np.arange(num_chunks, dtype=np.int32)[None, :]
     outside = np.flatnonzero(core[places] != np.arange(n)).astype(np.int32)[:, None]

@@ -43,9 +43,6 @@ class GlooHosts:
 
     Args:
         group: ``dist.ProcessGroupGloo``, or a process group whose CPU backend it is.
-
-    Examples:
-        See ``docs/guides/aggregation.md``: it takes several processes.
     """
 
     def __init__(self, group: Any) -> None:
@@ -92,18 +89,7 @@ class GlooHosts:
 
 
 class SwitchRoute:
-    """One group's way through the switch.
-
-    Args:
-        store: The group's store.
-        rank: Rank in the group.
-        size: Ranks of the group.
-        timeout: Longest wait for the hosts.
-        settings: Settings of the backend; ``aggregation`` is the switch's address.
-
-    Examples:
-        See ``docs/guides/aggregation.md``: it takes several processes.
-    """
+    """One group's way through the switch."""
 
     def __init__(
         self, store: Any, *, rank: int, size: int, timeout: Any, settings: Settings
@@ -126,13 +112,7 @@ class SwitchRoute:
         )
 
     def takes(self, name: str, tensor: torch.Tensor, operation: Any) -> bool:
-        """Whether such a collective goes through the switch: the same on all ranks.
-
-        Args:
-            name: Name of the collective.
-            tensor: Its buffer.
-            operation: How values are combined, without torch's wrapper.
-        """
+        """Whether such a collective goes through the switch: the same on all ranks."""
         return (
             name == "all_reduce"
             and operation in _SUMS

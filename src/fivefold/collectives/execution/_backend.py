@@ -26,10 +26,6 @@ class FivefoldGroup(Collectives, _ProcessGroup):
 
     Args:
         engine: The engine.
-
-    Examples:
-        >>> issubclass(FivefoldGroup, dist.ProcessGroup)
-        True
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -158,12 +154,6 @@ def _create(options: Any, backend_options: Any = None) -> Any:
 
 
 def register_backend() -> None:
-    """Make ``init_process_group(backend="fivefold")`` work; done by importing the room.
-
-    Examples:
-        >>> register_backend()
-        >>> BACKEND in dist.Backend.backend_list
-        True
-    """
+    """Make ``init_process_group(backend="fivefold")`` work; done by importing the room."""
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])

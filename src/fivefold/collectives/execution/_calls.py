@@ -37,33 +37,17 @@ class CollectiveError(CommunicationError, dist.DistBackendError):
     """A collective failed or timed out: names collective, rank and peer.
 
     It is also what torch raises for failures of a backend, hence a ``RuntimeError``.
-
-    Examples:
-        >>> issubclass(CollectiveError, RuntimeError), issubclass(CollectiveError, OSError)
-        (True, True)
     """
 
 
 class CallKind(NamedTuple):
-    """What all ranks must call alike.
+    """What all ranks must call alike."""
 
-    Args:
-        name: Name of the collective.
-        size_bytes: Size that all ranks see; -1 where it may differ.
-        dtype: Type of the elements; None where there are none.
-        operation: How values are combined; None where they are not.
-        root: Rank that sends to all or receives from all; -1 where there is none.
-
-    Examples:
-        >>> print(CallKind("broadcast", 16, torch.float32, root=1))
-        broadcast of 16 bytes of float32 from or to rank 1
-    """
-
-    name: str
-    size_bytes: int = -1
-    dtype: torch.dtype | None = None
-    operation: Any = None
-    root: int = -1
+    name: str  # name of the collective
+    size_bytes: int = -1  # size that all ranks see; -1 where it may differ
+    dtype: torch.dtype | None = None  # type of the elements; None where there are none
+    operation: Any = None  # how values are combined; None where they are not
+    root: int = -1  # rank that sends to all or receives from all; -1 where there is none
 
     def __str__(self) -> str:
         words = [self.name]
@@ -79,20 +63,7 @@ class CallKind(NamedTuple):
 
 
 class CallLog:
-    """The calls of one group on one rank.
-
-    Args:
-        store: The group's store, over a connection of its own: it is used while others wait.
-        rank: Rank in the group.
-        size: Ranks of the group.
-        groups: Returns the gloo groups whose connections may be waited on.
-
-    Examples:
-        >>> log = CallLog(dist.HashStore(), rank=0, size=1, groups=list)
-        >>> log.begin(CallKind("barrier")) != log.begin(CallKind("barrier"))
-        True
-        >>> log.close()
-    """
+    """The calls of one group on one rank."""
 
     def __init__(
         self, store: Any, *, rank: int, size: int, groups: Callable[[], Iterable[Any]]
@@ -110,17 +81,7 @@ class CallLog:
         store.set(self._key(rank), "[]")
 
     def begin(self, kind: CallKind) -> int:
-        """Number a call.
-
-        Args:
-            kind: What all ranks must call alike.
-
-        Returns:
-            The first tag of its messages.
-
-        Raises:
-            CollectiveError: An earlier collective of this group has failed.
-        """
+        """Number a call."""
         self.check()
         self._number += 1
         self._last.append((self._number, kind))
@@ -135,11 +96,7 @@ class CallLog:
         self._last.pop()
 
     def check(self) -> None:
-        """Raise where the group cannot go on.
-
-        Raises:
-            CollectiveError: An earlier collective of this group has failed.
-        """
+        """Raise where the group cannot go on."""
         if self.failure is not None:
             raise CollectiveError(
                 f"an earlier collective of this group failed: {self.failure}",
@@ -147,20 +104,12 @@ class CallLog:
             ) from self.failure
 
     def check_reason(self) -> None:
-        """Raise where the ranks have called different collectives.
-
-        Raises:
-            CollectiveError: They have.
-        """
+        """Raise where the ranks have called different collectives."""
         if self.reason is not None:
             raise CollectiveError(self.reason)
 
     def watch(self, is_completed: Callable[[], bool]) -> None:
-        """Look after the call that was begun last: it should end.
-
-        Args:
-            is_completed: Whether it has.
-        """
+        """Look after the call that was begun last: it should end."""
         self._open = (time.monotonic(), is_completed)
         if self._thread is None and self._size > 1:
             self._thread = threading.Thread(
@@ -169,16 +118,7 @@ class CallLog:
             self._thread.start()
 
     def explain(self, error: BaseException, *, by_inner: bool = False) -> BaseException:
-        """Note that the group cannot go on.
-
-        Args:
-            error: What a collective ended with.
-            by_inner: Whether the inner group failed: unless the ranks' calls differ, it knows best
-                whether it can go on, for not all of its errors are those of connections.
-
-        Returns:
-            The error to raise: the ranks' different calls, where those are the cause.
-        """
+        """Note that the group cannot go on."""
         if not self._closed.is_set():
             with contextlib.suppress(RuntimeError):  # the store may be gone with rank 0
                 self._read_reason()

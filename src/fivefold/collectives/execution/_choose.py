@@ -13,12 +13,11 @@ import json
 import logging
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from fivefold.collectives.algorithms import build_algorithm
-from fivefold.collectives.execution._candidates import candidate_schedules, library_names
+from fivefold.collectives.algorithms import available_algorithms, build_algorithm
 from fivefold.collectives.execution._cost import load_bound_s, predict_s, schedule_s, with_work_s
 from fivefold.collectives.execution._settings import Settings, registered_algorithms
 from fivefold.collectives.lowering import Program, lower
@@ -26,9 +25,10 @@ from fivefold.collectives.schedules import (
     Collective,
     Schedule,
     broadcast,
+    compose_all_reduce,
     named_collective,
 )
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, FivefoldError
 from fivefold.network.topology import Topology
 
 _log = logging.getLogger(__name__)
@@ -49,10 +49,6 @@ class Choice:
         inner_s: Predicted time of the inner backend; 0 where it was not asked for.
         size_bytes: Size that it was chosen for.
         others: Predicted times of the other candidates.
-
-    Examples:
-        >>> Choice.from_bytes(Choice("inner", None, 1.0, 1.0, 4).to_bytes()).label
-        'inner'
     """
 
     label: str
@@ -77,12 +73,7 @@ class Choice:
 
 
 def size_class(size_bytes: int) -> int:
-    """The power of two that stands for a size.
-
-    Examples:
-        >>> size_class(1000), size_class(1024), size_class(0)
-        (1024, 1024, 1)
-    """
+    """The power of two that stands for a size."""
     return 1 << max(size_bytes - 1, 0).bit_length()
 
 
@@ -251,3 +242,87 @@ def _inner_s(
         if same == "all_reduce":
             schedule = schedule.replicated(_INNER_PIECES)
     return schedule_s(schedule, topology, size_bytes=size_bytes, message_s=settings.inner_message_s)
+
+
+_SKIPPED = ("in_network_tree",)  # needs switches that aggregate
+_TREES = "trees"
+_ROOTED = "rooted_trees"
+_MOST_TREES = 8  # of each root: more trees are more and smaller messages
+_TREE_COUNTS = (1, 2, 4)
+_STEPS_OF_SMALLEST = 4
+_MOST_ROOTS = 16
+
+
+def library_names(collective: Collective) -> list[str]:
+    """Names of the algorithms that may be asked for."""
+    library = [name for name in available_algorithms(collective) if name not in _SKIPPED]
+    return [*library, _TREES, *([_ROOTED] if collective.name == "all_reduce" else [])]
+
+
+def candidate_schedules(
+    collective: Collective, topology: Topology, asked: str
+) -> Iterator[tuple[str, Schedule]]:
+    """Schedules for a collective on a topology, by name."""
+    for name in library_names(collective):
+        if asked not in ("auto", name):
+            continue
+        try:
+            yield from _schedules_of(name, collective, topology)
+        except FivefoldError as error:
+            _log.debug("%s does not fit %s: %s", name, topology.name, error)
+
+
+def _schedules_of(
+    name: str, collective: Collective, topology: Topology
+) -> Iterator[tuple[str, Schedule]]:
+    if name == _TREES:
+        for schedule in _tree_schedules(collective, topology):
+            yield name, schedule
+    elif name == _ROOTED:
+        for schedule in _rooted_schedules(topology):
+            yield name, schedule
+    else:
+        yield name, build_algorithm(name, collective, topology)
+
+
+def _tree_schedules(collective: Collective, topology: Topology) -> Iterator[Schedule]:
+    from fivefold.collectives.synthesis import spanning_trees  # noqa: PLC0415 - loads a solver
+
+    if collective.name == "all_to_all":
+        return
+    root = collective.root if collective.name == "broadcast" else None
+    rounded = _rounded(topology)
+    counts: set[int] = set()
+    for k in (None, *_TREE_COUNTS):
+        packing = spanning_trees(rounded, k=k, root=root)
+        if packing.k in counts or packing.k > _MOST_TREES:
+            continue
+        counts.add(packing.k)
+        yield packing.to_schedule(collective.name, chunks=packing.k)
+
+
+def _rooted_schedules(topology: Topology) -> Iterator[Schedule]:
+    """All-reduce as a reduction to one rank and a broadcast from it, both down the same trees."""
+    from fivefold.collectives.synthesis import spanning_trees  # noqa: PLC0415 - loads a solver
+
+    rounded = _rounded(topology)
+    for root in range(min(topology.num_ranks, _MOST_ROOTS)):
+        for k in _TREE_COUNTS[:2]:
+            packing = spanning_trees(rounded, k=k, root=root)
+            spread = packing.to_schedule("broadcast", chunks=packing.k)
+            # Sums run against the links' direction: neither half keeps the routes of the other.
+            spread = spread.replaced(topology=None, route_offsets=None, route_links=None)
+            yield compose_all_reduce(spread.inverted(), spread, name=_ROOTED)
+
+
+def _rounded(topology: Topology) -> Topology:
+    unit = min(float(rate) for rate in topology.capacities_bytes_per_s) / _STEPS_OF_SMALLEST
+    return topology.with_links(
+        replace(
+            link,
+            bandwidth_bytes_per_s=float(max(round(link.capacity_bytes_per_s / unit), 1)),
+            count=1,
+            latency_s=0.0,
+        )
+        for link in topology.links
+    )

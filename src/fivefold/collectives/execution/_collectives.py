@@ -23,12 +23,7 @@ _Tensor = torch.Tensor
 
 
 class Collectives:
-    """Mixed into a process group or a backend class of torch; both hold an engine.
-
-    Examples:
-        >>> callable(Collectives.allreduce)
-        True
-    """
+    """Mixed into a process group or a backend class of torch; both hold an engine."""
 
     engine: Engine
 

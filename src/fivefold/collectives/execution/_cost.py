@@ -33,12 +33,6 @@ class LinkClock:
         topology: The network; its ranks are the program's.
         chunk_bytes: Bytes of one chunk slot.
         message_s: Software cost of one message.
-
-    Examples:
-        >>> from fivefold.network.topology import switch
-        >>> clock = LinkClock(switch(2, bandwidth="1 kB/s"), chunk_bytes=500.0, message_s=0.0)
-        >>> clock(0.0, 0, 1, 2), clock(0.0, 0, 1, 2)
-        (1.0, 2.0)
     """
 
     topology: Topology
@@ -86,15 +80,6 @@ def predict_s(
 
     Returns:
         Seconds.
-
-    Examples:
-        >>> from fivefold.collectives.algorithms import ring
-        >>> from fivefold.collectives.lowering import lower
-        >>> from fivefold.collectives.schedules import all_reduce
-        >>> from fivefold.network.topology import switch
-        >>> program = lower(ring(all_reduce(4)))
-        >>> predict_s(program, switch(4, bandwidth="1 MB/s"), size_bytes=1e6)
-        1.5
     """
     if program.collective.num_chunks == 0:
         return 0.0
@@ -106,46 +91,14 @@ def predict_s(
 def with_work_s(
     time_s: float, handled: Sequence[int], *, message_work_s: float, shared_cores: int
 ) -> float:
-    """Time of a collective with the processors' work for its messages.
-
-    Args:
-        time_s: Time that links and latencies need.
-        handled: Messages that each rank sends or receives.
-        message_work_s: Processor time of one message, at both ends together.
-        shared_cores: Cores that all ranks share; 0 where each rank has its own.
-
-    Returns:
-        Seconds.
-
-    Examples:
-        >>> with_work_s(1.0, [4, 4], message_work_s=0.5, shared_cores=0)
-        1.0
-        >>> with_work_s(1.0, [4, 4], message_work_s=0.5, shared_cores=2)
-        2.0
-    """
+    """Time of a collective with the processors' work for its messages."""
     if shared_cores:
         return time_s + sum(handled) * message_work_s / 2 / shared_cores
     return max(time_s, max(handled, default=0) * message_work_s / 2)
 
 
 def load_bound_s(schedule: Schedule, topology: Topology, size_bytes: float) -> float:
-    """Time of a schedule's fullest link: no order and no pipeline makes it faster.
-
-    Args:
-        schedule: The schedule; messages take the topology's shortest routes.
-        topology: The network.
-        size_bytes: Size of the collective.
-
-    Returns:
-        Seconds.
-
-    Examples:
-        >>> from fivefold.collectives.algorithms import ring
-        >>> from fivefold.collectives.schedules import all_reduce
-        >>> from fivefold.network.topology import switch
-        >>> load_bound_s(ring(all_reduce(4)), switch(4, bandwidth="1 MB/s"), 1e6)
-        1.5
-    """
+    """Time of a schedule's fullest link: no order and no pipeline makes it faster."""
     sizes = np.asarray(schedule.collective.chunk_bytes(size_bytes))[schedule.chunks]
     load = np.zeros(topology.num_links)
     for pair, sent in _sent_by_pair(schedule, topology, sizes):
@@ -185,26 +138,7 @@ def schedule_s(
     message_s: float = 0.0,
     shared_link_share: float = 1.0,
 ) -> float:
-    """Time of a schedule in the fluid model.
-
-    Args:
-        schedule: The schedule; messages take the topology's shortest routes.
-        topology: The network.
-        size_bytes: Size of the collective.
-        message_s: Software cost of one message.
-        shared_link_share: What links carry of their capacity where several connections meet.
-
-    Returns:
-        Seconds.
-
-    Examples:
-        >>> from fivefold.collectives.algorithms import ring
-        >>> from fivefold.collectives.schedules import all_reduce
-        >>> from fivefold.network.topology import switch
-        >>> network = switch(4, bandwidth="1 MB/s")
-        >>> round(schedule_s(ring(all_reduce(4)), network, size_bytes=1e6), 6)
-        1.5
-    """
+    """Time of a schedule in the fluid model."""
     bare = schedule.replaced(topology=None, route_offsets=None, route_links=None)
     costed = with_message_cost(topology, message_s)
     if shared_link_share < 1:
@@ -213,13 +147,7 @@ def schedule_s(
 
 
 def with_message_cost(topology: Topology, message_s: float) -> Topology:
-    """The topology with a message's software cost on every link that leaves a rank.
-
-    Examples:
-        >>> from fivefold.network.topology import switch
-        >>> sorted(set(with_message_cost(switch(2), 1e-3).latencies_s.tolist()))
-        [0.0, 0.001]
-    """
+    """The topology with a message's software cost on every link that leaves a rank."""
     if not message_s:
         return topology
     ranks = {node.name for node in topology.nodes if node.is_rank}

@@ -25,10 +25,8 @@ from fivefold.collectives.execution._aggregation import SwitchRoute
 from fivefold.collectives.execution._calls import CallKind, CallLog, CollectiveError
 from fivefold.collectives.execution._choose import Choice, choose, size_class
 from fivefold.collectives.execution._cost import LinkClock
-from fivefold.collectives.execution._lanes import Lanes
 from fivefold.collectives.execution._plan import RankPlan, plan_rank
-from fivefold.collectives.execution._rounds import run_in_rounds
-from fivefold.collectives.execution._run import Transfers, run_plan
+from fivefold.collectives.execution._run import Lanes, Transfers, run_in_rounds, run_plan
 from fivefold.collectives.execution._settings import (
     CHOOSABLE,
     Settings,
@@ -67,49 +65,20 @@ _ADDABLE = {
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One collective on flat, contiguous buffers.
+    """One collective on flat, contiguous buffers."""
 
-    Args:
-        name: Name of the collective.
-        inputs: Input buffer.
-        outputs: Output buffer; the same as ``inputs`` for an all-reduce or a broadcast.
-        unit: Elements of the unit that is cut into chunks; see :meth:`Layout.offsets`.
-        size_bytes: Size as :meth:`Collective.chunk_bytes` counts it.
-        agreed: Whether every rank sees this size; else they tell each other first.
-        operation: How values are combined; None where they are not.
-        root: Root of a broadcast.
-
-    Examples:
-        >>> data = torch.ones(4)
-        >>> Call(name="broadcast", inputs=data, outputs=data, unit=4, size_bytes=16).root
-        0
-    """
-
-    name: str
+    name: str  # name of the collective
     inputs: torch.Tensor
-    outputs: torch.Tensor
-    unit: int
-    size_bytes: int
-    agreed: bool = True
-    operation: Any = None
-    root: int = 0
+    outputs: torch.Tensor  # output buffer; the same as ``inputs`` for an all-reduce or a broadcast
+    unit: int  # elements of the unit that is cut into chunks; see :meth:`Layout.offsets`
+    size_bytes: int  # size as :meth:`Collective.chunk_bytes` counts it
+    agreed: bool = True  # whether every rank sees this size; else they tell each other first
+    operation: Any = None  # how values are combined; None where they are not
+    root: int = 0  # root of a broadcast
 
 
 class Engine:
-    """Algorithms of one group on one rank.
-
-    Args:
-        store: The group's store.
-        rank: Rank in the group.
-        size: Ranks of the group.
-        timeout: Longest wait for one message.
-        ranks: Global rank of each rank of the group.
-        world_size: Ranks of the job.
-        settings: Settings of the backend.
-
-    Examples:
-        See ``examples/collectives_backend.py``: it takes several processes.
-    """
+    """Algorithms of one group on one rank."""
 
     def __init__(
         self,
@@ -227,11 +196,7 @@ class Engine:
     # -- choosing ------------------------------------------------------------------------------
 
     def choice(self, name: str, size_bytes: int, *, root: int = 0) -> Choice:
-        """What runs a collective of a size: the same on all ranks.
-
-        Raises:
-            CollectiveError: Rank 0 did not say in time what it chose.
-        """
+        """What runs a collective of a size: the same on all ranks."""
         key = (name, root, size_class(size_bytes))
         if key not in self._choices:
             self._choices[key] = self._agree(key)
@@ -319,20 +284,7 @@ class Engine:
         opts: Any,
         finish: Callable[[], None] | None = None,
     ) -> Any:
-        """Run a collective: by an algorithm of its own where there is one, else by the inner group.
-
-        Args:
-            kind: What all ranks must call alike.
-            call: The collective on flat buffers; None where only the inner group can do it.
-            inner: Calls the inner group.
-            tensors: What is sent, for the profiler and for the stream.
-            results: What the work's future resolves to.
-            opts: Torch's options: timeout, and whether the caller goes on at once.
-            finish: Called when the buffers are done, before the work is.
-
-        Returns:
-            The work.
-        """
+        """Run a collective by an algorithm of its own, or else by the inner group."""
         tag = self._calls.begin(kind)
         end_event = profiler_event(kind.name, tensors)
         if end_event is None and not self._needs_job(call, finish):

@@ -30,12 +30,7 @@ _PER_RANK = {"all_gather", "reduce_scatter"}
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Adjacent chunk slots of a buffer: from ``first`` up to, and without, ``last``.
-
-    Examples:
-        >>> Span(Buffer.OUTPUT, 0, 2).last
-        2
-    """
+    """Adjacent chunk slots of a buffer: from ``first`` up to, and without, ``last``."""
 
     buffer: Buffer
     first: int
@@ -44,85 +39,40 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One operation of this rank.
+    """One operation of this rank."""
 
-    Args:
-        kind: What it does.
-        read: Slots that are read; None where it reads none.
-        write: Slots that are written; None where it writes none.
-        receive_peer: Rank that it receives from; -1 none.
-        send_peer: Rank that it sends to; -1 none.
-        receive_channel: Queue of what it receives.
-        send_channel: Queue of what it sends.
-        after: Earlier tasks that must be done first: they write what it reads, or use what it
-            writes.
-        sends_after: The task that sends before it in the same queue; -1 for none.
-        settle: Earlier tasks whose sends read the slots that it writes.
-        level: Round in which it runs, where all ranks go in rounds.
-        sent_level: Round in which what it receives was sent; -1 where it receives nothing.
-
-    Examples:
-        >>> span = Span(Buffer.INPUT, 0, 1)
-        >>> Task(OpKind.SEND, span, None, -1, 1, 0, 0, (), -1, (), 0, -1).send_peer
-        1
-    """
-
-    kind: OpKind
-    read: Span | None
-    write: Span | None
-    receive_peer: int
-    send_peer: int
-    receive_channel: int
-    send_channel: int
+    kind: OpKind  # what it does
+    read: Span | None  # slots that are read; None where it reads none
+    write: Span | None  # slots that are written; None where it writes none
+    receive_peer: int  # rank that it receives from; -1 none
+    send_peer: int  # rank that it sends to; -1 none
+    receive_channel: int  # queue of what it receives
+    send_channel: int  # queue of what it sends
+    # earlier tasks that must be done first: they write what it reads, or use what it writes
     after: tuple[int, ...]
-    sends_after: int
-    settle: tuple[int, ...]
-    level: int
-    sent_level: int
+    sends_after: int  # the task that sends before it in the same queue; -1 for none
+    settle: tuple[int, ...]  # earlier tasks whose sends read the slots that it writes
+    level: int  # round in which it runs, where all ranks go in rounds
+    sent_level: int  # round in which what it receives was sent; -1 where it receives nothing
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """All that one rank needs to run a program.
+    """All that one rank needs to run a program."""
 
-    Args:
-        tasks: In the order in which they are carried out.
-        layout: Where chunks lie for a given number of elements.
-        num_rounds: Rounds, where all ranks go in rounds.
-
-    Examples:
-        >>> from fivefold.collectives.algorithms import ring
-        >>> from fivefold.collectives.lowering import lower
-        >>> from fivefold.collectives.schedules import all_gather
-        >>> plan_rank(lower(ring(all_gather(2))), rank=0).tasks[0].send_peer
-        1
-    """
-
-    tasks: tuple[Task, ...]
-    layout: Layout
-    num_rounds: int
+    tasks: tuple[Task, ...]  # in the order in which they are carried out
+    layout: Layout  # where chunks lie for a given number of elements
+    num_rounds: int  # rounds, where all ranks go in rounds
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Chunk of every slot, from which follows where each slot begins.
+    """Chunk of every slot, from which follows where each slot begins."""
 
-    Args:
-        inputs: Chunk of each input slot.
-        outputs: Chunk of each output slot.
-        scratch: Chunk of each scratch slot; -1 where it holds several over time.
-        parts: Chunks that one rank's unit of elements is cut into.
-
-    Examples:
-        >>> layout = Layout(np.array([0, 1]), np.array([0, 1]), np.array([], int), parts=2)
-        >>> layout.offsets(5)[Buffer.OUTPUT]
-        [0, 2, 5]
-    """
-
-    inputs: np.ndarray
-    outputs: np.ndarray
-    scratch: np.ndarray
-    parts: int
+    inputs: np.ndarray  # chunk of each input slot
+    outputs: np.ndarray  # chunk of each output slot
+    scratch: np.ndarray  # chunk of each scratch slot; -1 where it holds several over time
+    parts: int  # chunks that one rank's unit of elements is cut into
 
     @property
     def even_only(self) -> bool:
@@ -130,16 +80,7 @@ class Layout:
         return bool((self.scratch < 0).any())
 
     def offsets(self, unit: int) -> dict[Buffer, list[int]]:
-        """Element at which each slot begins, and the end of the last one.
-
-        Args:
-            unit: Elements of an all-reduce's or a broadcast's buffer, of one rank's share of an
-                all-gather or a reduce-scatter, of what goes from one rank to another in an
-                all-to-all.
-
-        Returns:
-            Offsets by buffer.
-        """
+        """Element at which each slot begins, and the end of the last one."""
         edges = np.arange(self.parts + 1, dtype=np.int64) * unit // self.parts
         widths = np.diff(edges)
         found = {}
@@ -154,23 +95,7 @@ class Layout:
 
 
 def plan_rank(program: Program, *, rank: int, arrival_s: Arrival | None = None) -> RankPlan:
-    """Compile a program for one rank.
-
-    Args:
-        program: A program that :func:`check_program` accepts.
-        rank: The rank.
-        arrival_s: When messages arrive, for the order; see :func:`run_order`.
-
-    Returns:
-        The plan.
-
-    Examples:
-        >>> from fivefold.collectives.algorithms import ring
-        >>> from fivefold.collectives.lowering import lower
-        >>> from fivefold.collectives.schedules import all_reduce
-        >>> [task.kind.value for task in plan_rank(lower(ring(all_reduce(2))), rank=1).tasks]
-        ['s', 'rrcs', 'r']
-    """
+    """Compile a program for one rank."""
     order = run_order(program, arrival_s=arrival_s)
     chunks = _chunks_of_cells(program, order, rank)
     rounds = _rounds(order)
@@ -187,10 +112,7 @@ def plan_rank(program: Program, *, rank: int, arrival_s: Arrival | None = None) 
 
 
 def _rounds(order: list[Executed]) -> list[int]:
-    """The round of each operation if a message takes one round and all ranks go in step.
-
-    An operation comes no earlier than those before it in its block and those it waits for.
-    """
+    """The round of each operation if a message takes one round and all ranks go in step."""
     rounds: list[int] = []
     last: dict[tuple[int, int], int] = defaultdict(int)
     ended: dict[tuple[int, int, int], int] = {}

@@ -10,18 +10,19 @@ arrives first, so results are the same bits in every run.
 
 from __future__ import annotations
 
+import heapq
 import queue
+import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from fivefold.collectives.execution._calls import NUM_TAGS, CollectiveError
-from fivefold.collectives.execution._lanes import Agenda, Arrival, Arrivals, Lanes
 from fivefold.collectives.execution._plan import RankPlan, Span, Task
 from fivefold.collectives.lowering import Buffer, OpKind
 
@@ -36,32 +37,17 @@ PLAIN_RECEIVES = {OpKind.RECEIVE, OpKind.RECEIVE_COPY_SEND}
 
 @dataclass
 class Transfers:
-    """What one collective works on.
+    """What one collective works on."""
 
-    Args:
-        inner: Group that carries the messages.
-        inputs: Input buffer, flat.
-        outputs: Output buffer, flat; the input again where the program runs in place.
-        unit: Elements of the unit that is cut into chunks; see :meth:`Layout.offsets`.
-        combine: ``combine(first, second, out=...)``; None where nothing is added.
-        timeout: Longest wait for one message.
-        what: Name of the collective for messages.
-        tag: First tag of the messages; a queue's number is added.
-        lanes: Threads that wait for messages; None to wait for one after the other.
-
-    Examples:
-        >>> Transfers.__dataclass_fields__["what"].type
-        'str'
-    """
-
-    inner: Any
-    inputs: torch.Tensor
-    outputs: torch.Tensor
-    unit: int
-    combine: Combine | None
-    timeout: timedelta
-    what: str
-    tag: int
+    inner: Any  # group that carries the messages
+    inputs: torch.Tensor  # input buffer, flat
+    outputs: torch.Tensor  # output buffer, flat; the input again where the program runs in place
+    unit: int  # elements of the unit that is cut into chunks; see :meth:`Layout.offsets`
+    combine: Combine | None  # ``combine(first, second, out=...)``; None where nothing is added
+    timeout: timedelta  # longest wait for one message
+    what: str  # name of the collective for messages
+    tag: int  # first tag of the messages; a queue's number is added
+    # threads that wait for messages; None to wait for one after the other
     lanes: Lanes | None = None
     keep: list[Any] = field(default_factory=list)
 
@@ -71,18 +57,7 @@ class Transfers:
 
 
 def run_plan(plan: RankPlan, transfers: Transfers) -> None:
-    """Run a plan, one task after another.
-
-    Args:
-        plan: The rank's plan.
-        transfers: Buffers and the inner group.
-
-    Raises:
-        CollectiveError: A peer is gone, or a message did not come in time.
-
-    Examples:
-        See ``examples/collectives_backend.py``: it takes several processes.
-    """
+    """Run a plan, one task after another."""
     Runner(plan, transfers).run()
 
 
@@ -105,15 +80,7 @@ class _Memory:
 
 
 class Runner:
-    """One run of one plan.
-
-    Args:
-        plan: The rank's plan.
-        transfers: Buffers and the inner group.
-
-    Examples:
-        See ``examples/collectives_backend.py``: it takes several processes.
-    """
+    """One run of one plan."""
 
     def __init__(self, plan: RankPlan, transfers: Transfers) -> None:
         self._tasks = plan.tasks
@@ -137,11 +104,7 @@ class Runner:
         self._copied = {sender for task in plan.tasks for sender in task.settle}
 
     def run(self) -> None:
-        """Carry out all tasks.
-
-        Raises:
-            CollectiveError: A peer is gone, or a message did not come in time.
-        """
+        """Carry out all tasks."""
         agenda = Agenda(self._tasks)
         self._post_receives(agenda)
         while not agenda.is_done:
@@ -314,3 +277,185 @@ class Runner:
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Messages are bytes: gloo has no float8, and a bool or complex is none of its business."""
     return tensor.view(torch.uint8)
+
+
+class Agenda:
+    """The tasks that may run now, the first of the plan first."""
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self._unmet = [len(task.after) for task in tasks]
+        self._missing = [
+            len(task.after) + (task.receive_peer >= 0) + (task.sends_after >= 0) for task in tasks
+        ]
+        self._followers: list[list[int]] = [[] for _ in tasks]
+        self._next_sender = [-1] * len(tasks)
+        for at, task in enumerate(tasks):
+            for earlier in task.after:
+                self._followers[earlier].append(at)
+            if task.sends_after >= 0:
+                self._next_sender[task.sends_after] = at
+        self._ready = [at for at, missing in enumerate(self._missing) if not missing]
+        self._left = len(tasks)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every task is done."""
+        return self._left == 0
+
+    def next(self) -> int | None:
+        """Take the first task that may run; None where all wait."""
+        return heapq.heappop(self._ready) if self._ready else None
+
+    def may_be_written(self, at: int) -> bool:
+        """Whether nothing earlier uses the memory of a task any more."""
+        return not self._unmet[at]
+
+    def arrived(self, at: int) -> None:
+        """What a task receives is there."""
+        self._one_less(at)
+
+    def done(self, at: int) -> None:
+        """A task is done: others may follow it."""
+        self._left -= 1
+        for follower in self._followers[at]:
+            self._unmet[follower] -= 1
+            self._one_less(follower)
+        if self._next_sender[at] >= 0:
+            self._one_less(self._next_sender[at])
+
+    def _one_less(self, at: int) -> None:
+        self._missing[at] -= 1
+        if not self._missing[at]:
+            heapq.heappush(self._ready, at)
+
+
+class Arrival(NamedTuple):
+    """A message that came, or did not."""
+
+    at: int  # the task that receives it
+    error: BaseException | None  # what the wait ended with; None where all is well
+
+
+Arrivals = queue.SimpleQueue[Arrival]
+_Wait = tuple[Callable[[], None], int, Arrivals]
+
+
+class Lanes:
+    """Threads that wait, one for each queue of messages; they begin when they are first needed."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._waits: list[queue.SimpleQueue[_Wait | None]] = []
+
+    def wait(self, lane: int, wait: Callable[[], None], at: int, arrivals: Arrivals) -> None:
+        """Have a lane wait, after what it was given before, and report."""
+        while lane >= len(self._waits):
+            self._waits.append(queue.SimpleQueue())
+            name = f"{self._name}, lane {len(self._waits) - 1}"
+            # Daemons: one whose peer hangs must not keep the process from ending.
+            thread = threading.Thread(
+                target=_wait_for_all, args=(self._waits[-1],), name=name, daemon=True
+            )
+            thread.start()
+        self._waits[lane].put((wait, at, arrivals))
+
+    def close(self) -> None:
+        """Let the threads end when what they wait for is over."""
+        for waits in self._waits:
+            waits.put(None)
+        self._waits = []
+
+
+def _wait_for_all(waits: queue.SimpleQueue[_Wait | None]) -> None:
+    while (item := waits.get()) is not None:
+        wait, at, arrivals = item
+        error: BaseException | None = None
+        try:
+            wait()
+        except BaseException as caught:  # noqa: BLE001 - raised by whoever takes the report
+            error = caught
+        arrivals.put(Arrival(at, error))
+        del wait, item, error  # a waiting lane keeps no message alive
+
+
+def run_in_rounds(plan: RankPlan, transfers: Transfers) -> None:
+    """Run a plan in rounds."""
+    _RoundRunner(plan, transfers).run()
+
+
+class _RoundRunner(Runner):
+    def __init__(self, plan: RankPlan, transfers: Transfers) -> None:
+        super().__init__(plan, transfers)
+        self._num_rounds = plan.num_rounds
+        self._outbox: dict[int, torch.Tensor] = {}
+        self._arrived: dict[int, torch.Tensor] = {}
+
+    def run(self) -> None:
+        """Carry out all rounds."""
+        by_level: dict[int, list[int]] = {}
+        by_sent_level: dict[int, list[int]] = {}
+        for at, task in enumerate(self._tasks):
+            by_level.setdefault(task.level, []).append(at)
+            by_sent_level.setdefault(task.sent_level, []).append(at)
+        for level in range(self._num_rounds):
+            for at in by_level.get(level, ()):
+                self._carry_out(at)
+            self._exchange(by_sent_level.get(level, []))
+
+    def _carry_out(self, at: int) -> None:
+        task = self._tasks[at]
+        for sender in task.settle:
+            if sender in self._outbox:  # sent in this very round, and written before it goes
+                self._outbox[sender] = self._outbox[sender].clone()
+        data = self._result_of(at, task)
+        if task.write is not None and task.receive_peer >= 0 and not task.kind.reduces:
+            place = self._memory.view(task.write)
+            place.copy_(data)
+            data = place
+        if task.send_peer >= 0:
+            self._outbox[at] = data
+
+    def _received(self, at: int, task: Task) -> torch.Tensor | None:
+        del task  # what it received came with the last round
+        return self._arrived.pop(at, None)
+
+    def _exchange(self, receives: list[int]) -> None:
+        """All messages of one round."""
+        sends = sorted(self._outbox, key=lambda at: (*self._queue(at, sending=True), at))
+        receives = sorted(receives, key=lambda at: (*self._queue(at, sending=False), at))
+        works: list[tuple[Any, Task]] = []
+        inner, device = self._transfers.inner, self._transfers.inputs.device
+        grouped = device.type != "cpu" and bool(sends or receives)
+        if grouped:
+            inner._start_coalescing(device)  # noqa: SLF001 - torch's own batch_isend_irecv does it
+        for at in receives:
+            task = self._tasks[at]
+            span = task.read if task.kind.reduces else task.write
+            assert span is not None, "what is received is written or added to what is read"
+            self._arrived[at] = torch.empty_like(self._memory.view(span))
+            works.append((self._post_one(self._arrived[at], task, sending=False), task))
+        for at in sends:
+            task = self._tasks[at]
+            works.append((self._post_one(self._outbox[at], task, sending=True), task))
+        if grouped:
+            works = [(inner._end_coalescing(device), works[0][1])]  # noqa: SLF001 - as above
+        for work, task in works:
+            if work is not None:
+                self._wait(work, task, f"the round's messages with rank {task.receive_peer}")
+        self._outbox.clear()
+
+    def _queue(self, at: int, *, sending: bool) -> tuple[int, int]:
+        task = self._tasks[at]
+        if sending:
+            return task.send_peer, task.send_channel
+        return task.receive_peer, task.receive_channel
+
+    def _post_one(self, data: torch.Tensor, task: Task, *, sending: bool) -> Any:
+        if not data.numel():
+            return None
+        inner = self._transfers.inner
+        if sending:
+            tag = self._transfers.tag_of(task.send_channel)
+            return self._call(lambda: inner.send([as_bytes(data)], task.send_peer, tag), task)
+        tag = self._transfers.tag_of(task.receive_channel)
+        return self._call(lambda: inner.recv([as_bytes(data)], task.receive_peer, tag), task)

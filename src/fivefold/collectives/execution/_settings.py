@@ -54,10 +54,6 @@ class Settings:
 
     Raises:
         ConfigurationError: A value is not allowed.
-
-    Examples:
-        >>> Settings(algorithms={"all_reduce": "ring"}).algorithm_of("all_gather")
-        'auto'
     """
 
     topology: Topology | None = None
@@ -147,10 +143,6 @@ def current_settings() -> Settings:
 
     Raises:
         ConfigurationError: An environment variable cannot be understood.
-
-    Examples:
-        >>> current_settings().margin
-        0.03
     """
     algorithms = {**_algorithms_from(os.environ.get(_ALGORITHMS, "")), **_current.algorithms}
     topology = _current.topology
@@ -182,22 +174,7 @@ def _algorithms_from(text: str) -> dict[str, str]:
 
 
 def topology_of(settings: Settings, world_size: int) -> tuple[Topology, bool]:
-    """The network between all ranks of a job.
-
-    Args:
-        settings: The settings.
-        world_size: Ranks of the job.
-
-    Returns:
-        The topology, and whether it is known (or only assumed).
-
-    Raises:
-        ConfigurationError: The topology has another number of ranks.
-
-    Examples:
-        >>> topology_of(Settings(), 3)[0].num_ranks
-        3
-    """
+    """The network between all ranks of a job."""
     if settings.topology is not None:
         found = settings.topology
         if found.num_ranks != world_size:
@@ -214,16 +191,7 @@ def topology_of(settings: Settings, world_size: int) -> tuple[Topology, bool]:
 
 
 def runs_own(settings: Settings, collective: str | None = None) -> bool:
-    """Whether a collective may run by an algorithm of its own; None asks for any collective.
-
-    All-to-alls do so only where an algorithm is named or registered: their sizes may differ from
-    rank to rank, so that the ranks have to tell each other first, and of the library's algorithms
-    none is predicted to be faster than the inner backend's direct exchange.
-
-    Examples:
-        >>> runs_own(Settings(), "all_reduce"), runs_own(Settings(), "all_to_all")
-        (True, False)
-    """
+    """Whether a collective may run by an algorithm of its own; None asks for any collective."""
     if collective is None:
         return any(runs_own(settings, name) for name in CHOOSABLE)
     asked = settings.algorithm_of(collective)
@@ -243,10 +211,6 @@ def lab_topology(facts: str, world_size: int) -> Topology | None:
     Returns:
         The topology; None outside the lab, and where the lab has several processes a host or
         does not shape its links.
-
-    Examples:
-        >>> lab_topology("", 4) is None
-        True
     """
     if not facts:
         return None
@@ -320,10 +284,5 @@ def register_algorithm(
 
 
 def registered_algorithms() -> dict[str, tuple[Program, int, int]]:
-    """All that were registered: program, smallest and largest message.
-
-    Examples:
-        >>> isinstance(registered_algorithms(), dict)
-        True
-    """
+    """All that were registered: program, smallest and largest message."""
     return dict(_registered)

@@ -20,18 +20,7 @@ from fivefold.collectives.execution._calls import CollectiveError
 
 
 class FivefoldWork(dist.Work):
-    """A collective that is under way, or over.
-
-    Args:
-        results: Tensors that its future resolves to.
-        what: Name for messages; turned into text when there is one.
-
-    Examples:
-        >>> work = FivefoldWork([torch.ones(1)], what="all_reduce")
-        >>> work.finish(None)
-        >>> work.wait(), work.is_completed(), work.get_future().value()[0].item()
-        (True, True, 1.0)
-    """
+    """A collective that is under way, or over."""
 
     def __init__(self, results: list[Any], *, what: object) -> None:
         super().__init__()
@@ -52,17 +41,7 @@ class FivefoldWork(dist.Work):
             self._resolve(future)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Block until it is over.
-
-        Args:
-            timeout: Longest wait; zero waits as long as the collective itself may take.
-
-        Returns:
-            True.
-
-        Raises:
-            CollectiveError: It failed, or it is not over in time.
-        """
+        """Block until it is over."""
         limit_s = timeout.total_seconds() if timeout > timedelta(0) else None
         if not self._done.wait(limit_s):
             raise CollectiveError(f"{self._what} is not over after {limit_s:g} s")
@@ -111,30 +90,14 @@ class FivefoldWork(dist.Work):
 
 
 class InnerWork(dist.Work):
-    """A collective of the inner group, with the backend's errors.
-
-    Args:
-        work: The inner group's work.
-        what: Name for messages; turned into text when there is one.
-        explain: Given an error, returns the one to raise.
-    """
+    """A collective of the inner group, with the backend's errors."""
 
     def __init__(self, work: Any, *, what: object, explain: Callable[..., BaseException]) -> None:
         super().__init__()
         self._work, self._what, self._explain = work, what, explain
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Block until it is over.
-
-        Args:
-            timeout: Longest wait; zero waits as long as the collective itself may take.
-
-        Returns:
-            True.
-
-        Raises:
-            CollectiveError: It failed, or it is not over in time.
-        """
+        """Block until it is over."""
         try:
             return bool(self._work.wait(timeout) if timeout else self._work.wait())
         except RuntimeError as error:
@@ -170,15 +133,7 @@ class InnerWork(dist.Work):
 
 
 def profiler_event(name: str, tensors: Sequence[torch.Tensor]) -> Callable[[], None] | None:
-    """Begin an event of torch's profiler.
-
-    Args:
-        name: Name of the collective.
-        tensors: What is sent, whose shapes may be recorded.
-
-    Returns:
-        What ends it; None where nobody profiles.
-    """
+    """Begin an event of torch's profiler."""
     if not torch._C._autograd._profiler_enabled():  # noqa: SLF001 - torch has no public name
         return None
     record = torch._C._profiler._RecordFunctionFast(  # noqa: SLF001 - the one that takes shapes
@@ -192,19 +147,7 @@ Job = Callable[[], None]
 
 
 class WorkQueue:
-    """Runs jobs in the order of their calls: at once in the caller's thread, or in its own.
-
-    Args:
-        name: Name of the thread.
-
-    Examples:
-        >>> jobs = WorkQueue(name="example")
-        >>> work = FivefoldWork([], what="nothing")
-        >>> jobs.submit(lambda: None, work, in_thread=True)
-        >>> work.wait()
-        True
-        >>> jobs.close()
-    """
+    """Runs jobs in the order of their calls: at once in the caller's thread, or in its own."""
 
     def __init__(self, *, name: str) -> None:
         self._name = name
@@ -220,13 +163,7 @@ class WorkQueue:
         return self._waiting > 0
 
     def submit(self, job: Job, work: FivefoldWork, *, in_thread: bool) -> None:
-        """Run a job, or queue it.
-
-        Args:
-            job: What to do.
-            work: Finished when it is done.
-            in_thread: Whether the caller goes on at once.
-        """
+        """Run a job, or queue it."""
         if not in_thread and self._waiting == 0:
             with self._turn:
                 self._run(job, work)

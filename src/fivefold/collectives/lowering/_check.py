@@ -30,10 +30,6 @@ class ProgramReport:
         num_operations: Operations over all ranks.
         num_messages: Messages over all ranks.
         chunks_sent: Chunk slots sent over all ranks.
-
-    Examples:
-        >>> ProgramReport(2, 1, 1, 4, 2, 2).num_messages
-        2
     """
 
     num_ranks: int

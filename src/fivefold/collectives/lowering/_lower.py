@@ -139,49 +139,20 @@ _BlockKey = tuple[str, int, int]  # direction, peer, channel
 
 @dataclass(slots=True)
 class RankAction:
-    """One operation of a rank before it has a place in a block.
+    """One operation of a rank before it has a place in a block."""
 
-    Args:
-        kind: What it does.
-        block: Block it belongs to: direction (send, receive or copy), peer and channel.
-        read: First slot that is read; None where it reads none.
-        write: First slot that is written; None where it writes none.
-        count: Number of slots.
-        send_block: The sending block, of an operation that receives and sends.
-        reads: Memory cells that are read; found later.
-        writes: Memory cells that are written; found later.
-
-    Examples:
-        >>> RankAction(OpKind.SEND, ("send", 1, 0), (Buffer.INPUT, 0), None, 1).reads
-        []
-    """
-
-    kind: OpKind
-    block: _BlockKey
-    read: Place | None
-    write: Place | None
-    count: int
+    kind: OpKind  # what it does
+    block: _BlockKey  # block it belongs to: direction (send, receive or copy), peer and channel
+    read: Place | None  # first slot that is read; None where it reads none
+    write: Place | None  # first slot that is written; None where it writes none
+    count: int  # number of slots
     send_block: _BlockKey | None = None  # of a fused operation
-    reads: list[int] = field(default_factory=list)
-    writes: list[int] = field(default_factory=list)
+    reads: list[int] = field(default_factory=list)  # memory cells that are read; found later
+    writes: list[int] = field(default_factory=list)  # memory cells that are written; found later
 
 
 def blocks_of(shape: Program, actions: list[list[RankAction]], *, fuse: bool = False) -> Program:
-    """A program from each rank's operations in an order in which they can run.
-
-    Args:
-        shape: The program without blocks.
-        actions: The operations of each rank; queues hand over in the order given here.
-        fuse: Whether receives and sends that belong together become one.
-
-    Returns:
-        The program with blocks and waits.
-
-    Examples:
-        >>> from fivefold.collectives.schedules import all_gather
-        >>> blocks_of(Program(all_gather(1), (RankProgram((), 1, 1),)), [[]]).num_operations
-        0
-    """
+    """A program from each rank's operations in an order in which they can run."""
     ranks = tuple(
         replace(program, blocks=_RankLowering(shape, rank, actions[rank], fuse=fuse).blocks())
         for rank, program in enumerate(shape.ranks)

@@ -28,43 +28,22 @@ _TIME_DIGITS = 9  # times nearer than 1e-9 of the whole are one moment: ends and
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Adjacent chunk slots that go from one rank to another as one.
-
-    Args:
-        source: Sending rank.
-        target: Receiving rank.
-        channel: Channel.
-        read: First slot that the sender reads.
-        write: First slot that the receiver writes.
-        add: First slot whose contents the receiver adds; None to copy.
-        count: Number of slots.
-        sent: When it is read: its place in the order of events.
-        received: When it is written: its place in the order of events.
-
-    Examples:
-        >>> Message(0, 1, 0, (Buffer.INPUT, 0), (Buffer.OUTPUT, 0), None, 1, 0, 1).count
-        1
-    """
+    """Adjacent chunk slots that go from one rank to another as one."""
 
     source: int
     target: int
     channel: int
-    read: Place
-    write: Place
-    add: Place | None
-    count: int
-    sent: int
-    received: int
+    read: Place  # first slot that the sender reads
+    write: Place  # first slot that the receiver writes
+    add: Place | None  # first slot whose contents the receiver adds; None to copy
+    count: int  # number of slots
+    sent: int  # when it is read: its place in the order of events
+    received: int  # when it is written: its place in the order of events
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Adjacent slots that a rank copies to its output when all else is done.
-
-    Examples:
-        >>> Copy(0, (Buffer.INPUT, 0), (Buffer.OUTPUT, 0), 2).rank
-        0
-    """
+    """Adjacent slots that a rank copies to its output when all else is done."""
 
     rank: int
     read: Place
@@ -74,12 +53,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Moves:
-    """All messages in the order in which they are sent, copies, and scratch slots of each rank.
-
-    Examples:
-        >>> Moves([], [], []).copies
-        []
-    """
+    """All messages in the order in which they are sent, copies, and scratch slots of each rank."""
 
     messages: list[Message]
     copies: list[Copy]
@@ -96,34 +70,7 @@ def plan_moves(
     relay: bool = False,
     window: int | None = None,
 ) -> Moves:
-    """Where every chunk of a schedule lies when it is sent and received.
-
-    Args:
-        schedule: The schedule; replicated already where ``instances`` is more than one.
-        channels: Channels over which the chunks between two ranks are dealt.
-        instances: Consecutive chunks that are parts of one chunk, each on channels of its own.
-        in_place: Whether a rank's held and wanted slots of a chunk are one memory.
-        max_count: Largest number of slots in one message.
-        relay: Whether ranks on a transfer's way through the topology receive it and send it on.
-        window: Chunks that set out over one connection before they have all arrived everywhere;
-            0 takes one chunk after the other, None has no limit.
-
-    Returns:
-        The messages.
-
-    Raises:
-        DataError: A transfer sends what its source does not hold then.
-
-    Examples:
-        >>> from fivefold.collectives.schedules import Schedule, Transfer, broadcast
-        >>> to = [Transfer(chunk=0, source=0, target=1)]
-        >>> schedule = Schedule.from_transfers(to, collective=broadcast(2))
-        >>> moves = plan_moves(
-        ...     schedule, channels=1, instances=1, in_place=False, max_count=64
-        ... )
-        >>> len(moves.messages), len(moves.copies)
-        (1, 1)
-    """
+    """Where every chunk of a schedule lies when it is sent and received."""
     events = event_order(schedule)
     group = _groups(schedule, events, window)
     events = events[np.argsort(group[events >> 1], kind="stable")]

@@ -22,21 +22,11 @@ _SHOWN = 4
 
 
 class ProgramError(DataError):
-    """A program is not what it claims: it deadlocks, races, or computes something else.
-
-    Examples:
-        >>> issubclass(ProgramError, ValueError)
-        True
-    """
+    """A program is not what it claims: it deadlocks, races, or computes something else."""
 
 
 class QueueFullError(ProgramError):
-    """A program deadlocks because its queues are too small; with larger ones it might not.
-
-    Examples:
-        >>> issubclass(QueueFullError, ProgramError)
-        True
-    """
+    """A program deadlocks because its queues are too small; with larger ones it might not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +40,6 @@ class Executed:
         operation: The operation.
         taken: Place in the order of the operation that sent what it received; -1 none.
         end_s: Virtual time at which it ended.
-
-    Examples:
-        >>> from fivefold.collectives.lowering import OpKind
-        >>> Executed(0, 0, 0, Operation(OpKind.NOP), -1, 0.0).taken
-        -1
     """
 
     rank: int

@@ -28,12 +28,7 @@ _PROTOCOLS = ("Simple", "LL", "LL128")
 
 
 class Buffer(StrEnum):
-    """Where a slot lies.
-
-    Examples:
-        >>> Buffer("s").name
-        'SCRATCH'
-    """
+    """Where a slot lies."""
 
     INPUT = "i"
     OUTPUT = "o"
@@ -41,12 +36,7 @@ class Buffer(StrEnum):
 
 
 class OpKind(StrEnum):
-    """What an operation does; the values are MSCCL's.
-
-    Examples:
-        >>> OpKind.RECEIVE_REDUCE_SEND.reduces, OpKind.RECEIVE_REDUCE_SEND.writes_target
-        (True, False)
-    """
+    """What an operation does; the values are MSCCL's."""
 
     SEND = "s"
     RECEIVE = "r"
@@ -111,10 +101,6 @@ class Operation:
         count: Number of slots.
         wait_block: Block of the same rank that is waited for; -1 none.
         wait_step: Its operation that must have ended; -1 none.
-
-    Examples:
-        >>> Operation(OpKind.SEND, Buffer.INPUT, 0).count
-        1
     """
 
     kind: OpKind
@@ -136,10 +122,6 @@ class ThreadBlock:
         send_peer: Rank that it sends to; -1 none.
         receive_peer: Rank that it receives from; -1 none.
         channel: Separates the queues of blocks with the same peers.
-
-    Examples:
-        >>> ThreadBlock((), send_peer=1).receive_peer
-        -1
     """
 
     operations: tuple[Operation, ...]
@@ -157,10 +139,6 @@ class RankProgram:
         input_slots: Number of chunk slots of the input buffer.
         output_slots: Number of chunk slots of the output buffer.
         scratch_slots: Number of chunk slots of the scratch buffer.
-
-    Examples:
-        >>> RankProgram((), 1, 2, 0).num_operations
-        0
     """
 
     blocks: tuple[ThreadBlock, ...]
@@ -190,12 +168,6 @@ class Program:
 
     Raises:
         ConfigurationError: The parts do not fit together.
-
-    Examples:
-        >>> from fivefold.collectives.schedules import all_gather
-        >>> idle = RankProgram((), 1, 1)
-        >>> Program(all_gather(1), (idle,), name="nothing").num_channels
-        0
     """
 
     collective: Collective

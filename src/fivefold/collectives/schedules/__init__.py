@@ -1,6 +1,7 @@
 """Collectives, schedules, the verifier, the cost of a schedule and the bounds no one can beat."""
 
 from fivefold.collectives.schedules._bounds import (
+    Bound,
     bandwidth_bound,
     discrete_ingress_bound,
     gap,
@@ -8,6 +9,7 @@ from fivefold.collectives.schedules._bounds import (
     lower_bound,
 )
 from fivefold.collectives.schedules._collective import Collective
+from fivefold.collectives.schedules._compose import compose_all_reduce, concatenate
 from fivefold.collectives.schedules._constructors import (
     COLLECTIVES,
     all_gather,
@@ -22,10 +24,8 @@ from fivefold.collectives.schedules._constructors import (
     reduce_scatter,
     scatter,
 )
-from fivefold.collectives.schedules._cuts import Bound
-from fivefold.collectives.schedules._data import verify_with_data
+from fivefold.collectives.schedules._dependencies import Dependencies, dependencies, event_order
 from fivefold.collectives.schedules._draw import draw_schedule
-from fivefold.collectives.schedules._errors import ScheduleError
 from fivefold.collectives.schedules._evaluate import (
     MODELS,
     CostModel,
@@ -33,12 +33,9 @@ from fivefold.collectives.schedules._evaluate import (
     evaluate,
     with_times,
 )
-from fivefold.collectives.schedules._json import read_schedule
 from fivefold.collectives.schedules._routes import relays_of
-from fivefold.collectives.schedules._schedule import Schedule, Transfer
-from fivefold.collectives.schedules._slots import Dependencies, dependencies, event_order
+from fivefold.collectives.schedules._schedule import Schedule, ScheduleError, Transfer
 from fivefold.collectives.schedules._throughput import ThroughputOptimum, throughput_optimum
-from fivefold.collectives.schedules._transform import compose_all_reduce, concatenate
 from fivefold.collectives.schedules._verify import VerificationReport, verify
 
 __all__ = [
@@ -73,13 +70,11 @@ __all__ = [
     "latency_bound",
     "lower_bound",
     "named_collective",
-    "read_schedule",
     "reduce",
     "reduce_scatter",
     "relays_of",
     "scatter",
     "throughput_optimum",
     "verify",
-    "verify_with_data",
     "with_times",
 ]

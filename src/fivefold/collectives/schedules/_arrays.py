@@ -31,12 +31,15 @@ def offsets_of(sorted_keys: Array, count: int) -> Longs:
     return found.astype(np.int64)
 
 
-def require_pairs(what: str, count: int) -> None:
-    """Refuse more (chunk, rank) pairs, chunks or ranks than memory could hold.
+def rows_of(offsets: Array, rows: Array) -> tuple[Longs, Longs]:
+    """Pick rows of a ragged table: offsets of what is picked, and its positions in the table."""
+    lengths = np.diff(offsets)[rows]
+    found = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    return found, np.arange(found[-1]) + np.repeat(offsets[:-1][rows] - found[:-1], lengths)
 
-    Raises:
-        ConfigurationError: There are too many.
-    """
+
+def require_pairs(what: str, count: int) -> None:
+    """Refuse more (chunk, rank) pairs, chunks or ranks than memory could hold."""
     if count > MOST_PAIRS:
         shown = f"{count}" if count < 10**18 else "more than 10^18"
         raise ConfigurationError(
@@ -46,11 +49,7 @@ def require_pairs(what: str, count: int) -> None:
 
 
 def require_count(name: str, value: int, *, least: int = 1) -> int:
-    """The value, if it is an integer of at least ``least``.
-
-    Raises:
-        ConfigurationError: It is not.
-    """
+    """The value, if it is an integer of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
         raise ConfigurationError(
             f"{name} is {value!r}", hint=f"{name} must be an integer of at least {least}"

@@ -13,25 +13,18 @@ and Yuan, J. Parallel Distrib. Comput. 69(2), 2009 (the all-reduce).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from fivefold.collectives.schedules._arrays import Floats, Longs
+from fivefold._compiler import njit
+from fivefold.collectives.schedules._arrays import Array, Floats, Longs
 from fivefold.collectives.schedules._collective import Collective
-from fivefold.collectives.schedules._cuts import (
-    NO_BOUND,
-    Bound,
-    exact_cuts,
-    group_capacities,
-    group_cuts,
-    groupings,
-    sweep_cuts,
-)
 from fivefold.collectives.schedules._evaluate import CostModel, evaluate
 from fivefold.collectives.schedules._routes import require_topology
 from fivefold.collectives.schedules._schedule import Schedule
-from fivefold.collectives.schedules._traffic import group_traffic
+from fivefold.collectives.schedules._throughput import throughput_optimum
 from fivefold.errors import ConfigurationError
 from fivefold.units import format_bytes
 
@@ -64,12 +57,6 @@ def latency_bound(collective: Collective, topology: Topology) -> Bound:
     Raises:
         ConfigurationError: The two have different numbers of ranks.
         InfeasibleError: The topology is not connected.
-
-    Examples:
-        >>> from fivefold.collectives.schedules import all_gather
-        >>> from fivefold.network.topology import ring
-        >>> latency_bound(all_gather(8), ring(8, latency="1 us")).seconds
-        4e-06
     """
     _require_match(collective, topology)
     ranks, router = topology.rank_nodes, topology.router
@@ -136,13 +123,6 @@ def bandwidth_bound(
     Raises:
         ConfigurationError: The two have different numbers of ranks.
         InfeasibleError: The topology is not connected.
-
-    Examples:
-        >>> from fivefold.collectives.schedules import all_to_all
-        >>> from fivefold.network.topology import torus
-        >>> network = torus((4, 4), bandwidth="1 GB/s", latency="0 s")
-        >>> bandwidth_bound(all_to_all(16), network, 16e9).seconds
-        8.0
     """
     _require_match(collective, topology)
     chunk_bytes = collective.chunk_bytes(size_bytes)
@@ -206,13 +186,6 @@ def discrete_ingress_bound(collective: Collective, topology: Topology, size_byte
     Raises:
         ConfigurationError: The two have different numbers of ranks.
         InfeasibleError: The topology is not connected.
-
-    Examples:
-        >>> from fivefold.collectives.schedules import all_gather
-        >>> from fivefold.network.topology import mesh
-        >>> network = mesh((5, 5), bandwidth=50 * 2**30, latency="0.5 us")
-        >>> round(discrete_ingress_bound(all_gather(25), network, 2**30).seconds * 1e6, 1)
-        9606.0
     """
     _require_match(collective, topology)
     chunk_bytes = collective.chunk_bytes(size_bytes)
@@ -314,14 +287,6 @@ def gap(
     Raises:
         ConfigurationError: There is no topology.
         InfeasibleError: The topology is not connected.
-
-    Examples:
-        >>> from fivefold.collectives.algorithms import build_algorithm
-        >>> from fivefold.collectives.schedules import all_gather
-        >>> from fivefold.network.topology import ring
-        >>> schedule = build_algorithm("bidirectional_ring", all_gather(5))
-        >>> round(gap(schedule, ring(5, latency="0 s"), size_bytes=1e6), 9)
-        0.0
     """
     network = require_topology(schedule, topology)
     seconds = evaluate(schedule, network, size_bytes=size_bytes, model=model).total_s
@@ -329,3 +294,243 @@ def gap(
     if least.seconds <= 0:
         return 0.0 if seconds <= 0 else float("inf")
     return seconds / least.seconds - 1.0
+
+
+BoundKind = Literal["none", "latency", "cut", "messages", "chunks"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bound:
+    """A time that no schedule of a collective can beat.
+
+    Args:
+        seconds: The time.
+        kind: ``"latency"``, ``"cut"``, ``"messages"`` (of an all-reduce among groups), ``"chunks"``
+            (whole ones over the links of a rank), or ``"none"`` where nothing has to move.
+        certificate: Node indices on the sending side of a cut; for a latency the two nodes; for
+            messages nothing; for chunks the node.
+        reason: The argument in one sentence.
+        optimal_cut: Whether no cut gives a higher bound.
+    """
+
+    seconds: float
+    kind: BoundKind
+    certificate: tuple[int, ...] = field(default=(), repr=False)
+    reason: str = ""
+    optimal_cut: bool = False
+
+
+NO_BOUND = Bound(seconds=0.0, kind="none", reason="nothing has to move")
+
+
+def _cut_bound(
+    topology: Topology, inside: Array, crossing_bytes: float, *, optimal: bool = False
+) -> Bound:
+    """The bound of one set of nodes, given what must leave it."""
+    links = inside[topology.link_sources] & ~inside[topology.link_targets]
+    capacity = float(topology.capacities_bytes_per_s[links].sum())
+    if crossing_bytes <= 0 or capacity <= 0:
+        return NO_BOUND
+    seconds = crossing_bytes / capacity + float(topology.latencies_s[links].min())
+    few, side = (inside, "out of") if 2 * inside.sum() <= inside.size else (~inside, "into")
+    names = [topology.nodes[node].name for node in np.flatnonzero(few & topology.is_rank)[:3]]
+    more = int((few & topology.is_rank).sum()) - len(names)
+    return Bound(
+        seconds=seconds,
+        kind="cut",
+        certificate=tuple(int(node) for node in np.flatnonzero(inside)),
+        reason=(
+            f"{format_bytes(crossing_bytes)} must go {side} {', '.join(names)}"
+            f"{f' and {more} more' if more else ''} at {format_bytes(capacity)}/s"
+        ),
+        optimal_cut=optimal,
+    )
+
+
+def groupings(topology: Topology) -> Iterator[tuple[Array, int, Array]]:
+    """Groups of ranks and the nodes of each group: single ranks, then hosts."""
+    nodes = np.full(topology.num_nodes, -1, dtype=np.int64)
+    nodes[topology.rank_nodes] = np.arange(topology.num_ranks)
+    yield np.arange(topology.num_ranks), topology.num_ranks, nodes
+    hosts = [node.host or "" for node in topology.nodes]
+    numbers = {host: index for index, host in enumerate(topology.hosts)}
+    groups = np.array([numbers.get(hosts[node], -1) for node in topology.rank_nodes])
+    if 1 < len(numbers) < topology.num_ranks and (groups >= 0).all():
+        with_switches = np.array([numbers.get(host, -1) for host in hosts])
+        yield groups, len(numbers), with_switches
+        yield groups, len(numbers), np.where(topology.is_rank, with_switches, -1)
+
+
+def group_capacities(topology: Topology, nodes: Array, count: int) -> tuple[Floats, Floats]:
+    """Capacity of the links into and out of each group of nodes; -1 is no group."""
+    first, last = nodes[topology.link_sources], nodes[topology.link_targets]
+    crossing, capacities = first != last, topology.capacities_bytes_per_s
+    entering, leaving = crossing & (last >= 0), crossing & (first >= 0)
+    into = np.bincount(last[entering], capacities[entering], count)
+    out_of = np.bincount(first[leaving], capacities[leaving], count)
+    return into.astype(np.float64), out_of.astype(np.float64)
+
+
+def group_cuts(collective: Collective, topology: Topology, chunk_bytes: Floats) -> Iterator[Bound]:
+    for groups, count, nodes in groupings(topology):
+        if count < 2:
+            continue
+        traffic = group_traffic(collective, chunk_bytes, groups, num_groups=count)
+        capacities = group_capacities(topology, nodes, count)
+        for carried, capacity, incoming in zip(traffic[:2], capacities, (True, False), strict=True):
+            seconds = np.divide(carried, capacity, out=np.zeros(count), where=capacity > 0)
+            worst = int(np.argmax(seconds))
+            members = nodes == worst
+            yield _cut_bound(topology, ~members if incoming else members, float(carried[worst]))
+
+
+def sweep_cuts(collective: Collective, topology: Topology, chunk_bytes: Floats) -> Iterator[Bound]:
+    """Prefixes of orders of all nodes, both ways round."""
+    for order in _orders(topology):
+        for nodes in (order, order[::-1]):
+            place = np.empty(topology.num_nodes, dtype=np.int64)
+            place[nodes] = np.arange(topology.num_nodes)
+            ranks_before = np.concatenate([[0], np.cumsum(topology.is_rank[nodes])])
+            rank_place = ranks_before[place[topology.rank_nodes]]
+            carried = sweep_traffic(collective, chunk_bytes, rank_place)[ranks_before]
+            capacity = _prefix_capacities(topology, place)
+            fine = (capacity > 0) & (carried > 0)
+            if not fine.any():
+                continue
+            seconds = np.where(fine, carried / np.where(fine, capacity, 1.0), 0.0)
+            cut = int(np.argmax(seconds))
+            yield _cut_bound(topology, place < cut, float(carried[cut]))
+
+
+def _prefix_capacities(topology: Topology, place: Longs) -> Floats:
+    """Capacity from the first k nodes to the others, for k = 0..nodes."""
+    first, last = place[topology.link_sources], place[topology.link_targets]
+    change = np.zeros(topology.num_nodes + 2)
+    forward = last > first
+    np.add.at(change, first[forward] + 1, topology.capacities_bytes_per_s[forward])
+    np.add.at(change, last[forward] + 1, -topology.capacities_bytes_per_s[forward])
+    summed = np.cumsum(change)[:-1]
+    summed[np.abs(summed) < 1e-9 * np.abs(summed).max(initial=0.0)] = 0.0
+    return summed
+
+
+def _orders(topology: Topology) -> Iterator[Longs]:
+    """Orders of the nodes whose prefixes are promising cuts."""
+    yield np.arange(topology.num_nodes)
+    if topology.num_nodes > 3:
+        yield _spectral_order(topology)
+
+
+def _spectral_order(topology: Topology) -> Longs:
+    """Nodes along the slowest mode of the network, whose prefixes cut few links."""
+    from scipy import sparse  # noqa: PLC0415 - heavy
+    from scipy.sparse.linalg import splu  # noqa: PLC0415 - heavy
+
+    count = topology.num_nodes
+    weights = topology.capacities_bytes_per_s / topology.capacities_bytes_per_s.max(initial=1.0)
+    ends = (topology.link_sources, topology.link_targets)
+    graph = sparse.coo_matrix((weights, ends), shape=(count, count)).tocsr()
+    graph = graph + graph.T
+    degrees = np.asarray(graph.sum(axis=1)).ravel()
+    grounded = sparse.diags(degrees + 1e-6 * degrees.max(initial=1.0)) - graph
+    solve = splu(grounded.tocsc()).solve
+    mode = np.cos(np.arange(count) * np.pi / count) + 1e-3 * np.sin(np.arange(count))
+    for _ in range(12):
+        mode = solve(mode - mode.mean())
+        mode -= mode.mean()
+        mode /= max(float(np.abs(mode).max()), 1e-300)
+    return np.argsort(mode, kind="stable")
+
+
+def exact_cuts(collective: Collective, topology: Topology, chunk_bytes: Floats) -> Iterator[Bound]:
+    """The worst cut of all, where the collective's optimum is one and its shares are equal."""
+    name = collective.name
+    if name not in ("all_gather", "reduce_scatter", "broadcast", "reduce", "scatter", "gather"):
+        return
+    if collective.num_ranks < 2 or not collective.has_equal_chunks:
+        return
+    optimum = throughput_optimum(
+        topology,
+        collective=name,
+        root=collective.root or 0,
+    )
+    inside = np.zeros(topology.num_nodes, dtype=np.bool_)
+    inside[list(optimum.cut)] = True
+    if name in ("reduce_scatter", "reduce", "gather"):
+        inside = ~inside  # found on the reversed network
+    share = float(chunk_bytes.sum())
+    if name not in ("broadcast", "reduce"):
+        share /= collective.num_ranks
+    links = inside[topology.link_sources] & ~inside[topology.link_targets]
+    capacity = float(topology.capacities_bytes_per_s[links].sum())
+    # Whole shares cross; the optimum may be that of capacities rounded to a grid, a bound may not.
+    crossing = round(float(optimum.inverse_rate) * capacity)
+    yield _cut_bound(topology, inside, crossing * share, optimal=True)
+
+
+def group_traffic(
+    collective: Collective, chunk_bytes: Floats, groups: Array, *, num_groups: int
+) -> tuple[Floats, Floats, Longs, Longs]:
+    """Least bytes and chunks into and out of each group of ranks."""
+    found = _group_traffic(
+        (collective.pre_offsets, groups[collective.pre_ranks].astype(np.int32)),
+        (collective.post_offsets, groups[collective.post_ranks].astype(np.int32)),
+        np.ascontiguousarray(chunk_bytes),
+        (num_groups, int(collective.reducing)),
+    )
+    return found[0], found[1], found[2], found[3]
+
+
+@njit
+def _group_traffic(
+    pre: tuple[Any, Any], post: tuple[Any, Any], chunk_bytes: Any, shape: tuple[int, int]
+) -> tuple[Any, Any, Any, Any]:
+    num_groups, reducing = shape
+    bytes_in, bytes_out = np.zeros(num_groups), np.zeros(num_groups)
+    chunks_in, chunks_out = np.zeros(num_groups, np.int64), np.zeros(num_groups, np.int64)
+    seen = np.zeros(num_groups, np.int64)  # bit 0: starts here, bit 1: arrives here
+    for chunk in range(chunk_bytes.size):
+        starts = pre[1][pre[0][chunk] : pre[0][chunk + 1]]
+        ends = post[1][post[0][chunk] : post[0][chunk + 1]]
+        num_starts, num_ends = 0, 0
+        for group in starts:
+            num_starts += seen[group] & 1 == 0
+            seen[group] |= 1
+        for group in ends:
+            num_ends += seen[group] & 2 == 0
+            seen[group] |= 2
+        for group in starts:
+            state = seen[group]
+            if state == 0:
+                continue
+            leaves = reducing or num_starts == 1
+            if leaves and num_ends > (state >> 1):  # someone else receives it
+                bytes_out[group] += chunk_bytes[chunk]
+                chunks_out[group] += 1
+            if state == 3 and reducing and num_starts > 1:
+                bytes_in[group] += chunk_bytes[chunk]
+                chunks_in[group] += 1
+            seen[group] = 0
+        for group in ends:
+            if seen[group] == 2:  # arrives here without having started here
+                bytes_in[group] += chunk_bytes[chunk]
+                chunks_in[group] += 1
+            seen[group] = 0
+    return bytes_in, bytes_out, chunks_in, chunks_out
+
+
+def sweep_traffic(collective: Collective, chunk_bytes: Floats, places: Longs) -> Floats:
+    """Least bytes from the first k ranks of an order to the others, for k = 0..N."""
+    pre, post = collective.pre_offsets, collective.post_offsets
+    used = np.flatnonzero((np.diff(pre) > 0) & (np.diff(post) > 0))
+    total = np.zeros(collective.num_ranks + 2)
+    if used.size:
+        spread = np.minimum if collective.reducing else np.maximum
+        # Segments of unused chunks are empty, so the next used one starts where this one ends.
+        first = spread.reduceat(places[collective.pre_ranks], pre[used])
+        last = np.maximum.reduceat(places[collective.post_ranks], post[used])
+        crosses = last > first  # for every k with first < k <= last
+        sizes = chunk_bytes[used][crosses]
+        np.add.at(total, first[crosses] + 1, sizes)
+        np.add.at(total, last[crosses] + 1, -sizes)
+    return np.maximum(np.cumsum(total)[:-1], 0.0)

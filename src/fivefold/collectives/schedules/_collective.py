@@ -12,6 +12,7 @@ References: SCCL, arXiv 2008.08708, section 3 (pre- and postconditions over chun
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -29,6 +30,7 @@ from fivefold.collectives.schedules._arrays import (
     offsets_of,
     require_count,
     require_pairs,
+    rows_of,
 )
 from fivefold.errors import ConfigurationError
 
@@ -113,7 +115,7 @@ class Collective:
     # Made anew in another process: arrays would come back writable, equal weights as a list.
     def __reduce__(self) -> tuple[Any, ...]:
         names = tuple(self.__dataclass_fields__)
-        return _rebuild, ({name: getattr(self, name) for name in names},)
+        return functools.partial(Collective, **{name: getattr(self, name) for name in names}), ()
 
     # -- where chunks are ----------------------------------------------------------------------
 
@@ -324,11 +326,9 @@ class Collective:
             (self.pre_chunks, self.pre_ranks, self.pre_offsets),
             (self.post_chunks, self.post_ranks, self.post_offsets),
         ):
-            lengths = np.repeat(np.diff(offsets), count)  # the pairs of each new chunk
-            begins = np.repeat(offsets[:-1], count)
-            steps = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-            old = np.repeat(begins, lengths) + steps
-            new = np.repeat(np.arange(lengths.size) % count, lengths)
+            rows = np.repeat(np.arange(self.num_chunks), count)
+            finer, old = rows_of(offsets, rows)
+            new = np.repeat(np.arange(rows.size) % count, np.diff(finer))
             cut.append((chunks[old] * np.int32(count) + within[new], ranks[old]))
         return Collective(
             name=self.name,
@@ -346,10 +346,6 @@ class Collective:
             ),
             root=self.root,
         )
-
-
-def _rebuild(fields: dict[str, Any]) -> Collective:
-    return Collective(**fields)
 
 
 def _renumbered(pairs: tuple[Ints, Ints], numbers: Ints) -> tuple[Ints, Ints]:

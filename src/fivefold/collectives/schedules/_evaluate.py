@@ -19,16 +19,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from fivefold.collectives.schedules._arrays import Floats, Longs
-from fivefold.collectives.schedules._errors import ScheduleError
-from fivefold.collectives.schedules._evaluate_kernels import list_schedule
+from fivefold._compiler import njit
+from fivefold.collectives.schedules._arrays import Floats, Longs, rows_of
+from fivefold.collectives.schedules._dependencies import dependencies
 from fivefold.collectives.schedules._routes import RouteTable, require_topology, route_table
-from fivefold.collectives.schedules._schedule import Schedule
-from fivefold.collectives.schedules._slots import slots_of
+from fivefold.collectives.schedules._schedule import Schedule, ScheduleError
 from fivefold.collectives.schedules._verify_times import messages_of
 from fivefold.errors import ConfigurationError
 
@@ -51,15 +50,6 @@ class Timing:
         link_bytes: Bytes that each link carries, float64 [links].
         size_bytes: Size of the collective.
         model: The cost model.
-
-    Examples:
-        >>> from fivefold.collectives.algorithms import build_algorithm
-        >>> from fivefold.collectives.schedules import all_gather
-        >>> from fivefold.network.topology import ring
-        >>> network = ring(4, bandwidth="1 GB/s", latency="0 s")
-        >>> timing = evaluate(build_algorithm("ring", all_gather(4)), network, size_bytes=4e9)
-        >>> timing.total_s, timing.bandwidth_bytes_per_s
-        (3.0, 1333333333.3333333)
     """
 
     total_s: float
@@ -124,8 +114,6 @@ def evaluate(
     if model == "synchronous":
         times = _synchronous(schedule, network, routes, chunk_bytes)
     elif model == "fluid":
-        from fivefold.collectives.schedules._fluid import fluid_times  # noqa: PLC0415 - simulator
-
         times = fluid_times(schedule, network, routes, chunk_bytes)
     else:
         times = _listed(schedule, network, routes, chunk_bytes, serial=model == "serial")
@@ -150,15 +138,6 @@ def with_times(schedule: Schedule, timing: Timing) -> Schedule:
 
     Returns:
         The schedule with times; ``verify(..., check_times=True)`` accepts it.
-
-    Examples:
-        >>> from fivefold.collectives.algorithms import build_algorithm
-        >>> from fivefold.collectives.schedules import all_gather
-        >>> from fivefold.network.topology import ring
-        >>> schedule = build_algorithm("ring", all_gather(4))
-        >>> timing = evaluate(schedule, ring(4), size_bytes=1e6)
-        >>> with_times(schedule, timing).attributes["model"]
-        'serial'
     """
     known = {**schedule.attributes, "size_bytes": timing.size_bytes, "model": timing.model}
     return schedule.replaced(starts_s=timing.starts_s, ends_s=timing.ends_s, attributes=known)
@@ -175,7 +154,7 @@ def _listed(
     *,
     serial: bool,
 ) -> Times:
-    read, written, filled, order = slots_of(schedule)
+    read, written, filled, order = schedule.slots()
     capacities = topology.capacities_bytes_per_s
     legs, first_legs = routes.legs()
     starts_s, ends_s, busy_s, broken = list_schedule(
@@ -247,3 +226,144 @@ def _synchronous(
             busy_s += transmit_s
         ends_s[members] = now_s
     return starts_s, ends_s, busy_s
+
+
+@njit
+def _fold(slot: Any, step: Any, ready_s: Any, pending: tuple[Any, Any], reducing: int) -> float:
+    """When the slot's value was whole, counting only what steps before this one wrote."""
+    arrived_s, written_in = pending
+    if written_in[slot] >= 0 and (step < 0 or written_in[slot] < step):
+        if reducing and np.isfinite(ready_s[slot]):
+            ready_s[slot] = max(ready_s[slot], arrived_s[slot])
+        else:
+            ready_s[slot] = min(ready_s[slot], arrived_s[slot])
+        written_in[slot] = -1
+    return float(ready_s[slot])
+
+
+@njit
+def _deliver(
+    slot: Any, step: Any, end_s: float, ready_s: Any, pending: tuple[Any, Any], reducing: int
+) -> None:
+    arrived_s, written_in = pending
+    _fold(slot, step, ready_s, pending, reducing)
+    if written_in[slot] < 0:
+        arrived_s[slot] = end_s
+        written_in[slot] = max(step, 0)
+    elif reducing:
+        arrived_s[slot] = max(arrived_s[slot], end_s)
+    else:
+        arrived_s[slot] = min(arrived_s[slot], end_s)
+
+
+@njit
+def _occupy(
+    route: Any, start_s: float, held_s: float, size: float, links: tuple[Any, Any, Any]
+) -> None:
+    free_s, busy_s, capacities = links
+    for link in route:
+        lasts_s = held_s + size / capacities[link]
+        free_s[link] = start_s + lasts_s
+        busy_s[link] += lasts_s
+
+
+@njit
+def list_schedule(
+    messages: tuple[Any, Any],
+    slots: tuple[Any, Any, Any],
+    routes: tuple[Any, Any, Any, Any],
+    costs: tuple[Any, Any, Any],
+    transfers: tuple[Any, Any, Any],
+    shape: tuple[int, int],
+) -> tuple[Any, Any, Any, int]:
+    """Times of all transfers, in the order of the messages."""
+    offsets, members = messages
+    read, written, filled = slots
+    rows, first_legs, leg_offsets, leg_links = routes
+    latencies_s, narrowest, capacities = costs
+    chunks, steps, chunk_bytes = transfers
+    reducing, serial = shape
+    starts_s, ends_s = np.zeros(rows.size), np.zeros(rows.size)
+    ready_s = np.where(filled, 0.0, np.inf)
+    pending = (np.zeros(filled.size), np.full(filled.size, -1, np.int32))
+    last_read_s = np.zeros(filled.size if reducing else 0)
+    links = (np.zeros(capacities.size), np.zeros(capacities.size), capacities)
+    for message in range(offsets.size - 1):
+        first, last = offsets[message], offsets[message + 1]
+        row = rows[members[first]]
+        start_s, size = 0.0, 0.0
+        for place in range(first, last):
+            index = members[place]
+            start_s = max(start_s, _fold(read[index], steps[index], ready_s, pending, reducing))
+            size += chunk_bytes[chunks[index]]
+            if reducing:  # what is read must not be overwritten before
+                start_s = max(start_s, last_read_s[written[index]])
+        if not np.isfinite(start_s):
+            return starts_s, ends_s, links[1], members[first]
+        end_s = start_s
+        for leg in range(first_legs[row], first_legs[row + 1]):
+            route = leg_links[leg_offsets[leg] : leg_offsets[leg + 1]]
+            for link in route:
+                end_s = max(end_s, links[0][link])
+            if leg == first_legs[row]:
+                start_s = end_s
+            _occupy(route, end_s, latencies_s[leg] if serial else 0.0, size, links)
+            end_s += latencies_s[leg] + size / narrowest[leg]
+        for place in range(first, last):
+            index = members[place]
+            starts_s[index], ends_s[index] = start_s, end_s
+            _deliver(written[index], steps[index], end_s, ready_s, pending, reducing)
+            if reducing:
+                last_read_s[read[index]] = max(last_read_s[read[index]], start_s)
+    return starts_s, ends_s, links[1], -1
+
+
+def flow_dependencies(schedule: Schedule) -> tuple[Longs, Longs]:
+    """What each transfer waits for as a flow: (offsets, transfers)."""
+    found = dependencies(schedule)
+    order = schedule.slots()[3]
+    count = schedule.num_transfers
+    pairs = schedule.sources.astype(np.int64) * schedule.collective.num_ranks + schedule.targets
+    grouped = order[np.argsort(pairs[order], kind="stable")]
+    before = np.full(count, -1, dtype=np.int64)
+    same = pairs[grouped[1:]] == pairs[grouped[:-1]]
+    before[grouped[1:][same]] = grouped[:-1][same]
+    lengths = np.diff(found.offsets) + (before >= 0)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    waits = np.empty(offsets[-1], dtype=np.int64)
+    first = np.zeros(waits.size, dtype=np.bool_)
+    first[offsets[:-1][before >= 0]] = True
+    waits[first] = before[before >= 0]
+    waits[~first] = found.transfers
+    return offsets, waits
+
+
+def fluid_times(
+    schedule: Schedule, topology: Topology, routes: RouteTable, chunk_bytes: Floats
+) -> tuple[Floats, Floats, Floats]:
+    """Starts, ends and busy seconds of the links, from `fivefold.network.simulation`."""
+    from fivefold.network import simulation  # noqa: PLC0415 - only this model needs it
+
+    # A flow for each leg. It waits for the leg before it, the first one for what its transfer does.
+    legs, first_legs = routes.legs()
+    counts = np.diff(first_legs)[routes.rows]
+    begins = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    owner = np.repeat(np.arange(counts.size), counts)
+    number = np.arange(owner.size) - begins[owner]
+    rows = first_legs[routes.rows[owner]] + number
+    offsets, places = rows_of(legs.offsets, rows)
+    wait_offsets, waits = flow_dependencies(schedule)
+    num_waits = np.where(number == 0, np.diff(wait_offsets)[owner], 1)
+    of_first = np.repeat(number == 0, num_waits)
+    leg_waits = np.empty(of_first.size, dtype=np.int64)
+    leg_waits[of_first] = begins[1:][waits] - 1
+    leg_waits[~of_first] = np.flatnonzero(number > 0) - 1
+    table = simulation.FlowTable.build(
+        sizes=chunk_bytes[schedule.chunks[owner]],
+        routes=simulation.Routes(offsets, legs.links[places]),
+        dependencies=(np.concatenate([[0], np.cumsum(num_waits)]).astype(np.int64), leg_waits),
+        latencies_s=legs.latencies_s(topology.latencies_s)[rows],
+    )
+    result = simulation.simulate(topology, table)
+    starts_s, ends_s = result.start_s[begins[:-1]], result.finish_s[begins[1:] - 1]
+    return starts_s, ends_s, np.asarray(result.link_busy_s)

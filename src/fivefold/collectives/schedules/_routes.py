@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fivefold.collectives.schedules._arrays import Array, Floats, Ints, Longs
-from fivefold.collectives.schedules._errors import ScheduleError
-from fivefold.collectives.schedules._schedule import Schedule
+from fivefold.collectives.schedules._arrays import Array, Floats, Ints, Longs, rows_of
+from fivefold.collectives.schedules._schedule import Schedule, ScheduleError
 from fivefold.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -26,35 +25,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RouteTable:
-    """Routes of a schedule's transfers; row ``rows[t]`` is that of transfer t.
+    """Routes of a schedule's transfers; row ``rows[t]`` is that of transfer t."""
 
-    Args:
-        rows: Row of each transfer, int32 [T].
-        offsets: Where each row begins in ``links``, int64 [rows + 1].
-        links: Link indices in order, int32.
-        stops: Whether each of ``links`` ends at a rank, bool.
-
-    Examples:
-        >>> table = RouteTable(
-        ...     rows=np.array([0, 0]),
-        ...     offsets=np.array([0, 2]),
-        ...     links=np.array([3, 4]),
-        ...     stops=np.array([False, True]),
-        ... )
-        >>> table.latencies_s(np.full(5, 1.0)).tolist()
-        [2.0]
-    """
-
-    rows: Ints
-    offsets: Longs
-    links: Ints
-    stops: Array
+    rows: Ints  # row of each transfer, int32 [T]
+    offsets: Longs  # where each row begins in ``links``, int64 [rows + 1]
+    links: Ints  # link indices in order, int32
+    stops: Array  # whether each of ``links`` ends at a rank, bool
 
     def legs(self) -> tuple[RouteTable, Longs]:
-        """The parts of the rows from rank to rank, as rows, and where those of each row begin.
-
-        An empty row has one empty leg.
-        """
+        """The parts of the rows from rank to rank, as rows, and where those of each row begin."""
         inner = self.stops.copy()
         inner[self.offsets[1:][np.diff(self.offsets) > 0] - 1] = False  # the end of its row
         begins = np.concatenate([self.offsets[:-1], np.flatnonzero(inner) + 1])
@@ -89,11 +68,7 @@ class RouteTable:
 
 
 def require_topology(schedule: Schedule, topology: Topology | None) -> Topology:
-    """The topology given, or else the one the schedule was made for.
-
-    Raises:
-        ConfigurationError: There is none, or it has another number of ranks.
-    """
+    """The topology given, or else the one the schedule was made for."""
     found = topology if topology is not None else schedule.topology
     if found is None:
         message = "the schedule was made for no topology"
@@ -108,15 +83,7 @@ def require_topology(schedule: Schedule, topology: Topology | None) -> Topology:
 
 
 def route_table(schedule: Schedule, topology: Topology) -> RouteTable:
-    """Routes of all transfers on a topology.
-
-    A transfer without a route of its own takes the direct link of largest capacity, or where the
-    ranks are no neighbours the route of least latency.
-
-    Raises:
-        ScheduleError: A route of the schedule is no path from its source to its target.
-        InfeasibleError: Two ranks have no route.
-    """
+    """Routes of all transfers on a topology."""
     if schedule.route_offsets is not None and schedule.route_links is not None:
         rows = np.arange(schedule.num_transfers, dtype=np.int32)
         stops = np.zeros(schedule.route_links.size, dtype=np.bool_)
@@ -149,15 +116,6 @@ def relays_of(schedule: Schedule) -> list[tuple[int, ...]]:
     Raises:
         ScheduleError: A route of the schedule is no path from its source to its target.
         InfeasibleError: Two ranks have no route.
-
-    Examples:
-        >>> from fivefold.collectives.schedules import Transfer, broadcast
-        >>> from fivefold.network.topology import line
-        >>> move = Transfer(chunk=0, source=0, target=2)
-        >>> relays_of(
-        ...     Schedule.from_transfers([move], collective=broadcast(3), topology=line(3))
-        ... )
-        [(1,)]
     """
     if schedule.topology is None:
         return [()] * schedule.num_transfers
@@ -173,10 +131,8 @@ def relays_of(schedule: Schedule) -> list[tuple[int, ...]]:
 def explicit_routes(schedule: Schedule, topology: Topology) -> tuple[Longs, Ints]:
     """The routes of all transfers one after another, as `Schedule` holds them."""
     table = route_table(schedule, topology)
-    lengths = np.diff(table.offsets)[table.rows]
-    within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    links = table.links[np.repeat(table.offsets[:-1][table.rows], lengths) + within]
-    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64), links
+    offsets, places = rows_of(table.offsets, table.rows)
+    return offsets, table.links[places]
 
 
 def _pair_routes(sources: Longs, targets: Longs, topology: Topology) -> tuple[Longs, Ints]:

@@ -14,19 +14,62 @@ This module moves no data and knows no cost.
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from fivefold.collectives.schedules._arrays import Array, Floats, Ints, Longs, frozen
+from fivefold._compiler import njit
+from fivefold.collectives.schedules._arrays import (
+    Array,
+    Floats,
+    Ints,
+    Longs,
+    frozen,
+    require_count,
+    rows_of,
+)
 from fivefold.collectives.schedules._collective import Collective
-from fivefold.errors import ConfigurationError
+from fivefold.collectives.schedules._constructors import collective_from_data, collective_to_data
+from fivefold.collectives.schedules._order import (
+    BY_STEPS,
+    BY_TIMES,
+    LISTED,
+    group_by_key,
+    number_slots,
+)
+from fivefold.errors import ConfigurationError, DataError
+from fivefold.files import parse_json
+from fivefold.network.topology import Topology
 
-if TYPE_CHECKING:
-    from fivefold.network.topology import Topology
+_SCHEMA = "fivefold.schedule.1"
+_ARRAYS = ("chunks", "sources", "targets")
+_OPTIONAL = ("starts_s", "ends_s", "route_offsets", "route_links")
+_KEYS = {"schema", "name", "solver", "collective", "topology", "attributes", "reduces", "steps"}
+
+
+class ScheduleError(DataError):
+    """A schedule is wrong: it names the first broken transfer, or the condition that is not met.
+
+    Args:
+        message: What is wrong.
+        hint: What to do next.
+        transfer: Index of the first broken transfer; None where a postcondition is not met.
+    """
+
+    def __init__(
+        self, message: str, *, hint: str | None = None, transfer: int | None = None
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.transfer = transfer
+
+    def __reduce__(self) -> tuple[object, ...]:
+        made = functools.partial(ScheduleError, hint=self.hint, transfer=self.transfer)
+        return made, (self.message,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +85,6 @@ class Transfer:
         start_s: When it starts; None where the schedule has no times.
         end_s: When it has arrived; None where the schedule has no times.
         route: Indices of the links it takes; None for the shortest route.
-
-    Examples:
-        >>> Transfer(chunk=0, source=1, target=2).reduces
-        False
     """
 
     chunk: int
@@ -195,6 +234,37 @@ class Schedule:
         """Steps, counted to the last one used; 0 where there are none."""
         return int(self.steps.max(initial=-1)) + 1
 
+    @property
+    def order_mode(self) -> int:
+        """What orders the transfers: 0 the list, 1 steps, 2 times."""
+        if self.has_steps:
+            return BY_STEPS
+        return BY_TIMES if self.has_times else LISTED
+
+    def slots(self) -> tuple[Ints, Ints, Array, Longs]:
+        """Return the (chunk, rank) slots of the transfers, and the order of these.
+
+        Returns:
+            Slot that each transfer reads, slot that it writes, int32 [T]; slots filled at first,
+            bool [slots]; the transfers as listed, or sorted by step or start, int64 [T].
+        """
+        read, written, filled = self._numbered(
+            self.collective.pre_offsets, self.collective.pre_ranks
+        )
+        keys = {LISTED: None, BY_STEPS: self.steps, BY_TIMES: self.starts_s}[self.order_mode]
+        order = np.arange(self.num_transfers, dtype=np.int64)
+        if keys is not None and (keys[1:] < keys[:-1]).any():
+            order = np.argsort(keys, kind="stable")
+        return read, written, filled, order
+
+    def _numbered(self, offsets: Longs, ranks: Ints) -> tuple[Ints, Ints, Array]:
+        grouped = group_by_key(self.chunks, self.collective.num_chunks)
+        pairs = (offsets, ranks)
+        found: tuple[Ints, Ints, Array] = number_slots(
+            grouped, self.sources, self.targets, pairs, self.collective.num_ranks
+        )
+        return found
+
     def __len__(self) -> int:
         return self.num_transfers
 
@@ -235,8 +305,7 @@ class Schedule:
 
     # Made anew in another process: arrays would come back writable.
     def __reduce__(self) -> tuple[Any, ...]:
-        names = tuple(self.__dataclass_fields__)
-        return _rebuild, ({name: getattr(self, name) for name in names},)
+        return functools.partial(Schedule, **_fields_of(self)), ()
 
     # -- making --------------------------------------------------------------------------------
 
@@ -294,13 +363,12 @@ class Schedule:
 
     def replaced(self, **changes: Any) -> Schedule:
         """The same schedule with some fields changed, as `dataclasses.replace` does it."""
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return Schedule(**{**fields, **changes})
+        return Schedule(**{**_fields_of(self), **changes})
 
     # -- changing ------------------------------------------------------------------------------
 
     def inverted(self) -> Schedule:
-        """The schedule run backwards, which does the inverse collective on the reversed network.
+        """Return the schedule run backwards: the inverse collective on the reversed network.
 
         Redundant transfers are left out first: run backwards they would add twice.
 
@@ -311,12 +379,46 @@ class Schedule:
             ConfigurationError: The collective has no inverse, or an all-reduce sums in more than
                 one place and cannot be run backwards.
         """
-        from fivefold.collectives.schedules._transform import inverted  # noqa: PLC0415 - needs this
-
-        return inverted(self)
+        collective = self.collective.inverted()
+        if self.collective.name == "all_reduce":
+            _require_two_trees(self)
+        lean = self if self.collective.reducing else self.pruned()
+        if not collective.reducing:
+            flags: Array = np.zeros(lean.num_transfers, dtype=np.bool_)
+        elif self.collective.reducing:  # an all-reduce: sums become copies and copies sums
+            flags = ~lean.reduces[::-1]
+        else:
+            flags = np.ones(lean.num_transfers, dtype=np.bool_)
+        numbers = self.collective.inverse_numbering
+        chunks = lean.chunks if numbers is None else numbers[lean.chunks]
+        times: dict[str, Any] = {}
+        if lean.starts_s is not None and lean.ends_s is not None:
+            total_s = lean.ends_s.max(initial=0.0)
+            times = {
+                "starts_s": total_s - lean.ends_s[::-1],
+                "ends_s": total_s - lean.starts_s[::-1],
+            }
+        offsets, links = lean.route_offsets, lean.route_links
+        if offsets is not None and links is not None:
+            offsets, links = offsets[-1] - offsets[::-1], links[::-1]
+        return Schedule(
+            collective=collective,
+            chunks=chunks[::-1],
+            sources=lean.targets[::-1],
+            targets=lean.sources[::-1],
+            reduces=flags,
+            steps=(np.int32(lean.num_steps - 1) - lean.steps[::-1]) if lean.has_steps else None,  # type: ignore[arg-type]
+            **times,
+            route_offsets=offsets,
+            route_links=links,
+            topology=None if lean.topology is None else lean.topology.reversed(),
+            name=lean.name,
+            solver=lean.solver,
+            attributes=lean.attributes,
+        )
 
     def replicated(self, pieces: int) -> Schedule:
-        """The schedule with each chunk cut into equal pieces that follow one another.
+        """Return the schedule with each chunk cut into equal pieces that follow one another.
 
         Args:
             pieces: Pieces of each chunk; those of one transfer have its times, and are one message.
@@ -324,40 +426,112 @@ class Schedule:
         Returns:
             The finer schedule, of ``pieces`` times as many transfers.
         """
-        from fivefold.collectives.schedules._transform import (  # noqa: PLC0415 - needs this module
-            replicated,
+        count = require_count("pieces", pieces)
+        if count == 1:
+            return self
+        chunks = np.repeat(self.chunks * np.int32(count), count)
+        chunks += np.tile(np.arange(count, dtype=np.int32), self.num_transfers)
+        offsets, links = self.route_offsets, self.route_links
+        if offsets is not None and links is not None:
+            offsets, places = rows_of(offsets, np.repeat(np.arange(self.num_transfers), count))
+            links = links[places]
+        return Schedule(
+            collective=self.collective.replicated(count),
+            chunks=chunks,
+            sources=np.repeat(self.sources, count),
+            targets=np.repeat(self.targets, count),
+            reduces=np.repeat(self.reduces, count),
+            steps=np.repeat(self.steps, count),
+            # Without times transfers would take effect in the listed order, which may be wrong.
+            starts_s=None if self.starts_s is None else np.repeat(self.starts_s, count),
+            ends_s=None if self.ends_s is None else np.repeat(self.ends_s, count),
+            route_offsets=offsets,
+            route_links=links,
+            topology=self.topology,
+            name=self.name,
+            solver=self.solver,
+            attributes=self.attributes,
         )
 
-        return replicated(self, pieces)
-
     def pruned(self) -> Schedule:
-        """The schedule without transfers that bring a rank what it has, or what no one needs.
+        """Return the schedule without copies that a rank has already, or that no one needs.
 
         Returns:
             The same schedule if it sums or has nothing to leave out.
         """
-        from fivefold.collectives.schedules._transform import pruned  # noqa: PLC0415 - needs this
+        if self.collective.reducing or not self.num_transfers:
+            return self
+        keys: Array = np.arange(self.num_transfers)
+        mode = self.order_mode
+        if mode == BY_STEPS:
+            keys = np.ascontiguousarray(self.steps)
+        elif mode == BY_TIMES and self.ends_s is not None:
+            keys = self.ends_s
+        wanted = self._numbered(self.collective.post_offsets, self.collective.post_ranks)[2]
+        keep = _needed(self.slots(), wanted, keys)
+        return self if keep.all() else self._selected(np.flatnonzero(keep))
 
-        return pruned(self)
+    def _selected(self, kept: Longs) -> Schedule:
+        """Only these transfers, in this order."""
+        offsets, links = self.route_offsets, self.route_links
+        if offsets is not None and links is not None:
+            offsets, places = rows_of(offsets, kept)
+            links = links[places]
+        names = ("chunks", "sources", "targets", "reduces", "steps")
+        parts: dict[str, Any] = {name: getattr(self, name)[kept] for name in names}
+        if self.starts_s is not None and self.ends_s is not None:
+            parts |= {"starts_s": self.starts_s[kept], "ends_s": self.ends_s[kept]}
+        return self.replaced(**parts, route_offsets=offsets, route_links=links)
+
+    # -- writing and reading -------------------------------------------------------------------
 
     def to_json(self) -> str:
-        """The schedule as JSON text, topology included; `from_json` reads it."""
-        from fivefold.collectives.schedules._json import to_json  # noqa: PLC0415 - needs this module
-
-        return to_json(self)
+        """Return the schedule as JSON text, topology included; `from_json` reads it."""
+        found: dict[str, Any] = {
+            "schema": _SCHEMA,
+            "name": self.name,
+            "solver": self.solver,
+            "collective": collective_to_data(self.collective),
+            "topology": None if self.topology is None else self.topology.to_toml(),
+            "attributes": dict(self.attributes),
+        }
+        found |= {key: getattr(self, key).tolist() for key in _ARRAYS}
+        found["reduces"] = _short(self.reduces.astype(np.int8))
+        found["steps"] = _short(self.steps)
+        for key in _OPTIONAL:
+            if (array := getattr(self, key)) is not None:
+                found[key] = array.tolist()
+        return json.dumps(found)
 
     @classmethod
     def from_json(cls, text: str) -> Schedule:
-        """A schedule from the text of `to_json`; see `read_schedule` for the errors."""
-        from fivefold.collectives.schedules._json import (  # noqa: PLC0415 - needs this module
-            read_schedule,
-        )
+        """Return a schedule from the text that `to_json` writes; `verify` has not seen it.
 
-        return read_schedule(text)
+        Raises:
+            DataError: The text is no JSON, of another schema, or lacks or has wrong entries.
+        """
+        data = parse_json(text, where="the schedule")
+        schema = data.get("schema") if isinstance(data, dict) else None
+        if schema != _SCHEMA:
+            raise DataError(
+                f"the text is no schedule: its schema is {schema!r}", hint=f"expected {_SCHEMA!r}"
+            )
+        unknown = sorted(set(data) - _KEYS - {*_ARRAYS, *_OPTIONAL})
+        if unknown:
+            raise DataError(f"the schedule has an unknown entry {unknown[0]!r}", hint="remove it")
+        try:
+            return _from_data(data)
+        except KeyError as error:
+            raise DataError(f"the schedule has no entry {error}", hint="write it again") from None
+        except (AttributeError, TypeError, ValueError, OverflowError) as error:
+            if isinstance(error, DataError):
+                raise
+            message = f"the schedule has a wrong entry: {error}"
+            raise DataError(message, hint="write it again with Schedule.to_json") from None
 
 
-def _rebuild(fields: dict[str, Any]) -> Schedule:
-    return Schedule(**fields)
+def _fields_of(schedule: Schedule) -> dict[str, Any]:
+    return {name: getattr(schedule, name) for name in schedule.__dataclass_fields__}
 
 
 def _same(left: Array | None, right: Array | None) -> bool:
@@ -373,3 +547,69 @@ def _all_or_none(what: str, has: list[bool]) -> bool:
             hint=f"give {what} to every transfer or to none",
         )
     return bool(has) and all(has)
+
+
+def _require_two_trees(schedule: Schedule) -> None:
+    """Every chunk is summed once, in one tree, and copied in one: else backwards is no sum."""
+    sums = np.bincount(schedule.chunks[schedule.reduces], minlength=schedule.collective.num_chunks)
+    moves = np.bincount(schedule.chunks, minlength=schedule.collective.num_chunks)
+    edges = schedule.collective.num_ranks - 1
+    if (sums != edges).any() or (moves != 2 * edges).any():
+        chunk = int(np.argmax((sums != edges) | (moves != 2 * edges)))
+        raise ConfigurationError(
+            f"chunk {chunk} is summed in {sums[chunk]} and copied in {moves[chunk] - sums[chunk]} "
+            f"transfers, so the all-reduce cannot be run backwards",
+            hint=f"only one made of a reduce-scatter and an all-gather can: {edges} of each",
+        )
+
+
+@njit
+def _needed(slots: tuple[Any, Any, Any, Any], wanted: Any, keys: Any) -> Any:
+    """First arrivals that the postcondition or a needed transfer after them asks for."""
+    read, written, filled, order = slots
+    first = np.full(filled.size, -1, np.int64)
+    for index in order:
+        slot = written[index]
+        if not filled[slot] and (first[slot] < 0 or keys[index] < keys[first[slot]]):
+            first[slot] = index
+    needed = np.zeros(order.size, np.bool_)
+    asked = wanted.copy()
+    for place in range(order.size - 1, -1, -1):
+        index = order[place]
+        if first[written[index]] == index and asked[written[index]]:
+            needed[index] = True
+            asked[read[index]] = True
+    return needed
+
+
+def _short(array: Array) -> int | list[int]:
+    """One number where all are equal."""
+    if array.size and (array == array[0]).all():
+        return int(array[0])
+    return [int(value) for value in array]
+
+
+def _from_data(data: dict[str, Any]) -> Schedule:
+    arrays = {key: _numbers(data, key) for key in (*_ARRAYS, *_OPTIONAL) if key in data}
+    toml = data["topology"]
+    for key in ("name", "solver"):
+        if not isinstance(data[key], str):
+            raise TypeError(f"{key} is {data[key]!r:.60}, not text")
+    return Schedule(
+        collective=collective_from_data(data["collective"]),
+        **{**{key: data[key] for key in _ARRAYS}, **arrays},
+        reduces=np.asarray(data["reduces"]).astype(np.bool_),
+        steps=np.asarray(data["steps"], dtype=np.int32),
+        topology=None if toml is None else Topology.from_toml(toml),
+        name=data["name"],
+        solver=data["solver"],
+        attributes=data["attributes"],
+    )
+
+
+def _numbers(data: dict[str, Any], key: str) -> Array:
+    array = np.asarray(data[key], dtype=np.float64 if key.endswith("_s") else np.int64)
+    if array.ndim != 1:
+        message = f"{key} is no list of numbers"
+        raise DataError(message, hint="write the schedule with Schedule.to_json")
+    return array

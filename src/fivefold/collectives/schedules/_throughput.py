@@ -40,12 +40,6 @@ class ThroughputOptimum:
         total_weight: Weight of all shares together.
         cut: Node indices on the sending side of the bottleneck.
         exact: Whether capacities were integers; if not, the rate is right to about 1e-9.
-
-    Examples:
-        >>> from fivefold.network.topology import ring
-        >>> optimum = throughput_optimum(ring(8, bandwidth="1 GB/s"))
-        >>> optimum.inverse_rate * 10**9, optimum.algorithm_bandwidth_bytes_per_s
-        (Fraction(7, 2), Fraction(16000000000, 7))
     """
 
     inverse_rate: Fraction
@@ -136,10 +130,7 @@ def _checked_weights(weights: Sequence[int] | None, num_ranks: int) -> Longs:
 
 
 def integer_capacities(capacities: Array) -> tuple[Longs, Fraction, bool]:
-    """Capacities as small integers, the bytes per second of one unit, and whether that is exact.
-
-    Capacities that are no whole bytes per second are rounded to a fine grid.
-    """
+    """Capacities as small integers, the bytes per second of one unit, and whether that is exact."""
     whole = np.round(capacities)
     exact = bool((whole == capacities).all()) and float(whole.max(initial=0)) < 2**53
     if exact:
@@ -162,16 +153,7 @@ def _ingress_cut(topology: Topology, capacities: Longs, shares: Longs) -> Array:
 
 
 class CutFinder:
-    """Max-flows from weighted sources to one sink after the other, on one graph.
-
-    Args:
-        topology: The network.
-        capacities: Integer capacity of each link.
-        supplies: Pairs (node, weight): what starts where.
-
-    Raises:
-        UnsupportedError: OR-Tools is not installed.
-    """
+    """Max-flows from weighted sources to one sink after the other, on one graph."""
 
     def __init__(
         self, topology: Topology, capacities: Longs, supplies: Iterable[tuple[int, int]]

@@ -11,24 +11,15 @@ References: collectives as pre- and postconditions, SCCL, arXiv 2008.08708.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fivefold._compiler import njit
 from fivefold.collectives.schedules._arrays import Floats
-from fivefold.collectives.schedules._errors import ScheduleError
-from fivefold.collectives.schedules._order_kernels import group_by_key
+from fivefold.collectives.schedules._order import group_by_key, order_events
 from fivefold.collectives.schedules._routes import require_topology, route_table
-from fivefold.collectives.schedules._schedule import Schedule
-from fivefold.collectives.schedules._slots import order_of
-from fivefold.collectives.schedules._verify_kernels import (
-    DOUBLE_ADD,
-    FINE,
-    LOST,
-    NOT_HELD,
-    SELF_TRANSFER,
-    replay,
-)
+from fivefold.collectives.schedules._schedule import Schedule, ScheduleError
 from fivefold.collectives.schedules._verify_times import (
     check_times_against_links,
     check_times_against_order,
@@ -50,12 +41,6 @@ class VerificationReport:
         order: What fixed the order: ``"listed"``, ``"steps"`` or ``"times"``.
         routed: Whether every transfer was found to have a path in a topology.
         timed: Whether times were compared with the links.
-
-    Examples:
-        >>> from fivefold.collectives.algorithms import build_algorithm
-        >>> from fivefold.collectives.schedules import all_gather
-        >>> verify(build_algorithm("ring", all_gather(4))).num_transfers
-        12
     """
 
     num_transfers: int
@@ -100,10 +85,9 @@ def verify(
         >>> moves = [Transfer(chunk=0, source=1, target=2)]
         >>> verify(Schedule.from_transfers(moves, collective=broadcast(3)))
         Traceback (most recent call last):
-        fivefold.collectives.schedules._errors.ScheduleError: transfer 0 sends chunk 0 from rank 1 \
-to rank 2, but rank 1 does not hold it by then; ...
+        fivefold.collectives.schedules._schedule.ScheduleError: transfer 0 sends chunk 0 from ...
     """
-    mode = order_of(schedule)
+    mode = schedule.order_mode
     redundant = _replayed(schedule, mode=mode)
     network = topology if topology is not None else schedule.topology
     if network is not None or check_times:
@@ -186,3 +170,128 @@ def _refuse(schedule: Schedule, code: int, index: int, *, chunk: int, rank: int)
     }
     reason, hint = reasons[code]
     raise ScheduleError(f"{what}, but {reason}", hint=hint, transfer=index)
+
+
+FINE, NOT_HELD, DOUBLE_ADD, NOT_MET, LOST, SELF_TRANSFER = 0, 1, 2, 3, 4, 5
+
+
+@njit
+def _write(state: Any, value: Any, target: int, adds: int) -> int:
+    """Write a value at the target; 0 fine, 1 a contribution is there already, 2 some are lost."""
+    clash, lost = False, False
+    for word in range(value.size):
+        if state[target, word] & value[word]:
+            clash = True
+        if state[target, word] & ~value[word]:
+            lost = True
+    if adds and clash:
+        return 1
+    for word in range(value.size):
+        state[target, word] = (state[target, word] | value[word]) if adds else value[word]
+    return 0 if adds or not lost else 2
+
+
+@njit
+def _replay_chunk(
+    members: Any, events: Any, transfers: tuple[Any, Any, Any], state: Any, held: Any
+) -> tuple[int, int, int, int]:
+    """Play one chunk's events: (code, transfer, first lossy overwrite or -1, redundant writes)."""
+    sources, targets, reduces = transfers
+    words = state.shape[1]
+    values = np.empty((members.size, words), np.uint64)
+    redundant, lossy = 0, -1
+    for event in events:
+        m = event >> 1
+        index = members[m]
+        source, target = sources[index], targets[index]
+        if event & 1 == 0:
+            if source == target:
+                return SELF_TRANSFER, index, lossy, redundant
+            if not held[source]:
+                return NOT_HELD, index, lossy, redundant
+            values[m] = state[source]
+            continue
+        if not reduces[index] and held[target]:
+            same = True
+            for word in range(words):
+                same = same and state[target, word] == values[m, word]
+            redundant += same
+        outcome = _write(state, values[m], target, reduces[index])
+        held[target] = True
+        if outcome == 1:
+            return DOUBLE_ADD, index, lossy, redundant
+        if outcome == 2 and lossy < 0:
+            lossy = index
+    return FINE, -1, lossy, redundant
+
+
+@njit
+def _set_start(ranks: Any, state: Any, held: Any, reducing: int) -> None:
+    for position in range(ranks.size):
+        rank = ranks[position]
+        held[rank] = True
+        bit = position if reducing else 0
+        state[rank, bit >> 6] = np.uint64(1) << np.uint64(bit & 63)
+
+
+@njit
+def _clear(ranks: Any, state: Any, held: Any) -> None:
+    for rank in ranks:
+        held[rank] = False
+        state[rank, :] = np.uint64(0)
+
+
+@njit
+def _unmet(ranks: Any, state: Any, held: Any, contributors: int) -> int:
+    """First rank that does not hold the sum of all contributors, or -1."""
+    for rank in ranks:
+        if not held[rank]:
+            return int(rank)
+        for word in range(state.shape[1]):
+            left = contributors - 64 * word
+            full = ~np.uint64(0)
+            if left < 64:
+                full = (np.uint64(1) << np.uint64(max(left, 0))) - np.uint64(1)
+            if state[rank, word] != full:
+                return int(rank)
+    return -1
+
+
+@njit
+def replay(
+    grouped: tuple[Any, Any],
+    transfers: tuple[Any, Any, Any],
+    timing: tuple[Any, Any, Any],
+    pre: tuple[Any, Any],
+    post: tuple[Any, Any],
+    shape: tuple[int, int, int, bool, float],
+) -> tuple[int, int, int, int, int]:
+    """Replay every chunk and compare with the postcondition."""
+    num_ranks, words, mode, reducing, slack_s = shape
+    offsets, positions = grouped
+    steps, starts_s, ends_s = timing
+    state = np.zeros((num_ranks, words), np.uint64)
+    held = np.zeros(num_ranks, np.bool_)
+    redundant = 0
+    worst: Any = (FINE, np.int64(-1), np.int64(-1), np.int64(-1))
+    for chunk in range(offsets.size - 1):
+        members = positions[offsets[chunk] : offsets[chunk + 1]]
+        holders = pre[1][pre[0][chunk] : pre[0][chunk + 1]]
+        wanted = post[1][post[0][chunk] : post[0][chunk + 1]]
+        _set_start(holders, state, held, reducing)
+        events = order_events(members, steps, (starts_s, ends_s), mode, slack_s)
+        code, index, lossy, more = _replay_chunk(members, events, transfers, state, held)
+        redundant += more
+        rank = -1
+        if code == FINE:
+            rank = _unmet(wanted, state, held, holders.size if reducing else 1)
+            if rank >= 0:
+                code, index = (NOT_MET, -1) if lossy < 0 else (LOST, lossy)
+        if code != FINE and (
+            worst[0] == FINE or (index >= 0 and (worst[1] < 0 or index < worst[1]))
+        ):
+            worst = (code, np.int64(index), np.int64(chunk), np.int64(rank))
+        _clear(holders, state, held)
+        for m in members:
+            _clear(transfers[1][m : m + 1], state, held)
+    return worst[0], worst[1], worst[2], worst[3], redundant

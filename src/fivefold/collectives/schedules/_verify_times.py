@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fivefold._compiler import njit
-from fivefold.collectives.schedules._arrays import Array, Floats, Longs
-from fivefold.collectives.schedules._errors import ScheduleError
+from fivefold.collectives.schedules._arrays import Array, Floats, Ints, Longs, rows_of
+from fivefold.collectives.schedules._order import BY_TIMES
 from fivefold.collectives.schedules._routes import RouteTable
-from fivefold.collectives.schedules._schedule import Schedule
-from fivefold.collectives.schedules._slots import first_hurried, order_of, slots_of
+from fivefold.collectives.schedules._schedule import Schedule, ScheduleError
 from fivefold.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -27,11 +26,7 @@ _SLACK = 1e-6  # of a message's own time: solvers round more than sums of floats
 
 
 def size_of(schedule: Schedule, size_bytes: float | None) -> float:
-    """The size given, or the one that the schedule was made for.
-
-    Raises:
-        ConfigurationError: There is neither.
-    """
+    """The size given, or the one that the schedule was made for."""
     found = schedule.attributes.get("size_bytes") if size_bytes is None else size_bytes
     if found is None:
         message = "the schedule does not say for which size it was made"
@@ -43,11 +38,7 @@ Messages = tuple[Longs, Floats]
 
 
 def messages_of(schedule: Schedule, transfer_bytes: Floats) -> Messages:
-    """Transfers that travel as one message: (leader of each transfer, bytes of each leader).
-
-    Transfers of the same source, target, start and end that leave on the same link are one; the
-    first of them leads. Bytes of followers are 0.
-    """
+    """Transfers that travel as one message: (leader of each transfer, bytes of each leader)."""
     count = schedule.num_transfers
     leaders = np.arange(count, dtype=np.int64)
     if schedule.starts_s is None or schedule.ends_s is None or count == 0:
@@ -69,17 +60,11 @@ def messages_of(schedule: Schedule, transfer_bytes: Floats) -> Messages:
 
 
 def check_times_against_order(schedule: Schedule) -> None:
-    """Refuse a transfer that starts before what it sends has arrived.
-
-    Where the times fix the order there is nothing to compare: the replay itself went by them.
-
-    Raises:
-        ScheduleError: A transfer starts too early.
-    """
-    if schedule.starts_s is None or schedule.ends_s is None or order_of(schedule) == 2:
+    """Refuse a transfer that starts before what it sends has arrived."""
+    if schedule.starts_s is None or schedule.ends_s is None or schedule.order_mode == BY_TIMES:
         return
-    at = first_hurried(
-        slots_of(schedule),
+    at = _first_hurried(
+        schedule.slots(),
         schedule.starts_s,
         schedule.ends_s,
         np.ascontiguousarray(schedule.steps),
@@ -98,12 +83,7 @@ def check_times_against_order(schedule: Schedule) -> None:
 def check_times_against_links(
     schedule: Schedule, topology: Topology, routes: RouteTable, *, size_bytes: float | None
 ) -> None:
-    """Refuse times that no network of these latencies and capacities can keep.
-
-    Raises:
-        ScheduleError: A transfer is too fast, or a link is asked for more than it can carry.
-        ConfigurationError: The schedule has no times, or the size is not known.
-    """
+    """Refuse times that no network of these latencies and capacities can keep."""
     if schedule.starts_s is None or schedule.ends_s is None:
         message = "the schedule has no times to check"
         raise ConfigurationError(message, hint="evaluate() gives some")
@@ -141,11 +121,8 @@ def _check_room(
     """On every link the messages must fit one after another between their starts and ends."""
     assert schedule.starts_s is not None, "times were checked before"
     assert schedule.ends_s is not None, "times were checked before"
-    rows = routes.rows[leading]
-    lengths = np.diff(routes.offsets)[rows]
-    owner = np.repeat(leading, lengths)
-    within = np.arange(owner.size) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    places = np.repeat(routes.offsets[:-1][rows], lengths) + within
+    offsets, places = rows_of(routes.offsets, routes.rows[leading])
+    owner = np.repeat(leading, np.diff(offsets))
     links = routes.links[places]
     legs, first_legs = routes.legs()
     leg = np.repeat(legs.rows, np.diff(legs.offsets))[places]
@@ -203,20 +180,7 @@ def _push(heap: Any, size: int, ends_s: Any) -> None:
 
 @njit
 def first_overload(links: Array, starts_s: Array, ends_s: Array, needs_s: Array) -> Any:
-    """First message that cannot be done by its end, link by link, earliest end first.
-
-    Earliest deadline first with interruption is optimal on one machine: if it fails, no sharing of
-    the link's capacity keeps the times.
-
-    Args:
-        links: Link of each message, sorted.
-        starts_s: Starts, sorted within each link.
-        ends_s: When the last byte must have left.
-        needs_s: Bytes over the link's capacity.
-
-    Returns:
-        Position of the message or -1, and by how many seconds it is late.
-    """
+    """First message that cannot be done by its end, link by link, earliest end first."""
     count = links.size
     heap = np.empty(count, np.int64)
     left_s = needs_s.copy()
@@ -249,3 +213,36 @@ def first_overload(links: Array, starts_s: Array, ends_s: Array, needs_s: Array)
             _sift(heap, size, ends_s)
         first = last
     return -1, 0.0
+
+
+@njit
+def _first_hurried(
+    slots: tuple[Any, Any, Any, Any],
+    starts_s: Floats,
+    ends_s: Floats,
+    steps: Ints,
+    shape: tuple[int, float],
+) -> int:
+    """First transfer, in order, that starts before what it reads has arrived; -1 for none."""
+    read, written, filled, order = slots
+    reducing, slack_s = shape
+    ready_s = np.where(filled, 0.0, np.inf)
+    first = 0
+    while first < order.size:
+        last = first + 1
+        if steps[order[first]] >= 0:
+            while last < order.size and steps[order[last]] == steps[order[first]]:
+                last += 1
+        for place in range(first, last):
+            index = order[place]
+            if starts_s[index] + slack_s < ready_s[read[index]]:
+                return int(index)
+        for place in range(first, last):
+            index = order[place]
+            slot = written[index]
+            if reducing and np.isfinite(ready_s[slot]):
+                ready_s[slot] = max(ready_s[slot], ends_s[index])
+            else:
+                ready_s[slot] = min(ready_s[slot], ends_s[index])
+        first = last
+    return -1

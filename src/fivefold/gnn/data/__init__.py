@@ -1,8 +1,7 @@
-"""Data sets on disk: ingestion, real graphs and a generator."""
+"""Data sets on disk: ingestion and a generator."""
 
 from fivefold.gnn.data._array_source import ArraySource, array_source
 from fivefold.gnn.data._dataset import Dataset
-from fivefold.gnn.data._debian import debian_packages, debian_source
 from fivefold.gnn.data._find_source import SOURCE_KINDS, SourceOptions, find_source
 from fivefold.gnn.data._generate import GraphRecipe, generate_graph
 from fivefold.gnn.data._hetero import HeteroDataset, HeteroSource
@@ -13,7 +12,6 @@ from fivefold.gnn.data._parts import EdgeBlock, EdgePart, FeaturePart, LabelPart
 from fivefold.gnn.data._pyg import pyg_source
 from fivefold.gnn.data._statistics import describe, open_dataset, verify
 from fivefold.gnn.data._table_source import TableSource, table_source
-from fivefold.gnn.data._wordnet import wordnet, wordnet_source
 from fivefold.gnn.data._write_graph import EdgeRules
 
 __all__ = [
@@ -34,8 +32,6 @@ __all__ = [
     "TableColumns",
     "TableSource",
     "array_source",
-    "debian_packages",
-    "debian_source",
     "describe",
     "find_source",
     "generate_graph",
@@ -47,6 +43,4 @@ __all__ = [
     "pyg_source",
     "table_source",
     "verify",
-    "wordnet",
-    "wordnet_source",
 ]

@@ -34,18 +34,7 @@ def as_rows(value: Any, name: str = "an array") -> Rows:
 
 
 def as_array(value: Any, name: str = "an array") -> NDArray[Any]:
-    """A dense array of numbers or text from an array, a list or a tensor.
-
-    Args:
-        value: What was given.
-        name: Of it, for messages.
-
-    Returns:
-        The array; a view where possible.
-
-    Raises:
-        DataError: It is sparse, partly masked, uneven, or of a dtype that NumPy has not.
-    """
+    """A dense array of numbers or text from an array, a list or a tensor."""
     kind = type(value).__name__
     sparse = hasattr(value, "tocoo") or str(getattr(value, "layout", "")).startswith("torch.sparse")
     if sparse:
@@ -223,17 +212,7 @@ def _label_blocks(rows: Rows, first_row: int) -> Iterator[NDArray[np.int64]]:
 
 
 def as_labels(block: NDArray[Any]) -> NDArray[np.int64]:
-    """Labels as int64, -1 where they are not a number.
-
-    Args:
-        block: ``[R]`` or ``[R, 1]``.
-
-    Returns:
-        ``[R]``.
-
-    Raises:
-        DataError: A label is no class.
-    """
+    """Labels as int64, -1 where they are not a number."""
     if block.ndim > 1:
         if any(size != 1 for size in block.shape[1:]):
             raise DataError(
@@ -255,19 +234,7 @@ def as_labels(block: NDArray[Any]) -> NDArray[np.int64]:
 
 
 def as_split(rows: Rows | None, num_nodes: int, name: str) -> NDArray[np.int64]:
-    """Ids of a split.
-
-    Args:
-        rows: Ids, a mask over all nodes, or None.
-        num_nodes: Nodes in all.
-        name: Of the split.
-
-    Returns:
-        Ids in the order given; of a mask, ascending.
-
-    Raises:
-        DataError: It is neither ids nor a mask.
-    """
+    """Ids of a split."""
     if rows is None:
         return np.empty(0, np.int64)
     blocks = [np.asarray(block) for block in rows.blocks(0, 1 << 22)]
@@ -295,16 +262,7 @@ def as_split(rows: Rows | None, num_nodes: int, name: str) -> NDArray[np.int64]:
 
 
 def check_gaps(num_nodes: int, num_edges: int, *, hint: str) -> None:
-    """Refuse ids that are plainly names: far more nodes than edges could have ends.
-
-    Args:
-        num_nodes: The largest id + 1.
-        num_edges: Edges.
-        hint: What to do.
-
-    Raises:
-        DataError: The ids have gaps that would cost more than all edges.
-    """
+    """Refuse ids that are plainly names: far more nodes than edges could have ends."""
     if num_nodes > max(1 << 24, 64 * 2 * num_edges):
         raise DataError(
             f"ids go up to {num_nodes - 1}, but there are {num_edges} edges: they have gaps",

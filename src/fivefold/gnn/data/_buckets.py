@@ -45,18 +45,7 @@ class CsrPiece:
 
 
 class EdgeBuckets:
-    """Collects edges and hands them out by target.
-
-    Args:
-        folder: For spilled edges; made when needed, see ``remove``.
-        num_nodes: Nodes that edges go to.
-        num_sources: Nodes that edges come from.
-        expected_edges: About how many edges will come.
-        weighted: Whether edges have weights.
-        memory_bytes: What buffers may take.
-        drop_duplicates: Keep one edge (the first) of those with the same source and target;
-            sources then come in ascending order.
-    """
+    """Collects edges and hands them out by target."""
 
     def __init__(
         self,
@@ -95,11 +84,7 @@ class EdgeBuckets:
     # --- first pass ---------------------------------------------------------------------------
 
     def resume(self, recipe_id: str) -> None:
-        """Take over what an earlier, killed run has spilled, or begin with an empty folder.
-
-        Args:
-            recipe_id: Says which edges these are; of other edges nothing is taken.
-        """
+        """Take over what an earlier, killed run has spilled, or begin with an empty folder."""
         self.recipe_id = recipe_id
         if self.in_memory:
             return

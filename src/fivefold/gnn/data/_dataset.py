@@ -254,17 +254,7 @@ class Dataset:
 
 
 def check_belongs(path: Path, found: Container | None, named: str | None, *, named_by: str) -> None:
-    """Refuse a file that is not the one its data set was written with, or is not there.
-
-    Args:
-        path: Of the file.
-        found: The file, opened; None where there is none.
-        named: Fingerprint of the file that belongs there; None where none does.
-        named_by: What says so, for the message.
-
-    Raises:
-        DataError: It is another, or missing, or one too many.
-    """
+    """Refuse a file that is not the one its data set was written with, or is not there."""
     if (None if found is None else found.fingerprint) == named:
         return
     if found is None:

@@ -64,28 +64,7 @@ def ingest_hetero(
     memory_bytes: int = 1 << 30,
     progress: Progress | None = None,
 ) -> HeteroDataset:
-    """Write a graph of several types into a folder and open it; as ``ingest``.
-
-    Args:
-        source: The graph.
-        folder: Where to write; made if missing.
-        rules: What is done to edges of every type; ``add_reverse`` only joins a type to itself.
-        memory_bytes: What buffers may take.
-        progress: Told of (stage, done, total).
-
-    Returns:
-        The data set.
-
-    Raises:
-        ConfigurationError: The memory bound is too small.
-        DataError: An edge type names an unknown node type, or the folder holds another data set.
-
-    Examples:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     ingest_hetero(HeteroSource(name="none", nodes={}, edges={}), folder).node_types
-        []
-    """
+    """Write a graph of several types into a folder and open it; as ``ingest``."""
     folder = Path(folder)
     run: dict[str, Any] = {"memory_bytes": memory_bytes, "progress": progress or no_progress}
     listing = _listing(source)

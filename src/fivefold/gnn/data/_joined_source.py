@@ -12,15 +12,7 @@ from fivefold.gnn.data._table_source import TableSource
 
 
 class JoinedSource:
-    """A source over an edge table and arrays with a row per node.
-
-    Args:
-        table: The edges; their ids are whole numbers.
-        arrays: Features, labels and splits; its edges are not asked for.
-
-    Raises:
-        ConfigurationError: The table's ids are names, or it comes with a node table.
-    """
+    """A source over an edge table and arrays with a row per node."""
 
     def __init__(self, table: TableSource, arrays: ArraySource) -> None:
         if table.text_ids or table.node_table is not None:

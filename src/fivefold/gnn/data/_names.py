@@ -38,12 +38,7 @@ _SCHEMA = pa.schema([("name", pa.string()), ("place", pa.int64())])
 
 
 class NameBuckets:
-    """Names with their places, by hash, in files.
-
-    Args:
-        folder: For the files; made anew.
-        table_bytes: Size of the tables whose names come.
-    """
+    """Names with their places, by hash, in files."""
 
     def __init__(self, folder: Path, table_bytes: int) -> None:
         self.folder = folder
@@ -103,24 +98,7 @@ def number_names(
     sizes: tuple[int, int],
     progress: Progress,
 ) -> int:
-    """Write ``edges.npy`` in the work folder, with numbers for names.
-
-    Args:
-        batches: Names with their places: rows of the node table have their row; the ends of edge
-            e then have places ``num_rows + 2 e`` and ``num_rows + 2 e + 1``.
-        work: Folder for what is only needed in between.
-        names_file: Parquet file to write with the names in the order of their numbers; only
-            without a node table.
-        num_rows: Rows of the node table; None where there is none.
-        sizes: Bytes of the tables, and what buffers may take.
-        progress: Told of the stages.
-
-    Returns:
-        The number of nodes.
-
-    Raises:
-        DataError: The node table names a node twice, or an edge a node that is not in it.
-    """
+    """Write ``edges.npy`` in the work folder, with numbers for names."""
     table_bytes, memory_bytes = sizes
     buckets = NameBuckets(work / "names", table_bytes)
     places = 0
@@ -212,19 +190,7 @@ def _write_edges(path: Path, ends: EdgeBuckets, progress: Progress) -> None:
 
 
 def write_numbering(folder: Path, recipe: Mapping[str, Any], num_nodes: int) -> dict[str, Any]:
-    """Note in ``names.json`` what was numbered, with checksums of the files that came of it.
-
-    Args:
-        folder: Of the data set; ``names.parquet`` and the folder ``names.work`` lie in it.
-        recipe: Of the source.
-        num_nodes: Number of nodes.
-
-    Returns:
-        What was noted.
-
-    Raises:
-        StorageError: The disk refused.
-    """
+    """Note in ``names.json`` what was numbered, with checksums of the files that came of it."""
     files = {name: _checksum(folder / name) for name in _FILES if (folder / name).is_file()}
     state = {"recipe": dict(recipe), "num_nodes": num_nodes, "files": files}
     write_checked_json(folder / NAMES_FILE, state)
@@ -232,11 +198,7 @@ def write_numbering(folder: Path, recipe: Mapping[str, Any], num_nodes: int) -> 
 
 
 def read_numbering(folder: Path) -> dict[str, Any] | None:
-    """What ``names.json`` says; None where names were not numbered.
-
-    Raises:
-        DataError: It is damaged, or a file that it names is.
-    """
+    """What ``names.json`` says; None where names were not numbered."""
     if not (folder / NAMES_FILE).is_file():
         return None
     try:

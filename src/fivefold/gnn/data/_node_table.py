@@ -68,11 +68,7 @@ class TableColumns:
 
 
 def check_column(table: TableReader, name: str | None) -> None:
-    """Raise unless the table has the column; None is none.
-
-    Raises:
-        DataError: It has not.
-    """
+    """Raise unless the table has the column; None is none."""
     if name is not None and name not in table.names:
         raise DataError(
             f"{table.path} has no column {name!r}", hint=f"it has {', '.join(table.names)}"
@@ -80,25 +76,13 @@ def check_column(table: TableReader, name: str | None) -> None:
 
 
 def check_whole(batch: Any, path: Path) -> None:
-    """Raise where a field is empty.
-
-    Raises:
-        DataError: One is.
-    """
+    """Raise where a field is empty."""
     if any(column.null_count for column in batch.columns):
         raise DataError(f"{path} has an empty field", hint="fill it or leave it out")
 
 
 class NodeTable:
-    """Features, labels and splits by row.
-
-    Args:
-        path: The table.
-        columns: Which column is what.
-
-    Raises:
-        DataError: It has not the columns, or features are no numbers.
-    """
+    """Features, labels and splits by row."""
 
     def __init__(self, path: Path, columns: TableColumns) -> None:
         self.table = table = open_table(path, header=columns.names)

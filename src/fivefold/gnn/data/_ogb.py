@@ -176,11 +176,7 @@ class _CsvEdges:
         self.expected_edges = int(counts.sum())
 
     def blocks(self, position: int, max_edges: int) -> Iterator[EdgeBlock]:
-        """A packed table cannot be entered in the middle: what is known is read past.
-
-        Raises:
-            DataError: There are more or fewer edges than the data set says.
-        """
+        """A packed table cannot be entered in the middle: what is known is read past."""
         row = 0
         for block in CsvReader(self.path, header=False).arrays(np.int64, max_rows=max_edges):
             row += block.shape[0]

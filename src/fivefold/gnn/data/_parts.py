@@ -30,16 +30,7 @@ def index_dtype(num_nodes: int) -> np.dtype[Any]:
 
 
 def refuse_edge_features(what: object, names: Iterable[str], leave_out: Collection[str]) -> None:
-    """Refuse features of edges, which cannot be stored, unless they may be left out.
-
-    Args:
-        what: Where they are, for the message.
-        names: Of the arrays that are there.
-        leave_out: Those that may be left out.
-
-    Raises:
-        DataError: There are some, and not all may be.
-    """
+    """Refuse features of edges, which cannot be stored, unless they may be left out."""
     for name in names:
         if name in EDGE_FEATURES and name not in leave_out:
             raise DataError(

@@ -25,16 +25,7 @@ def ranges(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
 def in_order(
     function: Callable[[int, int], Result], parts: Iterator[tuple[int, int]], *, threads: int
 ) -> Iterator[Result]:
-    """``function`` of every range, in order, at most ``threads + 1`` results ahead.
-
-    Args:
-        function: Called with (first, stop), in any thread.
-        parts: The ranges.
-        threads: How many at once.
-
-    Yields:
-        The results in the order of the ranges.
-    """
+    """``function`` of every range, in order, at most ``threads + 1`` results ahead."""
     waiting: deque[Future[Result]] = deque()
     with ThreadPoolExecutor(threads) as pool:
         try:

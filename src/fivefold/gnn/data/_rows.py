@@ -39,12 +39,7 @@ class Rows(Protocol):
 
 
 class ArrayRows:
-    """An array in memory, or a memory map.
-
-    Args:
-        array: The array.
-        stamp: Says which array this is; None: its contents do.
-    """
+    """An array in memory, or a memory map."""
 
     def __init__(self, array: NDArray[Any], stamp: Any = None) -> None:
         self.array = array
@@ -67,15 +62,7 @@ class ArrayRows:
 
 
 class FileRows:
-    """An array in a .npy file, or in a member of an archive.
-
-    Args:
-        path: The file or archive.
-        member: Name in the archive; None for a plain file.
-
-    Raises:
-        DataError: It is no array, or one of Python objects.
-    """
+    """An array in a .npy file, or in a member of an archive."""
 
     def __init__(self, path: Path, member: str | None = None) -> None:
         self.path = path
@@ -101,11 +88,7 @@ class FileRows:
             raise DataError(f"cannot read {self.place}: {error}", hint="check the path") from error
 
     def blocks(self, first_row: int, max_rows: int, *, stop: int | None = None) -> Iterator[Any]:
-        """Rows read from the file.
-
-        Raises:
-            DataError: The file ends too early, or its archive is damaged.
-        """
+        """Rows read from the file."""
         end = self.shape[0] if stop is None else stop
         row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
         with self._open() as file:
@@ -119,18 +102,7 @@ class FileRows:
 
 
 def one_split(rows: Rows, column: int | None) -> Rows:
-    """One of several masks that stand side by side; what has one column is handed back.
-
-    Args:
-        rows: ``[N]`` or ``[N, K]``.
-        column: Which; None hands everything back.
-
-    Returns:
-        ``[N]``.
-
-    Raises:
-        DataError: There are not so many columns.
-    """
+    """One of several masks that stand side by side; what has one column is handed back."""
     if column is None or len(rows.shape) < 2:
         return rows
     turned = getattr(rows, "transposed", False)
@@ -187,17 +159,7 @@ def file_stamp(path: Path) -> list[Any]:
 
 
 def npy_rows(path: str | Path) -> FileRows:
-    """The array in a .npy file.
-
-    Args:
-        path: The file.
-
-    Returns:
-        Its rows.
-
-    Raises:
-        DataError: The file is missing or no array.
-    """
+    """The array in a .npy file."""
     path = Path(path)
     if not path.is_file():
         raise DataError(f"there is no file {path}", hint="check the path")
@@ -205,17 +167,7 @@ def npy_rows(path: str | Path) -> FileRows:
 
 
 def npz_members(path: Path) -> list[str]:
-    """Names of the arrays in an archive.
-
-    Args:
-        path: The .npz file.
-
-    Returns:
-        Names without ``.npy``.
-
-    Raises:
-        DataError: It is no archive.
-    """
+    """Names of the arrays in an archive."""
     try:
         with zipfile.ZipFile(path) as archive:
             return [name.removesuffix(".npy") for name in archive.namelist()]

@@ -51,18 +51,7 @@ class TableReader(Protocol):
 
 
 def open_table(path: str | Path, *, header: bool | None = None) -> TableReader:
-    """Open a table by its name: ``.parquet``, or else CSV, also ``.gz``, ``.bz2``, ``.zst``.
-
-    Args:
-        path: The file.
-        header: Whether a CSV file's first line names the columns; None: found.
-
-    Returns:
-        The reader.
-
-    Raises:
-        DataError: The file is missing or no table.
-    """
+    """Open a table by its name: ``.parquet``, or else CSV, also ``.gz``, ``.bz2``, ``.zst``."""
     path = Path(path)
     if not path.is_file():
         raise DataError(f"there is no file {path}", hint="check the path")
@@ -75,14 +64,6 @@ class CsvReader:
     """A CSV file.
 
     The delimiter is found from the first line; lines of ``#`` or ``%`` at the head are skipped.
-
-    Args:
-        path: The file.
-        header: Whether the first line names the columns; None: it does if it holds no number, but
-            the second line does, or if it holds a usual name such as source or id.
-
-    Raises:
-        DataError: The file is missing, or nothing tells whether it begins with names.
     """
 
     def __init__(self, path: Path, *, header: bool | None) -> None:
@@ -142,11 +123,7 @@ class CsvReader:
         return self._types
 
     def batches(self, columns: Sequence[str], types: Sequence[Any] | None = None) -> Iterator[Any]:
-        """Record batches.
-
-        Raises:
-            DataError: A line is damaged, or a value is not of its column's type.
-        """
+        """Record batches."""
         if self.num_columns == 0:
             return
         kinds = None if types is None else dict(zip(columns, types, strict=True))
@@ -177,15 +154,7 @@ class CsvReader:
             ) from error
 
     def arrays(self, dtype: DTypeLike, *, max_rows: int | None = None) -> Iterator[NDArray[Any]]:
-        """All columns as one block ``[rows, columns]`` after another.
-
-        Args:
-            dtype: Of all columns.
-            max_rows: At most this many rows in a block; None: as Arrow reads them.
-
-        Yields:
-            The blocks.
-        """
+        """All columns as one block ``[rows, columns]`` after another."""
         kind = pa.from_numpy_dtype(np.dtype(dtype))
         for batch in self.batches(self.names, [kind] * len(self.names)):
             block = np.empty((batch.num_rows, batch.num_columns), dtype)
@@ -202,11 +171,7 @@ def _is_prelude(line: str) -> bool:
 
 
 def check_names(names: list[str], path: Path) -> None:
-    """Raise where two columns have one name: one of them would be taken for both.
-
-    Raises:
-        DataError: Two have.
-    """
+    """Raise where two columns have one name: one of them would be taken for both."""
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise DataError(f"{path} has two columns {twice!r}", hint="give every column its own name")
@@ -237,14 +202,7 @@ def _is_number(field: str) -> bool:
 
 
 class ParquetReader:
-    """A Parquet file.
-
-    Args:
-        path: The file.
-
-    Raises:
-        DataError: It is no Parquet file.
-    """
+    """A Parquet file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -263,11 +221,7 @@ class ParquetReader:
         return self._types
 
     def batches(self, columns: Sequence[str], types: Sequence[Any] | None = None) -> Iterator[Any]:
-        """Record batches.
-
-        Raises:
-            DataError: The file is damaged, or a value is not of its column's type.
-        """
+        """Record batches."""
         schema = None
         if types is not None:
             schema = pa.schema(list(zip(columns, types, strict=True)))

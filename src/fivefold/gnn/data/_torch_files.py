@@ -39,17 +39,7 @@ def _numpy_names() -> list[Any]:
 
 
 def load_plain(path: Path) -> dict[str, Any]:
-    """A dictionary of tensors, arrays and numbers.
-
-    Args:
-        path: The .pt file.
-
-    Returns:
-        Its contents; tensors are made arrays.
-
-    Raises:
-        DataError: It cannot be read, or holds something else.
-    """
+    """A dictionary of tensors, arrays and numbers."""
     value = _load(path, _numpy_names())
     if not isinstance(value, dict):
         raise DataError(f"{path} holds a {type(value).__name__}", hint="a dictionary is needed")
@@ -59,18 +49,7 @@ def load_plain(path: Path) -> dict[str, Any]:
 
 
 def load_pyg(path: Path) -> Any:
-    """A ``Data`` or ``HeteroData`` of PyTorch Geometric.
-
-    Args:
-        path: The .pt file.
-
-    Returns:
-        The object; tensors are memory maps of the file where its format allows.
-
-    Raises:
-        DataError: It cannot be read, or holds something else.
-        UnsupportedError: PyTorch Geometric is not installed.
-    """
+    """A ``Data`` or ``HeteroData`` of PyTorch Geometric."""
     with warnings.catch_warnings():  # of deprecations inside PyTorch Geometric, on import
         warnings.simplefilter("ignore")
         try:

@@ -31,11 +31,7 @@ _MARK_EVERY_BYTES = 256 << 20  # a mark syncs the file: seldom enough to cost no
 
 
 def check_memory(memory_bytes: int) -> None:
-    """Refuse a bound that no work could keep to.
-
-    Raises:
-        ConfigurationError: It is too small.
-    """
+    """Refuse a bound that no work could keep to."""
     if memory_bytes < MIN_MEMORY_BYTES:
         raise ConfigurationError(
             f"memory_bytes is {memory_bytes} ({format_bytes(memory_bytes)})",
@@ -55,23 +51,7 @@ def write_dataset(
     memory_bytes: int = 1 << 30,
     progress: Progress | None = None,
 ) -> Dataset:
-    """Write all parts of a source and open the result.
-
-    Args:
-        source: Where the graph comes from.
-        folder: Where to write; made if missing. Files that are complete and of the same recipe
-            are kept.
-        rules: What is done to edges; None: nothing.
-        memory_bytes: What buffers may take.
-        progress: Told of each stage.
-
-    Returns:
-        The data set.
-
-    Raises:
-        ConfigurationError: The memory bound is too small.
-        DataError: The folder holds another data set, or the source contradicts itself.
-    """
+    """Write all parts of a source and open the result."""
     folder = Path(folder)
     attributes = {"name": source.name, "num_nodes": source.num_nodes}
     rules = rules or EdgeRules()
@@ -97,21 +77,7 @@ def write_parts(
     memory_bytes: int,
     progress: Progress,
 ) -> None:
-    """Write labels, graph and features, each unless it is there already.
-
-    Args:
-        folder: Where to write.
-        attributes: ``name`` and ``num_nodes``, and what else the files should say.
-        recipe: Of the source; what JSON can hold.
-        parts: Functions that return the label, edge and feature parts; each may be None.
-        rules: What is done to edges.
-        memory_bytes: What buffers may take.
-        progress: Told of each stage.
-
-    Raises:
-        ConfigurationError: The memory bound is too small.
-        DataError: The folder holds another data set.
-    """
+    """Write labels, graph and features, each unless it is there already."""
     check_memory(memory_bytes)
     folder.mkdir(parents=True, exist_ok=True)
     recipe = json.loads(json.dumps(recipe))  # tuples become lists, as they will when read

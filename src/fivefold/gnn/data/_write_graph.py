@@ -48,20 +48,7 @@ def write_graph(
     memory_bytes: int,
     progress: Progress,
 ) -> None:
-    """Write graph.fvf.
-
-    Args:
-        path: The file.
-        part: The edges.
-        attributes: ``num_nodes``, and what else the file should say; ``num_sources`` where the
-            sources are of another node type.
-        rules: What is done to the edges.
-        memory_bytes: What buffers may take.
-        progress: Told of the stages.
-
-    Raises:
-        DataError: An edge names a node that is not there.
-    """
+    """Write graph.fvf."""
     if part.sorted_by_target and part.num_edges is not None and rules == EdgeRules():
         _write_sorted(path, part, attributes, memory_bytes, progress)
     else:

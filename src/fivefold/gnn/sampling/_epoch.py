@@ -12,11 +12,7 @@ _ORDER = 0x6F72646572  # keeps the key of the order apart from those of the hops
 
 
 def as_ids(values: ArrayLike, name: str) -> NDArray[np.int64]:
-    """Return node ids as int64.
-
-    Raises:
-        ConfigurationError: They are not a list of integers.
-    """
+    """Return node ids as int64."""
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ConfigurationError(
@@ -26,11 +22,7 @@ def as_ids(values: ArrayLike, name: str) -> NDArray[np.int64]:
 
 
 def check_distinct(ids: NDArray[np.int64], num_nodes: int | None = None) -> None:
-    """Check training nodes; None for ``num_nodes`` allows all ids.
-
-    Raises:
-        ConfigurationError: One stands twice or is out of range.
-    """
+    """Check training nodes; None for ``num_nodes`` allows all ids."""
     in_order = np.sort(ids)
     twice = in_order[1:][in_order[1:] == in_order[:-1]]
     if twice.size:

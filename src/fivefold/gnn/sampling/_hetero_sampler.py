@@ -20,11 +20,7 @@ from fivefold.gnn.sampling._sampler import check_fanouts
 def fanouts_by_type(
     edge_types: Sequence[EdgeType], fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]]
 ) -> dict[EdgeType, tuple[int, ...]]:
-    """Return the fan-outs of every edge type; one list serves all.
-
-    Raises:
-        ConfigurationError: Types are missing or unknown, or differ in their number of hops.
-    """
+    """Return the fan-outs of every edge type; one list serves all."""
     if not isinstance(fanouts, Mapping):
         return dict.fromkeys(edge_types, check_fanouts(fanouts))
     if set(fanouts) != set(edge_types):

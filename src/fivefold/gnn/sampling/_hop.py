@@ -43,11 +43,7 @@ class NodeTable:
         self.count = 0
 
     def start(self, seeds: NDArray[np.int64], num_nodes: int, name: str = "seed") -> None:
-        """Forget everything and enter the seeds.
-
-        Raises:
-            ConfigurationError: One is out of range or stands twice.
-        """
+        """Forget everything and enter the seeds."""
         self.count = 0
         while self.nodes.size < seeds.size:
             self.enlarge()
@@ -62,11 +58,7 @@ class NodeTable:
         self.count = seeds.size
 
     def enlarge(self) -> None:
-        """Double the room.
-
-        Raises:
-            ConfigurationError: A batch would have more nodes than a slot can number.
-        """
+        """Double the room."""
         if 2 * self.nodes.size > 1 << LOCAL_BITS:
             raise ConfigurationError(
                 f"a batch of more than {1 << LOCAL_BITS} nodes",
@@ -114,11 +106,7 @@ def draw_edges(
 def number_edges(
     topology: Topology, positions: NDArray[np.int64], table: NodeTable
 ) -> NDArray[np.int32]:
-    """Return the local number of each edge's source, entering new nodes in ``table``.
-
-    Raises:
-        DataError: The topology names a node that there is not, or its file was changed.
-    """
+    """Return the local number of each edge's source, entering new nodes in ``table``."""
     sources = np.empty(positions.size, np.int32)
     done = 0
     while True:

@@ -184,11 +184,7 @@ class SampleFile:
 
 
 def form_from_attributes(attributes: dict[str, Any]) -> RecordForm:
-    """Return the form of the records of a file.
-
-    Raises:
-        DataError: The attributes do not describe one.
-    """
+    """Return the form of the records of a file."""
     try:
         edge_dtype = attributes["edge_dtype"]
         return RecordForm(

@@ -23,11 +23,7 @@ from fivefold.gnn.sampling._topology import Topology
 
 
 def check_fanouts(fanouts: Sequence[int]) -> tuple[int, ...]:
-    """Return the fan-outs.
-
-    Raises:
-        ConfigurationError: There are none, or one is below -1 or beyond 64 bits.
-    """
+    """Return the fan-outs."""
     try:
         checked = tuple(operator.index(fanout) for fanout in fanouts)
     except TypeError:

@@ -60,20 +60,7 @@ class Files(NamedTuple):
 
 
 def open_files(path: Path, descriptor: int, *, direct: bool | None) -> Files:
-    """Open an open file again, for reading past the page cache if that works.
-
-    Args:
-        path: For messages.
-        descriptor: The open file. Its path may name another file by now.
-        direct: True insists, False forbids, None takes what there is.
-
-    Returns:
-        The descriptors.
-
-    Raises:
-        StorageError: The file cannot be opened again.
-        UnsupportedError: ``direct`` is True and the file system cannot.
-    """
+    """Open an open file again, for reading past the page cache if that works."""
     same = f"/proc/self/fd/{descriptor}"
     try:
         plain = os.open(same, os.O_RDONLY | os.O_CLOEXEC)
@@ -197,11 +184,7 @@ class MapBackend:
         self._files = files
 
     def share(self, worker: int, work: Work, status: NDArray[np.int64]) -> None:
-        """Do requests of a job until none is left.
-
-        Raises:
-            StorageError: The file is shorter than its map, so touching it would end the process.
-        """
+        """Do requests of a job until none is left."""
         size = os.fstat(self._files.plain).st_size
         if size < len(self._bytes):
             raise truncated_error(self._files.path, size)

@@ -15,18 +15,7 @@ from fivefold.gnn.storage._errors import truncated_error
 
 
 def open_to_read(path: Path) -> int:
-    """Open a regular file; anything else, such as a pipe, could make the reader wait for ever.
-
-    Args:
-        path: The file.
-
-    Returns:
-        The descriptor.
-
-    Raises:
-        DataError: It is no regular file.
-        OSError: The system refused.
-    """
+    """Open a regular file; anything else, such as a pipe, could make the reader wait for ever."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -36,17 +25,7 @@ def open_to_read(path: Path) -> int:
 
 
 def write_all(descriptor: int, data: NDArray[np.uint8], offset: int, path: Path) -> None:
-    """Write bytes at an offset, all of them.
-
-    Args:
-        descriptor: Open for writing.
-        data: Contiguous bytes.
-        offset: Where in the file.
-        path: For messages.
-
-    Raises:
-        StorageError: The system refused, or took nothing.
-    """
+    """Write bytes at an offset, all of them."""
     view = memoryview(data.data)
     done = 0
     while done < len(view):
@@ -65,17 +44,7 @@ def write_all(descriptor: int, data: NDArray[np.uint8], offset: int, path: Path)
 
 
 def read_into(descriptor: int, buffer: NDArray[np.uint8], offset: int, path: str | Path) -> None:
-    """Fill a buffer from an offset of a file.
-
-    Args:
-        descriptor: Open for reading.
-        buffer: Contiguous bytes to fill.
-        offset: Where in the file.
-        path: For messages.
-
-    Raises:
-        StorageError: The system refused, or the file ends too early.
-    """
+    """Fill a buffer from an offset of a file."""
     view = memoryview(buffer.data)
     done = 0
     while done < len(view):

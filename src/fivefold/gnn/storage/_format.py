@@ -99,20 +99,7 @@ class Section:
 
 
 def make_section(name: str, dtype: Any, shape: tuple[int, ...], *, offset: int) -> Section:
-    """A section, checked.
-
-    Args:
-        name: Not empty.
-        dtype: Anything that NumPy takes, but neither objects nor records; made little-endian.
-        shape: At least one dimension.
-        offset: Of its first byte in the file.
-
-    Returns:
-        The section.
-
-    Raises:
-        ConfigurationError: The name, dtype or shape cannot be stored.
-    """
+    """A section, checked."""
     kind = np.dtype(dtype).newbyteorder("<")
     if kind.hasobject or kind.fields is not None or kind.subdtype is not None:
         raise ConfigurationError(
@@ -174,18 +161,7 @@ class Header:
 
     @classmethod
     def decode(cls, page: bytes, path: str) -> Header:
-        """Read the first page of a file.
-
-        Args:
-            page: At most 4096 bytes.
-            path: For messages.
-
-        Returns:
-            The header.
-
-        Raises:
-            DataError: It is not ours, of another version, cut short or damaged.
-        """
+        """Read the first page of a file."""
         _check_start(page, path)
         if len(page) < PAGE_BYTES:
             raise DataError(
@@ -219,17 +195,7 @@ def _check_start(page: bytes, path: str) -> None:
 
 
 def encode_kind(kind: str) -> bytes:
-    """A kind as 32 bytes.
-
-    Args:
-        kind: The text.
-
-    Returns:
-        The bytes, padded with zeros.
-
-    Raises:
-        ConfigurationError: It is empty or too long.
-    """
+    """A kind as 32 bytes."""
     code = kind.encode()
     if not 0 < len(code) <= _KIND_BYTES:
         raise ConfigurationError(
@@ -239,17 +205,7 @@ def encode_kind(kind: str) -> bytes:
 
 
 def encode_json(value: Any) -> bytes:
-    """JSON with sorted keys and no spaces; NumPy's scalars and arrays become plain values.
-
-    Args:
-        value: What to code.
-
-    Returns:
-        UTF-8 bytes.
-
-    Raises:
-        ConfigurationError: Something in it has no JSON form.
-    """
+    """JSON with sorted keys and no spaces; NumPy's scalars and arrays become plain values."""
     try:
         text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=_plain)
     except (TypeError, ValueError) as error:
@@ -273,18 +229,7 @@ def make_file_id(kind: str, schema: Mapping[str, Any], attributes: Mapping[str, 
 
 
 def decode_manifest(data: bytes, path: str) -> tuple[dict[str, Section], dict[str, Any]]:
-    """Sections and attributes from a manifest whose hash was right.
-
-    Args:
-        data: The JSON text.
-        path: For messages.
-
-    Returns:
-        Sections by name, and the attributes.
-
-    Raises:
-        DataError: Its structure is not what this version writes.
-    """
+    """Sections and attributes from a manifest whose hash was right."""
     try:
         manifest = parse_json(data, where=f"the manifest of {path}", finite=False)
         sections = [

@@ -22,12 +22,7 @@ _CHUNK_BYTES = _CHUNK_PAGES * 5  # a checksum of four bytes and a state of one
 
 
 class PageLedger:
-    """Checksums and states of the pages of one file.
-
-    Args:
-        file_id: Seed of the checksums.
-        num_pages: Pages known so far, the header's included; it grows when more are noted.
-    """
+    """Checksums and states of the pages of one file."""
 
     def __init__(self, file_id: int, num_pages: int) -> None:
         self.file_id = file_id

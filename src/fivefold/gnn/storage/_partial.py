@@ -109,14 +109,8 @@ def _close_all(descriptors: list[int]) -> None:
 class PartialFile:
     """An unfinished file that this process alone writes.
 
-    Args:
-        path: Where it is; it is made if it is not there.
-
     Attributes:
         direct: Whether large writes go past the page cache.
-
-    Raises:
-        StorageError: The system refuses, or another process has it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -141,14 +135,7 @@ class PartialFile:
             ) from None
 
     def begin(self, num_bytes: int) -> None:
-        """Empty the file and set space aside.
-
-        Args:
-            num_bytes: As many bytes as are known to be needed.
-
-        Raises:
-            StorageError: The disk is too full.
-        """
+        """Empty the file and set space aside."""
         self.cut(0)
         free = free_bytes(self.path.parent)
         if free < num_bytes:
@@ -189,19 +176,7 @@ class PartialFile:
     def put_pages(
         self, pages: NDArray[np.uint8], offset: int, *, file_id: int
     ) -> NDArray[np.uint32]:
-        """Write whole pages from aligned memory, as several threads may at the same time.
-
-        Args:
-            pages: Bytes for which ``takes_pages`` holds.
-            offset: Where in the file.
-            file_id: Seed of the checksums.
-
-        Returns:
-            The checksums of the pages.
-
-        Raises:
-            StorageError: The disk refused.
-        """
+        """Write whole pages from aligned memory, as several threads may at the same time."""
         checksums = np.empty(len(pages) // PAGE_BYTES, np.uint32)
         descriptors = np.array([self._direct_descriptor, self.descriptor], np.int32)
         done, number = _write_pages(
@@ -219,16 +194,7 @@ class PartialFile:
         return checksums
 
     def put(self, data: NDArray[np.uint8], offset: int, ledger: PageLedger | None) -> None:
-        """Write bytes at an offset and note them; one thread at a time.
-
-        Args:
-            data: Contiguous bytes.
-            offset: Where in the file.
-            ledger: Takes the checksums; None where none are kept.
-
-        Raises:
-            StorageError: The disk refused.
-        """
+        """Write bytes at an offset and note them; one thread at a time."""
         first = -(-offset // PAGE_BYTES) * PAGE_BYTES
         last = (offset + len(data)) // PAGE_BYTES * PAGE_BYTES
         if not self.direct or ledger is None or last - first < _LEAST_DIRECT_BYTES:
@@ -246,15 +212,7 @@ class PartialFile:
         ledger.set_checksums(first // PAGE_BYTES, checksums)
 
     def get(self, buffer: NDArray[np.uint8], offset: int) -> None:
-        """Fill a buffer from an offset.
-
-        Args:
-            buffer: Contiguous bytes.
-            offset: Where in the file.
-
-        Raises:
-            StorageError: The disk refused, or the file ends too early.
-        """
+        """Fill a buffer from an offset."""
         read_into(self.descriptor, buffer, offset, self.path)
 
     @property
@@ -263,14 +221,7 @@ class PartialFile:
         return os.fstat(self.descriptor).st_size
 
     def cut(self, num_bytes: int) -> None:
-        """Set the length of the file.
-
-        Args:
-            num_bytes: The length.
-
-        Raises:
-            StorageError: The system refused.
-        """
+        """Set the length of the file."""
         try:
             os.ftruncate(self.descriptor, num_bytes)
         except OSError as error:
@@ -278,11 +229,7 @@ class PartialFile:
             raise storage_error(error.errno or 0, self.path, action) from error
 
     def sync(self) -> None:
-        """Wait until all is on the disk.
-
-        Raises:
-            StorageError: The disk refused: what was written may be lost.
-        """
+        """Wait until all is on the disk."""
         try:
             os.fsync(self.descriptor)
         except OSError as error:

@@ -140,23 +140,7 @@ def plan_requests(
     block_bytes: int,
     max_gap_bytes: int,
 ) -> Requests:
-    """Check runs and turn them into requests.
-
-    Args:
-        runs: Three rows: start, count and destination of each run, in rows.
-        offset: Of the section in the file.
-        row_bytes: Of one row.
-        num_rows: Of the section.
-        out_rows: Of the output.
-        block_bytes: Longest request, a multiple of the page size.
-        max_gap_bytes: Pages between two runs are read as well if they are at most this many bytes.
-
-    Returns:
-        The requests.
-
-    Raises:
-        ConfigurationError: Runs overlap, are out of order or out of range.
-    """
+    """Check runs and turn them into requests."""
     starts, counts, places = runs
     bad = _check_runs(starts, counts, places, num_rows, out_rows)
     if bad >= 0:

@@ -45,14 +45,8 @@ CQ_HEAD, CQ_TAIL, CQ_MASK, CQES = range(6, 10)
 class Ring:
     """One io_uring.
 
-    Args:
-        entries: Requests in flight at most; the kernel rounds up to a power of two.
-
     Attributes:
         numbers: Descriptor, addresses and masks, for the compiled functions of this module.
-
-    Raises:
-        UnsupportedError: The kernel does not have it, or forbids it here.
     """
 
     def __init__(self, entries: int) -> None:

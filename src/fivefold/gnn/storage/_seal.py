@@ -25,20 +25,7 @@ def seal(
     attributes: Mapping[str, Any],
     data_end: int,
 ) -> None:
-    """Complete a file and wait until it is on the disk.
-
-    Args:
-        file: Its sections are in place.
-        ledger: What is known of its pages.
-        kind: What it is for.
-        sections: Its sections, with their final places.
-        attributes: Anything that JSON can hold.
-        data_end: Where the sections end, on a page boundary.
-
-    Raises:
-        ConfigurationError: Rows of a section were never written.
-        StorageError: The disk refused.
-    """
+    """Complete a file and wait until it is on the disk."""
     ledger.grow(data_end // PAGE_BYTES)
     for section in sections.values():
         _check_written(ledger, section)

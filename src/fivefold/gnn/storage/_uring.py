@@ -210,11 +210,7 @@ class RingBackend:
             )
 
     def share(self, worker: int, work: Work, status: NDArray[np.int64]) -> None:
-        """Do requests of a job until none is left.
-
-        Raises:
-            StorageError: The ring itself failed.
-        """
+        """Do requests of a job until none is left."""
         own = _Own(
             ring=self._rings[worker].numbers,
             direct=self._direct,

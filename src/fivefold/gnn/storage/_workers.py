@@ -28,14 +28,7 @@ class _Round:
         self._ended.release()
 
     def wait(self, tasks: int) -> None:
-        """Wait for this many tasks, whatever happens: they write into the caller's memory.
-
-        Args:
-            tasks: How many were handed out.
-
-        Raises:
-            BaseException: What interrupted the waiting (Ctrl-C), once all have ended.
-        """
+        """Wait for this many tasks, whatever happens: they write into the caller's memory."""
         interruption: BaseException | None = None
         while tasks:
             try:
@@ -77,15 +70,7 @@ class Workers:
         self._finalizer = weakref.finalize(self, _end, self._tasks, self._started)
 
     def run(self, function: Callable[[int], None], count: int) -> None:
-        """Call ``function(i)`` for i below ``count`` at the same time; wait for all.
-
-        Args:
-            function: Takes the number of the worker; 0 is the caller.
-            count: How many.
-
-        Raises:
-            BaseException: The first exception of any of them, after all have ended.
-        """
+        """Call ``function(i)`` for i below ``count`` at the same time; wait for all."""
         if self._process != os.getpid():
             self._finalizer.detach()
             self._reset()

@@ -130,20 +130,6 @@ def hash_pages(pages: NDArray[np.uint8], file_id: int, first_page: int) -> NDArr
 
     The seed of a page is the file's id plus the page's number, so that a page of another file,
     or of another place in this one, does not pass.
-
-    Args:
-        pages: Contiguous bytes, a whole number of pages.
-        file_id: 64-bit id of the file.
-        first_page: Number of the first page in its file.
-
-    Returns:
-        One checksum per page.
-
-    Examples:
-        >>> zeros = np.zeros(8192, np.uint8)
-        >>> first, second = hash_pages(zeros, 7, 1)
-        >>> bool(first == xxh64(bytes(4096), 8) & 0xFFFFFFFF), bool(first == second)
-        (True, False)
     """
     checksums = np.empty(len(pages) // PAGE_BYTES, np.uint32)
     _hash_pages(pages.ctypes.data, np.uint64(file_id), first_page, checksums)

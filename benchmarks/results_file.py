@@ -1,8 +1,8 @@
 """The one form of every benchmark's results: raw rows as JSON, the same as a table.
 
 A row compares one figure with its peers, with the physical limit and with its target, where they
-apply. What ran, when, on what machine and with which versions is filled in by the writer. The
-machine is described without its name: results are published. This module runs no benchmark.
+apply. The writer fills in when, where and with which versions it ran; the machine is described
+without its name, because results are published.
 """
 
 from __future__ import annotations
@@ -15,17 +15,14 @@ import shlex
 import statistics
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from fivefold.errors import ConfigurationError, DataError
-from fivefold.report._files import write_text_atomically
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 _PACKAGES = ("fivefold", "torch", "numpy")
 _GIT_TIMEOUT_S = 10.0
@@ -53,11 +50,6 @@ class BenchmarkRow(_Form):
     Raises:
         ValidationError: A figure is not finite, the median is outside its spread, or ``met`` and
             ``target`` are not given together.
-
-    Examples:
-        >>> row = BenchmarkRow(case="tau 8", metric="speed", unit="tokens/s", ours=10.0)
-        >>> row.peers, row.target
-        ({}, None)
     """
 
     case: str
@@ -86,11 +78,6 @@ class BenchmarkResults(_Form):
 
     Raises:
         ValidationError: A field is missing or two rows have the same case and metric.
-
-    Examples:
-        >>> BenchmarkResults(topic="a", date="2026-01-01T00:00:00+00:00", commit=None,
-        ...                  command="a.py", machine={}, versions={}, rows=()).topic
-        'a'
     """
 
     topic: str
@@ -123,10 +110,6 @@ def median_and_spread(samples: Sequence[float]) -> tuple[float, tuple[float, flo
 
     Raises:
         DataError: There is no sample, or one is not finite.
-
-    Examples:
-        >>> median_and_spread([3.0, 1.0, 2.0])
-        (2.0, (1.0, 3.0))
     """
     if not samples or not all(map(math.isfinite, samples)):
         raise DataError(
@@ -158,14 +141,7 @@ def write_results(
 
     Raises:
         ConfigurationError: The path does not end in ``.json``, or two rows are the same.
-        DataError: A file cannot be written.
-
-    Examples:
-        >>> import tempfile
-        >>> row = BenchmarkRow(case="one", metric="speed", unit="tokens/s", ours=10.0)
-        >>> path = Path(tempfile.mkdtemp()) / "speed.json"
-        >>> write_results(path, topic="speed", rows=[row]).rows == read_results(path).rows
-        True
+        OSError: A file cannot be written.
     """
     path = Path(path)
     if path.suffix != ".json":
@@ -184,8 +160,8 @@ def write_results(
         message = str(error.errors()[0]["msg"])
         raise ConfigurationError(message, hint="give each row a case of its own") from error
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text_atomically(path, results.model_dump_json(indent=2) + "\n")
-    write_text_atomically(path.with_suffix(".md"), render_markdown(results))
+    _replace(path, results.model_dump_json(indent=2) + "\n")
+    _replace(path.with_suffix(".md"), render_markdown(results))
     return results
 
 
@@ -200,12 +176,6 @@ def read_results(path: Path | str) -> BenchmarkResults:
 
     Raises:
         DataError: The file is missing, or not of the form that ``write_results`` writes.
-
-    Examples:
-        >>> read_results("/nonexistent.json")
-        Traceback (most recent call last):
-        ...
-        fivefold.errors.DataError: /nonexistent.json cannot be read: No such file or directory; ...
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -231,13 +201,6 @@ def render_markdown(results: BenchmarkResults) -> str:
 
     Returns:
         The page's text.
-
-    Examples:
-        >>> row = BenchmarkRow(case="one", metric="speed", unit="tokens/s", ours=10.0)
-        >>> page = render_markdown(BenchmarkResults(topic="a", date="d", commit=None, command="c",
-        ...                                         machine={}, versions={}, rows=(row,)))
-        >>> page.splitlines()[-1]
-        '| one | speed | tokens/s | 10 |  |  |  |'
     """
     peers = list(dict.fromkeys(name for row in results.rows for name in row.peers))
     header = ["case", "metric", "unit", "ours", "spread", *peers, "limit", "target"]
@@ -263,12 +226,7 @@ def render_markdown(results: BenchmarkResults) -> str:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Describe this machine without naming it: processor, cores, memory, system.
-
-    Examples:
-        >>> sorted(describe_machine())
-        ['cores', 'cpu', 'memory_bytes', 'system']
-    """
+    """Describe this machine without naming it: processor, cores, memory, system."""
     return {
         "cpu": _processor(),
         "cores": os.cpu_count(),
@@ -315,10 +273,19 @@ def _commit() -> str | None:
 
 
 def _command() -> str:
+    """The command line of this process, ``python -m`` where it was started so."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
     script = Path(sys.argv[0])
     if script.is_absolute() and script.is_relative_to(Path.cwd()):
         script = script.relative_to(Path.cwd())
-    return shlex.join(["python", str(script), *sys.argv[1:]])
+    program = [str(script)] if spec is None else ["-m", spec.name.removesuffix(".__main__")]
+    return shlex.join(["python", *program, *sys.argv[1:]])
+
+
+def _replace(path: Path, text: str) -> None:
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
 
 
 def _pairs(values: Mapping[str, Any]) -> str:

@@ -13,25 +13,17 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import overload
 
 import numpy as np
 import numpy.typing as npt
 
+from fivefold.collectives.pricing._fabric import FabricSpec, Group, Groups
 from fivefold.errors import ConfigurationError
-from fivefold.strategy._fabric import FabricSpec, Group
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 _TREE_SHARE = 0.92  # of the bandwidth, as NCCL's tuner has it
-
-
-@dataclass(frozen=True)
-class Groups:
-    """``Group``, as arrays of its three numbers."""
-
-    size: Ints
-    stride: Ints
-    ranks: Ints
 
 
 @dataclass(frozen=True)
@@ -199,16 +191,16 @@ class _Rings:
         return filling
 
 
-def gather_column_s(fabric: FabricSpec, *, size_bytes: Floats, groups: Groups) -> Floats:
+def _gather_s(fabric: FabricSpec, *, size_bytes: Floats, groups: Groups) -> Floats:
     """All-gathers or reduce-scatters of one group each."""
     ring = _Rings(fabric, groups)
     whole, size = ring.of(size_bytes), ring.size
     moved = whole * (size - 1) / size
     time_s = ring.latency_s(tree=False) + moved / ring.rate + ring.filling_s(whole)
-    return np.where((groups.size > 1) & (size_bytes > 0), ring.slowest(time_s), 0.0)
+    return ring.slowest(time_s)
 
 
-def all_reduce_column_s(
+def _all_reduce_s(
     fabric: FabricSpec, *, size_bytes: Floats, groups: Groups, ends: bool = False
 ) -> Floats:
     """All-reduces of one group each, or of its two ends, by ring or by tree."""
@@ -218,10 +210,10 @@ def all_reduce_column_s(
     ring_s = 2.0 * ring.latency_s(tree=False) + moved / (ring.rate * ring.gain)
     tree_s = 2.0 * ring.latency_s(tree=True) + ring.tree_s(whole) / ring.gain
     time_s = np.minimum(ring_s, tree_s) - ring.most("base_s") + ring.filling_s(whole)
-    return np.where((groups.size > 1) & (size_bytes > 0), ring.slowest(time_s), 0.0)
+    return ring.slowest(time_s)
 
 
-def all_to_all_column_s(fabric: FabricSpec, *, size_bytes: Floats, groups: Groups) -> Floats:
+def _all_to_all_s(fabric: FabricSpec, *, size_bytes: Floats, groups: Groups) -> Floats:
     """All-to-alls: each tier carries what goes beyond the unit below it; the slowest rules."""
     ring = _Rings(fabric, groups)
     whole, size = ring.of(size_bytes), ring.size
@@ -232,15 +224,90 @@ def all_to_all_column_s(fabric: FabricSpec, *, size_bytes: Floats, groups: Group
         sent_s = np.where(ring.carries[i], np.maximum(sent_s, beyond_s), sent_s)
         outermost_s = tier.base_s + tier.hop_s * np.ceil(np.log2(outside + 1))
         start_s = np.where(ring.crossed[i], outermost_s, start_s)
-    return np.where((groups.size > 1) & (size_bytes > 0), ring.slowest(start_s + sent_s), 0.0)
+    return ring.slowest(start_s + sent_s)
 
 
-def neighbours_column_s(
+def _slowest_message_s(fabric: FabricSpec, *, size_bytes: Floats, groups: Groups) -> Floats:
+    return chain_time_s(fabric, size_bytes=size_bytes, groups=groups)[0]
+
+
+_KINDS: Mapping[str, Callable[..., Floats]] = {
+    "all_reduce": _all_reduce_s,
+    "all_reduce_of_ends": functools.partial(_all_reduce_s, ends=True),
+    "all_gather": _gather_s,
+    "reduce_scatter": _gather_s,
+    "all_to_all": _all_to_all_s,
+    "point_to_point": _slowest_message_s,
+}
+
+
+@overload
+def collective_time_s(
+    fabric: FabricSpec, kind: str, *, size_bytes: float, group: Group
+) -> float: ...
+@overload
+def collective_time_s(
+    fabric: FabricSpec, kind: str, *, size_bytes: Floats, group: Groups
+) -> Floats: ...
+def collective_time_s(
+    fabric: FabricSpec, kind: str, *, size_bytes: float | Floats, group: Group | Groups
+) -> float | Floats:
+    """Return the time of one collective of a group, with all its sister groups at work as well.
+
+    Args:
+        fabric: The tiers.
+        kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``,
+            ``"point_to_point"`` (the slowest pair of neighbours) or ``"all_reduce_of_ends"`` (of
+            the first and the last member alone, as for tied embeddings).
+        size_bytes: As the collective counts it: the buffer, the gathered output, what one GPU
+            holds before an exchange, the message. One number, or an array for ``Groups``.
+        group: Who takes part.
+
+    Returns:
+        Seconds, 0 for a group of one; an array for ``Groups``.
+
+    Raises:
+        ConfigurationError: The kind is unknown.
+
+    Examples:
+        >>> from fivefold.collectives.pricing import Tier
+        >>> net = FabricSpec(name="x", tiers=(Tier(name="node", gpus=8, bandwidth_bytes_per_s=1e11,
+        ...                                        efficiency=1.0, base_s=0.0, hop_s=0.0),))
+        >>> collective_time_s(net, "all_gather", size_bytes=8e9, group=Group(size=8))
+        0.07
+    """
+    if kind not in _KINDS:
+        message = f"collective {kind!r} is unknown"
+        raise ConfigurationError(message, hint=f"use one of {sorted(_KINDS)}")
+    if isinstance(group, Groups):
+        some = (group.size > 1) & (np.asarray(size_bytes) > 0)
+        return np.where(some, _KINDS[kind](fabric, size_bytes=size_bytes, groups=group), 0.0)
+    return _one_time_s(fabric, kind, float(size_bytes), group)
+
+
+@functools.lru_cache(maxsize=100_000)
+def _one_time_s(fabric: FabricSpec, kind: str, size_bytes: float, group: Group) -> float:
+    ranks = group.size * group.stride if group.ranks is None else group.ranks
+    size, stride, mesh = (np.array([number]) for number in (group.size, group.stride, ranks))
+    groups = Groups(size=size, stride=stride, ranks=mesh)
+    sizes = np.array([size_bytes])
+    return float(collective_time_s(fabric, kind, size_bytes=sizes, group=groups)[0])
+
+
+def chain_time_s(
     fabric: FabricSpec, *, size_bytes: Floats, groups: Groups
 ) -> tuple[Floats, Floats]:
-    """Messages from each member of a group to the next: the slowest, and one after the other.
+    """Return the times of messages from each member to the next, as between pipeline stages.
 
     All pairs of their kind share the tiers that lie between them.
+
+    Args:
+        fabric: The tiers.
+        size_bytes: Bytes of a message, one entry per group.
+        groups: Who takes part.
+
+    Returns:
+        Seconds of the slowest message, and of all of them one after the other.
     """
     ring = _Rings(fabric, groups)
     whole = ring.of(size_bytes)
@@ -256,55 +323,3 @@ def neighbours_column_s(
         total = total + pairs * message_s
     some = (groups.size > 1) & (size_bytes > 0)
     return np.where(some, ring.slowest(slowest), 0.0), np.where(some, ring.slowest(total), 0.0)
-
-
-@functools.lru_cache(maxsize=100_000)
-def collective_time_s(
-    fabric: FabricSpec, kind: str, *, size_bytes: float, group: Group, concurrent: float = 1.0
-) -> float:
-    """Time of one collective of a group, with all its sister groups at work at the same time.
-
-    Args:
-        fabric: The tiers.
-        kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"`` or
-            ``"point_to_point"``.
-        size_bytes: As the collective counts it: the buffer, the gathered output, what one GPU
-            holds before an exchange, the message.
-        group: Who takes part; of ``point_to_point`` the slowest pair of neighbours of the group.
-        concurrent: Other traffic: 2 where this group gets half of its share.
-
-    Returns:
-        Seconds; 0 for a group of one.
-
-    Raises:
-        ConfigurationError: The kind is unknown.
-
-    Examples:
-        >>> from fivefold.strategy._fabric import Tier
-        >>> net = FabricSpec(name="x", tiers=(Tier(name="node", gpus=8, bandwidth_bytes_per_s=1e11,
-        ...                                        efficiency=1.0, base_s=0.0, hop_s=0.0),))
-        >>> collective_time_s(net, "all_gather", size_bytes=8e9, group=Group(size=8))
-        0.07
-    """
-    if kind not in _KINDS:
-        message = f"collective {kind!r} is unknown"
-        raise ConfigurationError(message, hint=f"use one of {sorted(_KINDS)}")
-    if group.size <= 1 or size_bytes <= 0:
-        return 0.0
-    ranks = group.size * group.stride if group.ranks is None else group.ranks
-    groups = Groups(*(np.array([value]) for value in (group.size, group.stride, ranks)))
-    time_s = _KINDS[kind](fabric, size_bytes=np.array([size_bytes * concurrent]), groups=groups)
-    return float(time_s[0])
-
-
-def _slowest_pair_s(fabric: FabricSpec, *, size_bytes: Floats, groups: Groups) -> Floats:
-    return neighbours_column_s(fabric, size_bytes=size_bytes, groups=groups)[0]
-
-
-_KINDS: Mapping[str, Callable[..., Floats]] = {
-    "all_reduce": all_reduce_column_s,
-    "all_gather": gather_column_s,
-    "reduce_scatter": gather_column_s,
-    "all_to_all": all_to_all_column_s,
-    "point_to_point": _slowest_pair_s,
-}

@@ -1,4 +1,4 @@
-"""The results file: its fields, its checks, its table; the topics of a checkout."""
+"""The results file: its fields, its checks, its table; the topics of a folder."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import json
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from pydantic import ValidationError
-
-from fivefold.errors import ConfigurationError, DataError, UnsupportedError
-from fivefold.report import (
+from benchmarks.__main__ import find_topics
+from benchmarks.results_file import (
     BenchmarkRow,
     describe_machine,
-    find_topic,
-    find_topics,
     median_and_spread,
     read_results,
     write_results,
 )
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from fivefold.errors import ConfigurationError, DataError
 
 ROW = BenchmarkRow(
     case="200 Mbit/s, tau 8",
@@ -143,37 +143,34 @@ def test_half_of_the_samples_lie_on_each_side_of_the_median(samples):
 
 
 @pytest.fixture
-def checkout(tmp_path):
-    (tmp_path / "benchmarks" / "optim").mkdir(parents=True)
-    (tmp_path / "benchmarks" / "results").mkdir()
-    for name in ("optim/hidden", "optim/learning", "optim/_common", "optim/_peers/ddp", "learning"):
-        script = tmp_path / "benchmarks" / f"{name}.py"
-        script.parent.mkdir(exist_ok=True)
+def folder(tmp_path):
+    for name in ("optim/hidden", "optim/learning", "optim/_common", "optim/_peers/ddp"):
+        script = tmp_path / f"{name}.py"
+        script.parent.mkdir(exist_ok=True, parents=True)
         script.write_text(f'"""Measures {name}.\n\nMore.\n"""\n')
     return tmp_path
 
 
-def test_topics_are_the_scripts_with_their_newest_results(checkout):
-    folder = checkout / "benchmarks" / "results"
-    write_results(folder / "old.json", topic="optim/hidden", rows=[])
-    old = json.loads((folder / "old.json").read_text()) | {"date": "2020-01-01T00:00:00+00:00"}
-    (folder / "old.json").write_text(json.dumps(old))
-    write_results(folder / "new.json", topic="optim/hidden", rows=[ROW])
-    topics = {topic.name: topic for topic in find_topics(checkout)}
-    assert list(topics) == ["learning", "optim/hidden", "optim/learning"]
-    assert topics["optim/hidden"].purpose == "Measures optim/hidden."
-    assert topics["optim/hidden"].results.rows == (ROW,)
-    assert topics["optim/learning"].results is None
+def test_topics_are_the_scripts_with_their_newest_results(folder):
+    results = folder / "results"
+    write_results(results / "old.json", topic="optim/hidden", rows=[])
+    old = json.loads((results / "old.json").read_text()) | {"date": "2020-01-01T00:00:00+00:00"}
+    (results / "old.json").write_text(json.dumps(old))
+    row = BenchmarkRow(case="a", metric="rate", unit="tokens/s", ours=2.0, spread=(1.0, 3.0),
+                       peers={"DDP": 0.5}, limit=4.0, target=5.0, met=False)  # fmt: skip
+    write_results(results / "new.json", topic="optim/hidden", rows=[row])
+    hidden, learning = find_topics(folder)
+    assert hidden.lines()[:2] == [
+        "optim/hidden: Measures optim/hidden.",
+        "  python -m benchmarks.optim.hidden",
+    ]
+    assert hidden.lines()[-1] == (
+        "  a: rate 2 tokens/s (1 to 3), DDP 0.5, limit 4, target 5 NOT met"
+    )
+    assert learning.lines()[-1] == "  no results yet"
 
 
-def test_a_topic_is_found_by_its_name_or_its_last_part(checkout):
-    assert find_topic(checkout, "hidden").name == "optim/hidden"
-    assert find_topic(checkout, "learning").name == "learning"
-    assert find_topic(checkout, "benchmarks/optim/learning.py").name == "optim/learning"
-    with pytest.raises(ConfigurationError, match="no benchmark hiden; did you mean hidden"):
-        find_topic(checkout, "hiden")
-
-
-def test_outside_a_checkout_the_error_says_so(tmp_path):
-    with pytest.raises(UnsupportedError, match=r"no benchmarks folder.*in a checkout"):
-        find_topics(tmp_path)
+def test_this_checkouts_benchmarks_and_their_results_can_be_read():
+    topics = find_topics(Path(__file__).parents[2] / "benchmarks")
+    assert {"optim/peers", "moe/h200"} <= {topic.name for topic in topics}
+    assert any(topic.results for topic in topics)

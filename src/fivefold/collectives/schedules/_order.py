@@ -1,4 +1,10 @@
-"""Hot loops that put a schedule's transfers in the order in which they take effect."""
+"""Hot loops that put a schedule's transfers in the order in which they take effect.
+
+A table over all chunks and ranks would have 68 billion entries for an all-to-all of 4,096 ranks;
+the pairs that are really read or written are as many as transfers. So each transfer gets the slot
+it reads and the slot it writes, and whoever follows values through a schedule keeps one number
+for each slot.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +14,8 @@ import numpy as np
 
 from fivefold._compiler import njit
 from fivefold.collectives.schedules._arrays import Array, Longs
+
+LISTED, BY_STEPS, BY_TIMES = 0, 1, 2  # what orders the transfers
 
 
 @njit
@@ -72,18 +80,7 @@ def _by_times(members: Any, times: tuple[Any, Any], slack_s: float, events: Any)
 def order_events(
     members: Any, steps: Any, times: tuple[Any, Any], mode: int, slack_s: float
 ) -> Any:
-    """Reads and writes of one chunk's transfers in the order in which they take effect.
-
-    Args:
-        members: Transfers of the chunk, in listed order.
-        steps: Step of every transfer.
-        times: Starts and ends of every transfer.
-        mode: 0 listed order, 1 by steps, 2 by times.
-        slack_s: Rounding that times may have.
-
-    Returns:
-        2 * m for the read and 2 * m + 1 for the write of member m.
-    """
+    """Reads and writes of one chunk's transfers in the order in which they take effect."""
     events = np.empty(2 * members.size, np.int64)
     if mode == 1:
         _by_steps(members, steps, events)
@@ -93,3 +90,37 @@ def order_events(
         for place in range(2 * members.size):
             events[place] = place
     return events
+
+
+@njit
+def number_slots(
+    grouped: tuple[Any, Any], sources: Any, targets: Any, pre: tuple[Any, Any], num_ranks: int
+) -> tuple[Any, Any, Any]:
+    """Slot that each transfer reads and writes, chunk by chunk; which are filled at first."""
+    offsets, positions = grouped
+    count = sources.size
+    read, written = np.empty(count, np.int32), np.empty(count, np.int32)
+    filled = np.zeros(2 * count, np.bool_)
+    slot_of = np.full(num_ranks, -1, np.int32)
+    last = 0
+    for chunk in range(offsets.size - 1):
+        members = positions[offsets[chunk] : offsets[chunk + 1]]
+        first = last
+        for index in members:
+            for source in (True, False):
+                rank = sources[index] if source else targets[index]
+                if slot_of[rank] < 0:
+                    slot_of[rank] = last
+                    last += 1
+                if source:
+                    read[index] = slot_of[rank]
+                else:
+                    written[index] = slot_of[rank]
+        if last > first:
+            for holder in pre[1][pre[0][chunk] : pre[0][chunk + 1]]:
+                if slot_of[holder] >= 0:
+                    filled[slot_of[holder]] = True
+        for index in members:
+            slot_of[sources[index]] = -1
+            slot_of[targets[index]] = -1
+    return read, written, filled[:last].copy()

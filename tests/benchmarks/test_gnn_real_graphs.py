@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from benchmarks.gnn import real_graphs
+from benchmarks.gnn.real_graphs import debian_source, hashed_words, wordnet_source, write_graph
 
 from fivefold.errors import ConfigurationError, DataError, UnsupportedError
-from fivefold.gnn.data import _debian, debian_packages, debian_source, wordnet, wordnet_source
-from fivefold.gnn.data._words import hashed_words
 
 PACKAGES = """\
 Package: python3-first
@@ -74,9 +74,8 @@ def test_two_edges_keep_their_direction(tmp_path):
     """An array of two edges is two by two either way."""
     text = "Package: a\nDepends: b, c\n\nPackage: b\n\nPackage: c\n"
     (tmp_path / "Packages").write_text(text)
-    with debian_packages(
-        tmp_path / "out", dim=1, lists=tmp_path, neighbors="dependencies"
-    ) as dataset:
+    graph = debian_source(dim=1, lists=tmp_path, neighbors="dependencies")
+    with write_graph(graph, tmp_path / "out") as dataset:
         assert dataset.topology().neighbors(0).tolist() == [1, 2]
 
 
@@ -94,21 +93,21 @@ def test_features_are_words_of_the_description_alone(tmp_path):
 
 def test_missing_and_damaged_lists(tmp_path, monkeypatch):
     with pytest.raises(DataError, match="no package lists") as caught:
-        debian_packages(tmp_path / "out", lists=tmp_path)
+        debian_source(lists=tmp_path)
     assert "apt-get update" in caught.value.hint
     (tmp_path / "Packages").write_text("\n")
     with pytest.raises(DataError, match="are empty"):
-        debian_packages(tmp_path / "out", lists=tmp_path)
+        debian_source(lists=tmp_path)
     (tmp_path / "Packages.gz").write_bytes(b"none")
     with pytest.raises(DataError, match="cannot read"):
-        debian_packages(tmp_path / "out", lists=tmp_path)
+        debian_source(lists=tmp_path)
     (tmp_path / "Packages.gz").unlink()
     (tmp_path / "Packages.lz4").write_bytes(b"none")
-    monkeypatch.setattr(_debian, "_APT_HELPER", str(tmp_path / "none"))
+    monkeypatch.setattr(real_graphs, "APT_HELPER", tmp_path / "none")
     with pytest.raises(UnsupportedError, match="packed with lz4"):
-        debian_packages(tmp_path / "out", lists=tmp_path)
+        debian_source(lists=tmp_path)
     with pytest.raises(ConfigurationError, match="neighbors"):
-        debian_packages(tmp_path / "out", lists=tmp_path, neighbors="none")
+        debian_source(lists=tmp_path, neighbors="none")
 
 
 HEADER = "  1 This software and database is being provided to you, the LICENSEE, by\n"
@@ -136,7 +135,7 @@ def test_wordnet(tmp_path):
     assert source.label_rows.array.tolist() == [1, 2, 3, 0]
     glosses = ["that which is perceived", 'a living being; "the beast"', "have life", "living"]
     np.testing.assert_array_equal(source.feature_rows.array, hashed_words(glosses, 32))
-    with wordnet(tmp_path / "out", dim=32, dictionary=tmp_path) as dataset:
+    with write_graph((source, names), tmp_path / "out") as dataset:
         assert (dataset.num_nodes, dataset.num_edges, dataset.num_classes) == (4, 7, 4)
         splits = [dataset.train, dataset.valid, dataset.test]
         assert sorted(np.concatenate(splits).tolist()) == [0, 1, 2, 3]
@@ -145,14 +144,14 @@ def test_wordnet(tmp_path):
 
 def test_damaged_wordnet(tmp_path):
     with pytest.raises(DataError, match="there is no"):
-        wordnet(tmp_path / "out", dictionary=tmp_path)
+        wordnet_source(dictionary=tmp_path)
     write_dictionary(tmp_path)
     (tmp_path / "data.verb").write_text(VERBS[:25] + "\n")
     with pytest.raises(DataError, match=r"line 1 of .* is no synset"):
-        wordnet(tmp_path / "out", dictionary=tmp_path)
+        wordnet_source(dictionary=tmp_path)
     (tmp_path / "data.verb").write_text("")
     with pytest.raises(DataError, match="points to"):
-        wordnet(tmp_path / "out", dictionary=tmp_path)
+        wordnet_source(dictionary=tmp_path)
 
 
 def test_hashed_words_match_a_plain_reference():
@@ -170,21 +169,20 @@ def test_hashed_words_match_a_plain_reference():
 
 
 def real_lists():
-    lists = Path(_debian.APT_LISTS)
-    main = list(lists.glob("*debian_dists_bookworm_main_binary-amd64_Packages*"))
-    return bool(main) and Path(_debian._APT_HELPER).is_file()
+    main = list(real_graphs.APT_LISTS.glob("*debian_dists_bookworm_main_binary-amd64_Packages*"))
+    return bool(main) and real_graphs.APT_HELPER.is_file()
 
 
 @pytest.mark.skipif(not real_lists(), reason="the package lists of Debian 12 are not here")
 def test_published_counts_of_debian():
-    packages = _debian._read_packages(Path(_debian.APT_LISTS))
+    packages = real_graphs.read_packages(real_graphs.APT_LISTS)
     assert len(packages) == pytest.approx(63_666, rel=0.01)  # updates come and go
     counts = Counter(fields["Section"] for fields in packages.values())
     published = {"libs": 6711, "libdevel": 5581, "python": 4546, "doc": 4475, "perl": 4223}
     assert len(counts) == 58
     for section, count in published.items():
         assert counts[section] == pytest.approx(count, rel=0.02)
-    targets = np.array(_debian._edges(packages))[:, 1]
+    targets = np.array(real_graphs.package_pairs(packages))[:, 1]
     assert targets.size == pytest.approx(327_947, rel=0.03)
     degrees = np.sort(np.bincount(targets, minlength=len(packages)))[::-1]
     assert degrees[0] == pytest.approx(21_842, rel=0.01)

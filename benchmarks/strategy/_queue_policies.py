@@ -2,18 +2,27 @@
 
 Jobs hold all their GPUs or none. At the start of a round in which the set of jobs has changed, the
 policy orders all jobs and gives GPUs to the first ones that still fit; the others are preempted at
-no cost. Policies that group let jobs with equally many GPUs share them by turns (``_grouping``)
-where GPUs are scarce.
+no cost. Policies that group let jobs with equally many GPUs share them by turns where GPUs are
+scarce (Muri, SIGCOMM'22): a job's iteration loads (storage, then host processor), computes and
+sends, and jobs of a group start a quarter of the period apart, so that each resource has one user
+at a time. A quarter lasts as long as its slowest user.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import networkx as nx
+
 from fivefold.errors import ConfigurationError
-from fivefold.strategy._grouping import GROUP_LIMIT, Stages, group_period_s, match_groups
+
+GROUP_LIMIT = 4
+
+Stages = tuple[float, float, float]
 
 _POLICIES: Mapping[str, tuple[str, bool]] = {
     "fifo": ("arrival", False),
@@ -322,3 +331,45 @@ def _joined(state: _State, groups: list[_Group], *, excess: int) -> tuple[list[_
         del kept[b]
         saved += size
     return list(kept.values()), saved
+
+
+@functools.lru_cache(maxsize=100_000)
+def group_period_s(stages: tuple[Stages, ...]) -> float:
+    """Common iteration time of jobs (loading, computing, sending) in their best order of turns."""
+    if not 1 <= len(stages) <= GROUP_LIMIT:
+        message = f"a group of {len(stages)} jobs cannot take turns at {GROUP_LIMIT} resources"
+        raise ConfigurationError(message, hint=f"1 to {GROUP_LIMIT} jobs")
+    others = itertools.permutations(range(1, GROUP_LIMIT), len(stages) - 1)
+    return min(_period_s(stages, (0, *places)) for places in others)
+
+
+def _period_s(stages: Sequence[Stages], places: Sequence[int]) -> float:
+    """Period when each job starts in the quarter of its place.
+
+    A quarter ends when those who compute or send in it have; two in a row also wait for who loads
+    in them. The longest way once round the circle by such steps is the period.
+    """
+    single, double = [0.0] * GROUP_LIMIT, [0.0] * GROUP_LIMIT
+    for (load, compute, send), place in zip(stages, places, strict=True):
+        double[place] = load
+        for quarter, seconds in ((place + 2, compute), (place + 3, send)):
+            single[quarter % 4] = max(single[quarter % 4], seconds)
+    one_load = (
+        double[q] + single[(q + 2) % GROUP_LIMIT] + single[(q + 3) % GROUP_LIMIT] for q in range(4)
+    )
+    return max(sum(single), *one_load, double[0] + double[2], double[1] + double[3])
+
+
+def match_groups(
+    groups: Sequence[tuple[int, ...]], stages: Sequence[Stages]
+) -> list[tuple[int, int]]:
+    """Pairs of groups that use the resources best together, as numbers of groups."""
+    graph = nx.Graph()
+    for a, b in itertools.combinations(range(len(groups)), 2):
+        together = (*groups[a], *groups[b])
+        if len(together) <= GROUP_LIMIT:
+            chosen = tuple(sorted(stages[job] for job in together))
+            used_s = sum(map(sum, chosen))
+            if used_s > 0.0:
+                graph.add_edge(a, b, weight=used_s / group_period_s(chosen))
+    return sorted((min(pair), max(pair)) for pair in nx.max_weight_matching(graph))

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fivefold.collectives.pricing._fabric import FabricSpec, Tier
 from fivefold.errors import ConfigurationError, UnsupportedError
 from fivefold.network.topology import Topology
-from fivefold.strategy._fabric import FabricSpec, Tier
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_matrix

@@ -1,7 +1,6 @@
 """A fabric of tiers (GPU, node, pod, and so on) and the groups of ranks that lie on it.
 
-A tier joins units of the tier below and gives every GPU a share of what leaves its unit. What
-collectives cost there is in ``_fabric_cost``.
+A tier joins units of the tier below and gives every GPU a share of what leaves its unit.
 """
 
 from __future__ import annotations
@@ -9,7 +8,12 @@ from __future__ import annotations
 import functools
 from dataclasses import asdict, dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from fivefold.errors import ConfigurationError
+
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,3 +154,18 @@ class Group:
     size: int
     stride: int = 1
     ranks: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """Many groups: the numbers of ``Group`` as arrays, with one entry per group.
+
+    Args:
+        size: Members of each.
+        stride: Ranks between its neighbours.
+        ranks: Ranks of the whole mesh.
+    """
+
+    size: Ints
+    stride: Ints
+    ranks: Ints

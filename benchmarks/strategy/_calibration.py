@@ -13,11 +13,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fivefold.errors import ConfigurationError, UnsupportedError
-from fivefold.strategy._cluster import Cluster
-from fivefold.strategy._cost import evaluate_plan
-from fivefold.strategy._model import ModelSpec
-from fivefold.strategy._plan import ParallelPlan
+from scipy.optimize import least_squares
+
+from fivefold.errors import ConfigurationError
+from fivefold.strategy import Cluster, ModelSpec, ParallelPlan, evaluate_plan
 
 _SOFTENED_AT = 0.05  # relative errors beyond this count less and less
 
@@ -129,11 +128,6 @@ def fit_constants(
         >>> fit.mean_error < 1e-3
         True
     """
-    try:
-        from scipy.optimize import least_squares  # noqa: PLC0415 - only fitting needs it
-    except ImportError as error:
-        message = "fitting constants needs SciPy"
-        raise UnsupportedError(message, hint="pip install 'fivefold[network]'") from error
     if len(runs) < len(limits) or not limits:
         message = f"{len(limits)} constants cannot be fitted to {len(runs)} runs"
         raise ConfigurationError(message, hint="give at least one constant, and as many runs")

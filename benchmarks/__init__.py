@@ -1,0 +1,1 @@
+"""Benchmarks of this checkout; README.md has the protocol."""

@@ -1,0 +1,1 @@
+"""Benchmarks of plans for a whole cluster."""

@@ -1,0 +1,1 @@
+"""Benchmarks of the simulator and of in-network aggregation."""

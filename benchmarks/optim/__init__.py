@@ -1,0 +1,1 @@
+"""Benchmarks of local updates with hidden communication."""

@@ -1,0 +1,1 @@
+"""Benchmarks of the cost model and the search."""
