@@ -121,7 +121,7 @@ def test_all_hosts_reach_a_switch_that_sums_by_the_fewest_links(node):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"aggregators": {"gpu0": {}}}, "no switch 'gpu0' that could sum"),
+        ({"aggregators": {"gpu0": {}}}, "no switch 'gpu0' that could aggregate"),
         ({"aggregators": {"switch0": {"slot": 3}}}, "has no option 'slot'"),
     ],
 )
@@ -232,7 +232,9 @@ def test_the_switch_itself_sums_and_where_it_dies_the_hosts_do(tmp_path, how):
 @pytest.mark.usefixtures("bridge_works")
 def test_a_bridge_sums_too_and_bad_options_end_the_run(tmp_path):
     spec = LabSpec(hosts=2, rate="80Mbit/s", aggregators={"switch": {"slot_bytes": "7B"}})
-    with pytest.raises(UnsupportedError, match="the summing switch switch did not start: error:"):
+    with pytest.raises(
+        UnsupportedError, match="the aggregating switch switch did not start: error:"
+    ):
         run_lab(spec, ["true"], stream=False, log_folder=tmp_path / "bad")
     spec = LabSpec(hosts=2, rate="80Mbit/s", aggregators={"switch": {}})
     command = [sys.executable, "-c", textwrap.dedent(_SUM), "stay"]
@@ -252,5 +254,5 @@ def test_the_relay_has_no_switch_that_sums(monkeypatch):
         "fivefold.lab._run.probe_capabilities", lambda: Capabilities("root", tuple(works))
     )
     spec = LabSpec(delay="1ms", aggregators={"switch": {}})
-    with pytest.raises(UnsupportedError, match="no switch that sums"):
+    with pytest.raises(UnsupportedError, match="no aggregating switch"):
         choose_means(spec, allow_unshaped=True)

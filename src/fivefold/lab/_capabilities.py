@@ -117,7 +117,7 @@ class Capabilities:
 
 
 def find_tool(name: str) -> str | None:
-    """Return path of a system tool, also where an ordinary user's PATH leaves out ``sbin``."""
+    """Return the path of a system tool, also where an ordinary user's PATH leaves out ``sbin``."""
     return shutil.which(name, path=f"{os.environ.get('PATH', '')}:{_SYSTEM_FOLDERS}")
 
 

@@ -97,7 +97,7 @@ class Network:
             )
 
     def fd_of(self, namespace: str) -> int | None:
-        """Return descriptor of a namespace; None for the supervisor's own, where the switch is."""
+        """Return the descriptor of a namespace; None for the supervisor's own, the switch's."""
         if namespace == SWITCH:
             return None
         if namespace.startswith("node"):

@@ -112,7 +112,7 @@ class Step:
 
 
 def host_name(host: int) -> str:
-    """Return name of a host and of its namespace."""
+    """Return the name of a host and of its namespace."""
     return f"host{host}"
 
 
@@ -127,7 +127,7 @@ def aggregator_address(spec: LabSpec, node: str) -> str:
 
 
 def relay_mtu(spec: LabSpec) -> int:
-    """Return largest packet where the relay carries the traffic.
+    """Return the largest packet where the relay carries the traffic.
 
     The relay's cost is per packet, so packets grow with the rate, up to the size that takes
     0.4 ms on the slowest link.
@@ -141,7 +141,7 @@ def relay_mtu(spec: LabSpec) -> int:
 
 
 def queue_bytes(spec: LabSpec, rate_bytes_per_s: float, *, mtu: int) -> int:
-    """Return bytes that a link's queue holds before it drops."""
+    """Return the bytes that a link's queue holds before it drops."""
     frames = _MIN_QUEUED_FRAMES * (mtu + FRAME_OVERHEAD_BYTES)
     return round(max(rate_bytes_per_s * spec.queue_s, frames))
 

@@ -61,7 +61,7 @@ def namespace_of(spec: LabSpec, node: str) -> str:
 
 
 def _namespaces(topology: Topology) -> list[str]:
-    """Return name of each node's namespace: hosts by rank, the others in their order."""
+    """Return the name of each node's namespace: hosts by rank, the others in their order."""
     names, others = [], 0
     for node in range(topology.num_nodes):
         rank = int(topology.rank_of_node[node])
@@ -74,7 +74,7 @@ def _namespaces(topology: Topology) -> list[str]:
 
 
 def _pairs(topology: Topology) -> dict[tuple[int, int], list[float]]:
-    """Return joined nodes, the lower one first, with the rate there and the rate back."""
+    """Return the joined nodes, the lower one first, with the rate there and the rate back."""
     pairs: dict[tuple[int, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for link in range(topology.num_links):
         source, target = int(topology.link_sources[link]), int(topology.link_targets[link])
@@ -126,7 +126,7 @@ def _plan_link(
 
 
 def _end_address(number: int, side: int) -> str:
-    """Return address of an end of a link: four addresses a link from 10.78.0.0 on."""
+    """Return the address of an end of a link: four addresses a link from 10.78.0.0 on."""
     place = 4 * number + 1 + side
     return f"10.{78 + (place >> 16)}.{place >> 8 & 255}.{place & 255}"
 

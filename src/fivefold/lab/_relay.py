@@ -81,7 +81,7 @@ class Link:
         self._free_at_s = float("-inf")
 
     def serialisation_s(self, size_bytes: int) -> float:
-        """Return time that a packet of this size occupies the link."""
+        """Return the time that a packet of this size occupies the link."""
         return size_bytes * self._s_per_byte
 
     def admit(self, at_s: float, size_bytes: int, *, burst_s: float = 0.0) -> float | None:

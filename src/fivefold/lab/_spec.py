@@ -167,7 +167,7 @@ class LabSpec:
                 )
 
     def _switches(self) -> list[str]:
-        """Return names of the nodes that are no hosts."""
+        """Return the names of the nodes that are no hosts."""
         if not self.aggregators:
             return []
         if self.topology is None:
@@ -282,7 +282,7 @@ class LabSpec:
         return any(self.rate_of(host) is not None for host in range(self.hosts))
 
     def rate_of(self, host: int) -> float | None:
-        """Return rate of one host's link in bytes per second; None is unlimited."""
+        """Return the rate of one host's link in bytes per second; None is unlimited."""
         if host in self.host_rates:
             return parse_bytes_per_s(self.host_rates[host])
         return self.rate_bytes_per_s

@@ -9,7 +9,6 @@ from fivefold.network.aggregation._client import (
 from fivefold.network.aggregation._connection import read_switch_state
 from fivefold.network.aggregation._elements import ordered_sum
 from fivefold.network.aggregation._pool import SwitchState
-from fivefold.network.aggregation._process import SwitchProcess
 from fivefold.network.aggregation._switch import AggregationSwitch
 from fivefold.network.aggregation._wire import parse_address
 
@@ -19,7 +18,6 @@ __all__ = [
     "AggregationOutcome",
     "AggregationSwitch",
     "HostGroup",
-    "SwitchProcess",
     "SwitchState",
     "ordered_sum",
     "parse_address",

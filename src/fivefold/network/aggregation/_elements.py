@@ -28,14 +28,14 @@ _BFLOAT16_NAN = 0x7FC0
 
 
 def stored_as(dtype: str) -> Any:
-    """Return numpy type in which elements of a type are stored."""
+    """Return the numpy type in which elements of a type are stored."""
     if dtype not in _KINDS:
         raise UnsupportedError(f"{dtype} cannot be summed", hint=f"use one of {', '.join(DTYPES)}")
     return np.dtype(_KINDS[dtype][0])
 
 
 def dtype_name(array: np.ndarray, dtype: str | None) -> str:
-    """Return name of an array's element type, checked."""
+    """Return the name of an array's element type, checked."""
     name = dtype or array.dtype.name
     if array.dtype != stored_as(name):
         raise ConfigurationError(

@@ -166,7 +166,7 @@ class FrameReader:
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Return host and port of a switch's address.
+    """Return the host and port of a switch's address.
 
     Args:
         text: ``"host:port"``.

@@ -145,7 +145,7 @@ class _Probe:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
     def agree(self, arguments: Any) -> tuple[str, ...]:
-        """Return hosts of all ranks, once all have the same arguments."""
+        """Return the hosts of all ranks, once all have the same arguments."""
         gathered: list[Any] = [None] * self.size
         dist.all_gather_object(gathered, (arguments, socket.gethostname()), group=self.group)
         for rank, (theirs, _) in enumerate(gathered):
@@ -183,7 +183,7 @@ class _Probe:
     def pair(
         self, source: int, target: int, sizes: tuple[int, ...], repetitions: int
     ) -> list[float] | None:
-        """Return median one-way times of each size, on the sender; None elsewhere."""
+        """Return the median one-way times of each size, on the sender; None elsewhere."""
         empty_s = self._exchange(source, target, 1, _SMALL_TIMES * repetitions)
         times = [
             self._exchange(

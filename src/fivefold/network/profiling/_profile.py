@@ -186,7 +186,7 @@ class Profile:
         return np.array([[read(fit) for fit in row] for row in fits], np.float64)
 
     def predict_s(self, source: int, target: int, size_bytes: float) -> float:
-        """Return time of one message between two ranks, by the fitted line."""
+        """Return the time of one message between two ranks, by the fitted line."""
         fit: LineFit = getattr(self, "_fits")[source][target]  # noqa: B009 - as above
         return fit.alpha_s + fit.beta_s_per_byte * size_bytes
 

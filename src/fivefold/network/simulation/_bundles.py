@@ -155,7 +155,7 @@ def _merged(routes: Incidence, num_links: int) -> Incidence:
 
 @njit
 def _transposed(routes: Incidence, num_links: int) -> Incidence:
-    """Return rows of each link; the field ``links`` holds rows here."""
+    """Return the rows of each link; the field ``links`` holds rows here."""
     offsets = np.zeros(num_links + 1, np.int64)
     for link in routes.links:
         offsets[link + 1] += 1

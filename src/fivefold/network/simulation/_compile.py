@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.simulation._bundles import Incidence
-from fivefold.network.simulation._rates import Routes
+from fivefold.network.simulation._rates import FlowRoutes
 from fivefold.network.simulation._tasks import AggregationRequest, Compute, Flow, FlowTable, Task
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class Tree:
             behind the real ones.
         latency_s: From the last byte sent to the last received.
         pool_rate_bytes_per_s: What the slots allow: pool over round trip; ``inf`` without latency.
-        slots: (switch ability, slots) of each summing switch.
+        slots: (switch ability, slots) of each aggregating switch.
     """
 
     route: tuple[int, ...]
@@ -54,7 +54,7 @@ def plan_tree(topology: Topology, request: AggregationRequest) -> Tree:
         return Tree(tuple(links), 0.0, np.inf, ((len(topology.switches), 1.0),))
     # Adders at line rate limit nothing.
     adders = [
-        topology.num_links + numbers[node] for node in request.summing if _adds(topology, node)
+        topology.num_links + numbers[node] for node in request.aggregators if _adds(topology, node)
     ]
     rise = max(_path_s(topology, request, (up, leaf)) for leaf in request.leaves)
     fall = max(_path_s(topology, request, (down, leaf)) for leaf in request.leaves)
@@ -62,7 +62,7 @@ def plan_tree(topology: Topology, request: AggregationRequest) -> Tree:
         route=(*links, *adders),
         latency_s=rise + fall if request.broadcast else rise,
         pool_rate_bytes_per_s=_pool_rate(topology, request, rise + fall),
-        slots=tuple((numbers[node], float(request.slots)) for node in request.summing),
+        slots=tuple((numbers[node], float(request.slots)) for node in request.aggregators),
     )
 
 
@@ -81,7 +81,7 @@ def _link(topology: Topology, request: AggregationRequest, ends: tuple[str, str]
 def _why_impossible(
     topology: Topology, request: AggregationRequest, numbers: dict[str, int]
 ) -> str | None:
-    for node in request.summing:
+    for node in request.aggregators:
         pool = topology.switches[numbers[node]].aggregation if node in numbers else None
         if pool is None:
             return f"{node!r} does not aggregate"
@@ -113,7 +113,7 @@ def _pool_rate(topology: Topology, request: AggregationRequest, round_trip_s: fl
         return float("inf")
     sizes = [
         pool.slot_bytes
-        for node in request.summing
+        for node in request.aggregators
         if (pool := topology.ability_of(node).aggregation) is not None
     ]
     return request.slots * min(sizes) / round_trip_s
@@ -121,7 +121,7 @@ def _pool_rate(topology: Topology, request: AggregationRequest, round_trip_s: fl
 
 @dataclass(frozen=True, eq=False)
 class Requests:
-    """Slots and fallbacks of in-network sums, beside a table.
+    """Slots and fallbacks of in-network aggregations, beside a table.
 
     Attributes:
         slots: Slots that each task takes; ``links`` holds switches, ``amounts`` slots.
@@ -225,7 +225,7 @@ def _table(topology: Topology, every: list[Any], known: tuple[Any, ...]) -> Flow
 
     return FlowTable.build(
         sizes=column(_size_of),
-        routes=Routes.of(routes),
+        routes=FlowRoutes.of(routes),
         names=names,
         dependencies=column(lambda task: [positions[name] for name in task.depends_on]),
         is_compute=column(lambda task: isinstance(task, Compute)),

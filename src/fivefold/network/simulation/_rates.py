@@ -20,7 +20,7 @@ FloatArray = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
-class Routes:
+class FlowRoutes:
     """The links of many flows, one after the other.
 
     Args:
@@ -33,7 +33,7 @@ class Routes:
         ConfigurationError: The arrays do not fit together.
 
     Examples:
-        >>> routes = Routes.of([[0, 1], [], [2]])
+        >>> routes = FlowRoutes.of([[0, 1], [], [2]])
         >>> routes.offsets.tolist(), routes.links.tolist(), len(routes)
         ([0, 2, 2, 3], [0, 1, 2], 3)
     """
@@ -53,7 +53,7 @@ class Routes:
             msg = "the offsets of routes must rise from 0 to the number of entries"
             raise ConfigurationError(
                 msg,
-                hint="build them with Routes.of([[0, 1], [2]])",
+                hint="build them with FlowRoutes.of([[0, 1], [2]])",
             )
         if self.amounts is not None:
             amounts = np.array(self.amounts, np.float64, order="C")
@@ -69,16 +69,16 @@ class Routes:
         return self.offsets.size - 1
 
     @classmethod
-    def of(cls, routes: Sequence[Sequence[int]]) -> Routes:
+    def of(cls, routes: Sequence[Sequence[int]]) -> FlowRoutes:
         """Make routes from one list of links for each flow."""
         offsets = np.concatenate([[0], np.cumsum([len(route) for route in routes], dtype=np.int64)])
         links = np.fromiter((link for route in routes for link in route), np.int32)
         return cls(offsets.astype(np.int64), links)
 
     @classmethod
-    def from_any(cls, routes: Routes | RankRoutes | Sequence[Sequence[int]]) -> Routes:
+    def from_any(cls, routes: FlowRoutes | RankRoutes | Sequence[Sequence[int]]) -> FlowRoutes:
         """Make routes from themselves, from ``topology.routes()``, or from lists."""
-        if isinstance(routes, Routes):
+        if isinstance(routes, FlowRoutes):
             return routes
         if isinstance(routes, RankRoutes):
             return cls(routes.offsets, routes.links)
@@ -106,7 +106,7 @@ class Routes:
 
 
 def max_min_rates(
-    routes: Routes | RankRoutes | Sequence[Sequence[int]],
+    routes: FlowRoutes | RankRoutes | Sequence[Sequence[int]],
     capacities_bytes_per_s: npt.ArrayLike,
     *,
     caps_bytes_per_s: npt.ArrayLike | None = None,
@@ -144,7 +144,7 @@ def max_min_rates(
         >>> max_min_rates([[0], [0]], [10.0], priorities=[0, 1], caps_bytes_per_s=[7, 9]).tolist()
         [7.0, 3.0]
     """
-    table = Routes.from_any(routes)
+    table = FlowRoutes.from_any(routes)
     capacities = positive_array("capacities_bytes_per_s", capacities_bytes_per_s, None)
     table.check(len(capacities))
     count = len(table)

@@ -74,8 +74,8 @@ class SimulationResult:
         over_capacity_s: How long the flows on it would, each alone, have asked for more than it
             has: what queues and congestion marks would show; float64 [links].
         iteration_finish_s: End of every iteration, by job.
-        waits: In-network sums that had to wait for slots.
-        refusals: In-network sums whose fallback ran.
+        waits: In-network aggregations that had to wait for slots.
+        refusals: In-network aggregations whose fallback ran.
         events: Number of events that were processed.
         solves: Number of times that rates were solved.
         filled: Bundles whose level was found anew, over all solves.
@@ -113,7 +113,7 @@ class SimulationResult:
         return {self.table.name_of(task): task for task in range(len(self.table))}
 
     def position_of(self, name: Hashable) -> int:
-        """Return position of a task by its id.
+        """Return the position of a task by its id.
 
         Raises:
             ConfigurationError: There is no such task.

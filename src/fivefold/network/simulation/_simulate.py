@@ -66,7 +66,7 @@ def simulate(
     record_rates: bool = False,
     tolerance: float = 0.0,
 ) -> SimulationResult:
-    """Run flows, computations and in-network sums, and say when each ends.
+    """Run flows, computations and in-network aggregations, and say when each ends.
 
     At every moment rates are max-min fair within a priority class, and a class gets only what
     higher ones leave. A flow ends when its last byte has been sent, plus the sum of its route's
@@ -76,7 +76,7 @@ def simulate(
         topology: Links and switches.
         flows: Tasks, by name or as arrays.
         until_s: When to stop; None runs to the end.
-        aggregation: In-network sums, for a call whose flows are all flows.
+        aggregation: In-network aggregations, for a call whose flows are all flows.
         iterations: How often each job repeats its tasks, by job or for all. The next iteration
             starts when the last task of this one has ended; release times only hold back the
             first. Times of tasks are then those of the last iteration.
@@ -108,7 +108,7 @@ def simulate(
         table, requests, jobs = compile_tasks(topology, [*flows, *aggregation])
     else:
         if aggregation:
-            table_hint = "give all tasks as a list, or flows as a table without in-network sums"
+            table_hint = "give all tasks as a list, or flows as a table without aggregation"
             msg = "aggregation needs tasks by name"
             raise ConfigurationError(msg, hint=table_hint)
         flows.routes.check(topology.num_links)
@@ -301,7 +301,7 @@ def _records(kind: Any, **columns: Any) -> Any:
 
 
 def _grouped(keys: Any, count: int) -> tuple[IntArray, IntArray]:
-    """Return offsets by key, and positions in order of their keys; keys below zero are left out."""
+    """Return offsets by key, and positions in order of their keys; negative keys are left out."""
     order = np.argsort(keys, kind="stable")
     order = order[np.searchsorted(keys[order], 0) :]
     offsets = np.zeros(count + 1, np.int64)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fivefold.errors import ConfigurationError
-from fivefold.network.simulation._rates import Routes, positive_array, sized_array, whole_array
+from fivefold.network.simulation._rates import FlowRoutes, positive_array, sized_array, whole_array
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -221,7 +221,7 @@ class AggregationRequest(_Released):
         return next(iter(set(self.tree.values()) - set(self.tree)))
 
     @property
-    def summing(self) -> tuple[str, ...]:
+    def aggregators(self) -> tuple[str, ...]:
         """The nodes that add, in order of name: the root, and where two or more streams meet.
 
         A node with one child that contributes nothing itself only forwards.
@@ -280,7 +280,7 @@ class FlowTable:
 
     sizes: FloatArray
     is_compute: npt.NDArray[np.bool_]
-    routes: Routes
+    routes: FlowRoutes
     latencies_s: FloatArray
     weights: FloatArray
     rate_caps_bytes_per_s: FloatArray
@@ -297,7 +297,7 @@ class FlowTable:
         return len(self.sizes)
 
     def name_of(self, task: int) -> Hashable:
-        """Return id of a task by position."""
+        """Return the id of a task by position."""
         return task if self.names is None else self.names[task]
 
     @classmethod
@@ -314,8 +314,8 @@ class FlowTable:
 
         Args:
             sizes: Bytes of each flow, seconds of each computation.
-            routes: A :class:`Routes`, what ``topology.routes()`` returns, or one list of links for
-                each task.
+            routes: A :class:`FlowRoutes`, what ``topology.routes()`` returns, or one list of links
+                for each task.
             dependencies: A pair of arrays (offsets, tasks), or one list for each task; None is
                 no dependency.
             names: Ids of the tasks.
@@ -339,7 +339,7 @@ class FlowTable:
         given = {key: columns.get(key, neutral) for key, neutral in _NEUTRAL.items()}
         count = len(size)
         offsets, needed = _dependency_arrays(dependencies, count)
-        table = Routes.from_any(routes)
+        table = FlowRoutes.from_any(routes)
         if len(table) != count:
             raise ConfigurationError(f"there are {count} sizes and {len(table)} routes")
         cap = "rate_caps_bytes_per_s"

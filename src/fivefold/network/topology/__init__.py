@@ -31,7 +31,7 @@ from fivefold.network.topology._machines import (
     named_topology,
 )
 from fivefold.network.topology._rank_graph import RankGraph
-from fivefold.network.topology._routes import Router, Routes
+from fivefold.network.topology._routes import Routes
 from fivefold.network.topology._taccl import TacclProfile, load_taccl_profile, taccl_profile_names
 from fivefold.network.topology._text import generator_names, generator_usage, parse_topology
 from fivefold.network.topology._topology import Topology
@@ -45,7 +45,6 @@ __all__ = [
     "NodeKind",
     "Port",
     "RankGraph",
-    "Router",
     "Routes",
     "SwitchAbility",
     "TacclProfile",

@@ -181,7 +181,7 @@ class SwitchAbility:
     Args:
         node: Its name.
         multicast: Whether it copies one incoming chunk to several outgoing links.
-        aggregation: Its summing unit; None where it has none.
+        aggregation: Its aggregation unit; None where it has none.
 
     Examples:
         >>> SwitchAbility("nvswitch0", multicast=True).aggregation is None

@@ -33,7 +33,7 @@ class Adjacency:
     links: IntArray
 
     def of(self, node: int) -> IntArray:
-        """Return indices of the links at one node, ascending."""
+        """Return the indices of the links at one node, ascending."""
         return self.links[self.offsets[node] : self.offsets[node + 1]]
 
 

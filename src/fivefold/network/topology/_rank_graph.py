@@ -54,7 +54,7 @@ class RankGraph:
         return len(self.sources)
 
     def route(self, edge: int) -> IntArray:
-        """Return physical links of one logical link, in order."""
+        """Return the physical links of one logical link, in order."""
         return self.route_links[self.route_offsets[edge] : self.route_offsets[edge + 1]]
 
     def is_direct(self, edge: int) -> bool:
@@ -72,7 +72,7 @@ class RankGraph:
         return group_by(self.targets, num_groups=self._num_ranks)
 
     def between(self, rank_a: int, rank_b: int) -> IntArray:
-        """Return logical links from one rank to another."""
+        """Return the logical links from one rank to another."""
         leaving = self.outgoing.of(rank_a)
         found: IntArray = leaving[self.targets[leaving] == rank_b]
         return found

@@ -58,7 +58,7 @@ class Routes:
         return len(self.sources)
 
     def of(self, route: int) -> IntArray:
-        """Return link indices of one route."""
+        """Return the link indices of one route."""
         return self.links[self.offsets[route] : self.offsets[route + 1]]
 
 
@@ -88,7 +88,7 @@ class Router:
         self._entering: IntArray = enter.links[order]
 
     def route(self, rank_a: int, rank_b: int, *, through_ranks: bool = True) -> tuple[int, ...]:
-        """Return links from one rank to another, see :meth:`Topology.shortest_route`."""
+        """Return the links from one rank to another, see :meth:`Topology.shortest_route`."""
         found = self.routes([rank_a], [rank_b], through_ranks=through_ranks)
         return tuple(found.links.tolist())
 
@@ -99,7 +99,7 @@ class Router:
         *,
         through_ranks: bool = True,
     ) -> Routes:
-        """Return routes of many pairs, see :meth:`Topology.routes`."""
+        """Return the routes of many pairs, see :meth:`Topology.routes`."""
         first, last = self._pairs(sources, targets)
         lengths = np.zeros(len(first), np.int64)
         pieces: list[tuple[npt.NDArray[np.int64], IntArray]] = []
@@ -123,7 +123,7 @@ class Router:
     def distances(
         self, rank: int, *, through_ranks: bool = True
     ) -> tuple[npt.NDArray[np.int64], IntArray]:
-        """Return ticks of latency and number of links from a rank to each node, or -1."""
+        """Return the ticks of latency and number of links from a rank to each node, or -1."""
         from fivefold.network.topology._searches import (  # noqa: PLC0415 - brings numba
             shortest_distances,
         )

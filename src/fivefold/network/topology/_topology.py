@@ -209,7 +209,7 @@ class Topology:
         return {node.name: index for index, node in enumerate(self.nodes)}
 
     def index(self, name: str) -> int:
-        """Return node index of a name."""
+        """Return the node index of a name."""
         if name not in self._index:
             raise ConfigurationError(
                 f"{name!r} is no node of topology {self.name!r}",
@@ -218,7 +218,7 @@ class Topology:
         return self._index[name]
 
     def node_of_rank(self, rank: int) -> int:
-        """Return node index of a rank."""
+        """Return the node index of a rank."""
         return int(self.rank_nodes[self._checked_rank(rank)])
 
     def _checked_rank(self, rank: int) -> int:
@@ -289,15 +289,15 @@ class Topology:
         return group_by(self.link_targets, num_groups=self.num_nodes)
 
     def out_links(self, node: int | str) -> IntArray:
-        """Return indices of the links that leave a node (index or name), ascending."""
+        """Return the indices of the links that leave a node (index or name), ascending."""
         return self.outgoing.of(self.index(node) if isinstance(node, str) else node)
 
     def in_links(self, node: int | str) -> IntArray:
-        """Return indices of the links that enter a node (index or name), ascending."""
+        """Return the indices of the links that enter a node (index or name), ascending."""
         return self.incoming.of(self.index(node) if isinstance(node, str) else node)
 
     def direct_links(self, rank_a: int, rank_b: int) -> IntArray:
-        """Return indices of the links that lead from one rank to another without a stop between."""
+        """Return the indices of the links from one rank to another without a stop between."""
         target = self.node_of_rank(rank_b)
         leaving = self.out_links(self.node_of_rank(rank_a))
         found: IntArray = leaving[self.link_targets[leaving] == target]
@@ -317,7 +317,7 @@ class Topology:
         return digest.hexdigest()
 
     def host_of(self, rank: int) -> str | None:
-        """Return machine of a rank; None where its node names none."""
+        """Return the machine of a rank; None where its node names none."""
         return self.nodes[self.node_of_rank(rank)].host
 
     @cached_property
