@@ -44,17 +44,11 @@ def _group() -> None:
 
 def list_command(*, as_json: JsonOption = False) -> None:
     """Name the machines, generators and profiles that can be given as TOPOLOGY."""
-    from fivefold.network.topology import (  # noqa: PLC0415 - keeps --help fast
-        generator_names,
-        generator_usage,
-        machine_names,
-        machine_source,
-        taccl_profile_names,
-    )
+    from fivefold.network.topology import catalogue  # noqa: PLC0415 - keeps --help fast
 
-    machines = {name: machine_source(name) for name in machine_names()}
-    generators = dict(generator_usage(name) for name in generator_names())
-    profiles = [f"taccl:{name}" for name in taccl_profile_names()]
+    known = catalogue()
+    machines, generators = dict(known.machines), dict(known.generators.values())
+    profiles = [f"taccl:{name}" for name in known.profiles]
     if as_json:
         typer.echo(
             json.dumps({"machines": machines, "generators": generators, "profiles": profiles})

@@ -26,14 +26,12 @@ from fivefold.network.topology._fabrics import (
 from fivefold.network.topology._graph import Adjacency
 from fivefold.network.topology._machines import (
     load_lingjun,
-    machine_names,
-    machine_source,
     named_topology,
 )
 from fivefold.network.topology._rank_graph import RankGraph
 from fivefold.network.topology._routes import Routes
-from fivefold.network.topology._taccl import TacclProfile, load_taccl_profile, taccl_profile_names
-from fivefold.network.topology._text import generator_names, generator_usage, parse_topology
+from fivefold.network.topology._taccl import TacclProfile
+from fivefold.network.topology._text import catalogue, parse_topology
 from fivefold.network.topology._topology import Topology
 
 __all__ = [
@@ -49,21 +47,17 @@ __all__ = [
     "SwitchAbility",
     "TacclProfile",
     "Topology",
+    "catalogue",
     "clos",
     "dragonfly",
     "draw_topology",
     "dual_plane",
     "fat_tree",
     "fully_connected",
-    "generator_names",
-    "generator_usage",
     "hypercube",
     "leaf_spine",
     "line",
     "load_lingjun",
-    "load_taccl_profile",
-    "machine_names",
-    "machine_source",
     "mesh",
     "named_topology",
     "parse_topology",
@@ -72,6 +66,5 @@ __all__ = [
     "ring",
     "star",
     "switch",
-    "taccl_profile_names",
     "torus",
 ]

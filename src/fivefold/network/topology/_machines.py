@@ -56,7 +56,7 @@ def named_topology(name: str, *, boxes: int = 1) -> Topology:
     numbered box by box.
 
     Args:
-        name: One of :func:`machine_names`.
+        name: One of those that :func:`catalogue` lists.
         boxes: Number of boxes.
 
     Returns:
@@ -84,38 +84,15 @@ def named_topology(name: str, *, boxes: int = 1) -> Topology:
     return builder.done(label, source=machine.source)
 
 
-def machine_names() -> tuple[str, ...]:
-    """Return the machines that :func:`named_topology` knows.
-
-    Examples:
-        >>> "dgx1" in machine_names()
-        True
-    """
-    return tuple(_MACHINES)
-
-
-def machine_source(name: str) -> str:
-    """Return where a machine's figures come from, in a sentence or two.
-
-    Raises:
-        ConfigurationError: The name is unknown.
-
-    Examples:
-        >>> "NVLink" in machine_source("dgx1")
-        True
-    """
-    return _machine(name).source
-
-
 def _machine(name: str) -> _Machine:
-    if name not in _MACHINES:
-        near = difflib.get_close_matches(str(name), list(_MACHINES), n=1, cutoff=0.4)
+    if name not in MACHINES:
+        near = difflib.get_close_matches(str(name), list(MACHINES), n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ConfigurationError(
             f"there is no machine named {name!r}",
-            hint=f"{hint}the machines are {', '.join(_MACHINES)}",
+            hint=f"{hint}the machines are {', '.join(MACHINES)}",
         )
-    return _MACHINES[name]
+    return MACHINES[name]
 
 
 def _inside(box: int, boxes: int) -> tuple[str, str]:
@@ -214,7 +191,7 @@ class _Machine:
     source: str
 
 
-_MACHINES: Mapping[str, _Machine] = {
+MACHINES: Mapping[str, _Machine] = {
     "dgx1": _Machine(
         _wired_box(_DGX1_NVLINKS, Wire("25 GB/s")),
         _dgx1_fabric,

@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fivefold.errors import ConfigurationError, FivefoldError
 from fivefold.files import parse_toml, read_toml
@@ -39,8 +39,8 @@ from fivefold.network.topology._fabrics import (
     rail_only,
     rail_optimized,
 )
-from fivefold.network.topology._machines import load_lingjun, machine_names, named_topology
-from fivefold.network.topology._taccl import load_taccl_profile, taccl_profile_names
+from fivefold.network.topology._machines import MACHINES, load_lingjun, named_topology
+from fivefold.network.topology._taccl import PUBLISHED, TacclProfile
 from fivefold.network.topology._topology import Topology
 from fivefold.units import parse_bytes, parse_bytes_per_s, parse_duration_s
 
@@ -90,31 +90,36 @@ _GENERATORS: Mapping[str, _Generator] = {
 }
 
 
-def generator_names() -> tuple[str, ...]:
-    """Return the generators that :func:`parse_topology` knows.
+class Catalogue(NamedTuple):
+    """What :func:`parse_topology` knows by name.
 
-    Examples:
-        >>> "torus" in generator_names()
-        True
+    Attributes:
+        machines: Where the figures of each machine come from, by name.
+        generators: An example of each generator's spelling and one line about it, by name.
+        profiles: TACCL's published profiles.
     """
-    return tuple(_GENERATORS)
+
+    machines: Mapping[str, str]
+    generators: Mapping[str, tuple[str, str]]
+    profiles: tuple[str, ...]
 
 
-def generator_usage(name: str) -> tuple[str, str]:
-    """Return an example of a generator's spelling and its one-line description.
+def catalogue() -> Catalogue:
+    """Return all that :func:`parse_topology` knows by name.
 
-    Raises:
-        ConfigurationError: There is no such generator.
+    Returns:
+        Machines, generators and profiles.
 
     Examples:
-        >>> generator_usage("hypercube")[0]
+        >>> catalogue().generators["hypercube"][0]
         'hypercube:6'
     """
-    generator = _GENERATORS.get(name)
-    if generator is None:
-        raise _unknown(name)
-    summary = (inspect.getdoc(generator.build) or "").partition("\n")[0].removeprefix("Build ")
-    return generator.example, summary
+    generators = {}
+    for name, generator in _GENERATORS.items():
+        summary = (inspect.getdoc(generator.build) or "").partition("\n")[0]
+        generators[name] = generator.example, summary.removeprefix("Build ")
+    machines = {name: machine.source for name, machine in MACHINES.items()}
+    return Catalogue(machines, generators, tuple(PUBLISHED))
 
 
 def parse_topology(
@@ -152,13 +157,13 @@ def parse_topology(
             f"bandwidth and latency of {text!r} are given by what it describes",
             hint=f"only generators take them: {', '.join(_GENERATORS)}",
         )
-    if name in machine_names():
+    if name in MACHINES:
         return named_topology(name, boxes=_count(rest or "1", text))
     if name == "lingjun":
         return load_lingjun(rest)
     if name == "taccl":
         profile, _, boxes = rest.partition(":")
-        return load_taccl_profile(profile, boxes=_count(boxes or "1", text))
+        return TacclProfile.load(profile).to_topology(boxes=_count(boxes or "1", text))
     if text.endswith(".toml") or Path(text).is_file():
         return read_topology(Path(text))
     raise _unknown(name)
@@ -246,13 +251,13 @@ def _count(text: str, whole: str) -> int:
 
 
 def _unknown(name: str) -> ConfigurationError:
-    known = [*machine_names(), *_GENERATORS, "lingjun", "taccl"]
+    known = [*MACHINES, *_GENERATORS, "lingjun", "taccl"]
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return ConfigurationError(
         f"{name!r} is no topology",
-        hint=f"{hint}name a machine ({', '.join(machine_names())}), a generator "
-        f"({', '.join(_GENERATORS)}), lingjun:PATH, taccl:{'|'.join(taccl_profile_names())} or a "
+        hint=f"{hint}name a machine ({', '.join(MACHINES)}), a generator "
+        f"({', '.join(_GENERATORS)}), lingjun:PATH, taccl:{'|'.join(PUBLISHED)} or a "
         ".toml file",
     )
 
