@@ -51,7 +51,7 @@ class _Board:
             self._changed.notify_all()
 
 
-class _InMemoryFlight:
+class _InMemoryAllReduce:
     def __init__(
         self, board: _Board, number: int, tensors: Sequence[torch.Tensor], *, what: str
     ) -> None:
@@ -102,14 +102,14 @@ class InMemoryTransport:
 
     def launch(
         self, payloads: Sequence[torch.Tensor], *, lane: torch.Tensor, fragment: int, what: str
-    ) -> _InMemoryFlight:
-        """Put a copy of the tensors up; the flight's ``wait`` writes the sums into them."""
-        del fragment  # nothing is kept between flights
+    ) -> _InMemoryAllReduce:
+        """Put a copy of the tensors up; ``wait`` of the result writes the sums into them."""
+        del fragment  # nothing is kept between all-reduces
         tensors = [*payloads, lane]
         if self._launch_delay_s is not None:
             time.sleep(self._launch_delay_s())
         number = self._put([tensor.detach().clone() for tensor in tensors])
-        return _InMemoryFlight(self._board, number, tensors, what=what)
+        return _InMemoryAllReduce(self._board, number, tensors, what=what)
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing: nothing is kept between all-reduces."""

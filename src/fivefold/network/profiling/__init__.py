@@ -1,6 +1,6 @@
 """Measured links: alpha and beta between running ranks, alone and under contention.
 
-Importing this room loads no torch; :func:`profile_links` does when it is called for.
+Importing this package loads no torch; :func:`profile_links` does when it is called for.
 """
 
 from __future__ import annotations
