@@ -43,6 +43,8 @@ import torch
 from benchmarks.results_file import BenchmarkRow, write_results
 from fivefold.errors import FivefoldError
 from fivefold.optim._fragment import Fragment
+from fivefold.runs import checkpoints
+from fivefold.runs.checkpoints import checkpoint_folders, read_checkpoint, verify_checkpoint
 from fivefold.train import (
     DataConfig,
     ModelConfig,
@@ -50,14 +52,12 @@ from fivefold.train import (
     RunConfig,
     SyncConfig,
     TrainConfig,
-    _checkpoint,
     _loop,
     _outer,
     _step,
     _worker,
     config_to_toml,
 )
-from fivefold.train._checkpoint import checkpoint_folders, read_checkpoint, verify_checkpoint
 
 RESULTS = Path(__file__).parents[1] / "results" / "optim" / "random_kills.json"
 # The first optimizer of a process loads torch._dynamo, half a second in each forked rank.
@@ -71,14 +71,14 @@ KILLS_PER_JOB = 10
 WORLD_SIZE = 2
 SHARE_BY_CLOCK = 0.3
 PLACES: dict[str, tuple[Any, str]] = {
-    "start": (_loop, "open_world"),
-    "resume": (_loop, "read_checkpoint"),
+    "start": (_loop, "open_ranks"),
+    "resume": (_loop, "read_own_state"),
     "snapshot and merge": (Fragment, "_merge"),
     "launch": (Fragment, "_send"),
     "compute": (_step.StepRunner, "run"),
     "wait": (Fragment, "_land"),
-    "checkpoint: writing": (_checkpoint, "_save"),
-    "checkpoint: publishing": (_checkpoint, "_publish"),
+    "checkpoint: writing": (checkpoints, "_save"),
+    "checkpoint: publishing": (checkpoints, "_publish"),
     "drain": (_outer.OuterMethod, "finalize"),
 }
 ONCE = {"start", "resume", "drain"}
@@ -308,7 +308,7 @@ def uninterrupted(root: Path, text: Path, *, codec: str, tally: Tally) -> tuple[
     codes = attempt(folder, None)
     if set(codes.values()) != {0} or len(codes) < WORLD_SIZE:
         raise SystemExit(f"the uninterrupted job failed: {codes}; see {folder}")
-    return final_digest(folder / "run" / "checkpoints", tally), time.monotonic() - started_s
+    return final_digest(folder / "run", tally), time.monotonic() - started_s
 
 
 def killed_job(
@@ -316,7 +316,7 @@ def killed_job(
 ) -> None:
     """Kill and restart until the job is complete or was killed often enough, then let it end."""
     digest, duration_s = expected
-    checkpoints, newest, killed = folder / "run" / "checkpoints", "", 0
+    output, newest, killed = folder / "run", "", 0
     tally.jobs += 1
     while True:
         plan = random_plan(draw, duration_s) if killed < most else None
@@ -324,7 +324,7 @@ def killed_job(
         if len(codes) < WORLD_SIZE:
             tally.hangs += 1
             print(f"HANG: {plan}, {folder}", flush=True)
-        newest = look_at_checkpoints(checkpoints, tally, newest_before=newest)
+        newest = look_at_checkpoints(output, tally, newest_before=newest)
         if plan is not None and codes.get(plan.rank) == -signal.SIGKILL:
             killed += 1
             tally.kills[plan.phase] += 1
@@ -335,7 +335,7 @@ def killed_job(
             print(f"UNEXPECTED END: {codes}, {plan}, {folder}", flush=True)
             return
         break
-    if final_digest(checkpoints, tally) != digest:
+    if final_digest(output, tally) != digest:
         tally.unequal_ends += 1
         print(f"ANOTHER END: {folder}", flush=True)
 
@@ -382,7 +382,7 @@ def command_campaign(root: Path, text: Path, *, kills: int, seed: int) -> Tally:
     command += ["--nproc", str(WORLD_SIZE), "--max-restarts", str(kills + 2)]
     with (folder / "launcher.log").open("w") as log:
         launcher = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-        checkpoints = folder / "run" / "checkpoints"
+        output = folder / "run"
         before: set[int] = set()
         deadline_s = time.monotonic() + kills * PATIENCE_S
         while launcher.poll() is None and time.monotonic() < deadline_s:
@@ -400,9 +400,9 @@ def command_campaign(root: Path, text: Path, *, kills: int, seed: int) -> Tally:
             tally.hangs += 1
             os.killpg(launcher.pid, signal.SIGKILL)
             launcher.wait()
-    look_at_checkpoints(checkpoints, tally, newest_before="")
+    look_at_checkpoints(output, tally, newest_before="")
     if launcher.returncode == 0:
-        tally.unequal_ends += final_digest(checkpoints, tally) != digest
+        tally.unequal_ends += final_digest(output, tally) != digest
     else:
         tally.wrong_errors += 1
         print(f"THE COMMAND FAILED: {(folder / 'launcher.log').read_text()[-2000:]}", flush=True)

@@ -355,18 +355,11 @@ def readers():
     from fivefold.gnn.storage import DiskProfile
     from fivefold.network.topology import load_taccl_profile
     from fivefold.strategy import load_model
-    from fivefold.tasks import CommunicationTask, ComputeTask, TaskGraph
     from fivefold.train import load_config
 
     def text_of(read):
         return lambda path: read(path.read_bytes().decode(errors="replace"))
 
-    tasks = (
-        ComputeTask(task_id="a", duration_s=1.0, resource="c"),
-        CommunicationTask(
-            task_id="b", kind="all_reduce", cost_s_per_byte=1e-9, size_bytes=10, depends_on=("a",)
-        ),
-    )
     disk = DiskProfile(**DISK)
     return {
         "train": ((EXAMPLES / "train.toml").read_text(), "toml", lambda p: load_config(p, [])),
@@ -378,14 +371,13 @@ def readers():
             TACCL_PROFILE, "json", lambda p: load_taccl_profile(p, chunk_bytes="1 MB", boxes=2)
         ),
         "hugging-face": (HUGGING_FACE, "json", lambda p: load_model(str(p))),
-        "tasks": (TaskGraph(tasks, marks=("b",)).to_json(), "json", text_of(TaskGraph.from_json)),
         "cluster-plan": (ClusterPlan({}).to_json(), "json", text_of(ClusterPlan.from_json)),
         "disk": (disk.to_json(), "json", text_of(DiskProfile.from_json)),
     }  # fmt: skip
 
 
 READERS = (
-    "train", "experts", "gnn", "sketch", "taccl-sketch", "taccl-profile", "hugging-face", "tasks",
+    "train", "experts", "gnn", "sketch", "taccl-sketch", "taccl-profile", "hugging-face",
     "cluster-plan", "disk",
 )  # fmt: skip
 

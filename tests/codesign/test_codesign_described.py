@@ -29,17 +29,15 @@ from fivefold.strategy import (
     Cluster,
     DeviceSpec,
     Job,
-    Message,
     ModelSpec,
     ParallelPlan,
-    PlanDemand,
     SearchSpace,
     axis_groups,
     evaluate_plan,
     load_cluster,
     plan_demand,
 )
-from fivefold.tasks import LayerCost
+from fivefold.tasks import IterationDemand, LayerCost, Message
 
 GPT = ModelSpec(name="small", num_layers=8, hidden=2048, num_heads=16, seq_len=1024, vocab=32000)
 DEVICE = DeviceSpec(
@@ -173,11 +171,13 @@ def test_every_message_is_in_the_iteration_as_often_as_it_is_sent(micro_batches)
         Message(axis="data", kind="all_reduce", size_bytes=13, phase="reduce"),
         Message(axis="shard", kind="all_gather", size_bytes=17, phase="gather"),
     )
-    demand = PlanDemand(
-        plan=plan, segments=3, micro_batches=micro_batches, forward_s=0.1, backward_s=0.2,
-        messages=messages, idle_s=0.3, optimizer_s=0.6,
+    demand = IterationDemand(
+        segments=3, micro_batches=micro_batches, forward_s=0.1, backward_s=0.2,
+        messages=messages, bubble_s=0.3, optimizer_s=0.6,
     )  # fmt: skip
-    split = Split(name="x", demand=demand, ranks=(0, 1, 2, 3), nominal_s=1.0, memory_bytes=1.0)
+    split = Split(
+        name="x", plan=plan, demand=demand, ranks=(0, 1, 2, 3), nominal_s=1.0, memory_bytes=1.0
+    )
     job = JobSpec(job_id="a", ranks=(0, 1, 2, 3), splits=(split,))
     for bucket in (None, 0, 20):
         for overlap in (False, True):
@@ -270,14 +270,14 @@ def load(tmp_path, text, topology):
 def test_a_described_job_in_a_file(tmp_path):
     (job,) = load(tmp_path, JOBS, switch(4, bandwidth="50 GB/s"))
     assert job.ranks == (0, 1, 2, 3)
-    assert {split.demand.plan.tensor for split in job.splits} <= {1, 2}
+    assert {split.plan.tensor for split in job.splits} <= {1, 2}
     room = load_cluster("h100-nemo").device.memory_bytes
     assert all(split.memory_bytes <= room for split in job.splits)
     assert len(job.splits) == len({split.name for split in job.splits})
     fixed = JOBS.replace("search = {tensor = [1, 2], zero = [1, 3]}",
                          "plan = {data = 2, tensor = 2, zero = 1}")  # fmt: skip
     (one,) = load(tmp_path, fixed, switch(4))
-    assert [split.demand.plan.tensor for split in one.splits] == [2]
+    assert [split.plan.tensor for split in one.splits] == [2]
 
 
 @pytest.mark.parametrize(

@@ -132,9 +132,9 @@ def test_a_link_of_one_byte_per_second_hurts_who_sends_over_it(case, place):
     after_s = seconds(case, changed(fabric, place, bandwidth_bytes_per_s=1.0))
     demand = plan_demand(model, device, plan, gpus_per_node=fabric.gpus_per_node)
     over, most_bytes = 0.0, 0.0
-    for m in (*demand.messages, *demand.boundary):
+    for m in (*demand.messages, *demand.p2p):
         often = demand.micro_batches if m.phase in {"forward", "backward"} else 1
-        runs = 1 if m in demand.boundary else demand.segments
+        runs = 1 if m in demand.p2p else demand.segments
         sent = float(m.size_bytes) * often * runs
         size = plan.group(m.axis).size
         most_bytes += sent * max(often + plan.pipeline, 4) / often

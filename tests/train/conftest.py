@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from fivefold.runs.checkpoints import checkpoint_folders, read_checkpoint
+from fivefold.runs.launch import OUTCOME_VARIABLE
 from fivefold.testing import free_port
 from fivefold.train import (  # loaded before the forks, not in each of them
     DataConfig,
@@ -26,8 +28,6 @@ from fivefold.train import (  # loaded before the forks, not in each of them
     config_to_toml,
 )
 from fivefold.train import _worker as worker
-from fivefold.train._checkpoint import checkpoint_folders, read_checkpoint
-from fivefold.train._launch import OUTCOME_VARIABLE
 
 # The first optimizer of a process loads torch._dynamo, half a second in each forked rank.
 PRELOADED = (_ddp, _outer, importlib.import_module("torch._dynamo"))
@@ -191,7 +191,7 @@ def final_digest():
     """Digest of parameters, inner and outer state of all ranks in the newest checkpoint."""
 
     def digest(config, *, world_size=2):
-        path = checkpoint_folders(config.run.output / "checkpoints")[0]
+        path = checkpoint_folders(config.run.output)[0]
         assert path.name == f"step-{config.run.steps:08d}"
         states = [read_checkpoint(path, rank=rank) for rank in range(world_size)]
         return tensor_digest([(s["model"], s["optimizer"], s["method"], s["rng"]) for s in states])

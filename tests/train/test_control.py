@@ -5,13 +5,11 @@ import threading
 import time
 
 import pytest
-import torch
 
 from fivefold.runs import StopRequest
+from fivefold.runs import ranks as ranks_module
+from fivefold.runs.ranks import Ranks, StopAgreement, open_ranks
 from fivefold.testing import run_processes
-from fivefold.train import _control
-from fivefold.train._control import ControlLane
-from fivefold.train._world import World, open_world, read_identity
 
 
 def wait_for_step(world, config, step):
@@ -31,7 +29,7 @@ def wait_for_step(world, config, step):
 @pytest.fixture
 def frequent_agreements(monkeypatch):
     """Every 50 ms instead of 500, so that a short run is long enough."""
-    monkeypatch.setattr(_control, "_PERIOD_S", 0.05)
+    monkeypatch.setattr(ranks_module, "_PERIOD_S", 0.05)
 
 
 @pytest.mark.distributed
@@ -75,9 +73,9 @@ def test_a_signal_writes_a_checkpoint_and_the_run_goes_on_exactly(
 @pytest.mark.distributed
 def test_all_ranks_stop_at_the_same_step_whoever_is_asked():
     def work(rank):
-        world = open_world(read_identity(), device="cpu", timeout_s=20.0)
+        world = open_ranks(device="cpu", timeout_s=20.0)
         stop = StopRequest()
-        lane = ControlLane(world, stop)
+        lane = StopAgreement(world, stop)
         lane.start(0)
         for step in range(1, 10_000):
             time.sleep(0.001 * (1 + rank))  # ranks of different speed
@@ -95,14 +93,14 @@ def test_all_ranks_stop_at_the_same_step_whoever_is_asked():
 @pytest.mark.distributed
 def test_the_agreement_is_not_waited_for_in_every_step():
     def work(_rank):
-        world = open_world(read_identity(), device="cpu", timeout_s=20.0)
-        lane = ControlLane(world, StopRequest())
+        world = open_ranks(device="cpu", timeout_s=20.0)
+        lane = StopAgreement(world, StopRequest())
         lane.start(0)
         for step in range(1, 1201):
             time.sleep(0.001)
             lane.poll(step)
         lane.drain()
-        return len(lane.take_spans())
+        return len(lane.take_waits())
 
     counts = run_processes(2, work)
     # About one message per half second; the first ones come sooner, until the period is known.
@@ -145,8 +143,8 @@ def test_signals_are_left_alone_outside_the_main_thread():
 
 def test_one_rank_decides_alone_and_at_once():
     stop = StopRequest()
-    world = World(identity=read_identity(), device=torch.device("cpu"), timeout_s=1.0)
-    lane = ControlLane(world, stop)
+    world = Ranks(timeout_s=1.0)
+    lane = StopAgreement(world, stop)
     lane.start(0)
     assert not lane.poll(1)
     stop.requested = True
@@ -156,12 +154,12 @@ def test_one_rank_decides_alone_and_at_once():
 @pytest.mark.distributed
 def test_ranks_that_are_fast_in_turn_do_not_wait_for_the_agreement(monkeypatch):
     """Within a round of local steps each rank is slow once; only the round's end is common."""
-    monkeypatch.setattr(_control, "_PERIOD_S", 0.01)  # a step
+    monkeypatch.setattr(ranks_module, "_PERIOD_S", 0.01)  # a step
     rounds, slow_s = 25, 0.08
 
     def work(rank):
-        world = open_world(read_identity(), device="cpu", timeout_s=20.0)
-        lane = ControlLane(world, StopRequest())
+        world = open_ranks(device="cpu", timeout_s=20.0)
+        lane = StopAgreement(world, StopRequest())
         lane.start(0)
         for step in range(1, 4 * rounds + 1):
             time.sleep(slow_s if step % 4 == 1 + rank else 0.01)
@@ -169,7 +167,7 @@ def test_ranks_that_are_fast_in_turn_do_not_wait_for_the_agreement(monkeypatch):
             if step % 4 == 0:
                 world.gather(None, what="the end of a round")
         lane.drain()
-        return sum(span.end_s - span.start_s for span in lane.take_spans())
+        return sum(end_s - start_s for start_s, end_s in lane.take_waits())
 
     # Agreed on at every step, each round would wait once on each rank.
     assert max(run_processes(2, work)) < 0.3 * rounds * slow_s

@@ -11,9 +11,8 @@ import pytest
 
 from fivefold.errors import CommunicationError, ConfigurationError, DataError
 from fivefold.runs import exit_code
+from fivefold.runs.launch import error_from_record, outcome_record, root_cause
 from fivefold.train import config_to_toml, launch
-from fivefold.train._launch import _first
-from fivefold.train._outcome import error_from_record, error_to_record
 
 
 @pytest.fixture
@@ -211,13 +210,13 @@ def test_launch_refuses_one_rank_of_a_method_that_needs_two(write_config):
     ],
 )
 def test_errors_cross_processes_whole(error):
-    back = error_from_record(json.loads(json.dumps(error_to_record(error))))
+    back = error_from_record(json.loads(json.dumps(outcome_record(error)["error"])))
     assert type(back) is type(error)
     assert (back.message, back.hint) == (error.message, error.hint)
 
 
 def test_a_foreign_error_stays_internal():
-    back = error_from_record(error_to_record(KeyError("x")))
+    back = error_from_record(outcome_record(KeyError("x"))["error"])
     assert type(back) is RuntimeError
     assert str(back) == "KeyError: 'x'"
 
@@ -226,7 +225,7 @@ def test_the_root_cause_is_not_the_rank_that_lost_its_peer():
     lost = {"time_s": 1.0, "error": {"kind": "CommunicationError", "message": "a", "hint": None}}
     cause = {"time_s": 2.0, "error": {"kind": "DataError", "message": "b", "hint": None}}
     later = {"time_s": 3.0, "error": {"kind": "DataError", "message": "c", "hint": None}}
-    assert _first([later, lost, cause]) is cause
+    assert root_cause([later, lost, cause]) is cause
 
 
 def test_exit_codes():

@@ -83,7 +83,7 @@ def test_ddp_run_equals_large_batch_training_by_hand(make_config, run_ranks, acc
     events = lines(config.run.output / "metrics.jsonl")
     logged = [line["loss"] for line in events if line["event"] == "train"]
     np.testing.assert_allclose(logged, losses, atol=2e-6)
-    from fivefold.train._checkpoint import read_checkpoint
+    from fivefold.runs.checkpoints import read_checkpoint
 
     for rank in range(2):
         path = config.run.output / "checkpoints" / "step-00000006"

@@ -17,13 +17,13 @@ from fivefold.optim import (
     SlowMo,
     StreamingDiLoCo,
 )
+from fivefold.runs.ranks import Ranks, open_ranks, read_place
 from fivefold.testing import run_processes
 from fivefold.train import AutoTauConfig, SyncConfig
 from fivefold.train._evaluate import bits_per_byte
 from fivefold.train._methods import make_method, method_label
 from fivefold.train._outer import make_rule
 from fivefold.train._spans import Span, SpanRecorder, subtract
-from fivefold.train._world import guard, open_world, read_identity
 
 
 class Regression(torch.nn.Module):
@@ -46,12 +46,12 @@ def data(rank, step):
 
 
 def build(method, **keys):
-    world = open_world(read_identity(), device="cpu", timeout_s=20.0)
+    world = open_ranks(device="cpu", timeout_s=20.0)
     model = Regression()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     keys = keys if method in {"none", "ddp"} else {"tau": 3} | keys
     config = SyncConfig(method=method, **keys)
-    return model, optimizer, make_method(config, model, optimizer=optimizer, world=world)
+    return model, optimizer, make_method(config, model, optimizer=optimizer, ranks=world)
 
 
 def run_method(method, *, steps=5, accumulation=1, **keys):
@@ -307,14 +307,12 @@ def test_recorder_sums_lanes_and_leaves_flights_out(tmp_path):
 
 
 def raise_under_guard(error):
-    world = open_world(read_identity(), device="cpu", timeout_s=5.0)
-    world.where = "step 7"
-    with guard(world, "the sum"):
+    with Ranks(world_size=2, where="step 7").guard("the sum"):
         raise error
 
 
 def test_only_runtime_errors_under_a_guard_become_communication_errors():
-    with pytest.raises(CommunicationError, match=r"rank 0 of 1, step 7: the sum failed: reset"):
+    with pytest.raises(CommunicationError, match=r"rank 0 of 2, step 7: the sum failed: reset"):
         raise_under_guard(RuntimeError("reset"))
     with pytest.raises(KeyError):  # a bug stays a bug
         raise_under_guard(KeyError("x"))
@@ -336,4 +334,4 @@ def test_a_broken_environment_is_named(monkeypatch, environment, message):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigurationError, match=message):
-        read_identity()
+        read_place()

@@ -9,8 +9,8 @@ import torch
 
 from fivefold.errors import ConfigurationError
 from fivefold.moe import MoE
+from fivefold.runs.checkpoints import checkpoint_folders, read_checkpoint
 from fivefold.train import MixtureConfig, ModelConfig, Transformer, load_config, train
-from fivefold.train._checkpoint import checkpoint_folders, read_checkpoint
 from fivefold.train._mixture import mixture_blocks
 
 
@@ -44,7 +44,7 @@ def curve(config):
 
 def whole_model(config, *, world_size=1):
     """Parameters of the newest checkpoint, the ranks' experts joined in the order of the ranks."""
-    path = checkpoint_folders(config.run.output / "checkpoints")[0]
+    path = checkpoint_folders(config.run.output)[0]
     states = [read_checkpoint(path, rank=rank)["model"] for rank in range(world_size)]
     share = config.model.moe.expert_parallel
     return {

@@ -3,8 +3,8 @@ import shutil
 
 import pytest
 
+from fivefold.runs.checkpoints import checkpoint_folders
 from fivefold.train import AutoTauConfig
-from fivefold.train._checkpoint import checkpoint_folders
 
 STREAMING = {"fragments": 2, "delay_steps": 3}  # flights of both fragments at step 5
 METHODS = {
@@ -104,7 +104,7 @@ def test_resumed_metrics_continue_without_repeating_steps(make_config, run_ranks
     root = config.run.output
     before = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
     # As if it had been killed at step 13, in the middle of a line.
-    for path in checkpoint_folders(root / "checkpoints"):
+    for path in checkpoint_folders(root):
         if int(path.name[5:]) > 10:
             shutil.rmtree(path)
     kept = [json.dumps(line) for line in before if line["step"] <= 13]
@@ -141,7 +141,7 @@ def test_truncated_newest_checkpoint_the_one_before_is_used_and_it_says_so(
     config = make_config("co2", checkpoint_every_steps=5, keep_checkpoints=9)
     run_ranks(config)
     expected = final_digest(config)
-    newest, second, *_ = checkpoint_folders(config.run.output / "checkpoints")
+    newest, second, *_ = checkpoint_folders(config.run.output)
     damaged = newest / "__1_0.distcp"
     size = damaged.stat().st_size
     with damaged.open("r+b") as file:
@@ -161,7 +161,7 @@ def test_no_whole_checkpoint_is_an_error_and_nothing_is_overwritten(
 ):
     config = make_config("ddp")
     run_ranks(config)
-    (path,) = checkpoint_folders(config.run.output / "checkpoints")
+    (path,) = checkpoint_folders(config.run.output)
     reason = {
         "flip": "the checksum of __0_0.distcp does not match",
         "manifest": "manifest.json cannot be read",

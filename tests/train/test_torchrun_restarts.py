@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
+from fivefold.runs.ranks import name_attempt
 from fivefold.train import config_to_toml
-from fivefold.train._rendezvous import _agree
 
 STEPS = 400
 
@@ -95,7 +95,7 @@ def test_kills_of_either_rank_cost_only_the_steps_since_a_checkpoint(
 
 def agree(store, ranks, *, world_size=3, timeout_s=10.0):
     with ThreadPoolExecutor(world_size) as pool:
-        jobs = [pool.submit(_agree, store, r, world_size, timeout_s=timeout_s) for r in ranks]
+        jobs = [pool.submit(name_attempt, store, r, world_size, timeout_s=timeout_s) for r in ranks]
         return [job.result() for job in jobs]
 
 
@@ -115,8 +115,8 @@ def test_what_dead_ranks_left_is_not_taken_for_an_answer():
     store.set("token/1", "dead")
     store.set("answer/1", f"dead {old}")
     with pytest.raises(RuntimeError, match=r"ranks \[0\] did not come within 0.2 s"):
-        _agree(store, 1, 3, timeout_s=0.2)
+        name_attempt(store, 1, 3, timeout_s=0.2)
     with pytest.raises(RuntimeError, match=r"ranks \[1, 2\] did not come within 0.2 s"):
-        _agree(store, 0, 3, timeout_s=0.2)
+        name_attempt(store, 0, 3, timeout_s=0.2)
     (new,) = set(agree(store, [2, 0, 1]))
     assert new != old

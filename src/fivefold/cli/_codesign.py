@@ -144,13 +144,13 @@ def ablate_command(  # noqa: PLR0913 - each option is a parameter
     Examples:
         $ fivefold ablate --cluster fat_tree:4,gpus=2 --seeds 3
     """
-    from fivefold.cli._progress import stage_progress  # noqa: PLC0415 - as above
     from fivefold.codesign import (  # noqa: PLC0415 - keeps --help fast
         PlanningOptions,
         ablate,
         load_jobs,
         synthetic_jobs,
     )
+    from fivefold.runs import ProgressBar  # noqa: PLC0415 - as above
 
     require_picture(plot)
     require_writable(plot, report)
@@ -164,7 +164,7 @@ def ablate_command(  # noqa: PLR0913 - each option is a parameter
             topology, number=number, seed=seed, sizes=drawn_sizes, iterations=iterations
         )
 
-    with stage_progress() as show:
+    with ProgressBar() as show:
         rows = ablate(
             topology,
             make,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fivefold.cli._arguments import ArgumentError, bytes_of
-from fivefold.cli._progress import StageProgress, stage_progress
+from fivefold.runs import ProgressBar
 
 if TYPE_CHECKING:
     from fivefold.gnn.data import Dataset, EdgeRules, HeteroDataset, SourceOptions, TableColumns
@@ -193,7 +193,7 @@ def _ingest_path(
     found, wants_reverse = find_source(source, options)
     if as_wanted:
         rules = replace(rules, add_reverse=wants_reverse)
-    with stage_progress() as show:
+    with ProgressBar() as show:
         written: Any = ingest(
             found,
             output,
@@ -228,7 +228,7 @@ def generate_command(  # noqa: PLR0913 - the command's options
     from fivefold.gnn.data import generate_graph  # noqa: PLC0415 - loads numba
 
     options = _graph_options(option)
-    with stage_progress() as show:
+    with ProgressBar() as show:
         dataset = generate_graph(
             output,
             nodes=nodes,
@@ -275,7 +275,7 @@ def verify_command(folder: FolderArgument, *, as_json: JsonOption = False) -> No
     from fivefold.gnn.data import verify  # noqa: PLC0415 - loads numba
     from fivefold.units import format_bytes  # noqa: PLC0415 - keeps --help fast
 
-    with _open(folder) as dataset, stage_progress() as show:
+    with _open(folder) as dataset, ProgressBar() as show:
         read_bytes = verify(dataset, show)
     if as_json:
         typer.echo(json.dumps({"folder": str(folder), "whole": True, "bytes": read_bytes}))
@@ -289,7 +289,7 @@ def _open(folder: Path) -> Dataset | HeteroDataset:
     return open_dataset(folder)
 
 
-def _with_totals(show: StageProgress) -> StageProgress:
+def _with_totals(show: Callable[[str, int, int], None]) -> Callable[[str, int, int], None]:
     """Where nobody knows how much there is, the rest counts as one."""
 
     def tell(stage: str, done: int, total: int) -> None:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fivefold.cli._arguments import ArgumentError, bytes_of
-from fivefold.cli._progress import stage_progress
 from fivefold.errors import DataError
+from fivefold.runs import ProgressBar
 
 if TYPE_CHECKING:
     from fivefold.gnn.data import Dataset
@@ -78,7 +78,7 @@ def sample_command(  # noqa: PLR0913 - the command's options
     from fivefold.gnn.data import Dataset  # noqa: PLC0415 - loads numba
     from fivefold.gnn.sampling import NeighborSampler, sample_epochs  # noqa: PLC0415
 
-    with Dataset.open(dataset) as data, stage_progress() as show:
+    with Dataset.open(dataset) as data, ProgressBar() as show:
         topology = data.topology(mapped=mapped)
         sampler = NeighborSampler(topology, _numbers(fanouts), seed=seed, threads=threads)
         sampled = sample_epochs(
@@ -201,7 +201,7 @@ def pack_command(  # noqa: PLR0913 - the command's options
     with (
         Dataset.open(dataset) as data,
         SampleFile.open(samples) as sampled,
-        stage_progress() as show,
+        ProgressBar() as show,
     ):
         _check_graph(data, sampled)
         packed = pack(

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from fivefold.cli._arguments import bytes_of
+from fivefold.runs import ProgressBar, rank_process
 
 __all__ = ["infer_command", "train_command"]
 
@@ -45,10 +46,11 @@ def train_command(
     Raises:
         FivefoldError: Whatever training met; the entry point prints it.
     """
-    from fivefold.gnn.training import load_config, run_rank  # noqa: PLC0415 - loads torch
+    from fivefold.gnn.training import load_config, train_graph  # noqa: PLC0415 - loads torch
 
-    loaded = load_config(config, overrides or [])
-    result = run_rank(loaded, show=lambda text: typer.echo(text, err=True))
+    with rank_process():
+        loaded = load_config(config, overrides or [])
+        result = train_graph(loaded, show=lambda text: typer.echo(text, err=True))
     if as_json and os.environ.get("RANK", "0") == "0":
         typer.echo(json.dumps({"output": str(result.output), **result.record()}, indent=1))
 
@@ -79,16 +81,16 @@ def infer_command(
     Raises:
         FivefoldError: Whatever inference met; the entry point prints it.
     """
-    from fivefold.gnn.training import infer_run, show_progress  # noqa: PLC0415 - loads torch
+    from fivefold.gnn.training import infer_run  # noqa: PLC0415 - loads torch
 
     memory_bytes = bytes_of(memory)
-    with show_progress("inference") as progress:
+    with ProgressBar() as progress:
         result = infer_run(
             run,
             output,
             memory_bytes=memory_bytes,
             keep_layers=keep_layers,
-            progress=progress,
+            progress=lambda done, total: progress("inference", done, total),
         )
     if as_json:
         typer.echo(json.dumps(result.record(), indent=1))

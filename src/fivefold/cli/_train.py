@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from fivefold.runs import rank_process
+
 
 def train_command(
     config: Annotated[Path, typer.Argument(help="TOML file; every key has a default.")],
@@ -53,6 +55,7 @@ def train_command(
         from fivefold.train import launch  # noqa: PLC0415 - loads torch
 
         raise typer.Exit(launch(config, overrides or [], nproc=nproc, max_restarts=max_restarts))
-    from fivefold.train import run_rank  # noqa: PLC0415 - loads torch
+    from fivefold.train import load_config, train  # noqa: PLC0415 - loads torch
 
-    run_rank(config, overrides or [])
+    with rank_process():
+        train(load_config(config, overrides or []))

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fivefold.codesign._iteration import Quote, communication_order, schedule_iteration
+from fivefold.codesign._iteration import communication_order, schedule_iteration
 from fivefold.codesign._jobs import JobSpec
 from fivefold.codesign._plans import ClusterPlan, JobPlan
 from fivefold.codesign._traffic import Phase, phases_of
+from fivefold.collectives.pricing import Quote
 from fivefold.flows import equal_cost_paths
 from fivefold.network.simulation import (
     AggregationRequest,

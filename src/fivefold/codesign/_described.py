@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from fivefold.codesign._jobs import JobSpec
-from fivefold.codesign._mesh_iteration import mesh_iteration
 from fivefold.codesign._plans import JobPlan
 from fivefold.codesign._splits import Split, mesh_ranks
 from fivefold.collectives.pricing import FabricSpec, collective_time_s, fabric_from_topology
@@ -24,14 +23,13 @@ from fivefold.strategy import (
     Job,
     ModelSpec,
     ParallelPlan,
-    PlanDemand,
     Prediction,
     evaluate_plan,
     plan_demand,
     reached_tiers,
     search_plans,
 )
-from fivefold.tasks import schedule_tasks
+from fivefold.tasks import IterationDemand, mesh_iteration, schedule_tasks
 from fivefold.units import format_bytes
 
 _LOOKED_AT = 200  # fastest plans, of which many differ in switches only
@@ -194,7 +192,8 @@ def _split(
     fabric = _fabric_below(topology, devices, plan.num_gpus)
     return Split(
         name=split_name(plan),
-        demand=_priced_alike(described.job.model, devices, fabric, demand),
+        plan=plan,
+        demand=_priced_alike(described.job.model, devices, fabric, plan, demand),
         ranks=mesh_ranks(topology, ranks, tensor=plan.tensor, who=who),
         nominal_s=prediction.time_s,
         memory_bytes=prediction.memory.total_bytes,
@@ -211,14 +210,14 @@ def _fabric_below(topology: Topology, devices: Cluster, num_gpus: int) -> Fabric
 
 
 def _priced_alike(
-    model: ModelSpec, devices: Cluster, fabric: FabricSpec, demand: PlanDemand
-) -> PlanDemand:
+    model: ModelSpec, devices: Cluster, fabric: FabricSpec, plan: ParallelPlan,
+    demand: IterationDemand,
+) -> IterationDemand:  # fmt: skip
     """The demand with what layer 1 counts and its tasks have no place for.
 
     Such are messages of the other stages while a pipeline fills, and compute that is slower beside
     communication. At layer 1's prices of collectives the tasks then take layer 1's time.
     """
-    plan = demand.plan
     wanted_s = evaluate_plan(model, devices.device, fabric, plan=plan).time_s
 
     def quote(kind: str, size_bytes: float) -> float:
@@ -227,9 +226,12 @@ def _priced_alike(
         group = plan.group(axis)
         return collective_time_s(fabric, collective, size_bytes=size_bytes, group=group)
 
-    choice = JobPlan(order=tuple(range(plan.num_gpus)))
+    plain = JobPlan(order=())
     for _ in range(_MOST_LOOKS):
-        tasks = schedule_tasks(mesh_iteration(demand, choice, quote), ordering=choice.ordering)
+        graph = mesh_iteration(
+            demand, quote, bucket_bytes=plain.bucket_bytes, overlap_forward=plain.overlap_forward
+        )
+        tasks = schedule_tasks(graph, ordering=plain.ordering)
         missing_s = wanted_s - tasks.end_s
         if abs(missing_s) <= _ALIKE * wanted_s:
             break
@@ -237,16 +239,16 @@ def _priced_alike(
     return demand
 
 
-def _with_waits(demand: PlanDemand, more_s: float) -> PlanDemand:
+def _with_waits(demand: IterationDemand, more_s: float) -> IterationDemand:
     """More seconds of waiting; where there is too little to take away, less compute."""
     overhead_s = demand.overhead_s + more_s
-    idle_s = demand.idle_s + min(overhead_s, 0.0)
+    bubble_s = demand.bubble_s + min(overhead_s, 0.0)
     computed_s = demand.micro_batches * demand.segments * (demand.forward_s + demand.backward_s)
-    less = max(1.0 + min(idle_s, 0.0) / max(computed_s, _LEAST_S), 0.0)
+    less = max(1.0 + min(bubble_s, 0.0) / max(computed_s, _LEAST_S), 0.0)
     return replace(
         demand,
         overhead_s=max(overhead_s, 0.0),
-        idle_s=max(idle_s, 0.0),
+        bubble_s=max(bubble_s, 0.0),
         forward_s=less * demand.forward_s,
         backward_s=less * demand.backward_s,
     )

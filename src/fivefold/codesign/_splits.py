@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from fivefold.errors import InfeasibleError
 from fivefold.network.topology import Topology
-from fivefold.strategy import ParallelPlan, PlanDemand, axis_groups
-from fivefold.tasks import LayerCost
+from fivefold.strategy import ParallelPlan, axis_groups
+from fivefold.tasks import IterationDemand, LayerCost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,25 +22,18 @@ class Split:
 
     Attributes:
         name: Degrees and switches in a few words.
+        plan: Its degrees and switches.
         demand: What a rank computes and sends.
         ranks: Ranks of the topology, in the order of the mesh.
         nominal_s: Layer 1's own prediction of an iteration, from nominal constants.
         memory_bytes: On the fullest GPU.
         reached: Shares of a link's rate that collectives and messages (all-to-all, stage to
             stage) reach, between ranks of a host and between hosts, as the devices' file has it.
-
-    Examples:
-        >>> from fivefold.strategy import ParallelPlan
-        >>> plan = ParallelPlan(global_batch=2, data=2)
-        >>> demand = PlanDemand(plan=plan, segments=1, micro_batches=1, forward_s=0.1,
-        ...                     backward_s=0.2, messages=())
-        >>> Split(name="d2", demand=demand, ranks=(4, 6), nominal_s=0.3, memory_bytes=1e9).groups(
-        ...     "data")
-        ((4, 6),)
     """
 
     name: str
-    demand: PlanDemand
+    plan: ParallelPlan
+    demand: IterationDemand
     ranks: tuple[int, ...]
     nominal_s: float
     memory_bytes: float
@@ -48,14 +41,14 @@ class Split:
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
         """Ranks of each group of an axis."""
-        return groups_over(self.demand.plan, axis, self.ranks)
+        return groups_over(self.plan, axis, self.ranks)
 
     @property
     def layers(self) -> tuple[LayerCost, ...]:
         """The same as layers: compute of all micro-batches, and what is reduced once."""
         demand = self.demand
         reduced = sum(m.size_bytes for m in demand.messages if m.phase == "reduce")
-        rest_s = (demand.idle_s + demand.optimizer_s + demand.overhead_s) / demand.segments
+        rest_s = (demand.bubble_s + demand.optimizer_s + demand.overhead_s) / demand.segments
         layer = LayerCost(
             forward_s=demand.micro_batches * demand.forward_s + rest_s,
             backward_s=demand.micro_batches * demand.backward_s,

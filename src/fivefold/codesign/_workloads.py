@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import BeforeValidator, Field
 
 from fivefold.codesign._described import ModelJob, job_from_plan
 from fivefold.codesign._jobs import JobSpec, check_jobs, check_ranks
@@ -25,7 +25,7 @@ from fivefold.runs import (
     Section,
     Seed,
     Text,
-    readable_error,
+    check_tables,
 )
 from fivefold.strategy import job_from_table, load_cluster
 from fivefold.tasks import LayerCost
@@ -129,10 +129,7 @@ def load_jobs(path: Path | str, topology: Topology) -> list[JobSpec]:
             hint='write for each [[jobs]] and id = "a", gpus = 2, compute = "0.3 s", '
             'gradients = "1 GB"',
         )
-    try:
-        found = _File.model_validate(tables)
-    except ValidationError as error:
-        raise readable_error(error, schema=_File, source=str(path)) from None
+    found = check_tables(tables, _File, source=path)
     for job in found.jobs:
         _check_job(job, str(path))
     taken = {rank for job in found.jobs for rank in job.ranks or ()}

@@ -1,14 +1,12 @@
-"""What every run has in common: its configuration, its files, how it stops and how it ends.
+"""What every run has in common: configuration, folder, metrics, progress, ranks, checkpoints, end.
 
 A configuration is a checked TOML file whose errors name the key and the remedy; files are written
 whole or not at all, into a folder that one run at a time holds; a signal is a request to write a
-checkpoint and end. This room knows nothing of what is run and loads no torch.
+checkpoint and end. Three modules load torch and are imported by their own names: ``ranks`` (the
+processes of a run), ``checkpoints`` and ``launch``. This package knows nothing of what is run.
 """
 
-from fivefold.runs._ending import end_without_waiting, exit_code
-from fivefold.runs._files import MetricsWriter, cannot_write, write_json, write_text
-from fivefold.runs._lock import FolderLock
-from fivefold.runs._section import (
+from fivefold.runs._config import (
     Bytes,
     Count,
     FilePath,
@@ -21,9 +19,15 @@ from fivefold.runs._section import (
     Seed,
     Share,
     Text,
+    apply_overrides,
+    check_tables,
+    format_toml,
 )
-from fivefold.runs._stop import StopRequest
-from fivefold.runs._toml import apply_overrides, format_toml, readable_error
+from fivefold.runs._ending import StopRequest, end_without_waiting, exit_code, rank_process
+from fivefold.runs._files import MetricsWriter, cannot_write, write_json, write_text
+from fivefold.runs._lock import FolderLock
+from fivefold.runs._machine import LinkMeter, run_facts
+from fivefold.runs._progress import ProgressBar
 
 __all__ = [
     "Bytes",
@@ -31,9 +35,11 @@ __all__ = [
     "FilePath",
     "FolderLock",
     "Fraction",
+    "LinkMeter",
     "MetricsWriter",
     "Momentum",
     "Positive",
+    "ProgressBar",
     "Rate",
     "Seconds",
     "Section",
@@ -43,10 +49,12 @@ __all__ = [
     "Text",
     "apply_overrides",
     "cannot_write",
+    "check_tables",
     "end_without_waiting",
     "exit_code",
     "format_toml",
-    "readable_error",
+    "rank_process",
+    "run_facts",
     "write_json",
     "write_text",
 ]

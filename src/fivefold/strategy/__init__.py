@@ -2,7 +2,7 @@
 
 from fivefold.strategy._cluster import Cluster, load_cluster, named_clusters, reached_tiers
 from fivefold.strategy._cost import Prediction, TimeUse, evaluate_plan
-from fivefold.strategy._demand import Message, PlanDemand, axis_groups, plan_demand
+from fivefold.strategy._demand import axis_groups, plan_demand
 from fivefold.strategy._device import DeviceSpec
 from fivefold.strategy._job import Job, job_from_table, load_job, plan_to_toml
 from fivefold.strategy._launch import device_mesh, megatron_flags
@@ -36,12 +36,10 @@ __all__ = [
     "Job",
     "LatentAttention",
     "MemoryUse",
-    "Message",
     "MixtureOfExperts",
     "ModelSpec",
     "ParallelPlan",
     "PipelineShape",
-    "PlanDemand",
     "PlanTable",
     "Prediction",
     "SearchResult",

@@ -7,8 +7,6 @@ decided below. The rank is one of the slowest stage: the others wait for it.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
-from typing import Literal
 
 from fivefold.collectives.pricing import FabricSpec, Tier
 from fivefold.errors import ConfigurationError
@@ -20,80 +18,10 @@ from fivefold.strategy._model import ModelSpec
 from fivefold.strategy._operators import Operator, head_operators, layer_operators
 from fivefold.strategy._pipeline import pipeline_shape, stage_layers
 from fivefold.strategy._plan import ParallelPlan
+from fivefold.tasks import IterationDemand, Message
 
-Phase = Literal["forward", "backward", "reduce", "gather"]
 _FREE_BYTES_PER_S = 1e30
 _MOST_SEGMENTS = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class Message:
-    """A collective that a segment needs.
-
-    Attributes:
-        axis: Axis of the mesh, as ``ParallelPlan.group`` names it.
-        kind: ``"all_reduce"``, ``"reduce_scatter"``, ``"all_gather"``, ``"all_to_all"``,
-            ``"send"`` (to the next stage) or ``"return"`` (to the one before).
-        size_bytes: The logical buffer per GPU; of an all-gather its output.
-        phase: Once per micro-batch in ``"forward"`` or ``"backward"``; once per iteration after
-            the last backward (``"reduce"``) or before the first forward (``"gather"``).
-        hidden: Whether it runs beside compute instead of holding it up; of local updates, beside
-            the whole iteration.
-
-    Examples:
-        >>> Message(axis="data", kind="all_reduce", size_bytes=8, phase="reduce").hidden
-        False
-    """
-
-    axis: str
-    kind: str
-    size_bytes: int
-    phase: Phase
-    hidden: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanDemand:
-    """One iteration of a plan on one rank.
-
-    A rank runs ``micro_batches`` times through ``segments`` equal runs of layers.
-
-    Attributes:
-        plan: The plan.
-        segments: How many runs of layers.
-        micro_batches: How many micro-batches a rank works on.
-        forward_s: Compute of a segment's forward, per micro-batch.
-        backward_s: Compute of its backward, recomputation included.
-        messages: What each segment sends.
-        boundary: What the last segment sends to its neighbour stage, per micro-batch.
-        idle_s: Waiting in the pipeline, on free links.
-        optimizer_s: The optimizer's step.
-        overhead_s: Everything else, such as transfers to the host.
-
-    Examples:
-        >>> from fivefold.strategy import load_cluster, named_model
-        >>> plan = ParallelPlan(global_batch=8, data=8)
-        >>> found = plan_demand(named_model("llama3-8b"), load_cluster("h100-nemo").device, plan)
-        >>> [(m.axis, m.kind, m.phase) for m in found.messages]
-        [('data', 'all_reduce', 'reduce')]
-    """
-
-    plan: ParallelPlan
-    segments: int
-    micro_batches: int
-    forward_s: float
-    backward_s: float
-    messages: tuple[Message, ...]
-    boundary: tuple[Message, ...] = ()
-    idle_s: float = 0.0
-    optimizer_s: float = 0.0
-    overhead_s: float = 0.0
-
-    @property
-    def compute_s(self) -> float:
-        """Seconds of an iteration in which the rank does not wait for links."""
-        once_s = self.segments * (self.forward_s + self.backward_s)
-        return self.micro_batches * once_s + self.idle_s + self.optimizer_s + self.overhead_s
 
 
 def axis_groups(plan: ParallelPlan, axis: str) -> tuple[tuple[int, ...], ...]:
@@ -123,7 +51,7 @@ def axis_groups(plan: ParallelPlan, axis: str) -> tuple[tuple[int, ...], ...]:
 
 def plan_demand(
     model: ModelSpec, device: DeviceSpec, plan: ParallelPlan, *, gpus_per_node: int = 8
-) -> PlanDemand:
+) -> IterationDemand:
     """What a plan computes and sends.
 
     Args:
@@ -154,8 +82,7 @@ def plan_demand(
     segments = max(1, min(layers, _MOST_SEGMENTS))
     forward_share = _forward_share(model, device, free, plan)
     once_s = (quiet.compute_s + quiet.recompute_s) / plan.num_micro_batches / segments
-    return PlanDemand(
-        plan=plan,
+    return IterationDemand(
         segments=segments,
         micro_batches=plan.num_micro_batches,
         forward_s=forward_share * once_s,
@@ -164,8 +91,8 @@ def plan_demand(
             *_layer_messages(model, device, plan, share=layers / segments, segments=segments),
             *_state_messages(model, device, plan, segments=segments),
         ),
-        boundary=_boundary_messages(model, device, plan),
-        idle_s=max(quiet.idle_s, 0.0),  # uneven stages count in the compute already
+        p2p=_pipeline_messages(model, device, plan),
+        bubble_s=max(quiet.idle_s, 0.0),  # uneven stages count in the compute already
         optimizer_s=quiet.optimizer_s,
         overhead_s=quiet.overhead_s + quiet.offload_s,
     )
@@ -286,7 +213,7 @@ def _sharded(plan: ParallelPlan, axis: str, *, gradient: int, parameter: int) ->
     return [forward, dataclasses.replace(forward, phase="backward"), each]
 
 
-def _boundary_messages(
+def _pipeline_messages(
     model: ModelSpec, device: DeviceSpec, plan: ParallelPlan
 ) -> tuple[Message, ...]:
     """Activations to the next stage and their gradients back, per micro-batch."""

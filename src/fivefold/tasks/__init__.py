@@ -12,7 +12,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from fivefold.tasks._graph import CommunicationTask, ComputeTask, TaskGraph
-from fivefold.tasks._iteration import LayerCost, iteration_graph
+from fivefold.tasks._iteration import LayerCost, iteration_graph, rotated_iteration
+from fivefold.tasks._mesh import IterationDemand, Message, mesh_iteration
 from fivefold.tasks._order import BucketCost, SendOrder, plan_send_order
 from fivefold.tasks._ordering import Ordering
 from fivefold.tasks._schedule import TaskSchedule, TaskSpan
@@ -26,7 +27,9 @@ __all__ = [
     "BucketCost",
     "CommunicationTask",
     "ComputeTask",
+    "IterationDemand",
     "LayerCost",
+    "Message",
     "Ordering",
     "ScheduledReduction",
     "SendOrder",
@@ -35,7 +38,9 @@ __all__ = [
     "TaskSchedule",
     "TaskSpan",
     "iteration_graph",
+    "mesh_iteration",
     "plan_send_order",
+    "rotated_iteration",
     "schedule_tasks",
 ]
 

@@ -7,17 +7,12 @@ nothing of orderings.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 from fivefold.errors import ConfigurationError
-from fivefold.files import parse_json
-
-_SCHEMA = "fivefold.tasks/1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,48 +248,6 @@ class TaskGraph:
             path.append(at)
             at = before[at]
         return length_s, tuple(reversed(path))
-
-    def to_json(self) -> str:
-        """The graph as text that ``from_json`` reads."""
-        tasks = [
-            {"type": "compute" if isinstance(task, ComputeTask) else "communication"} | asdict(task)
-            for task in self.tasks
-        ]
-        return json.dumps({"schema": _SCHEMA, "tasks": tasks, "marks": self.marks})
-
-    @classmethod
-    def from_json(cls, text: str) -> TaskGraph:
-        """Read what ``to_json`` wrote.
-
-        Args:
-            text: JSON.
-
-        Returns:
-            The graph.
-
-        Raises:
-            ConfigurationError: It is not such a text, or the graph is not allowed.
-        """
-        hint = f"give what TaskGraph.to_json wrote (schema {_SCHEMA})"
-        try:
-            record = parse_json(text, where="the text")
-            if record["schema"] != _SCHEMA:
-                raise ConfigurationError(f"unknown schema {record['schema']!r}", hint=hint)
-            tasks = tuple(_task(entry) for entry in record["tasks"])
-            marks = tuple(record["marks"])
-        except (AttributeError, ValueError, KeyError, TypeError) as error:
-            if isinstance(error, ConfigurationError):
-                raise
-            raise ConfigurationError(f"this is no task graph: {error}", hint=hint) from error
-        return cls(tasks, marks=marks)
-
-
-def _task(entry: dict[str, Any]) -> Task:
-    values = {name: value for name, value in entry.items() if name != "type"}
-    values["depends_on"] = tuple(values["depends_on"])
-    if entry["type"] == "compute":
-        return ComputeTask(**values)
-    return CommunicationTask(**values)
 
 
 def _check_common(task: Task) -> None:

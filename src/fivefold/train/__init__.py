@@ -21,7 +21,6 @@ from fivefold.train._config import (
     load_config,
 )
 from fivefold.train._corpus import Corpus, load_corpus
-from fivefold.train._ending import run_rank
 from fivefold.train._launch import launch
 from fivefold.train._loop import train
 from fivefold.train._model import Transformer
@@ -51,6 +50,5 @@ __all__ = [
     "load_config",
     "load_corpus",
     "load_tokenizer",
-    "run_rank",
     "train",
 ]

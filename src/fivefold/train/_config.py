@@ -16,7 +16,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from fivefold.errors import ConfigurationError
 from fivefold.files import read_toml
@@ -31,8 +31,8 @@ from fivefold.runs import (
     Section,
     Text,
     apply_overrides,
+    check_tables,
     format_toml,
-    readable_error,
 )
 from fivefold.train._moe_config import MixtureConfig
 from fivefold.train._sync_config import AutoTauConfig, SyncConfig, keys_of_method
@@ -300,11 +300,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
         del tables["tasks"]
         _LOG.info("%s does not take [tasks] of the file", given["method"])
     tables = apply_overrides(tables, overrides, schema=TrainConfig)
-    try:
-        return TrainConfig.model_validate(tables)
-    except ValidationError as error:
-        # The context would show pydantic's own message, which repeats ours with a URL.
-        raise readable_error(error, schema=TrainConfig, source=str(path)) from None
+    return check_tables(tables, TrainConfig, source=path)
 
 
 def config_to_toml(config: TrainConfig) -> str:

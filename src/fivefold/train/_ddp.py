@@ -21,17 +21,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fivefold.train._methods import CommunicationTotals, plain_update
 from fivefold.train._spans import Span, union_s
-from fivefold.train._world import guard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from fivefold.optim import SyncStatistics, TauDecision
+    from fivefold.runs.ranks import Ranks
     from fivefold.train._expert_ranks import ExpertRanks
     from fivefold.train._methods import LanguageModel
     from fivefold.train._mixture import Mixtures
-    from fivefold.train._world import World
 
 _WIRES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -60,7 +59,7 @@ class DataParallelMethod:
 
     Args:
         model: The bare module; rank 0's parameters are broadcast.
-        world: The ranks.
+        ranks: The ranks.
         codec: "fp32" for gradients as they are, "bf16" or "fp16" for half precision on the wire.
         experts: Who shares experts with whom; None where nobody does. The shares are left out of
             DDP: their gradients are summed by ``ExpertRanks``.
@@ -73,11 +72,11 @@ class DataParallelMethod:
         self,
         model: torch.nn.Module,
         *,
-        world: World,
+        ranks: Ranks,
         codec: str = "fp32",
         experts: ExpertRanks | None = None,
     ) -> None:
-        self._world, self._experts = world, experts
+        self._ranks, self._experts = ranks, experts
         self._mixtures: Mixtures | None = getattr(model, "mixtures", None)
         shares = set(getattr(model, "sharded_parameters", []))
         named = list(model.named_parameters())
@@ -90,9 +89,9 @@ class DataParallelMethod:
         self._last_launch_s: float | None = None
         # A group of its own, so that its timeout is the run's also where the caller made the
         # default group.
-        with guard(world, "setting up DistributedDataParallel"):
-            self._group = dist.new_group(timeout=world.timeout)
-            devices = [world.device.index] if world.device.type == "cuda" else None
+        with ranks.guard("setting up DistributedDataParallel"):
+            self._group = dist.new_group(timeout=ranks.timeout)
+            devices = [ranks.device.index] if ranks.device.type == "cuda" else None
             loss = _Loss(model)
             # DDP's own way to leave parameters alone; private only in its name.
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(  # type: ignore[no-untyped-call]  # noqa: SLF001 - untyped in torch
@@ -136,7 +135,7 @@ class DataParallelMethod:
 
     def loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Forward pass of one micro-batch."""
-        with guard(self._world, "the broadcast of the bucket layout"):
+        with self._ranks.guard("the broadcast of the bucket layout"):
             result: torch.Tensor = self._wrapped(inputs, targets)
         return result
 
@@ -151,7 +150,7 @@ class DataParallelMethod:
             CommunicationError: A peer died or did not answer in time.
         """
         self._last_launch_s = None
-        with guard(self._world, "the all-reduce of the gradients"):
+        with self._ranks.guard("the all-reduce of the gradients"):
             loss.backward()  # type: ignore[no-untyped-call]  # untyped in torch
         if self._last_launch_s is not None:
             self._account(self._last_launch_s, time.perf_counter())
@@ -239,7 +238,7 @@ class DataParallelMethod:
         gradients = [share.grad for share in self._shares if share.grad is not None]
         payload = experts.reduce(gradients, wire=self._wire)
         if payload:
-            replicas = self._world.world_size // experts.group.size
+            replicas = self._ranks.world_size // experts.group.size
             width = 1.0 if self._wire is None else self._wire.itemsize / 4
             sent = int(2 * (replicas - 1) * payload * width) // replicas
             now_s = time.perf_counter()
@@ -257,12 +256,12 @@ class DataParallelMethod:
 
     def _ring_bytes(self, num_bytes: int) -> int:
         """What a ring all-reduce sends per rank; DDP's backend does not say."""
-        world_size = self._world.world_size
+        world_size = self._ranks.world_size
         return 2 * (world_size - 1) * num_bytes // world_size
 
     def _launch_bucket(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         # Runs on the thread of backward.
-        payload = bucket.buffer().div_(self._world.world_size)
+        payload = bucket.buffer().div_(self._ranks.world_size)
         launched_s = time.perf_counter()
         self._last_launch_s = launched_s
         name = f"all-reduce bucket {bucket.index()}"

@@ -18,13 +18,12 @@ from fivefold.tasks import ScheduledReduction
 from fivefold.train._ddp import DataParallelMethod
 from fivefold.train._methods import CommunicationTotals
 from fivefold.train._spans import Span
-from fivefold.train._world import guard
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from fivefold.runs.ranks import Ranks
     from fivefold.train._tasks_config import TasksConfig
-    from fivefold.train._world import World
 
 _MIB = 2**20
 
@@ -66,7 +65,7 @@ class ScheduledDataParallelMethod(DataParallelMethod):
 
     Args:
         model: The bare module; rank 0's parameters are broadcast.
-        world: The ranks.
+        ranks: The ranks.
         tasks: Table ``[tasks]``.
         optimizer: The inner optimizer.
 
@@ -79,14 +78,14 @@ class ScheduledDataParallelMethod(DataParallelMethod):
         self,
         model: torch.nn.Module,
         *,
-        world: World,
+        ranks: Ranks,
         tasks: TasksConfig,
         optimizer: torch.optim.Optimizer,
     ) -> None:
         self._tasks, self.optimizer = tasks, optimizer
         self.armed = False  # the warm-up's gradients are dropped
         self._steps = 0
-        super().__init__(model, world=world)
+        super().__init__(model, ranks=ranks)
 
     def _wrapping(self) -> dict[str, Any]:
         bucket = {"bucket_cap_mb": self._tasks.bucket / _MIB} if self._tasks.bucket else {}
@@ -102,7 +101,7 @@ class ScheduledDataParallelMethod(DataParallelMethod):
             update=part if self._tasks.overlap_forward else None,
             chunk_bytes=self._tasks.chunk or None,
             credit=self._tasks.credit,
-            timeout_s=self._world.timeout.total_seconds(),
+            timeout_s=self._ranks.timeout.total_seconds(),
         )
 
     def warm_up(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
@@ -148,14 +147,14 @@ class ScheduledDataParallelMethod(DataParallelMethod):
         if not self._tasks.overlap_forward:
             super().update(optimizer)
             return
-        with guard(self._world, "the all-reduce of the gradients"):
+        with self._ranks.guard("the all-reduce of the gradients"):
             self._reduction.step()
 
     def after_step(self) -> None:
         """Plan the order once it was measured long enough; a collective call then."""
         self._steps += 1
         if self._tasks.ordering == "priority" and self._steps == self._tasks.plan_after_steps:
-            with guard(self._world, "planning the order of the gradients"):
+            with self._ranks.guard("planning the order of the gradients"):
                 self._reduction.plan(ordering="priority", chunk_bytes=self._tasks.chunk or None)
 
     def finalize(self) -> None:
@@ -205,5 +204,5 @@ class ScheduledDataParallelMethod(DataParallelMethod):
         self._spans.append(Span(lane="wait", name="gradients", start_s=start_s, end_s=end_s))
 
     def _finish(self, what: str) -> None:
-        with guard(self._world, what):
+        with self._ranks.guard(what):
             self._reduction.finish()

@@ -18,10 +18,10 @@ from fivefold.train._sampler import gather_batch, sequential_starts
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
+    from fivefold.runs.ranks import Ranks
     from fivefold.train._config import TrainConfig
     from fivefold.train._corpus import Corpus
     from fivefold.train._methods import LanguageModel
-    from fivefold.train._world import World
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ def evaluate(
     corpus: Corpus,
     *,
     config: TrainConfig,
-    world: World,
+    ranks: Ranks,
     autocast: AbstractContextManager[object],
 ) -> Validation:
     """Judge the parameters as they are; a collective call.
@@ -72,7 +72,7 @@ def evaluate(
         model: The bare module.
         corpus: Its validation split is read.
         config: Batch size, number of batches and sequence length.
-        world: The ranks; each reads its own part of the same fixed batches.
+        ranks: The ranks; each reads its own part of the same fixed batches.
         autocast: Precision context of the forward passes.
 
     Returns:
@@ -88,12 +88,12 @@ def evaluate(
         sequence_length=length,
         batch_size=config.optim.batch_size,
         num_batches=config.optim.validation_batches,
-        rank=world.rank,
-        world_size=world.world_size,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
     )
     if getattr(model, "sharded_parameters", []):
         # Ranks that share experts need one another in every forward, also who has no more text.
-        most = -(-_most_windows(corpus, config) // (world.world_size * config.optim.batch_size))
+        most = -(-_most_windows(corpus, config) // (ranks.world_size * config.optim.batch_size))
         batches += [np.empty(0, dtype=np.int64)] * (most - len(batches))
     loss_of = cast("LanguageModel", model).loss
     nats, tokens = 0.0, 0
@@ -101,11 +101,11 @@ def evaluate(
     with autocast:
         for starts in batches:
             inputs, targets = gather_batch(corpus.validation, starts, length)
-            loss = loss_of(inputs.to(world.device), targets.to(world.device))
+            loss = loss_of(inputs.to(ranks.device), targets.to(ranks.device))
             nats += float(loss) * targets.numel() if targets.numel() else 0.0
             tokens += targets.numel()
     model.train()
-    total_nats, total_tokens = world.sum([nats, float(tokens)], what="the validation loss")
+    total_nats, total_tokens = ranks.sum([nats, float(tokens)], what="the validation loss")
     loss_mean = total_nats / total_tokens
     size = {"num_tokens": len(corpus.validation), "num_bytes": corpus.validation_bytes}
     return Validation(loss=loss_mean, bits_per_byte=bits_per_byte(loss_mean, **size))

@@ -18,15 +18,14 @@ import torch.distributed as dist
 from fivefold.errors import ConfigurationError
 from fivefold.moe import ExpertGroup
 from fivefold.train._one_sided import is_one_sided, open_exchange
-from fivefold.train._world import guard
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fivefold.moe import ExchangeFlight, ExpertExchange
+    from fivefold.runs.ranks import Ranks
     from fivefold.train._config import ModelConfig, TrainConfig
     from fivefold.train._one_sided import OneSided
-    from fivefold.train._world import World
 
 
 def require_shares(config: ModelConfig, *, world_size: int) -> None:
@@ -35,16 +34,16 @@ def require_shares(config: ModelConfig, *, world_size: int) -> None:
     Raises:
         ConfigurationError: It is no multiple of ``expert_parallel``.
     """
-    ranks = 1 if config.moe is None else config.moe.expert_parallel
-    if world_size % ranks:
+    share = 1 if config.moe is None else config.moe.expert_parallel
+    if world_size % share:
         raise ConfigurationError(
-            f"model.moe.expert_parallel = {ranks} needs a multiple of {ranks} ranks; "
+            f"model.moe.expert_parallel = {share} needs a multiple of {share} ranks; "
             f"got world_size={world_size}",
-            hint=f"start {-(-world_size // ranks) * ranks} ranks, or change expert_parallel",
+            hint=f"start {-(-world_size // share) * share} ranks, or change expert_parallel",
         )
 
 
-def share_experts(config: TrainConfig, world: World) -> ExpertRanks | None:
+def share_experts(config: TrainConfig, ranks: Ranks) -> ExpertRanks | None:
     """Form the groups; a collective call where experts are shared out, else None.
 
     Raises:
@@ -53,30 +52,34 @@ def share_experts(config: TrainConfig, world: World) -> ExpertRanks | None:
         UnsupportedError: The one-sided exchange is asked for and cannot work here.
     """
     model = config.model
-    require_shares(model, world_size=world.world_size)
+    require_shares(model, world_size=ranks.world_size)
     if model.moe is None or model.moe.expert_parallel == 1:
         return None
     share = model.moe.expert_parallel
-    ranks = range(world.world_size)
+    everyone = range(ranks.world_size)
     # Every rank takes part in making every group, in the same order.
-    with guard(world, "forming the groups of experts"):
-        group = _group_of(world, [list(ranks[first : first + share]) for first in ranks[::share]])
+    with ranks.guard("forming the groups of experts"):
+        group = _group_of(
+            ranks, [list(everyone[first : first + share]) for first in everyone[::share]]
+        )
         replicas = None
-        if world.world_size > share:
-            replicas = _group_of(world, [list(ranks[first::share]) for first in ranks[:share]])
+        if ranks.world_size > share:
+            replicas = _group_of(
+                ranks, [list(everyone[first::share]) for first in everyone[:share]]
+            )
     return ExpertRanks(
-        world=world,
-        group=ExpertGroup(group, guard=lambda what: guard(world, what)),
+        ranks=ranks,
+        group=ExpertGroup(group, guard=ranks.guard),
         replicas=replicas,
-        one_sided=open_exchange(config, world, group) if is_one_sided(config, world) else None,
+        one_sided=open_exchange(config, ranks, group) if is_one_sided(config, ranks) else None,
     )
 
 
-def _group_of(world: World, members: list[list[int]]) -> dist.ProcessGroup:
+def _group_of(ranks: Ranks, members: list[list[int]]) -> dist.ProcessGroup:
     found = None
-    for ranks in members:
-        group = dist.new_group(ranks, timeout=world.timeout)
-        found = group if world.rank in ranks else found
+    for group_ranks in members:
+        group = dist.new_group(group_ranks, timeout=ranks.timeout)
+        found = group if ranks.rank in group_ranks else found
     assert isinstance(found, dist.ProcessGroup), "every rank is in one of the groups"
     return found
 
@@ -86,13 +89,13 @@ class ExpertRanks:
     """The groups of one rank.
 
     Args:
-        world: All ranks.
+        ranks: All ranks.
         group: Ranks that share the experts out.
         replicas: Ranks with the same experts; None where there are none.
         one_sided: The exchange of the layers' tokens; None where they go by all-to-all.
     """
 
-    world: World
+    ranks: Ranks
     group: ExpertGroup
     replicas: dist.ProcessGroup | None
     one_sided: OneSided | None = None
@@ -130,11 +133,11 @@ class ExpertRanks:
             CommunicationError: A peer died or did not answer in time.
         """
         for gradient in gradients:
-            gradient.div_(self.world.world_size)
+            gradient.div_(self.ranks.world_size)
             if self.replicas is None:
                 continue
             sent = gradient if wire is None else gradient.to(wire)
-            with guard(self.world, "the all-reduce of the experts' gradients"):
+            with self.ranks.guard("the all-reduce of the experts' gradients"):
                 dist.all_reduce(sent, group=self.replicas)
             if wire is not None:
                 gradient.copy_(sent)

@@ -8,6 +8,7 @@ parameters of the run that was not, bit for bit. What is particular to a method 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import time
@@ -15,29 +16,39 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fivefold.runs import MetricsWriter, StopRequest, format_toml, write_json, write_text
-from fivefold.train._before import require_settings
-from fivefold.train._checkpoint import write_checkpoint
-from fivefold.train._control import ControlLane
+from fivefold.runs import (
+    FolderLock,
+    LinkMeter,
+    MetricsWriter,
+    ProgressBar,
+    StopRequest,
+    format_toml,
+    write_json,
+    write_text,
+)
+from fivefold.runs.checkpoints import (
+    choose_checkpoint,
+    parameters_sha256,
+    read_own_state,
+    restore_rng,
+    rng_state,
+    write_checkpoint,
+)
+from fivefold.runs.ranks import Ranks, StopAgreement, close_ranks, open_ranks, read_place
 from fivefold.train._evaluate import Validation, bits_per_byte, evaluate
 from fivefold.train._expert_ranks import share_experts
-from fivefold.train._machine import LinkMeter, run_manifest
 from fivefold.train._methods import make_method, method_label
 from fivefold.train._model import Transformer
 from fivefold.train._precision import autocast_context
-from fivefold.train._progress import TrainingProgress
-from fivefold.train._result import RunResult, make_result, parameters_sha256
-from fivefold.train._resume import RunFolder, choose_checkpoint, describe_run, read_own_state
+from fivefold.train._result import RunResult, make_result, run_manifest
 from fivefold.train._setup import (
-    hold_folder,
+    describe_run,
     load_equal_data,
     make_optimizer,
-    restore_rng,
-    rng_state,
+    require_settings,
 )
 from fivefold.train._spans import Span, SpanRecorder, subtract
 from fivefold.train._step import StepRunner, TrainedParts
-from fivefold.train._world import World, close_world, open_world, read_identity
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -65,8 +76,8 @@ def train(config: TrainConfig) -> RunResult:
         What was reached, and where the time went.
 
     Raises:
-        ConfigurationError: A setting does not fit this world or machine, or another run writes
-            into the same folder.
+        ConfigurationError: A setting does not fit this number of ranks or this machine, or another
+            run writes into the same folder.
         DataError: There is no usable text.
         CheckpointError: A checkpoint could not be written, or none can be resumed from.
         CommunicationError: A peer died or did not answer in time.
@@ -89,20 +100,22 @@ def train(config: TrainConfig) -> RunResult:
         >>> train(config).steps
         2
     """
-    identity = read_identity()
-    require_settings(config, world_size=identity.world_size)
+    place = read_place()
+    require_settings(config, world_size=place.world_size)
     stop = StopRequest()
-    with stop.handling_signals():
+    with stop.handling_signals(), contextlib.ExitStack() as held:
         torch.set_num_threads(config.run.threads)
-        world = open_world(identity, device=config.run.device, timeout_s=config.run.timeout_s)
-        with hold_folder(config.run.output, world):
-            tokenizer, corpus = load_equal_data(config.data, world)
-            run = _Run(config, world, corpus=corpus, vocab_size=tokenizer.vocab_size, stop=stop)
-            try:
-                result = run.execute()
-            finally:
-                run.close()
-            close_world(world)
+        ranks = open_ranks(place, device=config.run.device, timeout_s=config.run.timeout_s)
+
+        def hold_folder() -> None:
+            held.enter_context(FolderLock(config.run.output, "run.output"))
+
+        ranks.on_main(hold_folder, what="whether the run's folder is free")
+        tokenizer, corpus = load_equal_data(config.data, ranks)
+        run = _Run(config, ranks, corpus=corpus, vocab_size=tokenizer.vocab_size, stop=stop)
+        held.callback(run.close)
+        result = run.execute()
+    close_ranks(ranks)
     return result
 
 
@@ -112,46 +125,47 @@ class _Run:
     def __init__(
         self,
         config: TrainConfig,
-        world: World,
+        ranks: Ranks,
         *,
         corpus: Corpus,
         vocab_size: int,
         stop: StopRequest,
     ) -> None:
-        self.config, self.world, self.corpus = config, world, corpus
-        self.folder = RunFolder(root=config.run.output)
-        self.experts = experts = share_experts(config, world)
+        self.config, self.ranks, self.corpus = config, ranks, corpus
+        self.folder = config.run.output
+        self.experts = experts = share_experts(config, ranks)
         self.model = Transformer(
             config.model,
             vocab_size=vocab_size,
             sequence_length=config.data.sequence_length,
             seed=config.run.seed,
             group=None if experts is None else experts.for_layers,
-        ).to(world.device)
+        ).to(ranks.device)
         self.mixtures = self.model.mixtures
         self.optimizer = make_optimizer(self.model, config)
         self.method = make_method(
             config.sync,
             self.model,
             optimizer=self.optimizer,
-            world=world,
+            ranks=ranks,
             experts=experts,
             tasks=config.tasks,
         )
-        self.lane = ControlLane(world, stop)
+        self.agreement = StopAgreement(ranks, stop)
         parts = TrainedParts(
             model=self.model,
             optimizer=self.optimizer,
             method=self.method,
             mixtures=self.mixtures,
         )
-        self.stepper = StepRunner(config, world, parts=parts, tokens=corpus.train)
+        self.stepper = StepRunner(config, ranks, parts=parts, tokens=corpus.train)
         self.step = 0
         self.saved_step: int | None = None
         self.validation: tuple[int, Validation] | None = None
         self._wall_before_s = 0.0
         self._last_log = (0, 0.0)
         self._loss_last = 0.0
+        self._text = ""
         self._begin(self._load())
 
     # -- beginning and end ----------------------------------------------------------------------
@@ -159,13 +173,13 @@ class _Run:
     def _load(self) -> dict[str, Any] | None:
         fingerprint = self.corpus.fingerprint
         self.description = describe_run(self.config, data_fingerprint=fingerprint)
-        path = choose_checkpoint(
-            self.folder, self.config.run.resume, description=self.description, world=self.world
+        found = choose_checkpoint(
+            self.folder, self.config.run.resume, description=self.description, ranks=self.ranks
         )
-        self.resumed_from: Path | None = path
-        if path is None:
+        self.resumed_from: Path | None = None if found is None else found[0]
+        if self.resumed_from is None:
             return None
-        state = read_own_state(path, world=self.world)
+        state = read_own_state(self.resumed_from, ranks=self.ranks)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.method.load_state_dict(state["method"])
@@ -182,19 +196,19 @@ class _Run:
         """Open the files and start the clock."""
         before = state or {"seconds": None, "waits": None, "link": None}
         self.recorder = SpanRecorder(
-            self.folder.root / "ranks" / f"rank{self.world.rank}.jsonl",
+            self.folder / "ranks" / f"rank{self.ranks.rank}.jsonl",
             seconds=before["seconds"],
             waits=before["waits"],
             resumed=state is not None,
         )
-        self.metrics = self._open_shared_files() if self.world.is_main else None
+        self.metrics = self._open_shared_files() if self.ranks.is_main else None
         shape = (self.config.optim.batch_size, self.config.data.sequence_length)
-        blank = torch.zeros(shape, dtype=torch.int64, device=self.world.device)
-        with autocast_context(self.stepper.precision, self.world.device):
+        blank = torch.zeros(shape, dtype=torch.int64, device=self.ranks.device)
+        with autocast_context(self.stepper.precision, self.ranks.device):
             self.method.warm_up(blank, blank)
         self.link = LinkMeter(before["link"])
         # After everything that draws numbers, so that the stream continues where it was.
-        seed = self.config.run.seed * self.world.world_size + self.world.rank
+        seed = self.config.run.seed * self.ranks.world_size + self.ranks.rank
         torch.manual_seed(seed % 2**64)
         if state is not None:
             restore_rng(state["rng"])
@@ -202,17 +216,19 @@ class _Run:
         self._last_log = (self.step, self.wall_s())
 
     def _open_shared_files(self) -> MetricsWriter:
-        board = self.folder.root / "tensorboard" if self.config.run.tensorboard else None
+        board = self.folder / "tensorboard" if self.config.run.tensorboard else None
         manifest = run_manifest(
             self.config,
-            world_size=self.world.world_size,
+            world_size=self.ranks.world_size,
             num_parameters=self.model.num_parameters,
             precision=self.stepper.precision,
         )
-        write_text(self.folder.root / "config.toml", format_toml(self.config.model_dump()))
-        write_json(self.folder.root / "manifest.json", manifest)
+        write_text(self.folder / "config.toml", format_toml(self.config.model_dump()))
+        write_json(self.folder / "manifest.json", manifest)
         resumed = None if self.resumed_from is None else self.step
-        writer = MetricsWriter(self.folder.metrics, resumed_step=resumed, tensorboard=board)
+        writer = MetricsWriter(
+            self.folder / "metrics.jsonl", resumed_step=resumed, tensorboard=board
+        )
         if self.resumed_from is not None:
             name = self.resumed_from.name
             writer.write("resume", step=self.step, wall_s=self._wall_before_s, checkpoint=name)
@@ -222,39 +238,41 @@ class _Run:
         """Train to the last step, or to the step at which all ranks agree to stop."""
         steps = self.config.run.steps
         stopped = False
-        self.lane.start(self.step)
-        progress = TrainingProgress(
-            method_label(self.config.sync, self.config.tasks),
-            steps=steps,
-            step=self.step,
-            line_every_s=self.config.run.line_every_s,
-            shown=self.world.is_main,
+        self.agreement.start(self.step)
+        progress = ProgressBar(
+            line_every_s=self.config.run.line_every_s, shown=self.ranks.is_main, unit="step"
         )
         with progress:
             while self.step < steps and not stopped:
-                self.world.where = f"step {self.step + 1}"
+                self.ranks.where = f"step {self.step + 1}"
                 self.recorder.add(self.stepper.run(self.step))
                 self.step += 1
                 self._report_step(progress)
-                stopped = self.lane.poll(self.step) and self.step < steps
-                self.recorder.add(self.lane.take_spans())
+                stopped = self.agreement.poll(self.step) and self.step < steps
+                self.recorder.add(self._agreement_spans())
                 self._checkpoint_if_due(stopped=stopped)
         if not stopped:
             self._finish()
         return self._conclude("stopped" if stopped else "finished")
 
+    def _agreement_spans(self) -> list[Span]:
+        waits = self.agreement.take_waits()
+        return [
+            Span(lane="wait", name="agreement on stopping", start_s=a, end_s=b) for a, b in waits
+        ]
+
     def _finish(self) -> None:
         """Drain, judge and save the final parameters."""
-        self.world.where = "the end of training"
+        self.ranks.where = "the end of training"
         complete = self.saved_step == self.config.run.steps  # a resume of such a run
         if not complete:
             self.method.finalize()
-        self.lane.drain()  # last: its message may have queued behind a round's payload
+        self.agreement.drain()  # last: its message may have queued behind a round's payload
         if complete:
             return
         if self.metrics is not None:  # the drain's last arrival may have moved tau
             self._log_decisions(self.metrics, self.wall_s())
-        self.recorder.add(self.lane.take_spans() + self.method.take_spans())
+        self.recorder.add(self._agreement_spans() + self.method.take_spans())
         self._validate()
         self._checkpoint()
 
@@ -278,7 +296,7 @@ class _Run:
             tokens = self.tokens(self.step)
             self.metrics.write("end", step=self.step, tokens=tokens, wall_s=wall_s, reason=reason)
             if reason == "finished":
-                write_json(self.folder.root / "result.json", result.record())
+                write_json(self.folder / "result.json", result.record())
             _LOG.info("%s", result.summary())
         self.recorder.close(loss_mean_last=self._loss_last, link_bytes=self.link.record())
         return result
@@ -301,25 +319,28 @@ class _Run:
         """Tokens that all ranks read until a step."""
         optim = self.config.optim
         per_rank = optim.batch_size * optim.accumulation * self.config.data.sequence_length
-        return step * per_rank * self.world.world_size
+        return step * per_rank * self.ranks.world_size
 
-    def _report_step(self, progress: TrainingProgress) -> None:
+    def _report_step(self, progress: ProgressBar) -> None:
         run, at_end = self.config.run, self.step == self.config.run.steps
         if self.step % run.log_every_steps == 0 or at_end:
-            self._log(progress)
+            self._log()
         if run.validate_every_steps and self.step % run.validate_every_steps == 0 and not at_end:
             self._validate()
-        progress.update(self.step)
+        progress(
+            method_label(self.config.sync, self.config.tasks), self.step, run.steps, self._text
+        )
 
-    def _log(self, progress: TrainingProgress) -> None:
+    def _log(self) -> None:
         self._loss_last = float(self.stepper.loss)
         wall_s, tokens = self.wall_s(), self.tokens(self.step)
         last_step, last_s = self._last_log
         rate = (tokens - self.tokens(last_step)) / max(wall_s - last_s, 1e-9)
         self._last_log = (self.step, wall_s)
         statistics = self.method.statistics() if self.config.sync.tau == "auto" else None
-        tau = None if statistics is None else statistics.tau
-        progress.describe(loss=self._loss_last, tokens_per_s=rate, tau=tau)
+        self._text = f"loss {self._loss_last:.3f}  {rate:,.0f} tokens/s"
+        if statistics is not None:
+            self._text += f"  tau {statistics.tau}"
         self.recorder.flush()
         routing = None if self.mixtures is None else self.mixtures.take_interval()
         if self.metrics is not None:
@@ -357,8 +378,8 @@ class _Run:
                 self.model,
                 self.corpus,
                 config=self.config,
-                world=self.world,
-                autocast=autocast_context(self.stepper.precision, self.world.device),
+                ranks=self.ranks,
+                autocast=autocast_context(self.stepper.precision, self.ranks.device),
             )
         self.validation = (self.step, found)
         if self.metrics is not None:
@@ -383,11 +404,11 @@ class _Run:
         waits = self.method.take_spans()
         state = self._state(method_state)
         record = write_checkpoint(
-            self.folder.checkpoints,
+            self.folder,
             state,
             step=self.step,
             description=self.description,
-            world=self.world,
+            ranks=self.ranks,
             keep=self.config.run.keep_checkpoints,
         )
         end_s = time.perf_counter()

@@ -18,11 +18,11 @@ from fivefold.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from fivefold.optim import SyncStatistics, TauDecision
+    from fivefold.runs.ranks import Ranks
     from fivefold.train._config import SyncConfig
     from fivefold.train._expert_ranks import ExpertRanks
     from fivefold.train._spans import Span
     from fivefold.train._tasks_config import TasksConfig
-    from fivefold.train._world import World
 
 _LABELS = {
     "none": "no communication",
@@ -234,7 +234,7 @@ def make_method(
     model: torch.nn.Module,
     *,
     optimizer: torch.optim.Optimizer,
-    world: World,
+    ranks: Ranks,
     experts: ExpertRanks | None = None,
     tasks: TasksConfig | None = None,
 ) -> Method:
@@ -244,7 +244,7 @@ def make_method(
         config: Table ``[sync]``.
         model: The bare module.
         optimizer: The inner optimizer.
-        world: The ranks.
+        ranks: The ranks.
         experts: Who shares experts with whom; None where nobody does.
         tasks: Table ``[tasks]`` of data parallelism; None for DDP's own order.
 
@@ -258,20 +258,20 @@ def make_method(
     """
     if config.method == "none":
         return NoMethod(model)
-    require_peers(config, world_size=world.world_size)
+    require_peers(config, world_size=ranks.world_size)
     if config.method == "ddp" and tasks is not None:
         from fivefold.train._ddp_scheduled import (  # noqa: PLC0415 - loads what is used
             ScheduledDataParallelMethod,
         )
 
-        return ScheduledDataParallelMethod(model, world=world, tasks=tasks, optimizer=optimizer)
+        return ScheduledDataParallelMethod(model, ranks=ranks, tasks=tasks, optimizer=optimizer)
     if config.method == "ddp":
         from fivefold.train._ddp import DataParallelMethod  # noqa: PLC0415 - loads what is used
 
-        return DataParallelMethod(model, world=world, codec=config.codec or "fp32", experts=experts)
+        return DataParallelMethod(model, ranks=ranks, codec=config.codec or "fp32", experts=experts)
     from fivefold.train._outer import OuterMethod  # noqa: PLC0415 - loads what is used
 
-    return OuterMethod(config, model, optimizer=optimizer, world=world)
+    return OuterMethod(config, model, optimizer=optimizer, ranks=ranks)
 
 
 def require_peers(config: SyncConfig, *, world_size: int) -> None:

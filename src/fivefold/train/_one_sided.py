@@ -28,21 +28,20 @@ from fivefold.moe import (
 )
 from fivefold.train._mixture import expert_width
 from fivefold.train._precision import choose_precision
-from fivefold.train._world import guard
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+    from fivefold.runs.ranks import Ranks
     from fivefold.train._config import TrainConfig
     from fivefold.train._moe_config import MixtureConfig
-    from fivefold.train._world import World
 
 _LOG = logging.getLogger(__name__)
 _SIGNAL_BYTES = 8
 _IN_MEMORY = Path("/dev/shm")  # noqa: S108 - shared memory is what it is for
 
 
-def is_one_sided(config: TrainConfig, world: World) -> bool:
+def is_one_sided(config: TrainConfig, ranks: Ranks) -> bool:
     """Settle ``model.moe.exchange``, alike on all ranks; a collective call unless it says so.
 
     Raises:
@@ -52,10 +51,10 @@ def is_one_sided(config: TrainConfig, world: World) -> bool:
     moe = config.model.moe
     assert moe is not None, "experts are shared out only where there are some"
     wished = moe.exchange
-    if wished == "all_to_all" or (wished == "auto" and world.device.type != "cuda"):
+    if wished == "all_to_all" or (wished == "auto" and ranks.device.type != "cuda"):
         return False
-    found = world.gather(
-        (socket.gethostname(), _problem(moe, world.device)), what="what the experts' exchange needs"
+    found = ranks.gather(
+        (socket.gethostname(), _problem(moe, ranks.device)), what="what the experts' exchange needs"
     )
     reason = _first_problem(found, share=moe.expert_parallel)
     if reason is None:
@@ -91,19 +90,19 @@ def _first_problem(found: list[tuple[str, str | None]], *, share: int) -> str | 
     return None
 
 
-def open_exchange(config: TrainConfig, world: World, group: dist.ProcessGroup) -> OneSided:
+def open_exchange(config: TrainConfig, ranks: Ranks, group: dist.ProcessGroup) -> OneSided:
     """Set the exchange of this rank's expert group up; a collective call.
 
     Raises:
         CommunicationError: A peer died or did not answer in time.
         ConfigurationError: A size is out of range.
     """
-    sizes = exchange_sizes(config, world.device)
-    with guard(world, "setting up the memory that the experts' ranks share"):
-        if world.device.type == "cuda":
-            heap = TorchSymmetricHeap(nbytes=sizes.heap_bytes(), device=world.device, group=group)
-            return OneSided(ExpertExchange(sizes, heap, timeout_s=world.timeout_s), world)
-        return OneSided(_between_processes(sizes, world), world)
+    sizes = exchange_sizes(config, ranks.device)
+    with ranks.guard("setting up the memory that the experts' ranks share"):
+        if ranks.device.type == "cuda":
+            heap = TorchSymmetricHeap(nbytes=sizes.heap_bytes(), device=ranks.device, group=group)
+            return OneSided(ExpertExchange(sizes, heap, timeout_s=ranks.timeout_s), ranks)
+        return OneSided(_between_processes(sizes, ranks), ranks)
 
 
 def exchange_sizes(config: TrainConfig, device: torch.device) -> ExchangeConfig:
@@ -127,18 +126,18 @@ def exchange_sizes(config: TrainConfig, device: torch.device) -> ExchangeConfig:
     )
 
 
-def _between_processes(sizes: ExchangeConfig, world: World) -> ExpertExchange:
-    place, first = world.rank % sizes.ranks, world.rank - world.rank % sizes.ranks
+def _between_processes(sizes: ExchangeConfig, ranks: Ranks) -> ExpertExchange:
+    place, first = ranks.rank % sizes.ranks, ranks.rank - ranks.rank % sizes.ranks
     folder = None
     if place == 0:
         where = _IN_MEMORY if _IN_MEMORY.is_dir() else None
         folder = tempfile.mkdtemp(prefix="fivefold-experts-", dir=where)
     try:
-        folders = world.gather(folder, what="the folders of the experts' shared memory")
+        folders = ranks.gather(folder, what="the folders of the experts' shared memory")
         exchange = ExpertExchange.between_processes(
-            sizes, folders[first], rank=place, timeout_s=world.timeout_s
+            sizes, folders[first], rank=place, timeout_s=ranks.timeout_s
         )
-        world.gather(None, what="the end of setting up the experts' shared memory")
+        ranks.gather(None, what="the end of setting up the experts' shared memory")
     finally:
         if folder is not None:  # all ranks have mapped what was in it
             shutil.rmtree(folder, ignore_errors=True)
@@ -150,12 +149,12 @@ class OneSided:
 
     Args:
         exchange: Between the ranks that share the experts out.
-        world: All ranks.
+        ranks: All ranks.
     """
 
-    def __init__(self, exchange: ExpertExchange, world: World) -> None:
-        self.exchange, self._world = exchange, world
-        self._place = world.rank % exchange.config.ranks
+    def __init__(self, exchange: ExpertExchange, ranks: Ranks) -> None:
+        self.exchange, self._ranks = exchange, ranks
+        self._place = ranks.rank % exchange.config.ranks
         self._told = (0, 0)
 
     def take_flight(self) -> ExchangeFlight:
@@ -167,7 +166,7 @@ class OneSided:
             CommunicationError: A peer died or did not answer in time.
             DataError: A rank would have got more rows than it has room for.
         """
-        with guard(self._world, "the one-sided exchange between experts"):
+        with self._ranks.guard("the one-sided exchange between experts"):
             self.exchange.check()
         counted = self.exchange.statistics()
         rows = self._to_others(counted["sent_bytes"]) + self._to_others(counted["returned_bytes"])

@@ -27,15 +27,14 @@ from fivefold.optim import (
 )
 from fivefold.train._methods import NoMethod, plain_update
 from fivefold.train._spans import Span, subtract
-from fivefold.train._world import guard
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     from fivefold.optim import FlightRecord, SyncStatistics, TauDecision
+    from fivefold.runs.ranks import Ranks
     from fivefold.train._config import SyncConfig
-    from fivefold.train._world import World
 
 _RULES: dict[str, type[OuterRule]] = {
     "local_sgd": LocalSGD,
@@ -63,7 +62,7 @@ class OuterMethod(NoMethod):
         config: Table ``[sync]``.
         model: The bare module; rank 0's parameters are broadcast.
         optimizer: The inner optimizer.
-        world: The ranks.
+        ranks: The ranks.
 
     Raises:
         ConfigurationError: A setting is not allowed.
@@ -76,18 +75,18 @@ class OuterMethod(NoMethod):
         model: torch.nn.Module,
         *,
         optimizer: torch.optim.Optimizer,
-        world: World,
+        ranks: Ranks,
     ) -> None:
         super().__init__(model)
         self._spans: list[Span] = []
         self._told_round = -1
-        with guard(world, "setting up the outer synchronisation"):
+        with ranks.guard("setting up the outer synchronisation"):
             self._sync = OuterSync(
                 model,
                 optimizer,
                 rule=make_rule(config),
                 codec=config.codec or "fp32",
-                timeout_s=world.timeout_s,
+                timeout_s=ranks.timeout_s,
                 check_every_rounds=config.check_every_rounds or 0,
             )
 

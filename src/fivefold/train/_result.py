@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
+import json
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from fivefold.runs import run_facts
 from fivefold.train._methods import method_label
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 # Not training: a rate that counts them would depend on how often one looks.
 _ASIDE = ("checkpoint", "validation")
+_LAB_VARIABLE = "FIVEFOLD_LAB"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +84,25 @@ class RunResult:
         return {"schema": 1, **values}
 
 
+def run_manifest(
+    config: TrainConfig, *, world_size: int, num_parameters: int, precision: str
+) -> dict[str, Any]:
+    """Content of a run's manifest.json."""
+    lab = json.loads(os.environ.get(_LAB_VARIABLE, "null"))
+    return {
+        "schema": 1,
+        **run_facts(),
+        "method": config.sync.method,
+        "label": method_label(config.sync, config.tasks),
+        "world_size": world_size,
+        "hosts": None if lab is None else lab.get("hosts"),
+        "seed": config.run.seed,
+        "num_parameters": num_parameters,
+        "precision": precision,
+        "lab": lab,
+    }
+
+
 def make_result(  # noqa: PLR0913 - one argument per part of the record, one call site
     config: TrainConfig,
     *,
@@ -119,18 +139,3 @@ def make_result(  # noqa: PLR0913 - one argument per part of the record, one cal
         parameters_sha256=digest,
         moe=None if mixtures is None else mixtures.record(),
     )
-
-
-def parameters_sha256(model: torch.nn.Module) -> str:
-    """Digest of all parameters, bit for bit, in the order of their names.
-
-    Examples:
-        >>> parameters_sha256(torch.nn.Linear(1, 1)) != parameters_sha256(torch.nn.Linear(1, 1))
-        True
-    """
-    digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        digest.update(name.encode())
-        values = parameter.detach().cpu().contiguous().flatten().view(torch.uint8)
-        digest.update(values.numpy().data)
-    return digest.hexdigest()

@@ -1,75 +1,66 @@
-"""Parts that a run is set up from: its folder, the data that all ranks share, the optimizer."""
+"""What a run is set up from: checks before ranks start, the data that all share, the optimizer."""
 
 from __future__ import annotations
 
-import contextlib
-from typing import TYPE_CHECKING, Any
+import importlib.util
+import json
+from typing import Any
 
 import torch
 
-from fivefold.errors import DataError, FivefoldError
+from fivefold.errors import ConfigurationError, DataError, UnsupportedError
 from fivefold.runs import FolderLock
-from fivefold.train._corpus import load_corpus
-from fivefold.train._outcome import error_from_record, error_to_record
-from fivefold.train._tokenizer import load_tokenizer
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from fivefold.train._config import DataConfig, TrainConfig
-    from fivefold.train._corpus import Corpus
-    from fivefold.train._tokenizer import Tokenizer
-    from fivefold.train._world import World
+from fivefold.runs.checkpoints import require_resumable
+from fivefold.runs.ranks import Ranks
+from fivefold.train._config import DataConfig, TrainConfig
+from fivefold.train._corpus import Corpus, load_corpus
+from fivefold.train._expert_ranks import require_shares
+from fivefold.train._files import resolve_source
+from fivefold.train._methods import require_peers
+from fivefold.train._outer import make_rule
+from fivefold.train._tokenizer import Tokenizer, load_tokenizer
 
 
-@contextlib.contextmanager
-def hold_folder(root: Path, world: World) -> Iterator[None]:
-    """Keep other runs out of the run's folder; a collective call. Rank 0 holds the lock.
-
-    Raises:
-        ConfigurationError: Another run writes there; raised on every rank.
-        CheckpointError: The folder cannot be written; raised on every rank.
-        CommunicationError: A peer died or did not answer in time.
-    """
-    with contextlib.ExitStack() as held:
-        failed = None
-        if world.is_main:
-            try:
-                held.enter_context(FolderLock(root, "run.output"))
-            except FivefoldError as error:
-                failed = error_to_record(error)
-        failed = world.broadcast(failed, what="whether the run's folder is free")
-        if failed is not None:
-            raise error_from_record(failed)
-        yield
+def require_settings(config: TrainConfig, *, world_size: int) -> None:
+    """Check what is the same on every host: the method, its rule, the number of ranks."""
+    require_peers(config.sync, world_size=world_size)
+    require_shares(config.model, world_size=world_size)
+    if config.sync.method not in {"none", "ddp"}:
+        make_rule(config.sync)
 
 
-def load_equal_data(config: DataConfig, world: World) -> tuple[Tokenizer, Corpus]:
-    """Load the text, and refuse to train where it differs between hosts; a collective call.
+def require_host(config: TrainConfig, *, nproc: int) -> None:
+    """Check what this host must have for the ranks that are about to start on it."""
+    resolve_source(config.data.path)
+    load_tokenizer(config.data.tokenizer)
+    if config.run.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        message = "run.tensorboard is true, but tensorboard is not installed"
+        raise UnsupportedError(message, hint="pip install 'fivefold[tensorboard]'")
+    found = torch.cuda.device_count()
+    if nproc > found and (config.run.device == "cuda" or (config.run.device == "auto" and found)):
+        message = f"{nproc} ranks need as many CUDA devices; this host has {found}"
+        raise ConfigurationError(message, hint='use a smaller --nproc, or run.device = "cpu"')
+    require_resumable(config.run.output, config.run.resume)
+    with FolderLock(config.run.output, "run.output"):
+        pass  # rank 0 will hold it
 
-    Raises:
-        ConfigurationError: A rank's tokenizer cannot be loaded; raised on every rank.
-        DataError: A rank has no usable text, or other text than rank 0; raised on every rank.
-        CommunicationError: A peer died or did not answer in time.
-    """
-    failed, fingerprint = None, None
-    try:
+
+def load_equal_data(config: DataConfig, ranks: Ranks) -> tuple[Tokenizer, Corpus]:
+    """Load the text, and refuse to train where it differs between hosts; a collective call."""
+    loaded: list[tuple[Tokenizer, Corpus]] = []
+
+    def load() -> str:
         tokenizer = load_tokenizer(config.tokenizer)
-        corpus = load_corpus(config, tokenizer)
-        fingerprint = corpus.fingerprint
-    except FivefoldError as error:
-        failed = error_to_record(error)
-    found = world.gather((fingerprint, failed), what="the data's fingerprint")
-    for _, other in found:
-        if other is not None:
-            raise error_from_record(other)
-    odd = [rank for rank, (value, _) in enumerate(found) if value != found[0][0]]
+        loaded.append((tokenizer, load_corpus(config, tokenizer)))
+        return loaded[0][1].fingerprint
+
+    found = ranks.together(load, what="the data's fingerprint")
+    odd = [rank for rank, fingerprint in enumerate(found) if fingerprint != found[0]]
     if odd:
         message = f"rank {odd[0]} reads other data than rank 0"
         hint = "give all hosts the same folder of text and the same tokenizer"
         raise DataError(message, hint=hint)
-    return tokenizer, corpus
+    return loaded[0]
 
 
 def make_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.AdamW:
@@ -84,16 +75,19 @@ def make_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.A
     return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas)
 
 
-def rng_state() -> dict[str, Any]:
-    """State of torch's generators on this rank."""
-    # Not is_available(): asking a CUDA device for its state would start CUDA in a CPU run.
-    started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # untyped in torch
-    cuda = torch.cuda.get_rng_state() if started else None
-    return {"cpu": torch.get_rng_state(), "cuda": cuda}
+def describe_run(config: TrainConfig, *, data_fingerprint: str) -> dict[str, Any]:
+    """What must be equal for a resumed run to continue the run that wrote a checkpoint.
 
-
-def restore_rng(state: dict[str, Any]) -> None:
-    """Continue torch's generators where a checkpoint left them."""
-    torch.set_rng_state(state["cpu"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    Paths, intervals, devices and timeouts may change; whatever decides the parameters may not.
+    """
+    sections = config.model_dump(mode="json", include={"model", "optim", "sync"})
+    del sections["optim"]["validation_batches"]
+    sections["run"] = {"seed": config.run.seed, "steps": config.run.steps}
+    sections["data"] = {
+        "tokenizer": config.data.tokenizer,
+        "sequence_length": config.data.sequence_length,
+        "fingerprint": data_fingerprint,
+    }
+    # As it will be read back: tuples become lists.
+    normal: dict[str, Any] = json.loads(json.dumps(sections))
+    return normal

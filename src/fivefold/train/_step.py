@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from fivefold.runs.ranks import Ranks
     from fivefold.train._config import TrainConfig
     from fivefold.train._methods import Method
     from fivefold.train._mixture import Mixtures
-    from fivefold.train._world import World
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class StepRunner:
 
     Args:
         config: The whole configuration.
-        world: The ranks.
+        ranks: The ranks.
         parts: Model, optimizer and method.
         tokens: The training split.
 
@@ -59,16 +59,16 @@ class StepRunner:
     """
 
     def __init__(
-        self, config: TrainConfig, world: World, *, parts: TrainedParts, tokens: np.ndarray
+        self, config: TrainConfig, ranks: Ranks, *, parts: TrainedParts, tokens: np.ndarray
     ) -> None:
-        self._config, self._world, self._parts, self._tokens = config, world, parts, tokens
-        self.precision = choose_precision(config.optim.precision, world.device)
+        self._config, self._ranks, self._parts, self._tokens = config, ranks, parts, tokens
+        self.precision = choose_precision(config.optim.precision, ranks.device)
         self._sampler = ShardedSampler(
             len(tokens),
             sequence_length=config.data.sequence_length,
             batch_size=config.optim.batch_size,
-            rank=world.rank,
-            world_size=world.world_size,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
             seed=config.run.seed,
         )
         self.loss = torch.zeros(())
@@ -107,7 +107,7 @@ class StepRunner:
     def _batch(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         starts = self._sampler.batch_starts(number)
         inputs, targets = gather_batch(self._tokens, starts, self._config.data.sequence_length)
-        return inputs.to(self._world.device), targets.to(self._world.device)
+        return inputs.to(self._ranks.device), targets.to(self._ranks.device)
 
     def _update(self, batches: list[tuple[torch.Tensor, torch.Tensor]], step: int) -> None:
         optim, optimizer = self._config.optim, self._parts.optimizer
@@ -123,18 +123,18 @@ class StepRunner:
         for group in optimizer.param_groups:
             group["lr"] = self.lr
         self._parts.method.update(optimizer)
-        if self._world.device.type == "cuda":
+        if self._ranks.device.type == "cuda":
             # So that what follows is a wait for the network, not for this step's kernels. The
             # device as a whole would be waited for with the all-reduce that runs behind the steps.
-            torch.cuda.current_stream(self._world.device).synchronize()
+            torch.cuda.current_stream(self._ranks.device).synchronize()
 
     def _summed_loads(self, loads: Sequence[float]) -> list[float]:
         if self._config.sync.method == "none":  # every rank trains alone
             return list(loads)
-        return self._world.sum(list(loads), what="the experts' loads")
+        return self._ranks.sum(list(loads), what="the experts' loads")
 
     def _forward_backward(self, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-        total = torch.zeros((), device=self._world.device)
+        total = torch.zeros((), device=self._ranks.device)
         for inputs, targets in batches[:-1]:
             with self._parts.method.accumulating():
                 total += self._micro_step(inputs, targets, share=1 / len(batches))
@@ -144,7 +144,7 @@ class StepRunner:
     def _micro_step(
         self, inputs: torch.Tensor, targets: torch.Tensor, *, share: float
     ) -> torch.Tensor:
-        with autocast_context(self.precision, self._world.device):
+        with autocast_context(self.precision, self._ranks.device):
             loss = self._parts.method.loss(inputs, targets) * share
         self._parts.method.backward(loss)
         return loss.detach()

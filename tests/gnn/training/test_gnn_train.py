@@ -96,7 +96,7 @@ def test_the_files_of_a_run(make_config):
     assert (manifest["kind"], manifest["dataset"]["nodes"]) == ("gnn", 600)
     assert json.loads((folder / "result.json").read_text())["steps"] == result.steps == 9
     assert [event["event"] for event in events(config)][-3:] == ["validation", "checkpoint", "end"]
-    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-00000009.fvf"]
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-00000009"]
 
 
 def test_the_form_of_the_batches_does_not_matter_without_dropout(make_config):
@@ -147,6 +147,15 @@ def test_a_folder_with_a_run_is_not_written_over(make_config):
         train_graph(make_config(epochs=1, mode="memory", resume="never"))
     with pytest.raises(CheckpointError, match=r"model\.name = 'sage'; now it is 'gcn'"):
         train_graph(make_config(epochs=1, mode="memory", model={"name": "gcn"}))
+
+
+def test_checkpoints_of_an_earlier_version_are_refused(make_config):
+    config = make_config(epochs=1, mode="memory")
+    older = config.run.output / "checkpoints" / "step-00000009.fvf"
+    older.parent.mkdir(parents=True)
+    older.write_bytes(b"")
+    with pytest.raises(CheckpointError, match="of an earlier version"):
+        train_graph(config)
 
 
 def test_a_finished_run_can_be_made_longer(make_config):

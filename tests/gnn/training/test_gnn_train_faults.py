@@ -12,19 +12,26 @@ import torch
 
 from fivefold.errors import CheckpointError, DataError
 from fivefold.gnn.training import train_graph
-from fivefold.gnn.training._checkpoint import checkpoint_files, newest_checkpoint, write_checkpoint
+from fivefold.runs import checkpoints
+from fivefold.runs.checkpoints import (
+    checkpoint_folders,
+    newest_checkpoint,
+    read_checkpoint,
+    write_checkpoint,
+)
 
 
 def digest(config):
     """Parameters, optimizer, generators and places of all ranks in the newest checkpoint."""
-    _, state, _ = newest_checkpoint(config.run.output / "checkpoints")
-    parts = [state["model"], state["optimizer"]["state"], state["ranks"], state["step"]]
+    path, manifest = newest_checkpoint(config.run.output)
+    states = [read_checkpoint(path, rank=rank) for rank in range(manifest["world_size"])]
+    parts = [states[0]["model"], states[0]["optimizer"]["state"], states[0]["step"]]
+    parts += [[state["loader"], state["rng"], state["tally"]] for state in states]
     return json.dumps(parts, default=lambda t: [str(t.dtype), t.tolist()], sort_keys=True)
 
 
 def steps_of(config):
-    found = checkpoint_files(config.run.output / "checkpoints")
-    return [int(path.name[5:13]) for path in found]
+    return [int(path.name[5:]) for path in checkpoint_folders(config.run.output)]
 
 
 @pytest.mark.parametrize("mode", ["disk", "memory"])
@@ -91,21 +98,20 @@ def test_a_full_disk_loses_nothing(make_config, monkeypatch):
     whole = make_config(output="whole", mode="memory", checkpoint_every_steps=4)
     train_graph(whole)
     config = make_config(mode="memory", checkpoint_every_steps=4)
-    from fivefold.gnn.training import _checkpoint
 
-    class Full(_checkpoint.ContainerWriter):
-        def write(self, name, start_row, array):
-            if self.attributes["step"] >= 12:
+    class Full(checkpoints.FileSystemWriter):
+        def write_data(self, *args):
+            if "step-00000012" in str(self.path):
                 raise OSError(errno.ENOSPC, "No space left on device")
-            super().write(name, start_row, array)
+            return super().write_data(*args)
 
-    monkeypatch.setattr(_checkpoint, "ContainerWriter", Full)
-    with pytest.raises(CheckpointError, match="cannot write the checkpoint"):
+    monkeypatch.setattr(checkpoints, "FileSystemWriter", Full)
+    with pytest.raises(CheckpointError, match=r"rank 0 cannot write a checkpoint.*No space left"):
         train_graph(config)
     assert steps_of(config) == [8, 4]
     assert sorted(p.name for p in (config.run.output / "checkpoints").iterdir()) == [
-        "step-00000004.fvf",
-        "step-00000008.fvf",
+        "step-00000004",
+        "step-00000008",
     ]
     monkeypatch.undo()
     train_graph(config)
@@ -115,9 +121,9 @@ def test_a_full_disk_loses_nothing(make_config, monkeypatch):
 def test_a_damaged_checkpoint_is_skipped_and_said(make_config, caplog):
     config = make_config(mode="memory", checkpoint_every_steps=4, epochs=1)
     train_graph(config)
-    newest = checkpoint_files(config.run.output / "checkpoints")[0]
+    newest = checkpoint_folders(config.run.output)[0] / "__0_0.distcp"
     data = bytearray(newest.read_bytes())
-    data[5000] ^= 1
+    data[len(data) // 2] ^= 1
     newest.write_bytes(data)
     longer = make_config(mode="memory", checkpoint_every_steps=4, epochs=2)
     train_graph(longer)
@@ -125,8 +131,8 @@ def test_a_damaged_checkpoint_is_skipped_and_said(make_config, caplog):
     whole = make_config(output="whole", mode="memory", checkpoint_every_steps=4, epochs=2)
     train_graph(whole)
     assert digest(longer) == digest(whole)
-    for path in checkpoint_files(config.run.output / "checkpoints"):
-        path.write_bytes(path.read_bytes()[:5000])
+    for path in checkpoint_folders(config.run.output):
+        (path / "__0_0.distcp").write_bytes(b"x")
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole"):
         train_graph(longer)
 
@@ -148,11 +154,12 @@ def test_two_ranks_share_a_store_and_agree(mode, make_config, start_ranks):
     config = make_config(mode=mode, checkpoint_every_steps=3)
     world = start_ranks(config, world_size=2)
     assert world.wait() == {0: 0, 1: 0}, world.logs()
-    _, state, description = newest_checkpoint(config.run.output / "checkpoints")
-    assert description["ranks"] == {"number": 2}
-    assert state["step"] == 3 * 4  # nine batches, four per rank and epoch
-    assert len(state["ranks"]) == 2
-    assert not torch.equal(state["ranks"][0]["rng"], state["ranks"][1]["rng"])
+    path, manifest = newest_checkpoint(config.run.output)
+    assert manifest["world_size"] == 2
+    states = [read_checkpoint(path, rank=rank) for rank in range(2)]
+    assert states[0]["step"] == 3 * 4  # nine batches, four per rank and epoch
+    assert "model" not in states[1]  # equal on all ranks, and written once
+    assert not torch.equal(states[0]["rng"]["cpu"], states[1]["rng"]["cpu"])
 
 
 @pytest.mark.distributed
@@ -177,7 +184,7 @@ def test_two_ranks_killed_together_resume_bit_for_bit(make_config, start_ranks):
 def test_another_number_of_ranks_is_refused(make_config, start_ranks):
     config = make_config(mode="memory", epochs=1)
     assert start_ranks(config, world_size=2).wait() == {0: 0, 1: 0}
-    with pytest.raises(CheckpointError, match=r"ranks\.number = 2; now it is 1"):
+    with pytest.raises(CheckpointError, match="written by 2 ranks, but this run has 1"):
         train_graph(config)
 
 

@@ -6,6 +6,7 @@ A tier joins units of the tier below and gives every GPU a share of what leaves 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -14,6 +15,8 @@ import numpy.typing as npt
 from fivefold.errors import ConfigurationError
 
 Ints = npt.NDArray[np.int64]
+Quote = Callable[[str, float], float]
+"""Seconds of a collective of a job, from its kind and bytes: the price that layer 3 quotes."""
 
 
 @dataclass(frozen=True, kw_only=True)

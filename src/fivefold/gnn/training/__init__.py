@@ -23,12 +23,10 @@ if TYPE_CHECKING:
         config_to_toml,
         load_config,
     )
-    from fivefold.gnn.training._ending import run_rank
     from fivefold.gnn.training._infer_run import RunInference, infer_run, load_model
     from fivefold.gnn.training._inference import InferenceResult, LayerReport, infer_layers
     from fivefold.gnn.training._loop import train_graph
     from fivefold.gnn.training._models import GAT, GCN, GraphSAGE, LayeredModel, make_model
-    from fivefold.gnn.training._progress import show_progress
     from fivefold.gnn.training._result import GnnResult
 
 __all__ = [
@@ -56,8 +54,6 @@ __all__ = [
     "load_config",
     "load_model",
     "make_model",
-    "run_rank",
-    "show_progress",
     "train_graph",
 ]
 
@@ -76,12 +72,10 @@ _HOMES = {
         "config_to_toml",
         "load_config",
     ),
-    "_ending": ("run_rank",),
     "_infer_run": ("RunInference", "infer_run", "load_model"),
     "_inference": ("InferenceResult", "LayerReport", "infer_layers"),
     "_loop": ("train_graph",),
     "_models": ("GAT", "GCN", "GraphSAGE", "LayeredModel", "make_model"),
-    "_progress": ("show_progress",),
     "_result": ("GnnResult",),
 }
 _MODULES = {name: module for module, names in _HOMES.items() for name in names}

@@ -7,13 +7,12 @@ override, then file, then default. This module knows nothing of torch or of file
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from fivefold.errors import ConfigurationError
 from fivefold.files import read_toml
-from fivefold.gnn.training._section import Backend, Fanouts, Share
 from fivefold.runs import (
     Bytes,
     Count,
@@ -25,12 +24,28 @@ from fivefold.runs import (
     Seed,
     Text,
     apply_overrides,
+    check_tables,
     format_toml,
-    readable_error,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+
+def _fanouts(value: Any) -> Any:
+    value = tuple(value) if isinstance(value, list) else value
+    if isinstance(value, tuple) and not value:
+        message = "fanouts must not be empty"
+        raise ConfigurationError(message, hint="write one number per layer, such as [10, 10]")
+    for fanout in value if isinstance(value, tuple) else ():
+        if isinstance(fanout, int) and fanout < 1 and fanout != -1:
+            message = f"a fan-out must be positive, or -1 for all neighbours; got {fanout}"
+            raise ConfigurationError(message, hint="write one per layer, such as [10, 10]")
+    return value
+
+
+Backend = Literal["auto", "threads", "io_uring", "python", "mmap"]
+Fanouts = Annotated[tuple[int, ...], BeforeValidator(_fanouts)]
 
 
 class RunConfig(Section):
@@ -180,7 +195,7 @@ class ModelConfig(Section):
     """width of the hidden layers, over all heads"""
     heads: Positive = 4
     """attention heads of "gat\""""
-    dropout: Share = 0.2
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.2
     """share of hidden values that are dropped in training"""
 
     @model_validator(mode="after")
@@ -285,11 +300,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> GnnConfig:
         4
     """
     tables = apply_overrides(read_toml(Path(path)), overrides, schema=GnnConfig)
-    try:
-        return GnnConfig.model_validate(tables)
-    except ValidationError as error:
-        # The context would show pydantic's own message, which repeats ours with a URL.
-        raise readable_error(error, schema=GnnConfig, source=str(path)) from None
+    return check_tables(tables, GnnConfig, source=path)
 
 
 def config_to_toml(config: GnnConfig) -> str:

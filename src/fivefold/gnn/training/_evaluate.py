@@ -19,7 +19,7 @@ from fivefold.gnn.loading import OnlineLoader
 from fivefold.gnn.sampling import Topology
 from fivefold.gnn.training._config import GnnConfig
 from fivefold.gnn.training._models import LayeredModel
-from fivefold.gnn.training._ranks import Ranks
+from fivefold.runs.ranks import Ranks
 
 _SEED = 20_250  # of the sampled neighbours; apart from training's
 

@@ -13,12 +13,11 @@ import torch
 from fivefold.errors import CheckpointError, DataError
 from fivefold.gnn.data import Dataset
 from fivefold.gnn.storage import Container
-from fivefold.gnn.training._checkpoint import newest_checkpoint
-from fivefold.gnn.training._config import GnnConfig, load_config
+from fivefold.gnn.training._config import Backend, GnnConfig, load_config
 from fivefold.gnn.training._inference import InferenceResult, infer_layers
 from fivefold.gnn.training._models import LayeredModel, make_model
-from fivefold.gnn.training._section import Backend
 from fivefold.runs import write_json
+from fivefold.runs.checkpoints import newest_checkpoint, read_checkpoint
 
 _CHUNK_ROWS = 1 << 16
 
@@ -134,11 +133,11 @@ def load_model(config: GnnConfig, dataset: Dataset) -> tuple[LayeredModel, int]:
         >>> load_model.__name__
         'load_model'
     """
-    found = newest_checkpoint(config.run.output / "checkpoints")
+    found = newest_checkpoint(config.run.output)
     if found is None:
         message = f"{config.run.output} has no checkpoint"
         raise CheckpointError(message, hint="train first, or give another run")
-    path, state, description = found
+    path, description = found[0], found[1]["description"]
     written = config.model_dump(mode="json", include={"model"})["model"]
     if description["model"] != written:
         message = f"{path} was written with model {description['model']}; now it is {written}"
@@ -154,8 +153,8 @@ def load_model(config: GnnConfig, dataset: Dataset) -> tuple[LayeredModel, int]:
         num_layers=len(config.sampling.fanouts),
         heads=config.model.heads,
     )
-    model.load_state_dict(state["model"])
-    return model.eval(), int(state["step"])
+    model.load_state_dict(read_checkpoint(path, rank=0)["model"])
+    return model.eval(), int(found[1]["step"])
 
 
 def _accuracy(path: Path, dataset: Dataset) -> dict[str, float]:

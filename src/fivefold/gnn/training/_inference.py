@@ -27,6 +27,7 @@ from fivefold.gnn.data import Dataset
 from fivefold.gnn.sampling import Topology
 from fivefold.gnn.storage import Container, ContainerWriter, DiskProfile, ReadStatistics, probe_disk
 from fivefold.gnn.training._adoption import as_layered
+from fivefold.gnn.training._config import Backend
 from fivefold.gnn.training._inference_kernels import fill_keys
 from fivefold.gnn.training._inference_layers import Aggregate, LayerParts, take_apart
 from fivefold.gnn.training._inference_plan import (
@@ -40,7 +41,6 @@ from fivefold.gnn.training._inference_plan import (
 )
 from fivefold.gnn.training._inference_rows import RowStream
 from fivefold.gnn.training._models import LayeredModel
-from fivefold.gnn.training._section import Backend
 from fivefold.units import format_bytes, format_duration_s
 
 _LOG = logging.getLogger(__name__)

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from fivefold.gnn.storage import Container, ReadStatistics, RowReader, aligned_empty
+from fivefold.gnn.training._config import Backend
 from fivefold.gnn.training._inference_kernels import next_rows
 from fivefold.gnn.training._inference_plan import PAGE_BYTES, Reading, Shares
-from fivefold.gnn.training._section import Backend
 
 Int64 = npt.NDArray[np.int64]
 _NO_LIMIT = np.iinfo(np.int64).max

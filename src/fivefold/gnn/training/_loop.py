@@ -25,19 +25,39 @@ from fivefold.errors import DataError
 from fivefold.gnn.data import Dataset
 from fivefold.gnn.loading import MiniBatch
 from fivefold.gnn.packing import PackedStore
-from fivefold.gnn.training._checkpoint import newest_checkpoint, write_checkpoint
 from fivefold.gnn.training._clock import Clock
 from fivefold.gnn.training._config import GnnConfig, config_to_toml
 from fivefold.gnn.training._evaluate import Evaluator
 from fivefold.gnn.training._models import make_model
-from fivefold.gnn.training._progress import RunProgress
-from fivefold.gnn.training._ranks import Ranks, close_ranks, open_ranks, read_place
-from fivefold.gnn.training._result import GnnResult, parameters_sha256, run_label, run_manifest
-from fivefold.gnn.training._resume import check_before_work, choose_checkpoint, describe_run
+from fivefold.gnn.training._result import GnnResult, run_label, run_manifest
+from fivefold.gnn.training._resume import (
+    check_before_work,
+    describe_run,
+    refuse_older_format,
+    require_same_plan,
+)
 from fivefold.gnn.training._rounds import Rounds
 from fivefold.gnn.training._source import BatchSource, add_counts, counts_of, make_source
 from fivefold.gnn.training._tally import EpochTally
-from fivefold.runs import FolderLock, MetricsWriter, StopRequest, write_json, write_text
+from fivefold.runs import (
+    FolderLock,
+    MetricsWriter,
+    ProgressBar,
+    StopRequest,
+    write_json,
+    write_text,
+)
+from fivefold.runs.checkpoints import (
+    choose_checkpoint,
+    newest_checkpoint,
+    parameters_sha256,
+    read_checkpoint,
+    read_own_state,
+    restore_rng,
+    rng_state,
+    write_checkpoint,
+)
+from fivefold.runs.ranks import Ranks, close_ranks, open_ranks, read_place
 
 _LOG = logging.getLogger(__name__)
 
@@ -84,20 +104,25 @@ def train_graph(config: GnnConfig, *, show: Callable[[str], None] | None = None)
         dataset = opened.enter_context(Dataset.open(config.data.path))
         _require_labels(dataset)
         topology = dataset.topology(mapped=config.data.mapped)
-        is_main = read_place()[0] == 0
+        place = read_place()
+        is_main = place.rank == 0
         if is_main:
             opened.enter_context(FolderLock(config.run.output, "run.output"))
-        progress = opened.enter_context(_progress(config, shown=is_main))
+        progress = opened.enter_context(
+            ProgressBar(line_every_s=config.run.line_every_s, shown=is_main)
+        )
         rounds = None
         if config.run.mode == "disk":
             # Before the group forms: packing may take longer than a peer may be waited for.
-            accept = check_before_work(config, data=dataset.fingerprint, world_size=read_place()[1])
+            accept = check_before_work(
+                config, data=dataset.fingerprint, world_size=place.world_size
+            )
             rounds = Rounds(config, dataset, topology=topology, is_main=is_main)
             opened.callback(rounds.close)
             rounds.open(
                 _first_epoch(config), progress=stop.breaking(progress), show=show, accept=accept
             )
-        ranks = open_ranks(device=config.run.device, timeout_s=config.run.timeout_s)
+        ranks = open_ranks(place, device=config.run.device, timeout_s=config.run.timeout_s)
         if config.budgets.device and ranks.device.type == "cpu" and rounds is not None:
             _LOG.warning("there is no device: rows of budgets.device take host memory, beside host")
         rows = dataset.features.read("x") if config.run.mode == "memory" else None
@@ -112,16 +137,14 @@ def train_graph(config: GnnConfig, *, show: Callable[[str], None] | None = None)
     return result
 
 
-def _progress(config: GnnConfig, *, shown: bool) -> RunProgress:
-    return RunProgress(line_every_s=config.run.line_every_s, shown=shown)
-
-
 def _first_epoch(config: GnnConfig) -> int:
     """The epoch that training begins in, which decides the round of samples."""
     if not config.sampling.refresh_every_epochs or config.run.resume == "never":
         return 0
-    found = newest_checkpoint(config.run.output / "checkpoints")
-    return 0 if found is None else min(int(found[1]["epoch"]), config.run.epochs - 1)
+    found = newest_checkpoint(config.run.output)
+    if found is None:
+        return 0
+    return min(int(read_checkpoint(found[0], rank=0)["epoch"]), config.run.epochs - 1)
 
 
 def _finite(loss: torch.Tensor, step: int) -> float:
@@ -192,16 +215,17 @@ class _Run:
     def _begin(self) -> None:
         store, changes = self._store(), self.config.sampling.refresh_every_epochs > 0
         plan = None if store is None or changes else store.plan.order_fingerprint
-        self.description = describe_run(
-            self.config, data=self.dataset.fingerprint, plan=plan, ranks=self.ranks
-        )
+        description = describe_run(self.config, data=self.dataset.fingerprint)
+        self.description = description | {"plan": {"order": plan}}
+        refuse_older_format(self.folder)
         chosen = choose_checkpoint(
-            self.folder, self.config.run.resume, description=self.description, ranks=self.ranks
+            self.folder, self.config.run.resume, description=description, ranks=self.ranks
         )
         # After everything that draws numbers; every rank drops other values.
         torch.manual_seed(self.config.run.seed * self.ranks.world_size + self.ranks.rank)
         if chosen is not None:
-            self._restore(chosen[1])
+            require_same_plan(*chosen, plan=plan)
+            self._restore(chosen[0])
         self.trained: torch.nn.Module = self.model
         if self.ranks.world_size > 1:
             with self.ranks.guard("handing out the parameters"):
@@ -209,20 +233,19 @@ class _Run:
         if self.ranks.is_main:
             self._open_files(None if chosen is None else chosen[0])
 
-    def _restore(self, state: dict[str, Any]) -> None:
+    def _restore(self, path: Path) -> None:
+        own = read_own_state(path, ranks=self.ranks)
+        state = own if self.ranks.is_main else read_checkpoint(path, rank=0)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step = self.saved_step = state["step"]
         self.epoch, self.position = state["epoch"], state["position"]
         self.best, self.data = state["best"], state["data"]
-        own = state["ranks"][self.ranks.rank]
         self.tally = EpochTally(**own["tally"])
         if self.position:  # at 0 the loader may be of the round before
             self.source.load_state_dict(own["loader"])
         self.clock = Clock(state["seconds"])
-        torch.set_rng_state(own["rng"])
-        if own["cuda_rng"] is not None and self.ranks.device.type == "cuda":
-            torch.cuda.set_rng_state(own["cuda_rng"])
+        restore_rng(own["rng"])
 
     def _open_files(self, resumed_from: Path | None) -> None:
         manifest = run_manifest(
@@ -245,7 +268,7 @@ class _Run:
             write_text(self.folder / "plan.txt", plan.explain() + "\n")
             self._write("prepare", seconds=self.prepared.seconds, plan=plan.predicted.to_json())
 
-    def execute(self, stop: StopRequest, progress: RunProgress) -> GnnResult:
+    def execute(self, stop: StopRequest, progress: ProgressBar) -> GnnResult:
         """Train to the last epoch, or to the step at which all ranks agree to stop."""
         stopped = False
         self.model.train()
@@ -339,7 +362,7 @@ class _Run:
         self.step += 1
         self.position += 1
 
-    def _log(self, progress: RunProgress) -> None:
+    def _log(self, progress: ProgressBar) -> None:
         run, last = self.config.run, self.position == self.num_batches
         text = f"loss {self.tally.loss:.4f}  accuracy {self.tally.accuracy:.4f}"
         total = run.epochs * self.num_batches
@@ -388,27 +411,26 @@ class _Run:
     def _checkpoint(self) -> None:
         with self.clock.measure("checkpoint"):
             self._count()
-            cuda = self.ranks.device.type == "cuda"
-            own = {
-                "loader": self.source.state_dict(),
-                "rng": torch.get_rng_state(),
-                "cuda_rng": torch.cuda.get_rng_state() if cuda else None,
-                "tally": self.tally.record(),
-            }
-            parts = self.ranks.gather(own, what="the ranks' states")
-            if self.ranks.is_main:
-                write_checkpoint(
-                    self.folder / "checkpoints",
-                    self._state(parts),
-                    step=self.step,
-                    description=self.description,
-                    keep=self.config.run.keep_checkpoints,
-                )
+            write_checkpoint(
+                self.folder,
+                self._state(),
+                step=self.step,
+                description=self.description,
+                ranks=self.ranks,
+                keep=self.config.run.keep_checkpoints,
+            )
         self.saved_step = self.step
         self._write("checkpoint")
 
-    def _state(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
+    def _state(self) -> dict[str, Any]:
+        own = {
+            "loader": self.source.state_dict(),
+            "rng": rng_state(),
+            "tally": self.tally.record(),
+        }
+        if not self.ranks.is_main:
+            return own
+        return own | {
             "step": self.step,
             "epoch": self.epoch,
             "position": self.position,
@@ -417,7 +439,6 @@ class _Run:
             "best": self.best,
             "data": self.data,
             "seconds": self.clock.record(),
-            "ranks": parts,
         }
 
     def _write(self, event: str, **values: Any) -> None:

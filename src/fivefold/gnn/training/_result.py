@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import os
-import platform
-import sys
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from fivefold.gnn.data import Dataset
 from fivefold.gnn.training._config import GnnConfig
 from fivefold.gnn.training._models import LayeredModel
+from fivefold.runs import run_facts
 from fivefold.units import format_duration_s
 
-_CPU_FILE = Path("/proc/cpuinfo")
 _MODEL_NAMES = {"sage": "GraphSAGE", "gat": "GAT", "gcn": "GCN"}
 _MODE_NAMES = {"disk": "packed on disk", "memory": "in memory", "online": "online from disk"}
 
@@ -89,18 +81,13 @@ def run_manifest(
     return {
         "schema": 1,
         "kind": "gnn",
-        "fivefold": version("fivefold"),
-        "torch": version("torch"),
-        "python": platform.python_version(),
+        **run_facts(),
         "mode": config.run.mode,
         "model": config.model.name,
         "label": run_label(config),
         "world_size": world_size,
         "seed": config.run.seed,
         "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "command": _command(sys.argv),
-        "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": _machine(),
         "dataset": {
             "name": dataset.name,
             "nodes": dataset.num_nodes,
@@ -114,36 +101,3 @@ def run_manifest(
             "test": len(dataset.test),
         },
     }
-
-
-def parameters_sha256(model: torch.nn.Module) -> str:
-    """Digest of all parameters, bit for bit, in the order of their names."""
-    digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        digest.update(name.encode())
-        values = parameter.detach().cpu().contiguous().flatten().view(torch.uint8)
-        digest.update(values.numpy().data)
-    return digest.hexdigest()
-
-
-def _command(argv: list[str]) -> list[str]:
-    """The command line as a person would type it, without this machine's paths to programs."""
-    program = Path(argv[0]).name
-    return ["fivefold" if program == "__main__.py" else program, *argv[1:]]
-
-
-def _machine() -> dict[str, Any]:
-    return {
-        "cpu": _cpu_name(),
-        "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "kernel": platform.release(),
-    }
-
-
-def _cpu_name() -> str:
-    if _CPU_FILE.exists():
-        for line in _CPU_FILE.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()

@@ -13,7 +13,7 @@ from fivefold.gnn.loading import DiskLoader, LoaderStatistics, MiniBatch, Online
 from fivefold.gnn.packing import PackedStore
 from fivefold.gnn.sampling import Topology
 from fivefold.gnn.training._config import GnnConfig
-from fivefold.gnn.training._ranks import Ranks
+from fivefold.runs.ranks import Ranks
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -1,8 +1,7 @@
-"""TOML in and out for checked configurations, and errors that name the key and the remedy.
+"""Configurations: checked TOML tables, and errors that name the key and the remedy.
 
 Pydantic decides what is wrong; this module says it in one sentence with the full key, the value
-that was got and what is wanted, and finds the key that was probably meant. It knows nothing of
-what the keys mean.
+that was got and what is wanted, and finds the key that was probably meant.
 """
 
 from __future__ import annotations
@@ -13,19 +12,16 @@ import json
 import math
 import re
 import typing
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
 
 from fivefold.errors import ConfigurationError
 from fivefold.files import parse_toml
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from pydantic import ValidationError
-    from pydantic_core import ErrorDetails
+from fivefold.units import parse_bytes, parse_duration_s
 
 _ITEM = re.compile(r"\[\d+\]")
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
@@ -51,6 +47,52 @@ _BOUNDS = {
     "less_than": ("less than", "lt"),
     "less_than_equal": ("at most", "le"),
 }
+
+
+def _duration(value: Any) -> Any:
+    # Strings only: a bool or a list must reach the type check of the field itself.
+    return parse_duration_s(value) if isinstance(value, str) else value
+
+
+def _bytes(value: Any) -> Any:
+    return parse_bytes(value) if isinstance(value, str) else value
+
+
+def _path(value: Any) -> Any:
+    if value == "":
+        message = "a path must not be empty"
+        raise ConfigurationError(message, hint='name a folder, such as "runs/first"')
+    return Path(value) if isinstance(value, str) else value
+
+
+# The largest that all who take them can hold: JSON's readers, NumPy and torch.
+_MOST = 2**53
+Count = Annotated[int, Field(ge=0, le=_MOST)]
+Positive = Annotated[int, Field(ge=1, le=_MOST)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=0)]
+Seconds = Annotated[float, BeforeValidator(_duration), Field(gt=0, allow_inf_nan=False)]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Share = Annotated[float, Field(gt=0, lt=1)]
+Momentum = Annotated[float, Field(ge=0, lt=1)]
+FilePath = Annotated[Path, BeforeValidator(_path)]
+Text = Annotated[str, Field(min_length=1)]
+
+
+class Section(BaseModel):
+    """A table: frozen, strict, without unknown keys; its docstrings describe the keys."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        validate_default=True,
+        use_attribute_docstrings=True,
+    )
+
+
+Configuration = TypeVar("Configuration", bound=BaseModel)
 
 
 def apply_overrides(
@@ -117,38 +159,45 @@ def format_toml(tables: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(block for name, table in given.items() for block in _blocks(name, table))
 
 
-def readable_error(
-    error: ValidationError, *, schema: type[BaseModel], source: str
-) -> ConfigurationError:
-    """Say the first problem that pydantic found in one sentence with a hint.
+def check_tables(
+    tables: Mapping[str, Any], schema: type[Configuration], *, source: str | Path
+) -> Configuration:
+    """Check the tables of a configuration.
 
     Args:
-        error: What pydantic raised.
-        schema: The model that was validated.
-        source: Where the values came from, for the message.
+        tables: What a file and its overrides hold.
+        schema: What they must be.
+        source: Where they came from, for messages.
 
     Returns:
-        The error to raise.
+        The configuration, with the default for every key that is not given.
+
+    Raises:
+        ConfigurationError: A key or a value is not allowed; says the first problem in one sentence
+            with a hint.
 
     Examples:
-        >>> from pydantic import Field, ValidationError
         >>> class Run(BaseModel):
-        ...     steps: int = Field(1, ge=1)
+        ...     steps: Positive = 1
         >>> class Settings(BaseModel):
         ...     run: Run = Run()
         >>> try:
-        ...     Settings.model_validate({"run": {"steps": 0}})
-        ... except ValidationError as error:
-        ...     print(readable_error(error, schema=Settings, source="a.toml").message)
+        ...     check_tables({"run": {"steps": 0}}, Settings, source="a.toml")
+        ... except ConfigurationError as error:
+        ...     print(error.message)
         run.steps must be at least 1; got 0 (in a.toml)
     """
-    # A misspelled key first: it often explains the others.
-    problems = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
+    try:
+        return schema.model_validate(tables)
+    except ValidationError as error:
+        # A misspelled key first: it often explains the others.
+        problems = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
     message, hint = _explain(problems[0], schema)
     others = dict.fromkeys(_key(problem) for problem in problems[1:])
     others.pop(_key(problems[0]), None)
     more = f"; also wrong: {', '.join(others)}" if others else ""
-    return ConfigurationError(f"{message} (in {source}){more}", hint=hint)
+    # Not within the handler: its context would show pydantic's own message, with a URL.
+    raise ConfigurationError(f"{message} (in {source}){more}", hint=hint)
 
 
 def _explain(problem: ErrorDetails, schema: type[BaseModel]) -> tuple[str, str | None]:

@@ -1,48 +1,34 @@
-"""Facts about the machine that runs are read with: processor, memory, bytes on the link."""
+"""Facts that a run is read with: program, machine, command, bytes on the link."""
 
 from __future__ import annotations
 
 import ipaddress
-import json
 import os
 import platform
 import sys
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from fivefold.train._methods import method_label
-
-if TYPE_CHECKING:
-    from fivefold.train._config import TrainConfig
+from typing import Any
 
 _CPU_FILE = Path("/proc/cpuinfo")
 _NETWORK_FILE = Path("/proc/self/net/dev")  # of this process's network namespace
-LAB_VARIABLE = "FIVEFOLD_LAB"
 
 
-def run_manifest(
-    config: TrainConfig, *, world_size: int, num_parameters: int, precision: str
-) -> dict[str, Any]:
-    """Content of a run's manifest.json."""
-    lab = json.loads(os.environ.get(LAB_VARIABLE, "null"))
+def run_facts() -> dict[str, Any]:
+    """Return what every run's manifest.json says: versions, command, time and machine."""
     return {
-        "schema": 1,
         "fivefold": version("fivefold"),
         "torch": version("torch"),
         "python": platform.python_version(),
-        "method": config.sync.method,
-        "label": method_label(config.sync, config.tasks),
-        "world_size": world_size,
-        "hosts": None if lab is None else lab.get("hosts"),
-        "seed": config.run.seed,
-        "num_parameters": num_parameters,
-        "precision": precision,
         "command": _command(sys.argv),
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": _machine(),
-        "lab": lab,
+        "machine": {
+            "cpu": _cpu_name(),
+            "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
+            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            "kernel": platform.release(),
+        },
     }
 
 
@@ -52,15 +38,6 @@ def _command(argv: list[str]) -> list[str]:
     if program == "_worker.py":  # started by the launcher of `fivefold train --nproc`
         return ["fivefold", "train", *argv[1:]]
     return ["fivefold" if program == "__main__.py" else program, *argv[1:]]
-
-
-def _machine() -> dict[str, Any]:
-    return {
-        "cpu": _cpu_name(),
-        "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "kernel": platform.release(),
-    }
 
 
 def _cpu_name() -> str:
@@ -87,7 +64,7 @@ class LinkMeter:
         self._before = before or {"sent": 0, "received": 0}
 
     def record(self) -> dict[str, Any] | None:
-        """Interface, bytes sent and received; None where they are not known."""
+        """Return interface, bytes sent and received; None where they are not known."""
         now = _counters(self._interface)
         if now is None or self._start is None:
             return None
