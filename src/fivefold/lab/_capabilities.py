@@ -61,10 +61,6 @@ class Capability:
         works: Whether a trial succeeded.
         reason: What the trial said, where it failed.
         fix: What would make it work.
-
-    Examples:
-        >>> Capability("tbf", "rates", works=True).reason is None
-        True
     """
 
     name: str
@@ -81,10 +77,6 @@ class Capabilities:
     Args:
         isolation: ``"root"``, ``"user namespaces"`` or None where no namespaces can be made.
         items: One entry per thing tried.
-
-    Examples:
-        >>> Capabilities(None, ()).shaping
-        'none'
     """
 
     isolation: str | None
@@ -129,12 +121,7 @@ def isolation_command(isolation: str) -> list[str]:
 
 @cache
 def probe_capabilities() -> Capabilities:
-    """Try everything; takes about a tenth of a second, once per process.
-
-    Examples:
-        >>> probe_capabilities().shaping in ("none", "rate", "rate, delay, jitter, loss")
-        True
-    """
+    """Try everything; takes about a tenth of a second, once per process."""
     isolation, reason = _probe_isolation()
     items = [
         Capability(

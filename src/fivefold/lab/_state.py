@@ -162,10 +162,6 @@ class CleanReport:
         removed: One line for each thing that was removed.
         active: One line for each run that is under way and was left alone.
         failed: One line for each thing that could not be removed.
-
-    Examples:
-        >>> CleanReport((), (), ()).removed
-        ()
     """
 
     removed: tuple[str, ...]
@@ -181,10 +177,6 @@ def clean_lab() -> CleanReport:
 
     Raises:
         UnsupportedError: The runtime folder belongs to someone else.
-
-    Examples:
-        >>> isinstance(clean_lab().removed, tuple)
-        True
     """
     removed: list[str] = []
     active: list[str] = []

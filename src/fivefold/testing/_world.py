@@ -82,10 +82,6 @@ class InMemoryTransport:
         board: Shared by all ranks.
         rank: This rank's number.
         launch_delay_s: Called before each launch; the returned seconds are slept.
-
-    Examples:
-        >>> run_world(2, lambda transport: transport.rank)
-        [0, 1]
     """
 
     def __init__(

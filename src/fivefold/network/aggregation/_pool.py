@@ -39,10 +39,6 @@ class SwitchState:
         hits: Chunks that were summed.
         misses: Chunks that were refused for want of a slot.
         expired: Chunks that were given up because parts did not come.
-
-    Examples:
-        >>> SlotPool(slots=8, slot_bytes=1024).state().slots_free
-        8
     """
 
     slots_total: int

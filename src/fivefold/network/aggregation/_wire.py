@@ -173,10 +173,6 @@ def parse_address(text: str) -> tuple[str, int]:
 
     Raises:
         ConfigurationError: It is no such text.
-
-    Examples:
-        >>> parse_address("10.77.0.5:5000")
-        ('10.77.0.5', 5000)
     """
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdigit() or not 0 < int(port) < 1 << 16:

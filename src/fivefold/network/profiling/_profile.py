@@ -34,10 +34,6 @@ class LineFit(NamedTuple):
         alpha_s: Time of an empty message.
         beta_s_per_byte: Time of each further byte.
         residuals: (measured - fitted) / the larger of both, of each size: from -1 to 1.
-
-    Examples:
-        >>> LineFit(1e-6, 1e-9, ()).beta_s_per_byte
-        1e-09
     """
 
     alpha_s: float
@@ -106,11 +102,6 @@ class Contention:
         in_bytes_per_s: What each rank receives when all others send to it; float64 [ranks].
         all_bytes_per_s: What each rank sends when all send to all.
         host_out_bytes_per_s: What each host sends to the others when all its ranks do; by host.
-
-    Examples:
-        >>> Contention(out_bytes_per_s=np.ones(2), in_bytes_per_s=np.ones(2), all_bytes_per_s=1.0,
-        ...            host_out_bytes_per_s={}).all_bytes_per_s
-        1.0
     """
 
     out_bytes_per_s: FloatArray
@@ -238,13 +229,6 @@ class Profile:
         Returns:
             The topology; its source says how it came about. Where times did not grow with the size,
             the link gets the largest size over its time, which is less than its rate.
-
-        Examples:
-            >>> times = np.full((2, 2, 2), 1e-3) * [1, 2]
-            >>> profile = Profile(hosts=("a", "b"), backend="gloo", sizes_bytes=(1000, 2000),
-            ...                   times_s=times)
-            >>> profile.to_topology().num_links
-            2
         """
         kind: Any = "gpu" if self.backend == "nccl" else "cpu"
         nodes = [Node(f"rank{r}", kind, host=host) for r, host in enumerate(self.hosts)]

@@ -26,10 +26,6 @@ class Span(NamedTuple):
         start_s: When it began.
         sent_s: When its last byte had been sent, or its work was done.
         finish_s: When its last byte had arrived.
-
-    Examples:
-        >>> Span("a", "flow", -1, 0.0, 1.0, 1.5).finish_s
-        1.5
     """
 
     name: Hashable
@@ -80,13 +76,6 @@ class SimulationResult:
         solves: Number of times that rates were solved.
         filled: Bundles whose level was found anew, over all solves.
         rates: Changes of rate, where they were recorded.
-
-    Examples:
-        >>> from fivefold.network.simulation import Compute, simulate
-        >>> from fivefold.network.topology import ring
-        >>> tasks = [Compute("a", 1.0), Compute("b", 2.0, depends_on=["a"])]
-        >>> simulate(ring(2, bandwidth="1 GB/s"), tasks).total_s
-        3.0
     """
 
     table: FlowTable

@@ -112,10 +112,6 @@ class HostSpec:
 
     Raises:
         ConfigurationError: A count is below one, or the kind is no compute node.
-
-    Examples:
-        >>> HostSpec(gpus=8, nics=4).ports
-        4
     """
 
     gpus: int = 1

@@ -33,10 +33,6 @@ class Node:
 
     Raises:
         ConfigurationError: The name is empty or the kind unknown.
-
-    Examples:
-        >>> Node("gpu0", "gpu", host="box0").is_rank, Node("leaf1", "tor").is_rank
-        (True, False)
     """
 
     name: str
@@ -142,10 +138,6 @@ class Aggregation:
 
     Raises:
         ConfigurationError: A value is out of range.
-
-    Examples:
-        >>> Aggregation(slots=128, slot_bytes=256, dtypes=["int32"]).dtypes
-        ('int32',)
     """
 
     slots: int
@@ -182,10 +174,6 @@ class SwitchAbility:
         node: Its name.
         multicast: Whether it copies one incoming chunk to several outgoing links.
         aggregation: Its aggregation unit; None where it has none.
-
-    Examples:
-        >>> SwitchAbility("nvswitch0", multicast=True).aggregation is None
-        True
     """
 
     node: str

@@ -29,10 +29,6 @@ class Port:
         bandwidth: Rate of the link in each direction.
         latency: Of this link and of all links of the fabric.
         oversubscription: A rack switch's capacity downwards over that upwards.
-
-    Examples:
-        >>> Port("25 GB/s", oversubscription=2).uplink(8, uplinks=4).bandwidth
-        25000000000.0
     """
 
     bandwidth: str | float = DEFAULT_BANDWIDTH

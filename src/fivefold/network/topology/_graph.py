@@ -22,12 +22,7 @@ def frozen(array: _Array) -> _Array:
 
 @dataclass(frozen=True)
 class Adjacency:
-    """The links at each node: those of node n are ``links[offsets[n]:offsets[n + 1]]``.
-
-    Examples:
-        >>> group_by(np.array([1, 0, 1], np.int32), num_groups=2).of(1).tolist()
-        [0, 2]
-    """
+    """The links at each node: those of node n are ``links[offsets[n]:offsets[n + 1]]``."""
 
     offsets: IntArray
     links: IntArray

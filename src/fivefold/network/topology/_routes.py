@@ -67,11 +67,6 @@ class Router:
 
     Args:
         topology: The network.
-
-    Examples:
-        >>> from fivefold.network.topology import line
-        >>> Router(line(3)).distances(0)[1].tolist()
-        [0, 1, 2]
     """
 
     def __init__(self, topology: Topology) -> None:
