@@ -29,8 +29,8 @@ _MI250_XGMI = """
 # NVLink SHARP of the third NVSwitch generation. Slots and slot size are not published; the pool is
 # taken as large enough never to bind.
 _NVLS = Aggregation(slots=1 << 20, slot_bytes=16, dtypes=("float16", "bfloat16", "float32"))
-_COLUMNS = ("ip", "DSW", "PSW", "ASW")
-_SHORT_NAME = 8
+_LINGJUN_COLUMNS = ("ip", "DSW", "PSW", "ASW")
+_LEAST_DIGITS = 8
 # Assumptions, for the data says nothing: 8 GPUs on NVLink and 4 NICs of 200 Gbit/s, a pair of GPUs
 # and a NIC under each PCIe switch.
 LINGJUN_HOST = HostSpec(gpus=8, nics=4, nvlink="300 GB/s", pcie="32 GB/s")
@@ -283,7 +283,7 @@ def load_lingjun(
         (24, 16)
     """
     file = Path(path)
-    rows = _read(file)
+    rows = _lingjun_rows(file)
     if pods is not None:
         _check_pods(pods, {row["PSW"] for row in rows})
         rows = [row for row in rows if row["PSW"] in pods]
@@ -305,21 +305,21 @@ def load_lingjun(
     return builder.done("lingjun", source=source)
 
 
-def _read(file: Path) -> list[dict[str, str]]:
+def _lingjun_rows(file: Path) -> list[dict[str, str]]:
     try:
         with file.open(newline="", encoding="utf-8") as stream:
             reader = csv.DictReader(stream)
-            missing = [name for name in _COLUMNS if name not in (reader.fieldnames or ())]
+            missing = [name for name in _LINGJUN_COLUMNS if name not in (reader.fieldnames or ())]
             if missing:
                 raise DataError(
                     f"{file} has no column {', '.join(missing)}",
-                    hint=f"a Lingjun topology file has the columns {', '.join(_COLUMNS)}",
+                    hint=f"a Lingjun topology file has the columns {', '.join(_LINGJUN_COLUMNS)}",
                 )
             rows = list(reader)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{file} cannot be read: {error}", hint="name a topo.csv file") from None
     for number, row in enumerate(rows, start=2):
-        if not all((row[name] or "").strip() for name in _COLUMNS):
+        if not all((row[name] or "").strip() for name in _LINGJUN_COLUMNS):
             raise DataError(f"{file} has an incomplete row in line {number}")
     if not rows:
         raise DataError(f"{file} holds no host", hint="its rows are hosts")
@@ -344,7 +344,7 @@ def _short_names(addresses: list[str], file: Path) -> Mapping[str, str]:
     if len(set(addresses)) != len(addresses):
         twice = next(one for one in addresses if addresses.count(one) > 1)
         raise DataError(f"{file} names host {twice} more than once", hint="one row per host")
-    for length in range(_SHORT_NAME, 1 + max(_SHORT_NAME, *map(len, addresses))):
+    for length in range(_LEAST_DIGITS, 1 + max(_LEAST_DIGITS, *map(len, addresses))):
         short = {address: address[:length] for address in addresses}
         if len(set(short.values())) == len(short):
             return short

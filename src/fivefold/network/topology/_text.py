@@ -117,7 +117,8 @@ def catalogue() -> Catalogue:
     generators = {}
     for name, generator in _GENERATORS.items():
         summary = (inspect.getdoc(generator.build) or "").partition("\n")[0]
-        generators[name] = generator.example, summary.removeprefix("Build ")
+        summary = summary.removeprefix("Build ")
+        generators[name] = generator.example, summary[:1].upper() + summary[1:]
     machines = {name: machine.source for name, machine in MACHINES.items()}
     return Catalogue(machines, generators, tuple(PUBLISHED))
 
