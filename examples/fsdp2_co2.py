@@ -36,7 +36,7 @@ def train(rank: int) -> tuple[float, float, int]:
         outer.step()
         losses.append(float(loss.detach()))
     outer.finalize()
-    return losses[0], losses[-1], sum(flight.sent_bytes for flight in outer.flights())
+    return losses[0], losses[-1], sum(all_reduce.sent_bytes for all_reduce in outer.all_reduces())
 
 
 def main() -> None:

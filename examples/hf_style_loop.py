@@ -126,7 +126,7 @@ class Trainer:
                 "model": self.model.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
                 "scheduler": self.scheduler.state_dict(),
-                "sync": self.sync.state_dict(),  # (5) with the flight, which goes on
+                "sync": self.sync.state_dict(),  # (5) with the all-reduce, which goes on
             },
             self._file(self.step),
         )
@@ -161,7 +161,7 @@ def main() -> None:
         whole = Trainer(TinyLanguageModel(), arguments)
         whole.train()
         resumed = Trainer(TinyLanguageModel(), arguments)
-        resumed.resume(100)  # 100 is no multiple of tau: a flight was in the air
+        resumed.resume(100)  # 100 is no multiple of tau: an all-reduce was in the air
         resumed.train()
     statistics = whole.sync.statistics()
     line = (

@@ -1,9 +1,9 @@
 """What the engine itself costs, with communication switched off: per step and per round.
 
 Models of 1 to 200 million parameters take real optimizer steps (forward, backward, AdamW) while
-``OuterSync`` runs over a transport whose flights cost nothing. Measured in turn, five times: the
-step alone, one boundary, a call of ``sync.step()`` within a round, one ``copy_`` of the model, and
-the bare arithmetic of the same outer update on whole buffers with nothing around it.
+``OuterSync`` runs over a transport whose all-reduces cost nothing. Measured in turn, five times:
+the step alone, one boundary, a call of ``sync.step()`` within a round, one ``copy_`` of the model,
+and the bare arithmetic of the same outer update on whole buffers with nothing around it.
 
     python -m benchmarks.optim.engine_overhead [--sizes 1,10,50,200] [--threads 1,2] [--quick]
 """
@@ -41,7 +41,7 @@ WORLD_SIZE = 2
 
 
 class _Landed:
-    """A flight that has arrived when it starts."""
+    """An all-reduce that has arrived when it starts."""
 
     sent_bytes = 0
 
@@ -63,10 +63,10 @@ class FreeTransport:
         """Nothing is kept."""
 
     def launch(
-        self, payloads: Sequence[torch.Tensor], *, lane: torch.Tensor, fragment: int, what: str
+        self, payloads: Sequence[torch.Tensor], *, metadata: torch.Tensor, fragment: int, what: str
     ) -> _Landed:
         """Leave the payloads as they are: the sum with a peer's zeros."""
-        del payloads, lane, fragment, what
+        del payloads, metadata, fragment, what
         return _Landed()
 
     def state_dict(self) -> dict[str, Any]:

@@ -149,7 +149,7 @@ class Bench:
             after = sync.statistics()
             rounds = after.merged_rounds - before.merged_rounds
             figures["wait_share"] = (after.exposed_wait_s - before.exposed_wait_s) / wall_s
-            figures["flight_s"] = (after.in_flight_s - before.in_flight_s) / rounds
+            figures["all_reduce_s"] = (after.in_flight_s - before.in_flight_s) / rounds
             figures["boundary_s"] = (after.boundary_s - before.boundary_s) / rounds
             sync.finalize()
         return self._slowest(figures)
@@ -264,7 +264,7 @@ def rows_of(rate: str, samples: list[dict[str, Any]], payload_bytes: int) -> lis
         hides = allreduce_s <= tau * step_s
         fraction, spread = _fraction(alone_s, figures(name, "step_s"))
         wait, wait_spread = median_and_spread(figures(name, "wait_share"))
-        flight_s, flight_spread = median_and_spread(figures(name, "flight_s"))
+        all_reduce_s, all_reduce_spread = median_and_spread(figures(name, "all_reduce_s"))
         boundary_s, boundary_spread = median_and_spread(figures(name, "boundary_s"))
         case = f"{rate}, CO2 tau {tau}"
         rows += [
@@ -280,8 +280,8 @@ def rows_of(rate: str, samples: list[dict[str, Any]], payload_bytes: int) -> lis
                 target=WAIT_SHARE if hides else None, met=wait < WAIT_SHARE if hides else None,
             ),
             BenchmarkRow(
-                case=case, metric="one all-reduce in flight", unit="s", ours=flight_s,
-                spread=flight_spread,
+                case=case, metric="one all-reduce in flight", unit="s", ours=all_reduce_s,
+                spread=all_reduce_spread,
             ),
             BenchmarkRow(
                 case=case, metric="one boundary without the wait", unit="s", ours=boundary_s,

@@ -3,9 +3,9 @@
 Jobs of two ranks train a tiny model with CO2 (tau 4), a checkpoint every 3 steps, payloads as they
 are and as int8. One random rank of each attempt gets SIGKILL: at a moment of the clock, or at the
 entry, in the middle or at the exit of a phase that was drawn (start, resume, snapshot and merge,
-launch, compute with a flight under way, wait, writing and publishing a checkpoint, drain). Then the
-ranks start again and resume, until the job is complete. Each rank is a process that runs the
-trainer's own worker, forked from one that has torch loaded; a last case goes through the whole
+launch, compute with an all-reduce under way, wait, writing and publishing a checkpoint, drain).
+Then the ranks start again and resume, until the job is complete. Each rank is a process that runs
+the trainer's own worker, forked from one that has torch loaded; a last case goes through the whole
 command, ``fivefold train --nproc 2 --max-restarts N``, and its restarts.
 
 After every kill: the survivor ends within its timeout, the checkpoints load, none has gone, and the

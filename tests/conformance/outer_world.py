@@ -1,4 +1,4 @@
-"""The table of outer rules, and worlds of ranks for them: lost, late and slow flights."""
+"""The table of outer rules, and worlds of ranks for them: lost, late and slow all-reduces."""
 
 import threading
 import zlib
@@ -149,31 +149,31 @@ class Wrapped:
 
 
 class Tapped(Wrapped):
-    """Adds up the mean payload of every flight that arrived: what reached the outer steps."""
+    """Adds up the mean payload of every all-reduce that arrived: what reached the outer steps."""
 
     def __init__(self, inner):
         super().__init__(inner)
         self.arrived = {}
 
-    def launch(self, payloads, *, lane, fragment, what):
-        flight = self.inner.launch(payloads, lane=lane, fragment=fragment, what=what)
-        plain_wait = flight.wait
+    def launch(self, payloads, *, metadata, fragment, what):
+        all_reduce = self.inner.launch(payloads, metadata=metadata, fragment=fragment, what=what)
+        plain_wait = all_reduce.wait
 
         def wait():
             arrived = plain_wait()
-            weight = float(lane[: self.inner.world_size].sum()) if arrived else 0.0
+            weight = float(metadata[: self.inner.world_size].sum()) if arrived else 0.0
             if weight:
                 for index, payload in enumerate(payloads):
                     key = (fragment, index)
                     self.arrived[key] = self.arrived.get(key, 0.0) + payload / weight
             return arrived
 
-        flight.wait = wait
-        return flight
+        all_reduce.wait = wait
+        return all_reduce
 
 
 class Lossy(Wrapped):
-    """Loses flights at random, alike on all ranks, and leaves garbage in their tensors."""
+    """Loses all-reduces at random, alike on all ranks, and leaves garbage in their tensors."""
 
     may_lose = True
 
@@ -187,27 +187,27 @@ class Lossy(Wrapped):
         self.attempts.clear()  # the run goes back, and so do its losses
         self.inner.load_state_dict(state)
 
-    def launch(self, payloads, *, lane, fragment, what):
-        flight = self.inner.launch(payloads, lane=lane, fragment=fragment, what=what)
+    def launch(self, payloads, *, metadata, fragment, what):
+        all_reduce = self.inner.launch(payloads, metadata=metadata, fragment=fragment, what=what)
         attempt = self.attempts[what] = self.attempts.get(what, 0) + 1
         draw = zlib.crc32(f"{self.seed} {what} {attempt}".encode()) / 2**32
-        plain_wait = flight.wait
+        plain_wait = all_reduce.wait
 
         def wait():
             plain_wait()
             if draw >= self.share:
                 return True
             self.lost += 1
-            for tensor in (*payloads, lane):
+            for tensor in (*payloads, metadata):
                 tensor.fill_(float("nan"))
             return False
 
-        flight.wait = wait
-        return flight
+        all_reduce.wait = wait
+        return all_reduce
 
 
 class Clock:
-    """Virtual seconds, for each rank its own: steps and flights last as long as the test says."""
+    """Virtual seconds, each rank its own: steps and all-reduces last as long as the test says."""
 
     def __init__(self):
         self._local = threading.local()
@@ -223,22 +223,22 @@ class Clock:
 
 
 class Timed(Wrapped):
-    """Flights that end ``flight_s(number)`` after the last rank's launch, on a virtual clock."""
+    """All-reduces that end ``all_reduce_s(number)`` after the last launch, on a virtual clock."""
 
-    def __init__(self, inner, clock, flight_s):
+    def __init__(self, inner, clock, all_reduce_s):
         super().__init__(inner)
-        self.clock, self.flight_s = clock, flight_s
-        self.flights = 0
+        self.clock, self.all_reduce_s = clock, all_reduce_s
+        self.all_reduces = 0
 
-    def launch(self, payloads, *, lane, fragment, what):
-        inner = self.inner.launch(payloads, lane=lane, fragment=fragment, what=what)
-        self.flights += 1
-        return TimedFlight(self, inner, self.flight_s(self.flights - 1))
+    def launch(self, payloads, *, metadata, fragment, what):
+        inner = self.inner.launch(payloads, metadata=metadata, fragment=fragment, what=what)
+        self.all_reduces += 1
+        return TimedAllReduce(self, inner, self.all_reduce_s(self.all_reduces - 1))
 
 
-class TimedFlight:
-    def __init__(self, transport, inner, flight_s):
-        self.transport, self.inner, self.flight_s = transport, inner, flight_s
+class TimedAllReduce:
+    def __init__(self, transport, inner, all_reduce_s):
+        self.transport, self.inner, self.all_reduce_s = transport, inner, all_reduce_s
         self.launched_at_s = transport.clock.perf_counter()
         self.completed_at_s = None
         self.sent_bytes = inner.sent_bytes
@@ -246,7 +246,7 @@ class TimedFlight:
     def wait(self):
         arrived = self.inner.wait()
         launches = self.transport.inner.gather_objects(self.launched_at_s)
-        self.completed_at_s = max(launches) + self.flight_s
+        self.completed_at_s = max(launches) + self.all_reduce_s
         self.transport.clock.until(self.completed_at_s)
         return arrived
 

@@ -24,7 +24,7 @@ from outer_world import (
 
 pytestmark = pytest.mark.filterwarnings("ignore::fivefold.optim.StabilityWarning")
 ONE_FLIGHT = {n: r for n, r in SURVIVES_LOSSES.items() if r.num_fragments == 1}
-JOINS_AT = 2  # number of the flight, from 0
+JOINS_AT = 2  # number of the all-reduce, from 0
 LATE = 2  # rank
 
 
@@ -39,14 +39,14 @@ class Doorway(Wrapped):
     def __init__(self, inner, door):
         super().__init__(inner)
         self.door = door
-        self.flights = 0
+        self.all_reduces = 0
         self.sync = None
 
-    def launch(self, payloads, *, lane, fragment, what):
-        if self.inner.rank == 0 and self.flights == JOINS_AT:
+    def launch(self, payloads, *, metadata, fragment, what):
+        if self.inner.rank == 0 and self.all_reduces == JOINS_AT:
             self.door.put(torch_copy(self.sync.peer_state()))
-        self.flights += 1
-        return self.inner.launch(payloads, lane=lane, fragment=fragment, what=what)
+        self.all_reduces += 1
+        return self.inner.launch(payloads, metadata=metadata, fragment=fragment, what=what)
 
 
 def torch_copy(state):
@@ -58,12 +58,12 @@ def torch_copy(state):
 
 
 def stand_in(transport, sync):
-    """Fly the empty slot's zeros until the newcomer's flight comes."""
+    """Fly the empty slot's zeros until the newcomer's all-reduce comes."""
     fragment = sync._fragments[0]
     for _ in range(JOINS_AT):
         zeros = [torch.zeros_like(p) for p in fragment._payloads()]
-        lane = torch.zeros_like(fragment._lane.tensor)
-        transport.launch(zeros, lane=lane, fragment=0, what="nobody").wait()
+        metadata = torch.zeros_like(fragment._metadata.tensor)
+        transport.launch(zeros, metadata=metadata, fragment=0, what="nobody").wait()
 
 
 def join_and_train(transport, door, *, make, work, rounds, tau, lossy=False):
@@ -137,7 +137,7 @@ def test_newcomers_bring_nothing_and_miss_nothing(name, lossy):
     assert all_equal([torch.cat([m.p, m.q, m.seen]).detach() for m, _, _ in results])
 
 
-def test_newcomer_at_the_start_of_a_job_gets_the_flight_that_a_checkpoint_holds():
+def test_newcomer_at_the_start_of_a_job_gets_the_all_reduce_that_a_checkpoint_holds():
     rule = CO2(tau=2)
 
     def first(transport):

@@ -157,7 +157,7 @@ def test_resume_at_every_step_is_bit_exact_and_the_structure_never_varies(rule, 
     def resumed(transport):
         flat, anchors, saved = results[transport.rank]
         worker = Worker(wrap(transport), rule, seed=99)
-        for cut in reversed(range(total + 1)):  # the same engine goes back, flights under way
+        for cut in reversed(range(total + 1)):  # the same engine goes back, all-reduces under way
             worker.load(torch.load(io.BytesIO(saved[cut])))
             assert worker.sync.statistics().steps == cut
             worker.train(range(cut, min(cut + 2, total)))
@@ -201,7 +201,7 @@ def test_distributed_checkpoint_fills_a_fresh_engines_structure(rule, tmp_path):
 
 
 def counted(rule, steps, *, drains=(), lossy_seed=None, world_size=3, weight=None):
-    """Sum of all mean payloads that arrived, the model, and how many flights were lost."""
+    """Sum of all mean payloads that arrived, the model, and how many all-reduces were lost."""
 
     def work(transport):
         rank = transport.rank
@@ -251,7 +251,7 @@ def test_every_local_step_arrives_exactly_once(name, seed):
 
 
 @pytest.mark.parametrize("name", WAITS)
-def test_lost_flights_change_nothing_for_rules_that_wait(name):
+def test_lost_all_reduces_change_nothing_for_rules_that_wait(name):
     rule = RULES[name]
     plain = trained(rule, 9, dtype=torch.float64)
     lossy = trained(rule, 9, dtype=torch.float64, wrap=lambda t: Lossy(t, share=0.5))
@@ -361,9 +361,9 @@ def test_streaming_sends_one_fragment_at_a_time_also_after_a_drain():
         launches = []
         plain = transport.launch
 
-        def launch(payloads, *, lane, fragment, what):
+        def launch(payloads, *, metadata, fragment, what):
             launches.append((worker.sync.statistics().steps, fragment))
-            return plain(payloads, lane=lane, fragment=fragment, what=what)
+            return plain(payloads, metadata=metadata, fragment=fragment, what=what)
 
         transport.launch = launch
         rule = StreamingDiLoCo(tau=4, fragments=4, outer_lr=0.5, outer_momentum=0.2)
@@ -406,11 +406,11 @@ def test_weights_add_up_over_the_steps_of_a_round():
 
 
 class LosesOnce(Lossy):
-    """Loses the first flight of one round."""
+    """Loses the first all-reduce of one round."""
 
-    def launch(self, payloads, *, lane, fragment, what):
+    def launch(self, payloads, *, metadata, fragment, what):
         self.share = 1.0 if "round 1 " in what and what not in self.attempts else 0.0
-        return super().launch(payloads, lane=lane, fragment=fragment, what=what)
+        return super().launch(payloads, metadata=metadata, fragment=fragment, what=what)
 
 
 @pytest.mark.parametrize("steps", [6, 9])

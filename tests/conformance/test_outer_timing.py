@@ -1,4 +1,4 @@
-"""``tau="auto"`` and late flights end to end, on a virtual clock: exact, and as fast as it gets."""
+"""``tau="auto"`` and late all-reduces end to end on a virtual clock: exact, as fast as it gets."""
 
 import copy
 import dataclasses
@@ -57,11 +57,11 @@ def run_rounds(worker, clock, rounds, *, step_s, seen):
 
 @pytest.mark.parametrize("rule", HIDES.values(), ids=HIDES)
 def test_tau_follows_the_link_on_all_ranks_alike_and_is_logged(rule, clock, caplog):
-    def flight_s(number):
+    def all_reduce_s(number):
         return 1.125 if number < 10 else 2.625 if number < 30 else 0.4375
 
     def work(transport):
-        worker = Worker(Timed(transport, clock, flight_s), rule)
+        worker = Worker(Timed(transport, clock, all_reduce_s), rule)
         seen = []
         run_rounds(worker, clock, 60, step_s=STEP_S, seen=seen)
         worker.sync.finalize()
@@ -73,18 +73,18 @@ def test_tau_follows_the_link_on_all_ranks_alike_and_is_logged(rule, clock, capl
     assert all(other == seen for other, _, _ in results)
     assert all(made == decisions for _, made, _ in results)
     assert all_equal([flat for _, _, flat in results])
-    # The smallest tau with tau * 0.125 s >= 1.1 * flight, which is 9, 21 and 3.5 steps long.
+    # The smallest tau with tau * 0.125 s >= 1.1 * all-reduce, which is 9, 21 and 3.5 steps long.
     assert (seen[9], seen[29], seen[59]) == (10, 24, 4)
     assert [d.tau for d in decisions] == [t for i, t in enumerate(seen[1:]) if t != seen[i]]
     assert str(decisions[0]) in caplog.text
 
 
 def test_a_resumed_run_decides_as_the_run_that_goes_on(clock):
-    def flight_s(number):
+    def all_reduce_s(number):
         return 1.125 if number < 8 else 0.5
 
     def first(transport):
-        worker = Worker(Timed(transport, clock, flight_s), CO2(tau=AUTO))
+        worker = Worker(Timed(transport, clock, all_reduce_s), CO2(tau=AUTO))
         run_rounds(worker, clock, 9, step_s=STEP_S, seen=[])
         saved = copy.deepcopy(worker.state())
         # A resumed round has no measured start, so the run that goes on forgets its own as well.
@@ -98,7 +98,9 @@ def test_a_resumed_run_decides_as_the_run_that_goes_on(clock):
 
     def second(transport):
         saved, seen, decisions, flat = results[transport.rank]
-        worker = Worker(Timed(transport, clock, lambda number: flight_s(number + 9)), CO2(tau=AUTO))
+        worker = Worker(
+            Timed(transport, clock, lambda number: all_reduce_s(number + 9)), CO2(tau=AUTO)
+        )
         worker.load(saved)
         again = []
         run_rounds(worker, clock, 14, step_s=STEP_S, seen=again)
@@ -130,7 +132,7 @@ def test_balance_gives_slow_ranks_fewer_steps_and_drains_whatever_is_open(clock)
     (fast, fast_wait_s, first), (slow, slow_wait_s, second) = run_world(2, work)
     assert fast in {17, 18}  # 1.1 * 15 steps, and room for the slow rank's whole steps
     assert slow == pytest.approx(fast / 3, abs=0.5)
-    # Ten rounds; nothing of the flights is exposed but what one slow step is too long.
+    # Ten rounds; nothing of the all-reduces is exposed but what one slow step is too long.
     assert fast_wait_s + slow_wait_s < 10 * 3 * STEP_S
     assert torch.equal(first, second)
 
@@ -145,17 +147,17 @@ def test_balance_gives_slow_ranks_fewer_steps_and_drains_whatever_is_open(clock)
     ],
     ids=lambda rule: rule.name,
 )
-def test_a_flight_that_stalls_is_waited_for_and_counted_and_never_skipped(rule, clock):
-    def final(transport, flight_s):
-        worker = Worker(Timed(transport, clock, flight_s), rule)
+def test_a_all_reduce_that_stalls_is_waited_for_and_counted_and_never_skipped(rule, clock):
+    def final(transport, all_reduce_s):
+        worker = Worker(Timed(transport, clock, all_reduce_s), rule)
         for step in range(25):
             worker.local_step(step)
             clock.advance(STEP_S)
             worker.sync.step()
-        flights = worker.sync.flights()
+        all_reduces = worker.sync.all_reduces()
         record = worker.sync.statistics()
         worker.sync.finalize()
-        return worker.flat(), record, flights
+        return worker.flat(), record, all_reduces
 
     quick = run_world(2, lambda t: final(t, lambda _: 0.1875))[0]
     stalled = run_world(2, lambda t: final(t, lambda number: 100.0 if number == 3 else 0.1875))[0]

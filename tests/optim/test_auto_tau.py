@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError
-from fivefold.optim._auto_tau import AutoTau, TauController, named_auto_tau
-from fivefold.optim._tau_decision import TauDecision
+from fivefold.optim._auto_tau import AutoTau, TauController, TauDecision, named_auto_tau
 
 
 @dataclass
@@ -21,8 +20,8 @@ class Cluster:
     """Ranks that launch, compute and wait on a virtual clock; one controller per rank.
 
     Communication starts when the last rank has launched. Where the two share cores, a second of
-    flight beside compute moves compute by 1 - compute_loss only, and the other way round.
-    A flight that lands at a boundary is told in the lane launched there, which arrives one
+    all-reduce beside compute moves compute by 1 - compute_loss only, and the other way round.
+    An all-reduce that lands at a boundary is told in the metadata launched there, which arrives one
     boundary later: the delay that the engine has.
     """
 
@@ -32,7 +31,7 @@ class Cluster:
     noise: float = 0.0
     seed: int = 0
     compute_loss: float = 0.0
-    flight_loss: float = 0.0
+    all_reduce_loss: float = 0.0
     taus: list[int] = field(default_factory=list)
     exposed_s: list[float] = field(default_factory=list)
     round_s: list[list[float]] = field(default_factory=list)
@@ -41,7 +40,7 @@ class Cluster:
         self.controllers = [TauController(self.settings, len(self.steps_s)) for _ in self.steps_s]
         self.random = random.Random(self.seed)  # noqa: S311 - noise
         self.clock_s = [0.0 for _ in self.steps_s]
-        self.lane = None
+        self.metadata = None
 
     @property
     def tau(self):
@@ -66,30 +65,30 @@ class Cluster:
         launched = list(self.clock_s)
         start_s = max(launched)
         alone = [self.noisy(n * s) for n, s in zip(local, self.steps_s, strict=True)]
-        landed_s = start_s + self.flight(
+        landed_s = start_s + self.all_reduce(
             max(b + c for b, c in zip(launched, alone, strict=True)) - start_s, number
         )
         ready = []
         for begin_s, compute_s in zip(launched, alone, strict=True):
-            # Compute that stands beside the flight is slowed down by it.
+            # Compute that stands beside the all-reduce is slowed down by it.
             beside_s = max(0.0, min(landed_s - start_s, compute_s / (1 - self.compute_loss)))
             ready.append(begin_s + compute_s + beside_s * self.compute_loss)
         self.exposed_s.append(max(0.0, landed_s - max(ready)))
         self.round_s.append([r - b for r, b in zip(ready, launched, strict=True)])
         self.clock_s = [max(r, landed_s) for r in ready]
         steps = [(r - b) / n for r, b, n in zip(ready, launched, local, strict=True)]
-        flights = [landed_s - b for b in launched]
-        if self.lane is not None:
+        all_reduces = [landed_s - b for b in launched]
+        if self.metadata is not None:
             for controller in self.controllers:
-                controller.observe(*self.lane, round_number=number)
-        self.lane = (steps, flights)
+                controller.observe(*self.metadata, round_number=number)
+        self.metadata = (steps, all_reduces)
 
-    def flight(self, room_s, number):
+    def all_reduce(self, room_s, number):
         work_s = self.noisy(self.link_s(number))
         beside_s = max(room_s, 0.0) / (1 - self.compute_loss)
-        if work_s <= beside_s * (1 - self.flight_loss):
-            return work_s / (1 - self.flight_loss)
-        return beside_s + work_s - beside_s * (1 - self.flight_loss)
+        if work_s <= beside_s * (1 - self.all_reduce_loss):
+            return work_s / (1 - self.all_reduce_loss)
+        return beside_s + work_s - beside_s * (1 - self.all_reduce_loss)
 
 
 def steady(ratio, **settings):
@@ -139,7 +138,7 @@ def test_by_hand_up_at_once_and_down_with_patience():
     assert [controller.observe(*slow, round_number=n) for n in (1, 2)] == [None, None]
     decision = controller.observe(*slow, round_number=3)
     assert decision == TauDecision(
-        round=3, previous=4, tau=11, step_s=0.2, flight_s=2.0, reason="exposed"
+        round=3, previous=4, tau=11, step_s=0.2, all_reduce_s=2.0, reason="exposed"
     )
     fast = ([0.1, 0.2], [1.4, 1.0])
     seen = [controller.observe(*fast, round_number=4 + n) for n in range(6)]
@@ -157,7 +156,7 @@ def test_what_fits_without_the_margin_goes_up_after_patience_only():
     assert (seen[6].tau, seen[6].reason) == (9, "margin")
 
 
-def test_the_fastest_flight_and_the_slowest_compute_count():
+def test_the_fastest_all_reduce_and_the_slowest_compute_count():
     cluster = Cluster(AutoTau(), [0.1, 0.3, 0.15, 0.1], lambda _: 3.0).run(40)
     assert cluster.tau == math.ceil(1.1 * 3.0 / 0.3 - 1e-9)
     assert cluster.exposed_s[-1] == 0.0
@@ -194,7 +193,7 @@ def test_a_slower_link_is_followed_within_the_window(window):
     )
     cluster.run(20)
     assert cluster.tau == 8
-    # One round until the first slow flight has landed and one until its lane has.
+    # One round until the first slow all-reduce has landed and one until its metadata has.
     cluster.run(window + 1)
     assert cluster.tau * 0.1 >= 7.0
     cluster.run(30)
@@ -262,29 +261,30 @@ def test_stragglers_noise_stalls_and_two_changes_of_the_link(seed):
 
 
 @pytest.mark.parametrize("start", [1, 8, 256])
-@pytest.mark.parametrize(("compute_loss", "flight_loss"), [(0.5, 0.5), (0.7, 0.2), (0.2, 0.7)])
-def test_shared_cores_lead_to_a_fixed_point_without_swings(start, compute_loss, flight_loss):
+@pytest.mark.parametrize(("compute_loss", "all_reduce_loss"), [(0.5, 0.5), (0.7, 0.2), (0.2, 0.7)])
+def test_shared_cores_lead_to_a_fixed_point_without_swings(start, compute_loss, all_reduce_loss):
     cluster = Cluster(
         AutoTau(initial=start),
         [0.1, 0.1],
         lambda _: 1.6,
         compute_loss=compute_loss,
-        flight_loss=flight_loss,
+        all_reduce_loss=all_reduce_loss,
     )
     cluster.run(300)
     moves = [b - a for a, b in itertools.pairwise(cluster.taus) if a != b]
     assert all(m > 0 for m in moves) or all(m < 0 for m in moves)
     assert changes(cluster.taus[150:]) == 0
     assert cluster.exposed_s[-1] == 0.0
-    # Fully hidden: the flight lasts 1.6 / (1 - flight_loss), and its compute is slowed down.
-    flight_s = 1.6 / (1 - flight_loss)
-    smallest = (1.1 - compute_loss) * flight_s / 0.1
+    # Fully hidden: the all-reduce lasts 1.6 / (1 - all_reduce_loss), and its compute is slowed
+    # down.
+    all_reduce_s = 1.6 / (1 - all_reduce_loss)
+    smallest = (1.1 - compute_loss) * all_reduce_s / 0.1
     few = 1 / (1 - compute_loss / 1.1)  # how early it may stop from above
     assert smallest - 1e-6 <= cluster.tau <= smallest + 1 + few
 
 
 def test_a_network_that_stands_still_beside_compute_ends_at_the_maximum():
-    cluster = Cluster(AutoTau(maximum=64), [0.1], lambda _: 1.6, flight_loss=0.999)
+    cluster = Cluster(AutoTau(maximum=64), [0.1], lambda _: 1.6, all_reduce_loss=0.999)
     assert cluster.run(200).tau == 64
 
 
@@ -318,9 +318,9 @@ def test_any_history_stays_in_bounds_and_goes_on_alike_from_any_state(chosen, hi
     world_size, rounds = history
     controller, resumed = (TauController(chosen, world_size) for _ in range(2))
     shape = {name: _length(value) for name, value in controller.state().items()}
-    for number, (step_s, flight_s) in enumerate(rounds):
-        decision = controller.observe(step_s, flight_s, round_number=number)
-        assert resumed.observe(step_s, flight_s, round_number=number) == decision
+    for number, (step_s, all_reduce_s) in enumerate(rounds):
+        decision = controller.observe(step_s, all_reduce_s, round_number=number)
+        assert resumed.observe(step_s, all_reduce_s, round_number=number) == decision
         assert chosen.minimum <= controller.tau <= chosen.maximum
         assert all(controller.local_tau(rank) >= 1 for rank in range(world_size))
         if not chosen.balance:
@@ -339,18 +339,18 @@ def _length(value):
 
 
 @given(settings, histories(), times, times)
-def test_after_a_steady_phase_tau_is_the_smallest_that_hides(chosen, history, step_s, flight_s):
+def test_after_a_steady_phase_tau_is_the_smallest_that_hides(chosen, history, step_s, all_reduce_s):
     world_size, rounds = history
     controller = TauController(chosen, world_size)
-    for number, (some_step_s, some_flight_s) in enumerate(rounds):
-        controller.observe(some_step_s, some_flight_s, round_number=number)
+    for number, (some_step_s, some_all_reduce_s) in enumerate(rounds):
+        controller.observe(some_step_s, some_all_reduce_s, round_number=number)
     longest = chosen.window + controller.patience_rounds + chosen.patience * 4**3
     for number in range(longest):
-        controller.observe([step_s] * world_size, [flight_s] * world_size, round_number=number)
+        controller.observe([step_s] * world_size, [all_reduce_s] * world_size, round_number=number)
     tau = controller.tau
     fits = 1 - 1e-6
-    assert tau * step_s >= chosen.margin * flight_s * fits or tau == chosen.maximum
-    assert (tau - 1) * step_s < chosen.margin * flight_s / fits or tau == chosen.minimum
+    assert tau * step_s >= chosen.margin * all_reduce_s * fits or tau == chosen.maximum
+    assert (tau - 1) * step_s < chosen.margin * all_reduce_s / fits or tau == chosen.minimum
     if chosen.balance:
         assert {controller.local_tau(rank) for rank in range(world_size)} == {tau}
 
@@ -449,24 +449,24 @@ def test_wrong_settings_are_named(wrong):
 
 
 @pytest.mark.parametrize(
-    ("step_s", "flight_s", "says"),
+    ("step_s", "all_reduce_s", "says"),
     [
         ([0.1], [0.1, 0.1], "step_s must have one entry per rank, 2; got 1"),
-        ([0.1, 0.1], [0.1] * 3, "flight_s must have one entry per rank, 2; got 3"),
+        ([0.1, 0.1], [0.1] * 3, "all_reduce_s must have one entry per rank, 2; got 3"),
         ([0.1, -1.0], [0.1] * 2, "step_s of rank 1"),
-        ([0.1, 0.1], [math.inf, 0.1], "flight_s of rank 0"),
+        ([0.1, 0.1], [math.inf, 0.1], "all_reduce_s of rank 0"),
     ],
 )
-def test_wrong_times_are_named(step_s, flight_s, says):
+def test_wrong_times_are_named(step_s, all_reduce_s, says):
     with pytest.raises(ConfigurationError, match=says):
-        TauController(AutoTau(), 2).observe(step_s, flight_s, round_number=0)
+        TauController(AutoTau(), 2).observe(step_s, all_reduce_s, round_number=0)
 
 
 def test_a_state_of_another_world_is_refused():
     state = TauController(AutoTau(), 2).state()
     with pytest.raises(ConfigurationError, match="step_windows has 6 entries, not 12"):
         TauController(AutoTau(), 4).restore(state)
-    with pytest.raises(ConfigurationError, match="flight_window has 3 entries, not 5"):
+    with pytest.raises(ConfigurationError, match="all_reduce_window has 3 entries, not 5"):
         TauController(AutoTau(window=5), 2).restore(state)
     with pytest.raises(ConfigurationError, match="world_size"):
         TauController(AutoTau(), 0)

@@ -1,4 +1,4 @@
-"""Compressed sums whose peers are killed, stall, or leave before a flight has landed."""
+"""Compressed sums whose peers are killed, stall, or leave before an all-reduce has landed."""
 
 import json
 import multiprocessing
@@ -31,10 +31,10 @@ class Stream:
             self.transport.prepare([payload], fragment=fragment)
 
     def launch(self, turn, *, fragment=0):
-        lane = torch.zeros(2, dtype=torch.float64)
+        metadata = torch.zeros(2, dtype=torch.float64)
         what = f"turn {turn} of fragment {fragment}"
         payloads = [self.payloads[fragment]]
-        return self.transport.launch(payloads, lane=lane, fragment=fragment, what=what)
+        return self.transport.launch(payloads, metadata=metadata, fragment=fragment, what=what)
 
 
 def run_until_some_fail(world_size, work, folder, *, timeout_s=40.0):
@@ -84,9 +84,9 @@ def test_a_killed_peer_is_an_error_for_the_survivors(tmp_path, delay_s):
             stream.launch(1)
             time.sleep(delay_s)
             os.kill(os.getpid(), signal.SIGKILL)
-        flight = stream.launch(1)
+        all_reduce = stream.launch(1)
         later = stream.launch(1, fragment=1)
-        return [failure_of(f.wait) for f in (flight, flight, later)]
+        return [failure_of(f.wait) for f in (all_reduce, all_reduce, later)]
 
     first, second, third = run_until_some_fail(3, work, tmp_path)
     assert second is None
@@ -120,28 +120,28 @@ rank, how = int(sys.argv[1]), sys.argv[2]
 store = dist.FileStore(sys.argv[3], 2)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 transport = ProcessGroupTransport(None, timeout_s=60, codec="int8")
-payload, lane = torch.ones(300_000), torch.zeros(2, dtype=torch.float64)
+payload, metadata = torch.ones(300_000), torch.zeros(2, dtype=torch.float64)
 transport.prepare([payload], fragment=0)
-transport.launch([payload], lane=lane, fragment=0, what="first").wait()
+transport.launch([payload], metadata=metadata, fragment=0, what="first").wait()
 if how == "forgotten":
-    transport.launch([payload], lane=lane, fragment=0, what="second")
+    transport.launch([payload], metadata=metadata, fragment=0, what="second")
 elif how == "collected":
-    flight = transport.launch([payload], lane=lane, fragment=0, what="second")
+    all-reduce = transport.launch([payload], metadata=metadata, fragment=0, what="second")
     del transport
-    flight.wait()
-    del flight
+    all_reduce.wait()
+    del all-reduce
 elif how == "alone":
     if rank == 1:
         time.sleep(20)
         os._exit(0)
-    transport.launch([payload], lane=lane, fragment=0, what="second")
+    transport.launch([payload], metadata=metadata, fragment=0, what="second")
 print("end")
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["forgotten", "collected", "alone"])
-def test_a_program_may_end_with_a_flight_under_way(tmp_path, how):
+def test_a_program_may_end_with_a_all_reduce_under_way(tmp_path, how):
     script = tmp_path / "leave.py"
     script.write_text(LEAVING)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}

@@ -32,7 +32,7 @@ def inputs(rank, turn, size):
     return torch.randn(size, generator=generator) * 10.0 ** (turn % 7 - 5)
 
 
-def lane_of(rank, turn):
+def metadata_of(rank, turn):
     return torch.tensor([rank + 0.1, 1e-9 * turn, 2.0**40 + rank], dtype=torch.float64)
 
 
@@ -51,17 +51,20 @@ class Stream:
     def launch(self, turn, *, fragment=0):
         rank = self.transport.rank
         payloads = [inputs(rank, turn, size) for size in self.sizes[fragment]]
-        lane = lane_of(rank, turn)
-        flight = self.transport.launch(
-            payloads, lane=lane, fragment=fragment, what=f"turn {turn} of fragment {fragment}"
+        metadata = metadata_of(rank, turn)
+        all_reduce = self.transport.launch(
+            payloads,
+            metadata=metadata,
+            fragment=fragment,
+            what=f"turn {turn} of fragment {fragment}",
         )
-        return flight, payloads, lane
+        return all_reduce, payloads, metadata
 
     def turn(self, turn, *, fragment=0):
-        flight, payloads, lane = self.launch(turn, fragment=fragment)
-        assert flight.wait() is True
-        assert flight.completed_at_s >= flight.launched_at_s
-        return [*payloads, lane]
+        all_reduce, payloads, metadata = self.launch(turn, fragment=fragment)
+        assert all_reduce.wait() is True
+        assert all_reduce.completed_at_s >= all_reduce.launched_at_s
+        return [*payloads, metadata]
 
 
 class Reference:
@@ -106,11 +109,11 @@ def test_sums_are_the_references_bit_for_bit(name, world_size):
         for turn in range(turns):
             expected = reference.turn([inputs(rank, turn, size) for rank in range(world_size)])
             for rank in range(world_size):
-                payload, lane = results[rank][index][turn]
+                payload, metadata = results[rank][index][turn]
                 assert torch.equal(payload, expected), (size, turn, rank)
-                assert torch.equal(lane, results[0][index][turn][1])
-                exact = sum(lane_of(other, turn) for other in range(world_size))
-                torch.testing.assert_close(lane, exact, rtol=1e-15, atol=0)
+                assert torch.equal(metadata, results[0][index][turn][1])
+                exact = sum(metadata_of(other, turn) for other in range(world_size))
+                torch.testing.assert_close(metadata, exact, rtol=1e-15, atol=0)
 
 
 @pytest.mark.parametrize("bucket_bytes", [64, 2048, 4100, 2**25])
@@ -140,8 +143,8 @@ def test_results_and_residuals_telescope_to_the_inputs(name):
         for turn in range(turns):
             payload = inputs(rank, turn, size) * 1e-3
             sent += payload
-            lane = torch.zeros(1, dtype=torch.float64)
-            stream.transport.launch([payload], lane=lane, fragment=0, what="turn").wait()
+            metadata = torch.zeros(1, dtype=torch.float64)
+            stream.transport.launch([payload], metadata=metadata, fragment=0, what="turn").wait()
             received += payload
         return sent, received, stream.transport.state_dict()
 
@@ -190,16 +193,16 @@ def test_fragments_in_flight_together_and_collectives_between_them():
         fine = []
         for turn in range(4):
             expected = [apart.turn(turn, fragment=k) for k in (0, 1)]
-            flights = [together.launch(turn, fragment=k) for k in (0, 1)]
+            all_reduces = [together.launch(turn, fragment=k) for k in (0, 1)]
             ranks = together.transport.gather_objects(rank)
             first = torch.tensor([float(rank + turn)])
             together.transport.broadcast([first])
             fine += [ranks == [0, 1, 2], first.item() == turn]
-            for (flight, payloads, lane), values in zip(
-                reversed(flights), reversed(expected), strict=True
+            for (all_reduce, payloads, metadata), values in zip(
+                reversed(all_reduces), reversed(expected), strict=True
             ):
-                flight.wait()
-                pairs = zip([*payloads, lane], values, strict=True)
+                all_reduce.wait()
+                pairs = zip([*payloads, metadata], values, strict=True)
                 fine += [torch.equal(ours, theirs) for ours, theirs in pairs]
         return all(fine)
 
@@ -209,13 +212,13 @@ def test_fragments_in_flight_together_and_collectives_between_them():
 def test_a_lost_number_spoils_its_own_round_only():
     def work(rank):
         stream = Stream("int8", [[600]])
-        lane = torch.zeros(1, dtype=torch.float64)
+        metadata = torch.zeros(1, dtype=torch.float64)
         outcomes = []
         for turn in range(3):
             payload = torch.ones(600)
             if rank == 1 and turn == 1:
                 payload[300] = math.nan
-            stream.transport.launch([payload], lane=lane, fragment=0, what="turn").wait()
+            stream.transport.launch([payload], metadata=metadata, fragment=0, what="turn").wait()
             outcomes.append(torch.isfinite(payload))
         return (
             [bool(o.all()) for o in outcomes],
@@ -237,12 +240,12 @@ def test_tensors_longer_than_a_bucket_are_summed_to_the_last_element():
         transport = ProcessGroupTransport(None, timeout_s=30, bucket_bytes=40)
         payloads = [torch.arange(size, dtype=torch.float32) + rank for size in sizes]
         payloads.append(torch.arange(33, dtype=torch.float64) * (rank + 1))
-        lane = lane_of(rank, 1)
+        metadata = metadata_of(rank, 1)
         transport.prepare(payloads, fragment=0)
-        flight = transport.launch(payloads, lane=lane, fragment=0, what="sum")
-        flight.wait()
-        num_bytes = sum(payload.nbytes for payload in payloads) + lane.nbytes
-        assert flight.sent_bytes == ring_bytes(num_bytes, world_size=3)
+        all_reduce = transport.launch(payloads, metadata=metadata, fragment=0, what="sum")
+        all_reduce.wait()
+        num_bytes = sum(payload.nbytes for payload in payloads) + metadata.nbytes
+        assert all_reduce.sent_bytes == ring_bytes(num_bytes, world_size=3)
         assert transport.state_dict() == {}
         return payloads
 
@@ -262,9 +265,9 @@ def test_a_device_mesh_names_the_ranks():
             transport = ProcessGroupTransport(mesh["replicate"], timeout_s=30, codec=codec)
             payload = torch.full((300,), 127.0 * (rank + 1))
             transport.prepare([payload], fragment=0)
-            lane = torch.tensor([1.0 + rank], dtype=torch.float64)
-            transport.launch([payload], lane=lane, fragment=0, what="sum").wait()
-            sums.append((payload.unique().tolist(), lane.item()))
+            metadata = torch.tensor([1.0 + rank], dtype=torch.float64)
+            transport.launch([payload], metadata=metadata, fragment=0, what="sum").wait()
+            sums.append((payload.unique().tolist(), metadata.item()))
         return sums[0][0] == [127.0 * sums[0][1]], sums[1][1] == sums[0][1], transport.world_size
 
     assert run_processes(4, work) == [(True, True, 2)] * 4
@@ -306,9 +309,9 @@ def test_sent_bytes_are_those_handed_to_the_collectives(name):
         rows = []
         for fragment in range(len(SIZES)):
             handed.clear()
-            flight, _, _ = stream.launch(1, fragment=fragment)
-            flight.wait()
-            rows.append((flight.sent_bytes, sum(handed)))
+            all_reduce, _, _ = stream.launch(1, fragment=fragment)
+            all_reduce.wait()
+            rows.append((all_reduce.sent_bytes, sum(handed)))
         return rows
 
     for rows in run_processes(3, work):
@@ -318,12 +321,12 @@ def test_sent_bytes_are_those_handed_to_the_collectives(name):
 def test_sent_bytes_of_equal_slices_have_a_closed_form():
     def work(_rank):
         stream = Stream("int8", [[4 * 1024]], bucket_bytes=4 * 1024)
-        flight, _, _ = stream.launch(0)
-        flight.wait()  # nobody leaves while a peer still needs this rank
-        return flight.sent_bytes
+        all_reduce, _, _ = stream.launch(0)
+        all_reduce.wait()  # nobody leaves while a peer still needs this rank
+        return all_reduce.sent_bytes
 
-    lane = ring_bytes(24, world_size=4)
-    assert run_processes(4, work) == [2 * 3 * (4096 + 2 * 16) // 4 + lane] * 4
+    metadata = ring_bytes(24, world_size=4)
+    assert run_processes(4, work) == [2 * 3 * (4096 + 2 * 16) // 4 + metadata] * 4
 
 
 COUNTING = """
@@ -341,13 +344,13 @@ for codec in ("fp32", "bf16", "int8", "int4"):
     transport = ProcessGroupTransport(None, timeout_s=60, codec=codec)
     payload = torch.randn(1_000_000, generator=torch.Generator().manual_seed(dist.get_rank()))
     transport.prepare([payload], fragment=0)
-    lane = torch.zeros(3, dtype=torch.float64)
+    metadata = torch.zeros(3, dtype=torch.float64)
     dist.barrier()
     before = sent()
-    flight = transport.launch([payload], lane=lane, fragment=0, what="sum")
-    flight.wait()
+    all-reduce = transport.launch([payload], metadata=metadata, fragment=0, what="sum")
+    all_reduce.wait()
     dist.barrier()
-    rows[codec] = (flight.sent_bytes, sent() - before)
+    rows[codec] = (all-reduce.sent_bytes, sent() - before)
 if dist.get_rank() == 0:
     print(json.dumps(rows))
 """
@@ -383,15 +386,15 @@ def test_bad_use_is_refused():
         with pytest.raises(ConfigurationError, match="bucket_bytes must be a positive integer"):
             ProcessGroupTransport(None, timeout_s=30, bucket_bytes=0)
         stream = Stream("int8", [[300]])
-        lane = torch.zeros(1, dtype=torch.float64)
+        metadata = torch.zeros(1, dtype=torch.float64)
         with pytest.raises(ConfigurationError, match="flat contiguous float32"):
             stream.transport.prepare([torch.zeros(3, dtype=torch.float64)], fragment=1)
         with pytest.raises(ConfigurationError, match="launched before prepare"):
-            stream.transport.launch([torch.zeros(3)], lane=lane, fragment=1, what="sum")
+            stream.transport.launch([torch.zeros(3)], metadata=metadata, fragment=1, what="sum")
         with pytest.raises(
             ConfigurationError, match=r"had payloads of \[300\] elements, now \[3\]"
         ):
-            stream.transport.launch([torch.zeros(3)], lane=lane, fragment=0, what="sum")
+            stream.transport.launch([torch.zeros(3)], metadata=metadata, fragment=0, what="sum")
         other = Stream("int8", [[301]])
         with pytest.raises(ConfigurationError, match="the saved residuals have sizes"):
             stream.transport.load_state_dict(other.transport.state_dict())
@@ -400,7 +403,7 @@ def test_bad_use_is_refused():
             plain.load_state_dict(stream.transport.state_dict())
         with pytest.raises(ConfigurationError, match="payloads must be contiguous"):
             ProcessGroupTransport(None, timeout_s=30, bucket_bytes=8).launch(
-                [torch.zeros(4, 4).t()], lane=lane, fragment=0, what="sum"
+                [torch.zeros(4, 4).t()], metadata=metadata, fragment=0, what="sum"
             )
         return True
 

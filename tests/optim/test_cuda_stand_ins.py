@@ -83,12 +83,12 @@ def test_the_communication_thread_uses_this_ranks_device(monkeypatch):
     assert chosen == [3, "run"]
 
 
-def test_a_flight_that_never_lands_is_an_error_with_a_name(monkeypatch):
+def test_a_all_reduce_that_never_lands_is_an_error_with_a_name(monkeypatch):
     """NCCL's wait only orders streams, and a stream that waits for a dead peer has no end."""
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     fragment = Fragment.__new__(Fragment)
     fragment._side = SimpleNamespace(record_event=lambda: SimpleNamespace(query=lambda: False))
-    fragment._lane = SimpleNamespace(fetch=lambda: None)
+    fragment._metadata = SimpleNamespace(fetch=lambda: None)
     fragment._shared = SimpleNamespace(timeout_s=0.05, transport=SimpleNamespace(rank=3))
     with pytest.raises(CommunicationError, match="rank 3: the sum did not end in time"):
         fragment._wait(SimpleNamespace(wait=lambda: True), what="the sum")

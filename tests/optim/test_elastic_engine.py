@@ -1,7 +1,7 @@
 """``OuterSync`` over the elastic transport: kills and joins, with every update counted.
 
 Each worker's local step moves a coordinate of its own by one unit, and what each worker sent is
-logged at every launch. A slow reference adds up what the flights that count brought, and must
+logged at every launch. A slow reference adds up what the all-reduces that count brought, and must
 arrive at the engine's anchor.
 """
 
@@ -68,12 +68,14 @@ class Spy:
     def __getattr__(self, name):
         return getattr(self._transport, name)
 
-    def launch(self, payloads, *, lane, fragment, what):
-        weight = lane[self._transport.rank].item()
+    def launch(self, payloads, *, metadata, fragment, what):
+        weight = metadata[self._transport.rank].item()
         turn = self._transport._decision.turn + 1
         self._log("launch", turn=turn, weight=weight, payload=payloads[0][: len(NAMES)].tolist())
-        flight = self._transport.launch(payloads, lane=lane, fragment=fragment, what=what)
-        plain_wait = flight.wait
+        all_reduce = self._transport.launch(
+            payloads, metadata=metadata, fragment=fragment, what=what
+        )
+        plain_wait = all_reduce.wait
 
         def wait():
             counted = plain_wait()
@@ -81,8 +83,8 @@ class Spy:
             self._log("landed", turn=turn, counted=counted, history=history)
             return counted
 
-        flight.wait = wait
-        return flight
+        all_reduce.wait = wait
+        return all_reduce
 
 
 def train(log, *, lighthouse, name, rule="co2", weight=None, steps=120, **options):
@@ -158,7 +160,7 @@ def require_one_truth(world, *names):
 
 
 def require_work_once(world, turns, *names, weights=None):
-    """What a worker did is in the flights that count, once, times the weight of its rounds."""
+    """What a worker did is in the all-reduces that count, once, times the weight of its rounds."""
     for name in names:
         times = 1.0 if weights is None else 2 * weights[name]  # a round has two steps
         i = NAMES.index(name)
@@ -223,7 +225,7 @@ def test_a_silent_worker_comes_back(tmp_path):
 
 
 def test_workers_weigh_as_many_tokens_as_they_have(tmp_path):
-    """A worker that ends, and its weight with it; the others' lost flight travels again."""
+    """A worker that ends, and its weight with it; the others' lost all-reduce travels again."""
     weights = {"a": 3.0, "b": 1.0, "c": 2.0}
     with World(tmp_path, min_workers=2) as world:
         for name, weight in weights.items():

@@ -85,7 +85,7 @@ def test_members_keep_their_slots_and_newcomers_have_a_source_with_the_state(bal
 
 
 @given(quorums())
-def test_a_flight_counts_only_with_every_vote_of_those_who_go_on(ballots):
+def test_a_all_reduce_counts_only_with_every_vote_of_those_who_go_on(ballots):
     decision = decide(ballots)
     votes = [b.arrived for b in ballots if not b.joining and b.turn == decision.turn]
     assert decision.committed == (bool(votes) and all(votes))
@@ -151,7 +151,7 @@ class Worker:
     def __init__(self, name):
         self.name = name
         self.attempts = 0
-        self.applied = []  # (history, frozenset of the flight's members)
+        self.applied = []  # (history, frozenset of the all-reduce's members)
         self.leave()
 
     def leave(self):
@@ -171,13 +171,13 @@ class Worker:
 
 @settings(max_examples=150)
 @given(st.integers(0, 2**32 - 1))
-def test_random_histories_apply_every_flight_on_all_or_on_none(seed):
+def test_random_histories_apply_every_all_reduce_on_all_or_on_none(seed):
     rng = random.Random(seed)  # noqa: S311 - a seeded history, no secret
     alive = [Worker(f"w{i}") for i in range(rng.randint(1, 4))]
     born = len(alive)
-    flight = frozenset()
+    all_reduce = frozenset()
     for _ in range(25):
-        failed = bool(flight) and rng.random() < 0.3
+        failed = bool(all_reduce) and rng.random() < 0.3
         # Someone may end, and someone may stay silent in this quorum; a majority speaks.
         if len(alive) > 1 and rng.random() < 0.2:
             alive.remove(rng.choice(alive))
@@ -186,7 +186,7 @@ def test_random_histories_apply_every_flight_on_all_or_on_none(seed):
         while 2 * len(silent) >= len(alive):
             silent.pop()
         speakers = [w for w in alive if w not in silent]
-        # A failed flight may have arrived at some and not at others.
+        # A failed all-reduce may have arrived at some and not at others.
         arrived = {w: not failed or rng.random() < 0.5 for w in speakers}
         decision = decide([w.ballot(arrived[w]) for w in speakers])
         by_name = {w.name: w for w in speakers}
@@ -196,18 +196,18 @@ def test_random_histories_apply_every_flight_on_all_or_on_none(seed):
         if decision.committed:
             for worker in voters:
                 assert arrived[worker]
-                worker.applied.append((decision.history, flight))
+                worker.applied.append((decision.history, all_reduce))
         for name, (source, _) in decision.sources.items():
             by_name[name].applied = list(by_name[source].applied)  # the state from a peer
         histories = {tuple(by_name[m.worker].applied) for m in decision.members}
         assert len(histories) == 1
         (history,) = histories
-        assert len(set(history)) == len(history), "a flight was applied twice"
+        assert len(set(history)) == len(history), "an all-reduce was applied twice"
         for m in decision.members:
             worker = by_name[m.worker]
             worker.turn, worker.slot = decision.turn + 1, m.slot
             worker.history = decision.history
-        flight = frozenset(m.worker for m in decision.members)
+        all_reduce = frozenset(m.worker for m in decision.members)
         if rng.random() < 0.3:
             alive.append(Worker(f"w{born}"))
             born += 1

@@ -30,7 +30,7 @@ SLOTS = 8
 
 
 class Miniature:
-    """One-round-late sums: the smallest engine with a flight in the air at every boundary."""
+    """One-round-late sums: the smallest engine with an all-reduce in the air at every boundary."""
 
     def __init__(self, transport, name, *, rounds, delayed=True):
         self.transport, self.me, self.delayed = transport, NAMES.index(name), delayed
@@ -38,8 +38,8 @@ class Miniature:
         self.work = torch.zeros_like(self.anchor)
         self.payload = torch.zeros_like(self.anchor)
         self.sent = torch.zeros_like(self.anchor)
-        self.lane = torch.zeros(SLOTS, dtype=torch.float64)
-        self.round, self.flight, self.lost = 0, None, 0
+        self.metadata = torch.zeros(SLOTS, dtype=torch.float64)
+        self.round, self.all_reduce, self.lost = 0, None, 0
         transport.gather_objects({"rounds": rounds})
 
     def local_round(self):
@@ -47,7 +47,7 @@ class Miniature:
         self.boundary()
 
     def boundary(self):
-        if self.flight is not None:
+        if self.all_reduce is not None:
             self.merge()
         self.round += 1
         self.sent.copy_(self.work)
@@ -58,16 +58,18 @@ class Miniature:
             self.merge()
 
     def launch(self, *, weight):
-        self.lane.zero_()
-        self.lane[self.transport.rank] = weight
+        self.metadata.zero_()
+        self.metadata[self.transport.rank] = weight
         what = f"the sum of round {self.round}"
-        self.flight = self.transport.launch([self.payload], lane=self.lane, fragment=0, what=what)
+        self.all_reduce = self.transport.launch(
+            [self.payload], metadata=self.metadata, fragment=0, what=what
+        )
 
     def merge(self):
-        flight, self.flight = self.flight, None
-        if flight.wait():
+        all_reduce, self.all_reduce = self.all_reduce, None
+        if all_reduce.wait():
             self.anchor.add_(self.payload)
-            self.weights = self.lane.tolist()
+            self.weights = self.metadata.tolist()
         else:
             self.work.add_(self.sent)
             self.lost += 1
@@ -91,7 +93,7 @@ class Miniature:
         """Apply what is in the air or was lost; every worker does the same number of turns."""
         for _ in range(3):
             self.boundary()
-        if self.flight is not None:
+        if self.all_reduce is not None:
             self.merge()
 
 
@@ -269,7 +271,7 @@ def test_the_source_of_a_newcomer_dies(tmp_path):
         world.until_rounds("a", 3)
         slot_zero = next(n for n in "abc" if world.log(n, "joined")[0]["slot"] == 0)
         world.start("d", train, rounds=25, round_s=0.5)
-        time.sleep(0.35)  # into a round: the flight has landed and the vote is over, or nearly
+        time.sleep(0.35)  # into a round: the all-reduce has landed and the vote is over, or nearly
         world.kill(slot_zero)
         rest = sorted(set("abcd") - {slot_zero})
         world.join(*rest, timeout_s=35)

@@ -225,20 +225,20 @@ def test_statistics_count_rounds_bytes_and_waits():
         model, optimizer, sync = make(transport, CO2(tau=3))
         train_steps(model, optimizer, sync, range(10), transport.rank)
         sync.finalize()
-        return sync.statistics(), sync.flights(), flat(model).numel()
+        return sync.statistics(), sync.all_reduces(), flat(model).numel()
 
-    for record, flights, numel in run_world(4, work):
+    for record, all_reduces, numel in run_world(4, work):
         assert (record.steps, record.rounds, record.merged_rounds) == (10, 4, 4)
         assert record.payload_bytes == 4 * numel * 4
-        assert record.sent_bytes == sum(flight.sent_bytes for flight in flights)
-        assert [f.round for f in flights] == [0, 1, 2, 3]
-        for f in flights:
+        assert record.sent_bytes == sum(all_reduce.sent_bytes for all_reduce in all_reduces)
+        assert [f.round for f in all_reduces] == [0, 1, 2, 3]
+        for f in all_reduces:
             assert f.launched_at_s <= f.completed_at_s <= f.wait_ended_at_s
         assert record.in_flight_s == pytest.approx(
-            sum(f.completed_at_s - f.launched_at_s for f in flights)
+            sum(f.completed_at_s - f.launched_at_s for f in all_reduces)
         )
         assert record.exposed_wait_s == pytest.approx(
-            sum(f.wait_ended_at_s - f.wait_started_at_s for f in flights)
+            sum(f.wait_ended_at_s - f.wait_started_at_s for f in all_reduces)
         )
         assert record.overlap_fraction == pytest.approx(
             max(0.0, 1 - record.exposed_wait_s / record.in_flight_s)
@@ -383,7 +383,7 @@ def test_subgroups_synchronise_among_themselves_only():
 @pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.distributed
-def test_leaving_with_a_flight_under_way_ends_cleanly(tmp_path):
+def test_leaving_with_a_all_reduce_under_way_ends_cleanly(tmp_path):
     script = tmp_path / "leave.py"
     script.write_text(
         "import torch, torch.distributed as dist\n"

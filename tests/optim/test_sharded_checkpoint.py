@@ -30,7 +30,7 @@ RULES = {
     "streaming": StreamingDiLoCo(tau=4, fragments=2, outer_momentum=0.4),
     "adam": OuterOptimizer(tau=3, optimizer=torch.optim.Adam, options={"lr": 0.01}, hidden=True),
 }
-SAVED_AT, STEPS = 8, 13  # in the middle of a round, with a flight in the air
+SAVED_AT, STEPS = 8, 13  # in the middle of a round, with an all-reduce in the air
 
 
 class Net(torch.nn.Module):
@@ -118,7 +118,7 @@ def same(ours, theirs):
 
 @pytest.mark.parametrize("kind", ["fsdp2", "zero"])
 @pytest.mark.parametrize("codec", ["fp32", "int8"])
-def test_resume_in_the_middle_of_a_flight_is_bit_exact(tmp_path, kind, codec):
+def test_resume_in_the_middle_of_a_all_reduce_is_bit_exact(tmp_path, kind, codec):
     def work(_):
         outcome = {}
         for name, rule in RULES.items():
@@ -186,7 +186,7 @@ def test_another_number_of_shard_ranks(tmp_path, kind, shards, kind_after, shard
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
 def test_another_number_of_workers_goes_on_from_the_anchor(tmp_path, before, after):
-    """Sharded by two; the flight in the air is merged at the next boundary."""
+    """Sharded by two; the all-reduce in the air is merged at the next boundary."""
     rule = CO2(tau=3, outer_lr=0.5, outer_momentum=0.0, staleness="none", clip=None)
 
     def first(_):
@@ -252,7 +252,7 @@ def test_plain_state_on_another_number_of_workers(before, after):
     saved = state["fragments"]["0"]["groups"]["0"]
     for start, _, final, _ in run_world(after, lambda t: trained(t, 0, state)):
         assert torch.equal(start.reshape(-1), saved["anchor"][: start.numel()])
-        # finalize() merges the flight, then an empty partial round: its momentum goes on alone.
+        # finalize() merges the all-reduce, then an empty partial round: its momentum goes on alone.
         momentum = 0.3 * saved["momentum"] + saved["payload"] / before
         moved = saved["anchor"] - 0.5 * momentum
         moved = moved - 0.5 * 0.3 * momentum

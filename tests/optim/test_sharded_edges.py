@@ -110,7 +110,7 @@ def zero_work(rank, *, shards, rule, wrap=True, width=6):
     )
     train(called, sync, optimizer, rank, 5, width=width)
     sync.finalize()
-    sent = sum(flight.payload_bytes for flight in sync.flights())
+    sent = sum(all_reduce.payload_bytes for all_reduce in sync.all_reduces())
     elements = sum(a.numel() for a in sync._fragments[0].anchors)
     return [whole(p) for p in model.parameters()], sent, elements
 

@@ -25,7 +25,7 @@ class Timing:
         busiest_bytes: The most that any host sent or received per step.
         formula_bytes: What a rank sends per step by the engine's count; None for peers.
         wait_s: Seconds per step that the engine waited, of the slowest rank; None for peers.
-        flight_s: Seconds of one round's communication; None for peers.
+        all_reduce_s: Seconds of one round's communication; None for peers.
         overruns: Share of the steps whose real work was longer than the padded time.
         peak_bytes: Peak memory since before the model was made, of the largest rank.
         drain_s: Seconds of ending the method.
@@ -39,7 +39,7 @@ class Timing:
     busiest_bytes: float
     formula_bytes: float | None
     wait_s: float | None
-    flight_s: float | None
+    all_reduce_s: float | None
     overruns: float
     peak_bytes: float
     drain_s: float
@@ -50,9 +50,9 @@ class Timing:
     @property
     def hidden(self) -> float | None:
         """Share of the communication's time in which the rank went on computing."""
-        if self.flight_s is None or self.wait_s is None or self.round_steps is None:
+        if self.all_reduce_s is None or self.wait_s is None or self.round_steps is None:
             return None
-        return max(0.0, 1.0 - self.wait_s * self.round_steps / self.flight_s)
+        return max(0.0, 1.0 - self.wait_s * self.round_steps / self.all_reduce_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,9 @@ def timing_of(answers: Sequence[Answer]) -> Timing:
     sent, received = per_step("link_sent_bytes"), per_step("link_received_bytes")
     waits, formula = per_step("exposed_wait_s"), per_step("sent_bytes")
     rounds = [answer["rounds"] for answer in answers if answer.get("rounds")]
-    flights = [answer["in_flight_s"] / answer["rounds"] for answer in answers if "rounds" in answer]
+    all_reduces = [
+        answer["in_flight_s"] / answer["rounds"] for answer in answers if "rounds" in answer
+    ]
     bare = [answer["allreduce_s"] for answer in answers if "allreduce_s" in answer]
     return Timing(
         step_s=max(per_step("wall_s")),
@@ -100,7 +102,7 @@ def timing_of(answers: Sequence[Answer]) -> Timing:
         busiest_bytes=max(*sent, *received),
         formula_bytes=statistics.fmean(formula) if formula else None,
         wait_s=max(waits) if waits else None,
-        flight_s=max(flights) if flights else None,
+        all_reduce_s=max(all_reduces) if all_reduces else None,
         overruns=statistics.fmean(per_step("overruns")),
         peak_bytes=max(answer["peak_bytes"] for answer in answers),
         drain_s=max(answer["drain_s"] for answer in answers),

@@ -8,30 +8,32 @@ labs or reports.
 
 from __future__ import annotations
 
-from fivefold.optim._auto_tau import AutoTau
+from fivefold.optim._auto_tau import AutoTau, TauDecision
 from fivefold.optim._codecs import BlockCodec, CastCodec, Codec, ExactCodec, named_codec
-from fivefold.optim._delayed_rules import (
-    CO2,
-    DelayCorrected,
-    EagerDiLoCo,
-    OverlapLocalSGD,
-    StreamingDiLoCo,
-)
 from fivefold.optim._elastic import ElasticTransport, LeftBehindError, elastic_transport
 from fivefold.optim._elastic_lighthouse import Lighthouse, start_lighthouse
-from fivefold.optim._memory import outer_state_bytes
+from fivefold.optim._layout import outer_state_bytes
 from fivefold.optim._outer_optimizer import OuterOptimizer
 from fivefold.optim._rule import OuterRule
+from fivefold.optim._rules import (
+    CO2,
+    DelayCorrected,
+    DiLoCo,
+    EagerDiLoCo,
+    LocalSGD,
+    OverlapLocalSGD,
+    SlowMo,
+    StreamingDiLoCo,
+)
 from fivefold.optim._stability import StabilityWarning
 from fivefold.optim._staleness import ConstantPenalty, GapPenalty, NoPenalty
-from fivefold.optim._statistics import FlightRecord, SyncStatistics
+from fivefold.optim._statistics import AllReduceRecord, SyncStatistics
 from fivefold.optim._sync import OuterSync
-from fivefold.optim._synchronous_rules import DiLoCo, LocalSGD, SlowMo
-from fivefold.optim._tau_decision import TauDecision
-from fivefold.optim._transport import Flight, ProcessGroupTransport, Transport
+from fivefold.optim._transport import PendingAllReduce, ProcessGroupTransport, Transport
 
 __all__ = [
     "CO2",
+    "AllReduceRecord",
     "AutoTau",
     "BlockCodec",
     "CastCodec",
@@ -42,8 +44,6 @@ __all__ = [
     "EagerDiLoCo",
     "ElasticTransport",
     "ExactCodec",
-    "Flight",
-    "FlightRecord",
     "GapPenalty",
     "LeftBehindError",
     "Lighthouse",
@@ -53,6 +53,7 @@ __all__ = [
     "OuterRule",
     "OuterSync",
     "OverlapLocalSGD",
+    "PendingAllReduce",
     "ProcessGroupTransport",
     "SlowMo",
     "StabilityWarning",

@@ -6,15 +6,15 @@ smallest tau that hides everything is the smallest integer with
     tau * T_step >= margin * T_allreduce.
 
 A ``TauController`` is told at every boundary what all ranks measured, and moves tau. It holds no
-clock, no tensor and no socket. All ranks feed it the same numbers (they travel in the lane of a
-flight, whose sum is the same everywhere bit for bit), so all ranks decide alike without asking
+clock, no tensor and no socket. All ranks feed it the same numbers (they travel in the metadata of a
+all-reduce, whose sum is the same everywhere bit for bit), so all ranks decide alike without asking
 one another.
 
-**Which statistic over the ranks.** A rank that launches early waits for the others, so its flight
-is longer than the network needs: the network's time is the *minimum* over the ranks, of the same
-round. The slowest rank sets the pace and the others wait for it anyway: the compute to hide
-behind is that of the *slowest* rank, each rank's time being its median over the window first, so
-that hiccups which hit another rank each round do not look like slow compute.
+**Which statistic over the ranks.** A rank that launches early waits for the others, so its
+all-reduce is longer than the network needs: the network's time is the *minimum* over the ranks, of
+the same round. The slowest rank sets the pace and the others wait for it anyway: the compute to
+hide behind is that of the *slowest* rank, each rank's time being its median over the window first,
+so that hiccups which hit another rank each round do not look like slow compute.
 
 **Stability.** Medians over ``window`` rounds keep one stall from counting. Up at once when the
 round is too short for the communication; up or down by the margin only when ``patience`` rounds in
@@ -24,8 +24,8 @@ without scatter tau is exact. Where going down proves wrong, the next try needs 
 patience.
 
 Compute and communication that share cores slow one another down, and the more of a round the
-shorter it is. While one second of flight costs less than one second of compute, the required tau
-grows slower than tau itself: the controller climbs to the fixed point without overshoot. From
+shorter it is. While one second of all-reduce costs less than one second of compute, the required
+tau grows slower than tau itself: the controller climbs to the fixed point without overshoot. From
 above it may stop a few steps early there, since each step less makes the others slower.
 """
 
@@ -36,11 +36,9 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 from fivefold.errors import ConfigurationError
-from fivefold.optim._step_balance import StepBalance
-from fivefold.optim._tau_decision import DecisionLog, TauDecision, TauReason
 
 # Patience after each try that proved wrong, and how often it grows.
 _PATIENCE_GROWTH = 4
@@ -152,7 +150,7 @@ class TauState(TypedDict):
     below_rounds: int
     below_most: int
     below_least: int
-    flight_window: list[float]
+    all_reduce_window: list[float]
     step_windows: list[float]
     local_steps: list[int]
     share_sums: list[float]
@@ -168,11 +166,11 @@ class _Need:
     steps: int
     bare: float
     step_s: float
-    flight_s: float
+    all_reduce_s: float
 
 
 class TauController:
-    """Turns measured step and flight times into tau, in the same way on every rank.
+    """Turns measured step and all-reduce times into tau, in the same way on every rank.
 
     Args:
         settings: Bounds and manners.
@@ -198,8 +196,8 @@ class TauController:
         self._last_was_down = False
         self._above = _Agreement()
         self._below = _Agreement()
-        self._flights: deque[float] = deque([0.0] * settings.window, maxlen=settings.window)
-        self._steps: list[deque[float]] = [self._flights.copy() for _ in range(world_size)]
+        self._all_reduces: deque[float] = deque([0.0] * settings.window, maxlen=settings.window)
+        self._steps: list[deque[float]] = [self._all_reduces.copy() for _ in range(world_size)]
         self._balance = StepBalance(world_size, tau=settings.initial, patience=settings.patience)
         self._log = DecisionLog()
 
@@ -223,16 +221,16 @@ class TauController:
         return self._balance.steps[rank] if self.settings.balance else self._tau
 
     def observe(
-        self, step_s: Sequence[float], flight_s: Sequence[float], *, round_number: int
+        self, step_s: Sequence[float], all_reduce_s: Sequence[float], *, round_number: int
     ) -> TauDecision | None:
         """Take in one boundary's measurements; call it once per boundary, with equal numbers.
 
         Args:
             step_s: Per rank, seconds from a launch to the wait at the next boundary, divided by
-                the local steps between them: what a flight can hide behind, without any wait.
+                the local steps between them: what an all-reduce can hide behind, without any wait.
                 0.0 where a rank has nothing to tell (absent, or its first round).
-            flight_s: Per rank, seconds from launch to completion of the last flight that ended;
-                0.0 where there is none.
+            all_reduce_s: Per rank, seconds from launch to completion of the last all-reduce that
+                ended; 0.0 where there is none.
             round_number: Round whose message brought these numbers.
 
         Returns:
@@ -242,10 +240,10 @@ class TauController:
             ConfigurationError: A length is not the world size, or a time is no time.
         """
         self._require_times("step_s", step_s)
-        self._require_times("flight_s", flight_s)
-        flown = [time_s for time_s in flight_s if time_s > 0]
+        self._require_times("all_reduce_s", all_reduce_s)
+        flown = [time_s for time_s in all_reduce_s if time_s > 0]
         if flown:
-            self._flights.append(min(flown))
+            self._all_reduces.append(min(flown))
         if any(step_s):
             for window, time_s in zip(self._steps, step_s, strict=True):
                 window.append(time_s)
@@ -265,7 +263,7 @@ class TauController:
             previous=previous,
             tau=self._tau,
             step_s=need.step_s,
-            flight_s=need.flight_s,
+            all_reduce_s=need.all_reduce_s,
             reason=reason,
         )
         self._log.decisions.append(decision)
@@ -285,7 +283,7 @@ class TauController:
             below_rounds=self._below.rounds,
             below_most=self._below.most,
             below_least=self._below.least,
-            flight_window=list(self._flights),
+            all_reduce_window=list(self._all_reduces),
             step_windows=[time_s for window in self._steps for time_s in window],
             local_steps=list(self._balance.steps),
             share_sums=list(self._balance.sums),
@@ -304,7 +302,7 @@ class TauController:
             ConfigurationError: The state is of another world size or window.
         """
         fresh = self.state()
-        for name in ("flight_window", "step_windows", "local_steps"):
+        for name in ("all_reduce_window", "step_windows", "local_steps"):
             if len(state[name]) != len(fresh[name]):
                 message = f"the saved {name} has {len(state[name])} entries, not {len(fresh[name])}"
                 hint = "use the same world size and window, or start again with initial=<saved tau>"
@@ -314,7 +312,7 @@ class TauController:
         self._growths, self._last_was_down = state["growths"], bool(state["last_was_down"])
         self._above = _Agreement(state["above_rounds"], state["above_most"], state["above_least"])
         self._below = _Agreement(state["below_rounds"], state["below_most"], state["below_least"])
-        self._flights.extend(state["flight_window"])
+        self._all_reduces.extend(state["all_reduce_window"])
         for rank, times in enumerate(self._steps):
             times.extend(state["step_windows"][rank * window : (rank + 1) * window])
         self._balance.restore(
@@ -327,17 +325,17 @@ class TauController:
     def _need(self, times: Sequence[float]) -> _Need | None:
         """Return what the windows ask for; None until they are full."""
         present = [time_s for time_s in times if time_s > 0]
-        if not present or not all(self._flights):
+        if not present or not all(self._all_reduces):
             return None
-        flight_s, slowest_s, fastest_s = _median(self._flights), max(present), min(present)
-        step_s, to_fill_s, bare_s = slowest_s, self.settings.margin * flight_s, flight_s
+        all_reduce_s, slowest_s, fastest_s = _median(self._all_reduces), max(present), min(present)
+        step_s, to_fill_s, bare_s = slowest_s, self.settings.margin * all_reduce_s, all_reduce_s
         if self.settings.balance:
             # The slowest rank must get at least one step in.
             step_s = fastest_s
             to_fill_s, bare_s = max(to_fill_s, slowest_s), max(bare_s, slowest_s)
         steps = math.ceil(to_fill_s / step_s * (1 - _ROUNDING))
         steps = max(self.settings.minimum, min(steps, self.settings.maximum))
-        return _Need(steps=steps, bare=bare_s / step_s, step_s=step_s, flight_s=flight_s)
+        return _Need(steps=steps, bare=bare_s / step_s, step_s=step_s, all_reduce_s=all_reduce_s)
 
     def _move(self, need: _Need) -> TauReason | None:
         """Change tau where the rounds so far ask for it."""
@@ -400,3 +398,128 @@ def _median(times: Sequence[float] | deque[float]) -> float:
     """Return the median of the measurements there are (of two, the lower); 0.0 without any."""
     measured = [time_s for time_s in times if time_s > 0]
     return statistics.median_low(measured) if measured else 0.0
+
+
+TauReason = Literal["exposed", "margin", "slack", "balance"]
+
+_REASONS: tuple[TauReason, ...] = ("exposed", "margin", "slack", "balance")
+_KEPT = 64
+_NO_DECISION = (-1, -1, -1, -1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TauDecision:
+    """One change of tau, or of the ranks' local steps ("balance"), for logs and timelines.
+
+    Attributes:
+        round: Round whose message brought the measurements; the round that begins when it has
+            arrived is the first with the new tau.
+        previous: tau before.
+        tau: tau from now on.
+        step_s: Compute seconds of one step of tau: of the slowest rank, or with ``balance`` of
+            the fastest.
+        all_reduce_s: Seconds that the network needs for one round's communication.
+        reason: "exposed": the communication took longer than the round. "margin": it fitted, but
+            without the margin. "slack": fewer steps hide it too. "balance": only the local steps
+            of some ranks changed.
+
+    Examples:
+        >>> print(TauDecision(round=5, previous=8, tau=18, step_s=0.1, all_reduce_s=1.6,
+        ...                   reason="exposed"))
+        round 5: tau 8 -> 18 (exposed: communication 1.6 s, step 0.1 s)
+    """
+
+    round: int
+    previous: int
+    tau: int
+    step_s: float
+    all_reduce_s: float
+    reason: TauReason
+
+    def __str__(self) -> str:
+        times = f"communication {self.all_reduce_s:.3g} s, step {self.step_s:.3g} s"
+        return f"round {self.round}: tau {self.previous} -> {self.tau} ({self.reason}: {times})"
+
+
+class DecisionLog:
+    """The last 64 decisions, oldest first."""
+
+    def __init__(self) -> None:
+        self.decisions: deque[TauDecision] = deque(maxlen=_KEPT)
+
+    def numbers(self) -> list[int]:
+        """Return round, previous tau, tau and reason of each, -1 where there is none."""
+        rows = [(d.round, d.previous, d.tau, _REASONS.index(d.reason)) for d in self.decisions]
+        rows += [_NO_DECISION] * (_KEPT - len(rows))
+        return [number for row in rows for number in row]
+
+    def times(self) -> list[float]:
+        """Return step and all-reduce time of each in seconds, 0.0 where there is none."""
+        times = [time_s for d in self.decisions for time_s in (d.step_s, d.all_reduce_s)]
+        return times + [0.0] * (2 * _KEPT - len(times))
+
+    def restore(self, *, numbers: Sequence[int], times: Sequence[float]) -> None:
+        """Set the log from ``numbers()`` and ``times()``."""
+        self.decisions.clear()
+        for i in range(_KEPT):
+            round_number, previous, tau, reason = numbers[4 * i : 4 * i + 4]
+            if round_number < 0:
+                break
+            decision = TauDecision(
+                round=round_number,
+                previous=previous,
+                tau=tau,
+                step_s=times[2 * i],
+                all_reduce_s=times[2 * i + 1],
+                reason=_REASONS[reason],
+            )
+            self.decisions.append(decision)
+
+
+# Counts stay while no rank's mean share is off by more than this.
+_SLACK_STEPS = 0.75
+
+
+class StepBalance:
+    """Local steps per rank, for a given tau."""
+
+    def __init__(self, world_size: int, *, tau: int, patience: int) -> None:
+        self.steps = [tau] * world_size
+        self.sums = [0.0] * world_size
+        self.rounds = 0
+        self._patience = patience
+
+    def update(self, step_s: Sequence[float], *, tau: int, at_once: bool) -> bool:
+        """Count one round's measurements; return whether a rank's steps changed."""
+        fastest_s = min(time_s for time_s in step_s if time_s > 0)
+        shares = [tau * fastest_s / (time_s or fastest_s) for time_s in step_s]
+        if at_once or self._is_far_off(shares):
+            return self._set(shares)
+        self.sums = [total + share for total, share in zip(self.sums, shares, strict=True)]
+        self.rounds += 1
+        if self.rounds < self._patience:
+            return False
+        means = [total / self.rounds for total in self.sums]
+        pairs = zip(means, self.steps, strict=True)
+        if any(abs(mean - steps) > _SLACK_STEPS for mean, steps in pairs):
+            return self._set(means)
+        self._forget()
+        return False
+
+    def restore(self, *, steps: Sequence[int], sums: Sequence[float], rounds: int) -> None:
+        """Go on from the three public attributes of another one."""
+        self.steps, self.sums, self.rounds = list(steps), list(sums), rounds
+
+    def _is_far_off(self, shares: Sequence[float]) -> bool:
+        """Whether a rank is off by more than a step and more than a quarter of its steps."""
+        pairs = zip(shares, self.steps, strict=True)
+        return any(abs(share - steps) > max(1.0, steps / 4) for share, steps in pairs)
+
+    def _set(self, shares: Sequence[float]) -> bool:
+        self._forget()
+        before = self.steps
+        self.steps = [max(1, math.floor(share + 0.5)) for share in shares]
+        return before != self.steps
+
+    def _forget(self) -> None:
+        self.sums, self.rounds = [0.0] * len(self.steps), 0

@@ -383,11 +383,7 @@ def named_codec(name: str) -> Codec:
 
 
 def resolve_codec(codec: str | Codec) -> Codec:
-    """Return the codec that an argument means: a name, or a codec as it is.
-
-    Raises:
-        ConfigurationError: It is neither.
-    """
+    """Return the codec that an argument means: a name, or a codec as it is."""
     if isinstance(codec, str):
         return named_codec(codec)
     if not isinstance(codec, Codec) or isinstance(codec, type):
@@ -399,12 +395,7 @@ def resolve_codec(codec: str | Codec) -> Codec:
 def _make_scales(
     maxima: torch.Tensor, scales: torch.Tensor, *, largest: int
 ) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """Fill the wire's scales from the blocks' greatest magnitudes, which are overwritten.
-
-    Returns:
-        The scales as float32 [blocks, 1], what to divide by, and whether it is known that all
-        decoded numbers will be finite.
-    """
+    """Fill the wire's scales from the blocks' greatest magnitudes, which are overwritten."""
     # A GPU is not asked: the answer would make the host wait for it.
     all_finite = not maxima.is_cuda and bool((maxima < _LARGEST_SAFE).all())
     scale = maxima.div_(largest)

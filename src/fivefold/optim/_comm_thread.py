@@ -31,11 +31,7 @@ _PATIENCE_S = 5.0  # how long the interpreter's exit waits for what nobody waits
 
 @contextlib.contextmanager
 def named_errors(rank: int, what: str) -> Iterator[None]:
-    """Turn the backends' errors into ours; they raise RuntimeErrors for peers and timeouts alike.
-
-    Raises:
-        CommunicationError: The body raised one.
-    """
+    """Turn the errors of backends (RuntimeErrors for peers and timeouts alike) into ours."""
     try:
         yield
     except RuntimeError as error:
@@ -122,13 +118,7 @@ class Job:
 
 
 class CommunicationThread:
-    """Carries out jobs in the order in which they came, on a thread started by the first.
-
-    Args:
-        rank: This rank's number, for error messages.
-        issues_at_once: Whether the caller issues CUDA jobs itself, and the thread only notes when
-            they end.
-    """
+    """Carries out jobs in the order in which they came, on a thread started by the first."""
 
     def __init__(self, *, rank: int, issues_at_once: bool = False) -> None:
         self._rank = rank
@@ -144,16 +134,7 @@ class CommunicationThread:
         weakref.finalize(self, _end_thread, self._jobs, self._thread)
 
     def submit(self, run: Callable[[], None], *, tensors: Iterable[torch.Tensor], what: str) -> Job:
-        """Queue a job.
-
-        Args:
-            run: Called on the thread, or at once; on CUDA within the side streams.
-            tensors: What the job reads and writes.
-            what: What it does, for error messages.
-
-        Returns:
-            The job, to be handed to ``wait``.
-        """
+        """Queue a job."""
         if not self._thread.is_alive() and self._thread.ident is None:
             self._thread.start()
         handover = self._handover(tensors)
@@ -168,11 +149,7 @@ class CommunicationThread:
         return _Handover([self._stream(device) for device in devices]) if devices else None
 
     def wait(self, job: Job) -> None:
-        """Wait for a job of this thread; see ``Job.wait``.
-
-        Raises:
-            CommunicationError: The job failed.
-        """
+        """Wait for a job of this thread; see ``Job.wait``."""
         job.wait(self._thread.is_alive)
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:

@@ -47,16 +47,7 @@ def ring_bytes(payload_bytes: int, *, world_size: int) -> int:
 
 
 def slice_bounds(num_elements: int, *, world_size: int, granule: int) -> list[int]:
-    """Cut elements into one slice per rank; their numbers of granules differ by one at most.
-
-    Args:
-        num_elements: N, any number.
-        world_size: G.
-        granule: Slices begin at multiples of it.
-
-    Returns:
-        G + 1 bounds from 0 to N; slices may be empty.
-    """
+    """Cut elements into one slice per rank; their numbers of granules differ by one at most."""
     granules, more = divmod(-(-num_elements // granule), world_size)
     sizes = [(granules + (rank < more)) * granule for rank in range(world_size)]
     return [min(bound, num_elements) for bound in accumulate(sizes, initial=0)]
@@ -111,8 +102,8 @@ class _Feedback:
     owned: torch.Tensor
 
 
-class CompressedFlight:
-    """A compressed sum on its way; see ``fivefold.optim.Flight``."""
+class CompressedAllReduce:
+    """A compressed sum on its way; see ``fivefold.optim.PendingAllReduce``."""
 
     def __init__(
         self, job: Job, thread: CommunicationThread, *, launched_at_s: float, sent_bytes: int
@@ -128,26 +119,13 @@ class CompressedFlight:
         return self._job.completed_at_s
 
     def wait(self) -> bool:
-        """Block until the sums are in the payloads; see ``Flight.wait``.
-
-        Raises:
-            CommunicationError: A peer ended, the network failed, or the timeout passed.
-        """
+        """Block until the sums are in the payloads; see ``PendingAllReduce.wait``."""
         self._thread.wait(self._job)
         return True
 
 
 class CompressedExchange:
-    """Compressed sums over one process group, with residuals for each fragment.
-
-    Args:
-        group: Used by nobody else while a flight is under way.
-        thread: Carries out the flights, one after the other.
-        codec: How payloads are written on the wire.
-        bucket_bytes: Longest part of a payload, as float32, that is encoded at once; payloads
-            of fewer than ten such parts are cut finer. Three parts are under way at a time, which
-            bounds the memory.
-    """
+    """Compressed sums over one process group, with residuals for each fragment."""
 
     def __init__(
         self,
@@ -167,11 +145,7 @@ class CompressedExchange:
         self._rooms: dict[tuple[torch.device, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def prepare(self, payloads: Sequence[torch.Tensor], *, fragment: int) -> None:
-        """Make a fragment's residuals, all zero; a second call with the same sizes does nothing.
-
-        Raises:
-            ConfigurationError: A payload is not flat float32, or has another size than before.
-        """
+        """Make a fragment's residuals, all zero; a second call with the same sizes does nothing."""
         for payload in payloads:
             _require_flat_float32(payload, codec=self._codec)
         sizes = [payload.numel() for payload in payloads]
@@ -184,13 +158,9 @@ class CompressedExchange:
             raise ConfigurationError(message, hint="give every fragment a number of its own")
 
     def launch(
-        self, payloads: Sequence[torch.Tensor], *, lane: torch.Tensor, fragment: int, what: str
-    ) -> CompressedFlight:
-        """Queue the sum of a prepared fragment; see ``Transport.launch``.
-
-        Raises:
-            ConfigurationError: The fragment was not prepared with payloads of these sizes.
-        """
+        self, payloads: Sequence[torch.Tensor], *, metadata: torch.Tensor, fragment: int, what: str
+    ) -> CompressedAllReduce:
+        """Queue the sum of a prepared fragment; see ``Transport.launch``."""
         launched_at_s = time.perf_counter()
         if fragment not in self._feedback:
             message = f"fragment {fragment} was launched before prepare(payloads, fragment=...)"
@@ -198,11 +168,13 @@ class CompressedExchange:
         self.prepare(payloads, fragment=fragment)
         feedback = self._feedback[fragment]
         job = self._thread.submit(
-            lambda: self._sum(payloads, lane, feedback), tensors=[*payloads, lane], what=what
+            lambda: self._sum(payloads, metadata, feedback),
+            tensors=[*payloads, metadata],
+            what=what,
         )
-        sent_bytes = ring_bytes(lane.nbytes, world_size=self._world_size)
+        sent_bytes = ring_bytes(metadata.nbytes, world_size=self._world_size)
         sent_bytes += sum(bucket.sent_bytes for part in feedback for bucket in part.buckets)
-        return CompressedFlight(
+        return CompressedAllReduce(
             job, self._thread, launched_at_s=launched_at_s, sent_bytes=sent_bytes
         )
 
@@ -218,11 +190,7 @@ class CompressedExchange:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Copy saved residuals into the prepared ones.
-
-        Raises:
-            ConfigurationError: Other fragments, sizes or numbers of ranks were saved.
-        """
+        """Copy saved residuals into the prepared ones."""
         current = self.state_dict()
         if _sizes(state) != _sizes(current):
             message = (
@@ -239,9 +207,12 @@ class CompressedExchange:
 
     @torch.no_grad()
     def _sum(
-        self, payloads: Sequence[torch.Tensor], lane: torch.Tensor, feedback: Sequence[_Feedback]
+        self,
+        payloads: Sequence[torch.Tensor],
+        metadata: torch.Tensor,
+        feedback: Sequence[_Feedback],
     ) -> None:
-        lane_work = dist.all_reduce(lane, group=self._group, async_op=True)
+        metadata_work = dist.all_reduce(metadata, group=self._group, async_op=True)
         parts = [
             (payload, part, bucket)
             for payload, part in zip(payloads, feedback, strict=True)
@@ -257,7 +228,7 @@ class CompressedExchange:
             for index in range(tick, tick - _STAGES, -1):
                 if 0 <= index < len(underway):
                     next(underway[index], None)
-        lane_work.wait()
+        metadata_work.wait()
 
     def _bucket_stages(
         self, payload: torch.Tensor, feedback: _Feedback, bucket: _Bucket, *, slot: int
@@ -305,7 +276,7 @@ class CompressedExchange:
     def _room(
         self, device: torch.device, slot: int, *, num_bytes: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return two wires, kept between flights; made here so that CUDA's belong to our stream."""
+        """Return two wires, kept between calls; made here so that CUDA's belong to our stream."""
         room = self._rooms.get((device, slot))
         if room is None or room[0].numel() < num_bytes:
             outgoing = torch.empty(num_bytes, dtype=torch.uint8, device=device)

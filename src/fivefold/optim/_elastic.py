@@ -1,19 +1,22 @@
 """``ElasticTransport``: a transport whose workers may leave and join while training goes on.
 
-Each worker is one slot. A flight is an all-reduce over the workers of the last quorum. When it has
-landed, or failed, each worker votes in the background; the quorum that the lighthouse then gives
-to all says whether the flight counts and who takes part in the next one. A sum is applied only
-after that, so a flight is applied by all or by none, and work of a lost flight is sent again.
+Each worker is one slot. Its all-reduces run over the workers of the last quorum. When one
+has landed, or failed, each worker votes in the background; the quorum that the lighthouse then
+gives to all says whether the all-reduce counts and who takes part in the next one. A sum is applied
+only after that, so an all-reduce is applied by all or by none, and work of a lost all-reduce is
+sent again.
 
 A newcomer waits for the next launch. There, after the merge, a member hands over a copy of its
-state, and the newcomer takes part in that same flight with weight 0: from then on it stands where
-the others stand, bit for bit.
+state, and the newcomer takes part in that same all-reduce with weight 0: from then on it stands
+where the others stand, bit for bit.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
+import threading
 import time
 import uuid
 import weakref
@@ -22,8 +25,7 @@ from typing import Any, Protocol
 
 import torch
 
-from fivefold.errors import CommunicationError, ConfigurationError
-from fivefold.optim._elastic_flight import ElasticFlight
+from fivefold.errors import CommunicationError, ConfigurationError, FivefoldError
 from fivefold.optim._elastic_quorum import Ballot, Decision, Member
 from fivefold.optim._elastic_services import ElasticGroup, ElasticServices
 
@@ -109,7 +111,7 @@ class ElasticTransport:
         timeout_s: Longest all-reduce, in seconds.
     """
 
-    may_lose = True  # the engine keeps its own part of a flight until the flight counts
+    may_lose = True  # the engine keeps its own part of an all-reduce until the all-reduce counts
 
     def __init__(self, services: ElasticServices, *, max_workers: int, timeout_s: float) -> None:
         self._services = services
@@ -120,7 +122,7 @@ class ElasticTransport:
         self._holder: PeerStateHolder | None = None
         self._decision: Decision | None = None
         self._slot = 0
-        self._flight: ElasticFlight | None = None
+        self._all_reduce: ElasticAllReduce | None = None
         self._close = weakref.finalize(self, _close, services, self._group)
 
     @property
@@ -140,7 +142,7 @@ class ElasticTransport:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """Slots of the workers of the next flight; empty before this worker has joined."""
+        """Slots of the workers of the next all-reduce; empty before this worker has joined."""
         return () if self._decision is None else tuple(m.slot for m in self._decision.members)
 
     def join(self, holder: PeerStateHolder, *, steps: int = 0) -> None:
@@ -156,12 +158,12 @@ class ElasticTransport:
                 the most gives its state to the others.
 
         Raises:
-            ConfigurationError: The job has other settings or no free slot, or a flight is under
-                way.
+            ConfigurationError: The job has other settings or no free slot, or an all-reduce is
+                under way.
             CommunicationError: No quorum or no state in time.
         """
-        if self._flight is not None:
-            message = f"worker {self.worker}: join while a flight is under way"
+        if self._all_reduce is not None:
+            message = f"worker {self.worker}: join while an all-reduce is under way"
             raise ConfigurationError(message, hint="join before training or after LeftBehindError")
         self._holder = holder
         self._leave()
@@ -188,39 +190,39 @@ class ElasticTransport:
         Raises:
             ConfigurationError: There is more than one fragment.
         """
-        del payloads  # nothing is kept between flights
+        del payloads  # nothing is kept between all-reduces
         if fragment > 0:
             message = f"elastic training takes rules with one fragment; got fragment {fragment}"
             hint = "use CO2, DelayCorrected or another rule that sends the whole model at once"
             raise ConfigurationError(message, hint=hint)
 
     def launch(
-        self, payloads: Sequence[torch.Tensor], *, lane: torch.Tensor, fragment: int, what: str
-    ) -> ElasticFlight:
+        self, payloads: Sequence[torch.Tensor], *, metadata: torch.Tensor, fragment: int, what: str
+    ) -> ElasticAllReduce:
         """Start summing over the workers of the last quorum; see ``Transport.launch``.
 
         Raises:
-            ConfigurationError: Not joined, or another flight is under way.
+            ConfigurationError: Not joined, or another all-reduce is under way.
         """
         decision = self._decision
         if decision is None or self._holder is None:
             message = "launch before join"
             raise ConfigurationError(message, hint="call transport.join(sync) before training")
-        if self._flight is not None:
-            message = f"{what} would be a second flight at a time (fragment {fragment})"
-            raise ConfigurationError(message, hint="wait for the flight before the next launch")
+        if self._all_reduce is not None:
+            message = f"{what} would be a second all-reduce at a time (fragment {fragment})"
+            raise ConfigurationError(message, hint="wait for the all-reduce before the next launch")
         turn = decision.turn + 1
         copiers = decision.copiers_from(self.worker)
         if copiers and decision.turn >= 0:  # at the start of a job they got it in join()
             self._services.serve_state(self._holder.peer_state(), turn=turn, copiers=copiers)
-        tensors = [*payloads, lane]
+        tensors = [*payloads, metadata]
         names = tuple(member.worker for member in decision.members)
         ballot = self._ballot(turn=turn, history=decision.history, slot=self._slot, members=names)
-        self._flight = ElasticFlight(
+        self._all_reduce = ElasticAllReduce(
             self, tensors, members=decision.members, ballot=ballot, what=what
         )
-        self._flight.start()
-        return self._flight
+        self._all_reduce.start()
+        return self._all_reduce
 
     def state_dict(self) -> dict[str, Any]:
         """Membership is never resumed: a worker that starts again joins again."""
@@ -241,17 +243,17 @@ class ElasticTransport:
         """Leave the job; the others notice when the heartbeat stops."""
         self._close()
 
-    # -- one flight -------------------------------------------------------------------------------
+    # -- one all-reduce ---------------------------------------------------------------------------
 
     @property
     def patience_s(self) -> float:
-        """Longest that a flight can take: to form the group, to sum, to vote; with some slack."""
+        """Longest an all-reduce can take: to form the group, to sum, to vote; with some slack."""
         return 2 * self._timeout_s + self._services.quorum_timeout_s + _SLACK_S
 
     def fly(
         self, tensors: Sequence[torch.Tensor], *, members: tuple[Member, ...], turn: int
     ) -> None:
-        """Sum the tensors over the members; runs in the flight's thread.
+        """Sum the tensors over the members; runs in the all-reduce's thread.
 
         Raises:
             RuntimeError: A member ended or the timeout passed.
@@ -264,7 +266,7 @@ class ElasticTransport:
             raise
 
     def vote(self, ballot: Ballot, *, what: str) -> Decision:
-        """Vote on a flight; runs in the flight's thread.
+        """Vote on an all-reduce; runs in the all-reduce's thread.
 
         Raises:
             CommunicationError: No quorum came together in time.
@@ -272,12 +274,12 @@ class ElasticTransport:
         return self._services.vote(ballot, what=what)
 
     def adopt(self, decision: Decision, *, what: str) -> bool:
-        """Make a decision this worker's own; returns whether the flight counts.
+        """Make a decision this worker's own; returns whether the all-reduce counts.
 
         Raises:
             LeftBehindError: The others went on without this worker.
         """
-        self._flight = None
+        self._all_reduce = None
         self._services.retire_state()
         if self.worker in decision.left_behind:
             self._leave()
@@ -332,12 +334,12 @@ class ElasticTransport:
             self._leave()
             return False
         holder.load_peer_state(state)
-        _LOG.info("worker %s joined in slot %d before flight %d", self.worker, self._slot, turn)
+        _LOG.info("worker %s joined in slot %d before all-reduce %d", self.worker, self._slot, turn)
         return True
 
     def _leave(self) -> None:
         self._decision = None
-        self._flight = None
+        self._all_reduce = None
         self._group.abort()
 
     def _ballot(self, **fields: Any) -> Ballot:
@@ -362,3 +364,98 @@ class ElasticTransport:
 def _close(services: ElasticServices, group: ElasticGroup) -> None:
     group.abort()
     services.close()
+
+
+class Carrier(Protocol):
+    """What an all-reduce needs of its transport."""
+
+    @property
+    def patience_s(self) -> float:
+        """Longest that an all-reduce can take, in seconds."""
+        ...
+
+    def fly(
+        self, tensors: Sequence[torch.Tensor], *, members: tuple[Member, ...], turn: int
+    ) -> None:
+        """Sum the tensors in place over the members; called in the all-reduce's thread."""
+        ...
+
+    def vote(self, ballot: Ballot, *, what: str) -> Decision:
+        """Vote on the all-reduce; called in the all-reduce's thread."""
+        ...
+
+    def adopt(self, decision: Decision, *, what: str) -> bool:
+        """Make the decision the worker's own; returns whether the all-reduce counts."""
+        ...
+
+
+class ElasticAllReduce:
+    """A sum over the members under way."""
+
+    def __init__(
+        self,
+        transport: Carrier,
+        tensors: Sequence[torch.Tensor],
+        *,
+        members: tuple[Member, ...],
+        ballot: Ballot,
+        what: str,
+    ) -> None:
+        self.launched_at_s = time.perf_counter()
+        self.completed_at_s: float | None = None
+        # A ring: each member sends every part of the sum twice, but for its own share.
+        count, total_bytes = len(members), sum(t.nbytes for t in tensors)
+        self.sent_bytes = round(2 * (count - 1) * total_bytes / count)
+        self._transport = transport
+        self._tensors = tensors
+        self._members = members
+        self._ballot = ballot
+        self._what = what
+        self._outcome: bool | None = None
+        self._decision: Decision | None = None
+        self._error: BaseException | None = None
+        on_device = [t.device for t in tensors if t.device.type == "cuda"]
+        self._stream = torch.cuda.current_stream(on_device[0]) if on_device else None
+        # A daemon: a process that ends must not wait for a quorum.
+        self._thread = threading.Thread(target=self._run, name="elastic-all-reduce", daemon=True)
+
+    def start(self) -> None:
+        """Take off."""
+        self._thread.start()
+
+    def wait(self) -> bool:
+        """Block until the quorum has decided on the all-reduce; see ``PendingAllReduce.wait``."""
+        if self._outcome is None:
+            self._thread.join(self._transport.patience_s)
+            if self._thread.is_alive():  # every step of it has a timeout, so this is a defect
+                message = f"worker {self._ballot.worker}: {self._what} did not end in any timeout"
+                raise CommunicationError(message, hint="start this worker again")
+            if self._error is not None:
+                raise self._error
+            assert self._decision is not None, "no error and no decision"
+            self._outcome = self._transport.adopt(self._decision, what=self._what)
+            self._tensors = ()
+        return self._outcome
+
+    def _run(self) -> None:
+        try:
+            arrived = self._fly()
+            self.completed_at_s = time.perf_counter()
+            ballot = Ballot(**{**self._ballot.to_data(), "arrived": arrived})
+            self._decision = self._transport.vote(ballot, what=self._what)
+        except BaseException as error:  # noqa: BLE001 - handed to the caller of wait()
+            self._error = error
+
+    def _fly(self) -> bool:
+        stream = self._stream
+        context = contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+        try:
+            with context:
+                self._transport.fly(self._tensors, members=self._members, turn=self._ballot.turn)
+        except RuntimeError as error:
+            if isinstance(error, FivefoldError):
+                raise
+            reason = str(error).strip().partition("\n")[0].partition(". This is")[0]
+            _LOG.warning("worker %s: %s was lost: %s", self._ballot.worker, self._what, reason)
+            return False
+        return True

@@ -1,10 +1,10 @@
-"""What one quorum means: who goes on, who joins, whether the last flight counts.
+"""What one quorum means: who goes on, who joins, whether the last all-reduce counts.
 
 The lighthouse is the one authority: it hands the same list of ballots to everybody who voted, and
-:func:`decide` is a pure function of that list, so all who read it decide alike. A flight counts
-only when every member that is still there says that the sums arrived; nobody applies a sum before
-that. So a worker may end at any moment, and the others either all apply a flight or all send the
-same work again.
+:func:`decide` is a pure function of that list, so all who read it decide alike. An all-reduce
+counts only when every member that is still there says that the sums arrived; nobody applies a sum
+before that. So a worker may end at any moment, and the others either all apply an all-reduce or all
+send the same work again.
 
 Nothing here knows sockets, tensors or torchft.
 """
@@ -25,17 +25,17 @@ class Ballot:
 
     Attributes:
         worker: Unique name of the process.
-        turn: Number of the flight that is voted on; -1 for a worker that wants to join.
+        turn: Number of the all-reduce that is voted on; -1 for a worker that wants to join.
         history: Digest of all decisions so far; while joining a name never used before, for
             the case that this worker starts a job.
         slot: The worker's slot; -1 while joining.
-        arrived: Whether the sums of the flight arrived here.
+        arrived: Whether the sums of the all-reduce arrived here.
         steps: Local steps behind the state that the worker has, from a checkpoint for example.
         capacity: Number of slots that the worker was started with.
         settings: Fingerprint of model, rule and software; equal on all.
         store: host:port of the worker's key-value store.
         state: Address of the worker's state server.
-        members: Workers of the flight that is voted on.
+        members: Workers of the all-reduce that is voted on.
         gone: Those of them that this worker knows to have ended.
     """
 
@@ -64,7 +64,7 @@ class Ballot:
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """One worker of the next flight.
+    """One worker of the next all-reduce.
 
     Attributes:
         worker: Its name.
@@ -82,15 +82,15 @@ class Decision:
     """What all who read the same ballots do next.
 
     Attributes:
-        turn: Number of the flight that was voted on; -1 at the start of a job.
+        turn: Number of the all-reduce that was voted on; -1 at the start of a job.
         history: Digest of this decision and all before it.
-        committed: Whether that flight counts.
-        members: Workers of the next flight, by slot.
+        committed: Whether that all-reduce counts.
+        members: Workers of the next all-reduce, by slot.
         sources: For each worker that joins: name and state address of the worker to copy from.
         refused: For each worker that cannot join: the reason.
         left_behind: Workers that the others went on without; they have to join again.
-        missing: Workers of the last flight that did not vote, and that some voter does not know to
-            have ended. While there are any the decision does not stand: all vote again. A
+        missing: Workers of the last all-reduce that did not vote, and that some voter does not know
+            to have ended. While there are any the decision does not stand: all vote again. A
             lighthouse that was started again has heard of some workers and not yet of others.
     """
 
@@ -116,12 +116,6 @@ def decide(ballots: Sequence[Ballot]) -> Decision:
     two parts of the job went on without each other; then one of them, which all see alike,
     prevails. Where nobody is a member the job starts: the worker with the most steps behind it
     gives its state to the others.
-
-    Args:
-        ballots: One per worker, in any order, at least one.
-
-    Returns:
-        The decision, which does not depend on the order.
     """
     voters = [ballot for ballot in ballots if not ballot.joining]
     applicants = sorted((b for b in ballots if b.joining), key=lambda b: b.worker)

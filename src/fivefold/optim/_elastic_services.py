@@ -5,7 +5,7 @@ can be formed again, and the HTTP transfer of states. This module holds one work
 and turns their errors into ours. What a quorum means is decided in ``_elastic_quorum``.
 
 torchft's own ``Manager`` is not used: its vote ends at one worker's border (two workers may
-decide differently about one flight), and it hands a newcomer's state over one step late for
+decide differently about one all-reduce), and it hands a newcomer's state over one step late for
 rules whose sums are applied one round later.
 """
 
@@ -33,8 +33,8 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch hides it from mypy
 from torch.utils._pytree import tree_map
 
-from fivefold.errors import CommunicationError, ConfigurationError, UnsupportedError
-from fivefold.optim._elastic_gate import listen_at
+from fivefold.errors import CommunicationError, ConfigurationError
+from fivefold.optim._elastic_lighthouse import listen_at, require_torchft
 from fivefold.optim._elastic_quorum import Ballot, Decision, Member, decide
 
 _LOG = logging.getLogger(__name__)
@@ -47,26 +47,8 @@ _HEARD = re.compile(r'class="heartbeat[^"]*"\s*>\s*(\S+): seen ')
 _LIVE = re.compile(r'class="heartbeat\s*"\s*>\s*(\S+): seen ')
 
 
-def require_torchft() -> None:
-    """Make torchft ready, with its native log kept to errors unless RUST_LOG says otherwise.
-
-    Raises:
-        UnsupportedError: torchft is not installed.
-    """
-    os.environ.setdefault("RUST_LOG", "error")  # read once, when torchft is loaded
-    try:
-        import torchft.coordination  # noqa: F401, PLC0415 - optional and slow to load
-    except ImportError as error:
-        message = "elastic training needs torchft, which is not installed"
-        raise UnsupportedError(message, hint="pip install 'fivefold[elastic]'") from error
-
-
 def lighthouse_url(address: str) -> str:
-    """``host:port`` or a URL as the URL that torchft wants.
-
-    Raises:
-        ConfigurationError: There is no port.
-    """
+    """``host:port`` or a URL as the URL that torchft wants."""
     bare = address.removeprefix("http://").rstrip("/")
     host, _, port = bare.rpartition(":")
     if not host or not port.isdigit():
@@ -76,19 +58,7 @@ def lighthouse_url(address: str) -> str:
 
 
 class ElasticServices:
-    """What one worker needs to vote, to be found and to hand its state on.
-
-    Args:
-        lighthouse: host:port.
-        host: Address under which the others reach this worker; None for the one from which
-            this machine reaches the lighthouse.
-        timeout_s: Longest collective, in seconds.
-        quorum_timeout_s: Longest wait for a quorum or a state, in seconds.
-
-    Raises:
-        UnsupportedError: torchft is not installed.
-        CommunicationError: The lighthouse does not answer.
-    """
+    """What one worker needs to vote, to be found and to hand its state on."""
 
     def __init__(
         self, lighthouse: str, *, host: str | None, timeout_s: float, quorum_timeout_s: float
@@ -125,13 +95,6 @@ class ElasticServices:
 
         While members are missing that the lighthouse does not know to have ended (it was started
         again and has not heard of them yet), all vote again, for ``_RETURN_S`` at most.
-
-        Args:
-            ballot: This worker's.
-            what: What is voted on, for messages.
-
-        Raises:
-            CommunicationError: No quorum came together in time.
         """
         deadline_s = time.monotonic() + self.quorum_timeout_s
         patience_s = math.inf
@@ -167,9 +130,6 @@ class ElasticServices:
         """Workers that are alive but are not among the voters of a quorum.
 
         A quorum does not say so; the lighthouse's page does.
-
-        Raises:
-            CommunicationError: The page could not be read.
         """
         return sorted(set(_LIVE.findall(self._page())) - set(voters))
 
@@ -190,14 +150,8 @@ class ElasticServices:
         return text
 
     def serve_state(self, state: object, *, turn: int, copiers: Sequence[str]) -> None:
-        """Offer a copy of the state as of this flight to workers that join.
-
-        Args:
-            state: Tensors and plain values; copied, so that training goes on.
-            turn: Number of the flight that the newcomers join in.
-            copiers: Their names.
-        """
-        _LOG.info("handing the state to %s before flight %d", ", ".join(copiers), turn)
+        """Offer a copy of the state as of this all-reduce to workers that join."""
+        _LOG.info("handing the state to %s before all-reduce %d", ", ".join(copiers), turn)
         copy = tree_map(lambda v: v.detach().clone() if isinstance(v, torch.Tensor) else v, state)
         self._state_server.serve(copy, turn=turn)
 
@@ -206,17 +160,7 @@ class ElasticServices:
         self._state_server.retire()
 
     def fetch_state(self, address: str, *, turn: int, what: str, patience_s: float) -> Any:
-        """Get a peer's state as of a flight; waits until the peer reaches it.
-
-        Args:
-            address: The peer's ``state_address``.
-            turn: Number of the flight.
-            what: For messages.
-            patience_s: Longest wait until the transfer begins, in seconds.
-
-        Raises:
-            CommunicationError: The peer ended, or did not reach the flight in time.
-        """
+        """Get a peer's state as of an all-reduce; waits until the peer reaches it."""
         deadline_s = time.monotonic() + patience_s
         while True:
             try:
@@ -278,12 +222,7 @@ class ElasticServices:
 
 
 class ElasticGroup:
-    """The process group of the current members, formed again when they change.
-
-    Args:
-        worker: This worker's name.
-        timeout_s: Longest time to form it, and longest collective, in seconds.
-    """
+    """The process group of the current members, formed again when they change."""
 
     def __init__(self, worker: str, *, timeout_s: float) -> None:
         self._worker = worker
@@ -292,11 +231,7 @@ class ElasticGroup:
         self._group: Any = None
 
     def form(self, members: tuple[Member, ...], *, turn: int) -> None:
-        """Connect the members; nothing happens while they stay the same.
-
-        Raises:
-            RuntimeError: A member did not come.
-        """
+        """Connect the members; nothing happens while they stay the same."""
         if members == self._members:
             return
         self.abort()
@@ -310,11 +245,7 @@ class ElasticGroup:
         self._members = members
 
     def sum_(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Sum the tensors in place over the members; blocks.
-
-        Raises:
-            RuntimeError: A member ended or the timeout passed.
-        """
+        """Sum the tensors in place over the members; blocks."""
         if self._group is None:  # alone
             return
         options = dist.AllreduceOptions()

@@ -65,16 +65,7 @@ class Piece:
 
 
 class FlatGroup:
-    """Outer state of tensors of one device and one outer data type.
-
-    Args:
-        tensors: Distinct parameters or buffers.
-        dtype: Outer data type.
-        extras: Names of the optional buffers of ``Piece`` to keep.
-        share: Which rows of each tensor are meant.
-        device: Where the buffers live; None for beside the tensors. Elsewhere the live tensors
-            are staged: each piece is copied there and, once it has been merged, back.
-    """
+    """Outer state of tensors of one device and one outer data type."""
 
     def __init__(
         self,
@@ -231,20 +222,7 @@ def flat_groups(
     share: RowShare,
     device: torch.device | None = None,
 ) -> list[FlatGroup]:
-    """Group tensors by device and outer data type.
-
-    Args:
-        tensors: Parameters or buffers; tied ones are counted once.
-        extras: Names of the optional buffers of ``Piece`` to keep.
-        share: Which rows of each tensor are meant.
-        device: Where the buffers live; None for beside the tensors.
-
-    Returns:
-        Groups in the order in which their first tensor comes.
-
-    Raises:
-        ConfigurationError: A tensor is sparse, complex or of an unknown kind.
-    """
+    """Group tensors by device and outer data type."""
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     names = tuple(extras)
     for tensor in dict.fromkeys(tensors):

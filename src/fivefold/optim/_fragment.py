@@ -3,7 +3,7 @@
 Most rules have one fragment, the whole model. A fragment knows when it launches and merges
 (``_schedule``), holds its flat buffers (``_flat``) and turns what arrived into the scalars of an
 outer step. Live parameters are touched on the training thread only, at boundaries: what is in
-flight is always the payload.
+all-reduce is always the payload.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ import torch
 
 from fivefold.errors import CommunicationError, NonFiniteError
 from fivefold.optim._flat import FlatGroup
-from fivefold.optim._fragment_state import FragmentState, Surroundings
-from fivefold.optim._lane import Lane, LaneReading
-from fivefold.optim._merge import MERGES, MergeTask, merge_pieces
+from fivefold.optim._merge import MERGES, MergeTask, merge_pieces, outer_coefficients
+from fivefold.optim._metadata import Metadata, MetadataReading
 from fivefold.optim._replica_hash import replica_hash, require_equal, require_equal_inside
-from fivefold.optim._scalars import outer_coefficients
 from fivefold.optim._schedule import Boundary, RoundSchedule
 from fivefold.optim._shards import local_tensor
 from fivefold.optim._state import (
-    InFlight,
+    EngineContext,
+    FragmentState,
+    InAllReduce,
 )
-from fivefold.optim._statistics import FlightRecord
+from fivefold.optim._statistics import AllReduceRecord
 from fivefold.optim._update import OuterCoefficients, PieceStatistics
 
-__all__ = ["Fragment", "Surroundings"]
+__all__ = ["EngineContext", "Fragment"]
 
 _LOG = logging.getLogger(__name__)
-# A flight that is waited for and gets lost goes out again, but not for ever.
+# An all-reduce that is waited for and gets lost goes out again, but not for ever.
 _MOST_ATTEMPTS = 16
 _POLL_S = 0.0005
 
@@ -47,21 +47,19 @@ class Fragment(FragmentState):
         *,
         averaged: list[FlatGroup],
         schedule: RoundSchedule,
-        surroundings: Surroundings,
+        context: EngineContext,
     ) -> None:
-        super().__init__(
-            index, groups, averaged=averaged, schedule=schedule, surroundings=surroundings
-        )
+        super().__init__(index, groups, averaged=averaged, schedule=schedule, context=context)
         device = groups[0].anchor.device
-        self._lane = Lane(surroundings.transport.world_size, device=device)
+        self._metadata = Metadata(context.transport.world_size, device=device)
         self._side: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch
         self._weighted = False
         self._finite = True
-        self._untold = 0  # of a lost flight: others still have to be told
+        self._untold = 0  # of a lost all-reduce: others still have to be told
         self._others_lr: float | None = None
-        surroundings.transport.prepare(self._payloads(), fragment=index)
+        context.transport.prepare(self._payloads(), fragment=index)
 
     # -- what the engine calls --------------------------------------------------------------------
 
@@ -114,10 +112,10 @@ class Fragment(FragmentState):
         hint = "look at the network between the workers; start again from the last checkpoint"
         raise CommunicationError(message, hint=hint)
 
-    def _weight_after(self, landed: InFlight, *, has_steps: bool) -> float | None:
-        """Weight of what is sent after a flight: of the new steps, or else of what is sent again.
+    def _weight_after(self, landed: InAllReduce, *, has_steps: bool) -> float | None:
+        """Return the weight of what is sent next: of the new steps, or else of what is sent again.
 
-        Without new steps there is only what the flight did not bring home: all of it where it
+        Without new steps there is only what the all-reduce did not bring home: all of it where it
         was lost, and what merges that keep local work left with this rank.
         """
         lost = not landed.arrived
@@ -133,11 +131,7 @@ class Fragment(FragmentState):
 
     @torch.no_grad()
     def begin_at_mean(self) -> None:
-        """Start from the mean of what the ranks have, which is waited for.
-
-        Raises:
-            CommunicationError: The all-reduce failed or timed out.
-        """
+        """Start from the mean of what the ranks have, which is waited for."""
         transport, measured = self._shared.transport, PieceStatistics()
         transport.broadcast(self.anchors)
         for piece in self._pieces():
@@ -147,15 +141,15 @@ class Fragment(FragmentState):
         non_finite = self._first_non_finite()
         if non_finite:
             self._clear_payloads()
-        self._lane.write(transport.rank, weight=float(not non_finite), non_finite=non_finite)
+        self._metadata.write(transport.rank, weight=float(not non_finite), non_finite=non_finite)
         what = f"the mean of the new parameters of fragment {self.index}"
         self._wait(
             transport.launch(
-                self._payloads(), lane=self._lane.tensor, fragment=self.index, what=what
+                self._payloads(), metadata=self._metadata.tensor, fragment=self.index, what=what
             ),
             what=what,
         )
-        reading = self._lane.read()
+        reading = self._metadata.read()
         self._tell_non_finite(reading, round_number=self.schedule.round)
         for group in self.groups:
             group.anchor.sub_(group.payload.div_(reading.total_weight))
@@ -167,12 +161,7 @@ class Fragment(FragmentState):
             self._land(self._in_flight)
 
     def take_part(self, round_number: int, *, unit: float) -> None:
-        """Take part in a launch with weight 0: a newcomer has no work of its own yet.
-
-        Args:
-            round_number: What the others launch.
-            unit: Their inner learning rate.
-        """
+        """Take part in a launch with weight 0: a newcomer has no work of its own yet."""
         self._clear_payloads()
         self._others_lr = unit  # this worker's own schedule may stand elsewhere
         self._send(round_number, weight=0.0, anchor_hash=0, step_s=0.0)
@@ -182,26 +171,26 @@ class Fragment(FragmentState):
 
     # -- arrival ----------------------------------------------------------------------------------
 
-    def _arrive(self) -> InFlight:
-        flight = self._in_flight
-        assert flight is not None, "the schedule merges only what was launched"
-        self._land(flight)
+    def _arrive(self) -> InAllReduce:
+        all_reduce = self._in_flight
+        assert all_reduce is not None, "the schedule merges only what was launched"
+        self._land(all_reduce)
         self._in_flight = None
-        reading = flight.reading
+        reading = all_reduce.reading
         assert reading is not None, "landing reads the lane"
-        if not flight.arrived:
-            self._untold = flight.non_finite
+        if not all_reduce.arrived:
+            self._untold = all_reduce.non_finite
         else:
-            self._tell_non_finite(reading, round_number=flight.round)
+            self._tell_non_finite(reading, round_number=all_reduce.round)
             reading.require_weights_alike()
             hashes = {slot: int(h) for slot, h in enumerate(reading.hash) if reading.weight[slot]}
-            require_equal(hashes, round_number=flight.round)
+            require_equal(hashes, round_number=all_reduce.round)
             if self.index == 0:
-                self._shared.on_reading(reading, flight.round)
-        return flight
+                self._shared.on_reading(reading, all_reduce.round)
+        return all_reduce
 
-    def _tell_non_finite(self, reading: LaneReading, *, round_number: int) -> None:
-        """Say whose payload was left out; all ranks read the same lane, so all do alike."""
+    def _tell_non_finite(self, reading: MetadataReading, *, round_number: int) -> None:
+        """Say whose payload was left out; all ranks read the same metadata, so all do alike."""
         names = [self._shared.name_of(tensor) for tensor in self.tensors()]
         left_out = {slot: names[int(n) - 1] for slot, n in enumerate(reading.non_finite) if n}
         if not left_out:
@@ -217,21 +206,23 @@ class Fragment(FragmentState):
             )
         _LOG.warning("%s; the round counts without it, and it goes on from the anchor", message)
 
-    def _land(self, flight: InFlight) -> None:
-        handle = flight.handle
+    def _land(self, all_reduce: InAllReduce) -> None:
+        handle = all_reduce.handle
         if handle is None:  # already landed, by a checkpoint or before a resume
             return
         wait_started_s = time.perf_counter()
-        what = f"the all-reduce of round {flight.round}, waited for after step "
-        flight.arrived = self._wait(handle, what=f"{what}{self.schedule.total_steps}")
+        what = f"the all-reduce of round {all_reduce.round}, waited for after step "
+        all_reduce.arrived = self._wait(handle, what=f"{what}{self.schedule.total_steps}")
         wait_ended_s = time.perf_counter()
         completed_s = handle.completed_at_s
         landed_s = wait_ended_s if completed_s is None else min(completed_s, wait_ended_s)
-        flight.reading = self._lane.read()
-        flight.handle = None
-        self._state.last_flight_s = landed_s - handle.launched_at_s if flight.arrived else 0.0
-        record = FlightRecord(
-            round=flight.round,
+        all_reduce.reading = self._metadata.read()
+        all_reduce.handle = None
+        self._state.last_all_reduce_s = (
+            landed_s - handle.launched_at_s if all_reduce.arrived else 0.0
+        )
+        record = AllReduceRecord(
+            round=all_reduce.round,
             payload_bytes=sum(payload.nbytes for payload in self._payloads()),
             launched_at_s=handle.launched_at_s,
             completed_at_s=landed_s,
@@ -239,18 +230,18 @@ class Fragment(FragmentState):
             wait_ended_at_s=wait_ended_s,
             fragment=self.index,
             sent_bytes=handle.sent_bytes,
-            lost=not flight.arrived,
+            lost=not all_reduce.arrived,
         )
-        self._shared.meter.add_flight(record)
+        self._shared.meter.add_all_reduce(record)
 
     def _wait(self, handle: Any, *, what: str) -> bool:
         if self._side is None:
             return bool(handle.wait())
-        # The host waits for the flight alone: on a stream of its own, so that the steps queued on
-        # the compute stream run on meanwhile.
+        # The host waits for the all-reduce alone: on a stream of its own, so that the steps queued
+        # on the compute stream run on meanwhile.
         with torch.cuda.stream(self._side):
             arrived = bool(handle.wait())
-            self._lane.fetch()
+            self._metadata.fetch()
             landed = self._side.record_event()
         # Polled, since NCCL reports no failure here: a wait for the stream would have no end.
         deadline_s = time.monotonic() + self._shared.timeout_s
@@ -272,17 +263,17 @@ class Fragment(FragmentState):
         if self._side is not None:
             torch.cuda.current_stream(self._side.device).synchronize()
 
-    def _coefficients(self, flight: InFlight) -> OuterCoefficients | None:
-        """Turn what the lane brought into the scalars of this outer step."""
-        reading, shared = flight.reading, self._shared
-        if not flight.arrived or reading is None or reading.total_weight == 0:
+    def _coefficients(self, all_reduce: InAllReduce) -> OuterCoefficients | None:
+        """Turn what the metadata brought into the scalars of this outer step."""
+        reading, shared = all_reduce.reading, self._shared
+        if not all_reduce.arrived or reading is None or reading.total_weight == 0:
             return None
         in_lr_units = shared.rule.units == "lr"
         return outer_coefficients(
             shared.rule,
             self._state,
             reading=reading,
-            send_unit=flight.unit if in_lr_units else 1.0,
+            send_unit=all_reduce.unit if in_lr_units else 1.0,
             step_unit=self._inner_lr() if in_lr_units else 1.0,
             elements=sum(group.anchor.numel() for group in self.groups),
             shard_sum=_unchanged if shared.worker is None else shared.worker.sum,
@@ -292,7 +283,7 @@ class Fragment(FragmentState):
 
     @torch.no_grad()
     def _merge(
-        self, landed: InFlight | None, *, send: bool, settles: bool, waits: bool = False
+        self, landed: InAllReduce | None, *, send: bool, settles: bool, waits: bool = False
     ) -> None:
         coefficients = None if landed is None else self._coefficients(landed)
         lost = landed is not None and not landed.arrived
@@ -324,7 +315,7 @@ class Fragment(FragmentState):
         self._account(measured, coefficients)
         self._finite = measured.all_finite() and averaged.all_finite()
 
-    def _average(self, task: MergeTask, reading: LaneReading | None) -> PieceStatistics:
+    def _average(self, task: MergeTask, reading: MetadataReading | None) -> PieceStatistics:
         """Buffers are averaged by the delay-corrected merge, whatever the rule is."""
         plain = None
         if task.coefficients is not None and reading is not None:
@@ -395,7 +386,7 @@ class Fragment(FragmentState):
         non_finite: int = 0,
     ) -> None:
         shared, state = self._shared, self._state
-        self._lane.write(
+        self._metadata.write(
             shared.transport.rank,
             weight=weight,
             weighted=float(self._weighted),
@@ -403,7 +394,7 @@ class Fragment(FragmentState):
             move=state.last_move,
             delta=state.last_delta,
             step_s=step_s,
-            flight_s=state.last_flight_s,
+            all_reduce_s=state.last_all_reduce_s,
             pending=shared.pending() if self.index == 0 else 0.0,
             non_finite=float(non_finite),
         )
@@ -415,11 +406,11 @@ class Fragment(FragmentState):
         self.launching = round_number
         try:
             handle = shared.transport.launch(
-                self._payloads(), lane=self._lane.tensor, fragment=self.index, what=what
+                self._payloads(), metadata=self._metadata.tensor, fragment=self.index, what=what
             )
         finally:
             self.launching = None
-        self._in_flight = InFlight(
+        self._in_flight = InAllReduce(
             round=round_number, unit=unit, handle=handle, weight=weight, non_finite=non_finite
         )
 

@@ -2,8 +2,9 @@
 
 Without care they would drift apart silently. At every boundary the model's trainable parameters
 are compared with those that the engine knows. A known name with a new object (``load_state_dict``
-with ``assign=True``) is followed. New ones are announced in the lane, so that every rank sees at
-the same round what the others announced, and all adopt them at that boundary or all raise an error.
+with ``assign=True``) is followed. New ones are announced in the metadata, so that every rank sees
+at the same round what the others announced, and all adopt them at that boundary or all raise an
+error.
 """
 
 from __future__ import annotations
@@ -21,11 +22,7 @@ _PATIENCE_ROUNDS = 2  # ranks whose rounds have other numbers of steps may annou
 
 
 class LateParameters:
-    """Which trainable parameters the engine knows.
-
-    Args:
-        model: The model.
-    """
+    """Which trainable parameters the engine knows."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -34,14 +31,7 @@ class LateParameters:
         self.announced = 0.0
 
     def look(self, groups: Iterable[FlatGroup]) -> dict[str, torch.Tensor]:
-        """Return what is not known yet, by name, after following replaced objects.
-
-        Args:
-            groups: Where known parameters are read and written.
-
-        Raises:
-            ConfigurationError: A parameter was replaced by one of another shape.
-        """
+        """Return what is not known yet, by name, after following replaced objects."""
         now = _trainable(self._model)
         known_objects = {id(p) for p in self._known.values()}
         unknown = {name: p for name, p in now.items() if id(p) not in known_objects}
@@ -62,14 +52,7 @@ class LateParameters:
         self.announced = 0.0
 
     def all_announced(self, values: list[float]) -> bool:
-        """Whether all ranks announced the same parameters.
-
-        Args:
-            values: What each rank announced.
-
-        Raises:
-            ConfigurationError: They announced different ones twice in a row.
-        """
+        """Whether all ranks announced the same parameters."""
         if len(set(values)) == 1:
             self._different_rounds = 0
             return values[0] != 0.0
@@ -83,11 +66,7 @@ class LateParameters:
 
 
 def require_same_names(names: list[list[str]]) -> None:
-    """Check what all ranks are about to adopt.
-
-    Raises:
-        ConfigurationError: They differ.
-    """
+    """Check what all ranks are about to adopt."""
     for rank, found in enumerate(names):
         if found != names[0]:
             apart = sorted(set(found) ^ set(names[0]))

@@ -13,25 +13,18 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fivefold.errors import ConfigurationError
+from fivefold.optim._codecs import Codec, ExactCodec, named_codec
 from fivefold.optim._flat import flat_groups
 from fivefold.optim._fragment import Fragment
-from fivefold.optim._fragment_state import Surroundings
 from fivefold.optim._rule import OuterRule
 from fivefold.optim._schedule import RoundSchedule
 from fivefold.optim._shards import RowShare
 from fivefold.optim._staleness import GapPenalty
+from fivefold.optim._state import EngineContext
 
 
 def state_extras(rule: OuterRule, *, may_lose: bool) -> tuple[str, ...]:
-    """Return the buffers that a rule needs beside anchor and payload.
-
-    Args:
-        rule: The rule.
-        may_lose: Whether the transport may lose a flight, whose work must then be kept.
-
-    Raises:
-        ConfigurationError: The rule does not survive lost flights.
-    """
+    """Return the buffers that a rule needs beside anchor and payload."""
     penalty = rule.penalty
     by_element = isinstance(penalty, GapPenalty) and penalty.norm == "element"
     extras = []
@@ -52,30 +45,17 @@ def state_extras(rule: OuterRule, *, may_lose: bool) -> tuple[str, ...]:
 
 
 def make_fragments(
-    model: torch.nn.Module, surroundings: Surroundings, *, extras: Iterable[str]
+    model: torch.nn.Module, context: EngineContext, *, extras: Iterable[str]
 ) -> list[Fragment]:
-    """Cut the trainable parameters into the rule's fragments, in the model's order.
-
-    Args:
-        model: The model.
-        surroundings: What the fragments share.
-        extras: Buffers that the rule needs.
-
-    Returns:
-        The fragments; the first one also averages the model's buffers.
-
-    Raises:
-        ConfigurationError: There is nothing to train, fewer parameters than fragments, or a
-            parameter of an unknown kind.
-    """
-    rule = surroundings.rule
+    """Cut the trainable parameters into the rule's fragments, in the model's order."""
+    rule = context.rule
     trainable = [p for p in dict.fromkeys(model.parameters()) if p.requires_grad]
     if not trainable:
         message = "the model has no parameter with requires_grad=True"
         raise ConfigurationError(message, hint="nothing would be synchronised; check the model")
-    worker = surroundings.worker
+    worker = context.worker
     share = RowShare() if worker is None else worker.share
-    device = surroundings.outer_device
+    device = context.outer_device
     parts = _cut(trainable, rule.num_fragments)
     buffers = averaged_buffers(model)
     return [
@@ -91,7 +71,7 @@ def make_fragments(
                 tau=rule.first_tau,
                 first_round_steps=max(rule.first_tau * (index + 1) // rule.num_fragments, 1),
             ),
-            surroundings=surroundings,
+            context=context,
         )
         for index, part in enumerate(parts)
     ]
@@ -99,30 +79,22 @@ def make_fragments(
 
 def late_fragment(
     parameters: Iterable[torch.Tensor],
-    surroundings: Surroundings,
+    context: EngineContext,
     *,
     index: int,
     first: RoundSchedule,
     extras: Iterable[str],
 ) -> Fragment:
-    """Make a fragment of parameters that joined late, whose rounds end with the first one's.
-
-    Args:
-        parameters: What joined.
-        surroundings: What the fragments share.
-        index: Its number.
-        first: Rounds of the first fragment.
-        extras: Buffers that the rule needs.
-    """
-    rule, worker = surroundings.rule, surroundings.worker
+    """Make a fragment of parameters that joined late, whose rounds end with the first one's."""
+    rule, worker = context.rule, context.worker
     share = RowShare() if worker is None else worker.share
     left = first.tau - first.steps_in_round
     return Fragment(
         index,
-        flat_groups(parameters, extras=extras, share=share, device=surroundings.outer_device),
+        flat_groups(parameters, extras=extras, share=share, device=context.outer_device),
         averaged=[],
         schedule=_schedule(rule, tau=first.tau, first_round_steps=left),
-        surroundings=surroundings,
+        context=context,
     )
 
 
@@ -174,11 +146,7 @@ def fixed_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def require_countable(model: torch.nn.Module, rule: OuterRule) -> None:
-    """Refuse a rule that needs norms over a model of which only some parameters are sharded.
-
-    Raises:
-        ConfigurationError: The others would be counted once for every rank of the worker.
-    """
+    """Refuse a rule that needs norms over a model of which only some parameters are sharded."""
     if not isinstance(rule.penalty, GapPenalty):
         return
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -186,3 +154,53 @@ def require_countable(model: torch.nn.Module, rule: OuterRule) -> None:
     if plain and len(plain) < len(trainable):
         message = f"the gap penalty needs norms, but {plain[0]} is not sharded as the others are"
         raise ConfigurationError(message, hint='shard all, or use staleness="none"')
+
+
+_ELEMENT_BYTES = 4  # the outer state is float32 for parameters of at most 32 bits
+
+
+def outer_state_bytes(
+    rule: OuterRule,
+    num_parameters: int,
+    *,
+    num_workers: int = 2,
+    num_shards: int = 1,
+    codec: str | Codec = "fp32",
+) -> int:
+    """Return the bytes of outer state that each rank keeps for float32 or 16-bit parameters.
+
+    Per parameter: 4 for the anchor, 4 for the payload, 4 for the momentum where the rule has one,
+    4 for what delay-corrected merges sent, 12 more for the eager merge with momentum, 4 for the
+    gradient of an outer optimizer (whose own state is not counted), and 4 + 4 / num_workers for
+    the residuals of a lossy codec; all of it divided by ``num_shards``.
+
+    Args:
+        rule: The outer rule.
+        num_parameters: Trainable parameters of the model.
+        num_workers: Number of workers.
+        num_shards: Ranks that act as one worker.
+        codec: How payloads travel.
+
+    Raises:
+        ConfigurationError: A number is not positive.
+
+    References:
+        CO2, arXiv 2401.16265, Algorithm 2.
+
+    Examples:
+        >>> from fivefold.optim import CO2
+        >>> outer_state_bytes(CO2(tau=8), 1_000_000, num_shards=4)
+        3000000
+    """
+    counts = {
+        "num_parameters": num_parameters,
+        "num_workers": num_workers,
+        "num_shards": num_shards,
+    }
+    for name, value in counts.items():
+        if value < 1:
+            raise ConfigurationError(f"{name} must be positive; got {value!r}")
+    buffers = 2.0 + len(state_extras(rule, may_lose=False))
+    if not isinstance(named_codec(codec) if isinstance(codec, str) else codec, ExactCodec):
+        buffers += 1 + 1 / num_workers
+    return round(_ELEMENT_BYTES * buffers * num_parameters / num_shards)

@@ -7,13 +7,19 @@ Pieces are independent, so each is read and written once while it is in the proc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 
 from fivefold.optim._flat import Piece
+from fivefold.optim._metadata import MetadataReading
+from fivefold.optim._rule import OuterRule
+from fivefold.optim._staleness import ConstantPenalty, GapPenalty
+from fivefold.optim._state import OuterState
 from fivefold.optim._update import (
+    ElementGap,
     OuterCoefficients,
     PieceStatistics,
     accumulate_momentum_,
@@ -32,7 +38,7 @@ class MergeTask:
         settles: Whether all replicas are to be equal afterwards.
         waits: Whether what is sent now is waited for and merged at the same boundary.
         weight: Factor of the payload.
-        resend: Whether the flight was lost: this rank's part of it goes out again.
+        resend: Whether the all-reduce was lost: this rank's part of it goes out again.
         local_share: s of the merge "pull".
         own_share: Share of this rank's own part in the mean, for the merge "eager".
         outer_lr: alpha, for the merge "eager".
@@ -55,17 +61,7 @@ Merge = Callable[[Piece, MergeTask, PieceStatistics], None]
 
 
 def merge_pieces(pieces: Iterable[Piece], task: MergeTask, *, merge: Merge) -> PieceStatistics:
-    """Apply what arrived, prepare what is sent, and set what the model goes on from.
-
-    Args:
-        pieces: The outer state and the live tensors; a sum that arrived is in ``payload``, where
-            the next pseudo-gradient to send is left.
-        task: What to do.
-        merge: One of ``MERGES``.
-
-    Returns:
-        Sums over the pieces.
-    """
+    """Apply what arrived, prepare what is sent, and set what the model goes on from."""
     statistics = PieceStatistics()
     for piece in pieces:
         merge(piece, task, statistics)
@@ -113,7 +109,7 @@ def _replace(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None
 
 def _pull(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None:
     # What a worker keeps of its own stays in its next pseudo-gradient, so nothing is sent again
-    # when a flight is lost.
+    # when an all-reduce is lost.
     anchor, local = piece.anchor, piece.local
     if task.coefficients is not None:
         _outer_step(piece, task, statistics)
@@ -200,3 +196,55 @@ MERGES: dict[str, Merge] = {
     "eager": _eager,
     "hand over": _hand_over,
 }
+
+
+ShardSum = Callable[[list[float]], list[float]]
+"""Sums numbers over the ranks that hold one worker's shards."""
+
+
+def outer_coefficients(
+    rule: OuterRule,
+    state: OuterState,
+    *,
+    reading: MetadataReading,
+    send_unit: float,
+    step_unit: float,
+    elements: int,
+    shard_sum: ShardSum,
+) -> OuterCoefficients:
+    """Return the scalars of the outer step; ``state`` gets the new gap and its reference."""
+    penalty = rule.penalty
+    gap, element_gap = 1.0, None
+    if isinstance(penalty, ConstantPenalty):
+        gap = penalty.value
+    elif isinstance(penalty, GapPenalty):
+        move, received = _norms(penalty, reading, elements=elements, shard_sum=shard_sum)
+        reference = penalty.next_reference(state.gap_reference, received)
+        state.gap_reference = reference
+        if penalty.norm != "element":
+            gap = penalty.gap(move=move, reference=reference)
+        elif reference is not None:
+            element_gap = ElementGap(move_scale=state.last_step, reference=reference)
+    state.gap = gap
+    return OuterCoefficients(
+        momentum=rule.outer_momentum,
+        delta_scale=1.0 / (reading.total_weight * gap * send_unit),
+        step=rule.outer_lr * step_unit,
+        clip=rule.clip,
+        element_gap=element_gap,
+        with_norms=isinstance(penalty, GapPenalty),
+        nesterov=rule.nesterov,
+        mean_scale=1.0 / reading.total_weight,
+    )
+
+
+def _norms(
+    penalty: GapPenalty, reading: MetadataReading, *, elements: int, shard_sum: ShardSum
+) -> tuple[float, float]:
+    """Norms of the last movement and of the pseudo-gradient before it, over all shards."""
+    move, received = reading.agreed(reading.move), reading.agreed(reading.delta)
+    move_square, delta_square, total = shard_sum(
+        [move * move, received * received, float(elements)]
+    )
+    scale = 1.0 / max(total, 1.0) if penalty.norm != "l2" else 1.0
+    return math.sqrt(move_square * scale), math.sqrt(delta_square * scale)

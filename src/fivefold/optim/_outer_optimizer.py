@@ -11,14 +11,14 @@ References:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.errors import ConfigurationError
-from fivefold.optim._rounding import SeparateRounding
 from fivefold.optim._rule import MergeKind, OuterRule, require_plain
 
 
@@ -84,15 +84,7 @@ class OuterOptimizer(OuterRule):
 
 
 class OuterOptimizerStep:
-    """The optimizer of one fragment, on views of its anchors.
-
-    Args:
-        rule: Class and options.
-        anchors_and_gradients: One pair of equal shape per parameter; views of flat buffers.
-
-    Raises:
-        ConfigurationError: The optimizer does not take parameters of these shapes.
-    """
+    """The optimizer of one fragment, on views of its anchors."""
 
     def __init__(
         self,
@@ -160,3 +152,65 @@ class OuterOptimizerStep:
         optimizer = self._rule.optimizer(copies, **self._rule.options)
         optimizer.step()
         return dict(optimizer.state_dict()["state"])
+
+
+_ATEN = torch.ops.aten
+
+
+class SeparateRounding(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch
+    """Carry out torch's fused elementwise operations as single ones, each rounded by itself.
+
+    Covers the operations of the elementwise optimizers of ``torch.optim`` in their plain form
+    (not ``foreach`` or ``fused``). Sums over elements and matrix products are left as they are.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        options = kwargs or {}
+        in_place = _IN_PLACE.get(func)
+        if in_place is not None:
+            return in_place(*args, **options)
+        out_of_place = _OUT_OF_PLACE.get(func)
+        if out_of_place is not None:
+            return out_of_place(args[0].clone(), *args[1:], **options)
+        return func(*args, **options)
+
+
+def _add_(x: torch.Tensor, other: Any, *, alpha: float = 1) -> torch.Tensor:
+    return x.add_(other if alpha == 1 else other * alpha)
+
+
+def _sub_(x: torch.Tensor, other: Any, *, alpha: float = 1) -> torch.Tensor:
+    return x.sub_(other if alpha == 1 else other * alpha)
+
+
+def _addcmul_(x: torch.Tensor, a: Any, b: Any, *, value: float = 1) -> torch.Tensor:
+    return x.add_((a * b).mul_(value))
+
+
+def _addcdiv_(x: torch.Tensor, a: Any, b: Any, *, value: float = 1) -> torch.Tensor:
+    return x.add_((a / b).mul_(value))
+
+
+def _lerp_(x: torch.Tensor, end: torch.Tensor, weight: Any) -> torch.Tensor:
+    return x.add_((end - x).mul_(weight))
+
+
+_IN_PLACE: dict[Any, Callable[..., torch.Tensor]] = {
+    _ATEN.add_.Tensor: _add_,
+    _ATEN.sub_.Tensor: _sub_,
+    _ATEN.addcmul_.default: _addcmul_,
+    _ATEN.addcdiv_.default: _addcdiv_,
+    _ATEN.lerp_.Scalar: _lerp_,
+    _ATEN.lerp_.Tensor: _lerp_,
+}
+_OUT_OF_PLACE: dict[Any, Callable[..., torch.Tensor]] = {
+    _ATEN.add.Tensor: _add_,
+    _ATEN.sub.Tensor: _sub_,
+    _ATEN.addcmul.default: _addcmul_,
+    _ATEN.addcdiv.default: _addcdiv_,
+    _ATEN.lerp.Scalar: _lerp_,
+    _ATEN.lerp.Tensor: _lerp_,
+}

@@ -1,7 +1,7 @@
 """A hash of tensors' bits, cheap enough to be taken every few rounds on every rank.
 
 Integer arithmetic only: the result depends on the bits and their positions, never on the order
-in which a device sums. Values stay below 2**52, so that a float64 lane carries them exactly.
+in which a device sums. Values stay below 2**52, so that a float64 metadata carries them exactly.
 """
 
 from __future__ import annotations
@@ -19,14 +19,7 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def replica_hash(tensors: Sequence[torch.Tensor]) -> int:
-    """Hash the bits of contiguous tensors into an integer below 2**52.
-
-    Args:
-        tensors: Floating-point tensors of 2, 4 or 8 bytes per element.
-
-    Returns:
-        A number in [0, 2**52).
-    """
+    """Hash the bits of contiguous tensors into an integer below 2**52."""
     plain, weighted = 0, 0
     for index, tensor in enumerate(tensors):
         bits = tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()])
@@ -50,15 +43,7 @@ def _column_sums(bits: torch.Tensor) -> torch.Tensor:
 
 
 def require_equal(hashes: Mapping[int, int], *, round_number: int) -> None:
-    """Check that all ranks sent the same hash.
-
-    Args:
-        hashes: By rank.
-        round_number: For the message.
-
-    Raises:
-        ReplicaMismatchError: They differ; the message names the ranks of the minority.
-    """
+    """Check that all ranks sent the same hash."""
     if not hashes:
         return
     majority, different = _minority(hashes)
@@ -77,15 +62,7 @@ def require_equal(hashes: Mapping[int, int], *, round_number: int) -> None:
 
 
 def require_equal_inside(hashes: Mapping[int, int], *, round_number: int) -> None:
-    """Check that all ranks of one worker hold the same parameters.
-
-    Args:
-        hashes: Of the live parameters, by place within the worker.
-        round_number: For the message.
-
-    Raises:
-        ReplicaMismatchError: They differ; the message names the places of the minority.
-    """
+    """Check that all ranks of one worker hold the same parameters."""
     _, different = _minority(hashes)
     if not different:
         return

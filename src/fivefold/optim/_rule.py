@@ -16,7 +16,7 @@ launch) and in the *merge*: what a worker's parameters z become when it has arri
     eager     z <- x, moved on by what the worker's own fresh part would do to it
 
 References:
-    ``_synchronous_rules`` and ``_delayed_rules`` name each rule's.
+    ``_rules`` names those of each rule.
 """
 
 from __future__ import annotations
@@ -137,32 +137,20 @@ class OuterRule:
 
 
 def require_positive(name: str, value: object) -> None:
-    """Refuse what is not a positive finite number.
-
-    Raises:
-        ConfigurationError: It is not.
-    """
+    """Refuse what is not a positive finite number."""
     if not isinstance(value, (int, float)) or not (math.isfinite(value) and value > 0):
         raise ConfigurationError(f"{name} must be a positive number; got {value!r}")
 
 
 def require_share(name: str, value: object, *, hint: str) -> None:
-    """Refuse what is not strictly between 0 and 1.
-
-    Raises:
-        ConfigurationError: It is not.
-    """
+    """Refuse what is not strictly between 0 and 1."""
     if not isinstance(value, (int, float)) or not 0 < value < 1:
         message = f"{name} must be between 0 and 1, both excluded; got {value!r}"
         raise ConfigurationError(message, hint=hint)
 
 
 def require_plain(rule: OuterRule, *names: str, takes: str, hint: str) -> None:
-    """Refuse a rule whose settings outside its published form are not at their defaults.
-
-    Raises:
-        ConfigurationError: One of ``names`` was set.
-    """
+    """Refuse a rule whose settings outside its published form are not at their defaults."""
     defaults = OuterRule(tau=1)
     for name in names:
         if getattr(rule, name) != getattr(defaults, name):

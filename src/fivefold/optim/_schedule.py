@@ -22,10 +22,6 @@ class Boundary:
         launched_round: Round whose pseudo-gradient is launched then; None if none is.
         wait_for_launched: Whether the launched one is waited for and merged at once.
         drains: Whether nothing may stay open: all replicas are equal afterwards.
-
-    Examples:
-        >>> Boundary(arriving_round=0, launched_round=1).launched_round
-        1
     """
 
     arriving_round: int | None
@@ -49,23 +45,8 @@ class ScheduleState(TypedDict):
 class RoundSchedule:
     """Counts local steps into rounds.
 
-    Args:
-        tau: Local steps per round; may be set between rounds.
-        delayed: Whether a round's result is merged later than it is launched.
-        delay_steps: How many local steps later, less than tau; None for one boundary later.
-        first_round_steps: Local steps of the first round, at the start and after each drain; None
-            for tau.
-        first_round_synchronous: Whether a delayed schedule waits at the end of that round.
-        always_sends: Whether a drain sends once more after the last arrival even without open
-            steps: where replicas differ between boundaries, or step counts between ranks.
-
     Attributes:
         ended_steps: Local steps of the round that ended last; not part of the state.
-
-    Examples:
-        >>> schedule = RoundSchedule(tau=1, delayed=True)
-        >>> schedule.step().arriving_round, schedule.step().arriving_round
-        (None, 0)
     """
 
     def __init__(

@@ -75,10 +75,6 @@ class StateForm:
         On the same numbers of workers and shards it is what was saved. On another number of
         shards the norms are this rank's share of the whole model's, and residuals of a codec are
         those of ``current``. On another number of workers only the shared part counts.
-
-        Args:
-            saved: What was loaded.
-            current: This rank's ``state_dict()`` now.
         """
         shared = saved["shared"]
         same_workers = shared["state"]["world_size"] == self.num_workers
@@ -214,7 +210,7 @@ class StateForm:
             numbers[index] = {
                 "weight": weight,
                 "own_share": part["scalars"]["own_share"],
-                "flight_weight": part["flight_weight"],
+                "all_reduce_weight": part["all_reduce_weight"],
             }
         return numbers
 
@@ -222,7 +218,7 @@ class StateForm:
         weight = numbers["weight"]
         part["scalars"]["weight"] = None if weight is None else weight / self._num_shards
         part["scalars"]["own_share"] = numbers["own_share"]
-        part["flight_weight"] = numbers["flight_weight"]
+        part["all_reduce_weight"] = numbers["all_reduce_weight"]
 
 
 def _parameters(fragment: Fragment) -> Iterator[torch.Tensor]:

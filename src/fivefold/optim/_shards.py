@@ -74,15 +74,7 @@ def _rows(local: torch.Tensor, place: int, count: int) -> torch.Tensor:
 
 
 class WorkerGroup:
-    """The ranks of one worker, in a process group of their own.
-
-    Args:
-        ranks: Global ranks in the order of their places.
-        splits: Whether parameters are replicated inside the worker, so that the outer state is
-            cut here; False where they are sharded already.
-        device: Where the parameters are.
-        timeout_s: Longest wait for a peer.
-    """
+    """The ranks of one worker, in a process group of their own."""
 
     def __init__(
         self, ranks: Sequence[int], *, splits: bool, device: torch.device, timeout_s: float
@@ -119,11 +111,7 @@ class WorkerGroup:
         return RowShare(self.place, self.size) if self.splits else RowShare()
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """Return every rank's numbers, by place.
-
-        Raises:
-            CommunicationError: A rank of this worker ended or did not answer in time.
-        """
+        """Return every rank's numbers, by place."""
         stream = contextlib.nullcontext() if self._side is None else torch.cuda.stream(self._side)
         with stream:
             mine = torch.tensor(values, dtype=torch.float64, device=self._device)
@@ -132,20 +120,12 @@ class WorkerGroup:
         return rows
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Sum numbers over the ranks: the same bits on every rank.
-
-        Raises:
-            CommunicationError: A rank of this worker ended or did not answer in time.
-        """
+        """Sum numbers over the ranks: the same bits on every rank."""
         return [math.fsum(column) for column in zip(*self.gather(values), strict=True)]
 
     @torch.no_grad()
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Overwrite plain tensors with those of the first place; DTensors stay as they are.
-
-        Raises:
-            CommunicationError: A rank of this worker ended or did not answer in time.
-        """
+        """Overwrite plain tensors with those of the first place; DTensors stay as they are."""
         with named_errors(self._rank, "the start of this worker's ranks"):
             for tensor in tensors:
                 if not isinstance(tensor, DTensor):
@@ -155,11 +135,7 @@ class WorkerGroup:
 
     @torch.no_grad()
     def average(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Set small plain tensors to their mean over the ranks, the same bits on every rank.
-
-        Raises:
-            CommunicationError: A rank of this worker ended or did not answer in time.
-        """
+        """Set small plain tensors to their mean over the ranks, the same bits on every rank."""
         for tensor in tensors:
             mine = tensor.detach().double().contiguous()
             parts = self._gather_tensor(mine, what="the average of this worker's buffers")
@@ -170,11 +146,7 @@ class WorkerGroup:
 
     @torch.no_grad()
     def share_rows(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Overwrite all rows of the tensors with their owners'.
-
-        Raises:
-            CommunicationError: A rank of this worker ended or did not answer in time.
-        """
+        """Overwrite all rows of the tensors with their owners'."""
         kinds: dict[tuple[torch.device, torch.dtype], list[_RowBlock]] = {}
         for tensor in tensors:
             local = local_tensor(tensor)
@@ -280,21 +252,7 @@ def worker_group_of(
     peers: Sequence[int] | None,
     timeout_s: float,
 ) -> WorkerGroup | None:
-    """Find the ranks that act as one worker with this one; a collective call where there are some.
-
-    Args:
-        model: The model.
-        shard_group: The worker's ranks; None for those over which the parameters are sharded.
-        peers: Ranks with the same part in the other workers; None where that is not known.
-        timeout_s: Longest wait for a peer.
-
-    Returns:
-        The group; None where a worker is one rank.
-
-    Raises:
-        ConfigurationError: Parameters are sharded over different ranks, or their mesh has ranks
-            of other workers, or ``shard_group`` has.
-    """
+    """Find the ranks that act as one worker with this one (collective where there are some)."""
     apart = set(peers) - {dist.get_rank()} if peers else set()
     sharded = _sharded_ranks(model, peers=apart)
     given = None if shard_group is None else _given_ranks(shard_group)

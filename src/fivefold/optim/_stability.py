@@ -27,11 +27,7 @@ class StabilityWarning(UserWarning):
 
 
 class StabilityWatch:
-    """Warns once when the running staleness gap says that the outer learning rate is too high.
-
-    Args:
-        rule: The rule in use; synchronous rules and rules that keep local work have no limit.
-    """
+    """Warns once when the running staleness gap says that the outer learning rate is too high."""
 
     def __init__(self, rule: OuterRule) -> None:
         self._rule = rule

@@ -116,19 +116,7 @@ StalenessPenalty = NoPenalty | ConstantPenalty | GapPenalty
 
 
 def named_penalty(penalty: str | StalenessPenalty) -> StalenessPenalty:
-    """Return the penalty that a name stands for; an object is returned as it is.
-
-    Args:
-        penalty: "gap" (default of CO2), "gap-rms", "gap-param", "constant", "none", or
-            "constant:2.0" with a value.
-
-    Raises:
-        ConfigurationError: The name is not known.
-
-    Examples:
-        >>> named_penalty("constant:2.0")
-        ConstantPenalty(value=2.0)
-    """
+    """Return the penalty that a name stands for; an object is returned as it is."""
     if not isinstance(penalty, str):
         return penalty
     name, _, value = penalty.partition(":")

@@ -16,7 +16,7 @@ from fivefold.optim._transport import Transport
 
 
 def may_lose(transport: Transport) -> bool:
-    """Whether flights of a transport may be lost, so that their work must be kept."""
+    """Whether all-reduces of a transport may be lost, so that their work must be kept."""
     return bool(getattr(transport, "may_lose", False))
 
 
@@ -28,12 +28,7 @@ def find_worker(
     transport: Transport,
     timeout_s: float,
 ) -> WorkerGroup | None:
-    """Find the ranks of this worker and give them the same plain tensors; None for one rank.
-
-    Raises:
-        ConfigurationError: The worker cannot be used with this rule or transport.
-        CommunicationError: A rank of the worker ended or did not answer in time.
-    """
+    """Find the ranks of this worker and give them the same plain tensors; None for one rank."""
     peers = getattr(transport, "global_ranks", None)
     worker = worker_group_of(model, shard_group, peers=peers, timeout_s=timeout_s)
     if worker is None:
@@ -53,11 +48,7 @@ def parameter_shapes(model: torch.nn.Module) -> list[tuple[str, tuple[int, ...],
 
 
 def require_equal_settings(transport: Transport, mine: dict[str, Any]) -> None:
-    """Compare settings over the ranks; a collective call.
-
-    Raises:
-        ConfigurationError: There is one rank only, or a rank has other settings.
-    """
+    """Compare settings over the ranks; a collective call."""
     if transport.world_size < 2:
         message = "outer synchronisation needs at least two ranks; got world_size=1"
         hint = "start more ranks (fivefold train --nproc 2, torchrun --nproc-per-node 2)"
@@ -71,11 +62,7 @@ def require_equal_settings(transport: Transport, mine: dict[str, Any]) -> None:
 
 
 def outer_device_of(name: str) -> torch.device | None:
-    """Return where the outer state lives; None for beside the parameters.
-
-    Raises:
-        ConfigurationError: The name is not known.
-    """
+    """Return where the outer state lives; None for beside the parameters."""
     if name not in {"same", "cpu"}:
         message = f"outer_device must be 'same' or 'cpu'; got {name!r}"
         raise ConfigurationError(message, hint="'cpu' saves device memory, 'same' is faster")
@@ -85,11 +72,7 @@ def outer_device_of(name: str) -> torch.device | None:
 def require_usable(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, timeout_s: float, every: int
 ) -> None:
-    """Refuse arguments of ``OuterSync`` that cannot work.
-
-    Raises:
-        ConfigurationError: One of them cannot.
-    """
+    """Refuse arguments of ``OuterSync`` that cannot work."""
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         message = "the model is wrapped in DistributedDataParallel, which communicates every step"
         raise ConfigurationError(message, hint="pass the bare module: OuterSync(model.module, ...)")

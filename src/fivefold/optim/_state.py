@@ -7,17 +7,21 @@ used.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from fivefold.errors import ConfigurationError
-from fivefold.optim._flat import FlatGroup
-from fivefold.optim._lane import LaneReading
+from fivefold.optim._flat import FlatGroup, Piece
+from fivefold.optim._metadata import MetadataReading
+from fivefold.optim._outer_optimizer import OuterOptimizer, OuterOptimizerStep
 from fivefold.optim._rule import OuterRule
-from fivefold.optim._transport import Flight
+from fivefold.optim._schedule import RoundSchedule
+from fivefold.optim._shards import WorkerGroup
+from fivefold.optim._statistics import StatisticsMeter
+from fivefold.optim._transport import PendingAllReduce, Transport
 from fivefold.optim._update import Number
 
 _FORMAT = 4
@@ -27,25 +31,25 @@ SHARED_BUFFERS = ("anchor", "momentum")
 
 
 @dataclass(kw_only=True)
-class InFlight:
+class InAllReduce:
     """A launched round.
 
     Attributes:
         round: Its number.
         unit: Inner learning rate when it was launched.
         weight: Weight of this rank's payload.
-        handle: The transport's flight; None once it has landed (the sum is in the payload).
+        handle: The transport's all-reduce; None once it has landed (the sum is in the payload).
         arrived: Whether it landed whole; False where it was lost.
-        reading: What its lane brought, once it has landed.
-        non_finite: What its lane says of this rank's payload; see ``LaneReading``.
+        reading: What its metadata brought, once it has landed.
+        non_finite: What its metadata says of this rank's payload; see ``MetadataReading``.
     """
 
     round: int
     unit: float
     weight: float
-    handle: Flight | None
+    handle: PendingAllReduce | None
     arrived: bool = True
-    reading: LaneReading | None = None
+    reading: MetadataReading | None = None
     non_finite: int = 0
 
 
@@ -60,8 +64,8 @@ class OuterState:
             where it did not move.
         last_move: Norm of that movement.
         last_delta: Norm of the mean pseudo-gradient applied last, until it has been sent.
-        last_flight_s: Seconds of the last flight.
-        own_share: This rank's share of the weights of the last flight.
+        last_all_reduce_s: Seconds of the last all-reduce.
+        own_share: This rank's share of the weights of the last all-reduce.
         weight: Weight of the local steps since the last launch; None where none was given.
     """
 
@@ -70,7 +74,7 @@ class OuterState:
     last_step: float = 0.0
     last_move: Number = 0.0
     last_delta: Number = 0.0
-    last_flight_s: float = 0.0
+    last_all_reduce_s: float = 0.0
     own_share: float = 0.0
     weight: float | None = None
 
@@ -92,11 +96,7 @@ def settings(rule: OuterRule, *, fragments: int, codec: str) -> dict[str, Any]:
 
 
 def require_same(saved: dict[str, Any], current: dict[str, Any]) -> None:
-    """Check that a saved state belongs to this engine.
-
-    Raises:
-        ConfigurationError: They differ; the message names the first difference.
-    """
+    """Check that a saved state belongs to this engine."""
     for key, value in current.items():
         if saved.get(key) != value:
             message = f"the saved outer state has {key}={saved.get(key)!r}, this run has {value!r}"
@@ -117,11 +117,7 @@ def restore_groups(
     *,
     only: Sequence[str] | None = None,
 ) -> None:
-    """Copy saved buffers into the live ones.
-
-    Raises:
-        ConfigurationError: Another number of buffers, or another size.
-    """
+    """Copy saved buffers into the live ones."""
     for index, group in enumerate(groups):
         saved = state.get(str(index), {})
         for name, buffer in _buffers(group, only).items():
@@ -138,3 +134,171 @@ def restore_groups(
 def _buffers(group: FlatGroup, only: Sequence[str] | None) -> dict[str, torch.Tensor]:
     buffers = group.buffers()
     return buffers if only is None else {n: b for n, b in buffers.items() if n in only}
+
+
+@dataclass(kw_only=True)
+class EngineContext:
+    """What all fragments of one engine share.
+
+    Attributes:
+        rule: The outer rule.
+        transport: What moves the sums.
+        meter: Where all-reduces and merges are counted.
+        inner_lr: Reads the inner learning rate.
+        check_every_rounds: Replica checks; 0 for none.
+        timeout_s: Longest wait for an all-reduce on CUDA, where the backend reports no failure.
+        worker: The ranks that act as one worker; None where that is one rank.
+        pending: What this rank would adopt, for the metadata; see ``_late_parameters``.
+        outer_device: Where the outer state lives; None for beside the parameters.
+        name_of: The name of a tensor of the model.
+        on_non_finite: Told that this worker's own numbers are not finite.
+        on_reading: Told each metadata of the first fragment that arrived, with its round.
+    """
+
+    rule: OuterRule
+    transport: Transport
+    meter: StatisticsMeter
+    inner_lr: Callable[[], float]
+    check_every_rounds: int
+    timeout_s: float
+    worker: WorkerGroup | None
+    pending: Callable[[], float]
+    name_of: Callable[[torch.Tensor], str]
+    on_non_finite: Callable[[], None]
+    on_reading: Callable[[MetadataReading, int], None]
+    outer_device: torch.device | None = None
+
+
+class FragmentState:
+    """Flat state, rounds and numbers of one part of the model.
+
+    Attributes:
+        launching: Round that is being launched at this moment; None otherwise.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        groups: list[FlatGroup],
+        *,
+        averaged: list[FlatGroup],
+        schedule: RoundSchedule,
+        context: EngineContext,
+    ) -> None:
+        self.index = index
+        self.groups = groups
+        self.averaged = averaged
+        self.schedule = schedule
+        self.launching: int | None = None
+        self._shared = context
+        self._state = OuterState(own_share=1.0 / context.transport.world_size)
+        self._in_flight: InAllReduce | None = None
+        self._round_began_s: float | None = None
+        self._optimizer: OuterOptimizerStep | None = None
+        if isinstance(context.rule, OuterOptimizer):
+            self._optimizer = OuterOptimizerStep(context.rule, self._outer_parameters())
+
+    def write_anchor(self) -> None:
+        """Put the anchor into the model."""
+        for piece in self._pieces():
+            piece.local.copy_(piece.anchor)
+        self._share_rows()
+
+    @property
+    def anchors(self) -> list[torch.Tensor]:
+        """Flat anchors, of the parameters and of what is only averaged."""
+        return [group.anchor for group in [*self.groups, *self.averaged]]
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield the live tensors."""
+        for group in [*self.groups, *self.averaged]:
+            yield from group.tensors
+
+    def _outer_parameters(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for group in self.groups:
+            gradients = group.shaped(group.extras["gradient"])
+            yield from zip(group.shaped(group.anchor), gradients, strict=True)
+
+    def _payloads(self) -> list[torch.Tensor]:
+        return [group.payload for group in [*self.groups, *self.averaged]]
+
+    def _pieces(self, of: list[FlatGroup] | None = None) -> Iterator[Piece]:
+        groups = [*self.groups, *self.averaged] if of is None else of
+        return (piece for group in groups for piece in group.pieces())
+
+    def _share_rows(self) -> None:
+        worker = self._shared.worker
+        if worker is not None and worker.splits:
+            worker.share_rows(self.tensors())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return buffers and numbers; an all-reduce must have been landed."""
+        all_reduce = self._in_flight
+        empty = MetadataReading.empty(self._shared.transport.world_size)
+        reading = empty if all_reduce is None or all_reduce.reading is None else all_reduce.reading
+        return self._numbers() | {
+            "arrived": True if all_reduce is None else all_reduce.arrived,
+            "reading": reading.numbers(),
+            "groups": groups_state(self.groups),
+            "averaged": groups_state(self.averaged),
+            "outer_optimizer": None if self._optimizer is None else self._optimizer.state_dict(),
+        }
+
+    def shared_state(self) -> dict[str, Any]:
+        """Return what all workers have in common at this moment.
+
+        Called from within a launch, it is without that all-reduce, in which a newcomer takes part;
+        otherwise it is with the all-reduce, which must have been landed.
+        """
+        names = SHARED_BUFFERS if self.launching is not None else (*SHARED_BUFFERS, "payload")
+        state = self.state_dict() | {
+            "groups": groups_state(self.groups, only=names),
+            "averaged": groups_state(self.averaged, only=names),
+        }
+        if self.launching is not None:
+            del state["reading"]
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state_dict()`` of this rank."""
+        restore_groups(self.groups, state["groups"])
+        restore_groups(self.averaged, state["averaged"])
+        self._load_numbers(state)
+
+    def load_shared(self, state: dict[str, Any]) -> None:
+        """Stand where the workers stand in their round, at the anchor, with nothing of its own."""
+        names = (*SHARED_BUFFERS, "payload") if "reading" in state else SHARED_BUFFERS
+        restore_groups(self.groups, state["groups"], only=names)
+        restore_groups(self.averaged, state["averaged"], only=names)
+        for group in [*self.groups, *self.averaged]:
+            group.forget_own_part()
+        self._load_numbers(state)
+        self._state.weight = None
+        self._state.own_share = 1.0 / self._shared.transport.world_size
+        with torch.no_grad():
+            self.write_anchor()
+
+    def _numbers(self) -> dict[str, Any]:
+        return {
+            "schedule": dict(self.schedule.state()),
+            "scalars": self._state.numbers(),
+            "all_reduce_unit": 0.0 if self._in_flight is None else self._in_flight.unit,
+            "all_reduce_weight": 0.0 if self._in_flight is None else self._in_flight.weight,
+        }
+
+    def _load_numbers(self, state: dict[str, Any]) -> None:
+        self.schedule.restore(state["schedule"])
+        self._state = OuterState(**state["scalars"])
+        self._round_began_s = None
+        if self._optimizer is not None:
+            self._optimizer.load_state_dict(state["outer_optimizer"])
+        self._in_flight = None
+        if self.schedule.in_flight_round is not None and "reading" in state:
+            self._in_flight = InAllReduce(
+                round=self.schedule.in_flight_round,
+                unit=state["all_reduce_unit"],
+                weight=state["all_reduce_weight"],
+                handle=None,
+                arrived=bool(state["arrived"]),
+                reading=MetadataReading(**state["reading"]),
+            )

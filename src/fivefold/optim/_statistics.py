@@ -12,7 +12,7 @@ _RUNNING_GAP_DECAY = 0.8
 
 
 @dataclass(frozen=True, kw_only=True)
-class FlightRecord:
+class AllReduceRecord:
     """One all-reduce, in ``time.perf_counter()`` seconds of this rank.
 
     Attributes:
@@ -27,7 +27,7 @@ class FlightRecord:
         lost: Whether it was lost; its work went out again with the next.
 
     Examples:
-        >>> FlightRecord(round=0, payload_bytes=8, launched_at_s=0.0, completed_at_s=1.0,
+        >>> AllReduceRecord(round=0, payload_bytes=8, launched_at_s=0.0, completed_at_s=1.0,
         ...              wait_started_at_s=2.0, wait_ended_at_s=2.0).round
         0
     """
@@ -62,7 +62,7 @@ class SyncStatistics:
         clipped_fraction: Share of momentum elements that the clip changed.
         tau: Local steps of the present round.
         tau_changes: How often the automatic tau was changed.
-        lost_flights: Flights that were lost and sent again.
+        lost_all_reduces: All-reduces that were lost and sent again.
         left_out_payloads: Payloads, of any rank, that were left out of a sum because they were not
             finite.
 
@@ -85,7 +85,7 @@ class SyncStatistics:
     clipped_fraction: float
     tau: int
     tau_changes: int
-    lost_flights: int
+    lost_all_reduces: int
     left_out_payloads: int
 
 
@@ -96,7 +96,7 @@ class StatisticsMeter:
     merged_rounds: int = 0
     payload_bytes: int = 0
     sent_bytes: int = 0
-    lost_flights: int = 0
+    lost_all_reduces: int = 0
     left_out_payloads: int = 0
     in_flight_s: float = 0.0
     exposed_wait_s: float = 0.0
@@ -106,16 +106,16 @@ class StatisticsMeter:
     running_gap: float | None = None
     clipped: Number = 0
     elements: int = 0
-    flights: deque[FlightRecord] = field(default_factory=lambda: deque(maxlen=_KEPT_FLIGHTS))
+    all_reduces: deque[AllReduceRecord] = field(default_factory=lambda: deque(maxlen=_KEPT_FLIGHTS))
 
-    def add_flight(self, flight: FlightRecord) -> None:
-        """Count one waited-for flight."""
-        self.flights.append(flight)
-        self.payload_bytes += flight.payload_bytes
-        self.sent_bytes += flight.sent_bytes
-        self.lost_flights += flight.lost
-        self.in_flight_s += flight.completed_at_s - flight.launched_at_s
-        self.exposed_wait_s += flight.wait_ended_at_s - flight.wait_started_at_s
+    def add_all_reduce(self, all_reduce: AllReduceRecord) -> None:
+        """Count one waited-for all-reduce."""
+        self.all_reduces.append(all_reduce)
+        self.payload_bytes += all_reduce.payload_bytes
+        self.sent_bytes += all_reduce.sent_bytes
+        self.lost_all_reduces += all_reduce.lost
+        self.in_flight_s += all_reduce.completed_at_s - all_reduce.launched_at_s
+        self.exposed_wait_s += all_reduce.wait_ended_at_s - all_reduce.wait_started_at_s
 
     def add_merge(self, *, gap: float, clipped: Number, elements: int) -> None:
         """Count one outer step."""
@@ -127,10 +127,10 @@ class StatisticsMeter:
         self.clipped = self.clipped + clipped
         self.elements += elements
 
-    def take_flights(self) -> list[FlightRecord]:
-        """Return and forget the flights since the last call."""
-        taken = list(self.flights)
-        self.flights.clear()
+    def take_all_reduces(self) -> list[AllReduceRecord]:
+        """Return and forget the all-reduces since the last call."""
+        taken = list(self.all_reduces)
+        self.all_reduces.clear()
         return taken
 
     def snapshot(
@@ -157,14 +157,14 @@ class StatisticsMeter:
             clipped_fraction=self.clipped / self.elements if self.elements else 0.0,
             tau=tau,
             tau_changes=tau_changes,
-            lost_flights=self.lost_flights,
+            lost_all_reduces=self.lost_all_reduces,
             left_out_payloads=self.left_out_payloads,
         )
 
     def state(self) -> dict[str, float | int | None]:
         """Return the numbers that a resumed run continues from."""
         self.clipped = int(self.clipped)
-        return {name: value for name, value in vars(self).items() if name != "flights"}
+        return {name: value for name, value in vars(self).items() if name != "all_reduces"}
 
     def restore(self, state: dict[str, float | int | None]) -> None:
         """Set the numbers from ``state()``."""

@@ -19,10 +19,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fivefold.errors import ConfigurationError
-from fivefold.optim._auto_tau import TauController
+from fivefold.optim._auto_tau import TauController, TauDecision
 from fivefold.optim._codecs import Codec
-from fivefold.optim._fragment_state import Surroundings
-from fivefold.optim._lane import LaneReading
 from fivefold.optim._late_parameters import LateParameters, require_same_names
 from fivefold.optim._layout import (
     fixed_tensors,
@@ -30,6 +28,7 @@ from fivefold.optim._layout import (
     make_fragments,
     state_extras,
 )
+from fivefold.optim._metadata import MetadataReading
 from fivefold.optim._rule import OuterRule
 from fivefold.optim._sharded_state import StateForm
 from fivefold.optim._shards import local_tensor, reshard
@@ -42,9 +41,8 @@ from fivefold.optim._start import (
     require_equal_settings,
     require_usable,
 )
-from fivefold.optim._state import require_same, settings
-from fivefold.optim._statistics import FlightRecord, StatisticsMeter, SyncStatistics
-from fivefold.optim._tau_decision import TauDecision
+from fivefold.optim._state import EngineContext, require_same, settings
+from fivefold.optim._statistics import AllReduceRecord, StatisticsMeter, SyncStatistics
 from fivefold.optim._transport import ProcessGroupTransport, Transport
 
 _LOG = logging.getLogger(__name__)
@@ -156,7 +154,7 @@ class OuterSync:
         )
         self._late = LateParameters(model)
         self._adopting = False
-        self._surroundings = Surroundings(
+        self._context = EngineContext(
             rule=rule,
             transport=self._transport,
             meter=self._meter,
@@ -171,7 +169,7 @@ class OuterSync:
             outer_device=outer_device_of(outer_device),
         )
         self._extras = state_extras(rule, may_lose=may_lose(self._transport))
-        self._fragments = make_fragments(model, self._surroundings, extras=self._extras)
+        self._fragments = make_fragments(model, self._context, extras=self._extras)
         self._start_equal(model)
 
     def step(self, weight: float | None = None) -> None:
@@ -232,9 +230,9 @@ class OuterSync:
         """Take in trainable parameters that the engine does not know yet; a collective call.
 
         Without this call it happens by itself: at a boundary all ranks announce what became
-        trainable, and when the announcements of all have arrived (with the flight of that round)
-        they are adopted. Either way they start from the mean over the workers, which is waited
-        for, with no momentum, and have rounds of their own that end with the others'. Before
+        trainable, and when the announcements of all have arrived (with the all-reduce of that
+        round) they are adopted. Either way they start from the mean over the workers, which is
+        waited for, with no momentum, and have rounds of their own that end with the others'. Before
         ``load_state_dict`` of a state with adopted parameters, make them trainable and call this.
 
         Returns:
@@ -252,7 +250,7 @@ class OuterSync:
             self._late.know(found)
             fragment = late_fragment(
                 found.values(),
-                self._surroundings,
+                self._context,
                 index=len(self._fragments),
                 first=self._fragments[0].schedule,
                 extras=self._extras,
@@ -292,9 +290,9 @@ class OuterSync:
             tau_changes=0 if self._tau is None else self._tau.changes,
         )
 
-    def flights(self) -> list[FlightRecord]:
-        """Return and forget the flights that were waited for since the last call."""
-        return self._meter.take_flights()
+    def all_reduces(self) -> list[AllReduceRecord]:
+        """Return and forget the all-reduces that were waited for since the last call."""
+        return self._meter.take_all_reduces()
 
     def tau_decisions(self) -> tuple[TauDecision, ...]:
         """Return the last decisions of the automatic tau, oldest first."""
@@ -305,13 +303,13 @@ class OuterSync:
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state as tensors and plain values.
 
-        A flight is waited for, so that its sum can be saved, and stays in flight in the
+        An all-reduce is waited for, so that its sum can be saved, and stays in flight in the
         schedule's sense: the run that goes on, and one that resumes here, merge it at the same
         boundary and reach the same parameters bit for bit. Tensors are the live buffers; copy
         or write them before the next ``step()``.
 
         Raises:
-            CommunicationError: The flight failed or timed out.
+            CommunicationError: The all-reduce failed or timed out.
         """
         for fragment in self._fragments:
             fragment.land()
@@ -331,7 +329,7 @@ class OuterSync:
         On the same number of workers each rank loads its own state and goes on bit for bit; the
         model's and the inner optimizer's states are loaded by the caller, before this call. On
         another number of workers any rank's state will do, the same for all: every worker then
-        goes on from the anchor. The flight that was in the air is merged as if nothing had
+        goes on from the anchor. The all-reduce that was in the air is merged as if nothing had
         happened; the local steps since the last launch are lost, and so are a codec's residuals
         and what the automatic tau has measured (its tau stays).
 
@@ -370,7 +368,7 @@ class OuterSync:
         ``load_sharded_state_dict``. Tensors are views of the live buffers.
 
         Raises:
-            CommunicationError: The flight failed or timed out.
+            CommunicationError: The all-reduce failed or timed out.
         """
         reshard(self._model)
         return self._form().spread(self.state_dict())
@@ -471,22 +469,22 @@ class OuterSync:
         named = [*self._model.named_parameters(), *self._model.named_buffers()]
         return next(name for name, other in named if other is tensor)
 
-    def _read(self, reading: LaneReading, round_number: int) -> None:
-        """Act on what all ranks wrote into the lane of a round."""
+    def _read(self, reading: MetadataReading, round_number: int) -> None:
+        """Act on what all ranks wrote into the metadata of a round."""
         self._decide_tau(reading, round_number)
         if self._late.all_announced(reading.pending):
             self._adopting = True
 
-    def _decide_tau(self, reading: LaneReading, round_number: int) -> None:
+    def _decide_tau(self, reading: MetadataReading, round_number: int) -> None:
         """Let the controller see what all ranks measured; the coming round has its tau."""
         if self._tau is None or not reading.fits(self._transport.world_size):
             return
-        step_s, flight_s = reading.step_s, reading.flight_s
+        step_s, all_reduce_s = reading.step_s, reading.all_reduce_s
         if self._worker is not None:  # its ranks see other readings, and must decide alike
-            seen = self._worker.gather([*step_s, *flight_s])
+            seen = self._worker.gather([*step_s, *all_reduce_s])
             slowest = [max(column) for column in zip(*seen, strict=True)]
-            step_s, flight_s = slowest[: len(step_s)], slowest[len(step_s) :]
-        decision = self._tau.observe(step_s, flight_s, round_number=round_number)
+            step_s, all_reduce_s = slowest[: len(step_s)], slowest[len(step_s) :]
+        decision = self._tau.observe(step_s, all_reduce_s, round_number=round_number)
         if decision is not None:
             _LOG.info("%s", decision)
         for fragment in self._fragments:  # more than one only where parameters joined late

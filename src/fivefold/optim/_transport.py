@@ -1,7 +1,7 @@
 """The outside of the engine: one asynchronous sum over the ranks of a process group.
 
-A *flight* is the sum of one round's payload, plus a *lane*: a few float64 numbers that travel
-with it (norms, replica hashes). The sum of a lane is the same bit for bit on every rank, so
+A *all-reduce* is the sum of one round's payload, plus metadata*: a few float64 numbers that travel
+with it (norms, replica hashes). The sum of metadata is the same bit for bit on every rank, so
 decisions made from it are made alike everywhere, whatever each rank's hardware rounds to.
 
 Payloads travel as they are, by one asynchronous all-reduce for each bucket, or written by a
@@ -34,7 +34,7 @@ _CALLBACK_PATIENCE_S = 1.0
 _CALLBACK_GRACE_S = 0.05
 
 
-class Flight(Protocol):
+class PendingAllReduce(Protocol):
     """One sum over the ranks on its way."""
 
     @property
@@ -49,7 +49,7 @@ class Flight(Protocol):
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this rank sends over the network for this flight, by the formula."""
+        """Bytes that this rank sends over the network for this all-reduce, by the formula."""
         ...
 
     def wait(self) -> bool:
@@ -58,8 +58,8 @@ class Flight(Protocol):
         With CUDA tensors the host need not block: the current stream is made to wait.
 
         Returns:
-            True where the sums arrived. False where the flight was lost and every surviving rank
-            knows that it was: the engine then sends the same work again with the next round.
+            True where the sums arrived. False where the all-reduce was lost and every surviving
+            rank knows that it was: the engine then sends the same work again with the next round.
 
         Raises:
             CommunicationError: A peer ended, the network failed, or the timeout passed.
@@ -96,16 +96,16 @@ class Transport(Protocol):
         ...
 
     def launch(
-        self, payloads: Sequence[torch.Tensor], *, lane: torch.Tensor, fragment: int, what: str
-    ) -> Flight:
+        self, payloads: Sequence[torch.Tensor], *, metadata: torch.Tensor, fragment: int, what: str
+    ) -> PendingAllReduce:
         """Start summing the tensors in place over all ranks; return at once.
 
         Args:
-            payloads: Flat buffers that nobody touches until the flight has been waited for. A
+            payloads: Flat buffers that nobody touches until the all-reduce has been waited for. A
                 transport may send them compressed; their sums are then approximate, and equal
                 on all ranks bit for bit.
-            lane: A few float64 numbers, always summed exactly as they are.
-            fragment: Which part of the model the payloads are, from 0; at most one flight of a
+            metadata: A few float64 numbers, always summed exactly as they are.
+            fragment: Which part of the model the payloads are, from 0; at most one all-reduce of a
                 fragment is under way at a time.
             what: What is sent, for error messages.
         """
@@ -203,8 +203,8 @@ class ProcessGroupTransport:
             self._exchange.prepare(payloads, fragment=fragment)
 
     def launch(
-        self, payloads: Sequence[torch.Tensor], *, lane: torch.Tensor, fragment: int, what: str
-    ) -> Flight:
+        self, payloads: Sequence[torch.Tensor], *, metadata: torch.Tensor, fragment: int, what: str
+    ) -> PendingAllReduce:
         """Start summing; see ``Transport.launch``.
 
         Raises:
@@ -212,9 +212,9 @@ class ProcessGroupTransport:
             ConfigurationError: The codec does not take such payloads.
         """
         if self._exchange is not None:
-            return self._exchange.launch(payloads, lane=lane, fragment=fragment, what=what)
+            return self._exchange.launch(payloads, metadata=metadata, fragment=fragment, what=what)
         launched_at_s = time.perf_counter()
-        tensors = [*payloads, lane]
+        tensors = [*payloads, metadata]
         buckets = [part for tensor in tensors for part in self._buckets(tensor)]
         with named_errors(self.rank, what):
             works = [dist.all_reduce(part, group=self._group, async_op=True) for part in buckets]
@@ -224,7 +224,7 @@ class ProcessGroupTransport:
         if any(tensor.is_cuda for tensor in tensors):
             watch = self._thread.submit(lambda: _wait_all(works), tensors=tensors, what=what)
         sent_bytes = ring_bytes(sum(t.nbytes for t in tensors), world_size=self.world_size)
-        return ProcessGroupFlight(
+        return ProcessGroupAllReduce(
             works,
             rank=self.rank,
             launched_at_s=launched_at_s,
@@ -236,7 +236,7 @@ class ProcessGroupTransport:
     def state_dict(self) -> dict[str, Any]:
         """The residuals of the codec, live; nothing where payloads travel as they are.
 
-        Call it when all flights have been waited for.
+        Call it when all all-reduces have been waited for.
         """
         return {} if self._exchange is None else self._exchange.state_dict()
 
@@ -282,7 +282,7 @@ class ProcessGroupTransport:
     def _in_order(
         self, run: Callable[[], None], *, tensors: Sequence[torch.Tensor], what: str
     ) -> None:
-        """Run a collective after the flights before it, whoever carries those out."""
+        """Run a collective after the all-reduces before it, whoever carries those out."""
         if self._exchange is None:
             with named_errors(self.rank, what):
                 run()
@@ -334,7 +334,7 @@ def _let_land(works: list[dist.Work], patience_s: float = 5.0) -> None:
         time.sleep(_CALLBACK_GRACE_S)
 
 
-class ProcessGroupFlight:
+class ProcessGroupAllReduce:
     """All-reduces of one round on their way.
 
     On a CPU completion is stamped by the backend's thread. With CUDA tensors the works' callbacks
@@ -380,11 +380,7 @@ class ProcessGroupFlight:
                 self._stamped.set()
 
     def wait(self) -> bool:
-        """Wait for every all-reduce; see ``Flight.wait``.
-
-        Raises:
-            CommunicationError: A peer ended, the network failed, or the timeout passed.
-        """
+        """Wait for every all-reduce; see ``PendingAllReduce.wait``."""
         with named_errors(self._rank, self._what):
             _wait_all(self._works)  # NCCL: only makes the current stream wait
         if self._watch is None and self._works:

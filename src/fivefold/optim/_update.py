@@ -98,17 +98,7 @@ def accumulate_momentum_(
     coefficients: OuterCoefficients,
     statistics: PieceStatistics,
 ) -> torch.Tensor:
-    """Compute m <- clamp(beta * m + D / L, -phi, phi) in place and return m.
-
-    Args:
-        momentum: m, shape [N]; None where beta is 0, then ``delta_sum`` becomes m.
-        delta_sum: Sum over the ranks of their pseudo-gradients, shape [N]; becomes D / L.
-        coefficients: Scalars of this outer step.
-        statistics: Added to.
-
-    Returns:
-        The new momentum, shape [N].
-    """
+    """Compute m <- clamp(beta * m + D / L, -phi, phi) in place and return m."""
     statistics.elements += delta_sum.numel()
     if coefficients.with_norms:
         statistics.delta_square += _square_norm(delta_sum)
@@ -133,14 +123,7 @@ def move_anchor_(
     *,
     coefficients: OuterCoefficients,
 ) -> None:
-    """Compute x <- x - step * m, or with Nesterov x <- x - step * (beta * m + D / L), in place.
-
-    Args:
-        anchor: x, shape [N].
-        momentum: The new m, shape [N].
-        delta: D / L, as ``accumulate_momentum_`` left it, shape [N]; overwritten.
-        coefficients: Scalars of this outer step.
-    """
+    """Compute x <- x - step * m, or with Nesterov x <- x - step * (beta * m + D / L), in place."""
     step = coefficients.step
     if coefficients.nesterov and momentum is not delta:
         anchor.sub_(delta.mul_(step))
@@ -160,13 +143,6 @@ def correct_local_(
     """Compute z <- z + (d - D): what the mean D changes of this rank's own d, in place.
 
     Since d = x - y and D = x - mean(y), this adds mean(y) - y.
-
-    Args:
-        local: z, shape [N].
-        sent: d, shape [N]; overwritten.
-        delta_sum: The sum over the ranks of their d, shape [N]; left as it is.
-        coefficients: Scalars of this outer step.
-        scratch: Room for N elements; None to make some.
     """
     mean = torch.mul(delta_sum, coefficients.delta_scale, out=scratch)
     local.add_(sent.sub_(mean))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AliasChoices,
     BaseModel,
     ConfigDict,
     Field,
@@ -131,7 +132,9 @@ class SyncPoint(_Record):
     rounds: NonNegativeInt | None = None
     sent_bytes: NonNegativeInt | None = None
     last_staleness_gap: float | None = None
-    lost_flights: NonNegativeInt = 0
+    lost_flights: NonNegativeInt = Field(  # the second name is that of older runs
+        default=0, validation_alias=AliasChoices("lost_all_reduces", "lost_flights")
+    )
 
 
 class TauPoint(_Record):
@@ -143,7 +146,7 @@ class TauPoint(_Record):
     previous: PositiveInt
     tau: PositiveInt
     step_s: _Seconds
-    flight_s: _Seconds
+    flight_s: _Seconds = Field(validation_alias=AliasChoices("all_reduce_s", "flight_s"))
     reason: str
 
 

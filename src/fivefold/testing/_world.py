@@ -82,6 +82,10 @@ class InMemoryTransport:
         board: Shared by all ranks.
         rank: This rank's number.
         launch_delay_s: Called before each launch; the returned seconds are slept.
+
+    Examples:
+        >>> run_world(2, lambda transport: transport.rank)
+        [0, 1]
     """
 
     def __init__(
@@ -97,11 +101,11 @@ class InMemoryTransport:
         """Do nothing: nothing is kept between all-reduces."""
 
     def launch(
-        self, payloads: Sequence[torch.Tensor], *, lane: torch.Tensor, fragment: int, what: str
+        self, payloads: Sequence[torch.Tensor], *, metadata: torch.Tensor, fragment: int, what: str
     ) -> _InMemoryAllReduce:
-        """Put a copy of the tensors up; ``wait`` of the result writes the sums into them."""
+        """Put a copy of the tensors up; the all-reduce's ``wait`` writes the sums into them."""
         del fragment  # nothing is kept between all-reduces
-        tensors = [*payloads, lane]
+        tensors = [*payloads, metadata]
         if self._launch_delay_s is not None:
             time.sleep(self._launch_delay_s())
         number = self._put([tensor.detach().clone() for tensor in tensors])
@@ -156,8 +160,8 @@ def run_world(
     Examples:
         >>> def total(transport):
         ...     value = torch.tensor([float(transport.rank + 1)])
-        ...     lane = torch.zeros(1, dtype=torch.float64)
-        ...     transport.launch([value], lane=lane, fragment=0, what="sum").wait()
+        ...     metadata = torch.zeros(1, dtype=torch.float64)
+        ...     transport.launch([value], metadata=metadata, fragment=0, what="sum").wait()
         ...     return value.item()
         >>> run_world(3, total)
         [6.0, 6.0, 6.0]

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-    from fivefold.optim import FlightRecord, SyncStatistics, TauDecision
+    from fivefold.optim import AllReduceRecord, SyncStatistics, TauDecision
     from fivefold.runs.ranks import Ranks
     from fivefold.train._config import SyncConfig
 
@@ -52,7 +52,12 @@ _RULE_KEYS = (
     *("tau", "outer_lr", "outer_momentum", "staleness", "units", "bootstrap", "pull"),
     *("fragments", "delay_steps", "keep", "options", "hidden"),
 )
-_DETAILS = ("round", "fragment", "payload_bytes", "sent_bytes")  # of a flight, for the timeline
+_DETAILS = (
+    "round",
+    "fragment",
+    "payload_bytes",
+    "sent_bytes",
+)  # of an all-reduce, for the timeline
 
 
 class OuterMethod(NoMethod):
@@ -123,7 +128,7 @@ class OuterMethod(NoMethod):
             CommunicationError: The all-reduce in flight failed.
         """
         state = {"sync": self._sync.state_dict()}
-        self._collect_flights()
+        self._collect_all_reduces()
         return state | {"totals": self.totals.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -151,40 +156,40 @@ class OuterMethod(NoMethod):
         start_s = time.perf_counter()
         action()
         end_s = time.perf_counter()
-        waits = self._collect_flights()
+        waits = self._collect_all_reduces()
         self._spans += [
             Span(lane="boundary", name=name, start_s=begin_s, end_s=stop_s)
             for begin_s, stop_s in subtract(start_s, end_s, holes=waits)
         ]
 
-    def _collect_flights(self) -> list[Span]:
+    def _collect_all_reduces(self) -> list[Span]:
         waits = []
-        for flight in self._sync.flights():
-            name = _flight_name(flight)
-            begin_s, end_s = flight.wait_started_at_s, flight.wait_ended_at_s
+        for all_reduce in self._sync.all_reduces():
+            name = _all_reduce_name(all_reduce)
+            begin_s, end_s = all_reduce.wait_started_at_s, all_reduce.wait_ended_at_s
             waits.append(Span(lane="wait", name=name, start_s=begin_s, end_s=end_s))
-            landed_s = flight.completed_at_s
+            landed_s = all_reduce.completed_at_s
             self._spans.append(
                 Span(
                     lane="flight",
                     name=name,
-                    start_s=flight.launched_at_s,
+                    start_s=all_reduce.launched_at_s,
                     end_s=landed_s,
-                    details={key: getattr(flight, key) for key in _DETAILS},
+                    details={key: getattr(all_reduce, key) for key in _DETAILS},
                 )
             )
-            self.totals.in_flight_s += landed_s - flight.launched_at_s
+            self.totals.in_flight_s += landed_s - all_reduce.launched_at_s
             self.totals.exposed_wait_s += end_s - begin_s
-            self.totals.payload_bytes += flight.payload_bytes
-            self.totals.sent_bytes += flight.sent_bytes
+            self.totals.payload_bytes += all_reduce.payload_bytes
+            self.totals.sent_bytes += all_reduce.sent_bytes
             self.totals.collectives += 1
         self._spans += waits
         return waits
 
 
-def _flight_name(flight: FlightRecord) -> str:
-    fragment = f", fragment {flight.fragment}" if flight.fragment else ""
-    return f"all-reduce round {flight.round}{fragment}{' (lost)' if flight.lost else ''}"
+def _all_reduce_name(all_reduce: AllReduceRecord) -> str:
+    fragment = f", fragment {all_reduce.fragment}" if all_reduce.fragment else ""
+    return f"all-reduce round {all_reduce.round}{fragment}{' (lost)' if all_reduce.lost else ''}"
 
 
 def make_rule(config: SyncConfig) -> OuterRule:

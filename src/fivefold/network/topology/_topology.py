@@ -209,7 +209,11 @@ class Topology:
         return {node.name: index for index, node in enumerate(self.nodes)}
 
     def index(self, name: str) -> int:
-        """Return the node index of a name."""
+        """Return the node index of a name.
+
+        Raises:
+            ConfigurationError: There is no such node.
+        """
         if name not in self._index:
             raise ConfigurationError(
                 f"{name!r} is no node of topology {self.name!r}",
@@ -218,7 +222,11 @@ class Topology:
         return self._index[name]
 
     def node_of_rank(self, rank: int) -> int:
-        """Return the node index of a rank."""
+        """Return the node index of a rank.
+
+        Raises:
+            ConfigurationError: There is no such rank.
+        """
         return int(self.rank_nodes[self._checked_rank(rank)])
 
     def _checked_rank(self, rank: int) -> int:

@@ -1,18 +1,19 @@
-"""Rules whose all-reduce runs behind local steps.
+"""The outer rules: synchronous ones, and those whose all-reduce runs behind local steps.
 
-Each consumes a round's mean pseudo-gradient late: at the next boundary, or a stated number of
-steps after the launch. They differ in what happens to the work that a worker did meanwhile.
+A delayed rule consumes a round's mean pseudo-gradient late: at the next boundary, or a stated
+number of steps after the launch. Rules differ in what happens to the work done meanwhile.
 
 References:
-    CO2: arXiv 2401.16265. Delay-corrected merge: CoCoD-SGD, arXiv 1906.12043; LOSCAR-SGD, arXiv
-    2605.20866. Overlap-Local-SGD: arXiv 2002.09539. Eager updates: arXiv 2502.12996. Streaming
-    DiLoCo: arXiv 2501.18512.
+    Local SGD: arXiv 1805.09767. SlowMo: arXiv 1910.00643. DiLoCo: arXiv 2311.08105. CO2: arXiv
+    2401.16265. Delay-corrected merge: CoCoD-SGD, arXiv 1906.12043; LOSCAR-SGD, arXiv 2605.20866.
+    Overlap-Local-SGD: arXiv 2002.09539. Eager updates: arXiv 2502.12996. Streaming DiLoCo: arXiv
+    2501.18512.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from fivefold.errors import ConfigurationError
 from fivefold.optim._rule import MergeKind, OuterRule, require_plain, require_share
@@ -84,7 +85,7 @@ class DelayCorrected(OuterRule):
 
     The all-reduce runs behind the next round, as with CO2. At the end of round t the mean over
     the workers of y_{t-1}, their parameters one round ago, arrives, and every worker adds the
-    difference to its own: z <- z + (mean(y_{t-1}) - y_{t-1}). Work done during the flight is
+    difference to its own: z <- z + (mean(y_{t-1}) - y_{t-1}). Work done during the all-reduce is
     kept at once instead of being replaced; the mean of the workers moves exactly as in Local SGD
     whose workers see each other one round late. Replicas differ at all times until
     ``finalize``; the anchor is the last mean that arrived.
@@ -252,7 +253,7 @@ class StreamingDiLoCo(OuterRule):
         fragments: Number of parts, at most tau.
         delay_steps: Local steps between launch and merge, 1 to tau; None for a whole round.
         keep: Share of the local parameters in the merge, in (0, 1); 0.5 in the paper. 0
-            would throw away what was done during the flight.
+            would throw away what was done during the all-reduce.
 
     Raises:
         ConfigurationError: A value is outside its range.
@@ -309,3 +310,106 @@ def _require_between(name: str, value: object, *, most: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
         message = f"{name} must be an integer from 1 to tau={most}; got {value!r}"
         raise ConfigurationError(message, hint=f"use at most {most}, or a larger tau")
+
+
+_OUTER = ("outer_lr", "outer_momentum", "clip", "staleness", "units")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSGD(OuterRule):
+    """Local SGD: average the parameters after every tau local steps, and wait for the average.
+
+    x_{t+1,0} = mean over workers of x_{t,tau}. The baseline for all others: fewer messages than
+    DDP, every one of them exposed. Choose it when the network is fast enough that the wait does
+    not matter.
+
+    Args:
+        tau: Local steps per round.
+
+    Raises:
+        ConfigurationError: tau is not a positive integer, or another setting is given.
+
+    References:
+        Stich, arXiv 1805.09767.
+
+    Examples:
+        >>> LocalSGD(tau=8).delayed
+        False
+    """
+
+    name: ClassVar[str] = "Local SGD"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        hint = "use SlowMo for an outer learning rate"
+        require_plain(self, *_OUTER, takes="tau", hint=hint)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowMo(OuterRule):
+    """SlowMo: Local SGD with momentum on the rounds, and a wait at each of them.
+
+    m_t = beta * m_{t-1} + (x_{t,0} - xbar_{t,tau}) / gamma_t;
+    x_{t+1,0} = x_{t,0} - alpha * gamma_t * m_t, with gamma_t the inner learning rate.
+    ``units="delta"`` drops both gamma. Choose it when the wait is affordable and Local SGD
+    loses accuracy.
+
+    Args:
+        tau: Local steps per round.
+        outer_lr: alpha.
+        outer_momentum: beta; the paper's auto table is 0.2 to 0.6, growing with the workers.
+        units: "lr" as published (default) or "delta".
+
+    Raises:
+        ConfigurationError: A value is outside its range.
+
+    References:
+        Wang et al., arXiv 1910.00643, Algorithm 1.
+
+    Examples:
+        >>> SlowMo(tau=8, outer_momentum=0.5).units
+        'lr'
+    """
+
+    name: ClassVar[str] = "SlowMo"
+
+    outer_momentum: float = 0.5
+    units: Literal["delta", "lr"] = "lr"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiLoCo(OuterRule):
+    """DiLoCo: Nesterov momentum on the rounds, and a wait at each of them.
+
+    m_t = beta * m_{t-1} + D_t;  x_{t+1,0} = x_{t,0} - alpha * (beta * m_t + D_t). With an inner
+    AdamW and hundreds of local steps this is the published method; the same outer step is
+    ``torch.optim.SGD(lr=alpha, momentum=beta, nesterov=True)`` on the pseudo-gradient. Choose it
+    for long rounds, where one exposed all-reduce per round does not matter.
+
+    Args:
+        tau: Local steps per round; the paper uses about 500.
+        outer_lr: alpha; 0.7 in the paper.
+        outer_momentum: beta; 0.9 in the paper.
+
+    Raises:
+        ConfigurationError: A value is outside its range.
+
+    References:
+        Douillard et al., arXiv 2311.08105, Algorithm 1.
+
+    Examples:
+        >>> DiLoCo(tau=100).outer_momentum
+        0.9
+    """
+
+    nesterov: ClassVar[bool] = True
+    name: ClassVar[str] = "DiLoCo"
+
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        hint = "use SlowMo for a clip or units of lr"
+        takes = "tau, outer_lr and outer_momentum"
+        require_plain(self, "clip", "staleness", "units", takes=takes, hint=hint)

@@ -1,4 +1,4 @@
-"""The lane: a few numbers of each rank that travel with every payload.
+"""The metadata: a few numbers of each rank that travel with every payload.
 
 Each rank has a slot of its own, so a sum over the ranks is a table of what each rank wrote, the
 same bit for bit everywhere. All decisions of the engine (staleness gap, tau, replica check) are
@@ -23,14 +23,14 @@ _FIELDS = (
     "move",
     "delta",
     "step_s",
-    "flight_s",
+    "all_reduce_s",
     "pending",
     "non_finite",
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaneReading:
+class MetadataReading:
     """What all ranks wrote, in slot order.
 
     Attributes:
@@ -39,8 +39,8 @@ class LaneReading:
         hash: Replica hash of each rank's anchor, 0 where it was not taken.
         move: Norm of the anchor's last movement, as each rank computed it.
         delta: Norm of the mean pseudo-gradient applied last, as each rank computed it.
-        step_s: Seconds per local step that a flight can hide behind.
-        flight_s: Seconds of each rank's last flight.
+        step_s: Seconds per local step that an all-reduce can hide behind.
+        all_reduce_s: Seconds of each rank's last all-reduce.
         pending: What of the model's parameters each rank would adopt; 0 for nothing.
         non_finite: Number, from 1, of the first tensor in which each rank had a not-a-number or an
             infinity: its payload is zeros of weight 0. 0 where all numbers are finite.
@@ -52,7 +52,7 @@ class LaneReading:
     move: list[float]
     delta: list[float]
     step_s: list[float]
-    flight_s: list[float]
+    all_reduce_s: list[float]
     pending: list[float]
     non_finite: list[float]
 
@@ -66,11 +66,7 @@ class LaneReading:
         return len(self.weight) == world_size
 
     def require_weights_alike(self) -> None:
-        """Refuse a sum in which some ranks count their tokens and others count 1.
-
-        Raises:
-            ConfigurationError: It is one; the message names the ranks without weights.
-        """
+        """Refuse a sum in which some ranks count their tokens and others count 1."""
         taken = [slot for slot, weight in enumerate(self.weight) if weight > 0]
         plain = [slot for slot in taken if not self.weighted[slot]]
         if plain and len(plain) < len(taken):
@@ -88,18 +84,13 @@ class LaneReading:
         return {name: list(getattr(self, name)) for name in _FIELDS}
 
     @classmethod
-    def empty(cls, world_size: int) -> LaneReading:
+    def empty(cls, world_size: int) -> MetadataReading:
         """Return a reading in which nobody took part."""
         return cls(**{name: [0.0] * world_size for name in _FIELDS})
 
 
-class Lane:
-    """The tensor that travels, float64, one slot per rank and field.
-
-    Args:
-        world_size: Number of slots.
-        device: Where the payloads are.
-    """
+class Metadata:
+    """The tensor that travels, float64, one slot per rank and field."""
 
     def __init__(self, world_size: int, *, device: torch.device) -> None:
         self._world_size = world_size
@@ -109,12 +100,7 @@ class Lane:
         self._host = torch.zeros(size, dtype=torch.float64, pin_memory=True) if pinned else None
 
     def write(self, rank: int, **values: Number) -> None:
-        """Fill this rank's slot, and nothing else.
-
-        Args:
-            rank: This rank's slot.
-            values: Fields by name, numbers or 0-dimensional tensors; others are 0.
-        """
+        """Fill this rank's slot, and nothing else."""
         self.tensor.zero_()
         for name, value in values.items():
             self.tensor[_FIELDS.index(name) * self._world_size + rank] = value
@@ -124,9 +110,9 @@ class Lane:
         if self._host is not None:
             self._host.copy_(self.tensor, non_blocking=True)
 
-    def read(self) -> LaneReading:
+    def read(self) -> MetadataReading:
         """Return what arrived; on a GPU what was fetched."""
         values = (self.tensor if self._host is None else self._host).tolist()
         size = self._world_size
         columns = {n: values[i * size : (i + 1) * size] for i, n in enumerate(_FIELDS)}
-        return LaneReading(**columns)
+        return MetadataReading(**columns)
