@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -144,8 +145,12 @@ class Profile:
         shape = (self.num_ranks, self.num_ranks, len(self.sizes_bytes))
         if self.times_s.shape != shape:
             raise DataError(f"times_s must have shape {shape}; got {self.times_s.shape}")
-        fits = [[self._fit(a, b) for b in range(shape[1])] for a in range(shape[0])]
-        object.__setattr__(self, "_fits", fits)
+        _ = self._fits  # refuses data that no line fits
+
+    @cached_property
+    def _fits(self) -> list[list[LineFit]]:
+        ranks = range(self.num_ranks)
+        return [[self._fit(source, target) for target in ranks] for source in ranks]
 
     def _fit(self, source: int, target: int) -> LineFit:
         if source == target:
@@ -173,12 +178,11 @@ class Profile:
         return self._table(lambda fit: fit.residuals)
 
     def _table(self, read: Any) -> FloatArray:
-        fits: list[list[LineFit]] = getattr(self, "_fits")  # noqa: B009 - set in __post_init__
-        return np.array([[read(fit) for fit in row] for row in fits], np.float64)
+        return np.array([[read(fit) for fit in row] for row in self._fits], np.float64)
 
     def predict_s(self, source: int, target: int, size_bytes: float) -> float:
         """Return the time of one message between two ranks, by the fitted line."""
-        fit: LineFit = getattr(self, "_fits")[source][target]  # noqa: B009 - as above
+        fit = self._fits[source][target]
         return fit.alpha_s + fit.beta_s_per_byte * size_bytes
 
     @property
