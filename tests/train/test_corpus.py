@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from fivefold.errors import DataError
 from fivefold.train import _token_cache
 from fivefold.train._config import DataConfig
-from fivefold.train._corpus import load_corpus
-from fivefold.train._files import find_files, is_text, read_pieces, resolve_source
+from fivefold.train._corpus import find_files, is_text, load_corpus, read_pieces, resolve_source
 from fivefold.train._tokenizer import ByteTokenizer
 
 END = ByteTokenizer().document_end
@@ -135,7 +134,7 @@ def test_pieces_join_to_the_file_and_end_with_lines(tmp_path_factory, lines, pie
     content = b"\n".join(line.replace(b"\r", b"") for line in lines)
     path.write_bytes(content)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fivefold.train._files._PIECE_BYTES", piece_bytes)
+        patch.setattr("fivefold.train._corpus._PIECE_BYTES", piece_bytes)
         pieces = list(read_pieces(path))
     assert b"".join(pieces) == content
     assert all(piece.endswith(b"\n") for piece in pieces[:-1])
@@ -143,7 +142,7 @@ def test_pieces_join_to_the_file_and_end_with_lines(tmp_path_factory, lines, pie
 
 
 def test_a_character_on_the_edge_of_two_pieces_is_still_text(tmp_path, monkeypatch):
-    monkeypatch.setattr("fivefold.train._files._PIECE_BYTES", 3)
+    monkeypatch.setattr("fivefold.train._corpus._PIECE_BYTES", 3)
     (tmp_path / "a").write_text("aaéé€€𝄞")
     assert is_text(tmp_path / "a")
 

@@ -206,7 +206,7 @@ def test_a_new_checkpoint_is_not_removed_for_a_damaged_newer_one(golden):
     shutil.rmtree(root / NEWEST)
     config = golden.config(golden.work)
     run = config.run.model_copy(update={"keep_checkpoints": 1, "line_every_s": 1e-9})
-    logger, handler = logging.getLogger("fivefold.train"), StopAt(2)
+    logger, handler = logging.getLogger("fivefold.runs"), StopAt(2)
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError
-from fivefold.train._learning_rate import cosine_with_warmup
+from fivefold.train._step import cosine_with_warmup
 
 
 def schedule(steps, warmup_steps, *, lr=2.0, fraction=0.1):

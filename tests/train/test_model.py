@@ -11,8 +11,13 @@ import torch.nn.functional as F  # noqa: N812 - the customary name
 
 from fivefold.errors import ConfigurationError
 from fivefold.train._config import ModelConfig
-from fivefold.train._model import Transformer, token_loss
-from fivefold.train._operators import rms_norm, rotary_tables, split_rotated_heads
+from fivefold.train._model import (
+    Transformer,
+    rms_norm,
+    rotary_tables,
+    split_rotated_heads,
+    token_loss,
+)
 
 SHAPES = [(1, 8, 1), (2, 12, 2), (3, 48, 4)]
 

@@ -202,6 +202,10 @@ def test_local_updates_train_mixtures_too(moe_config, run_ranks):
     [
         (["model.moe.top_k=9"], "top_k is 9, but a token can reach 8"),
         (["model.moe.groups=3"], "must divide model.moe.experts"),
+        (
+            ["model.moe.groups=8", "model.moe.top_groups=2", "model.moe.group_score=top2_sum"],
+            '"top2_sum" needs two experts in each group; got 8 experts in 8 groups',
+        ),
         (["model.moe.expert_parallel=3"], "multiple of model.moe.expert_parallel"),
         (["model.moe.expert_parallel=2"], 'needs sync.method "ddp"; got "co2"'),
         (["model.moe.bias_rate=0.1"], 'bias_rate needs sync.method "ddp" or "none"'),
@@ -215,6 +219,20 @@ def test_tables_that_do_not_fit_are_refused(tmp_path, overrides, message):
     with pytest.raises(ConfigurationError) as caught:
         load_config(path, overrides)
     assert message in str(caught.value)
+
+
+def test_groups_are_chosen_by_the_configured_score():
+    # Logits (5, 0) and (4, 3): the first group has the largest score, the second the largest sum.
+    chosen = {}
+    for score in ("max", "top2_sum"):
+        moe = MixtureConfig(experts=4, top_k=1, score="sigmoid", groups=2, group_score=score)
+        config = ModelConfig(layers=1, width=4, heads=1, moe=moe)
+        layer = Transformer(config, vocab_size=7, sequence_length=4).mixtures.layers[0]
+        with torch.no_grad():
+            layer.gate.weight.copy_(torch.diag(torch.tensor([5.0, 0.0, 4.0, 3.0])))
+        layer(torch.ones(1, 1, 4))
+        chosen[score] = layer.last_load.routed.tolist()
+    assert chosen == {"max": [1, 0, 0, 0], "top2_sum": [0, 0, 1, 0]}
 
 
 def test_ranks_that_do_not_divide_are_refused_before_anything_starts(moe_config, monkeypatch):

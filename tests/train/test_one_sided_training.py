@@ -12,9 +12,10 @@ import torch
 
 from fivefold.errors import CommunicationError, ConfigurationError, UnsupportedError
 from fivefold.moe import ExchangeConfig
+from fivefold.runs import ranks
 from fivefold.testing import free_port
-from fivefold.train import MixtureConfig, _one_sided, config_to_toml, load_config, train
-from fivefold.train._one_sided import OneSided, exchange_sizes, is_one_sided, open_exchange
+from fivefold.train import MixtureConfig, _expert_ranks, config_to_toml, load_config, train
+from fivefold.train._expert_ranks import OneSided, exchange_sizes, is_one_sided, open_exchange
 
 CUDA = torch.device("cuda", 0)
 
@@ -38,13 +39,12 @@ def shared_config(make_config):
     return make
 
 
-class Ranks:
-    """A world of two ranks that answer what a test wants."""
-
-    timeout_s, rank = 30.0, 1
+class Ranks(ranks.Ranks):
+    """Two ranks, of which the other answers what a test wants."""
 
     def __init__(self, device, *answers):
-        self.device, self.answers = device, answers
+        super().__init__(rank=1, world_size=2, device=device, timeout_s=30.0)
+        self.answers = answers
 
     def gather(self, value, *, what):
         assert "exchange needs" in what
@@ -53,8 +53,8 @@ class Ranks:
 
 @pytest.fixture
 def able_gpus(monkeypatch):
-    monkeypatch.setattr(_one_sided, "backends", lambda _device: {"fused": None})
-    monkeypatch.setattr(_one_sided.TorchSymmetricHeap, "missing", lambda _device: None)
+    monkeypatch.setattr(_expert_ranks, "backends", lambda _device: {"fused": None})
+    monkeypatch.setattr(_expert_ranks.TorchSymmetricHeap, "missing", lambda _device: None)
 
 
 @pytest.mark.usefixtures("able_gpus")
@@ -87,10 +87,10 @@ def test_gpus_that_cannot_say_why(shared_config, caplog, moe, answer, reason):
 def test_the_memory_of_gpus_is_symmetric_memory_of_the_expert_group(shared_config, monkeypatch):
     made = []
     monkeypatch.setattr(
-        _one_sided, "TorchSymmetricHeap", lambda **options: made.append(options) or "heap"
+        _expert_ranks, "TorchSymmetricHeap", lambda **options: made.append(options) or "heap"
     )
     monkeypatch.setattr(
-        _one_sided,
+        _expert_ranks,
         "ExpertExchange",
         lambda config, heap, **options: SimpleNamespace(config=config, heap=heap, **options),
     )
@@ -134,7 +134,7 @@ def test_what_others_got_is_counted_once_and_errors_of_kernels_come_out():
 
 
 def test_a_cpu_without_the_kernels_says_so(shared_config, monkeypatch):
-    monkeypatch.setattr(_one_sided, "backends", lambda _device: {"fused": "no interpreter"})
+    monkeypatch.setattr(_expert_ranks, "backends", lambda _device: {"fused": "no interpreter"})
     config, world = shared_config(moe={"exchange": "one_sided"}), Ranks(torch.device("cpu"))
     with pytest.raises(UnsupportedError, match="cannot work here: rank 0: no interpreter"):
         is_one_sided(config, world)

@@ -191,7 +191,7 @@ class DiskGnnSystem(_Packed):
         """Plan, pack, load the cache, open the readers."""
         done = super().prepare()
         assert self.store is not None, "it was just packed"
-        self._cached = self.store.hot.read("host")
+        self._cached = self.store.rows.read("host")
         self._readers = [
             RowReader(
                 self.store.rows, "rows", threads=self._threads, block_bytes=size, verify=False

@@ -42,9 +42,6 @@ def train_command(
     The same command resumes a run from its newest whole checkpoint, in the middle of an epoch.
     SIGTERM or Ctrl-C writes a checkpoint on all ranks and ends with exit code 0; a second Ctrl-C
     aborts.
-
-    Raises:
-        FivefoldError: Whatever training met; the entry point prints it.
     """
     from fivefold.gnn.training import load_config, train_graph  # noqa: PLC0415 - loads torch
 
@@ -77,9 +74,6 @@ def infer_command(
     Layer by layer: each layer's outputs are a file that the next one reads, so that memory stays
     within --memory whatever the size of the graph. The same command goes on where a killed one
     stopped. The outputs are output.fvf, one row of scores per node.
-
-    Raises:
-        FivefoldError: Whatever inference met; the entry point prints it.
     """
     from fivefold.gnn.training import infer_run  # noqa: PLC0415 - loads torch
 

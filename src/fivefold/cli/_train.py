@@ -47,9 +47,6 @@ def train_command(
 
     The same command resumes a run from its newest whole checkpoint. SIGTERM or Ctrl-C writes a
     checkpoint on all ranks and ends with exit code 0; a second Ctrl-C aborts.
-
-    Raises:
-        FivefoldError: Whatever training met; the entry point prints it.
     """
     if nproc is not None and "RANK" not in os.environ:
         from fivefold.train import launch  # noqa: PLC0415 - loads torch

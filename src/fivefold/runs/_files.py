@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING, Any, TextIO
+from pathlib import Path
+from typing import Any, TextIO
 
 from fivefold.errors import CheckpointError, UnsupportedError
 from fivefold.files import write_atomically
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 class MetricsWriter:

@@ -12,14 +12,11 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import Self
 
 from fivefold.errors import ConfigurationError
 from fivefold.runs._files import cannot_write
-
-if TYPE_CHECKING:
-    from types import TracebackType
-    from typing import Self
 
 _LOG = logging.getLogger(__name__)
 _NAME = ".lock"

@@ -48,12 +48,7 @@ _STRUCTURE = "structure"
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointRecord:
-    """What was written.
-
-    Args:
-        path: The checkpoint's folder.
-        num_bytes: Size of its files over all ranks.
-    """
+    """What was written."""
 
     path: Path
     num_bytes: int
@@ -68,24 +63,7 @@ def write_checkpoint(
     ranks: Ranks,
     keep: int,
 ) -> CheckpointRecord:
-    """Write one checkpoint; a collective call.
-
-    Args:
-        output: The run's folder, seen by all ranks.
-        state: This rank's nested state.
-        step: Optimizer steps done; names the folder.
-        description: What a run must share with this one to resume from it.
-        ranks: The ranks.
-        keep: How many of the newest checkpoints stay.
-
-    Returns:
-        Folder and size.
-
-    Raises:
-        CheckpointError: A rank could not write; raised on every rank, and the partial folder
-            is gone.
-        CommunicationError: A peer died or did not answer in time.
-    """
+    """Write one checkpoint; a collective call."""
     root = _root(output)
     final = root / f"step-{step:08d}"
     partial = final.with_name(final.name + _PARTIAL)
@@ -113,11 +91,7 @@ def write_checkpoint(
 
 
 def read_checkpoint(path: Path, *, rank: int) -> dict[str, Any]:
-    """Read one rank's state; no communication.
-
-    Raises:
-        CheckpointError: The checkpoint cannot be read, or holds nothing of this rank.
-    """
+    """Read one rank's state; no communication."""
     prefix = f"rank{rank}"
     try:
         reader = FileSystemReader(path)
@@ -139,24 +113,13 @@ def read_checkpoint(path: Path, *, rank: int) -> dict[str, Any]:
 
 
 def checkpoint_folders(output: Path) -> list[Path]:
-    """Return a run's finished checkpoints, newest first; whether they are whole is not looked at.
-
-    Args:
-        output: The run's folder.
-    """
+    """Return a run's checkpoints, newest first; whether they are whole is not looked at."""
     found = [path for path in _root(output).glob("step-*") if _is_checkpoint(path)]
     return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
 
 
 def newest_checkpoint(output: Path) -> tuple[Path, dict[str, Any]] | None:
-    """Find a run's newest checkpoint that is whole, and its manifest; None where there is none.
-
-    Args:
-        output: The run's folder.
-
-    Raises:
-        CheckpointError: There are checkpoints, but none is whole.
-    """
+    """Find a run's newest checkpoint that is whole, and its manifest; None where there is none."""
     skipped: list[str] = []
     for path in checkpoint_folders(output):
         try:
@@ -175,12 +138,7 @@ def newest_checkpoint(output: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def require_resumable(output: Path, resume: str) -> None:
-    """Refuse what can be told from the names in a run's folder alone.
-
-    Raises:
-        CheckpointError: ``resume`` names no folder.
-        ConfigurationError: "never", but the folder already has a run.
-    """
+    """Refuse what can be told from the names in a run's folder alone."""
     has_run = (output / "metrics.jsonl").exists() or bool(checkpoint_folders(output))
     if resume == "never" and has_run:
         message = f'run.resume is "never", but {output} already has a run'
@@ -196,21 +154,7 @@ def require_resumable(output: Path, resume: str) -> None:
 def find_checkpoint(
     output: Path, resume: str, *, description: Mapping[str, Any], world_size: int
 ) -> tuple[Path, dict[str, Any]] | None:
-    """Find the checkpoint to begin from; no communication.
-
-    Args:
-        output: The run's folder.
-        resume: "auto", "never" or the path of a checkpoint.
-        description: What decides this run's parameters, by section and key.
-        world_size: Number of ranks.
-
-    Returns:
-        The checkpoint's folder and manifest, or None for a fresh run.
-
-    Raises:
-        CheckpointError: No checkpoint is whole, or it belongs to another run.
-        ConfigurationError: "never", but the folder already has a run.
-    """
+    """Find the checkpoint to begin from; no communication."""
     require_resumable(output, resume)
     if resume == "never":
         return None
@@ -246,12 +190,7 @@ def choose_checkpoint(
 
 
 def read_own_state(path: Path, *, ranks: Ranks) -> dict[str, Any]:
-    """Read this rank's part of a checkpoint; a collective call.
-
-    Raises:
-        CheckpointError: A rank cannot read its part; raised on every rank.
-        CommunicationError: A peer died or did not answer in time.
-    """
+    """Read this rank's part of a checkpoint; a collective call."""
     state: dict[str, Any] = {}
     ranks.together(
         lambda: state.update(read_checkpoint(path, rank=ranks.rank)),
@@ -280,15 +219,7 @@ def _require_same_run(
 
 
 def verify_checkpoint(path: Path) -> dict[str, Any]:
-    """Check the manifest against its checksum, and every file of every rank against the manifest.
-
-    Returns:
-        The manifest.
-
-    Raises:
-        CheckpointError: Something is missing, truncated, changed or of another step; the message
-            says what.
-    """
+    """Check the manifest against its checksum and all files against it; return the manifest."""
     manifest = _read_manifest(path)
     step, files = manifest["step"], manifest["files"]
     if _is_checkpoint(path) and int(path.name[5:]) != step:
@@ -494,23 +425,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def flatten_state(state: dict[str, Any], *, prefix: str) -> dict[str, torch.Tensor]:
-    """Split a state into named tensors.
-
-    Args:
-        state: Nested dicts, lists and tuples of tensors, str, int, float, bool and None.
-        prefix: First part of every name, such as ``"rank0"``.
-
-    Returns:
-        Tensors by name, among them the structure as bytes. They may share memory with the
-        state.
-
-    Raises:
-        TypeError: The state holds something else.
-
-    Examples:
-        >>> sorted(flatten_state({"step": 3, "w": torch.ones(2)}, prefix="rank0"))
-        ['rank0/structure', 'rank0/w']
-    """
+    """Split a state into named tensors."""
     tensors: dict[str, torch.Tensor] = {}
     structure = _encode(state, prefix, tensors)
     text = json.dumps(structure).encode()
@@ -519,16 +434,7 @@ def flatten_state(state: dict[str, Any], *, prefix: str) -> dict[str, torch.Tens
 
 
 def restore_state(tensors: dict[str, torch.Tensor], *, prefix: str) -> dict[str, Any]:
-    """Undo :func:`flatten_state`.
-
-    Raises:
-        KeyError: A tensor that the structure names is missing.
-
-    Examples:
-        >>> flat = flatten_state({"betas": (0.9, 0.95)}, prefix="rank0")
-        >>> restore_state(flat, prefix="rank0")
-        {'betas': (0.9, 0.95)}
-    """
+    """Undo :func:`flatten_state`."""
     text = bytes(tensors[f"{prefix}/{_STRUCTURE}"].tolist()).decode()
     state: dict[str, Any] = _decode(json.loads(text), tensors)
     return state
@@ -580,12 +486,7 @@ def restore_rng(state: dict[str, Any]) -> None:
 
 
 def parameters_sha256(model: torch.nn.Module) -> str:
-    """Return the digest of all parameters, bit for bit, in the order of their names.
-
-    Examples:
-        >>> parameters_sha256(torch.nn.Linear(1, 1)) != parameters_sha256(torch.nn.Linear(1, 1))
-        True
-    """
+    """Return the digest of all parameters, bit for bit, in the order of their names."""
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         digest.update(name.encode())

@@ -45,24 +45,7 @@ _SIGNAL_EXIT = 128
 def launch_ranks(
     command: Sequence[str], *, nproc: int, max_restarts: int, timeout_s: float, threads: int
 ) -> int:
-    """Start ranks that call :func:`run_worker`, and return when all have ended.
-
-    Args:
-        command: Arguments of Python, such as ``["-m", "package.module", "config.toml"]``.
-        nproc: Number of ranks.
-        max_restarts: How often all ranks are started again after a failure.
-        timeout_s: Longest wait of a rank on another, in seconds.
-        threads: CPU threads of a rank.
-
-    Returns:
-        Exit code: 0 when the work finished, or stopped with a checkpoint after a signal; 128
-        plus the signal's number when a signal ended the ranks before they could write one.
-
-    Raises:
-        FivefoldError: What the first rank to fail met.
-        CommunicationError: A rank was killed.
-        RuntimeError: A rank met an internal error.
-    """
+    """Start ranks that call :func:`run_worker`, and return when all have ended."""
     with tempfile.TemporaryDirectory(prefix="fivefold-launch-") as folder:
         _set_environment(threads=threads, outcomes=Path(folder))
         store = _local_store()

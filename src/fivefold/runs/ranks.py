@@ -51,17 +51,7 @@ class Place(NamedTuple):
 
 @dataclass(kw_only=True)
 class Ranks:
-    """This process among its peers.
-
-    Args:
-        rank: Index of this process, from 0.
-        world_size: Number of processes.
-        device: Device of the model.
-        timeout_s: Longest wait on a peer, in seconds.
-        control: gloo group for small messages; None where there is one rank.
-        owned: Whether :func:`close_ranks` destroys the default group.
-        where: What the run is doing, for messages; the loop keeps it at the current step.
-    """
+    """This process among its peers."""
 
     rank: int = 0
     world_size: int = 1
@@ -82,11 +72,7 @@ class Ranks:
         return timedelta(seconds=self.timeout_s)
 
     def gather(self, value: object, *, what: str) -> list[Any]:
-        """Return every rank's value, on every rank.
-
-        Raises:
-            CommunicationError: A peer died or did not answer in time.
-        """
+        """Return every rank's value, on every rank."""
         if self.control is None:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -95,11 +81,7 @@ class Ranks:
         return values
 
     def sum(self, values: list[float], *, what: str) -> list[float]:
-        """Sum over the ranks, in float64.
-
-        Raises:
-            CommunicationError: A peer died or did not answer in time.
-        """
+        """Sum over the ranks, in float64."""
         if self.control is None:
             return values
         total = torch.tensor(values, dtype=torch.float64)
@@ -108,12 +90,7 @@ class Ranks:
         return [float(value) for value in total]
 
     def together(self, action: Callable[[], Value], *, what: str) -> list[Value]:
-        """Do something on every rank: all get all results, or all raise the first rank's error.
-
-        Raises:
-            FivefoldError: What the action met on some rank.
-            CommunicationError: A peer died or did not answer in time.
-        """
+        """Do something on every rank: all get all results, or all raise the first rank's error."""
         value: Value | None = None
         failed: FivefoldError | None = None
         try:
@@ -127,23 +104,14 @@ class Ranks:
         return [result for result, _ in outcomes]
 
     def on_main(self, action: Callable[[], Value], *, what: str) -> Value:
-        """Do something on rank 0: all get its result, or all raise its error.
-
-        Raises:
-            FivefoldError: What the action met.
-            CommunicationError: A peer died or did not answer in time.
-        """
+        """Do something on rank 0: all get its result, or all raise its error."""
         results: list[Any] = self.together(action if self.is_main else lambda: None, what=what)
         value: Value = results[0]
         return value
 
     @contextlib.contextmanager
     def guard(self, collective: str) -> Iterator[None]:
-        """Turn torch's errors about a lost or silent peer into one that says where it happened.
-
-        Raises:
-            CommunicationError: The collective failed; names rank, step and collective.
-        """
+        """Turn torch's errors about a lost or silent peer into one that says where it happened."""
         try:
             yield
         except FivefoldError:
@@ -169,10 +137,6 @@ def read_place() -> Place:
     """Read this process's place: from an existing process group, else from the environment.
 
     One rank where nothing is set.
-
-    Raises:
-        ConfigurationError: ``RANK`` is set but one of the other variables is missing or not a
-            number.
     """
     if dist.is_initialized():
         local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -200,20 +164,7 @@ def _number(name: str) -> int:
 
 
 def open_ranks(place: Place | None = None, *, device: str, timeout_s: float) -> Ranks:
-    """Join the other ranks; nothing happens where there is only one.
-
-    Args:
-        place: Place of this process; None for :func:`read_place`.
-        device: "auto", "cpu" or "cuda"; auto takes CUDA where there is one.
-        timeout_s: Longest wait on a peer, in seconds.
-
-    Returns:
-        The ranks, with a control group where there are peers.
-
-    Raises:
-        CommunicationError: The ranks did not find each other in time.
-        ConfigurationError: CUDA is asked for, but there is none for this rank.
-    """
+    """Join the other ranks; nothing happens where there is only one."""
     rank, world_size, local_rank = place or read_place()
     ranks = Ranks(
         rank=rank,
@@ -334,13 +285,6 @@ class StopAgreement:
     reading come at the same steps everywhere, all decide alike. The number of steps follows how
     long such a message takes, behind a round's payload on a slow link or for a rank that is behind
     within its round, so that it has arrived when it is read.
-
-    Args:
-        ranks: The ranks.
-        stop: This rank's request.
-
-    Raises:
-        CommunicationError: A peer died or did not answer in time; also from the methods.
     """
 
     def __init__(self, ranks: Ranks, stop: StopRequest) -> None:

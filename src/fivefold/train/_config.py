@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from fivefold.errors import ConfigurationError
 from fivefold.files import read_toml
 from fivefold.runs import (
+    Bytes,
     Count,
     FilePath,
     Fraction,
@@ -34,12 +36,7 @@ from fivefold.runs import (
     check_tables,
     format_toml,
 )
-from fivefold.train._moe_config import MixtureConfig
 from fivefold.train._sync_config import AutoTauConfig, SyncConfig, keys_of_method
-from fivefold.train._tasks_config import TasksConfig
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = [
     "AutoTauConfig",
@@ -59,6 +56,10 @@ _LOG = logging.getLogger(__name__)
 
 
 _MONTH_S = 30 * 24 * 3600.0  # sockets count a wait in milliseconds of 32 bits
+
+
+_Coefficient = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Factor = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 def _pair(value: Any) -> Any:
@@ -119,6 +120,111 @@ class DataConfig(Section):
     """folder of the tokens; "auto" for the user's cache folder"""
     sequence_length: Annotated[int, Field(ge=1, le=2**20)] = 128
     """tokens per sequence"""
+
+
+class MixtureConfig(Section):
+    """Table ``[model.moe]``: a mixture of experts in place of the feed-forward layers.
+
+    Raises:
+        ConfigurationError: Through ``load_config``; the numbers do not fit together.
+
+    Examples:
+        >>> MixtureConfig(experts=16, top_k=4).expert_parallel
+        1
+    """
+
+    experts: Positive = 8
+    """experts of a layer"""
+    top_k: Positive = 2
+    """experts that a token goes to"""
+    shared: Count = 0
+    """experts that every token goes to besides, unweighted"""
+    expert_width: Positive | None = None
+    """inner width of an expert; left out, a token's work is that of the dense layer"""
+    every: Positive = 1
+    """a mixture in every so many-th block, counted from the last"""
+    activation: Literal["swiglu", "geglu", "geglu_tanh", "reglu"] = "swiglu"
+    """function between an expert's two products"""
+    score: Literal["softmax", "topk_softmax", "sigmoid"] = "softmax"
+    """way in which router logits become weights"""
+    normalize: bool = True
+    """whether a token's weights sum to one"""
+    scale: _Factor = 1.0
+    """factor on all weights"""
+    groups: Positive = 1
+    """equal groups of experts"""
+    top_groups: Positive = 1
+    """groups that a token may use"""
+    group_score: Literal["max", "top2_sum"] = "max"
+    """what a group is chosen by: its largest score, or the sum of its two largest"""
+    capacity_factor: _Factor | None = None
+    """most tokens of an expert, in units of the even load; left out, nothing is dropped"""
+    drop_policy: Literal["position", "weight"] = "position"
+    """who is dropped beyond the capacity"""
+    balance_loss: _Coefficient = 0.01
+    """coefficient of the load balancing loss"""
+    z_loss: _Coefficient = 0.001
+    """coefficient of the router's z loss"""
+    bias_rate: _Coefficient = 0.0
+    """step of balancing by a selection bias, without a loss; 0 for none"""
+    expert_parallel: Positive = 1
+    """ranks that share out a layer's experts"""
+    exchange: Literal["auto", "all_to_all", "one_sided"] = "auto"
+    """way of tokens between ranks that share experts: messages, or stores into a peer's memory;
+    auto is one_sided on GPUs that can, else all_to_all"""
+    exchange_room: _Factor | None = None
+    """one_sided: rows that a rank has room for, in units of the even load; left out, the most that
+    may come"""
+    backend: Literal["auto", "reference", "fused", "split"] = "auto"
+    """what computes the experts"""
+    recompute: bool = True
+    """whether the backward computes the experts' first product again; false keeps it in memory"""
+
+    @model_validator(mode="after")
+    def _fits(self) -> MixtureConfig:
+        if self.experts % self.groups or self.top_groups > self.groups:
+            raise ConfigurationError(
+                "model.moe.groups must divide model.moe.experts, and top_groups be at most groups; "
+                f"got experts {self.experts}, groups {self.groups}, top_groups {self.top_groups}",
+                hint="choose a divisor of the number of experts",
+            )
+        if self.group_score == "top2_sum" and self.experts // self.groups < 2:
+            raise ConfigurationError(
+                'model.moe.group_score "top2_sum" needs two experts in each group; got '
+                f"{self.experts} experts in {self.groups} groups",
+                hint='use group_score = "max", or fewer groups',
+            )
+        reachable = self.experts // self.groups * self.top_groups
+        if self.top_k > reachable:
+            raise ConfigurationError(
+                f"model.moe.top_k is {self.top_k}, but a token can reach {reachable} experts only",
+                hint="lower top_k, or raise experts or top_groups",
+            )
+        if self.experts % self.expert_parallel:
+            raise ConfigurationError(
+                "model.moe.experts must be a multiple of model.moe.expert_parallel; got "
+                f"{self.experts} experts over {self.expert_parallel} ranks",
+                hint=f"use {-(-self.experts // self.expert_parallel) * self.expert_parallel} "
+                "experts, or fewer ranks per layer",
+            )
+        self._check_exchange()
+        return self
+
+    def _check_exchange(self) -> None:
+        if self.exchange == "one_sided" and self.capacity_factor is not None:
+            raise ConfigurationError(
+                'model.moe.exchange "one_sided" does not go with model.moe.capacity_factor '
+                f"{self.capacity_factor}: the ranks would not see one another's loads",
+                hint='use exchange = "all_to_all", or leave out capacity_factor',
+            )
+        if self.exchange == "one_sided" and not self.recompute:
+            message = 'model.moe.exchange "one_sided" keeps nothing for the backward'
+            raise ConfigurationError(message, hint='set recompute = true, or use "all_to_all"')
+        if self.exchange_room is not None and self.exchange_room < 1:
+            raise ConfigurationError(
+                f"model.moe.exchange_room is {self.exchange_room}, less than the even load",
+                hint="use 1 or more, or leave it out for room for whatever may come",
+            )
 
 
 class ModelConfig(Section):
@@ -190,6 +296,40 @@ class OptimConfig(Section):
                 "optim.lr * optim.weight_decay must be at most 1, or a step turns all signs; "
                 f"got {self.lr:g} * {self.weight_decay:g}",
                 hint="lower optim.weight_decay; its default is 0.1",
+            )
+        return self
+
+
+class TasksConfig(Section):
+    """Table ``[tasks]``: the order in which gradients are sent, for ``sync.method = "ddp"``.
+
+    Raises:
+        ConfigurationError: Through ``load_config``; the order could not change anything.
+
+    Examples:
+        >>> TasksConfig(chunk="1 MB").chunk
+        1000000
+    """
+
+    ordering: Literal["fifo", "priority"] = "priority"
+    """"fifo" as gradients become ready, or "priority" for what the next forward pass needs first"""
+    chunk: Bytes = 1_000_000
+    """bytes of the pieces in which buckets are sent; 0 for whole buckets"""
+    bucket: Bytes = 0
+    """bytes of a bucket of gradients; 0 for DDP's own choice"""
+    credit: Positive = 2
+    """pieces in flight at once"""
+    overlap_forward: bool = True
+    """true where each layer's next forward pass waits for its own gradients only"""
+    plan_after_steps: Positive = 3
+    """measured steps after which the order is planned"""
+
+    @model_validator(mode="after")
+    def _order_can_matter(self) -> TasksConfig:
+        if self.ordering == "priority" and not self.overlap_forward:
+            message = 'tasks.ordering "priority" does nothing where forward waits for all gradients'
+            raise ConfigurationError(
+                message, hint='set tasks.ordering = "fifo", or tasks.overlap_forward = true'
             )
         return self
 

@@ -3,33 +3,33 @@
 Files are read in the order of their names, and each ends with the tokenizer's document end. A
 file belongs to validation if a hash of its name falls below the wanted share, so adding files
 moves no other file across the split. Tokens are built once, in pieces of bounded size, and
-cached; see ``_token_cache.py`` for how the cache survives crashes and concurrent builders, and
-``_files.py`` for what counts as text. This module knows nothing of models, ranks or batches.
+cached; ``_token_cache.py`` makes the cache survive crashes and concurrent builders.
 """
 
 from __future__ import annotations
 
+import codecs
 import hashlib
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from fivefold.errors import DataError
-from fivefold.train._files import find_files, is_text, read_pieces, resolve_source
+from fivefold.runs import ProgressBar
+from fivefold.train._config import DataConfig
 from fivefold.train._token_cache import TokenWriter, cache_folder, open_or_build
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
-
-    from fivefold.train._config import DataConfig
-    from fivefold.train._files import SourceFile
-    from fivefold.train._tokenizer import Tokenizer
+from fivefold.train._tokenizer import Tokenizer
 
 _FORMAT = "corpus-1"
 _SPLITS = ("train", "validation")
 _PROGRESS_AFTER_BYTES = 4 << 20
+_PIECE_BYTES = 1 << 20
+_NOT_THE_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -188,15 +188,123 @@ def _require_length(split: str, num_tokens: int, data: DataConfig) -> None:
 
 
 def _with_progress(files: list[SourceFile]) -> Iterable[SourceFile]:
-    """The files, with a bar on a terminal where reading them takes long."""
+    """The files, with a progress bar where reading them takes long."""
     total = sum(file.size_bytes for file in files)
     if total < _PROGRESS_AFTER_BYTES:
         yield from files
         return
-    from rich.console import Console  # noqa: PLC0415 - not needed when the cache is there
-    from rich.progress import track  # noqa: PLC0415 - as above
+    done = 0
+    with ProgressBar() as progress:
+        for file in files:
+            yield file
+            done += file.size_bytes
+            progress("reading text", done, total)
 
-    console = Console(stderr=True)
-    yield from track(
-        files, "reading text", console=console, disable=not console.is_terminal, transient=True
+
+@dataclass(frozen=True, kw_only=True)
+class SourceFile:
+    """A file below the source folder.
+
+    Attributes:
+        path: Where it is.
+        name: Path below the source folder, with forward slashes.
+        size_bytes: Its size when it was listed.
+        modified_ns: When it was last written, in nanoseconds since 1970.
+    """
+
+    path: Path
+    name: str
+    size_bytes: int
+    modified_ns: int
+
+
+def resolve_source(spec: str) -> Path:
+    """Folder of a configuration's ``data.path``."""
+    root = Path(sysconfig.get_path("stdlib")) if spec == "stdlib" else Path(spec).expanduser()
+    hint = 'set data.path to a folder of text files, or to "stdlib" for the Python library'
+    if not root.exists():
+        raise DataError(f"data folder {root} does not exist", hint=hint)
+    if not root.is_dir():
+        raise DataError(f"data.path {root} is a file, not a folder", hint=hint)
+    return root
+
+
+def find_files(root: Path, *, library: bool) -> list[SourceFile]:
+    """All files below a folder that are not empty, sorted by name.
+
+    Hidden files and folders are left out, links to folders are not followed.
+    """
+
+    def fail(error: OSError) -> None:
+        raise DataError(
+            f"data folder {error.filename} cannot be listed: {error.strerror}",
+            hint="give read permission, or move the folder out of data.path",
+        ) from error
+
+    found = []
+    for folder, subfolders, names in os.walk(root, onerror=fail):
+        skipped = _NOT_THE_LIBRARY if library else frozenset[str]()
+        subfolders[:] = [n for n in subfolders if not n.startswith(".") and n not in skipped]
+        for name in names:
+            if not name.startswith(".") and (not library or name.endswith(".py")):
+                found += _listed(Path(folder, name), root)
+    return sorted(found, key=lambda file: file.name)
+
+
+def is_text(path: Path) -> bool:
+    """Whether a file is UTF-8 without NUL characters; reads it in pieces."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        for piece in _raw_pieces(path):
+            if b"\0" in piece:
+                return False
+            decoder.decode(piece)
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def read_pieces(path: Path) -> Iterator[bytes]:
+    """Content of a text file in pieces that end at a line's end.
+
+    A line longer than a piece (about 1 MiB) is kept whole, so that a tokenizer never sees a cut
+    character or word.
+    """
+    pending: list[bytes] = []
+    for piece in _raw_pieces(path):
+        head, newline, tail = piece.rpartition(b"\n")
+        if newline:
+            yield b"".join([*pending, head, newline])
+            pending = []
+        pending.append(tail)
+    if rest := b"".join(pending):
+        yield rest
+
+
+def _raw_pieces(path: Path) -> Iterator[bytes]:
+    try:
+        with path.open("rb") as file:
+            while piece := file.read(_PIECE_BYTES):
+                yield piece
+    except OSError as error:
+        raise DataError(
+            f"file {path} cannot be read: {error.strerror}",
+            hint="give read permission, or move the file out of data.path",
+        ) from error
+
+
+def _listed(path: Path, root: Path) -> list[SourceFile]:
+    # A dangling link, a socket or an empty file is no text; none of them is an error.
+    if not path.is_file():
+        return []
+    status = path.stat()
+    if status.st_size == 0:
+        return []
+    # Names that are not UTF-8 are allowed on disk; surrogates would break hashing them.
+    name = (
+        path.relative_to(root).as_posix().encode(errors="surrogateescape").decode(errors="replace")
     )
+    return [
+        SourceFile(path=path, name=name, size_bytes=status.st_size, modified_ns=status.st_mtime_ns)
+    ]

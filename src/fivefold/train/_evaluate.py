@@ -7,48 +7,30 @@ byte of the validation text. This module knows nothing of methods or files.
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 import torch
 
+from fivefold.runs.ranks import Ranks
+from fivefold.train._config import TrainConfig
+from fivefold.train._corpus import Corpus
+from fivefold.train._methods import LanguageModel
 from fivefold.train._sampler import gather_batch, sequential_starts
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
-    from fivefold.runs.ranks import Ranks
-    from fivefold.train._config import TrainConfig
-    from fivefold.train._corpus import Corpus
-    from fivefold.train._methods import LanguageModel
 
 
 @dataclass(frozen=True, kw_only=True)
 class Validation:
-    """Result of one validation.
-
-    Args:
-        loss: Mean over all tokens of all ranks, in nats per token.
-        bits_per_byte: The same per byte of text, in bits.
-    """
+    """Result of one validation."""
 
     loss: float
     bits_per_byte: float
 
 
 def bits_per_byte(loss: float, *, num_tokens: int, num_bytes: int) -> float:
-    """Convert nats per token.
-
-    Args:
-        loss: Nats per token.
-        num_tokens: Tokens of the text.
-        num_bytes: Bytes of the same text.
-
-    Examples:
-        >>> bits_per_byte(math.log(256), num_tokens=10, num_bytes=10)
-        8.0
-    """
+    """Convert nats per token."""
     return loss / math.log(2) * num_tokens / num_bytes
 
 

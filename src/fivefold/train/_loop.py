@@ -12,7 +12,8 @@ import contextlib
 import dataclasses
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,26 +36,22 @@ from fivefold.runs.checkpoints import (
     write_checkpoint,
 )
 from fivefold.runs.ranks import Ranks, StopAgreement, close_ranks, open_ranks, read_place
+from fivefold.train._config import TrainConfig
+from fivefold.train._corpus import Corpus
 from fivefold.train._evaluate import Validation, bits_per_byte, evaluate
 from fivefold.train._expert_ranks import share_experts
-from fivefold.train._methods import make_method, method_label
+from fivefold.train._methods import method_label
 from fivefold.train._model import Transformer
-from fivefold.train._precision import autocast_context
 from fivefold.train._result import RunResult, make_result, run_manifest
 from fivefold.train._setup import (
     describe_run,
     load_equal_data,
+    make_method,
     make_optimizer,
     require_settings,
 )
 from fivefold.train._spans import Span, SpanRecorder, subtract
-from fivefold.train._step import StepRunner, TrainedParts
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from fivefold.train._config import TrainConfig
-    from fivefold.train._corpus import Corpus
+from fivefold.train._step import StepRunner, TrainedParts, autocast_context
 
 _LOG = logging.getLogger(__name__)
 

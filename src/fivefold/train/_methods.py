@@ -10,19 +10,14 @@ from __future__ import annotations
 
 import contextlib
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 
 from fivefold.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from fivefold.optim import SyncStatistics, TauDecision
-    from fivefold.runs.ranks import Ranks
-    from fivefold.train._config import SyncConfig
-    from fivefold.train._expert_ranks import ExpertRanks
-    from fivefold.train._spans import Span
-    from fivefold.train._tasks_config import TasksConfig
+from fivefold.optim import SyncStatistics, TauDecision
+from fivefold.train._config import SyncConfig, TasksConfig
+from fivefold.train._spans import Span
 
 _LABELS = {
     "none": "no communication",
@@ -94,43 +89,23 @@ class Method(Protocol):
         ...
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Backward pass.
-
-        Raises:
-            CommunicationError: A peer died or did not answer in time.
-        """
+        """Backward pass."""
         ...
 
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
-        """Clip before the optimizer's step; returns the norm of the whole gradient.
-
-        Raises:
-            CommunicationError: A peer died or did not answer in time.
-        """
+        """Clip before the optimizer's step; returns the norm of the whole gradient."""
         ...
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer's step, with gradients back to nothing.
-
-        Raises:
-            CommunicationError: A peer died or did not answer in time.
-        """
+        """The optimizer's step, with gradients back to nothing."""
         ...
 
     def after_step(self) -> None:
-        """After the optimizer's step.
-
-        Raises:
-            CommunicationError: A peer died or did not answer in time.
-        """
+        """After the optimizer's step."""
         ...
 
     def finalize(self) -> None:
-        """Apply all work in flight; afterwards the method's parameters are final.
-
-        Raises:
-            CommunicationError: A peer died or did not answer in time.
-        """
+        """Apply all work in flight; afterwards the method's parameters are final."""
         ...
 
     def evaluation(self) -> AbstractContextManager[None]:
@@ -165,11 +140,7 @@ def plain_update(optimizer: torch.optim.Optimizer) -> None:
 
 
 class NoMethod:
-    """Every rank trains alone: the same step with communication switched off.
-
-    Args:
-        model: The model.
-    """
+    """Every rank trains alone: the same step with communication switched off."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._module, self._model = model, cast("LanguageModel", model)
@@ -229,57 +200,8 @@ class NoMethod:
         return []
 
 
-def make_method(
-    config: SyncConfig,
-    model: torch.nn.Module,
-    *,
-    optimizer: torch.optim.Optimizer,
-    ranks: Ranks,
-    experts: ExpertRanks | None = None,
-    tasks: TasksConfig | None = None,
-) -> Method:
-    """Set up the configured method; a collective call for all but "none".
-
-    Args:
-        config: Table ``[sync]``.
-        model: The bare module.
-        optimizer: The inner optimizer.
-        ranks: The ranks.
-        experts: Who shares experts with whom; None where nobody does.
-        tasks: Table ``[tasks]`` of data parallelism; None for DDP's own order.
-
-    Returns:
-        The method.
-
-    Raises:
-        ConfigurationError: The method needs peers and there are none, or a setting is not
-            allowed.
-        CommunicationError: A peer died or did not answer in time.
-    """
-    if config.method == "none":
-        return NoMethod(model)
-    require_peers(config, world_size=ranks.world_size)
-    if config.method == "ddp" and tasks is not None:
-        from fivefold.train._ddp_scheduled import (  # noqa: PLC0415 - loads what is used
-            ScheduledDataParallelMethod,
-        )
-
-        return ScheduledDataParallelMethod(model, ranks=ranks, tasks=tasks, optimizer=optimizer)
-    if config.method == "ddp":
-        from fivefold.train._ddp import DataParallelMethod  # noqa: PLC0415 - loads what is used
-
-        return DataParallelMethod(model, ranks=ranks, codec=config.codec or "fp32", experts=experts)
-    from fivefold.train._outer import OuterMethod  # noqa: PLC0415 - loads what is used
-
-    return OuterMethod(config, model, optimizer=optimizer, ranks=ranks)
-
-
 def require_peers(config: SyncConfig, *, world_size: int) -> None:
-    """Refuse a method that synchronises where there is nothing to synchronise with.
-
-    Raises:
-        ConfigurationError: One rank and a method other than "none".
-    """
+    """Refuse a method that synchronises where there is nothing to synchronise with."""
     if world_size == 1 and config.method != "none":
         message = f'sync.method "{config.method}" needs at least two ranks; got world_size=1'
         hint = 'start more ranks with --nproc 2, or set sync.method = "none" to train alone'
@@ -287,13 +209,7 @@ def require_peers(config: SyncConfig, *, world_size: int) -> None:
 
 
 def method_label(config: SyncConfig, tasks: TasksConfig | None = None) -> str:
-    """Name of a method for people, with what sets it apart.
-
-    Examples:
-        >>> from fivefold.train import SyncConfig
-        >>> method_label(SyncConfig(method="co2", tau=4))
-        'CO2 (tau 4)'
-    """
+    """Name of a method for people, with what sets it apart."""
     details = [] if config.tau is None else [f"tau {config.tau}"]
     if config.fragments is not None:
         details.append(f"{config.fragments} fragments")

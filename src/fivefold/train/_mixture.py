@@ -7,31 +7,20 @@ steps; who calls it says when a step ends.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-from fivefold.moe import ExpertExchange, MoE, MoEConfig, Router, updated_selection_bias
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from fivefold.moe import ExpertGroup
-    from fivefold.train._config import ModelConfig
-    from fivefold.train._moe_config import MixtureConfig
+from fivefold.moe import ExpertExchange, ExpertGroup, MoE, MoEConfig, Router, updated_selection_bias
+from fivefold.train._config import MixtureConfig, ModelConfig
 
 _MULTIPLE = 16  # of inner widths: the vector width in float32, so products have no ragged edge
 
 
 def mixture_blocks(config: ModelConfig) -> frozenset[int]:
-    """Blocks that have a mixture: every so many-th, counted from the last.
-
-    Examples:
-        >>> from fivefold.train import MixtureConfig, ModelConfig
-        >>> sorted(mixture_blocks(ModelConfig(layers=5, moe=MixtureConfig(every=2))))
-        [0, 2, 4]
-    """
+    """Blocks that have a mixture: every so many-th, counted from the last."""
     if config.moe is None:
         return frozenset()
     return frozenset(range(config.layers - 1, -1, -config.moe.every))
@@ -52,16 +41,7 @@ def expert_width(config: MixtureConfig, width: int) -> int:
 def make_mixture(
     config: MixtureConfig, *, width: int, group: ExpertGroup | ExpertExchange | None
 ) -> MoE:
-    """One layer, with undrawn parameters.
-
-    Args:
-        config: Table ``[model.moe]``.
-        width: Of a token.
-        group: Ranks that share the experts out; None: all are here.
-
-    Returns:
-        The layer.
-    """
+    """One layer, with undrawn parameters."""
     inner = expert_width(config, width)
     router = Router(
         top_k=config.top_k,
@@ -69,6 +49,7 @@ def make_mixture(
         normalize=config.normalize,
         groups=config.groups,
         top_groups=config.top_groups,
+        group_score=config.group_score,
         scale=config.scale,
     )
     return MoE(
@@ -92,14 +73,7 @@ def make_mixture(
 def draw_experts(
     layer: MoE, *, std: float, residual_std: float, generator: torch.Generator
 ) -> None:
-    """Draw all experts' weights in order and keep those of this rank: equal for any share.
-
-    Args:
-        layer: The layer.
-        std: Of the router and the first weights.
-        residual_std: Of the weights that write to the residual stream.
-        generator: Where the numbers come from.
-    """
+    """Draw all experts' weights in order and keep those of this rank: equal for any share."""
     nn.init.normal_(layer.gate.weight, std=std, generator=generator)
     number = layer.config.experts
     here = range(number) if layer.group is None else layer.group.experts_of(number)
@@ -119,10 +93,6 @@ class Mixtures:
     """All mixtures of a model: their losses, their loads, their selection biases.
 
     Loads are of the tokens of this rank, or of all ranks of its expert group where there is one.
-
-    Args:
-        config: Table ``[model.moe]``.
-        layers: Block number to layer.
     """
 
     def __init__(self, config: MixtureConfig, layers: dict[int, MoE]) -> None:
@@ -164,11 +134,7 @@ class Mixtures:
         self._total_2LE += both
 
     def end_step(self, summed: Callable[[Sequence[float]], list[float]]) -> None:
-        """Move the selection biases by the loads of the step; a collective call where they exist.
-
-        Args:
-            summed: Adds up numbers over all ranks that train together.
-        """
+        """Move the selection biases by the step's loads; a collective call where they exist."""
         if self.config.bias_rate > 0:
             flat = summed([float(n) for n in self._step_LE.flatten().tolist()])
             loads = torch.tensor(flat, dtype=torch.float64).view(self._step_LE.shape)

@@ -12,18 +12,19 @@ Shape legend: B sequences, T positions, D width, C = 3D columns of the fused que
 values, F width of the feed-forward layer, V vocabulary.
 """
 
-# ruff: noqa: N803, N806, N815 - tensor names end in their shape
-
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the customary name
 from torch import nn
+from torch.autograd import Function
 
 from fivefold.errors import ConfigurationError
+from fivefold.moe import ExpertExchange, ExpertGroup, MoE
+from fivefold.train._config import ModelConfig
 from fivefold.train._mixture import (
     Mixtures,
     dense_width,
@@ -31,13 +32,12 @@ from fivefold.train._mixture import (
     make_mixture,
     mixture_blocks,
 )
-from fivefold.train._operators import rms_norm, rotary_tables, split_rotated_heads
 
-if TYPE_CHECKING:
-    from fivefold.moe import ExpertExchange, ExpertGroup, MoE
-    from fivefold.train._config import ModelConfig
+# ruff: noqa: N803, N806, N815 - tensor names end in their shape
+
 
 _EPSILON = 1e-6
+_ROTARY_BASE = 10_000.0
 
 
 class Transformer(nn.Module):
@@ -253,19 +253,7 @@ class _Block(nn.Module):
 
 
 def token_loss(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy in nats per token.
-
-    Args:
-        logits_BTV: Logits; 16-bit ones are widened first.
-        targets_BT: int64 tokens.
-
-    Returns:
-        Scalar.
-
-    Examples:
-        >>> token_loss(torch.zeros(1, 2, 4), torch.zeros(1, 2, dtype=torch.int64)).item()
-        1.3862943649291992
-    """
+    """Mean cross entropy in nats per token."""
     logits = logits_BTV.flatten(0, 1)
     if logits.dtype in {torch.bfloat16, torch.float16}:
         logits = logits.float()
@@ -275,3 +263,90 @@ def token_loss(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tens
 def _mixture(config: ModelConfig, group: ExpertGroup | ExpertExchange | None) -> MoE:
     assert config.moe is not None, "blocks have a mixture only where there is a table for it"
     return make_mixture(config.moe, width=config.width, group=group)
+
+
+def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, *, epsilon: float) -> torch.Tensor:
+    """Scale each row to a root mean square of one, then by a weight.
+
+    ``y = x / sqrt(mean(x^2) + epsilon) * weight``.
+    """
+    if x.is_cuda:  # one kernel there
+        return F.rms_norm(x, weight_D.shape, weight_D, epsilon)
+    y: torch.Tensor = _RMSNorm.apply(x, weight_D, epsilon)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
+    return y
+
+
+def rotary_tables(length: int, head_width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of the rotation of each pair at each position.
+
+    Pair j at position t turns by ``t * 10000^(-2j / K)``.
+    """
+    exponents = torch.arange(0, head_width, 2, dtype=torch.float64) / head_width
+    angles = torch.outer(torch.arange(length, dtype=torch.float64), _ROTARY_BASE**-exponents)
+    return angles.cos().float(), angles.sin().float()
+
+
+def split_rotated_heads(
+    qkv_BTC: torch.Tensor, cos_TJ: torch.Tensor, sin_TJ: torch.Tensor, *, heads: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values of a fused projection, the first two rotated by position.
+
+    Column j of a head is paired with column j + J.
+    """
+    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    parts = _SplitRotatedHeads.apply(qkv_BTC, cos_TJ, sin_TJ, heads)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
+    return parts
+
+
+class _RMSNorm(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight_D: torch.Tensor, epsilon: float) -> torch.Tensor:
+        mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1])
+        scale = mean_square.add_(epsilon).rsqrt_()
+        ctx.save_for_backward(x, weight_D, scale)
+        y: torch.Tensor = (x * scale).mul_(weight_D)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        x, weight_D, scale = ctx.saved_tensors
+        (dy,) = grads
+        product = (dy * x).flatten(0, -2)
+        dweight_D = product.t().mv(scale.flatten())
+        # d/dx of scale = -scale^3 * x / D, times the row's sum of dy * weight * x.
+        pull = product.mv(weight_D).view(scale.shape).mul_(scale).mul_(scale).div_(-x.shape[-1])
+        dx = (dy * weight_D).addcmul_(x, pull).mul_(scale)
+        return dx, dweight_D, None
+
+
+class _SplitRotatedHeads(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, qkv_BTC: torch.Tensor, cos_TJ: torch.Tensor, sin_TJ: torch.Tensor, heads: int
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.save_for_backward(cos_TJ, sin_TJ)
+        batch, length, columns = qkv_BTC.shape
+        qkv = qkv_BTC.view(batch, length, 3, heads, columns // (3 * heads))
+        rotated = torch.empty_like(qkv[:, :, :2], memory_format=torch.contiguous_format)
+        _rotate(qkv[:, :, :2], cos_TJ[:, None, None], sin_TJ[:, None, None], out=rotated)
+        q, k = rotated.transpose(1, 3).unbind(2)
+        return q, k, qkv[:, :, 2].transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        cos_TJ, sin_TJ = ctx.saved_tensors
+        batch, heads, length, width = grads[0].shape
+        result = grads[0].new_empty(batch, length, 3, heads, width)
+        dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
+        # The inverse of a rotation is its transpose: the same with the sine's sign turned.
+        _rotate(dq, cos_TJ[:, None], -sin_TJ[:, None], out=result[:, :, 0])
+        _rotate(dk, cos_TJ[:, None], -sin_TJ[:, None], out=result[:, :, 1])
+        result[:, :, 2] = dv
+        return result.view(batch, length, -1), None, None, None
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, out: torch.Tensor) -> None:
+    first, second = x.chunk(2, dim=-1)
+    out_first, out_second = out.chunk(2, dim=-1)
+    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=out_second).addcmul_(first, sin)

@@ -6,13 +6,16 @@ import difflib
 import inspect
 import math
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
 from fivefold.errors import ConfigurationError
 from fivefold.optim import (
     CO2,
+    AllReduceRecord,
     AutoTau,
     DelayCorrected,
     DiLoCo,
@@ -24,17 +27,13 @@ from fivefold.optim import (
     OverlapLocalSGD,
     SlowMo,
     StreamingDiLoCo,
+    SyncStatistics,
+    TauDecision,
 )
+from fivefold.runs.ranks import Ranks
+from fivefold.train._config import SyncConfig
 from fivefold.train._methods import NoMethod, plain_update
 from fivefold.train._spans import Span, subtract
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from contextlib import AbstractContextManager
-
-    from fivefold.optim import AllReduceRecord, SyncStatistics, TauDecision
-    from fivefold.runs.ranks import Ranks
-    from fivefold.train._config import SyncConfig
 
 _RULES: dict[str, type[OuterRule]] = {
     "local_sgd": LocalSGD,
@@ -61,18 +60,7 @@ _DETAILS = (
 
 
 class OuterMethod(NoMethod):
-    """Local steps, and one all-reduce per round.
-
-    Args:
-        config: Table ``[sync]``.
-        model: The bare module; rank 0's parameters are broadcast.
-        optimizer: The inner optimizer.
-        ranks: The ranks.
-
-    Raises:
-        ConfigurationError: A setting is not allowed.
-        CommunicationError: A peer died or did not answer in time.
-    """
+    """Local steps, and one all-reduce per round."""
 
     def __init__(
         self,
@@ -100,21 +88,11 @@ class OuterMethod(NoMethod):
         plain_update(optimizer)
 
     def after_step(self) -> None:
-        """Count the local step; at the end of a round wait, merge and launch.
-
-        Raises:
-            CommunicationError: A peer died or did not answer in time.
-            ReplicaMismatchError: Replicas that must be equal are not.
-        """
+        """Count the local step; at the end of a round wait, merge and launch."""
         self._timed(self._sync.step, name="outer step")
 
     def finalize(self) -> None:
-        """Drain: all replicas are equal afterwards.
-
-        Raises:
-            CommunicationError: A peer died or did not answer in time.
-            ReplicaMismatchError: Replicas that must be equal are not.
-        """
+        """Drain: all replicas are equal afterwards."""
         self._timed(self._sync.finalize, name="drain")
 
     def evaluation(self) -> AbstractContextManager[None]:
@@ -122,11 +100,7 @@ class OuterMethod(NoMethod):
         return self._sync.global_parameters()
 
     def state_dict(self) -> dict[str, Any]:
-        """The engine's state and the totals.
-
-        Raises:
-            CommunicationError: The all-reduce in flight failed.
-        """
+        """The engine's state and the totals."""
         state = {"sync": self._sync.state_dict()}
         self._collect_all_reduces()
         return state | {"totals": self.totals.state_dict()}
@@ -193,16 +167,7 @@ def _all_reduce_name(all_reduce: AllReduceRecord) -> str:
 
 
 def make_rule(config: SyncConfig) -> OuterRule:
-    """The configured outer rule.
-
-    Raises:
-        ConfigurationError: A value is outside the rule's range.
-
-    Examples:
-        >>> from fivefold.train import SyncConfig
-        >>> make_rule(SyncConfig(method="local_sgd", tau=4)).tau
-        4
-    """
+    """The configured outer rule."""
     given = {name: getattr(config, name) for name in _RULE_KEYS}
     settings = {name: value for name, value in given.items() if value is not None}
     if config.clip is not None:

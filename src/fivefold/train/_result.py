@@ -6,18 +6,14 @@ import dataclasses
 import json
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from fivefold.runs import run_facts
-from fivefold.train._methods import method_label
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from fivefold.train._config import TrainConfig
-    from fivefold.train._evaluate import Validation
-    from fivefold.train._methods import Method
-    from fivefold.train._mixture import Mixtures
+from fivefold.train._config import TrainConfig
+from fivefold.train._evaluate import Validation
+from fivefold.train._methods import Method, method_label
+from fivefold.train._mixture import Mixtures
 
 # Not training: a rate that counts them would depend on how often one looks.
 _ASIDE = ("checkpoint", "validation")

@@ -15,14 +15,10 @@ This module knows nothing of files, models or communication.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
+import torch
 
 from fivefold.errors import ConfigurationError, DataError
-
-if TYPE_CHECKING:
-    import torch
 
 _MASK_64 = (1 << 64) - 1
 _NUM_ROUNDS = 8
@@ -129,26 +125,6 @@ def sequential_starts(
     The ``num_batches * batch_size`` windows (or as many as there are) do not depend on the
     number of ranks, so the same validation is done on 1 rank and on 8. Rank r takes every
     ``world_size``-th of them. The last batch of a rank may be smaller, and a rank may get none.
-
-    Args:
-        num_tokens: Tokens in the validation split.
-        sequence_length: Tokens per window.
-        batch_size: Windows per batch.
-        num_batches: Batches over all ranks.
-        rank: This process, from 0.
-        world_size: Number of processes.
-
-    Returns:
-        int64 arrays of at most batch_size window starts.
-
-    Raises:
-        ConfigurationError: A number is out of range.
-        DataError: There are too few tokens for one window.
-
-    Examples:
-        >>> sequential_starts(100, sequence_length=10, batch_size=2, num_batches=2, rank=0,
-        ...                   world_size=2)
-        [array([ 0, 40])]
     """
     _require_shares(sequence_length, batch_size, rank, world_size)
     available = (num_tokens - 1) // sequence_length

@@ -12,12 +12,12 @@ from fivefold.errors import ConfigurationError, DataError, UnsupportedError
 from fivefold.runs import FolderLock
 from fivefold.runs.checkpoints import require_resumable
 from fivefold.runs.ranks import Ranks
-from fivefold.train._config import DataConfig, TrainConfig
-from fivefold.train._corpus import Corpus, load_corpus
-from fivefold.train._expert_ranks import require_shares
-from fivefold.train._files import resolve_source
-from fivefold.train._methods import require_peers
-from fivefold.train._outer import make_rule
+from fivefold.train._config import DataConfig, SyncConfig, TasksConfig, TrainConfig
+from fivefold.train._corpus import Corpus, load_corpus, resolve_source
+from fivefold.train._ddp import DataParallelMethod, ScheduledDataParallelMethod
+from fivefold.train._expert_ranks import ExpertRanks, require_shares
+from fivefold.train._methods import Method, NoMethod, require_peers
+from fivefold.train._outer import OuterMethod, make_rule
 from fivefold.train._tokenizer import Tokenizer, load_tokenizer
 
 
@@ -82,6 +82,9 @@ def describe_run(config: TrainConfig, *, data_fingerprint: str) -> dict[str, Any
     """
     sections = config.model_dump(mode="json", include={"model", "optim", "sync"})
     del sections["optim"]["validation_batches"]
+    moe = sections["model"]["moe"]
+    if moe is not None and moe["group_score"] == "max":
+        del moe["group_score"]  # as in checkpoints from before there was a choice
     sections["run"] = {"seed": config.run.seed, "steps": config.run.steps}
     sections["data"] = {
         "tokenizer": config.data.tokenizer,
@@ -91,3 +94,23 @@ def describe_run(config: TrainConfig, *, data_fingerprint: str) -> dict[str, Any
     # As it will be read back: tuples become lists.
     normal: dict[str, Any] = json.loads(json.dumps(sections))
     return normal
+
+
+def make_method(
+    config: SyncConfig,
+    model: torch.nn.Module,
+    *,
+    optimizer: torch.optim.Optimizer,
+    ranks: Ranks,
+    experts: ExpertRanks | None = None,
+    tasks: TasksConfig | None = None,
+) -> Method:
+    """Set up the configured method; a collective call for all but "none"."""
+    if config.method == "none":
+        return NoMethod(model)
+    require_peers(config, world_size=ranks.world_size)
+    if config.method == "ddp" and tasks is not None:
+        return ScheduledDataParallelMethod(model, ranks=ranks, tasks=tasks, optimizer=optimizer)
+    if config.method == "ddp":
+        return DataParallelMethod(model, ranks=ranks, codec=config.codec or "fp32", experts=experts)
+    return OuterMethod(config, model, optimizer=optimizer, ranks=ranks)

@@ -11,14 +11,12 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from fivefold.runs import cannot_write
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-    from pathlib import Path
 
 # Lane in the rank's file -> category in result.json; the order is that of the report.
 CATEGORIES = {
@@ -54,13 +52,7 @@ class Span:
 
 
 def subtract(start_s: float, end_s: float, *, holes: Iterable[Span]) -> list[tuple[float, float]]:
-    """The parts of an interval that no hole covers, in order.
-
-    Examples:
-        >>> hole = Span(lane="wait", name="w", start_s=2.0, end_s=3.0)
-        >>> subtract(0.0, 4.0, holes=[hole])
-        [(0.0, 2.0), (3.0, 4.0)]
-    """
+    """The parts of an interval that no hole covers, in order."""
     pieces = []
     at_s = start_s
     for hole in sorted(holes, key=lambda span: span.start_s):
@@ -73,14 +65,7 @@ def subtract(start_s: float, end_s: float, *, holes: Iterable[Span]) -> list[tup
 
 
 def union_s(spans: Iterable[Span]) -> float:
-    """Seconds that at least one of the spans covers.
-
-    Examples:
-        >>> first = Span(lane="flight", name="a", start_s=0.0, end_s=2.0)
-        >>> second = Span(lane="flight", name="b", start_s=1.0, end_s=4.0)
-        >>> union_s([first, second])
-        4.0
-    """
+    """Seconds that at least one of the spans covers."""
     total_s, until_s = 0.0, float("-inf")
     for span in sorted(spans, key=lambda span: span.start_s):
         total_s += max(0.0, span.end_s - max(span.start_s, until_s))
@@ -89,17 +74,7 @@ def union_s(spans: Iterable[Span]) -> float:
 
 
 class SpanRecorder:
-    """Collects the spans of one rank, keeps their sums and writes them as JSON lines.
-
-    Args:
-        path: The rank's file.
-        seconds: Sums per lane from a checkpoint; None for a fresh run.
-        waits: Sums per cause of waiting from a checkpoint; None for a fresh run.
-        resumed: Append to the file, with a clock line of this process; else begin it anew.
-
-    Raises:
-        CheckpointError: The file cannot be written; also from the methods.
-    """
+    """Collects the spans of one rank, keeps their sums and writes them as JSON lines."""
 
     def __init__(
         self,

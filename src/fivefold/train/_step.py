@@ -6,38 +6,31 @@ files, intervals or checkpoints.
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import math
 import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
-from fivefold.train._learning_rate import cosine_with_warmup
-from fivefold.train._precision import autocast_context, choose_precision
+from fivefold.errors import ConfigurationError
+from fivefold.runs.ranks import Ranks
+from fivefold.train._config import TrainConfig
+from fivefold.train._methods import Method
+from fivefold.train._mixture import Mixtures
 from fivefold.train._sampler import ShardedSampler, gather_batch
 from fivefold.train._spans import Span, subtract
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import numpy as np
-
-    from fivefold.runs.ranks import Ranks
-    from fivefold.train._config import TrainConfig
-    from fivefold.train._methods import Method
-    from fivefold.train._mixture import Mixtures
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedParts:
-    """What a step changes.
-
-    Args:
-        model: The bare module.
-        optimizer: The inner optimizer.
-        method: How the ranks are kept together.
-        mixtures: The model's mixtures of experts; None in a dense model.
-    """
+    """What a step changes."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
@@ -46,17 +39,7 @@ class TrainedParts:
 
 
 class StepRunner:
-    """Runs optimizer steps by their number.
-
-    Args:
-        config: The whole configuration.
-        ranks: The ranks.
-        parts: Model, optimizer and method.
-        tokens: The training split.
-
-    Raises:
-        DataError: There are too few tokens for one step of all ranks.
-    """
+    """Runs optimizer steps by their number."""
 
     def __init__(
         self, config: TrainConfig, ranks: Ranks, *, parts: TrainedParts, tokens: np.ndarray
@@ -76,18 +59,7 @@ class StepRunner:
         self.lr = 0.0
 
     def run(self, step: int) -> list[Span]:
-        """Do one step.
-
-        Args:
-            step: Steps done before.
-
-        Returns:
-            Where its time went.
-
-        Raises:
-            CommunicationError: A peer died or did not answer in time.
-            ReplicaMismatchError: Replicas that must be equal are not.
-        """
+        """Do one step."""
         name = f"step {step + 1}"
         begin_s = time.perf_counter()
         count = self._config.optim.accumulation
@@ -148,3 +120,55 @@ class StepRunner:
             loss = self._parts.method.loss(inputs, targets) * share
         self._parts.method.backward(loss)
         return loss.detach()
+
+
+def cosine_with_warmup(
+    step: int, *, lr: float, warmup_steps: int, steps: int, min_lr_fraction: float
+) -> float:
+    """Learning rate of one optimizer step.
+
+    With W warmup steps of S, f the last fraction, and t the step counted from 0:
+    ``lr * (t + 1) / W`` for t < W, and after that
+    ``lr * (f + (1 - f) * (1 + cos(pi * p)) / 2)`` with ``p = (t - W) / (S - 1 - W)``, so that
+    the first step moves, the step after warmup has the full rate and the last step has
+    ``f * lr``. Steps past the last keep ``f * lr``.
+    """
+    if step < 0:
+        raise ConfigurationError(f"step must not be negative; got {step}", hint="count from 0")
+    if not 0 <= warmup_steps <= steps:
+        raise ConfigurationError(
+            f"warmup_steps must be between 0 and steps; got {warmup_steps} of {steps}",
+            hint="lower optim.warmup_steps or raise run.steps",
+        )
+    if step < warmup_steps:
+        return lr * (step + 1) / warmup_steps
+    # A cosine over a single step has no slope; the maximum avoids 0 / 0 there.
+    progress = min(1.0, (step - warmup_steps) / max(1, steps - 1 - warmup_steps))
+    return lr * (min_lr_fraction + (1 - min_lr_fraction) * (1 + math.cos(math.pi * progress)) / 2)
+
+
+def choose_precision(wished: str, device: torch.device) -> str:
+    """Settle "auto": "bf16" only where matrix units for it exist.
+
+    Emulated bfloat16 is slower than float32 (five times on a CPU without AVX512-BF16 or AMX).
+    """
+    native = _has_native_bf16(device)
+    if wished == "auto":
+        return "bf16" if native else "fp32"
+    if wished == "bf16" and not native:
+        _LOG.warning('this %s emulates bfloat16; precision = "fp32" is faster', device.type)
+    return wished
+
+
+def autocast_context(precision: str, device: torch.device) -> AbstractContextManager[object]:
+    """Context of forward passes; parameters, gradients and optimizer stay in float32."""
+    if precision == "fp32":
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=torch.bfloat16)
+
+
+def _has_native_bf16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    capabilities = torch.cpu.get_capabilities()
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))

@@ -18,15 +18,13 @@ import shutil
 import tempfile
 import time
 import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fivefold.errors import DataError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 _BLOCK_BYTES = 1 << 24
 _MOST_BLOCKS_CHECKED = 64  # 1 GiB: below a second, and a truncation shows in the size anyway
@@ -38,23 +36,7 @@ _logger = logging.getLogger(__name__)
 
 
 def cache_folder(spec: str) -> Path:
-    """Folder of a configuration's ``data.cache``, made if it is not there.
-
-    Args:
-        spec: A folder, or ``"auto"`` for ``fivefold/tokens`` in the user's cache folder; where
-            that cannot be written, a folder in the system's temporary folder is used.
-
-    Returns:
-        A folder that exists.
-
-    Raises:
-        DataError: The folder cannot be made.
-
-    Examples:
-        >>> import tempfile
-        >>> cache_folder(tempfile.mkdtemp()).is_dir()
-        True
-    """
+    """Folder of a configuration's ``data.cache``, made if it is not there."""
     if spec != "auto":
         return _made(Path(spec).expanduser())
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 - Path.home() raises where there is no home
@@ -68,19 +50,7 @@ def cache_folder(spec: str) -> Path:
 
 
 class TokenWriter:
-    """Appends tokens to files of a folder and remembers their checksums.
-
-    Args:
-        folder: Where the files go.
-        dtype: Type of the tokens on disk.
-
-    Examples:
-        >>> import tempfile
-        >>> writer = TokenWriter(Path(tempfile.mkdtemp()), np.dtype(np.uint16))
-        >>> writer.append("train", np.array([1, 2, 3]))
-        >>> writer.finish()["train"]["size_bytes"]
-        6
-    """
+    """Appends tokens to files of a folder and remembers their checksums."""
 
     def __init__(self, folder: Path, dtype: np.dtype[Any]) -> None:
         self.folder = folder
@@ -90,17 +60,7 @@ class TokenWriter:
         self._checksums: dict[str, list[int]] = {}
 
     def append(self, name: str, tokens: np.ndarray) -> None:
-        """Add tokens to the end of a file.
-
-        Args:
-            name: The file's name.
-            tokens: One-dimensional array of numbers that fit the type on disk.
-
-        Examples:
-            >>> import tempfile
-            >>> writer = TokenWriter(Path(tempfile.mkdtemp()), np.dtype(np.uint16))
-            >>> writer.append("train", np.array([7]))
-        """
+        """Add tokens to the end of a file."""
         if name not in self._files:
             self._files[name] = (self.folder / name).open("wb")
             self._pending[name], self._checksums[name] = bytearray(), []
@@ -111,16 +71,7 @@ class TokenWriter:
             del pending[:_BLOCK_BYTES]
 
     def finish(self) -> dict[str, dict[str, Any]]:
-        """Write what is left and sync all files to the disk.
-
-        Returns:
-            Size and checksums of each file, for the manifest.
-
-        Examples:
-            >>> import tempfile
-            >>> TokenWriter(Path(tempfile.mkdtemp()), np.dtype(np.uint16)).finish()
-            {}
-        """
+        """Write what is left and sync all files to the disk."""
         described = {}
         for name, file in self._files.items():
             if self._pending[name]:
@@ -131,12 +82,7 @@ class TokenWriter:
         return described
 
     def close(self) -> None:
-        """Close the files; safe to call twice, also after an error.
-
-        Examples:
-            >>> import tempfile
-            >>> TokenWriter(Path(tempfile.mkdtemp()), np.dtype(np.uint16)).close()
-        """
+        """Close the files; safe to call twice, also after an error."""
         for file in self._files.values():
             # A full disk fails the flush inside close; the first error has told that already.
             with contextlib.suppress(OSError):
@@ -150,30 +96,7 @@ class TokenWriter:
 def open_or_build(
     folder: Path, key: str, *, dtype: np.dtype[Any], build: Callable[[TokenWriter], dict[str, Any]]
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Memory-map a cache, after building it if it is missing or damaged.
-
-    Args:
-        folder: Folder of all caches.
-        key: Name of this one; must change when its content would.
-        dtype: Type of the tokens on disk.
-        build: Appends all tokens to the writer, and returns facts to keep with them.
-
-    Returns:
-        The arrays by name (memory-mapped, read-only), and the facts.
-
-    Raises:
-        DataError: The disk is full or cannot be written, or ``build`` raised it.
-
-    Examples:
-        >>> import tempfile
-        >>> def build(writer):
-        ...     writer.append("train", np.arange(3))
-        ...     return {"num_files": 1}
-        >>> arrays, facts = open_or_build(Path(tempfile.mkdtemp()), "k", build=build,
-        ...                               dtype=np.dtype(np.uint16))
-        >>> arrays["train"].tolist(), facts
-        ([0, 1, 2], {'num_files': 1})
-    """
+    """Memory-map a cache, after building it if it is missing or damaged."""
     opened = _open(folder / key, dtype)
     for _ in range(_MOST_BUILDS):  # the second is needed only where builders without locks collide
         if opened is not None:

@@ -8,16 +8,14 @@ splits or of models.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from fivefold.errors import ConfigurationError, DataError, UnsupportedError
 from fivefold.files import parse_json, read_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 _NUM_BYTES = 256
 _END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "<|im_end|>")
@@ -30,11 +28,6 @@ class Tokenizer(Protocol):
         vocab_size: Number of tokens, the document end included.
         document_end: The token between two documents.
         fingerprint: Changes whenever the same text would give other tokens.
-
-    Examples:
-        >>> tokenizer: Tokenizer = ByteTokenizer()
-        >>> tokenizer.vocab_size
-        257
     """
 
     @property

@@ -12,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError
-from fivefold.gnn.loading import DiskLoader, FeatureStore, OnlineLoader, batch_order, rank_share
+from fivefold.gnn.loading import DiskLoader, OnlineLoader
 from fivefold.gnn.loading._assemble import SeedTable
-from fivefold.gnn.loading._transfer import DeviceTransfer
+from fivefold.gnn.loading._base import LoaderSettings, batch_order
+from fivefold.gnn.loading._disk_loader import DeviceTransfer
+from fivefold.gnn.loading._feature_store import FeatureStore
 
 SHAPES = {
     "one node": {"nodes": 1, "edges": 0, "train": 1},
@@ -95,7 +97,8 @@ def test_the_copy_to_a_device_takes_cached_rows_from_there(stores):
             record = levels.record(batch.number)
             assert len(record.device_slots)
             staged = np.full(batch.x.shape, np.nan, np.float32)
-            levels.serve(record, staged)
+            levels.read_cold(record, staged)
+            levels.gather_cached(record, staged)
             assert np.isnan(staged).any()
             object.__setattr__(batch, "x", torch.from_numpy(staged))
             there = transfer.handed_over(transfer.copy(record, batch))
@@ -168,14 +171,24 @@ def test_orders_are_permutations_and_keep_segments(count, seed, epoch, sizes):
 @given(st.integers(1, 60), st.integers(1, 9), st.sampled_from(["drop", "repeat"]))
 def test_shares_are_equal_and_cover_the_order(count, world_size, remainder):
     order = batch_order(count, seed=0, epoch=0)
-    if count < world_size:
-        with pytest.raises(ConfigurationError, match="ranks"):
-            rank_share(order, rank=0, world_size=world_size, remainder=remainder)
-        return
-    shares = [
-        rank_share(order, rank=rank, world_size=world_size, remainder=remainder).tolist()
+    ranks = [
+        LoaderSettings(
+            device=torch.device("cpu"),
+            shuffle=True,
+            seed=0,
+            prefetch=None,
+            rank=rank,
+            world_size=world_size,
+            remainder=remainder,
+            timeout_s=1.0,
+        )
         for rank in range(world_size)
     ]
+    if count < world_size:
+        with pytest.raises(ConfigurationError, match="ranks"):
+            ranks[0].share(order)
+        return
+    shares = [rank.share(order).tolist() for rank in ranks]
     assert len({len(share) for share in shares}) == 1
     flat = [n for share in shares for n in share]
     if remainder == "drop":
@@ -190,7 +203,3 @@ def test_different_epochs_and_seeds_have_different_orders():
         tuple(batch_order(50, seed=seed, epoch=epoch)) for seed in range(5) for epoch in range(5)
     }
     assert len(orders) == 25
-    with pytest.raises(ConfigurationError, match="negative"):
-        batch_order(5, seed=0, epoch=-1)
-    with pytest.raises(ConfigurationError, match="cover"):
-        batch_order(5, seed=0, epoch=0, segments=[(0, 4)])

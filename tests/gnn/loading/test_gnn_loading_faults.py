@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from fivefold.errors import DataError, FivefoldError, StorageError, UnsupportedError
-from fivefold.gnn.loading import DiskLoader, FeatureStore, StallError
+from fivefold.gnn.loading import DiskLoader, StallError
+from fivefold.gnn.loading._feature_store import FeatureStore
 from fivefold.gnn.packing import PackedStore
 
 pytestmark = pytest.mark.alone

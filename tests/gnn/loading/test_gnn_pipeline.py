@@ -12,9 +12,8 @@ import pytest
 
 from fivefold.errors import DataError, StorageError
 from fivefold.gnn.loading import StallError
-from fivefold.gnn.loading._channel import Channel, ClosedChannelError, Mailbox
-from fivefold.gnn.loading._iterator import BatchIterator
-from fivefold.gnn.loading._pipeline import Pipeline, Stage
+from fivefold.gnn.loading._base import BatchIterator
+from fivefold.gnn.loading._pipeline import Channel, ClosedChannelError, Mailbox, Pipeline, Stage
 from fivefold.gnn.loading._ring import BufferRing
 
 pytestmark = pytest.mark.alone
@@ -223,7 +222,7 @@ def test_dropping_the_iterator_ends_the_threads():
 PREAMBLE = """
 import _thread, os, threading, time, warnings
 from fivefold.errors import UnsupportedError
-from fivefold.gnn.loading._iterator import BatchIterator
+from fivefold.gnn.loading._base import BatchIterator
 from fivefold.gnn.loading._pipeline import Pipeline, Stage
 nothing = lambda *_: None
 def endless(nap_s=0.0):

@@ -1,6 +1,7 @@
 """Batch records: the fast renumbering against a slow one, and the bytes against both."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,9 +10,16 @@ from hypothesis import strategies as st
 
 from fivefold.errors import DataError
 from fivefold.gnn.packing import BatchRecord
-from fivefold.gnn.packing._coding import decode_arrays, encode_arrays
-from fivefold.gnn.packing._levels import LocalNumbers, SlotTracker
-from fivefold.gnn.packing._record import build_record, decode_record, encode_record
+from fivefold.gnn.packing._record import (
+    build_record,
+    decode_arrays,
+    decode_record,
+    encode_arrays,
+    encode_record,
+)
+from fivefold.gnn.packing._records import LocalNumbers
+from fivefold.gnn.packing._slots import SlotTracker
+from fivefold.gnn.planning._belady import CacheSchedule
 from fivefold.gnn.sampling import SampledBatch
 
 
@@ -103,9 +111,28 @@ def as_reference(record):
     }
 
 
+def tracker_of(device, host, admissions=(), *, num_nodes, num_slots=None, dense_bytes=10**5):
+    """A tracker of two caches, of which the host's changes by (nodes, slots) after each batch."""
+    rows, slots = ([np.array(part[i]) for part in admissions] for i in (0, 1))
+    schedule = CacheSchedule(
+        hit_bits=np.empty(0, np.uint8),
+        hit_starts=np.zeros(1, np.int64),
+        admitted_rows=np.concatenate([np.empty(0, np.int64), *rows]),
+        admitted_slots=np.concatenate([np.empty(0, np.int32), *slots]),
+        admitted_starts=np.cumsum([0, *map(len, rows)]),
+    )
+    plan = SimpleNamespace(
+        device_rows=device,
+        host_rows=host,
+        num_host_slots=len(host) if num_slots is None else num_slots,
+        cache_schedule=schedule if admissions else None,
+    )
+    return SlotTracker(plan, num_nodes=num_nodes, dense_bytes=dense_bytes)
+
+
 def build(sampled, device, host, storage):
     nodes = int(max(map(int, [*sampled.node_ids, *device, *host]))) + 1
-    tracker = SlotTracker(device, host, num_nodes=nodes, later_rows=host[:0], dense_bytes=10**5)
+    tracker = tracker_of(device, host, num_nodes=nodes)
     slots = tracker.slots(sampled.node_ids)
     cold = np.flatnonzero(slots < 0)
     rows = np.array([storage[node] for node in sampled.node_ids[cold].tolist()], np.int64)
@@ -176,20 +203,29 @@ def test_slots_follow_admissions(seed, dense):
     rest = np.setdiff1d(np.arange(num_nodes), device)
     host = rng.permutation(rest)[: int(rng.integers(0, num_slots + 1))]
     content = dict(enumerate(host.tolist()))
-    tracker = SlotTracker(
-        device, host, num_nodes=num_nodes, later_rows=rest, dense_bytes=10**6 if dense else 0
-    )
+    admissions, expected = [], []
     for _ in range(6):
         fresh = np.setdiff1d(rest, list(content.values()))
         slots = rng.permutation(num_slots)[: int(rng.integers(0, num_slots + 1))]
         nodes = rng.permutation(fresh)[: len(slots)]
-        tracker.admit(nodes, slots[: len(nodes)])
+        admissions.append((nodes, slots[: len(nodes)]))
         content |= dict(zip(slots.tolist(), nodes.tolist(), strict=False))
-        expected = np.full(num_nodes, -1)
-        expected[device] = np.arange(3)
+        now = np.full(num_nodes, -1)
+        now[device] = np.arange(3)
         for slot, node in content.items():
-            expected[node] = 3 + slot
-        assert np.array_equal(tracker.slots(np.arange(num_nodes)), expected)
+            now[node] = 3 + slot
+        expected.append(now)
+    tracker = tracker_of(
+        device,
+        host,
+        admissions,
+        num_nodes=num_nodes,
+        num_slots=num_slots,
+        dense_bytes=10**6 if dense else 0,
+    )
+    for batch, now in enumerate(expected):
+        tracker.advance(batch)
+        assert np.array_equal(tracker.slots(np.arange(num_nodes)), now)
 
 
 @pytest.mark.parametrize("dense_bytes", [0, 10**6])

@@ -15,7 +15,7 @@ def deliver(store, reader, record, host):
     """Rows of one batch through the levels, as training puts them together."""
     x = np.zeros((len(record.node_ids), store.dim), store.dtype)
     x.view(np.uint8)[:] = 0xEE
-    device = store.hot.read("device")
+    device = store.rows.read("device")
     x[record.device_destinations] = device[record.device_slots]
     x[record.host_destinations] = host[record.host_slots]
     reader.read_runs(record.run_starts, record.run_counts, record.run_destinations, x)
@@ -25,7 +25,7 @@ def deliver(store, reader, record, host):
 
 def check_store(world, store):
     host = np.zeros((store.plan.num_host_slots, store.dim), store.dtype)
-    initial = store.hot.read("host")
+    initial = store.rows.read("host")
     host[: len(initial)] = initial
     with RowReader(store.rows, "rows") as reader:
         for number in range(store.num_batches):

@@ -10,16 +10,9 @@ from hypothesis import strategies as st
 
 from fivefold.errors import InfeasibleError
 from fivefold.gnn.packing import pack
-from fivefold.gnn.packing._geometry import (
-    CHUNKS,
-    INDEX_BYTES_PER_ROW,
-    PAGE_BYTES,
-    choose_geometry,
-    cut_windows,
-    reader_shape,
-)
-from fivefold.gnn.packing._movement import Cells, _batches_of_cells
-from fivefold.gnn.planning import FeatureInfo, packing_ways
+from fivefold.gnn.packing._rows import Cells, batches_of_cells, cut_windows
+from fivefold.gnn.planning import PAGE_BYTES, Geometry, choose_geometry, reader_shape
+from fivefold.gnn.planning._geometry import INDEX_BYTES_PER_ROW
 
 SPEEDS = {"read_bytes_per_s": 1e9, "write_bytes_per_s": 1e9}
 MB = 10**6
@@ -98,20 +91,32 @@ def test_windows_are_as_small_as_their_cells_allow():
         assert little.steps_per_mark == 1
 
 
-@pytest.mark.parametrize("memory_mb", [10, 40, 120, 200])
-def test_planning_foresees_the_way(memory_mb):
-    features = FeatureInfo(num_nodes=100_000, row_bytes=1000, fingerprint="")
+def test_ways_move_what_they_say():
+    features, output, pages = 10**8, 3 * 10**8, 4096
+    facts = {"num_nodes": 100_000, "row_bytes": 1000, "sections": {"rows": 300_000}}
+    ways = {
+        name: choose(**facts, memory_bytes=400 * MB, strategy=name)
+        for name in ("resident", "passes", "spill")
+    }
+    assert (ways["resident"].read_bytes, ways["resident"].written_bytes) == (features, output)
+    windows, ranges = (-(-rows // ways["spill"].window_rows) for rows in (300_000, 100_000))
+    assert ways["spill"].scratch_bytes == output + windows * ranges * pages
+    assert ways["spill"].moved_bytes == features + output + 2 * ways["spill"].scratch_bytes
+    windows = -(-300_000 // ways["passes"].window_rows)
+    assert ways["passes"].moved_bytes == windows * features + output
+    assert ways["resident"].scratch_bytes == ways["passes"].scratch_bytes == 0
 
-    class Disk:
-        sequential_read_bytes_per_s = sequential_write_bytes_per_s = 1e9
 
-    memory = memory_mb * MB
-    foreseen = packing_ways(features, output_rows=200_000, memory_bytes=memory, disk=Disk())[0]
-    chosen = choose(
-        num_nodes=100_000, row_bytes=1000, sections={"rows": 200_000}, memory_bytes=memory
-    )
-    assert chosen.strategy == foreseen.strategy
-    assert chosen.seconds == pytest.approx(foreseen.seconds, rel=0.1)
+def test_a_plan_foresees_what_packing_moves(make_world, tmp_path):
+    """With the memory of the plan, and none kept for records and checksums."""
+    world = make_world(nodes=16_000, dim=256, seeds=600, batch_size=100, fanouts=[10, 10])
+    plan = world.plan(segment_batches=2, device=100, host=4000)
+    arguments = (world.features, world.samples, plan, tmp_path / "store")
+    with pack(*arguments, memory_bytes=plan.budgets.host_bytes) as store:
+        packing = store.manifest["packing"]
+    foreseen = plan.predicted.packing
+    assert packing["strategy"] == foreseen.strategy == "spill"
+    assert packing["written_bytes"] == pytest.approx(foreseen.written_bytes, rel=0.01)
 
 
 @settings(deadline=None)
@@ -129,7 +134,7 @@ def test_cells_hold_all_rows_and_never_overlap(seed, windows, ranges, row_bytes,
     chunk_bytes = chunk_rows * row_bytes + PAGE_BYTES
     written = {}
     for g in range(ranges):
-        for group in _batches_of_cells(cells, g, chunk_rows, chunk_bytes):
+        for group in batches_of_cells(cells, g, chunk_rows, chunk_bytes):
             assert group
             for piece in group:
                 size = -(-piece.num_rows * row_bytes // PAGE_BYTES) * PAGE_BYTES
@@ -188,6 +193,6 @@ def test_features_in_memory_leave_room_for_chunks_and_both_engines(memory_bytes)
 
     most = bisect(range(memory_bytes // row_bytes + 1), 0, key=lambda nodes: way(nodes) is None)
     threads, block_bytes = reader_shape(memory_bytes)
-    chunks = CHUNKS * way(most - 1).chunk_rows * (row_bytes + INDEX_BYTES_PER_ROW)
+    chunks = Geometry.NUM_CHUNKS * way(most - 1).chunk_rows * (row_bytes + INDEX_BYTES_PER_ROW)
     taken = (most - 1) * row_bytes + chunks + 2 * threads * block_bytes
     assert memory_bytes - row_bytes < taken <= memory_bytes

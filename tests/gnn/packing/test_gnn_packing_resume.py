@@ -13,8 +13,9 @@ import time
 import pytest
 
 from fivefold.errors import ConfigurationError, DataError, InfeasibleError, StorageError
-from fivefold.gnn.packing import PackedStore, _geometry, _records, pack, write_plan
+from fivefold.gnn.packing import PackedStore, _records, pack, write_plan
 from fivefold.gnn.packing._overlap import side_by_side
+from fivefold.gnn.planning import _geometry
 from fivefold.gnn.storage import ContainerWriter
 
 FILES = ("store.json", "plan.fvf", "rows.fvf", "records.fvf")
@@ -285,7 +286,9 @@ def test_other_inputs_are_refused_by_name(wide_world, make_world, tmp_path, monk
     monkeypatch.undo()
     with pytest.raises(DataError, match="holds an unfinished store; run packing again"):
         PackedStore.open(folder)
-    with pytest.raises(DataError, match="unfinished store of other features, samples, plan"):
+    with pytest.raises(
+        DataError, match=r"unfinished store of other inputs \(features, samples, plan"
+    ):
         pack(other.features, other.samples, other_plan, folder, memory_bytes=1 << 20)
     pack(world.features, world.samples, plan, folder, memory_bytes=1 << 20).close()
     with pytest.raises(DataError, match="store of other inputs"):

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.errors import DataError
-from fivefold.gnn.planning import IdSet, argsort_distinct, is_dense, sort_distinct
-from fivefold.gnn.planning._union import Union
+from fivefold.gnn.planning import IdSet, SortedIds, argsort_distinct, is_dense, sort_distinct
+from fivefold.gnn.planning._id_set import union_of
 
 distinct = st.lists(st.integers(0, 700), unique=True, max_size=80)
 
@@ -46,15 +46,17 @@ def test_sorting_is_sorting_dense_or_not(ids, bound):
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(distinct, max_size=5), st.booleans())
-def test_a_union_is_the_same_by_bits_and_by_merging(lists, sparse):
+def test_a_union_is_the_same_by_bits_and_by_sorting(lists, sparse):
     scale = 2**33 if sparse else 1
     batches = [scale * np.array(sorted(ids), np.int64) for ids in lists]
-    union = Union(batches)
+    union = union_of(batches)
     expected = sorted({int(member) for ids in batches for member in ids})
     assert len(union) == len(expected)
-    assert union.ids.tolist() == expected
+    assert union.ascending().tolist() == expected
+    assert isinstance(union, SortedIds) or not sparse or expected in ([], [0])
     for ids in batches:
         assert [expected[place] for place in union.locate(ids)] == ids.tolist()
+    assert union.locate(np.array([scale * 701, 2**34 + 1])).tolist() == [-1, -1]
 
 
 def test_ids_outside_are_refused_and_sparse_ones_take_no_bits():

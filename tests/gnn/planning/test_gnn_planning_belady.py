@@ -1,17 +1,19 @@
-"""Belady's cache against brute force; the least recently used rule against a dictionary."""
+"""Belady's cache against brute force, and against the other rules."""
 
 import functools
 import itertools
-from collections import OrderedDict
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fivefold.errors import ConfigurationError, DataError
-from fivefold.gnn.planning import BatchList, belady, lru_misses
-from fivefold.gnn.planning._kept import KeptArrays
+from fivefold.errors import DataError
+from fivefold.gnn.planning import BatchList
+from fivefold.gnn.planning._belady import belady
+from fivefold.gnn.planning._kept import KeptArrays, Scratch
+
+NO_ROWS = np.empty(0, np.int64)
 
 
 @st.composite
@@ -22,7 +24,7 @@ def traces(draw):
     return [np.array(ids, np.int64) for ids in lists]
 
 
-def fewest_misses(batches, size, initial=frozenset()):
+def fewest_misses(batches, size):
     """Try every content after every batch: anything out of the cache and the batch."""
     sets = [frozenset(batch.tolist()) for batch in batches]
 
@@ -35,19 +37,27 @@ def fewest_misses(batches, size, initial=frozenset()):
         rest = min(best(number + 1, frozenset(content)) for content in contents)
         return len(sets[number] - cache) + rest
 
-    return best(0, initial)
+    return best(0, frozenset())
+
+
+def course_of(batches, num_rows, pinned=NO_ROWS):
+    source = batches if isinstance(batches, BatchList) else BatchList(batches, num_nodes=6)
+    return belady(source, num_rows=num_rows, pinned=pinned, scratch=Scratch())
+
+
+def misses_of(batches, course):
+    return [int(course.misses(number, len(ids)).sum()) for number, ids in enumerate(batches)]
 
 
 def replay(batches, course, size):
     """Follow the schedule row by row; return the number of misses."""
-    content = dict(enumerate(course.initial_rows.tolist()))
+    content = {}
     misses = 0
     for number, ids in enumerate(batches):
-        missed = course.schedule.misses(number, len(ids))
+        missed = course.misses(number, len(ids))
         assert set(ids[missed].tolist()) == set(ids.tolist()) - set(content.values())
-        assert missed.sum() == course.misses[number]
         misses += int(missed.sum())
-        rows, slots = (part.tolist() for part in course.schedule.admissions(number))
+        rows, slots = (part.tolist() for part in course.admissions(number))
         assert rows == sorted(set(rows))
         assert set(rows) <= set(ids[missed].tolist())
         assert len(set(slots)) == len(slots)
@@ -59,62 +69,35 @@ def replay(batches, course, size):
 
 
 @settings(max_examples=200, deadline=None)
-@given(traces(), st.integers(0, 5), st.sampled_from(["empty", "first-use"]))
-def test_no_cache_has_fewer_misses(batches, size, initial):
-    course = belady(batches, num_rows=size, initial=initial)
-    start = frozenset(course.initial_rows.tolist())
-    assert replay(batches, course, size) == fewest_misses(batches, size, start)
-
-
-@settings(max_examples=100, deadline=None)
 @given(traces(), st.integers(0, 5))
-def test_starting_empty_costs_no_more_than_filling_first(batches, size):
-    empty = belady(batches, num_rows=size)
-    filled = belady(batches, num_rows=size, initial="first-use")
-    assert empty.misses.sum() <= filled.misses.sum() + len(filled.initial_rows)
+def test_no_cache_has_fewer_misses(batches, size):
+    assert replay(batches, course_of(batches, size), size) == fewest_misses(batches, size)
 
 
 @settings(max_examples=60, deadline=None)
 @given(traces(), st.integers(0, 3), st.sets(st.integers(0, 5)))
 def test_pinned_rows_are_hits_and_never_enter(batches, size, pinned):
-    source = BatchList(batches, num_nodes=6)
-    course = belady(source, num_rows=size, pinned=np.array(sorted(pinned), np.int64))
+    course = course_of(batches, size, pinned=np.array(sorted(pinned), np.int64))
     others = [ids[~np.isin(ids, list(pinned))] for ids in batches]
-    assert course.misses.tolist() == belady(others, num_rows=size).misses.tolist()
-    assert not pinned & set(course.schedule.admitted_rows.tolist())
+    assert misses_of(batches, course) == misses_of(others, course_of(others, size))
+    assert not pinned & set(course.admitted_rows.tolist())
 
 
-@settings(max_examples=100, deadline=None)
-@given(traces(), st.integers(0, 5))
-def test_least_recently_used(batches, size):
-    content, expected = OrderedDict(), []
-    for ids in batches:
-        expected.append(0)
-        for node in ids.tolist():
-            if node in content:
-                content.move_to_end(node)
-                continue
-            expected[-1] += 1
-            content[node] = True
-            if len(content) > size:
-                content.popitem(last=False)
-    assert lru_misses(batches, num_rows=size).tolist() == expected
-
-
-def test_belady_beats_static_beats_lru_on_a_skewed_trace(make_batches):
+def test_belady_beats_static_beats_lru_on_a_skewed_trace(make_batches, lru_misses):
     """The tendency of the published hit rates: .59, .48 and .32 at a tenth of the rows."""
     source = make_batches(7, num_nodes=4000, num_batches=40, share=0.8, skew=6.0)
+    batches = [source.node_ids(batch) for batch in range(40)]
     for size in (80, 200, 400, 800, 1200):
-        optimal = belady(source, num_rows=size, initial="first-use").misses.sum()
+        optimal = sum(misses_of(batches, course_of(source, size))) - size  # the fill is free
         static = source.counts.sum() - np.sort(source.counts)[-size:].sum()
-        recent = lru_misses(source, num_rows=size).sum()
-        assert optimal < static < recent
+        assert optimal < static < sum(lru_misses(batches, size))
 
 
 def test_cache_of_everything_misses_each_row_once(make_batches):
     source = make_batches(1, num_nodes=200, num_batches=9)
-    course = belady(source, num_rows=10**6)
-    assert course.misses.sum() == np.count_nonzero(source.counts)
+    batches = [source.node_ids(batch) for batch in range(9)]
+    course = course_of(source, 10**6)
+    assert sum(misses_of(batches, course)) == np.count_nonzero(source.counts)
 
 
 def test_arrays_kept_in_a_file_come_back():
@@ -135,11 +118,4 @@ def test_ids_that_are_none_are_refused():
 
     source = Broken([[0], [0]], num_nodes=3)
     with pytest.raises(DataError, match="batch 1 has node id -1"):
-        belady(source, num_rows=1)
-
-
-def test_wrong_arguments_are_refused():
-    with pytest.raises(ConfigurationError, match="num_rows is 0 or more"):
-        belady([], num_rows=-1)
-    with pytest.raises(ConfigurationError, match="'empty' or 'first-use'"):
-        belady([], num_rows=1, initial="full")
+        course_of(source, 1)

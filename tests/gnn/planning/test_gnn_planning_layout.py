@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fivefold.errors import ConfigurationError, DataError
-from fivefold.gnn.planning import runs_of, segment_layout
-from fivefold.gnn.planning._layout import _permutations
-from fivefold.gnn.planning._refinement import Refinement, locate, union_of
+from fivefold.errors import ConfigurationError
+from fivefold.gnn.planning import runs_of
+from fivefold.gnn.planning._id_set import union_of
+from fivefold.gnn.planning._layout import Refinement, permutations, segment_layout
 
 LAYOUTS = ["gray", "folded", "minhash", "popularity", "packed"]
 
@@ -80,7 +80,7 @@ def test_gray_takes_more_batches_than_a_word_has_bits(make_batches):
 @given(segments(), st.integers(1, 4), st.integers(0, 5))
 def test_minhash_is_the_published_key(batches, functions, first):
     total = first + len(batches) + 2
-    hashes = _permutations(functions, total, 0)
+    hashes = permutations(functions, total)
 
     def key(of):
         return tuple(min(function[first + i] for i in of) for function in hashes)
@@ -97,7 +97,7 @@ def test_minhash_is_the_published_key(batches, functions, first):
 
 def test_many_minhash_functions_do_not_overflow_the_key():
     batches = [np.arange(i % 3, 60, 1 + i % 4) for i in range(40)]
-    hashes = _permutations(14, 40, 0)  # 41**14 is above 2**63
+    hashes = permutations(14, 40)  # 41**14 is above 2**63
     laid_out = segment_layout(batches, layout="minhash", minhash_functions=14)
     expected = slow_shared(batches, lambda of: tuple(min(f[i] for i in of) for f in hashes))
     assert laid_out.order.tolist() == expected
@@ -140,7 +140,7 @@ def test_folded_never_has_more_runs_for_a_batch_than_any_other_sides(batches):
             rank[refinement._labels],
             refinement._unseen,
         )
-        members = locate(ids, union)
+        members = union.locate(ids)
         starts, _ = refinement.split(members)
         assert len(starts) <= fewest_runs(before, members)
 
@@ -176,7 +176,7 @@ def test_runs_of_a_batch_are_known_when_it_is_split_off(batches, layout):
     refinement = Refinement(len(union), folded=layout == "folded")
     laid_out = segment_layout(batches, layout=layout)
     for number, ids in enumerate(batches):
-        starts, counts = refinement.split(locate(ids, union))
+        starts, counts = refinement.split(union.locate(ids))
         starts = starts + len(union) - refinement.num_seen
         expected = runs_of(laid_out.rows[number])
         assert (starts.tolist(), counts.tolist()) == tuple(part.tolist() for part in expected)
@@ -187,8 +187,3 @@ def test_what_is_not_allowed_is_refused():
         segment_layout([], layout="sorted")
     with pytest.raises(ConfigurationError, match="at least 1"):
         segment_layout([], layout="minhash", minhash_functions=0)
-    with pytest.raises(ConfigurationError, match="not within"):
-        segment_layout([np.array([1])], layout="minhash", first_batch=3, num_batches=2)
-    for ids in ([2, 1], [1, 1]):
-        with pytest.raises(DataError, match="batch 0"):
-            segment_layout([np.array(ids)], layout="gray")

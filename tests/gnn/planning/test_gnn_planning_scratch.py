@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fivefold.errors import InfeasibleError, StorageError
-from fivefold.gnn.planning import BatchList, Budgets, FeatureInfo, _kept, belady, make_plan
+from fivefold.gnn.planning import BatchList, Budgets, FeatureInfo, _kept, make_plan
 
 BATCHES = [np.arange(first, first + 400, 2) for first in range(0, 400, 40)]
 
@@ -55,8 +55,6 @@ def test_the_system_s_folder_is_the_last_resort_and_its_refusal_is_said():
         StorageError, match=r"scratch file of planning.*in /nowhere.*scratch_folder"
     ):
         plan_of(samples_in(None))
-    with pytest.raises(StorageError, match="scratch file of planning"):
-        belady(BATCHES, num_rows=10)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])

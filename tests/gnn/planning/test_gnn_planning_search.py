@@ -4,17 +4,17 @@ import numpy as np
 import pytest
 
 from fivefold.errors import InfeasibleError
-from fivefold.gnn.planning import (
-    FeatureInfo,
-    packing_ways,
-    runs_of,
-    segment_layout,
-)
+from fivefold.gnn.planning._geometry import packing_ways
 from fivefold.gnn.planning._kept import KeptArrays
-from fivefold.gnn.planning._layout import shared_and_private
-from fivefold.gnn.planning._search import Space, search_segments
-from fivefold.gnn.planning._segments import SegmentQuestion, count_reads, segments_of
-from fivefold.gnn.planning._window import WindowCosts
+from fivefold.gnn.planning._layout import segment_layout
+from fivefold.gnn.planning._search import (
+    SegmentQuestion,
+    Space,
+    WindowCosts,
+    count_reads,
+    search_segments,
+    segments_of,
+)
 
 ROW_BYTES = 700
 
@@ -103,13 +103,19 @@ def test_the_search_finds_what_trying_all_sizes_finds(question, disk, layout, di
 
 
 def space_of(disk, disk_rows):
-    features = FeatureInfo(num_nodes=900, row_bytes=ROW_BYTES, fingerprint="")
     return Space(
         disk_bytes=disk_rows * ROW_BYTES,
         fixed_bytes=0,
         record_bytes=lambda rows: 0,  # noqa: ARG005 - a store without records
         row_bytes=ROW_BYTES,
-        ways=lambda rows: packing_ways(features, output_rows=rows, memory_bytes=10**6, disk=disk),
+        ways=lambda rows: packing_ways(
+            num_nodes=900,
+            row_bytes=ROW_BYTES,
+            sections={"rows": rows},
+            memory_bytes=10**6,
+            read_bytes_per_s=disk.sequential_read_bytes_per_s,
+            write_bytes_per_s=disk.sequential_write_bytes_per_s,
+        ),
     )
 
 
@@ -128,30 +134,3 @@ def test_too_small_a_disk_names_the_smallest_that_does(question, disk):
             segment_batches=None,
             num_passes=50,
         )
-
-
-def test_ways_of_packing_move_what_they_say(disk):
-    features = FeatureInfo(num_nodes=1000, row_bytes=1000, fingerprint="")
-    source, output = 10**6, 3 * 10**6
-    ways = {
-        way.strategy: way
-        for memory_bytes in (10**6, 10**8)
-        for way in packing_ways(features, output_rows=3000, memory_bytes=memory_bytes, disk=disk)
-    }
-    assert set(ways) == {"resident", "spill", "passes"}
-    assert (ways["resident"].read_bytes, ways["resident"].written_bytes) == (source, output)
-    pages = 4096  # with so much memory there is one bucket and one range
-    assert ways["spill"].moved_bytes == source + 3 * output + 2 * pages
-    assert ways["spill"].scratch_bytes == output + pages
-    tight = packing_ways(features, output_rows=3000, memory_bytes=10**6, disk=disk)
-    assert [way.strategy for way in tight] == ["passes", "spill"]  # 5 F + R against F + 3 R
-    assert tight[0].read_bytes == 5 * source
-
-
-def test_shared_rows_stand_once_and_all_others_per_batch():
-    batches = [np.array([1, 2, 3]), np.array([2, 3, 4])]
-    shared = np.array([False, True, False, False])
-    laid_out = shared_and_private(batches, shared, minhash_functions=2, num_batches=2)
-    assert laid_out.order.tolist() == [2, 1, 3, 3, 4]
-    assert [rows.tolist() for rows in laid_out.rows] == [[0, 1, 2], [0, 3, 4]]
-    assert [len(runs_of(rows)[0]) for rows in laid_out.rows] == [1, 2]

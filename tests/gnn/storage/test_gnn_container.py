@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError, DataError, StorageError
 from fivefold.gnn.storage import Container, ContainerWriter, RowReader, aligned_empty
-from fivefold.gnn.storage._xxhash import hash_pages
+from fivefold.gnn.storage._pages import hash_pages
 
 DTYPES = ["u1", "i8", "f2", "<f4", ">f4", "c16", "?", "S5", "M8[ns]"]
 

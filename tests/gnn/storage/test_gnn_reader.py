@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError, DataError, StorageError, UnsupportedError
 from fivefold.gnn.storage import Container, ContainerWriter, ReadStatistics, RowReader
-from fivefold.gnn.storage._ring import Ring
+from fivefold.gnn.storage._uring import Ring
 
 PAGE = 4096
 

@@ -10,7 +10,7 @@ import pytest
 
 from fivefold.errors import StorageError, UnsupportedError
 from fivefold.gnn.storage import ContainerWriter
-from fivefold.gnn.storage._ring import Ring
+from fivefold.gnn.storage._uring import Ring
 
 PAGE = 4096
 

@@ -98,6 +98,6 @@ def test_impossible_probes_are_refused(tmp_path, monkeypatch):
         probe_disk(tmp_path, size_bytes=5)
     with pytest.raises(StorageError, match="No such file"):
         probe_disk(tmp_path / "missing")
-    monkeypatch.setattr("fivefold.gnn.storage._probe.free_bytes", lambda _folder: 1000)
+    monkeypatch.setattr("fivefold.gnn.storage._disk.free_bytes", lambda _folder: 1000)
     with pytest.raises(StorageError, match="too few to probe"):
         probe_disk(tmp_path, fresh=True)

@@ -1,21 +1,144 @@
-"""What all loaders share: the position in the epoch, one running iterator, state, closing."""
+"""What all loaders share: settings, the order of batches, the position in the epoch, closing.
+
+Every process computes the same order from the same numbers, so that ranks agree without talking
+and a resumed run goes on where it stopped.
+"""
 
 from __future__ import annotations
 
 import abc
+import dataclasses
 import logging
 import os
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any, Generic, NoReturn, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, Literal, NoReturn, Self, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from numpy.typing import ArrayLike
 
 from fivefold.errors import CheckpointError, ConfigurationError, UnsupportedError
-from fivefold.gnn.loading._failure import StallError
-from fivefold.gnn.loading._iterator import Batch, BatchIterator
-from fivefold.gnn.loading._pipeline import Pipeline
+from fivefold.gnn.loading._pipeline import Pipeline, StallError
 
 _LOG = logging.getLogger(__name__)
 _STATE_VERSION = 1
+
+Batch = TypeVar("Batch")
+Ids = npt.NDArray[np.int64]
+Remainder = Literal["drop", "repeat"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoaderSettings:
+    """The arguments that loaders share, under the same names, checked."""
+
+    device: torch.device
+    shuffle: bool | Literal["segments"]
+    seed: int
+    prefetch: int | None
+    rank: int
+    world_size: int
+    remainder: Remainder
+    timeout_s: float
+
+    def __post_init__(self) -> None:
+        if self.prefetch is not None and self.prefetch < 1:
+            raise ConfigurationError(f"prefetch must be at least 1; got {self.prefetch}")
+        if not self.timeout_s > 0:
+            raise ConfigurationError(f"timeout_s must be positive; got {self.timeout_s}")
+        if self.seed < 0:
+            raise ConfigurationError(f"seed must not be negative; got {self.seed}")
+        if self.shuffle not in (True, False, "segments"):
+            raise ConfigurationError(
+                f"shuffle is {self.shuffle!r}", hint='use True, False, None or "segments"'
+            )
+        if not 0 <= self.rank < self.world_size:
+            raise ConfigurationError(
+                f"rank must be in 0..world_size-1; got rank={self.rank}, "
+                f"world_size={self.world_size}"
+            )
+        if self.remainder not in ("drop", "repeat"):
+            raise ConfigurationError(f'remainder is {self.remainder!r}; use "drop" or "repeat"')
+
+    def share(self, order: Ids) -> Ids:
+        """Return the batches of this rank: every ``world_size``-th, as many on every rank."""
+        if 0 < len(order) < self.world_size:
+            raise ConfigurationError(
+                f"{len(order)} batches cannot be shared by {self.world_size} ranks",
+                hint="use a smaller batch size or fewer ranks",
+            )
+        extra = len(order) % self.world_size
+        if self.remainder == "drop":
+            usable = order[: len(order) - extra]
+        else:
+            usable = np.concatenate([order, order[: (self.world_size - extra) % self.world_size]])
+        return usable[self.rank :: self.world_size]
+
+    def identity(self) -> dict[str, Any]:
+        """Return what must be equal for a position to mean the same batch."""
+        return {
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "world_size": self.world_size,
+            "remainder": self.remainder,
+        }
+
+
+def checked_device(device: torch.device | str) -> torch.device:
+    """Return the device, if torch can use it."""
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"there is no device {device!r}", hint='use "cpu" or "cuda"'
+        ) from error
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        message = f"the batches were wanted on {chosen}, but torch sees no CUDA device"
+        raise UnsupportedError(message, hint='use device="cpu"')
+    return chosen
+
+
+def checked_ids(ids: ArrayLike, num_nodes: int) -> Ids:
+    """Return seeds from ids or from a mask over all nodes."""
+    values = np.asarray(ids)
+    if values.dtype == bool and values.ndim == 1:
+        if len(values) != num_nodes:
+            raise ConfigurationError(
+                f"the mask of ids has {len(values)} entries for {num_nodes} nodes",
+                hint="give one boolean per node, or ids",
+            )
+        return np.flatnonzero(values)
+    if values.ndim != 1 or (values.size and values.dtype.kind not in "iu"):
+        raise ConfigurationError(
+            f"ids have shape {list(values.shape)} and dtype {values.dtype}",
+            hint="give a list of node ids, or a mask",
+        )
+    if values.size and not 0 <= int(values.min()) <= int(values.max()) < num_nodes:
+        raise ConfigurationError(
+            f"ids go from {values.min()} to {values.max()}, the graph has {num_nodes} nodes",
+            hint="ids of nodes count from 0",
+        )
+    if np.unique(values).size != values.size:
+        message = "ids name a node twice"
+        raise ConfigurationError(message, hint="name each node once")
+    return np.ascontiguousarray(values, np.int64)
+
+
+def batch_order(
+    count: int, *, seed: int, epoch: int, segments: Sequence[tuple[int, int]] = ()
+) -> Ids:
+    """Return a random order of ``count`` batches, the same for the same seed and epoch.
+
+    Segments are (first, stop) of runs of batches that stay together: the runs are put in a random
+    order, and the batches inside each run.
+    """
+    random = np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, epoch))))
+    if not segments:
+        return random.permutation(count).astype(np.int64)
+    runs = [segments[i] for i in random.permutation(len(segments))]
+    return np.concatenate([random.permutation(np.arange(first, stop)) for first, stop in runs])
 
 
 class BatchLoader(abc.ABC, Generic[Batch]):
@@ -24,12 +147,10 @@ class BatchLoader(abc.ABC, Generic[Batch]):
     Iterating yields the batches of the current epoch; after a whole epoch the next one begins.
     Leaving an epoch early and iterating again begins it anew; to go on in its middle, load the
     state that ``state_dict`` gave.
-
-    Args:
-        release: Lets go of files and threads; must not refer to the loader.
     """
 
-    def __init__(self, release: Callable[[], None]) -> None:
+    def __init__(self, settings: LoaderSettings, release: Callable[[], None]) -> None:
+        self._settings = settings
         # Not at the exit of the interpreter: a thread that hangs would hang it, too.
         self._finalizer = weakref.finalize(self, _release_here, release, os.getpid())
         self._finalizer.atexit = False
@@ -44,25 +165,26 @@ class BatchLoader(abc.ABC, Generic[Batch]):
 
     @abc.abstractmethod
     def _length(self, epoch: int) -> int:
-        """Batches of an epoch."""
+        """Return the number of batches of an epoch."""
 
     @abc.abstractmethod
     def _start(self, epoch: int, first: int) -> Pipeline:
-        """A running pipeline over the batches of an epoch from place ``first`` on."""
+        """Return a running pipeline over the batches of an epoch from place ``first`` on."""
 
-    @abc.abstractmethod
     def _hand_over(self, value: Any) -> Batch:
-        """From what the pipeline makes to what the training loop gets."""
+        """Turn what the pipeline makes into what the training loop gets."""
+        batch: Batch = value
+        return batch
 
     @abc.abstractmethod
     def _identity(self) -> dict[str, Any]:
-        """What must be equal for a position to mean the same batch."""
+        """Return what must be equal for a position to mean the same batch."""
 
     def _make_room(self) -> None:  # most loaders have nothing to do here
-        """Called before each wait for a batch."""
+        """Prepare for a wait for a batch."""
 
     def __len__(self) -> int:
-        """Batches of the current epoch (of this rank)."""
+        """Return the number of batches of the current epoch (of this rank)."""
         return self._length(self._epoch)
 
     @property
@@ -71,11 +193,7 @@ class BatchLoader(abc.ABC, Generic[Batch]):
         return self._epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the next one to be iterated; a position that was loaded for it stays.
-
-        Raises:
-            ConfigurationError: The number is negative.
-        """
+        """Make ``epoch`` the next one to be iterated; a position that was loaded for it stays."""
         if epoch < 0:
             raise ConfigurationError(f"epoch must not be negative; got {epoch}")
         if not (self._resumed and epoch == self._epoch):
@@ -104,7 +222,7 @@ class BatchLoader(abc.ABC, Generic[Batch]):
         return iterator
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this loader stands, exact to the batch; plain numbers and text.
+        """Return where this loader stands, exact to the batch; plain numbers and text.
 
         Batches that were handed out count as used. All ranks of a data parallel run have the
         same position.
@@ -117,12 +235,7 @@ class BatchLoader(abc.ABC, Generic[Batch]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make the next iteration go on where ``state`` was taken.
-
-        Raises:
-            CheckpointError: The state is of another version, or of a loader with other settings
-                or other data, for which the position would mean another batch.
-        """
+        """Make the next iteration go on where ``state`` was taken."""
         if state.get("version") != _STATE_VERSION:
             raise CheckpointError(
                 f"the loader's state has version {state.get('version')!r}",
@@ -152,11 +265,7 @@ class BatchLoader(abc.ABC, Generic[Batch]):
             _LOG.warning("files stay open, because a thread still works on them")
 
     def __reduce__(self) -> NoReturn:
-        """A loader has threads and open files: there is no copy of it, also in a worker process.
-
-        Raises:
-            UnsupportedError: Always.
-        """
+        """Refuse: a loader has threads and open files, which a copy could not share."""
         message = "a loader cannot be copied, pickled or sent to another process"
         raise UnsupportedError(message, hint="open the store and make a loader where it is used")
 
@@ -176,7 +285,7 @@ class BatchLoader(abc.ABC, Generic[Batch]):
         self._epoch, self._position = self._epoch + 1, 0
 
     def _end_iterator(self, reason: str) -> bool:
-        """End what runs; whether all its threads have ended."""
+        """End what runs; return whether all its threads have ended."""
         running = None if self._iterator is None else self._iterator()
         if running is not None:
             running.end(reason)
@@ -212,3 +321,49 @@ def _release_here(release: Callable[[], None], process: int) -> None:
     """Release only where the loader was made: a forked child has copies of locks and no threads."""
     if os.getpid() == process:
         release()
+
+
+class BatchIterator(Generic[Batch]):
+    """Iterate over the batches of one epoch; owns the epoch's pipeline.
+
+    The user holds the iterator, the iterator holds the pipeline, and the pipeline's threads hold
+    neither. So when the loop ends, is left, raises or is collected, the pipeline is closed.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        *,
+        on_batch: Callable[[Any], Batch],
+        on_next: Callable[[], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        self.pipeline = pipeline
+        self._on_batch, self._on_next, self._on_end = on_batch, on_next, on_end
+        self._ended_by: str | None = None
+        self._finalizer = weakref.finalize(self, pipeline.close)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._ended_by is not None:
+            raise ConfigurationError(
+                f"this iterator was ended: {self._ended_by}", hint="call iter(loader) again"
+            )
+        self._on_next()
+        first_end = not self.pipeline.finished
+        try:
+            batch = self.pipeline.take()
+        except StopIteration:
+            if first_end and self.pipeline.finished:
+                self._on_end()
+            raise
+        return self._on_batch(batch)
+
+    def end(self, reason: str) -> None:
+        """Close the pipeline; later calls of ``next`` fail with the reason."""
+        if self._finalizer.alive:
+            self._finalizer()
+            if not self.pipeline.finished:
+                self._ended_by = reason

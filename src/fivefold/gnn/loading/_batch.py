@@ -8,8 +8,8 @@ layers need. Nothing here knows where the rows came from.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ class Block:
     targets_first: bool = False
 
     def targets(self, rows: Tensor) -> Tensor:
-        """The input rows of this block's targets, in the order of its output."""
+        """Return the input rows of this block's targets, in the order of its output."""
         if self.targets_first:
             return rows[: self.num_targets]
         return rows.index_select(0, self.target_rows)
@@ -106,7 +106,7 @@ class MiniBatch:
     e_id: Tensor | None = None
 
     def __repr__(self) -> str:
-        """Shapes instead of numbers, as PyG prints its batches."""
+        """Show shapes instead of numbers, as PyG prints its batches."""
         parts = [
             f"{field.name}={_shown(value)}"
             for field in dataclasses.fields(self)
@@ -132,7 +132,7 @@ class MiniBatch:
         return sum(tensor.nbytes for tensor in self.tensors())
 
     def tensors(self) -> list[Tensor]:
-        """All tensors of this batch."""
+        """Return all tensors of this batch."""
         found: list[Tensor | None] = [self.x, self.edge_index, self.n_id, self.y, self.input_id]
         found.append(self.e_id)
         for block in self.blocks or ():
@@ -140,20 +140,20 @@ class MiniBatch:
         return [tensor for tensor in found if tensor is not None]
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> MiniBatch:
-        """This batch with all tensors on ``device``; itself where they are there already."""
+        """Return this batch with all tensors on ``device``."""
         target = torch.device(device)
         return self._map(lambda tensor: tensor.to(target, non_blocking=non_blocking))
 
     def pin_memory(self) -> MiniBatch:
-        """A copy of this batch in page-locked memory, for copies that overlap on a GPU."""
+        """Return a copy in page-locked memory, for copies that overlap on a GPU."""
         return self._map(lambda tensor: tensor.pin_memory())
 
     def clone(self) -> MiniBatch:
-        """A copy that shares no memory with the loader, to be kept for long."""
+        """Return a copy that shares no memory with the loader, to be kept for long."""
         return self._map(lambda tensor: tensor.clone())
 
     def to_data(self) -> Any:
-        """This batch as ``torch_geometric.data.Data`` with the same attribute names.
+        """Return this batch as ``torch_geometric.data.Data`` with the same attribute names.
 
         It fails with ``UnsupportedError`` where torch_geometric is not installed.
         """
@@ -181,3 +181,78 @@ def _shown(value: Any) -> str:
     if isinstance(value, tuple) and value and isinstance(value[0], Block):
         return str([list(block.size) for block in value])
     return str(value)
+
+
+EdgeType = tuple[str, str, str]
+Key = TypeVar("Key")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeteroMiniBatch:
+    """A sampled subgraph by type, under the names of PyG's ``HeteroData``.
+
+    The first ``batch_size`` nodes of ``input_type`` are the seeds; the nodes of every type stand
+    in the order of discovery, hop by hop.
+
+    Args:
+        x_dict: Feature rows [nodes, dim] of each node type that has features.
+        edge_index_dict: int64 [2, edges] of each edge type, sources over targets.
+        n_id_dict: int64 [nodes], ids of the nodes of each type.
+        y: Labels of the seeds [batch_size]; None without labels.
+        input_type: Node type of the seeds.
+        batch_size: Number of seeds.
+        number: Number of the batch in its epoch.
+        num_sampled_nodes_dict: Nodes of each type found at each hop, seeds first.
+        num_sampled_edges_dict: Edges of each type in each hop.
+
+    Examples:
+        >>> batch = HeteroMiniBatch(x_dict={"a": torch.ones(2, 3)}, edge_index_dict={},
+        ...     n_id_dict={"a": torch.tensor([7, 9])}, y=None, input_type="a", batch_size=1,
+        ...     number=0)
+        >>> batch
+        HeteroMiniBatch(a=[2], 1 seeds of a)
+    """
+
+    x_dict: Mapping[str, Tensor]
+    edge_index_dict: Mapping[EdgeType, Tensor]
+    n_id_dict: Mapping[str, Tensor]
+    y: Tensor | None
+    input_type: str
+    batch_size: int
+    number: int
+    num_sampled_nodes_dict: Mapping[str, list[int]] = dataclasses.field(default_factory=dict)
+    num_sampled_edges_dict: Mapping[EdgeType, list[int]] = dataclasses.field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        """Show counts instead of numbers."""
+        parts = [f"{name}=[{len(ids)}]" for name, ids in self.n_id_dict.items()]
+        parts += [f"{kind}=[{e.shape[1]}]" for kind, e in self.edge_index_dict.items()]
+        return f"HeteroMiniBatch({', '.join(parts)}, {self.batch_size} seeds of {self.input_type})"
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> HeteroMiniBatch:
+        """Return this batch with all tensors on ``device``."""
+        target = torch.device(device)
+
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.to(target, non_blocking=non_blocking)
+
+        return dataclasses.replace(
+            self,
+            x_dict=_each(move, self.x_dict),
+            edge_index_dict=_each(move, self.edge_index_dict),
+            n_id_dict=_each(move, self.n_id_dict),
+            y=None if self.y is None else move(self.y),
+        )
+
+    def to_data(self) -> Any:
+        """Return this batch as ``torch_geometric.data.HeteroData``, as PyG has it.
+
+        It fails with ``UnsupportedError`` where torch_geometric is not installed.
+        """
+        from fivefold.gnn.loading._geometric import hetero_data_of  # noqa: PLC0415 - an extra
+
+        return hetero_data_of(self)
+
+
+def _each(change: Callable[[Tensor], Tensor], tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
+    return {key: change(tensor) for key, tensor in tensors.items()}

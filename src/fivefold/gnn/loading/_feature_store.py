@@ -21,28 +21,20 @@ from torch import Tensor
 
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.gnn.loading._rows import Backend
-from fivefold.gnn.loading._statistics import LEVELS
 from fivefold.gnn.packing import BatchRecord, PackedStore
 from fivefold.gnn.storage import Container, ReadStatistics, RowReader, aligned_empty, gather_rows
 
 Ids = npt.NDArray[np.int64]
 Rows = npt.NDArray[Any]
 
+LEVELS = ("device", "host", "shared", "private")
 _CHUNK_BYTES = 32 << 20  # of a cache on its way to a device
 _SLOWEST_BYTES_PER_S = 10e6  # a disk below this is taken for one that hangs
-DEFAULT_THREADS = 2  # enough for a disk's bandwidth with requests of a megabyte
+_THREADS = 2  # enough for a disk's bandwidth with requests of a megabyte
 
 
 class CacheLevel:
-    """Rows in memory, by slot.
-
-    Args:
-        container: Packed rows.
-        section: Its section with the rows of this cache at the start, in the order of the slots.
-        slots: Slots of the cache; at least the rows of the section.
-        backend: Reading engine that fills the cache.
-        verify: Check the checksums of what is read.
-    """
+    """Rows in memory, by slot; at the start those of a section of the packed rows, in its order."""
 
     def __init__(
         self, container: Container, section: str, *, slots: int, backend: Backend, verify: bool
@@ -98,86 +90,11 @@ def _one_run(start: int, count: int) -> tuple[Ids, Ids, Ids]:
     return np.array([start]), np.array([count]), np.zeros(1, np.int64)
 
 
-class DiskLevel:
-    """Packed rows on disk: shared and private rows lie in one section and are read in one sweep.
-
-    Args:
-        container: Packed rows, section ``rows``.
-        backend: Reading engine.
-        threads: Reading threads of the engine; None for its default.
-        verify: Check the checksums of what is read.
-        max_gap_bytes: Bytes between two runs that are read along to save a request.
-    """
-
-    def __init__(
-        self,
-        container: Container,
-        *,
-        backend: Backend,
-        threads: int | None,
-        verify: bool,
-        max_gap_bytes: int,
-    ) -> None:
-        self._reader = RowReader(
-            container,
-            "rows",
-            backend=backend,
-            verify=verify,
-            max_gap_bytes=max_gap_bytes,
-            threads=DEFAULT_THREADS if threads is None else threads,
-        )
-
-    def serve(self, record: BatchRecord, out: Rows) -> ReadStatistics:
-        """Read the cold rows of a batch to their places in ``out``."""
-        return self._reader.read_runs(
-            record.run_starts, record.run_counts, record.run_destinations, out
-        )
-
-    def read(self, rows: Ids, out: Rows, *, destinations: Ids) -> ReadStatistics:
-        """Read single rows, ascending and distinct."""
-        return self._reader.read_rows(rows, out, destinations=destinations)
-
-    def close(self) -> None:
-        """Close the engine."""
-        self._reader.close()
-
-
 class FeatureStore:
     """Serve the rows of batch records from all levels.
 
-    Args:
-        store: Packed store.
-        device: Where the device cache lives; "cpu" keeps it in host memory.
-        backend: Reading engine.
-        threads: Reading threads of one engine; None for its default.
-        verify: Check the checksums of what is read.
-        readers: Engines, which is how many batches can be read at the same time.
-
-    Examples:
-        >>> import tempfile
-        >>> from fivefold.gnn.data import generate_graph
-        >>> from fivefold.gnn.packing import pack
-        >>> from fivefold.gnn.planning import Budgets, FeatureInfo, make_plan
-        >>> from fivefold.gnn.sampling import NeighborSampler, sample_epochs
-        >>> from fivefold.gnn.storage import probe_disk
-        >>> folder = tempfile.TemporaryDirectory()
-        >>> dataset = generate_graph(f"{folder.name}/data", nodes=300, dim=4, seed=0)
-        >>> samples = sample_epochs(NeighborSampler(dataset.topology(), [3, 3]), dataset.train,
-        ...     f"{folder.name}/samples.fvf", batch_size=16, seed=0)
-        >>> info = FeatureInfo(
-        ...     num_nodes=300, row_bytes=16, fingerprint=dataset.features.fingerprint)
-        >>> budgets = Budgets(host_bytes=20_000, disk_bytes=10**8)
-        >>> plan = make_plan(samples, info, budgets, probe_disk(folder.name, seconds=0.05))
-        >>> store = pack(dataset.features, samples, plan, f"{folder.name}/store",
-        ...     memory_bytes=1 << 25)
-        >>> levels = FeatureStore(store)
-        >>> levels.start(0)
-        >>> record = levels.record(0)
-        >>> out = np.empty((len(record.node_ids), 4), np.float32)
-        >>> _ = levels.serve(record, out)
-        >>> np.array_equal(out, dataset.features.read("x")[record.node_ids])
-        True
-        >>> levels.close(); store.close(); dataset.close(); folder.cleanup()
+    ``readers`` is how many batches can be read at the same time, each with ``threads`` threads.
+    With the device "cpu" the device cache lives in host memory.
     """
 
     def __init__(
@@ -199,22 +116,24 @@ class FeatureStore:
         self._device = torch.device(device)
         plan = store.plan
         self._on_device = CacheLevel(
-            store.hot, "device", slots=len(plan.device_rows), backend=backend, verify=verify
+            store.rows, "device", slots=len(plan.device_rows), backend=backend, verify=verify
         )
         self._on_host = CacheLevel(
-            store.hot, "host", slots=plan.num_host_slots, backend=backend, verify=verify
+            store.rows, "host", slots=plan.num_host_slots, backend=backend, verify=verify
         )
+        # Shared and private rows lie in one section and are read in one sweep.
         self._disks = [
-            DiskLevel(
+            RowReader(
                 store.rows,
+                "rows",
                 backend=backend,
-                threads=threads,
                 verify=verify,
                 max_gap_bytes=plan.max_gap_bytes,
+                threads=_THREADS if threads is None else threads,
             )
             for _ in range(readers)
         ]
-        self._idle: queue.SimpleQueue[DiskLevel] = queue.SimpleQueue()
+        self._idle: queue.SimpleQueue[RowReader] = queue.SimpleQueue()
         for disk in self._disks:
             self._idle.put(disk)
         self._lock = threading.Lock()
@@ -243,9 +162,6 @@ class FeatureStore:
         Static caches are filled once. A cache with a schedule is as the batches before this one
         leave it: it is filled as at the start, and what they admitted is read from the packed
         rows, unless the batches served last end where this one begins.
-
-        Raises:
-            DataError: A record admits a row that its batch does not read.
         """
         if not self._filled:
             if self._device.type == "cpu":
@@ -267,18 +183,8 @@ class FeatureStore:
             self.record_bytes += int(self._record_bytes[number])
         return self._store.record(number)
 
-    def serve(self, record: BatchRecord, out: Rows) -> ReadStatistics:
-        """Fill ``out`` with the rows of a batch, from all levels, in one call."""
-        reading = self.read_cold(record, out)
-        self.gather_cached(record, out)
-        return reading
-
     def read_cold(self, record: BatchRecord, out: Rows) -> ReadStatistics:
-        """Read the rows of the two disk levels into their places in ``out``.
-
-        Raises:
-            DataError: The record does not place each of its rows once, or a page is damaged.
-        """
+        """Read the rows of the two disk levels into their places in ``out``."""
         served = record.num_cold + len(record.host_slots) + len(record.device_slots)
         if served != len(record.node_ids):
             raise DataError(
@@ -288,7 +194,9 @@ class FeatureStore:
             )
         disk = self._idle.get()
         try:
-            reading = disk.serve(record, out)
+            reading = disk.read_runs(
+                record.run_starts, record.run_counts, record.run_destinations, out
+            )
         finally:
             self._idle.put(disk)
         with self._lock:  # several batches may be read at the same time
@@ -302,9 +210,6 @@ class FeatureStore:
 
         Call it batch by batch, after ``read_cold`` of the same batch, in the planned order where
         the plan is a schedule.
-
-        Raises:
-            ConfigurationError: The cache follows a schedule, and another batch comes next.
         """
         if self._changes and record.number != self._next:
             raise ConfigurationError(
@@ -349,6 +254,6 @@ class FeatureStore:
         slots = np.flatnonzero(owner >= 0)
         slots = slots[np.argsort(owner[slots], kind="stable")]
         if len(slots):
-            self.filling += self._disks[0].read(
+            self.filling += self._disks[0].read_rows(
                 owner[slots], self._on_host.rows, destinations=slots
             )

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from fivefold.errors import ConfigurationError, DataError, UnsupportedError
-from fivefold.gnn.loading._batch import MiniBatch
-from fivefold.gnn.loading._hetero_batch import HeteroMiniBatch
+from fivefold.gnn.loading._batch import HeteroMiniBatch, MiniBatch
 from fivefold.gnn.loading._rows import Backend, DiskRows
 from fivefold.gnn.storage import Container, ReadStatistics
 
@@ -96,7 +95,7 @@ class FeatureStoreAdapter(GeometricStore):
             rows.close()
 
     def get_all_tensor_attrs(self) -> list[TensorAttr]:
-        """The attributes there are, without an index."""
+        """Return the attributes there are, without an index."""
         return [TensorAttr(group, self.__dict__["_attr_name"]) for group in self.__dict__["_rows"]]
 
     def _get_tensor(self, attr: TensorAttr) -> Tensor | None:
@@ -121,17 +120,17 @@ class FeatureStoreAdapter(GeometricStore):
         return size
 
     def _put_tensor(self, tensor: Any, attr: TensorAttr) -> bool:
-        """Files of features are not changed: never successful, as PyG's interface says it."""
+        """Return False, PyG's word for refused: files of features are not changed."""
         del tensor, attr
         return False
 
     def _remove_tensor(self, attr: TensorAttr) -> bool:
-        """As ``_put_tensor``."""
+        """Return False, as ``_put_tensor``."""
         del attr
         return False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Paths and settings: a worker process opens the files itself."""
+        """Return paths and settings: a worker process opens the files itself."""
         return {"_settings": self.__dict__["_settings"]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -142,12 +141,7 @@ class FeatureStoreAdapter(GeometricStore):
 
 
 def _positions(index: Any, count: int) -> Ids:
-    """Row numbers of an index as PyG allows them.
-
-    Raises:
-        ConfigurationError: The index is of no such kind, or a mask of another length.
-        DataError: A row that does not exist.
-    """
+    """Return the row numbers of an index as PyG allows them."""
     if index is None:
         return np.arange(count)
     if isinstance(index, slice):
@@ -170,7 +164,7 @@ def _positions(index: Any, count: int) -> Ids:
 
 
 def data_of(batch: MiniBatch) -> Any:
-    """The batch as ``torch_geometric.data.Data`` with the same attribute names."""
+    """Return the batch as ``torch_geometric.data.Data`` with the same attribute names."""
     data = Data(x=batch.x, edge_index=batch.edge_index, y=batch.y, n_id=batch.n_id)
     data.batch_size = batch.batch_size
     data.input_id = batch.input_id
@@ -183,7 +177,7 @@ def data_of(batch: MiniBatch) -> Any:
 
 
 def hetero_data_of(batch: HeteroMiniBatch) -> Any:
-    """The batch as ``torch_geometric.data.HeteroData`` with the same attribute names."""
+    """Return the batch as ``torch_geometric.data.HeteroData``, with the same attribute names."""
     data = HeteroData()
     for name, ids in batch.n_id_dict.items():
         data[name].n_id = ids

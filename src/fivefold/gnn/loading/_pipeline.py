@@ -6,10 +6,15 @@ when the pipeline is closed; the first failure of a stage is kept and raised at 
 next call; the consumer itself waits a limited time and then names the stage that does not move.
 Threads are daemons and hold no reference to what the user holds, so that dropping the iterator,
 leaving the loop or leaving the interpreter ends them. It knows nothing of features or disks.
+
+``queue.SimpleQueue`` is the only queue whose ``put`` is safe inside a weakref callback, which is
+where buffers come back from. It has no bound and no end; ``Mailbox`` adds an end, by a mark that
+every waiter sees, and ``Channel`` a bound, by handing a token back for each item taken.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -19,13 +24,138 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from fivefold.errors import UnsupportedError
-from fivefold.gnn.loading._channel import END, Channel, ClosedChannelError, Port, link
-from fivefold.gnn.loading._failure import StallError, with_place
+from fivefold.errors import FivefoldError, StorageError, UnsupportedError
 
 _LOG = logging.getLogger(__name__)
-_FAILED = object()
+END = object()  # after the last item
+_CLOSED, _FAILED = object(), object()
 _GRACE_S = 5.0
+
+
+class StallError(StorageError, TimeoutError):
+    """A stage of the pipeline did not finish a batch in time; names the stage and the batch."""
+
+
+def with_place(error: BaseException, *, stage: str, batch: int) -> BaseException:
+    """Return the error with its stage and batch in its message, of its class where it is ours."""
+    place = f"stage {stage!r} of batch {batch}"
+    if isinstance(error, FivefoldError) and type(error).__init__ is FivefoldError.__init__:
+        return type(error)(f"{place}: {error.message}", hint=error.hint)
+    error.add_note(f"in {place} of the loading pipeline")
+    return error
+
+
+class ClosedChannelError(Exception):
+    """The channel was closed while somebody waited at it, or before."""
+
+
+class Mailbox:
+    """An unbounded queue with an end."""
+
+    def __init__(self) -> None:
+        self._items: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def put(self, item: Any) -> None:
+        """Add an item; never waits, safe in destructors."""
+        self._items.put(item)
+
+    def take(self, timeout_s: float | None = None) -> Any:
+        """Wait for an item and take it."""
+        item = self._items.get(timeout=timeout_s)
+        if item is _CLOSED:
+            self._items.put(_CLOSED)  # for the next waiter
+            raise ClosedChannelError
+        return item
+
+    def close(self) -> None:
+        """Wake all waiters; items still inside may be taken before they see the end."""
+        self._items.put(_CLOSED)
+
+
+class Channel:
+    """A queue of at most ``capacity`` items with an end."""
+
+    def __init__(self, capacity: int) -> None:
+        assert capacity >= 1, "a channel must hold something"
+        self._full, self._room = Mailbox(), Mailbox()
+        for _ in range(capacity):
+            self._room.put(None)
+
+    def put(self, item: Any) -> None:
+        """Wait for room and add an item."""
+        self._room.take()
+        self._full.put(item)
+
+    def take(self, timeout_s: float | None = None) -> Any:
+        """Wait for an item and take it."""
+        item = self._full.take(timeout_s)
+        self._room.put(None)
+        return item
+
+    def wake(self, item: Any) -> None:
+        """Add an item without waiting, whether or not there is room."""
+        self._full.put(item)
+
+    def drain(self) -> None:
+        """Throw away what is inside a closed channel."""
+        with contextlib.suppress(ClosedChannelError):
+            while True:
+                self._full.take()
+
+    def close(self) -> None:
+        """Wake all waiters on both sides."""
+        self._room.close()
+        self._full.close()
+
+
+class Port:
+    """One thread's end of a link: it puts to, or takes from, its channels in turn.
+
+    Where one side of a link has several threads, thread i owns channel i and the other side goes
+    round: items keep their order although the threads work side by side.
+
+    Args:
+        channels: Channels of this end, in turn.
+    """
+
+    def __init__(self, channels: Sequence[Channel]) -> None:
+        self._channels, self._turn = channels, 0
+
+    def put(self, item: Any) -> None:
+        """Put an item into the next channel."""
+        self._advance().put(item)
+
+    def take(self) -> Any:
+        """Take an item from the next channel."""
+        return self._advance().take()
+
+    def end(self) -> None:
+        """Say to all takers that there is no further item."""
+        for _ in self._channels:
+            self._advance().put(END)
+
+    def _advance(self) -> Channel:
+        channel = self._channels[self._turn % len(self._channels)]
+        self._turn += 1
+        return channel
+
+
+def link(
+    makers: int, takers: int, *, capacity: int
+) -> tuple[list[Channel], list[Port], list[Port]]:
+    """Make channels between two groups of threads, and the end of each thread.
+
+    One of the groups must be a single thread, or both of the same number.
+    """
+    assert makers == takers or 1 in (makers, takers), "no way to keep the order"
+    channels = [Channel(capacity) for _ in range(max(makers, takers))]
+
+    def ports(threads: int) -> list[Port]:
+        if threads == 1:
+            return [Port(channels)]
+        return [Port([channel]) for channel in channels]
+
+    return channels, ports(makers), ports(takers)
 
 
 @dataclasses.dataclass(slots=True)
@@ -43,17 +173,7 @@ class Ticket:
 
 @dataclasses.dataclass(slots=True)
 class Stage:
-    """A named step.
-
-    Args:
-        name: What it does, as it stands in errors and statistics.
-        run: From the ticket to its new value.
-        patience_s: How long one run may take, where that is more than the consumer's patience.
-        waits: Whether it only waits for others, and so is not to blame while one is at work.
-        seconds: Time spent in ``run`` so far.
-        began_s: When the present run began, None while it is idle.
-        batch: The batch of the present or last run.
-    """
+    """A named step."""
 
     name: str
     run: Callable[[Ticket], Any]
@@ -65,17 +185,7 @@ class Stage:
 
 
 class Pipeline:
-    """Run tickets through groups of stages on daemon threads, and keep their order.
-
-    Args:
-        tickets: Numbers of the batches, in order; read by the first thread.
-        groups: Stages of each group, in order.
-        lanes: Threads of each group: tickets go to them in turn. None: one each. The first and
-            the last group have one.
-        capacity: Finished items that may wait for the consumer; between two threads one may.
-        timeout_s: Longest wait of the consumer before ``StallError``.
-        on_close: Wakes stages that wait for something else than their neighbours; called once.
-    """
+    """Run tickets through groups of stages on daemon threads, and keep their order."""
 
     def __init__(
         self,
@@ -119,13 +229,7 @@ class Pipeline:
         )
 
     def take(self) -> Any:
-        """The next finished value.
-
-        Raises:
-            StopIteration: All tickets are through, or the pipeline was closed.
-            StallError: Nothing came in time.
-            UnsupportedError: Called in a forked child, where the threads do not exist.
-        """
+        """Return the next finished value."""
         if os.getpid() != self._process:
             message = f"this loader was started in process {self._process} and does not exist here"
             raise UnsupportedError(message, hint="make the loader after the fork, in the child")
@@ -195,7 +299,7 @@ class Pipeline:
             _LOG.warning("stages did not end in %.0f s and are left behind: %s", grace_s, alive)
 
     def _work(self, source: Iterator[int] | Port, stages: list[Stage], sink: Port) -> None:
-        """The life of one thread."""
+        """Take tickets through the stages of one thread, until there are no more."""
         try:
             for ticket in _incoming(source):
                 for stage in stages:

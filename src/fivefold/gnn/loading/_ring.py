@@ -20,11 +20,34 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fivefold.gnn.loading._channel import ClosedChannelError, Mailbox
+from fivefold.errors import InfeasibleError
+from fivefold.gnn.loading._pipeline import ClosedChannelError, Mailbox
 from fivefold.gnn.storage import aligned_empty
+from fivefold.units import format_bytes
 
 _LOG = logging.getLogger(__name__)
+_DEFAULT_PREFETCH = 4
+_FEWEST_BUFFERS = 2  # one is with the training loop while the next is prepared
+
 Buffer = npt.NDArray[np.uint8]
+
+
+def buffer_count(*, batch_bytes: int, memory_bytes: int | None, prefetch: int | None) -> int:
+    """Return the buffers of a ring: one with the training loop, the others filled or ready.
+
+    ``batch_bytes`` are those of the largest batch; ``prefetch`` None: as many as are useful and
+    fit ``memory_bytes``.
+    """
+    wanted = 1 + (_DEFAULT_PREFETCH if prefetch is None else prefetch)
+    fitting = wanted if memory_bytes is None else memory_bytes // max(batch_bytes, 1)
+    least = _FEWEST_BUFFERS if prefetch is None else wanted
+    if fitting < least:
+        raise InfeasibleError(
+            f"{least} buffers of the largest batch take {format_bytes(least * batch_bytes)}, more "
+            f"than memory_bytes={memory_bytes}",
+            hint="raise memory_bytes, lower prefetch, or sample smaller batches",
+        )
+    return min(wanted, fitting)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,10 +60,7 @@ class _StopWaiting:
 class BufferRing:
     """Lend ``count`` buffers of ``size_bytes`` bytes, each to one batch at a time.
 
-    Args:
-        count: Number of buffers, at least 1.
-        size_bytes: Bytes of each.
-        pinned: Page-locked memory, for copies to a GPU.
+    ``pinned`` ones are page-locked, for copies to a GPU.
     """
 
     def __init__(self, count: int, *, size_bytes: int, pinned: bool = False) -> None:
@@ -70,10 +90,8 @@ class BufferRing:
         """Wait for a free buffer and lend its first bytes as an array.
 
         The lender must pass the array itself on, or a tensor made of it: NumPy's views of it
-        point past it to the buffer and do not keep the loan alive.
-
-        Raises:
-            ClosedChannelError: ``borrower`` was told to stop waiting.
+        point past it to the buffer and do not keep the loan alive. ``ClosedChannelError`` where
+        ``borrower`` was told to stop waiting.
         """
         while isinstance(buffer := self._free.take(), _StopWaiting):
             if buffer.borrower is borrower:
@@ -119,7 +137,7 @@ class BufferRing:
         self._free.put(aligned_empty((self._size_bytes,), np.uint8, pin=self._pinned))
 
     def _return(self, buffer: Buffer, number: int) -> None:
-        """Runs inside a destructor, in any thread: it must not wait for anything."""
+        """Take a buffer back; runs inside a destructor, in any thread, so it must not wait."""
         self._inside.discard(number)
         self._outside.discard(number)
         if self._made > self._count + max(0, len(self._outside) - 1):

@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-LEVELS = ("device", "host", "shared", "private")
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoaderStatistics:
@@ -77,7 +75,7 @@ class LoaderStatistics:
         return LoaderStatistics(**changes)
 
     def to_json(self) -> dict[str, Any]:
-        """All counts and rates as plain numbers."""
+        """Return all counts and rates as plain numbers."""
         return dataclasses.asdict(self) | {
             "bytes_by_level": self.bytes_by_level,
             "hit_rates": self.hit_rates,

@@ -6,8 +6,7 @@ Public objects: ``pack``, ``PackedStore``, ``BatchRecord``, and plans as files.
 """
 
 from fivefold.gnn.packing._pack import pack
-from fivefold.gnn.packing._plan_file import read_plan, write_plan
 from fivefold.gnn.packing._record import BatchRecord
-from fivefold.gnn.packing._store import PackedStore
+from fivefold.gnn.packing._store import PackedStore, read_plan, write_plan
 
 __all__ = ["BatchRecord", "PackedStore", "pack", "read_plan", "write_plan"]

@@ -8,7 +8,6 @@ Memory is that of one segment; a killed run goes on with the segment that was un
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.errors import DataError, InfeasibleError
-from fivefold.gnn.packing._levels import SlotTracker, advance, make_tracker
-from fivefold.gnn.packing._overlap import in_threads
-from fivefold.gnn.planning import Plan, SegmentLayout, segment_layout, sort_distinct
+from fivefold.gnn.packing._overlap import Progress, in_threads
+from fivefold.gnn.packing._slots import SlotTracker
+from fivefold.gnn.planning import Plan, SegmentLayout, sort_distinct
 from fivefold.gnn.sampling import SampleFile
 from fivefold.gnn.storage import Container, ContainerWriter
 from fivefold.units import format_bytes
@@ -28,8 +27,6 @@ KIND_LAYOUTS = "packing-layouts"
 # Measured: ids, places and what a layout keeps while it sorts, for each batch and cold node.
 _BYTES_PER_COLD_ENTRY = {"gray": 28, "folded": 28, "packed": 38, "minhash": 42, "popularity": 42}
 _THREADS = 2
-
-Progress = Callable[[str, int, int], None]
 
 
 def write_layouts(
@@ -41,20 +38,7 @@ def write_layouts(
     attributes: dict[str, Any],
     progress: Progress,
 ) -> Container:
-    """Lay all segments out; what an earlier run has done is kept.
-
-    Args:
-        path: File to write.
-        samples: The sampled batches.
-        plan: Caches, segments and layout.
-        memory_bytes: What the caches' tables and one segment may take.
-        attributes: Fingerprints of what the layouts are made from.
-        progress: Called with a stage, what is done and what there is in all.
-
-    Raises:
-        InfeasibleError: One segment needs more memory.
-        DataError: The plan does not fit the samples.
-    """
+    """Lay all segments out; what an earlier run has done is kept."""
     num_batches = samples.num_batches
     ids = np.uint32 if samples.num_nodes < 2**32 else np.int64
     sections = {
@@ -75,13 +59,13 @@ def write_layouts(
 
 
 def places_of(layouts: Container, batch: int) -> tuple[NDArray[np.int64], int]:
-    """The rows of its segment that a batch reads, ascending, and how many no other batch reads."""
+    """Return the segment's rows that a batch reads, ascending, and how many no other reads."""
     start, count, private = layouts.read("index", batch, batch + 1)[0].tolist()
     return layouts.read("places", start, start + count).astype(np.int64), private
 
 
 class _Work:
-    """Lays out one segment after the other."""
+    """Lay out one segment after the other."""
 
     def __init__(
         self,
@@ -94,14 +78,14 @@ class _Work:
     ) -> None:
         self._samples, self._plan, self._writer = samples, plan, writer
         self._ids = np.uint32 if samples.num_nodes < 2**32 else np.int64
-        self._tracker: SlotTracker = make_tracker(
+        self._tracker = SlotTracker(
             plan, num_nodes=samples.num_nodes, dense_bytes=memory_bytes // 8
         )
         self._memory_bytes = memory_bytes - self._tracker.nbytes
         self._places, self._rows = done["places"], done["rows"]
         for segment in plan.segments[: done["segments"]]:
             for batch in range(*segment):
-                advance(self._tracker, plan, batch)
+                self._tracker.advance(batch)
 
     @property
     def done(self) -> dict[str, int]:
@@ -109,20 +93,9 @@ class _Work:
         return {"places": self._places, "rows": self._rows}
 
     def add_segment(self, number: int) -> None:
-        """Lay one segment out.
-
-        Raises:
-            DataError: It has other rows than the plan says.
-            InfeasibleError: It needs more memory.
-        """
+        """Lay one segment out."""
         first, stop = self._plan.segments[number]
-        layout = segment_layout(
-            self._cold_ids(first, stop),
-            layout=self._plan.layout,
-            minhash_functions=self._plan.minhash_functions,
-            first_batch=first,
-            num_batches=self._plan.num_batches,
-        )
+        layout = self._plan.lay_out(number, self._cold_ids(first, stop))
         if self._rows + len(layout.order) != self._plan.segment_rows[number + 1]:
             message = f"segment {number} has other rows than the plan says"
             raise DataError(message, hint="make the plan again from these samples")
@@ -142,7 +115,7 @@ class _Work:
             self._places += len(rows)
 
     def _cold_ids(self, first: int, stop: int) -> list[NDArray[np.int64]]:
-        """Cold ids of the segment's batches, each ascending."""
+        """Return the cold ids of the segment's batches, each ascending."""
         found: list[NDArray[np.int64]] = []
         # What a batch finds in a cache that moves depends on the batch before it.
         threads = _THREADS if self._plan.cache_schedule is None else 1
@@ -153,10 +126,10 @@ class _Work:
         return found
 
     def _ask(self, batch: int) -> NDArray[np.int64]:
-        """A batch's cold ids in order; then the cache moves on."""
+        """Return a batch's cold ids in order, and let the cache move on."""
         node_ids = self._samples.node_ids(batch)
         cold = node_ids[self._tracker.slots(node_ids) < 0]
-        advance(self._tracker, self._plan, batch)
+        self._tracker.advance(batch)
         return sort_distinct(cold, self._samples.num_nodes)
 
     def _check_memory(self, cold_ids: list[NDArray[np.int64]], first: int, stop: int) -> None:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 _WRITERS = 2  # so that the disk has the next request when it is through with one
 
 Buffer = NDArray[np.uint8]
+Progress = Callable[[str, int, int], None]  # stage, what is done, what there is in all
 Check = Callable[[], None]
 
 
@@ -30,14 +31,6 @@ def read_ahead(
 
     The next request is being read meanwhile. A buffer is overwritten when the one after the next
     is asked for.
-
-    Examples:
-        >>> def read(number, out):
-        ...     out.fill(number)
-        ...     return number
-        >>> buffers = (np.zeros(1, np.uint8), np.zeros(1, np.uint8))
-        >>> [(number, int(data[0])) for number, data in read_ahead([3, 5], read, buffers)]
-        [(3, 3), (5, 5)]
     """
     with ThreadPoolExecutor(1, thread_name_prefix="fivefold-pack-read") as pool:
         ahead: Future[Any] | None = None
@@ -51,12 +44,7 @@ def read_ahead(
 
 
 def in_threads(calls: Iterable[Callable[[], Any]], *, threads: int) -> Iterator[Any]:
-    """What the calls return, in their order; only one more than there are threads is under way.
-
-    Examples:
-        >>> list(in_threads([lambda: 1, lambda: 2, lambda: 3], threads=2))
-        [1, 2, 3]
-    """
+    """Yield what the calls return, in order; one more than there are threads is under way."""
     with ThreadPoolExecutor(threads, thread_name_prefix="fivefold-pack") as pool:
         running: deque[Future[Any]] = deque()
         try:
@@ -76,25 +64,10 @@ class _DroppedError(Exception):
 
 
 def side_by_side(first: Callable[[Check], Any], second: Callable[[Check], Any]) -> tuple[Any, Any]:
-    """What two calls return that run at the same time, ``second`` in a thread of its own.
+    """Return what two calls return that run at once, ``second`` in a thread of its own.
 
     Each is given a function to call now and then, which ends it when the other one has failed; the
     error of the one that failed comes out when both have ended.
-
-    Raises:
-        BaseException: What one of them raised.
-
-    Examples:
-        >>> side_by_side(lambda check: 1, lambda check: 2)
-        (1, 2)
-        >>> def for_ever(check):
-        ...     while True:
-        ...         check()
-        >>> try:
-        ...     side_by_side(for_ever, lambda check: 1 / 0)
-        ... except ZeroDivisionError as error:
-        ...     print(error)
-        division by zero
     """
     failed = threading.Event()
 
@@ -126,18 +99,6 @@ class WriteBehind:
 
     Calls are carried out in their order, each after all that was put before it, and none after
     anything that failed: a mark that follows a write says that it is done.
-
-    Args:
-        buffers: Of one size, two or more.
-
-    Examples:
-        >>> written = []
-        >>> with WriteBehind((np.zeros(4, np.uint8), np.zeros(4, np.uint8))) as behind:
-        ...     behind.take()[:] = 7
-        ...     behind.put(lambda buffer: written.append(buffer.tolist()))
-        ...     behind.then(lambda: written.append("done"))
-        >>> written
-        [[7, 7, 7, 7], 'done']
     """
 
     def __init__(self, buffers: Sequence[Buffer]) -> None:
@@ -151,7 +112,7 @@ class WriteBehind:
         self._caller = ThreadPoolExecutor(1, thread_name_prefix="fivefold-pack-mark")
 
     def take(self) -> Buffer:
-        """The free buffer, as soon as what was put from it is written."""
+        """Return the free buffer, as soon as what was put from it is written."""
         while len(self._writes) >= len(self._buffers):
             self._writes.popleft().result()
         while self._calls and self._calls[0].done():

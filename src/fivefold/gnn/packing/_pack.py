@@ -8,51 +8,66 @@ way. ``store.json`` comes last.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
-from fivefold.errors import ConfigurationError, DataError, StorageError
-from fivefold.gnn.packing._geometry import STRATEGIES, Geometry, reader_shape
-from fivefold.gnn.packing._job import ANEW_HINT, Job, Profile
+from fivefold.errors import ConfigurationError, DataError, InfeasibleError, StorageError
+from fivefold.files import read_checked_json, write_checked_json
 from fivefold.gnn.packing._layouts import KIND_LAYOUTS, write_layouts
-from fivefold.gnn.packing._levels import caches_of
-from fivefold.gnn.packing._movement import Mover, Order
-from fivefold.gnn.packing._overlap import side_by_side
-from fivefold.gnn.packing._plan_file import write_plan
+from fivefold.gnn.packing._overlap import Check, Progress, side_by_side
 from fivefold.gnn.packing._records import KIND_RECORDS, Recorder
-from fivefold.gnn.packing._rows import KIND_ROWS, write_rows
+from fivefold.gnn.packing._rows import KIND_ROWS, Mover, Order, write_rows
 from fivefold.gnn.packing._store import (
     PackedStore,
     StoreFiles,
     read_manifest,
     write_manifest,
+    write_plan,
 )
-from fivefold.gnn.planning import Plan
+from fivefold.gnn.planning import (
+    PAGE_BYTES,
+    STRATEGIES,
+    DiskCost,
+    Geometry,
+    Plan,
+    choose_geometry,
+    reader_shape,
+)
 from fivefold.gnn.sampling import SampleFile
 from fivefold.gnn.storage import Container, RowReader
+from fivefold.units import format_bytes, format_duration_s
 
-Progress = Callable[[str, int, int], None]
+Backend = Literal["auto", "threads", "io_uring", "python", "mmap"]
+Profile = DiskCost | Callable[[], DiskCost]
 
+_logger = logging.getLogger(__name__)
 _SECTION = "x"
 _LOCK = "lock"
+_ANEW_HINT = "give another folder, or start over with resume=False (--fresh)"
+_BYTES_PER_S = 1e9  # of a disk that was not measured
+_LEDGER_BYTES_PER_PAGE = 10  # checksum and state of a page, for the rows and for the spill
+_DEARER = 1.1  # bytes that rows may cost more, so that records are made in the same time
 
 
-def pack(  # noqa: PLR0913 - the contract names them
+def pack(  # noqa: PLR0913 - independent options, each with a default
     features: Container,
     samples: SampleFile,
     plan: Plan,
     folder: str | os.PathLike[str],
     *,
     memory_bytes: int,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress | None = None,
     resume: bool = True,
-    backend: Literal["auto", "threads", "io_uring", "python", "mmap"] = "auto",
+    backend: Backend = "auto",
     profile: Profile | None = None,
     strategy: str | None = None,
 ) -> PackedStore:
@@ -70,7 +85,7 @@ def pack(  # noqa: PLR0913 - the contract names them
         progress: Called with a stage ("layouts", "records", "spill", "rows"), what is done, and
             the total. Records are made beside the rows, so calls of two stages may alternate.
         resume: Go on with an unfinished store of the same inputs, and take a finished one as it
-            is. False: remove what is there and begin anew.
+            is. False: remove what is there and start over.
         backend: Engine that reads; "auto" takes threads, for requests are few and large.
         profile: Speeds of the disk, for the choice of the strategy, or a function that measures
             them; it is called only where something is to be chosen.
@@ -115,21 +130,55 @@ def pack(  # noqa: PLR0913 - the contract names them
         True
         >>> data.close(); samples.close(); folder.cleanup()
     """
-    _check_settings(memory_bytes, strategy)
+    if memory_bytes <= 0:
+        raise ConfigurationError(
+            f"memory_bytes is {memory_bytes}", hint="use a positive number of bytes"
+        )
+    if strategy not in {None, *STRATEGIES}:
+        hint = f"use one of {', '.join(STRATEGIES)}, or None for the cheapest"
+        raise ConfigurationError(f"strategy is {strategy!r}", hint=hint)
     files = StoreFiles(folder)
     inputs = _inputs(features, samples, plan)
     if resume and files.store.exists():
-        return _finished(files, inputs, features, samples)
-    tell = progress or (lambda _stage, _done, _total: None)
+        _check_same(files, "a store", inputs, read_manifest(files)["inputs"])
+        shutil.rmtree(files.scratch, ignore_errors=True)  # a run was killed while it tidied up
+        return PackedStore.open(files.folder, features=features, samples=samples)
     with _locked(files):
         if not resume:
             _remove_store(files)
-        job = Job(files, inputs, memory_bytes=memory_bytes)
-        threads, block_bytes = reader_shape(memory_bytes)
+        _Run(
+            files=files,
+            inputs=inputs,
+            features=features,
+            samples=samples,
+            plan=plan,
+            memory_bytes=memory_bytes,
+            progress=progress or (lambda _stage, _done, _total: None),
+        ).write(backend, profile, strategy)
+        shutil.rmtree(files.scratch)
+    return PackedStore.open(files.folder, features=features, samples=samples)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """One run of packing: what goes in, and where it is written."""
+
+    files: StoreFiles
+    inputs: dict[str, str]  # fingerprints
+    features: Container
+    samples: SampleFile
+    plan: Plan
+    memory_bytes: int
+    progress: Progress
+
+    def write(self, backend: Backend, profile: Profile | None, strategy: str | None) -> None:
+        """Write all files of the store."""
+        job = _Job(self.files, self.inputs, memory_bytes=self.memory_bytes)
+        threads, block_bytes = reader_shape(self.memory_bytes)
         with (
-            _layouts(files, samples, plan, inputs, memory_bytes, tell) as layouts,
+            self._layouts() as layouts,
             RowReader(
-                features,
+                self.features,
                 _SECTION,
                 backend="threads" if backend == "auto" else backend,
                 threads=threads,
@@ -137,38 +186,197 @@ def pack(  # noqa: PLR0913 - the contract names them
                 block_bytes=block_bytes,
             ) as reader,
         ):
-            recorder = Recorder(samples, plan, layouts, memory_bytes=memory_bytes)
-            mover, sections = _mover(features, reader, layouts, plan)
-            mover = job.with_geometry(
-                mover,
+            recorder = Recorder(self.samples, self.plan, layouts, memory_bytes=self.memory_bytes)
+            sections = {
+                "rows": layouts.sections["order"].shape[0],
+                "device": len(self.plan.device_rows),
+                "host": len(self.plan.host_rows),
+            }
+            geometry = job.settle(
+                self.features,
                 sections,
                 beside_bytes=recorder.needed_bytes,
-                free_bytes=_room_bytes(files, samples, plan, layouts),
+                free_bytes=self._free_bytes(layouts),
                 profile=profile,
                 strategy=strategy,
             )
-            _write_both(
-                files,
-                inputs,
-                mover,
-                recorder,
-                sections=sections,
-                at_once=job.at_once,
-                progress=tell,
+            caches = np.concatenate([self.plan.device_rows, self.plan.host_rows]).astype(np.int64)
+            section = self.features.sections[_SECTION]
+            mover = Mover(
+                reader=reader,
+                num_nodes=section.shape[0],
+                dtype=section.dtype,
+                dim=section.shape[1],
+                order=Order(layouts, caches),
+                geometry=geometry,
             )
-        _finish(files, plan, samples, inputs, mover.geometry)
-        shutil.rmtree(files.scratch)
-    return PackedStore.open(files.folder, features=features, samples=samples)
+            rows = partial(self._write_rows, mover, sections)
+            records = partial(self._write_records, recorder)
+            if job.at_once:
+                side_by_side(rows, records)
+            else:
+                records(lambda: None)
+                rows(lambda: None)
+        self._write_manifest(geometry)
 
-
-def _check_settings(memory_bytes: int, strategy: str | None) -> None:
-    if memory_bytes <= 0:
-        raise ConfigurationError(
-            f"memory_bytes is {memory_bytes}", hint="use a positive number of bytes"
+    def _layouts(self) -> Container:
+        path = self.files.layouts
+        if path.exists():
+            return self._own(path, KIND_LAYOUTS)
+        return write_layouts(
+            path,
+            self.samples,
+            self.plan,
+            memory_bytes=self.memory_bytes,
+            attributes=self.inputs,
+            progress=self.progress,
         )
-    if strategy is not None and strategy not in STRATEGIES:
-        hint = f"use one of {', '.join(STRATEGIES)}, or None for the cheapest"
-        raise ConfigurationError(f"strategy is {strategy!r}", hint=hint)
+
+    def _own(self, path: Path, kind: str) -> Container:
+        """Open a finished file, which must be of this store."""
+        found = Container.open(path, kind=kind)
+        if found.attributes == self.inputs:
+            return found
+        found.close()
+        raise DataError(f"{path} is of another store", hint=_ANEW_HINT)
+
+    def _tell(self, check: Check, stage: str, done: int, total: int) -> None:
+        check()
+        self.progress(stage, done, total)
+
+    def _write_rows(self, mover: Mover, sections: dict[str, int], check: Check) -> None:
+        if not self.files.rows.exists():
+            write_rows(
+                self.files.rows,
+                mover,
+                sections=sections,
+                attributes=self.inputs,
+                scratch=self.files.scratch,
+                progress=partial(self._tell, check),
+            ).close()
+
+    def _write_records(self, recorder: Recorder, check: Check) -> None:
+        path, tell = self.files.records, partial(self._tell, check)
+        if not path.exists():
+            recorder.write(path, attributes=self.inputs, progress=tell).close()
+
+    def _free_bytes(self, layouts: Container) -> int:
+        """Return the disk space for rows and spill: what is free or in the budget, if less."""
+        files, samples = self.files, self.samples
+        found = os.statvfs(files.folder)
+        rows = sum(path.stat().st_size for path in files.folder.glob("rows.fvf*"))  # set aside
+        records = sum(path.stat().st_size for path in files.folder.glob("records.fvf*"))
+        # Records are about as large as the samples.
+        whole = records if files.records.exists() else max(samples.nbytes, records)
+        free = found.f_bavail * found.f_frsize + rows - (whole - records)
+        return min(free, self.plan.budgets.disk_bytes - whole - layouts.nbytes)
+
+    def _write_manifest(self, geometry: Geometry) -> None:
+        write_plan(self.plan, self.files.plan)
+        with (
+            self._own(self.files.rows, KIND_ROWS) as rows,
+            self._own(self.files.records, KIND_RECORDS) as records,
+        ):
+            fingerprints = {"rows": rows.fingerprint, "records": records.fingerprint}
+        manifest = {
+            "inputs": self.inputs,
+            "files": fingerprints,
+            "num_epochs": self.samples.num_epochs,
+            "packing": geometry.to_json(),
+        }
+        write_manifest(self.files, manifest)
+
+
+class _Job:
+    """What an unfinished run has settled: its inputs, its geometry, and whether both at once."""
+
+    def __init__(self, files: StoreFiles, inputs: dict[str, str], *, memory_bytes: int) -> None:
+        self._files, self._path = files, files.scratch / "job.json"
+        self._memory_bytes = memory_bytes
+        self._settled: dict[str, Any] = {
+            "inputs": inputs,
+            "geometry": None,
+            "at_once": False,
+            "memory_bytes": 0,
+        }
+        if not self._path.exists():
+            write_checked_json(self._path, self._settled)
+            return
+        try:
+            self._settled = read_checked_json(self._path)
+        except DataError as error:
+            raise DataError(error.message, hint=_ANEW_HINT) from None
+        _check_same(files, "an unfinished store", inputs, self._settled["inputs"])
+
+    @property
+    def at_once(self) -> bool:
+        """Whether records are made while rows are moved."""
+        return bool(self._settled.get("at_once"))
+
+    def settle(
+        self,
+        features: Container,
+        sections: dict[str, int],
+        *,
+        beside_bytes: int,
+        free_bytes: int,
+        profile: Profile | None,
+        strategy: str | None,
+    ) -> Geometry:
+        """Return the sizes of the earlier run, where they fit, else choose new ones.
+
+        ``beside_bytes`` is the memory that making the records takes, ``free_bytes`` the disk space
+        for rows and spill.
+        """
+        known = self._settled["geometry"]
+        fits = known is not None and self._settled["memory_bytes"] <= self._memory_bytes
+        if fits and strategy in {None, known["strategy"]}:
+            return Geometry(**known)
+        for leftover in (*self._files.scratch.glob("spill*"), *self._files.scratch.glob("routes*")):
+            leftover.unlink()
+        disk = profile() if callable(profile) else profile
+        section = features.section(_SECTION)
+        output_bytes = sum(sections.values()) * section.row_bytes
+        ledger_bytes = _LEDGER_BYTES_PER_PAGE * output_bytes // PAGE_BYTES
+        choose = partial(
+            choose_geometry,
+            num_nodes=section.num_rows,
+            row_bytes=section.row_bytes,
+            sections=sections,
+            read_bytes_per_s=getattr(disk, "sequential_read_bytes_per_s", _BYTES_PER_S),
+            write_bytes_per_s=getattr(disk, "sequential_write_bytes_per_s", _BYTES_PER_S),
+            free_bytes=free_bytes,
+            strategy=strategy,
+        )
+        geometry, at_once = _with_records(choose, self._memory_bytes - ledger_bytes, beside_bytes)
+        _logger.info(
+            "packing (%s%s): reads %s, writes %s, about %s",
+            geometry.strategy,
+            "" if at_once else ", records first",
+            format_bytes(geometry.read_bytes),
+            format_bytes(geometry.written_bytes),
+            format_duration_s(geometry.seconds),
+        )
+        self._settled |= {
+            "geometry": geometry.to_json(),
+            "at_once": at_once,
+            "memory_bytes": self._memory_bytes,
+        }
+        write_checked_json(self._path, self._settled)
+        return geometry
+
+
+def _with_records(
+    choose: Callable[..., Geometry], memory_bytes: int, beside_bytes: int
+) -> tuple[Geometry, bool]:
+    """Return sizes that leave memory for the records where that costs little, else without."""
+    alone = choose(memory_bytes=memory_bytes)
+    try:
+        beside = choose(memory_bytes=memory_bytes - beside_bytes)
+    except InfeasibleError:
+        return alone, False
+    cheap = beside.moved_bytes <= _DEARER * alone.moved_bytes
+    return (beside, True) if cheap else (alone, False)
 
 
 def _remove_store(files: StoreFiles) -> None:
@@ -183,7 +391,7 @@ def _remove_store(files: StoreFiles) -> None:
 
 
 def _inputs(features: Container, samples: SampleFile, plan: Plan) -> dict[str, str]:
-    """Fingerprints of what goes in, once it is known that they belong together."""
+    """Return the fingerprints of what goes in, once it is known that they belong together."""
     section = features.sections.get(_SECTION)
     if section is None or len(section.shape) != 2:
         found = "none" if section is None else str(section.shape)
@@ -205,18 +413,14 @@ def _inputs(features: Container, samples: SampleFile, plan: Plan) -> dict[str, s
             "plan": plan.fingerprint}  # fmt: skip
 
 
-def _finished(
-    files: StoreFiles, inputs: dict[str, str], features: Container, samples: SampleFile
-) -> PackedStore:
-    found = read_manifest(files)["inputs"]
+def _check_same(
+    files: StoreFiles, what: str, inputs: dict[str, str], found: dict[str, str]
+) -> None:
     other = [name for name in inputs if inputs[name] != found.get(name)]
     if other:
         raise DataError(
-            f"{files.folder} holds a store of other inputs ({', '.join(other)})",
-            hint=ANEW_HINT,
+            f"{files.folder} holds {what} of other inputs ({', '.join(other)})", hint=_ANEW_HINT
         )
-    shutil.rmtree(files.scratch, ignore_errors=True)  # a run was killed while it tidied up
-    return PackedStore.open(files.folder, features=features, samples=samples)
 
 
 @contextmanager
@@ -239,125 +443,3 @@ def _locked(files: StoreFiles) -> Iterator[None]:
                 hint="wait for it to end, or choose another folder",
             ) from None
         yield
-
-
-def _layouts(
-    files: StoreFiles,
-    samples: SampleFile,
-    plan: Plan,
-    inputs: dict[str, str],
-    memory_bytes: int,
-    progress: Progress,
-) -> Container:
-    if files.layouts.exists():
-        return _of_this_store(files.layouts, KIND_LAYOUTS, inputs)
-    return write_layouts(
-        files.layouts,
-        samples,
-        plan,
-        memory_bytes=memory_bytes,
-        attributes=inputs,
-        progress=progress,
-    )
-
-
-def _of_this_store(path: Path, kind: str, inputs: dict[str, str]) -> Container:
-    found = Container.open(path, kind=kind)
-    if found.attributes == inputs:
-        return found
-    found.close()
-    raise DataError(f"{path} is of another store", hint=ANEW_HINT)
-
-
-def _write_both(
-    files: StoreFiles,
-    inputs: dict[str, str],
-    mover: Mover,
-    recorder: Recorder,
-    *,
-    sections: dict[str, int],
-    at_once: bool,
-    progress: Progress,
-) -> None:
-    """Write rows and records, at the same time where there is memory for both."""
-
-    def checked(check: Callable[[], None]) -> Progress:
-        def tell(stage: str, done: int, total: int) -> None:
-            check()
-            progress(stage, done, total)
-
-        return tell
-
-    def write_all_rows(check: Callable[[], None]) -> None:
-        if not files.rows.exists():
-            write_rows(
-                files.rows,
-                mover,
-                sections=sections,
-                attributes=inputs,
-                scratch=files.scratch,
-                progress=checked(check),
-            ).close()
-
-    def write_all_records(check: Callable[[], None]) -> None:
-        if not files.records.exists():
-            tell = checked(check)
-            recorder.write(files.records, attributes=inputs, progress=tell).close()
-
-    if at_once:
-        side_by_side(write_all_rows, write_all_records)
-        return
-    write_all_records(lambda: None)
-    write_all_rows(lambda: None)
-
-
-def _room_bytes(files: StoreFiles, samples: SampleFile, plan: Plan, layouts: Container) -> int:
-    """Disk space for rows and spill: of what is free and of the budget, the smaller one."""
-    found = os.statvfs(files.folder)
-    rows = sum(path.stat().st_size for path in files.folder.glob("rows.fvf*"))  # set aside before
-    records = sum(path.stat().st_size for path in files.folder.glob("records.fvf*"))
-    whole = records if files.records.exists() else max(samples.nbytes, records)  # about as large
-    free = found.f_bavail * found.f_frsize + rows - (whole - records)
-    return min(free, plan.budgets.disk_bytes - whole - layouts.nbytes)
-
-
-def _mover(
-    features: Container, reader: RowReader, layouts: Container, plan: Plan
-) -> tuple[Mover, dict[str, int]]:
-    section = features.sections[_SECTION]
-    device, host = caches_of(plan)
-    sections = {
-        "rows": layouts.sections["order"].shape[0],
-        "device": len(device),
-        "host": len(host),
-    }
-    mover = Mover(
-        reader=reader,
-        num_nodes=section.shape[0],
-        dtype=section.dtype,
-        dim=section.shape[1],
-        order=Order(layouts, np.concatenate([device, host])),
-    )
-    return mover, sections
-
-
-def _finish(
-    files: StoreFiles,
-    plan: Plan,
-    samples: SampleFile,
-    inputs: dict[str, str],
-    geometry: Geometry,
-) -> None:
-    write_plan(plan, files.plan)
-    with (
-        _of_this_store(files.rows, KIND_ROWS, inputs) as rows,
-        _of_this_store(files.records, KIND_RECORDS, inputs) as records,
-    ):
-        fingerprints = {"rows": rows.fingerprint, "records": records.fingerprint}
-    manifest = {
-        "inputs": inputs,
-        "files": fingerprints,
-        "num_epochs": samples.num_epochs,
-        "packing": geometry.to_json(),
-    }
-    write_manifest(files, manifest)

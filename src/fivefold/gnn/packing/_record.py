@@ -10,6 +10,7 @@ Legend: n nodes, b seeds, m expanded nodes, e edges, H hops, k runs of cold rows
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.errors import DataError
-from fivefold.gnn.packing._coding import decode_arrays, encode_arrays
-from fivefold.gnn.planning import argsort_distinct
+from fivefold.gnn.planning import argsort_distinct, runs_of
 from fivefold.gnn.sampling import SampledBatch
 
 
@@ -108,7 +108,7 @@ class BatchRecord:
         return hops
 
     def edge_index(self) -> NDArray[np.int64]:
-        """int64[2, e]: local source and local target of each edge, messages flow down."""
+        """Return int64[2, e]: local source over local target of each edge."""
         edges = np.empty((2, len(self.sources)), np.int64)
         edges[0] = self.sources
         edges[1] = np.repeat(self.expanded, self.degrees)
@@ -125,19 +125,7 @@ def build_record(
     num_private: int = 0,
     admitted: tuple[NDArray[np.int64], NDArray[np.integer]] | None = None,
 ) -> BatchRecord:
-    """Renumber one sampled batch.
-
-    Args:
-        sampled: The batch as it was sampled.
-        slots: [n], the slot of each sampled node: device slots below ``num_device``, host slot s
-            as ``num_device + s``, negative for a cold node.
-        num_device: Slots of the device cache.
-        cold: Sampled numbers of the cold nodes, in storage order.
-        cold_rows: Their rows in the section of packed rows, ascending.
-        num_private: Cold rows that no other batch of the segment reads.
-        admitted: Sampled numbers of the nodes that enter the host cache after this batch, and
-            their slots.
-    """
+    """Renumber one sampled batch."""
     seeds, n = sampled.batch_size, len(sampled.node_ids)
     cached = seeds + np.flatnonzero(slots[seeds:] >= 0)
     cached = cached[argsort_distinct(slots[cached], 1 + int(slots.max(initial=-1)))]
@@ -174,11 +162,11 @@ def build_record(
 
 
 def encode_record(record: BatchRecord) -> NDArray[np.uint8]:
-    """The record's bytes; what follows from the order of the nodes is left out."""
+    """Return the record's bytes; what follows from the order of the nodes is left out."""
     edge_ids = record.edge_ids
     facts = [record.number, record.batch_size, edge_ids is not None, record.num_private]
     cold, destinations = record.cold_rows, record.cold_destinations
-    starts, counts = _runs_of(cold)
+    starts, counts = runs_of(cold)
     seeds_at = np.flatnonzero(destinations < record.batch_size)
     device = _split_seeds(record.device_slots, record.device_destinations, record.batch_size)
     host = _split_seeds(record.host_slots, record.host_destinations, record.batch_size)
@@ -204,11 +192,7 @@ def encode_record(record: BatchRecord) -> NDArray[np.uint8]:
 
 
 def decode_record(block: NDArray[np.uint8], *, number: int) -> BatchRecord:
-    """Read a record and put back what was left out.
-
-    Raises:
-        DataError: The bytes are no record, or that of another batch.
-    """
+    """Read a record and put back what was left out."""
     fields = decode_arrays(block)
     if len(fields) != _NUM_FIELDS or int(fields[0][0]) != number:
         found = int(fields[0][0]) if len(fields) == _NUM_FIELDS else "no batch"
@@ -249,23 +233,17 @@ _ASCENDING = frozenset({10, 13, 14, 16})  # slots of both caches, starts of runs
 
 
 def _expand(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """All numbers of the runs, one run after the other."""
+    """Return all numbers of the runs, one run after the other."""
     offsets = np.cumsum(counts) - counts
     numbers = np.arange(int(counts.sum()), dtype=np.int64)
     numbers += np.repeat(starts - offsets, counts)
     return numbers
 
 
-def _runs_of(rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Starts and counts of the runs of consecutive numbers in an ascending array."""
-    first = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
-    return rows[first], np.diff(first, append=len(rows))
-
-
 def _runs(
     rows: NDArray[np.int64], destinations: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Runs of ascending rows that are contiguous where they come from and where they go."""
+    """Return the runs of ascending rows that are contiguous in the store and in the batch."""
     breaks = (np.diff(rows, prepend=-2) != 1) | (np.diff(destinations, prepend=-2) != 1)
     first = np.flatnonzero(breaks)
     return rows[first], np.diff(first, append=len(rows)), destinations[first]
@@ -274,7 +252,7 @@ def _runs(
 def _split_seeds(
     slots: NDArray[np.int64], destinations: NDArray[np.int64], seeds: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Slots and places of the seeds, and the slots of the others, whose places are known."""
+    """Return slots and places of the seeds, and the slots of the others."""
     among = int(np.count_nonzero(destinations < seeds))
     return slots[:among], destinations[:among], slots[among:]
 
@@ -309,3 +287,91 @@ def _place_runs(
     is_seed = np.isin(cuts, seeds_at)
     places[is_seed] = seed_places[before[is_seed]]
     return starts[run] + cuts - offsets[run], np.diff(cuts, append=total), places
+
+
+_MAGIC = 0x5246_4542_4C4F_4635  # "5FOLBEFR": says that this is a record and its byte order
+_WIDTHS = (1, 2, 4, 8)
+_DIFFERENCES = 16  # flag beside the width
+_HEADER_WORDS = 3  # magic, total bytes, number of arrays
+_FIELD_WORDS = 3  # count, code, first value
+_ALIGNMENT = 8
+
+
+def encode_arrays(
+    arrays: Sequence[NDArray[np.integer]], *, ascending: Collection[int] = ()
+) -> NDArray[np.uint8]:
+    """Write arrays of non-negative integers into one block of bytes, a multiple of 8 long."""
+    words = [_MAGIC, 0, len(arrays)]
+    parts: list[NDArray[np.uint8]] = []
+    for number, array in enumerate(arrays):
+        field, payload = _encode(array, differences=number in ascending and array.size > 1)
+        words.extend(field)
+        parts.append(payload)
+    header_bytes = 8 * len(words)
+    words[1] = header_bytes + sum(_padded(part.size) for part in parts)
+    block = np.zeros(words[1], np.uint8)
+    block[:header_bytes] = np.array(words, "<i8").view(np.uint8)
+    place = header_bytes
+    for part in parts:
+        block[place : place + part.size] = part
+        place += _padded(part.size)
+    return block
+
+
+def decode_arrays(block: NDArray[np.uint8]) -> list[NDArray[np.integer]]:
+    """Read what ``encode_arrays`` wrote; bytes behind its end are ignored."""
+    total, count = _check_header(block)
+    fields = block[24 : 24 + 24 * count].view("<i8").reshape(count, _FIELD_WORDS)
+    place = 8 * (_HEADER_WORDS + _FIELD_WORDS * count)
+    arrays: list[NDArray[np.integer]] = []
+    for items, code, first in fields.tolist():
+        width, differences = code & 15, code & _DIFFERENCES
+        stored = max(items - 1, 0) if differences else items
+        if width not in _WIDTHS or items < 0 or place + stored * width > total:
+            raise DataError(f"a batch record is damaged: {items} items of code {code}", hint=_HINT)
+        values = block[place : place + stored * width].view(f"<u{width}")
+        arrays.append(_running_sum(values, items, first) if differences else values)
+        place += _padded(stored * width)
+    return arrays
+
+
+_HINT = "the file was damaged after it was written; pack the store again"
+
+
+def _check_header(block: NDArray[np.uint8]) -> tuple[int, int]:
+    if block.size < 8 * _HEADER_WORDS:
+        raise DataError(f"a batch record of {block.size} bytes is cut short", hint=_HINT)
+    magic, total, count = block[:24].view("<i8").tolist()
+    if magic != _MAGIC or count < 0 or not 24 * (1 + count) <= total <= block.size:
+        message = f"no batch record: mark {magic:#x}, {total} of {block.size} bytes"
+        raise DataError(message, hint=_HINT)
+    return total, count
+
+
+def _encode(
+    values: NDArray[np.integer], *, differences: bool
+) -> tuple[list[int], NDArray[np.uint8]]:
+    stored = np.diff(values) if differences else values
+    assert stored.size == 0 or stored.min() >= 0, "records hold no negative numbers"
+    width = _width(stored)
+    first = int(values[0]) if values.size else 0
+    payload = stored.astype(f"<u{width}").view(np.uint8)
+    return [values.size, width | (_DIFFERENCES if differences else 0), first], payload
+
+
+def _width(values: NDArray[np.integer]) -> int:
+    largest = int(values.max()) if values.size else 0
+    return next(width for width in _WIDTHS if largest < 1 << (8 * width))
+
+
+def _running_sum(steps: NDArray[np.unsignedinteger], items: int, first: int) -> NDArray[np.int64]:
+    values = np.empty(items, np.int64)
+    if items:
+        values[0] = first
+        values[1:] = steps
+        np.cumsum(values, out=values)
+    return values
+
+
+def _padded(size_bytes: int) -> int:
+    return -(-size_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -18,16 +18,15 @@ from numpy.typing import NDArray
 
 from fivefold.errors import DataError, InfeasibleError
 from fivefold.gnn.packing._layouts import places_of
-from fivefold.gnn.packing._levels import LocalNumbers, SlotTracker, advance, make_tracker
-from fivefold.gnn.packing._overlap import in_threads
+from fivefold.gnn.packing._overlap import Progress, in_threads
 from fivefold.gnn.packing._record import BatchRecord, build_record, encode_record
-from fivefold.gnn.planning import Plan
+from fivefold.gnn.packing._slots import SlotTracker
+from fivefold.gnn.planning import PAGE_BYTES, IdSet, Plan, SortedIds, is_dense
 from fivefold.gnn.sampling import SampledBatch, SampleFile
 from fivefold.gnn.storage import Container, ContainerWriter
 from fivefold.units import format_bytes
 
 KIND_RECORDS = "packed-records"
-_PAGE_BYTES = 4096
 _BYTES_PER_NODE = 96  # of each batch whose record is being built
 _SAMPLED_COPIES = 5  # of its sampled record: read, decoded, renumbered, encoded
 _DENSE_SHARE = 8  # a table may take an eighth of the memory, or answers come from sorted lists
@@ -36,24 +35,14 @@ _WRITER_BYTES = 4 << 20  # through which a writer copies what is not aligned
 _MOST_THREADS = 2
 _NONE = np.empty(0, np.int64)
 
-Progress = Callable[[str, int, int], None]
 _Call = Callable[[], tuple[NDArray[np.uint8], int, int]]
 
 
 class Recorder:
-    """Makes the records of a plan's batches.
-
-    Args:
-        samples: The sampled batches.
-        plan: Caches, segments and layout.
-        layouts: The places of the batches' rows.
-        memory_bytes: What tables and batches under way may take.
+    """Make the records of a plan's batches.
 
     Attributes:
         needed_bytes: What they take at most, and the writer.
-
-    Raises:
-        InfeasibleError: They take more.
     """
 
     def __init__(
@@ -73,7 +62,7 @@ class Recorder:
             )
 
     def _own_bytes(self) -> int:
-        """Memory of tables and of the batches under way."""
+        """Return the memory of tables and of the batches under way."""
         numbers = range(self._samples.num_batches)
         nodes = max(map(self._samples.num_nodes_of, numbers), default=0)
         sampled = max(map(self._samples.record_bytes_of, numbers), default=0)
@@ -83,16 +72,7 @@ class Recorder:
         return self._tracker().nbytes + order + self._threads * batch
 
     def write(self, path: Path, *, attributes: dict[str, Any], progress: Progress) -> Container:
-        """Write the records; what an earlier run has done is kept.
-
-        Args:
-            path: File to write.
-            attributes: Fingerprints of what the records are made from.
-            progress: Called with a stage, what is done and what there is in all.
-
-        Raises:
-            DataError: The plan does not fit the samples.
-        """
+        """Write the records; what an earlier run has done is kept."""
         num_batches = self._samples.num_batches
         train_ids = self._samples.train_ids
         sections = {
@@ -120,17 +100,17 @@ class Recorder:
             return writer.commit()
 
     def _made_from(self, first: int) -> Iterator[tuple[NDArray[np.uint8], int, int]]:
-        """The records from batch ``first`` on: bytes, nodes and edges of each."""
+        """Yield the records from batch ``first`` on: bytes, nodes and edges of each."""
         numbers = SimpleQueue[LocalNumbers]()  # a table for each thread
         for _ in range(self._threads):
             numbers.put(self._numbers())
         return in_threads(self._calls(first, numbers), threads=self._threads)
 
     def _calls(self, first: int, numbers: SimpleQueue[LocalNumbers]) -> Iterator[_Call]:
-        """A call for each batch; what they find in the caches is asked here, in their order."""
+        """Yield a call for each batch; what they find in the caches is asked here, in order."""
         tracker = self._tracker()
         for batch in range(first):
-            advance(tracker, self._plan, batch)
+            tracker.advance(batch)
         for segment, (start, stop) in enumerate(self._plan.segments):
             if stop <= first:
                 continue
@@ -139,7 +119,7 @@ class Recorder:
             for batch in range(max(start, first), stop):
                 sampled = self._samples.batch(batch)
                 slots = tracker.slots(sampled.node_ids)
-                advance(tracker, self._plan, batch)
+                tracker.advance(batch)
                 rows, private = places_of(self._layouts, batch)
                 yield partial(
                     self._make, sampled, slots, numbers,
@@ -156,14 +136,14 @@ class Recorder:
         stored: NDArray[np.integer],
         **known: Any,
     ) -> tuple[NDArray[np.uint8], int, int]:
-        """The bytes of a batch's record, its nodes and its edges; several threads do this."""
+        """Return the bytes of a batch's record, its nodes and its edges; in several threads."""
         table = numbers.get()
         try:
             record = self._record(sampled, slots, table, stored, known)
         finally:
             numbers.put(table)
         block = encode_record(record)
-        padded = np.zeros(-(-len(block) // _PAGE_BYTES) * _PAGE_BYTES, np.uint8)
+        padded = np.zeros(-(-len(block) // PAGE_BYTES) * PAGE_BYTES, np.uint8)
         padded[: len(block)] = block
         return padded, len(record.node_ids), len(record.sources)
 
@@ -189,9 +169,45 @@ class Recorder:
         return build_record(sampled, slots=slots, cold=cold, admitted=admitted, **known)
 
     def _tracker(self) -> SlotTracker:
-        return make_tracker(
+        return SlotTracker(
             self._plan, num_nodes=self._samples.num_nodes, dense_bytes=self._dense_bytes
         )
 
     def _numbers(self) -> LocalNumbers:
         return LocalNumbers(self._samples.num_nodes, dense_bytes=self._dense_bytes)
+
+
+class LocalNumbers:
+    """The place of each node within one batch, by bits where these fit and are worth it."""
+
+    def __init__(self, num_nodes: int, *, dense_bytes: int) -> None:
+        self._num_nodes = num_nodes
+        fits = IdSet.bytes_for(num_nodes) <= dense_bytes
+        self._bits = IdSet(num_nodes) if fits else None
+        self._members: IdSet | SortedIds = SortedIds(_NONE)
+        self._by_id = _NONE
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the set takes."""
+        return 0 if self._bits is None else self._bits.nbytes
+
+    def begin(self, node_ids: NDArray[np.int64]) -> None:
+        """Begin a batch of these nodes, all distinct."""
+        if self._bits is not None and is_dense(len(node_ids), self._num_nodes):
+            self._bits.clear()
+            self._bits.add(node_ids)
+            self._members = self._bits
+        else:
+            self._members = SortedIds(node_ids)
+        self._by_id = np.empty(len(node_ids), np.int64)
+        self._by_id[self._members.locate(node_ids)] = np.arange(len(node_ids))
+
+    def of(self, node_ids: NDArray[np.integer]) -> NDArray[np.int64]:
+        """Return the place of each node, int64; ``KeyError`` where one is not in the batch."""
+        places = self._members.locate(node_ids)
+        if len(places) and places.min() < 0:
+            message = "a node is not in the batch"
+            raise KeyError(message)
+        found: NDArray[np.int64] = self._by_id[places]
+        return found

@@ -18,14 +18,13 @@ from numpy.typing import NDArray
 
 from fivefold.errors import ConfigurationError, DataError, StorageError
 from fivefold.files import read_checked_json, write_checked_json
-from fivefold.gnn.packing._plan_file import read_plan
 from fivefold.gnn.packing._record import BatchRecord, decode_record
 from fivefold.gnn.packing._records import KIND_RECORDS
+from fivefold.gnn.packing._rows import KIND_ROWS
 from fivefold.gnn.planning import Plan
 from fivefold.gnn.sampling import SampleFile
-from fivefold.gnn.storage import Container
+from fivefold.gnn.storage import Container, ContainerWriter
 
-KIND_ROWS = "packed-rows"
 _VERSION = 2
 _REPACK = "pack again with resume=False (`fivefold gnn pack --fresh`)"
 
@@ -49,9 +48,8 @@ class PackedStore:
     Attributes:
         folder: Where it lies.
         plan: The plan that it was packed by.
-        rows: Container with section ``rows`` [R, D], the packed rows.
-        hot: Container with sections ``device`` and ``host``: the caches' rows in slot order, so
-            that one sequential read fills each. It is the same file as ``rows``.
+        rows: Container with section ``rows`` [R, D], the packed rows, and the sections ``device``
+            and ``host``: the caches' rows in slot order, so that one sequential read fills each.
         records: Container of the batch records; :meth:`record` reads them.
         manifest: What ``store.json`` holds: fingerprints, sizes and how it was packed.
 
@@ -74,7 +72,6 @@ class PackedStore:
         except BaseException:
             self.rows.close()
             raise
-        self.hot = self.rows
         self._index = np.empty((0, 4), np.int64)
 
     @classmethod
@@ -141,7 +138,7 @@ class PackedStore:
         return int(self.manifest["num_epochs"])
 
     def epoch_batches(self, epoch: int) -> range:
-        """Numbers of the batches of a sampled epoch; epochs beyond the last begin again."""
+        """Return the batches of a sampled epoch; epochs beyond the last begin again."""
         per_epoch = self.num_batches // self.num_epochs
         first = epoch % self.num_epochs * per_epoch
         return range(first, first + per_epoch)
@@ -227,11 +224,7 @@ class PackedStore:
 
 
 def read_manifest(files: StoreFiles) -> dict[str, Any]:
-    """What ``store.json`` says.
-
-    Raises:
-        DataError: It is not there, or not of this form.
-    """
+    """Return what ``store.json`` says."""
     try:
         manifest = read_checked_json(files.store)
     except FileNotFoundError:
@@ -252,3 +245,64 @@ def read_manifest(files: StoreFiles) -> dict[str, Any]:
 def write_manifest(files: StoreFiles, manifest: dict[str, Any]) -> None:
     """Put ``store.json`` in place, whole or not at all."""
     write_checked_json(files.store, {"version": _VERSION, **manifest})
+
+
+_KIND = "plan"
+
+
+def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Write a plan, whole or not at all.
+
+    Args:
+        plan: What ``make_plan`` decided.
+        path: File to write; one that is there is replaced.
+
+    Raises:
+        StorageError: The disk refused.
+
+    Examples:
+        >>> import tempfile
+        >>> import numpy as np
+        >>> from fivefold.gnn.planning import BatchList, Budgets, FeatureInfo, make_plan
+        >>> class Disk:
+        ...     sequential_read_bytes_per_s = sequential_write_bytes_per_s = 1e9
+        ...     def seconds(self, requests, size_bytes):
+        ...         return requests * 1e-5 + size_bytes / 1e9
+        >>> samples = BatchList([np.array([0, 1, 2]), np.array([0, 3])], num_nodes=5)
+        >>> features = FeatureInfo(num_nodes=5, row_bytes=2048, fingerprint="x")
+        >>> budgets = Budgets(host_bytes=2048, disk_bytes=10**6)
+        >>> plan = make_plan(samples, features, budgets, Disk(), buffer_batches=0)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_plan(plan, f"{folder}/plan.fvf")
+        ...     read_plan(f"{folder}/plan.fvf").fingerprint == plan.fingerprint
+        True
+    """
+    arrays = plan.arrays()
+    sections = {name: (array.dtype, array.shape) for name, array in arrays.items()}
+    with ContainerWriter(
+        path, kind=_KIND, sections=sections, attributes={"plan": plan.to_json()}
+    ) as writer:
+        for name, array in arrays.items():
+            writer.write(name, 0, array)
+        writer.commit().close()
+
+
+def read_plan(path: str | os.PathLike[str]) -> Plan:
+    """Read what :func:`write_plan` wrote.
+
+    Raises:
+        DataError: The file is missing, damaged or no plan.
+
+    Examples:
+        >>> try:
+        ...     read_plan("/nowhere/plan.fvf")
+        ... except DataError:
+        ...     print("no plan")
+        no plan
+    """
+    with Container.open(path, kind=_KIND) as container:
+        text = container.attributes.get("plan")
+        if not isinstance(text, str):
+            raise DataError(f"{Path(path)} holds no plan", hint="make it again with make_plan")
+        arrays = {name: container.read(name) for name in container.sections}
+    return Plan.from_json(text, arrays)

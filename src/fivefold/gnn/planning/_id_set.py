@@ -1,23 +1,23 @@
-"""Sets of ids as one bit per possible id, which sort, merge and number ids without comparing them.
+"""Sets of ids that sort, merge and number ids by position: one bit per possible id.
 
 Ids of a graph are small numbers, and a batch needs a fair share of them. A bit for each id is then
 smaller than any table of ids, mostly fits the cache, and answers by position: reading the bits in
 order sorts, joining the bits of several sets merges, and the bits before an id count its place.
 With the counts a possible id takes one and a half bits: 20 million nodes take less than 4 MB.
-
-Where ids are few and far between, bits are the wrong form: see :func:`is_dense`.
+Where ids are few and far between, a sorted list answers the same questions (``SortedIds``).
 """
 
 # ruff: noqa: ARG001 - numba reads the parameters' names from the signature
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from fivefold._compiler import njit, numba
 from fivefold.errors import DataError
-from fivefold.gnn.planning._sources import Array, Ids
+from fivefold.gnn.planning._inputs import Array, Ids
 
 _DENSE_IDS_PER_ID = 256  # four words of bits to walk over for each id that is found
 _WORD = 64
@@ -25,7 +25,7 @@ _WORD = 64
 
 @numba.extending.intrinsic
 def _trailing_zeros(_typing: Any, word: Any) -> Any:
-    """Number of the lowest bit that is set."""
+    """Return the number of the lowest bit that is set."""
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         no = numba.core.cgutils.false_bit
@@ -36,7 +36,7 @@ def _trailing_zeros(_typing: Any, word: Any) -> Any:
 
 @numba.extending.intrinsic
 def _ones(_typing: Any, word: Any) -> Any:
-    """How many bits are set."""
+    """Return how many bits are set."""
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.ctpop(arguments[0])
@@ -45,12 +45,7 @@ def _ones(_typing: Any, word: Any) -> Any:
 
 
 def is_dense(num_ids: int, bound: int) -> bool:
-    """Whether so many ids below ``bound`` are worth a bit for each id that there could be.
-
-    Examples:
-        >>> is_dense(1000, 20_000), is_dense(3, 10**9)
-        (True, False)
-    """
+    """Return whether so many ids are worth a bit for each id below ``bound``."""
     return bound <= _DENSE_IDS_PER_ID * num_ids
 
 
@@ -60,6 +55,9 @@ class IdSet:
     Args:
         bound: Ids are 0 to ``bound - 1``.
         ids: Members to begin with, in any order.
+
+    Raises:
+        DataError: An id is negative, or at or above the bound.
 
     Examples:
         >>> members = IdSet(100, np.array([70, 3, 9]))
@@ -78,12 +76,7 @@ class IdSet:
 
     @staticmethod
     def bytes_for(bound: int) -> int:
-        """Memory of a set of ids below this bound.
-
-        Examples:
-            >>> IdSet.bytes_for(6400)
-            1200
-        """
+        """Return the memory of a set of ids below this bound."""
         return 12 * -(-bound // _WORD)
 
     @property
@@ -100,7 +93,7 @@ class IdSet:
         return self._size
 
     def add(self, ids: Array) -> int:
-        """Add ids; returns how many of them were not in the set before.
+        """Add ids; return how many of them were not in the set before.
 
         Raises:
             DataError: An id is negative, or at or above the bound.
@@ -116,12 +109,12 @@ class IdSet:
         return added
 
     def common(self, other: IdSet) -> int:
-        """How many ids are in both sets."""
+        """Return how many ids are in both sets."""
         number = min(len(self._words), len(other.words))
         return int(_common(self._words[:number], other.words[:number]))
 
     def ascending(self, *, without: IdSet | None = None) -> Ids:
-        """Members in order, int64; those that are in another set left out."""
+        """Return the members in order, int64; those that are in another set left out."""
         left = self._size - (0 if without is None else self.common(without))
         ids = np.empty(left, np.int64)
         others = self._words[:0] if without is None else without.words
@@ -134,7 +127,7 @@ class IdSet:
         self._before, self._size = None, 0
 
     def locate(self, ids: Array) -> Array:
-        """Place of each id among the members, int32; -1 for one that is none.
+        """Return the place of each id among the members, int32; -1 for one that is none.
 
         Any ids in any order are looked up; ascending ones are several times faster.
         """
@@ -146,13 +139,50 @@ class IdSet:
         return places
 
 
-def sort_distinct(ids: Array, bound: int) -> Ids:
-    """The ids in order, int64; of an id that stands twice both are kept.
+class SortedIds:
+    """The same answers from a sorted list, where ids are too few for bits or too large.
 
-    Examples:
-        >>> sort_distinct(np.array([7, 2, 5]), 8).tolist()
-        [2, 5, 7]
+    Args:
+        ids: The members, in any order.
     """
+
+    def __init__(self, ids: Array) -> None:
+        self._ids = np.unique(np.asarray(ids, np.int64))
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the list takes."""
+        return self._ids.nbytes
+
+    def ascending(self) -> Ids:
+        """Return the members in order, int64."""
+        return self._ids
+
+    def locate(self, ids: Array) -> Array:
+        """Return the place of each id among the members, int32; -1 for one that is none."""
+        if not len(self._ids):
+            return np.full(len(ids), -1, np.int32)
+        places = np.searchsorted(self._ids, ids)
+        found = self._ids[np.minimum(places, len(self._ids) - 1)] == ids
+        return np.where(found, places, -1).astype(np.int32)
+
+
+def union_of(batches: Sequence[Ids]) -> IdSet | SortedIds:
+    """Return the distinct ids of lists that each ascend."""
+    bound = 1 + max((int(ids[-1]) for ids in batches if len(ids)), default=-1)
+    if not is_dense(sum(map(len, batches)), bound):
+        return SortedIds(np.concatenate([np.empty(0, np.int64), *batches]))
+    union = IdSet(bound)
+    for ids in batches:
+        union.add(ids)
+    return union
+
+
+def sort_distinct(ids: Array, bound: int) -> Ids:
+    """Return ids below ``bound`` in order, int64; of an id that stands twice both are kept."""
     if is_dense(len(ids), bound):
         members = IdSet(bound, ids)
         if len(members) == len(ids):
@@ -161,12 +191,7 @@ def sort_distinct(ids: Array, bound: int) -> Ids:
 
 
 def argsort_distinct(ids: Array, bound: int) -> Ids:
-    """The order that sorts distinct ids, int64.
-
-    Examples:
-        >>> argsort_distinct(np.array([7, 2, 5]), 8).tolist()
-        [1, 2, 0]
-    """
+    """Return the order that sorts distinct ids below ``bound``, int64."""
     if not is_dense(len(ids), bound):
         return np.argsort(ids)
     order = np.empty(len(ids), np.int64)

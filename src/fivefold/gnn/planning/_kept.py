@@ -22,7 +22,7 @@ from typing import IO
 import numpy as np
 
 from fivefold.errors import InfeasibleError, StorageError
-from fivefold.gnn.planning._sources import Array, Ids
+from fivefold.gnn.planning._inputs import Array, Ids
 from fivefold.units import format_bytes
 
 _MEMORY_BYTES = 128 << 20
@@ -30,30 +30,14 @@ _MEMORY_BYTES = 128 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Scratch:
-    """Where planning may put a file, and how large.
+    """Where planning may put a file, and how large."""
 
-    Args:
-        folder: The folder; None: the system's for temporary files.
-        most_bytes: Largest size.
-    """
-
-    folder: Path | None = None
+    folder: Path | None = None  # None: the system's for temporary files
     most_bytes: float = math.inf
 
 
 class KeptArrays:
-    """Whole numbers per batch.
-
-    Args:
-        arrays: One array per batch; taken one by one.
-        limit: All numbers are below it; 32 bits are kept where that is enough.
-        scratch: Where that file lies; None: in the system's folder for temporary files.
-        memory_bytes: From this size on they are kept in a file.
-
-    Raises:
-        InfeasibleError: The file would be larger than it may be.
-        StorageError: The disk is full or refuses.
-    """
+    """Whole numbers below ``limit`` per batch, in a file from ``memory_bytes`` on."""
 
     def __init__(
         self,
@@ -91,7 +75,7 @@ class KeptArrays:
         return narrow.astype(np.int64)
 
     def segment(self, first: int, stop: int) -> list[Ids]:
-        """The arrays of batches ``first`` to ``stop - 1``."""
+        """Return the arrays of batches ``first`` to ``stop - 1``."""
         return [self[batch] for batch in range(first, stop)]
 
     def close(self) -> None:

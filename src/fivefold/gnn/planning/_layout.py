@@ -2,7 +2,7 @@
 
 A segment is a number of consecutive batches that share one stretch of the packed file. Layouts:
 
-* ``gray``, ``folded``: every row once, ordered by which batches need it (see ``_refinement``);
+* ``gray``, ``folded``: every row once, ordered by which batches need it (see ``Refinement``);
 * ``minhash``: DiskGNN's as published. Rows of two or more batches once, ordered by the minimum of
   k random permutations over their batches; then a private chunk per batch;
 * ``popularity``: as ``minhash``, but the shared rows by how many batches of the segment need them;
@@ -22,12 +22,10 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from fivefold._compiler import njit
-from fivefold.errors import ConfigurationError, DataError
-from fivefold.gnn.planning._id_set import sort_distinct
+from fivefold.errors import ConfigurationError
+from fivefold.gnn.planning._id_set import sort_distinct, union_of
+from fivefold.gnn.planning._inputs import Array, Ids
 from fivefold.gnn.planning._pages import runs_of
-from fivefold.gnn.planning._refinement import Refinement
-from fivefold.gnn.planning._sources import Array, Ids
-from fivefold.gnn.planning._union import Union
 
 Layout = Literal["gray", "folded", "minhash", "popularity", "packed"]
 _LARGEST_KEY = 2**62
@@ -40,22 +38,17 @@ class SegmentLayout:
     Args:
         order: Node id of each packed row, int64 [R]. With private chunks a node can stand twice.
         rows: For each batch the places in ``order`` that it reads, ascending, int64.
-
-    Examples:
-        >>> layout = SegmentLayout(np.array([4, 7, 9]), [np.array([0, 1]), np.array([1, 2])])
-        >>> layout.node_ids(1).tolist()
-        [7, 9]
     """
 
     order: Ids
     rows: list[Ids]
 
     def node_ids(self, batch: int) -> Ids:
-        """Node ids of the rows that a batch of the segment reads, in storage order."""
+        """Return the node ids of the rows that a batch of the segment reads, in storage order."""
         return self.order[self.rows[batch]]
 
     def runs(self, batch: int) -> tuple[Ids, Ids]:
-        """Starts and counts of the runs of rows that a batch of the segment reads."""
+        """Return starts and counts of the runs of rows that a batch of the segment reads."""
         return runs_of(self.rows[batch])
 
 
@@ -64,65 +57,30 @@ def segment_layout(
     *,
     layout: Layout,
     minhash_functions: int = 2,
-    seed: int = 0,
     first_batch: int = 0,
     num_batches: int | None = None,
 ) -> SegmentLayout:
-    """Lay out the cold rows of one segment.
+    """Lay out the cold rows of one segment, given the ascending cold ids of each of its batches.
 
-    Args:
-        cold_ids: Node ids that each batch of the segment reads from disk, ascending and distinct.
-        layout: One of ``gray``, ``folded``, ``minhash``, ``popularity``, ``packed``.
-        minhash_functions: Number of permutations (``minhash`` only).
-        seed: Seed of the permutations (``minhash`` only).
-        first_batch: Number of the segment's first batch (``minhash`` only: its permutations are
-            over all batches).
-        num_batches: Number of all batches; None: those of this segment (``minhash`` only).
-
-    Returns:
-        The order of the rows and each batch's places in it.
-
-    Raises:
-        ConfigurationError: The layout is unknown or a number is out of range.
-        DataError: The ids of a batch are not ascending and distinct.
-
-    Examples:
-        >>> batches = [np.array([1, 2, 5]), np.array([2, 3, 5])]
-        >>> laid_out = segment_layout(batches, layout="gray")
-        >>> laid_out.order.tolist(), [rows.tolist() for rows in laid_out.rows]
-        ([3, 2, 5, 1], [[1, 2, 3], [0, 1, 2]])
+    The permutations of ``minhash`` are over all ``num_batches`` batches; None: over these.
     """
     check_layout(layout, minhash_functions)
     batches = [np.ascontiguousarray(ids, np.int64) for ids in cold_ids]
-    for number, ids in enumerate(batches):
-        if not (ids[1:] > ids[:-1]).all():
-            raise DataError(
-                f"the cold ids of batch {number} of the segment are not ascending and distinct",
-                hint="sort them with numpy.unique",
-            )
     if layout == "packed":
-        return _packed(batches)
+        return SegmentLayout(
+            np.concatenate([np.empty(0, np.int64), *batches]), _consecutive(batches, 0)
+        )
     if layout in {"gray", "folded"}:
         return _by_membership(batches, folded=layout == "folded")
     if layout == "popularity":
         return _with_chunks(batches, _by_popularity)
     total = first_batch + len(batches) if num_batches is None else num_batches
-    if total < first_batch + len(batches) or first_batch < 0:
-        raise ConfigurationError(
-            f"a segment of {len(batches)} batches from batch {first_batch} on is not within "
-            f"num_batches={num_batches}",
-            hint="first_batch counts from 0; leave num_batches out for a segment alone",
-        )
-    hashes = _permutations(minhash_functions, total, seed)[:, first_batch:]
+    hashes = permutations(minhash_functions, total)[:, first_batch:]
     return _with_chunks(batches, _by_minhash(hashes, total))
 
 
 def check_layout(layout: str, minhash_functions: int) -> None:
-    """Check the name of a layout and its parameter.
-
-    Raises:
-        ConfigurationError: There is no such layout, or the number of functions is not positive.
-    """
+    """Check the name of a layout and its parameter."""
     if layout not in get_args(Layout):
         raise ConfigurationError(
             f"layout is {layout!r}", hint=f"use one of {', '.join(get_args(Layout))}"
@@ -134,11 +92,6 @@ def check_layout(layout: str, minhash_functions: int) -> None:
         )
 
 
-def _packed(batches: Sequence[Ids]) -> SegmentLayout:
-    order = np.concatenate([np.empty(0, np.int64), *batches])
-    return SegmentLayout(order, _consecutive(batches, 0))
-
-
 def _consecutive(batches: Sequence[Array], first: int) -> list[Ids]:
     stops = first + np.cumsum([len(ids) for ids in batches], dtype=np.int64)
     return [
@@ -148,56 +101,38 @@ def _consecutive(batches: Sequence[Array], first: int) -> list[Ids]:
 
 
 def _by_membership(batches: Sequence[Ids], *, folded: bool) -> SegmentLayout:
-    union = Union(batches)
+    union = union_of(batches)
     refinement = Refinement(len(union), folded=folded)
     members = [union.locate(ids) for ids in batches]
     for member in members:
         refinement.split(member)
     places = refinement.positions()
     order = np.empty(len(union), np.int64)
-    order[places] = union.ids
+    order[places] = union.ascending()
     return SegmentLayout(order, [_ascending_places(member, places) for member in members])
 
 
 _Key = Callable[[Sequence[Array], int], Array]
 
 
-def shared_and_private(
-    batches: Sequence[Ids], shared: Array, *, minhash_functions: int, num_batches: int
-) -> SegmentLayout:
-    """The first segment with these of its distinct rows shared, and copies of all others.
-
-    Args:
-        batches: Ascending ids of each batch.
-        shared: Which of the distinct ids, ascending, are stored once.
-        minhash_functions: Hash functions of the order of the shared rows.
-        num_batches: Number of all batches.
-    """
-    hashes = _permutations(minhash_functions, num_batches, 0)
-    return _with_chunks(batches, _by_minhash(hashes, num_batches), shared)
-
-
-def _with_chunks(
-    batches: Sequence[Ids], key_of: _Key, shared: Array | None = None
-) -> SegmentLayout:
-    """Shared rows first, by key and id; then a chunk per batch; None: share what two need."""
-    union = Union(batches)
-    members = [union.locate(ids) for ids in batches]
-    if shared is None:
-        uses = np.zeros(len(union), np.int32)
-        for member in members:
-            uses[member] += 1
-        shared = uses > 1
+def _with_chunks(batches: Sequence[Ids], key_of: _Key) -> SegmentLayout:
+    """Put the rows that two batches need first, by key and id; then a chunk per batch."""
+    union = union_of(batches)
+    ids, members = union.ascending(), [union.locate(ids) for ids in batches]
+    uses = np.zeros(len(ids), np.int32)
+    for member in members:
+        uses[member] += 1
+    shared = uses > 1
     common = np.flatnonzero(shared)
-    by_key = common[np.argsort(key_of(members, len(union))[common], kind="stable")]
-    places = np.empty(len(union), np.int32)
+    by_key = common[np.argsort(key_of(members, len(ids))[common], kind="stable")]
+    places = np.empty(len(ids), np.int32)
     places[by_key] = np.arange(len(by_key), dtype=np.int32)
     chunks = [member[~shared[member]] for member in members]
     rows = [
         np.concatenate([_ascending_places(member[shared[member]], places), chunk_rows])
         for member, chunk_rows in zip(members, _consecutive(chunks, len(by_key)), strict=True)
     ]
-    return SegmentLayout(union.ids[np.concatenate([by_key, *chunks])], rows)
+    return SegmentLayout(ids[np.concatenate([by_key, *chunks])], rows)
 
 
 def _by_popularity(members: Sequence[Array], num_rows: int) -> Array:
@@ -207,14 +142,15 @@ def _by_popularity(members: Sequence[Array], num_rows: int) -> Array:
     return key
 
 
-def _permutations(number: int, num_batches: int, seed: int) -> Ids:
-    generator = np.random.Generator(np.random.PCG64(seed))
+def permutations(number: int, num_batches: int) -> Ids:
+    """Return the hash functions of ``minhash``, [number, num_batches]."""
+    generator = np.random.Generator(np.random.PCG64(0))
     rows = [generator.permutation(num_batches) for _ in range(number)]
     return np.array(rows, np.int64).reshape(number, num_batches)
 
 
 def _by_minhash(hashes: Ids, num_batches: int) -> _Key:
-    """DiskGNN's key: the minima as the digits of a number in base ``num_batches``."""
+    """Make DiskGNN's key: the minima as the digits of a number in base ``num_batches``."""
 
     def key_of(members: Sequence[Array], num_rows: int) -> Array:
         key = np.zeros(num_rows, np.int64)
@@ -238,3 +174,130 @@ def _ascending_places(member: Array, places: Array) -> Ids:
 def _lower(least: Any, member: Any, value: Any) -> None:
     for row in member:
         least[row] = min(least[row], value)
+
+
+class Refinement:
+    """Order of a segment's rows: every batch splits each group of equal rows in two.
+
+    Rows that the same batches need form a group. Batch after batch, each group is split into the
+    rows that the batch needs and the rows that it does not, side by side. Groups of equal
+    membership stay together whatever the number of batches, so no mask of a fixed width is needed,
+    and the runs of a batch are never cut by a later one. On which side the needed part goes
+    decides how many runs the batch has:
+
+    * Gray-code rank of the membership mask whose most significant bit is the first batch:
+      appending a bit ``b`` to a mask of rank ``r`` gives rank ``2 r + ((r & 1) ^ b)``, so the
+      needed part comes second in a group of even rank and first in one of odd rank, and a group
+      has to remember one bit.
+    * ``folded``: beside the needed rows of the group before, if that one ends in needed rows, else
+      at the group's end, where the next group can join. No other choice for this batch has fewer
+      runs. It is the Gray code over the masks that occur; where all occur the two are the same.
+    """
+
+    def __init__(self, num_rows: int, *, folded: bool = False) -> None:
+        self._folded = folded
+        self._labels = np.zeros(num_rows, np.int32)  # group of each row; groups keep their number
+        self._order = np.zeros(1 if num_rows else 0, np.int32)
+        self._sizes = np.full(len(self._order), num_rows, np.int64)
+        self._odd = np.zeros(len(self._order), np.bool_)
+        self._unseen = num_rows  # rows that no batch has needed yet: group 0, which comes first
+
+    @property
+    def num_seen(self) -> int:
+        """Rows that some batch has needed."""
+        return len(self._labels) - self._unseen
+
+    def split(self, members: Array) -> tuple[Ids, Ids]:
+        """Split all groups by a batch; return starts and counts of its runs.
+
+        They count among the rows seen so far: a row that is first needed later goes before all of
+        them, so later batches shift all runs alike.
+        """
+        inside = np.zeros(len(self._sizes), np.int64)
+        _count(members, self._labels, inside)
+        if self._unseen:
+            self._unseen -= int(inside[0])
+        parts = _split(self._order, self._sizes, self._odd, inside, self._folded)
+        self._order, self._sizes, self._odd, hit, target = parts
+        _move(members, self._labels, target)
+        starts, counts = _runs(self._order, self._sizes, hit, self._unseen)
+        return starts, counts
+
+    def positions(self) -> Array:
+        """Return the place of every row in the order, int32; rows of one group stay ascending."""
+        places = np.empty(len(self._labels), np.int32)
+        _place(self._labels, self._order, self._sizes, places)
+        return places
+
+
+@njit
+def _count(members: Any, labels: Any, inside: Any) -> Any:
+    for member in members:
+        inside[labels[member]] += 1
+
+
+@njit
+def _move(members: Any, labels: Any, target: Any) -> Any:
+    for member in members:
+        labels[member] = target[labels[member]]
+
+
+@njit
+def _split(order: Any, sizes: Any, odd: Any, inside: Any, folded: Any) -> Any:
+    """Return the groups after a batch: order, sizes, parities of rank, whether hit; targets.
+
+    Of a group that is split the part that is not needed keeps the number.
+    """
+    number = order.shape[0]
+    total = number
+    for group in range(number):
+        total += 0 < inside[group] < sizes[group]
+    new_order, hit = np.empty(total, np.int32), np.zeros(total, np.bool_)
+    new_sizes, new_odd = np.empty(total, np.int64), np.empty(total, np.bool_)
+    new_sizes[:number], new_odd[:number] = sizes, odd
+    target = np.arange(number).astype(np.int32)
+    place, spare, joins = 0, number, False  # joins: the rows before are needed ones
+    for group in order:
+        needed = inside[group]
+        if needed == 0 or needed == sizes[group]:
+            joins = needed > 0
+            hit[group], new_odd[group] = joins, odd[group] != joins
+            new_order[place] = group
+            place += 1
+            continue
+        needed_first = joins if folded else odd[group]
+        target[group], hit[spare], new_odd[spare] = spare, True, not odd[group]
+        new_sizes[spare], new_sizes[group] = needed, sizes[group] - needed
+        new_order[place] = spare if needed_first else group
+        new_order[place + 1] = group if needed_first else spare
+        joins = not needed_first
+        place, spare = place + 2, spare + 1
+    return new_order, new_sizes, new_odd, hit, target
+
+
+@njit
+def _runs(order: Any, sizes: Any, hit: Any, unseen: Any) -> Any:
+    starts, counts = np.empty(order.shape[0], np.int64), np.empty(order.shape[0], np.int64)
+    number, place, joins = 0, -unseen, False
+    for group in order:
+        if hit[group]:
+            if joins:
+                counts[number - 1] += sizes[group]
+            else:
+                starts[number], counts[number] = place, sizes[group]
+                number += 1
+        joins = hit[group]
+        place += sizes[group]
+    return starts[:number].copy(), counts[:number].copy()
+
+
+@njit
+def _place(labels: Any, order: Any, sizes: Any, places: Any) -> Any:
+    following = np.empty(order.shape[0], np.int64)
+    place = 0
+    for group in order:
+        following[group] = place
+        place += sizes[group]
+    for row in range(labels.shape[0]):
+        places[row] = following[labels[row]]
+        following[labels[row]] += 1

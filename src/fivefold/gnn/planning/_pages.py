@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from fivefold._compiler import njit
-from fivefold.gnn.planning._sources import Array, Ids
+from fivefold.gnn.planning._inputs import Array, Ids
 
 PAGE_BYTES = 4096
 BLOCK_BYTES = 1 << 20
@@ -22,49 +22,11 @@ _BLOCK_PAGES = BLOCK_BYTES // PAGE_BYTES
 SIZE_CLASSES = _BLOCK_PAGES.bit_length()
 
 
-def extent_pages(
-    starts: Array, counts: Array, *, row_bytes: int, max_gap_bytes: int = 0
-) -> tuple[Ids, Ids]:
-    """Extents in pages that a reader touches for runs of rows.
-
-    Args:
-        starts: First row of each run, ascending.
-        counts: Rows of each run; empty runs are allowed and cost nothing.
-        row_bytes: Bytes of a row.
-        max_gap_bytes: Gaps of up to so many bytes of whole pages are read through.
-
-    Returns:
-        First page and the page after the last one of each extent; both int64.
-
-    Examples:
-        >>> first, stop = extent_pages([0, 9, 40], [2, 1, 8], row_bytes=512)
-        >>> first.tolist(), stop.tolist()  # rows 0, 1 and 9 lie on pages 0 and 1, which adjoin
-        ([0, 5], [2, 6])
-    """
-    starts, counts = np.asarray(starts, np.int64), np.asarray(counts, np.int64)
-    first, stop = np.empty(len(starts), np.int64), np.empty(len(starts), np.int64)
-    number = _merge(starts, counts, row_bytes, max_gap_bytes // PAGE_BYTES, first, stop)
-    return first[:number].copy(), stop[:number].copy()
-
-
 def read_costs(starts: Array, counts: Array, *, row_bytes: int, gaps_bytes: Array) -> Ids:
-    """Requests and bytes of reading runs, for several gaps at once and by the requests' sizes.
+    """Count requests and bytes of reading runs, for several gaps at once.
 
-    Args:
-        starts: First row of each run, ascending.
-        counts: Rows of each run.
-        row_bytes: Bytes of a row.
-        gaps_bytes: Values of ``max_gap_bytes`` to count for.
-
-    Returns:
-        int64 [gaps, 9, 2]: (requests, bytes) of the requests of ``2**k`` to ``2**(k + 1) - 1``
-        pages, k from 0 to 8 (a block of 1 MiB).
-
-    Examples:
-        >>> costs = read_costs(np.array([0, 24]), np.array([8, 8]), row_bytes=512,
-        ...                    gaps_bytes=np.array([0, 8192]))
-        >>> costs.sum(1).tolist(), costs[:, :3, 0].tolist()
-        ([[2, 8192], [1, 16384]], [[2, 0, 0], [0, 0, 1]])
+    Returns int64 [gaps, 9, 2]: (requests, bytes) of the requests of ``2**k`` to ``2**(k + 1) - 1``
+    pages, k from 0 to 8 (a block of 1 MiB).
     """
     gap_pages = np.asarray(gaps_bytes, np.int64) // PAGE_BYTES
     costs = np.zeros((len(gap_pages), SIZE_CLASSES, 2), np.int64)
@@ -75,33 +37,15 @@ def read_costs(starts: Array, counts: Array, *, row_bytes: int, gaps_bytes: Arra
 
 
 def runs_of(rows: Ids) -> tuple[Ids, Ids]:
-    """Starts and counts of the runs of consecutive numbers in ascending distinct rows.
+    """Return starts and counts of the runs of consecutive numbers in ascending distinct rows.
 
     Examples:
         >>> starts, counts = runs_of(np.array([3, 4, 5, 9]))
         >>> starts.tolist(), counts.tolist()
         ([3, 9], [3, 1])
     """
-    if not len(rows):
-        return np.empty(0, np.int64), np.empty(0, np.int64)
-    first = np.flatnonzero(np.diff(rows, prepend=rows[0] - 2) != 1)
+    first = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
     return rows[first], np.diff(first, append=len(rows))
-
-
-@njit
-def _merge(starts: Any, counts: Any, row_bytes: Any, gap_pages: Any, first: Any, stop: Any) -> Any:
-    number = 0
-    for run in range(starts.shape[0]):
-        if counts[run] <= 0:
-            continue
-        begin = starts[run] * row_bytes // PAGE_BYTES
-        end = ((starts[run] + counts[run]) * row_bytes + PAGE_BYTES - 1) // PAGE_BYTES
-        if number and begin - stop[number - 1] <= gap_pages:
-            stop[number - 1] = max(stop[number - 1], end)
-        else:
-            first[number], stop[number] = begin, end
-            number += 1
-    return number
 
 
 @njit

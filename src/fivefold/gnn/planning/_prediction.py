@@ -6,73 +6,25 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from fivefold.gnn.planning._geometry import PackingCost
+
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentCost:
-    """What one number of batches per segment costs.
-
-    Args:
-        segment_batches: Batches per segment; the last segment may have fewer.
-        read_seconds: Seconds to read the cold rows of all batches.
-        read_bytes: Bytes of those reads, gaps that are read through included.
-        requests: Read requests.
-        packed_rows: Rows on disk, over all segments.
-        max_gap_bytes: The gap up to which reading through is cheapest.
-        packing_seconds: Seconds to write these rows once.
-        exact: Whether every segment was counted; else the batches of a few stand for all.
-
-    Examples:
-        >>> cost = SegmentCost(segment_batches=16, read_seconds=4.0, read_bytes=10**9,
-        ...                    requests=900, packed_rows=10**6, max_gap_bytes=0,
-        ...                    packing_seconds=20.0, exact=True)
-        >>> cost.total_seconds(num_passes=50)
-        220.0
-    """
+    """What one number of batches per segment costs, over all batches."""
 
     segment_batches: int
     read_seconds: float
-    read_bytes: int
+    read_bytes: int  # gaps that are read through included
     requests: int
     packed_rows: int
-    max_gap_bytes: int
+    max_gap_bytes: int  # up to which reading through is cheapest
     packing_seconds: float
-    exact: bool
+    exact: bool  # every segment was counted; else the batches of a few stand for all
 
     def total_seconds(self, num_passes: float) -> float:
-        """Packing once and reading all batches ``num_passes`` times."""
+        """Return the time for packing once and reading all batches ``num_passes`` times."""
         return self.packing_seconds + num_passes * self.read_seconds
-
-
-@dataclass(frozen=True, kw_only=True)
-class PackingCost:
-    """How the rows get from the features to the packed file, and what that moves.
-
-    Args:
-        strategy: ``"resident"`` (the features fit the memory: read once, written once),
-            ``"spill"`` (one pass over the features into buckets on disk, each of which then fits
-            the memory) or ``"passes"`` (a pass over the features for every part of the output
-            that fits the memory).
-        read_bytes: Bytes read, the features' and the buckets'.
-        written_bytes: Bytes written, the buckets' and the packed rows'.
-        scratch_bytes: Disk space of the buckets.
-        seconds: What the disk needs for both.
-
-    Examples:
-        >>> PackingCost(strategy="spill", read_bytes=5, written_bytes=4, scratch_bytes=2,
-        ...             seconds=0.1).moved_bytes
-        9
-    """
-
-    strategy: str
-    read_bytes: int
-    written_bytes: int
-    scratch_bytes: int
-    seconds: float
-
-    @property
-    def moved_bytes(self) -> int:
-        """Bytes read and written."""
-        return self.read_bytes + self.written_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,10 +53,6 @@ class Prediction:
         packing_seconds: Seconds of disk time for packing.
         online_seconds: Seconds per epoch to gather the same cold rows from the features, each
             page once per batch: what packing saves.
-
-    Examples:
-        >>> {field.name for field in dataclasses.fields(Prediction)} >= {"blow_up", "hit_rates"}
-        True
     """
 
     sampled_epochs: int
@@ -140,10 +88,10 @@ class Prediction:
         return self.packing_seconds / saved if saved > 0 else float("inf")
 
     def to_json(self) -> dict[str, Any]:
-        """A mapping of plain numbers and names."""
+        """Return a mapping of plain numbers and names."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Prediction:
-        """The prediction that ``to_json`` wrote."""
+        """Return the prediction that ``to_json`` wrote."""
         return cls(**(values | {"packing": PackingCost(**values["packing"])}))

@@ -4,8 +4,8 @@ Larger segments share more rows, which saves disk space and packing time, and sc
 batch over more extents, which costs reading time. The cost is seconds: packing once, and reading
 all batches as often as training will.
 
-For membership layouts one pass over the batches estimates every size up to a window (``_window``),
-and the window grows until a size fits the disk. Other layouts have no such pass: powers of two are
+For membership layouts one pass over the batches estimates every size up to a window, and the window
+grows until a size fits the disk. Other layouts have no such pass: powers of two are
 counted. Then the best size and its neighbours are counted exactly, all segments of them, until the
 best one is among those. Sizes whose cost is within 2 percent of the least are held to be as good,
 for the prices are not more exact than that; of them the one of least disk space is the best.
@@ -13,13 +13,19 @@ for the prices are not more exact than that; of them the one of least disk space
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from fivefold.errors import InfeasibleError
-from fivefold.gnn.planning._prediction import PackingCost, SegmentCost
-from fivefold.gnn.planning._segments import Reads, SegmentQuestion, count_reads
-from fivefold.gnn.planning._window import WindowCosts
+from fivefold.gnn.planning._geometry import Geometry
+from fivefold.gnn.planning._id_set import IdSet, SortedIds, union_of
+from fivefold.gnn.planning._inputs import Array, DiskCost, Ids
+from fivefold.gnn.planning._kept import KeptArrays
+from fivefold.gnn.planning._layout import Layout, Refinement, segment_layout
+from fivefold.gnn.planning._pages import PAGE_BYTES, SIZE_CLASSES, read_costs
+from fivefold.gnn.planning._prediction import SegmentCost
 from fivefold.units import format_bytes
 
 _WINDOW = 64
@@ -29,29 +35,21 @@ _AS_GOOD = 1.02
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """Disk space: how much there is, and what a number of packed rows takes of it.
-
-    Args:
-        disk_bytes: The budget.
-        fixed_bytes: Bytes of the cached rows.
-        record_bytes: Bytes of the records for so many packed rows.
-        row_bytes: Bytes of a row.
-        ways: Ways of packing so many rows, cheapest first.
-    """
+    """Disk space: how much there is, and what a number of packed rows takes of it."""
 
     disk_bytes: int
-    fixed_bytes: int
-    record_bytes: Callable[[int], int]
+    fixed_bytes: int  # of the cached rows
+    record_bytes: Callable[[int], int]  # for so many packed rows
     row_bytes: int
-    ways: Callable[[int], list[PackingCost]]
+    ways: Callable[[int], list[Geometry]]  # of packing so many rows, cheapest first
 
-    def way(self, packed_rows: int) -> PackingCost | None:
-        """The cheapest way of packing that fits; None where none does."""
+    def way(self, packed_rows: int) -> Geometry | None:
+        """Return the cheapest way of packing that fits; None where none does."""
         rest = self.disk_bytes - self._kept_bytes(packed_rows)
         return next((way for way in self.ways(packed_rows) if way.scratch_bytes <= rest), None)
 
     def least_bytes(self, packed_rows: int) -> int:
-        """The smallest budget that fits so many packed rows."""
+        """Return the smallest budget that fits so many packed rows."""
         scratch = min(way.scratch_bytes for way in self.ways(packed_rows))
         return self._kept_bytes(packed_rows) + scratch
 
@@ -66,7 +64,7 @@ class Found:
 
     segment_batches: int
     reads: Reads
-    packing: PackingCost
+    packing: Geometry
     choices: tuple[SegmentCost, ...]
 
 
@@ -77,17 +75,7 @@ def search_segments(
     segment_batches: int | None,
     num_passes: float,
 ) -> Found:
-    """Find the size of least cost, or check the one that was given.
-
-    Args:
-        question: What is read, how, and at which prices.
-        space: The disk budget.
-        segment_batches: Take this size; None: search.
-        num_passes: How often all batches will be read.
-
-    Raises:
-        InfeasibleError: No size, or not the given one, fits the disk budget.
-    """
+    """Find the size of least cost, or check the one that was given."""
     search = _Search(question, space, num_passes)
     if segment_batches is not None:
         search.count(segment_batches)
@@ -150,11 +138,7 @@ class _Search:
         )
 
     def result(self) -> Found:
-        """The best of the sizes that were counted and fit.
-
-        Raises:
-            InfeasibleError: None fits.
-        """
+        """Return the best of the sizes that were counted and fit."""
         counted = [self._costs[size] for size in self._reads]
         best = self._costs[self._best(counted)]
         way = self._space.way(best.packed_rows)
@@ -195,7 +179,7 @@ class _Search:
         return self._space.least_bytes(cost.packed_rows)
 
     def _best(self, costs: Iterable[SegmentCost]) -> int:
-        """Of those that fit the best; where none fits, the one that lacks least."""
+        """Return the best size of those that fit; where none fits, the one that lacks least."""
         costs = list(costs)
         fitting = [cost for cost in costs if self._fits(cost)]
         if not fitting:
@@ -212,3 +196,157 @@ def _too_small(space: Space, least: int) -> InfeasibleError:
         f"a disk budget of {format_bytes(space.disk_bytes)} is too small for the packed rows",
         hint=f"give at least disk_bytes={least} ({format_bytes(least)}), or more memory for caches",
     )
+
+
+GAPS_BYTES = tuple(PAGE_BYTES * pages for pages in (0, 1, 2, 4, 8, 16, 32, 64))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentQuestion:
+    """All that the cost of a segment size depends on, but the size."""
+
+    cold: KeptArrays
+    layout: Layout
+    minhash_functions: int
+    row_bytes: int
+    disk: DiskCost
+    gaps_bytes: tuple[int, ...] = GAPS_BYTES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reads:
+    """What one segment size leads to."""
+
+    segment_rows: Ids  # rows before each segment, and all of them at the end [segments + 1]
+    requests: Ids  # [batches]
+    read_bytes: Ids  # [batches]
+    seconds: float
+    max_gap_bytes: int
+
+
+def segments_of(num_batches: int, segment_batches: int) -> tuple[tuple[int, int], ...]:
+    """Return the first batch and the batch after the last one of each segment."""
+    firsts = range(0, num_batches, segment_batches)
+    return tuple((first, min(first + segment_batches, num_batches)) for first in firsts)
+
+
+def count_reads(question: SegmentQuestion, segment_batches: int) -> Reads:
+    """Count the reads of all batches, and choose the gap."""
+    num_batches = len(question.cold)
+    costs = np.zeros((num_batches, len(question.gaps_bytes), SIZE_CLASSES, 2), np.int64)
+    rows = [0]
+    for first, stop in segments_of(num_batches, segment_batches):
+        batches = question.cold.segment(first, stop)
+        num_rows, runs = _segment_runs(question, batches, first)
+        for batch, (starts, counts) in enumerate(runs, start=first):
+            costs[batch] = read_costs(
+                starts + rows[-1],
+                counts,
+                row_bytes=question.row_bytes,
+                gaps_bytes=np.array(question.gaps_bytes),
+            )
+        rows.append(rows[-1] + num_rows)
+    best, seconds = choose_gap(question, costs.sum(axis=0))
+    return Reads(
+        segment_rows=np.array(rows, np.int64),
+        requests=costs[:, best, :, 0].sum(axis=1),
+        read_bytes=costs[:, best, :, 1].sum(axis=1),
+        seconds=seconds,
+        max_gap_bytes=question.gaps_bytes[best],
+    )
+
+
+def choose_gap(question: SegmentQuestion, costs: Array) -> tuple[int, float]:
+    """Return the cheapest gap and its seconds, from costs [gaps, classes, 2].
+
+    Requests of a class are of about equal size, which is what a disk's price is for.
+    """
+    seconds = [
+        sum(
+            question.disk.seconds(float(requests), float(size_bytes))
+            for requests, size_bytes in of_gap
+            if requests
+        )
+        for of_gap in costs
+    ]
+    best = int(np.argmin(seconds))
+    return best, float(seconds[best])
+
+
+def _segment_runs(
+    question: SegmentQuestion, batches: list[Ids], first: int
+) -> tuple[int, Iterator[tuple[Ids, Ids]]]:
+    """Return the rows of a segment, and starts and counts of the runs of each of its batches."""
+    if question.layout in {"gray", "folded"}:
+        union = union_of(batches)
+        return len(union), _membership_runs(union, batches, question.layout)
+    laid_out = segment_layout(
+        batches,
+        layout=question.layout,
+        minhash_functions=question.minhash_functions,
+        first_batch=first,
+        num_batches=len(question.cold),
+    )
+    return len(laid_out.order), (laid_out.runs(batch) for batch in range(len(batches)))
+
+
+def _membership_runs(
+    union: IdSet | SortedIds, batches: list[Ids], layout: Layout
+) -> Iterator[tuple[Ids, Ids]]:
+    refinement = Refinement(len(union), folded=layout == "folded")
+    for ids in batches:
+        starts, counts = refinement.split(union.locate(ids))
+        # Rows that are first needed by later batches will stand before these.
+        yield starts + (len(union) - refinement.num_seen), counts
+
+
+class WindowCosts:
+    """The cost of all segment sizes at once, from segments that begin at every window.
+
+    In a membership layout the runs of a batch depend on the batches before it in the segment and
+    on no later one. So one refinement over a window of w batches shows the segments of 1, 2, ..., w
+    batches that begin there, and one pass over all batches shows every size up to w in all windows.
+    What it leaves out: segments that begin elsewhere, and a segment's first row within a page.
+    Kept are ratios to the cold rows needed, for batches that find an empty cache need more.
+    """
+
+    def __init__(self, question: SegmentQuestion, window: int) -> None:
+        self._question = question
+        num_batches = len(question.cold)
+        needed, rows = np.zeros(window + 1), np.zeros(window + 1)
+        reads = np.zeros((window + 1, len(question.gaps_bytes), SIZE_CLASSES, 2))
+        for first in range(0, num_batches, window):
+            self._walk(first, min(first + window, num_batches), needed, rows, reads)
+        scale = question.cold.sizes.sum() / np.maximum(needed, 1)
+        self._rows = rows * scale
+        self._reads = reads * scale[:, None, None, None]
+
+    def estimate(self, segment_batches: int) -> tuple[int, float, int, int, int]:
+        """Return packed rows, seconds, bytes, requests and best gap of a size, over all batches."""
+        reads = self._reads[segment_batches]
+        gap, seconds = choose_gap(self._question, reads)
+        requests, size_bytes = reads[gap].sum(axis=0)
+        return (
+            round(self._rows[segment_batches]),
+            seconds,
+            round(size_bytes),
+            round(requests),
+            self._question.gaps_bytes[gap],
+        )
+
+    def _walk(self, first: int, stop: int, needed: Array, rows: Array, reads: Array) -> None:
+        """Add one window: entry t of each array is about its first t batches."""
+        batches = self._question.cold.segment(first, stop)
+        union = union_of(batches)
+        refinement = Refinement(len(union), folded=self._question.layout == "folded")
+        gaps_bytes = np.array(self._question.gaps_bytes)
+        total, total_needed = np.zeros(reads.shape[1:]), 0
+        for length, ids in enumerate(batches, start=1):
+            starts, counts = refinement.split(union.locate(ids))
+            total += read_costs(
+                starts, counts, row_bytes=self._question.row_bytes, gaps_bytes=gaps_bytes
+            )
+            total_needed += len(ids)
+            needed[length] += total_needed
+            rows[length] += refinement.num_seen
+            reads[length] += total

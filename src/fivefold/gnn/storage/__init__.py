@@ -11,17 +11,14 @@ permits it), ``threads`` (``pread``), ``python`` (``os.preadv``) and ``mmap``; a
 tests. :func:`probe_disk` measures a disk with the same engine, for the planner.
 """
 
-from fivefold.gnn.storage._buffers import aligned_empty
 from fivefold.gnn.storage._container import Container
+from fivefold.gnn.storage._disk import DiskProfile, probe_disk
+from fivefold.gnn.storage._files import WatchedFile
 from fivefold.gnn.storage._format import Section
 from fivefold.gnn.storage._gather import gather_rows
-from fivefold.gnn.storage._probe import probe_disk
-from fivefold.gnn.storage._profile import DiskProfile
-from fivefold.gnn.storage._reader import RowReader
-from fivefold.gnn.storage._statistics import ReadStatistics
-from fivefold.gnn.storage._watched import WatchedFile
+from fivefold.gnn.storage._pages import aligned_empty
+from fivefold.gnn.storage._reader import ReadStatistics, RowReader
 from fivefold.gnn.storage._writer import ContainerWriter
-from fivefold.gnn.storage._xxhash import xxh64
 
 __all__ = [
     "Container",
@@ -34,5 +31,4 @@ __all__ = [
     "aligned_empty",
     "gather_rows",
     "probe_disk",
-    "xxh64",
 ]

@@ -5,7 +5,9 @@
 * ``python``: ``os.preadv``, to compare with.
 * ``mmap``: through the page cache, for tests and for files that fit in memory.
 
-All check pages and copy rows with the same compiled code and take requests from one counter.
+All check pages and copy rows with the same compiled code. Workers take the next request by an
+atomic counter, so that none waits for a slow one, and look at a stop word in between. A worker
+ends with a status: a code, the error number and the place.
 """
 
 from __future__ import annotations
@@ -13,26 +15,109 @@ from __future__ import annotations
 import mmap
 import os
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fivefold._compiler import njit
 from fivefold.errors import StorageError, UnsupportedError
 from fivefold.files import storage_error
-from fivefold.gnn.storage._buffers import aligned_empty
-from fivefold.gnn.storage._errors import truncated_error
-from fivefold.gnn.storage._files import read_into
-from fivefold.gnn.storage._kernels import (
-    DONE,
-    deliver_checked,
-    halt,
-    read_share,
-    serve_share,
-    take,
-)
-from fivefold.gnn.storage._plan_runs import Work
-from fivefold.gnn.storage._xxhash import PAGE_BYTES
+from fivefold.gnn.storage._files import read_into, truncated_error
+from fivefold.gnn.storage._machine import atomic_add, pread, read_errno
+from fivefold.gnn.storage._pages import PAGE_BYTES, aligned_empty
+from fivefold.gnn.storage._requests import Work, deliver
+
+#: Codes: all well; a system call failed; the file ended; a page is damaged; told to stop.
+DONE, FAILED, ENDED, DAMAGED, STOPPED = 0, 1, 2, 3, 4
+_EINTR = 4
+
+
+@njit
+def read_whole(direct: Any, plain: Any, address: Any, count: Any, offset: Any, status: Any) -> Any:
+    """Read ``count`` bytes, however many calls it takes; False with the status set on failure.
+
+    Direct reads need aligned places. Where a short one ended elsewhere, the rest is read through
+    the other descriptor, which goes through the page cache.
+    """
+    done = np.int64(0)
+    while done < count:
+        descriptor = direct if done % PAGE_BYTES == 0 else plain
+        got = pread(descriptor, address + done, np.uint64(count - done), offset + done)
+        if got > 0:
+            done += got
+            continue
+        number = read_errno() if got < 0 else 0
+        if got < 0 and number == _EINTR:
+            continue
+        status[0] = FAILED if got < 0 else ENDED
+        status[1], status[2] = number, offset + done
+        return False
+    return True
+
+
+@njit
+def stopped(shared: Any) -> Any:
+    """Return whether another worker has failed, or the reader is being closed."""
+    return atomic_add(shared + 8, np.int64(0)) != 0
+
+
+@njit
+def halt(shared: Any) -> None:
+    """Tell all workers to stop."""
+    atomic_add(shared + 8, np.int64(1))
+
+
+@njit
+def deliver_checked(buffer: Any, request: Any, work: Any, status: Any) -> Any:
+    """Check and copy one request; False with the status set if a page is damaged."""
+    page = deliver(buffer, request, work)
+    if page < 0:
+        return True
+    status[0], status[2] = DAMAGED, page
+    return False
+
+
+@njit
+def take(work: Any, status: Any) -> Any:
+    """Number of the next request, or -1: none is left, or all shall stop (see the status)."""
+    request = atomic_add(work.shared, np.int64(1))
+    if request >= len(work.requests.first_pages):
+        return -1
+    if stopped(work.shared):
+        if status[0] == DONE:
+            status[0] = STOPPED
+        return -1
+    return request
+
+
+@njit
+def read_share(direct: Any, plain: Any, buffer: Any, work: Any, status: Any) -> None:
+    """Read, check and copy until nothing is left, as one worker of the threads back end."""
+    status[0] = DONE
+    request = take(work, status)
+    while request >= 0:
+        count = work.requests.num_pages[request] * PAGE_BYTES
+        offset = work.requests.first_pages[request] * PAGE_BYTES
+        if not read_whole(direct, plain, buffer, count, offset, status) or not deliver_checked(
+            buffer, request, work, status
+        ):
+            halt(work.shared)
+            return
+        request = take(work, status)
+
+
+@njit
+def serve_share(base: Any, work: Any, status: Any) -> None:
+    """Check and copy straight from the mapped file, as one worker of the map back end."""
+    status[0] = DONE
+    request = take(work, status)
+    while request >= 0:
+        buffer = base + work.requests.first_pages[request] * PAGE_BYTES
+        if not deliver_checked(buffer, request, work, status):
+            halt(work.shared)
+            return
+        request = take(work, status)
 
 
 class Files(NamedTuple):
@@ -127,18 +212,13 @@ class ThreadsBackend:
         )
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing: there is nothing to release."""
 
 
-class PythonBackend:
+class PythonBackend(ThreadsBackend):
     """``os.preadv`` into a small buffer per worker."""
 
     name = "python"
-
-    def __init__(self, files: Files, *, workers: int, block_bytes: int) -> None:
-        self._files = files
-        self._buffers = [aligned_empty(block_bytes) for _ in range(workers)]
-        self.buffer_bytes = workers * block_bytes
 
     def share(self, worker: int, work: Work, status: NDArray[np.int64]) -> None:
         """Do requests of a job until none is left."""
@@ -165,9 +245,6 @@ class PythonBackend:
                 raise storage_error(number, self._files.path, action, offset=offset) from error
         # The rest of a short read may begin anywhere, which direct reads do not like.
         read_into(self._files.plain, pages[done:], offset + done, self._files.path)
-
-    def close(self) -> None:
-        """Nothing to release."""
 
 
 class MapBackend:

@@ -10,27 +10,23 @@ import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.files import storage_error
-from fivefold.gnn.storage._buffers import aligned_empty
-from fivefold.gnn.storage._errors import closed_error
-from fivefold.gnn.storage._files import open_to_read, read_into
+from fivefold.gnn.storage._files import closed_error, open_to_read, read_into
 from fivefold.gnn.storage._format import (
     Header,
     Section,
-    aligned,
     decode_manifest,
     make_section,
 )
-from fivefold.gnn.storage._xxhash import PAGE_BYTES, hash_pages, xxh64
-
-if TYPE_CHECKING:
-    from fivefold.gnn.storage._reader import RowReader
+from fivefold.gnn.storage._pages import PAGE_BYTES, aligned, aligned_empty, hash_pages
+from fivefold.gnn.storage._reader import RowReader
 
 _CHUNK_PAGES = 4096  # 16 MiB at a time when all is verified
 _LARGE_BYTES = 4 << 20  # from here on the engine is faster, and leaves the page cache alone
@@ -154,7 +150,7 @@ class Container:
 
     @property
     def descriptor(self) -> int:
-        """The file descriptor.
+        """Return the file descriptor.
 
         Raises:
             StorageError: The file has been closed.
@@ -164,7 +160,7 @@ class Container:
         return self._descriptor
 
     def section(self, name: str) -> Section:
-        """A section by name.
+        """Return a section by name.
 
         Args:
             name: Its name.
@@ -184,7 +180,7 @@ class Container:
             ) from None
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[Any]:
-        """Rows of a section, their pages verified.
+        """Return the rows of a section, their pages verified.
 
         Args:
             name: Section.
@@ -215,7 +211,7 @@ class Container:
         return rows
 
     def _read_small(self, section: Section, start: int, stop: int) -> NDArray[Any]:
-        """A few pages, through the page cache."""
+        """Return a few pages, through the page cache."""
         begin = section.offset + start * section.row_bytes
         count = (stop - start) * section.row_bytes
         shape = (stop - start, *section.shape[1:])
@@ -231,8 +227,6 @@ class Container:
         return pages[begin - first :][:count].view(section.dtype).reshape(shape)
 
     def _reader(self, section: Section) -> RowReader:
-        from fivefold.gnn.storage._reader import RowReader  # noqa: PLC0415 - it imports this module
-
         with self._lock:
             return RowReader(self, section)
 
@@ -252,7 +246,7 @@ class Container:
             raise self.damaged_page(first_page + int(wrong[0]))
 
     def damaged_page(self, page: int) -> DataError:
-        """The error for a page whose checksum is wrong."""
+        """Return the error for a page whose checksum is wrong."""
         offset = page * PAGE_BYTES
         names = [s.name for s in self.sections.values() if s.offset <= offset < s.offset + s.nbytes]
         place = f" (section {names[0]!r})" if names else ""
@@ -265,7 +259,7 @@ class Container:
     def memory_map(
         self, name: str, advice: Literal["random", "normal", "sequential"] = "random"
     ) -> NDArray[Any]:
-        """A section as a read-only array that the system pages in; nothing is verified here.
+        """Return a section as a read-only array that the system pages in; nothing is verified here.
 
         Verify the file before, and guard the map with a :class:`WatchedFile`, as
         ``Topology.open`` does.
@@ -374,7 +368,7 @@ def _read_ends(descriptor: int, header: Header, path: Path) -> tuple[NDArray[np.
     ):
         pages = np.empty(aligned(count), np.uint8)
         read_into(descriptor, pages, offset, path)
-        if xxh64(pages) != expected:
+        if xxhash.xxh64_intdigest(pages.data) != expected:
             raise DataError(
                 f"the {name} of {path} is damaged: its checksum is wrong",
                 hint="make the file again, or copy it again from its source",

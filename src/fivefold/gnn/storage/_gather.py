@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fivefold._compiler import njit
 from fivefold.errors import ConfigurationError
-from fivefold.gnn.storage._machine import compiled, copy_bytes, prefetch
+from fivefold.gnn.storage._machine import copy_bytes, prefetch
 
 _AHEAD = 8  # rows whose first lines are asked for early: memory latency over copy time
 
 
-@compiled
+@njit
 def _gather(  # noqa: PLR0913, PLR0917 - numba takes no keyword-only parameters
     source: Any,
     num_rows: Any,

@@ -1,11 +1,8 @@
-"""Machine operations that the compiled kernels of this room share: loads, copies, atomics, libc.
+"""Machine operations that the compiled kernels of storage share: loads, copies, atomics, libc.
 
 Kernels take plain addresses (``int64``), so that one compilation serves every dtype, read-only
 arrays and memory maps alike. The caller keeps the arrays alive and has checked the bounds.
-numba keeps compiled code beside each module and looks only at that module's time of change: after
-an edit here, in the hash or in the planner, delete ``__pycache__/*.nb*`` of this folder.
 Memory order is stated at every shared word, so the kernels are right on x86 and on arm64.
-
 """
 
 # ruff: noqa: ARG001 - numba reads the parameters' names and types from the signature
@@ -15,7 +12,6 @@ from typing import Any
 
 from fivefold._compiler import njit, numba
 
-compiled: Any = njit
 types: Any = numba.types
 carray: Any = numba.carray
 cgutils: Any = numba.core.cgutils  # numba's own helpers for writing LLVM instructions
@@ -45,9 +41,9 @@ syscall: Any = types.ExternalFunction(
 _errno_location: Any = types.ExternalFunction("__errno_location", types.CPointer(types.int32)())
 
 
-@compiled
+@njit
 def read_errno() -> int:
-    """Error number of the calling thread's last libc call."""
+    """Return the error number of the calling thread's last libc call."""
     return carray(_errno_location(), 1)[0]  # type: ignore[no-any-return]
 
 
@@ -57,32 +53,12 @@ def _pointer(builder: Any, address: Any, bits: int) -> Any:
 
 @intrinsic
 def load_u64(_typing: Any, address: Any) -> Any:
-    """Eight bytes at any address, aligned or not."""
+    """Return eight bytes at any address, aligned or not."""
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.load(_pointer(builder, arguments[0], 64), align=1)
 
     return types.uint64(types.int64), generate
-
-
-@intrinsic
-def load_u32(_typing: Any, address: Any) -> Any:
-    """Four bytes at any address, aligned or not."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.load(_pointer(builder, arguments[0], 32), align=1)
-
-    return types.uint32(types.int64), generate
-
-
-@intrinsic
-def load_u8(_typing: Any, address: Any) -> Any:
-    """One byte."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.load(_pointer(builder, arguments[0], 8), align=1)
-
-    return types.uint8(types.int64), generate
 
 
 @intrinsic
@@ -107,23 +83,13 @@ def store_u64(_typing: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def copy_bytes(_typing: Any, target: Any, source: Any, count: Any) -> Any:
-    """``memcpy``: the two ranges do not overlap."""
+    """Copy by ``memcpy``: the two ranges do not overlap."""
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         to, origin = (_pointer(builder, value, 8) for value in arguments[:2])
         cgutils.raw_memcpy(builder, to, origin, arguments[2], 1)
 
     return types.void(types.int64, types.int64, types.int64), generate
-
-
-@intrinsic
-def zero_bytes(_typing: Any, target: Any, count: Any) -> Any:
-    """``memset`` with zero."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        cgutils.memset(builder, _pointer(builder, arguments[0], 8), arguments[1], 0)
-
-    return types.void(types.int64, types.int64), generate
 
 
 @intrinsic
@@ -160,7 +126,7 @@ def store_release_u32(_typing: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def prefetch(_typing: Any, address: Any) -> Any:
-    """Hint that the cache line at this address will be read soon."""
+    """Tell the processor that the cache line at this address will be read soon."""
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         word = cgutils.ir.IntType(32)

@@ -1,9 +1,13 @@
-"""The unfinished file under a writer: one owner, space set aside, large writes past the page cache.
+"""The unfinished file under a writer, and what is known of its pages.
 
 Whole pages of a large piece are copied through a small aligned buffer, hashed there and written
 with direct I/O, in compiled code that does not hold the interpreter's lock. So a file of any size
 neither fills the page cache nor stalls in its write-back. What is left at the two ends of a piece,
 and small pieces, go through the page cache. Both agree, for a page goes either way as a whole.
+
+Pages are hashed as they pass. A page that is written in parts is kept aside until all of its bytes
+have come. Pages that stay incomplete, and those that are written twice, are marked dirty:
+``commit`` reads them back from the file.
 """
 
 from __future__ import annotations
@@ -18,13 +22,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fivefold._compiler import njit
 from fivefold.errors import StorageError
 from fivefold.files import free_bytes, storage_error
-from fivefold.gnn.storage._buffers import aligned_empty
 from fivefold.gnn.storage._files import read_into, write_all
-from fivefold.gnn.storage._ledger import PageLedger
-from fivefold.gnn.storage._machine import compiled, copy_bytes, pwrite, read_errno
-from fivefold.gnn.storage._xxhash import PAGE_BYTES, hash_page
+from fivefold.gnn.storage._machine import copy_bytes, pwrite, read_errno
+from fivefold.gnn.storage._pages import PAGE_BYTES, aligned_empty, hash_into, hash_pages
 from fivefold.units import format_bytes
 
 _BOUNCE_BYTES = 4 << 20  # one write at a time: long ones, so that its latency does not count
@@ -32,10 +35,14 @@ _COPY_BYTES = 256 << 10  # copied and hashed while they are in the second-level 
 _LEAST_DIRECT_BYTES = 1 << 20  # below this the page cache is faster and holds it easily
 _LEAST_PAGES_BYTES = 256 << 10  # the same for whole pages in aligned memory, written as they are
 _EINTR = 4
+NEVER, DIRTY, CLEAN = 0, 1, 2
+_PENDING_PAGES = 1024  # at most 8 MiB kept aside
+_CHUNK_PAGES = 4096
+_CHUNK_BYTES = _CHUNK_PAGES * 5  # a checksum of four bytes and a state of one
 _NO_RESERVATION = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 
-@compiled
+@njit
 def _write_whole(direct: Any, plain: Any, address: Any, count: Any, offset: Any) -> Any:
     """Write all bytes; returns (bytes done, error number)."""
     done = np.int64(0)
@@ -52,25 +59,18 @@ def _write_whole(direct: Any, plain: Any, address: Any, count: Any, offset: Any)
     return done, 0
 
 
-@compiled
-def _hash_into(address: Any, count: Any, offset: Any, file_id: Any, checksums: Any) -> None:
-    for page in range(count // PAGE_BYTES):
-        seed = file_id + np.uint64(offset // PAGE_BYTES + page)
-        checksums[page] = hash_page(address + page * PAGE_BYTES, seed)
-
-
-@compiled
+@njit
 def _fill(bounce: Any, source: Any, count: Any, offset: Any, file_id: Any, checksums: Any) -> None:
     """Copy pages into the buffer and hash them, a piece at a time."""
     for begin in range(0, count, _COPY_BYTES):
         length = min(count - begin, _COPY_BYTES)
         copy_bytes(bounce + begin, source + begin, length)
-        _hash_into(
-            bounce + begin, length, offset + begin, file_id, checksums[begin // PAGE_BYTES :]
-        )
+        done, pages = begin // PAGE_BYTES, length // PAGE_BYTES
+        sums = checksums[done : done + pages]
+        hash_into(bounce + begin, offset // PAGE_BYTES + done, file_id, sums)
 
 
-@compiled
+@njit
 def _write_pages(
     descriptors: Any,
     bounce: Any,
@@ -88,9 +88,9 @@ def _write_pages(
     while done < total:
         count: Any = min(total - done, _BOUNCE_BYTES)
         place, address = offset + done, source + done
-        sums = checksums[done // PAGE_BYTES :]
+        sums = checksums[done // PAGE_BYTES : (done + count) // PAGE_BYTES]
         if address % PAGE_BYTES == 0:
-            _hash_into(address, count, place, file_id, sums)
+            hash_into(address, place // PAGE_BYTES, file_id, sums)
         else:
             _fill(bounce, address, count, place, file_id, sums)
             address = bounce
@@ -99,6 +99,104 @@ def _write_pages(
         if put < count:
             return done, number
     return done, 0
+
+
+class PageLedger:
+    """Checksums and states of the pages of one file."""
+
+    def __init__(self, file_id: int, num_pages: int) -> None:
+        self.file_id = file_id
+        self.checksums: NDArray[np.uint32] = np.zeros(num_pages, np.uint32)
+        self.states: NDArray[np.uint8] = np.zeros(num_pages, np.uint8)
+        self._pending: dict[int, tuple[NDArray[np.uint8], NDArray[np.bool_]]] = {}
+        self._changed: set[int] = set()
+
+    def grow(self, num_pages: int) -> None:
+        """Make room for this many pages."""
+        have = len(self.states)
+        if num_pages > have:
+            size = max(num_pages, have * 2)
+            self.checksums = np.concatenate([self.checksums, np.zeros(size - have, np.uint32)])
+            self.states = np.concatenate([self.states, np.zeros(size - have, np.uint8)])
+
+    def forget(self, first_page: int) -> None:
+        """Take pages from this one on as never written."""
+        self.states[first_page:] = NEVER
+        self.checksums[first_page:] = 0
+
+    def note(self, offset: int, data: NDArray[np.uint8]) -> None:
+        """Note that these bytes are now in the file at this offset."""
+        stop = offset + len(data)
+        first, last = -(-offset // PAGE_BYTES), stop // PAGE_BYTES
+        self.grow(-(-stop // PAGE_BYTES))
+        if first < last:
+            skip = first * PAGE_BYTES - offset
+            whole = data[skip : skip + (last - first) * PAGE_BYTES]
+            self.set_checksums(first, hash_pages(whole, self.file_id, first))
+        head = min(first * PAGE_BYTES, stop) - offset
+        if head:
+            self._note_part(offset // PAGE_BYTES, offset % PAGE_BYTES, data[:head])
+        if last >= first and stop % PAGE_BYTES:
+            self._note_part(last, 0, data[len(data) - stop % PAGE_BYTES :])
+
+    def set_checksums(self, first: int, checksums: NDArray[np.uint32]) -> None:
+        """Note that consecutive pages are whole and have these checksums."""
+        last = first + len(checksums)
+        self.grow(last)
+        self.checksums[first:last] = checksums
+        self.states[first:last] = CLEAN
+        self._changed.update(range(first // _CHUNK_PAGES, (last - 1) // _CHUNK_PAGES + 1))
+        if self._pending:
+            for page in [page for page in self._pending if first <= page < last]:
+                del self._pending[page]
+
+    def _note_part(self, page: int, begin: int, data: NDArray[np.uint8]) -> None:
+        known = self.states[page] != NEVER
+        part = self._pending.get(page)
+        self.states[page] = DIRTY
+        self._changed.add(page // _CHUNK_PAGES)
+        if part is None:
+            if known or len(self._pending) >= _PENDING_PAGES:
+                return
+            part = (np.zeros(PAGE_BYTES, np.uint8), np.zeros(PAGE_BYTES, np.bool_))
+            self._pending[page] = part
+        contents, filled = part
+        contents[begin : begin + len(data)] = data
+        filled[begin : begin + len(data)] = True
+        if filled.all():
+            self.set_checksums(page, hash_pages(contents, self.file_id, page))
+
+    def pages_in(self, state: int, first: int, last: int) -> NDArray[np.int64]:
+        """Return the numbers of the pages of a range that are in this state."""
+        return np.flatnonzero(self.states[first:last] == state) + first
+
+    def save(self, path: Path) -> None:
+        """Write what has changed since the last call, and wait until it is on the disk."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        descriptor = os.open(path, flags, 0o666)
+        try:
+            for chunk in sorted(self._changed):
+                pages = slice(chunk * _CHUNK_PAGES, (chunk + 1) * _CHUNK_PAGES)
+                block = np.zeros(_CHUNK_BYTES, np.uint8)
+                table = self.checksums[pages].astype("<u4").view(np.uint8)
+                block[: len(table)] = table
+                states = self.states[pages]
+                block[4 * _CHUNK_PAGES :][: len(states)] = states
+                os.pwrite(descriptor, block.tobytes(), chunk * _CHUNK_BYTES)
+            os.fdatasync(descriptor)
+        finally:
+            os.close(descriptor)
+        self._changed.clear()
+
+    def load(self, path: Path) -> None:
+        """Take over what another process had saved."""
+        blocks = np.fromfile(path, np.uint8)
+        blocks = blocks[: len(blocks) // _CHUNK_BYTES * _CHUNK_BYTES].reshape(-1, _CHUNK_BYTES)
+        pages = len(blocks) * _CHUNK_PAGES
+        self.grow(pages)
+        table = np.ascontiguousarray(blocks[:, : 4 * _CHUNK_PAGES]).reshape(-1)
+        self.checksums[:pages] = table.view("<u4")[: len(self.checksums)]
+        self.states[:pages] = blocks[:, 4 * _CHUNK_PAGES :].reshape(-1)[: len(self.states)]
 
 
 def _close_all(descriptors: list[int]) -> None:
@@ -169,7 +267,7 @@ class PartialFile:
         self.direct = True
 
     def takes_pages(self, data: NDArray[np.uint8], offset: int) -> bool:
-        """Whether ``put_pages`` takes these bytes."""
+        """Return whether ``put_pages`` takes these bytes."""
         aligned = (offset | len(data) | data.ctypes.data) % PAGE_BYTES == 0
         return self.direct and aligned and len(data) >= _LEAST_PAGES_BYTES
 
@@ -217,7 +315,7 @@ class PartialFile:
 
     @property
     def size(self) -> int:
-        """Length of the file in bytes."""
+        """Return the length of the file in bytes."""
         return os.fstat(self.descriptor).st_size
 
     def cut(self, num_bytes: int) -> None:

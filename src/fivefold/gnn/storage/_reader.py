@@ -8,19 +8,21 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.errors import (
-    ConfigurationError,
-    FivefoldError,
-    UnsupportedError,
-)
+from fivefold.errors import ConfigurationError, DataError, FivefoldError, UnsupportedError
 from fivefold.files import storage_error
 from fivefold.gnn.storage._backends import (
+    DAMAGED,
+    ENDED,
+    FAILED,
+    STOPPED,
     Backend,
     Files,
     MapBackend,
@@ -28,21 +30,72 @@ from fivefold.gnn.storage._backends import (
     ThreadsBackend,
     open_files,
 )
-from fivefold.gnn.storage._container import Container
-from fivefold.gnn.storage._errors import closed_error, truncated_error
+from fivefold.gnn.storage._files import closed_error, truncated_error
 from fivefold.gnn.storage._format import Section
-from fivefold.gnn.storage._kernels import DAMAGED, ENDED, FAILED, STOPPED
-from fivefold.gnn.storage._plan_runs import Requests, Work, join_rows, plan_requests
-from fivefold.gnn.storage._statistics import ReadStatistics
+from fivefold.gnn.storage._pages import PAGE_BYTES
+from fivefold.gnn.storage._requests import Requests, Work, join_rows, plan_requests
 from fivefold.gnn.storage._uring import RingBackend
 from fivefold.gnn.storage._workers import Workers
-from fivefold.gnn.storage._xxhash import PAGE_BYTES
 
 _logger = logging.getLogger(__name__)
 _BACKENDS = ("auto", "threads", "io_uring", "python", "mmap")
 _IN_FLIGHT_BYTES = 1 << 20
 _MOST_THREADS = 16
 Integers = NDArray[np.integer[Any]] | Sequence[int]
+
+
+@dataclass(frozen=True)
+class ReadStatistics:
+    """Counts of one or more reads; they add up with ``+``.
+
+    Attributes:
+        requests: Requests to the disk.
+        bytes_read: Bytes that they asked for: whole pages.
+        bytes_used: Bytes of the rows that were wanted.
+        seconds: Time in the reading calls.
+    """
+
+    requests: int = 0
+    bytes_read: int = 0
+    bytes_used: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: ReadStatistics) -> ReadStatistics:
+        return ReadStatistics(
+            self.requests + other.requests,
+            self.bytes_read + other.bytes_read,
+            self.bytes_used + other.bytes_used,
+            self.seconds + other.seconds,
+        )
+
+    @property
+    def amplification(self) -> float:
+        """Return the bytes read per byte wanted; 1 where nothing was read."""
+        return self.bytes_read / self.bytes_used if self.bytes_used else 1.0
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Return the bytes read per second; 0 where nothing was read."""
+        return self.bytes_read / self.seconds if self.seconds else 0.0
+
+
+class PagedFile(Protocol):
+    """What a reader needs of a container."""
+
+    path: Path
+    nbytes: int
+    file_id: int
+    page_checksums: NDArray[np.uint32]
+
+    @property
+    def descriptor(self) -> int:
+        """Return the open file."""
+
+    def section(self, name: str) -> Section:
+        """Return a section by name."""
+
+    def damaged_page(self, page: int) -> DataError:
+        """Return the error for a page whose checksum is wrong."""
 
 
 class RowReader:
@@ -97,7 +150,7 @@ class RowReader:
 
     def __init__(  # noqa: PLR0913 - the contract of the engines; all but two by name
         self,
-        container: Container,
+        container: PagedFile,
         section: str | Section,
         *,
         backend: Literal["auto", "threads", "io_uring", "python", "mmap"] = "auto",
@@ -276,7 +329,7 @@ class RowReader:
         self._raise_failures(status)
 
     def _renew_after_fork(self) -> None:
-        """A child has neither the threads of its parent nor a right to use its rings."""
+        """Make threads and rings anew: a child has none, nor a right to its parent's."""
         if self._process != os.getpid():
             self._process = os.getpid()
             self._lock = threading.Lock()  # another thread may have held it at the fork

@@ -20,24 +20,24 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
+import xxhash
 from numpy.typing import DTypeLike, NDArray
 
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.files import read_checked_json, storage_error, sync_folder, write_checked_json
 from fivefold.gnn.storage._container import Container
-from fivefold.gnn.storage._errors import closed_error
+from fivefold.gnn.storage._files import closed_error
 from fivefold.gnn.storage._format import (
+    Header,
     Section,
-    aligned,
     encode_json,
     encode_kind,
     make_file_id,
     make_section,
+    padded,
 )
-from fivefold.gnn.storage._ledger import DIRTY, PageLedger
-from fivefold.gnn.storage._partial import PartialFile
-from fivefold.gnn.storage._seal import seal
-from fivefold.gnn.storage._xxhash import PAGE_BYTES
+from fivefold.gnn.storage._pages import PAGE_BYTES, aligned, hash_pages
+from fivefold.gnn.storage._partial import DIRTY, NEVER, PageLedger, PartialFile
 
 _CHUNK_BYTES = 8 << 20
 _JOURNAL_VERSION = 2
@@ -240,7 +240,7 @@ class ContainerWriter:
             self._rows[name] += len(rows)
 
     def rows(self, name: str) -> int:
-        """Rows of a section so far: its length, or what has been appended to a growing one."""
+        """Return the rows of a section so far: its length, or what was appended to it."""
         return self._rows.get(name, self._sections[name].num_rows)
 
     def _section(self, name: str) -> Section:
@@ -297,7 +297,7 @@ class ContainerWriter:
                 self._lock.notify_all()
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[Any]:
-        """Rows that have been written, before the file is committed; nothing is verified.
+        """Return rows that have been written, before the file is committed; nothing is verified.
 
         Args:
             name: Section.
@@ -337,7 +337,7 @@ class ContainerWriter:
 
     @property
     def progress(self) -> Any:
-        """The last token that is safely on the disk, or None."""
+        """Return the last token that is safely on the disk, or None."""
         return self._progress
 
     def mark(self, token: Any) -> None:
@@ -389,14 +389,7 @@ class ContainerWriter:
         self.attributes.update(attributes or {})
         encode_json(self.attributes)
         self._place_grown()
-        seal(
-            self._file,
-            self._ledger,
-            kind=self.kind,
-            sections=self._sections,
-            attributes=self.attributes,
-            data_end=self._data_end,
-        )
+        self._seal()
         try:
             self._file.path.replace(self.path)
             sync_folder(self.path.parent)
@@ -425,6 +418,62 @@ class ContainerWriter:
             buffer = np.empty(min(_CHUNK_BYTES, section.nbytes - first), np.uint8)
             self._files[section.name].get(buffer, first)
             self._file.put(buffer, section.offset + first, self._ledger)
+
+    def _seal(self) -> None:
+        """Make every page known; write table, manifest and last the header; wait for the disk."""
+        file, ledger, data_end = self._file, self._ledger, self._data_end
+        ledger.grow(data_end // PAGE_BYTES)
+        for section in self._sections.values():
+            self._check_written(section)
+        self._read_back(data_end // PAGE_BYTES)
+        table = ledger.checksums[: data_end // PAGE_BYTES].astype("<u4")
+        entries = [section.to_json() for section in self._sections.values()]
+        manifest = encode_json({"sections": entries, "attributes": self.attributes})
+        table_pages, manifest_pages = padded(table.view(np.uint8)), padded(manifest)
+        manifest_offset = data_end + len(table_pages)
+        header = Header(
+            kind=self.kind,
+            file_id=ledger.file_id,
+            file_bytes=manifest_offset + len(manifest_pages),
+            table_offset=data_end,
+            table_bytes=table.nbytes,
+            table_hash=xxhash.xxh64_intdigest(table_pages.data),
+            manifest_offset=manifest_offset,
+            manifest_bytes=len(manifest),
+            manifest_hash=xxhash.xxh64_intdigest(manifest_pages.data),
+        )
+        file.cut(header.file_bytes)
+        file.put(table_pages, header.table_offset, None)
+        file.put(manifest_pages, header.manifest_offset, None)
+        file.sync()
+        # Last, so that a file without its header is an unfinished one.
+        file.put(np.frombuffer(header.encode(), np.uint8), 0, None)
+        file.sync()
+
+    def _check_written(self, section: Section) -> None:
+        first = section.offset // PAGE_BYTES
+        last = first + aligned(section.nbytes) // PAGE_BYTES
+        missing = self._ledger.pages_in(NEVER, first, last)
+        if len(missing):
+            row = (int(missing[0]) * PAGE_BYTES - section.offset) // section.row_bytes
+            raise ConfigurationError(
+                f"section {section.name!r} was not written: {len(missing)} pages are missing, "
+                f"the first near row {row}",
+                hint="write every row, zeros as well, before commit",
+            )
+
+    def _read_back(self, stop_page: int) -> None:
+        """Hash the pages that came in pieces, from the file."""
+        pages = self._ledger.pages_in(DIRTY, 1, stop_page)
+        if len(pages) == 0:
+            return
+        step = _CHUNK_BYTES // PAGE_BYTES
+        for run in np.split(pages, np.flatnonzero(np.diff(pages) != 1) + 1):
+            for begin in range(0, len(run), step):
+                first = int(run[begin])
+                buffer = np.empty(len(run[begin : begin + step]) * PAGE_BYTES, np.uint8)
+                self._file.get(buffer, first * PAGE_BYTES)
+                self._ledger.set_checksums(first, hash_pages(buffer, self.file_id, first))
 
     def abort(self) -> None:
         """Throw the unfinished file away."""

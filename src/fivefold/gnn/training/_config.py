@@ -6,8 +6,9 @@ override, then file, then default. This module knows nothing of torch or of file
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -27,9 +28,6 @@ from fivefold.runs import (
     check_tables,
     format_toml,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def _fanouts(value: Any) -> Any:

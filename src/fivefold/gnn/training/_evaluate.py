@@ -26,13 +26,7 @@ _SEED = 20_250  # of the sampled neighbours; apart from training's
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Score:
-    """How well a model does on some nodes.
-
-    Args:
-        accuracy: Share of labelled nodes whose class was found; nan without any.
-        loss: Mean cross entropy, in nats; nan without any.
-        nodes: Labelled nodes that were judged.
-    """
+    """How well a model does on some nodes."""
 
     accuracy: float
     loss: float
@@ -40,15 +34,7 @@ class Score:
 
 
 class Evaluator:
-    """Judges a model on a fixed part of the validation and test nodes.
-
-    Args:
-        config: The configuration.
-        dataset: Graph, features and labels.
-        topology: Its edges.
-        ranks: The ranks that share the work.
-        features: All rows in memory; None reads them from disk, batch by batch.
-    """
+    """Judges a model on a fixed part of the validation and test nodes."""
 
     def __init__(
         self,
@@ -80,11 +66,7 @@ class Evaluator:
         }
 
     def score(self, model: LayeredModel, name: Literal["valid", "test"]) -> Score:
-        """Judge a model; a collective call.
-
-        Raises:
-            CommunicationError: A peer died or did not answer in time.
-        """
+        """Judge a model; a collective call."""
         loss, right, nodes = 0.0, 0, 0
         loader = self._loaders[name]
         model.eval()

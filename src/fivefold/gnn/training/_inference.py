@@ -26,21 +26,19 @@ from fivefold.errors import ConfigurationError, DataError, StorageError
 from fivefold.gnn.data import Dataset
 from fivefold.gnn.sampling import Topology
 from fivefold.gnn.storage import Container, ContainerWriter, DiskProfile, ReadStatistics, probe_disk
-from fivefold.gnn.training._adoption import as_layered
 from fivefold.gnn.training._config import Backend
-from fivefold.gnn.training._inference_kernels import fill_keys
-from fivefold.gnn.training._inference_layers import Aggregate, LayerParts, take_apart
+from fivefold.gnn.training._inference_layers import Aggregate, LayerParts, fill_keys, take_apart
 from fivefold.gnn.training._inference_plan import (
     PAGE_BYTES,
     Piece,
     Reading,
+    RowStream,
     Shares,
     choose_reading,
     ranges,
     share_memory,
 )
-from fivefold.gnn.training._inference_rows import RowStream
-from fivefold.gnn.training._models import LayeredModel
+from fivefold.gnn.training._models import LayeredModel, as_layered
 from fivefold.units import format_bytes, format_duration_s
 
 _LOG = logging.getLogger(__name__)
@@ -202,11 +200,7 @@ class _LayerFiles:
         return {"model": self.model, "layer": number}
 
     def newest(self, features: Container) -> tuple[int, Container]:
-        """The last layer that is complete, and its outputs; (0, the features) where none is.
-
-        Raises:
-            DataError: It was made by another model or from another graph.
-        """
+        """The last layer that is complete, and its outputs; (0, the features) where none is."""
         for number in range(self.num_layers, 0, -1):
             path = self.path(number)
             if not path.exists():

@@ -16,10 +16,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fivefold._compiler import njit
 from fivefold.errors import UnsupportedError
-from fivefold.gnn.training._inference_kernels import add_attention, add_mean
 from fivefold.gnn.training._models import GAT, GCN, GraphSAGE, LayeredModel
 
+Pair = tuple[int, int]
 Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
@@ -27,12 +28,7 @@ Float64 = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Aggregate:
-    """What targets have received so far.
-
-    Args:
-        sums: Weighted sums of messages [targets, width].
-        norms: Per target what to divide by and what else the layer keeps [targets, extra].
-    """
+    """What targets have received so far."""
 
     sums: Float32
     norms: Float64
@@ -59,18 +55,7 @@ class Aggregate:
 
 
 class LayerParts(Protocol):
-    """One layer of a model, taken apart.
-
-    Args:
-        in_dim: Width of the layer's input.
-        out_dim: Width of its output.
-        width: Width of a message.
-        extra: Numbers per target beside the sums.
-        heads: Scores per message; 0 for none.
-        drops_loops: Whether self-loops of the graph are left out, as the node counts itself.
-        needs_own_at_start: Whether the aggregate begins from the target's own row.
-        needs_own_at_finish: Whether the output needs the target's own row.
-    """
+    """One layer of a model, taken apart."""
 
     in_dim: int
     out_dim: int
@@ -101,15 +86,7 @@ class LayerParts(Protocol):
 
 
 def take_apart(model: LayeredModel) -> list[LayerParts]:
-    """The layers of a model.
-
-    Raises:
-        UnsupportedError: The model is none of GraphSAGE, GCN and GAT.
-
-    Examples:
-        >>> [parts.width for parts in take_apart(GraphSAGE(16, 8, 3, num_layers=2))]
-        [8, 3]
-    """
+    """The layers of a model."""
     kinds: dict[type[LayeredModel], type[Any]] = {GraphSAGE: _Sage, GCN: _Gcn, GAT: _Gat}
     kind = kinds.get(type(model))
     if kind is None:
@@ -234,3 +211,134 @@ class _Gat:
     def _norms(self, aggregate: Aggregate) -> tuple[Float64, Float64, Float64]:
         heads, norms = self.heads, aggregate.norms
         return norms[:, :heads], norms[:, heads : 2 * heads], norms[:, 2 * heads :]
+
+
+@njit
+def fill_keys(
+    indptr: Int64,
+    sources: npt.NDArray[Any],
+    targets: Pair,
+    edges: Pair,
+    *,
+    shift: int,
+    drops_loops: bool,
+    keys: Int64,
+) -> int:
+    """Keys of the in-edges ``edges = (low, high)``, whose sources are given; their number.
+
+    ``targets`` is the target that counts as place 0, and the one that edge low belongs to.
+    """
+    (first, target), (low, high) = targets, edges
+    count = 0
+    for edge in range(low, high):
+        while indptr[target + 1] <= edge:
+            target += 1
+        source = np.int64(sources[edge - low])
+        if not (drops_loops and source == target):
+            keys[count] = (source << shift) | (target - first)
+            count += 1
+    return count
+
+
+@njit
+def reading_cost(
+    keys: Int64, shift: int, row_bytes: int, page_bytes: int, gap_bytes: int
+) -> tuple[int, int, int]:
+    """Distinct sources of sorted keys, and requests and bytes of reading them page by page.
+
+    Reads that are at most gap_bytes apart count as one that reads through the gap.
+    """
+    rows, requests, size = 0, 0, 0
+    previous, end = np.int64(-1), np.int64(-1)
+    for key in keys:
+        source = key >> shift
+        if source == previous:
+            continue
+        previous = source
+        rows += 1
+        low = source * row_bytes // page_bytes * page_bytes
+        high = ((source + 1) * row_bytes + page_bytes - 1) // page_bytes * page_bytes
+        if end >= 0 and low <= end + gap_bytes:
+            size += max(0, high - end)
+        else:
+            requests += 1
+            size += high - low
+        end = max(end, high)
+    return rows, requests, size
+
+
+@njit
+def next_rows(keys: Int64, start: int, shift: int, limit: int, rows: Int64) -> Pair:
+    """Distinct sources from a position on, into rows; stops where rows are full or at limit.
+
+    Returns how many, and the position after their last edge.
+    """
+    count, position = 0, start
+    previous = np.int64(-1)
+    while position < keys.shape[0]:
+        source = keys[position] >> shift
+        if source != previous:
+            if count == rows.shape[0] or source >= limit:
+                break
+            rows[count] = source
+            count += 1
+            previous = source
+        position += 1
+    return count, position
+
+
+@njit
+def add_mean(keys: Int64, shift: int, values: Float32, sums: Float32, counts: Float64) -> None:
+    """Add each source's values [S, W] to the sums [T, W] of its targets, and count [T]."""
+    mask = (np.int64(1) << shift) - 1
+    row, previous = -1, np.int64(-1)
+    for key in keys:
+        source = key >> shift
+        if source != previous:
+            row += 1
+            previous = source
+        target = key & mask
+        counts[target] += 1
+        for column in range(values.shape[1]):
+            sums[target, column] += values[row, column]
+
+
+@njit
+def add_attention(
+    keys: Int64,
+    shift: int,
+    values: Float32,
+    scores: Float32,
+    *,
+    slope: float,
+    sums: Float32,
+    norms: Float64,
+) -> None:
+    """Add each source's values [S, W], weighted by exp(score - running maximum), per head.
+
+    scores [S, H], sums [T, W]; norms [T, 3 H] are maxima, denominators and the targets' scores.
+    """
+    mask = (np.int64(1) << shift) - 1
+    heads = scores.shape[1]
+    width = values.shape[1] // heads
+    row, previous = -1, np.int64(-1)
+    for key in keys:
+        source = key >> shift
+        if source != previous:
+            row += 1
+            previous = source
+        target = key & mask
+        for head in range(heads):
+            score = scores[row, head] + norms[target, 2 * heads + head]
+            score = score if score > 0 else score * slope
+            base = head * width
+            if score > norms[target, head]:
+                scale = np.exp(norms[target, head] - score)
+                norms[target, head] = score
+                norms[target, heads + head] *= scale
+                for column in range(base, base + width):
+                    sums[target, column] *= scale
+            weight = np.exp(score - norms[target, head])
+            norms[target, heads + head] += weight
+            for column in range(base, base + width):
+                sums[target, column] += weight * values[row, column]

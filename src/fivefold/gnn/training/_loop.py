@@ -25,20 +25,18 @@ from fivefold.errors import DataError
 from fivefold.gnn.data import Dataset
 from fivefold.gnn.loading import MiniBatch
 from fivefold.gnn.packing import PackedStore
-from fivefold.gnn.training._clock import Clock
 from fivefold.gnn.training._config import GnnConfig, config_to_toml
 from fivefold.gnn.training._evaluate import Evaluator
 from fivefold.gnn.training._models import make_model
-from fivefold.gnn.training._result import GnnResult, run_label, run_manifest
+from fivefold.gnn.training._prepare import Rounds
+from fivefold.gnn.training._result import Clock, EpochTally, GnnResult, run_label, run_manifest
 from fivefold.gnn.training._resume import (
     check_before_work,
     describe_run,
     refuse_older_format,
     require_same_plan,
 )
-from fivefold.gnn.training._rounds import Rounds
 from fivefold.gnn.training._source import BatchSource, add_counts, counts_of, make_source
-from fivefold.gnn.training._tally import EpochTally
 from fivefold.runs import (
     FolderLock,
     MetricsWriter,
@@ -57,7 +55,7 @@ from fivefold.runs.checkpoints import (
     rng_state,
     write_checkpoint,
 )
-from fivefold.runs.ranks import Ranks, close_ranks, open_ranks, read_place
+from fivefold.runs.ranks import Ranks, StopAgreement, close_ranks, open_ranks, read_place
 
 _LOG = logging.getLogger(__name__)
 
@@ -271,18 +269,21 @@ class _Run:
     def execute(self, stop: StopRequest, progress: ProgressBar) -> GnnResult:
         """Train to the last epoch, or to the step at which all ranks agree to stop."""
         stopped = False
+        agreement = StopAgreement(self.ranks, stop)
+        agreement.start(self.step)
         self.model.train()
         while self.epoch < self.config.run.epochs and not stopped:
             for batch in self._batches():
                 self._train_on(batch)
                 self._log(progress)
                 if self.position < self.num_batches:
-                    stopped = self._pause(stop)
+                    stopped = self._pause(agreement)
                     if stopped:
                         break
             else:
                 self._end_epoch()
-                stopped = self._pause(stop, at_end=True)
+                stopped = self._pause(agreement, at_end=True)
+        agreement.drain()
         finished = self.epoch >= self.config.run.epochs
         if self.saved_step != self.step:
             self._checkpoint()
@@ -400,13 +401,13 @@ class _Run:
                 self.best["test_accuracy"] = test.accuracy if test.nodes else None
         self._write("validation", epoch=self.epoch, **values)
 
-    def _pause(self, stop: StopRequest, *, at_end: bool = False) -> bool:
+    def _pause(self, agreement: StopAgreement, *, at_end: bool = False) -> bool:
         """Write a checkpoint where one is due; whether all ranks stop here."""
         every = self.config.run.checkpoint_every_steps
-        wished = bool(self.ranks.sum([float(stop.requested)], what="wishes to stop")[0])
-        if wished or (self.step % every == 0 if every else at_end):
+        stops = agreement.poll(self.step)
+        if stops or (self.step % every == 0 if every else at_end):
             self._checkpoint()
-        return wished
+        return stops
 
     def _checkpoint(self) -> None:
         with self.clock.measure("checkpoint"):

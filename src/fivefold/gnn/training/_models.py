@@ -14,34 +14,28 @@ needs degrees of the sources, which a sampled batch knows only for nodes that we
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from fivefold.errors import ConfigurationError
-from fivefold.gnn.training._geometric import GATConv, SAGEConv, SimpleConv
-
-if TYPE_CHECKING:
-    from fivefold.gnn.loading import Block
+from fivefold.errors import ConfigurationError, UnsupportedError
+from fivefold.gnn.loading import Block
+from fivefold.gnn.training._geometric import (
+    GATConv,
+    GeometricGAT,
+    GeometricGraphSAGE,
+    SAGEConv,
+    SimpleConv,
+)
 
 Graph: TypeAlias = "Tensor | Sequence[Block]"
 """An ``edge_index`` [2, E], or one block per layer, outermost first."""
 
 
 class GCNConv(torch.nn.Module):
-    """A linear map of the mean over a node and its in-neighbours.
-
-    Args:
-        in_dim: Width of the input.
-        out_dim: Width of the output.
-
-    Examples:
-        >>> conv = GCNConv(1, 1)
-        >>> conv((torch.ones(2, 1), torch.ones(1, 1)), torch.tensor([[0, 1], [0, 0]])).shape
-        torch.Size([1, 1])
-    """
+    """A linear map of the mean over a node and its in-neighbours."""
 
     def __init__(self, in_dim: int, out_dim: int) -> None:
         super().__init__()
@@ -302,3 +296,65 @@ def make_model(
     if name == "gcn":
         return GCN(*sizes, num_layers=num_layers, dropout=dropout)
     raise ConfigurationError(f"there is no model {name!r}", hint="use sage, gat or gcn")
+
+
+def as_layered(model: torch.nn.Module) -> LayeredModel:
+    """A model of ours with the convolutions of one of PyTorch Geometric."""
+    if isinstance(model, LayeredModel):
+        return model
+    kind: Any = type(model)
+    if kind not in (GeometricGraphSAGE, GeometricGAT):
+        message = f"layer-wise inference knows no {kind.__module__}.{kind.__qualname__}"
+        hint = "use GraphSAGE or GAT of either library, or our GCN; or sample the nodes"
+        raise UnsupportedError(message, hint=hint)
+    odd = next(_unusual(model), None)
+    if odd is not None:
+        raise UnsupportedError(
+            f"layer-wise inference knows no {kind.__name__} with {odd}",
+            hint="leave that option as it is by default, or sample the nodes",
+        )
+    return _taken_over(model)
+
+
+def _taken_over(model: Any) -> LayeredModel:
+    sizes = (model.in_channels, model.hidden_channels, model.out_channels)
+    layered: LayeredModel
+    if isinstance(model, GeometricGAT):
+        heads = model.convs[0].heads
+        layered = GAT(*sizes, num_layers=model.num_layers, heads=heads)
+    else:
+        layered = GraphSAGE(*sizes, num_layers=model.num_layers)
+    layered.convs = model.convs
+    return layered.eval()
+
+
+def _unusual(model: Any) -> Iterator[str]:
+    """Options that make other equations, in the words of PyG's arguments."""
+    if not isinstance(model.in_channels, int):
+        yield "in_channels of two numbers"
+    if model.jk_mode is not None:
+        yield f"jk={model.jk_mode!r}"
+    if any(not isinstance(norm, torch.nn.Identity) for norm in model.norms):
+        yield "norm"
+    if not isinstance(model.act, torch.nn.ReLU):
+        yield f"act {model.act}"
+    for conv in model.convs:
+        yield from _unusual_conv(conv)
+
+
+def _unusual_conv(conv: Any) -> Iterator[str]:
+    if type(conv) is SAGEConv:
+        usual = {"aggr": "mean", "normalize": False, "root_weight": True, "project": False}
+        linear = conv.lin_l
+    elif type(conv) is GATConv:
+        usual = {"aggr": "add", "add_self_loops": True, "edge_dim": None, "residual": False}
+        linear = conv
+    else:
+        yield type(conv).__name__
+        return
+    usual["flow"] = "source_to_target"
+    for name, value in usual.items():
+        if getattr(conv, name) != value:
+            yield f"{name}={getattr(conv, name)!r}"
+    if linear.bias is None:
+        yield "bias=False"

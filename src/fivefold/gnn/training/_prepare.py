@@ -15,6 +15,7 @@ import hashlib
 import json
 import logging
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -44,13 +45,7 @@ _KEYS = {  # of the configuration, for the planner's arguments
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What training in mode "disk" reads.
-
-    Args:
-        store: The packed store, open.
-        seconds: Seconds that sampling, planning and packing took in this run, by name.
-        samples_path: File of the samples.
-    """
+    """What training in mode "disk" reads."""
 
     store: PackedStore
     seconds: dict[str, float]
@@ -67,25 +62,7 @@ def prepare(
     accept: Callable[[str], None] | None = None,
     round_number: int = 0,
 ) -> Prepared:
-    """Sample, plan and pack what is missing.
-
-    Args:
-        config: The configuration.
-        dataset: Graph and features.
-        topology: Its edges.
-        progress: Called with the name of the step, what is done and what there is in all.
-        show: Called with the plan's explanation before anything is packed; None logs it.
-        accept: Called with the plan's ``order_fingerprint`` before that; may raise.
-        round_number: How often the samples were refreshed; each round has its own.
-
-    Returns:
-        The packed store.
-
-    Raises:
-        DataError: A file is damaged.
-        InfeasibleError: A budget is too small; nothing was packed.
-        StorageError: The disk is full or refuses; the same call goes on afterwards.
-    """
+    """Sample, plan and pack what is missing."""
     folder = prepared_folder(config)
     work = _Preparation(config, dataset, folder, progress or _no_progress, round_number)
     with _alone_in(folder):
@@ -251,3 +228,94 @@ def _key(parts: dict[str, Any]) -> str:
 
 def _no_progress(_name: str, _done: int, _total: int) -> None:
     """Show nothing."""
+
+
+class _CancelledError(Exception):
+    """The run ends before the next round is needed."""
+
+
+class Rounds:
+    """Packed stores, one after another."""
+
+    def __init__(
+        self, config: GnnConfig, dataset: Dataset, *, topology: Topology, is_main: bool
+    ) -> None:
+        self._config, self._dataset, self._topology = config, dataset, topology
+        self._every = config.sampling.refresh_every_epochs
+        self._is_main = is_main
+        self._cancelled = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self.number = 0
+        self.prepared: Prepared | None = None
+
+    def number_of(self, epoch: int) -> int:
+        """The round that an epoch belongs to."""
+        return epoch // self._every if self._every else 0
+
+    def open(
+        self,
+        epoch: int,
+        *,
+        progress: Progress | None = None,
+        show: Callable[[str], None] | None = None,
+        accept: Callable[[str], None] | None = None,
+    ) -> Prepared:
+        """The store for an epoch; waits for it, or makes it.
+
+        ``progress``, ``show`` and ``accept`` are those of ``prepare``.
+        """
+        self._join()
+        old, self.number = self.prepared, self.number_of(epoch)
+        self.prepared = prepare(
+            self._config,
+            self._dataset,
+            topology=self._topology,
+            progress=progress,
+            show=show,
+            accept=accept,
+            round_number=self.number,
+        )
+        if old is not None and self._is_main:
+            # Open files stay readable for whoever still has them.
+            shutil.rmtree(old.store.folder, ignore_errors=True)
+            old.samples_path.unlink(missing_ok=True)
+        last = self.number_of(self._config.run.epochs - 1)
+        if self._is_main and self.number < last:
+            self._thread = threading.Thread(
+                target=self._prepare_ahead, args=(self.number + 1,), daemon=True
+            )
+            self._thread.start()
+        return self.prepared
+
+    def close(self) -> None:
+        """Stop preparing; what was done stays and is gone on with."""
+        self._cancelled.set()
+        with contextlib.suppress(_CancelledError):
+            self._join()
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None and not self._cancelled.is_set():
+            raise failure
+
+    def _prepare_ahead(self, number: int) -> None:
+        try:
+            made = prepare(
+                self._config,
+                self._dataset,
+                topology=self._topology,
+                progress=self._check,
+                show=lambda text: _LOG.debug("%s", text),
+                round_number=number,
+            )
+            made.store.close()
+        except BaseException as error:  # noqa: BLE001 - handed to the training thread
+            self._failure = error
+
+    def _check(self, _name: str, _done: int, _total: int) -> None:
+        if self._cancelled.is_set():
+            raise _CancelledError

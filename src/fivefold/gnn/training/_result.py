@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,3 +104,75 @@ def run_manifest(
             "test": len(dataset.test),
         },
     }
+
+
+@dataclasses.dataclass(kw_only=True)
+class EpochTally:
+    """Sums over the seeds of this rank."""
+
+    loss_sum: float = 0.0
+    right: int = 0
+    nodes: int = 0
+    logged_loss_sum: float = 0.0
+    logged_right: int = 0
+    logged_nodes: int = 0
+
+    def add(self, *, loss: float, right: int, nodes: int) -> None:
+        """Count a batch: summed loss, seeds that were right, seeds with a label."""
+        self.loss_sum += loss
+        self.right += right
+        self.nodes += nodes
+
+    @property
+    def loss(self) -> float:
+        """Mean loss of the epoch so far."""
+        return self.loss_sum / max(1, self.nodes)
+
+    @property
+    def accuracy(self) -> float:
+        """Accuracy of the epoch so far."""
+        return self.right / max(1, self.nodes)
+
+    def take_recent(self) -> dict[str, Any]:
+        """Loss, accuracy and seeds since the last call."""
+        nodes = self.nodes - self.logged_nodes
+        loss = (self.loss_sum - self.logged_loss_sum) / max(1, nodes)
+        accuracy = (self.right - self.logged_right) / max(1, nodes)
+        self.logged_loss_sum, self.logged_right = self.loss_sum, self.right
+        self.logged_nodes = self.nodes
+        return {"loss": loss, "accuracy": accuracy, "nodes": nodes}
+
+    def record(self) -> dict[str, Any]:
+        """The sums, to be restored from."""
+        return dataclasses.asdict(self)
+
+
+CATEGORIES = ("compute", "data", "validation", "checkpoint")
+
+
+class Clock:
+    """Seconds per category."""
+
+    def __init__(self, seconds: dict[str, float] | None = None) -> None:
+        before = seconds or {}
+        self._seconds = {name: before.get(name, 0.0) for name in CATEGORIES}
+        self._before_s = sum(before.values())
+        self._started_s = time.perf_counter()
+
+    @contextlib.contextmanager
+    def measure(self, category: str) -> Iterator[None]:
+        """Count what happens inside under a category."""
+        started_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[category] += time.perf_counter() - started_s
+
+    def wall_s(self) -> float:
+        """Seconds since the run's first beginning, pauses not counted."""
+        return self._before_s + time.perf_counter() - self._started_s
+
+    def record(self) -> dict[str, float]:
+        """Seconds by category; "other" is what none of them is."""
+        rest = max(0.0, self.wall_s() - sum(self._seconds.values()))
+        return {**self._seconds, "other": rest}

@@ -18,12 +18,7 @@ from fivefold.runs.ranks import Ranks
 
 @dataclasses.dataclass(kw_only=True)
 class BatchSource:
-    """A loader, and the store that it reads.
-
-    Args:
-        loader: Yields this rank's batches of one epoch.
-        store: The packed store in mode "disk".
-    """
+    """A loader, and the store that it reads."""
 
     loader: DiskLoader | OnlineLoader
     store: PackedStore | None = None
@@ -63,16 +58,7 @@ def make_source(
     features: npt.NDArray[Any] | None,
     store: PackedStore | None,
 ) -> BatchSource:
-    """The loader of a mode.
-
-    Args:
-        config: The configuration.
-        dataset: Graph, features and labels.
-        topology: Its edges.
-        ranks: The ranks, among which the batches of an epoch are shared.
-        features: All rows in memory; None where they stay on disk.
-        store: The packed store in mode "disk".
-    """
+    """The loader of a mode."""
     loader = config.loader
     place: dict[str, Any] = {
         "form": loader.form,

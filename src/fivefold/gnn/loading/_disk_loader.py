@@ -8,6 +8,8 @@ there is one.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from typing import Any, Literal
 
 import numpy as np
@@ -15,23 +17,27 @@ import numpy.typing as npt
 import torch
 
 from fivefold.errors import ConfigurationError, UnsupportedError
-from fivefold.gnn.loading._assemble import SeedTable, checked_form
-from fivefold.gnn.loading._base import BatchLoader
+from fivefold.gnn.loading._assemble import Form, SeedTable, assemble, checked_form
+from fivefold.gnn.loading._base import (
+    BatchLoader,
+    Ids,
+    LoaderSettings,
+    Remainder,
+    batch_order,
+    checked_device,
+)
 from fivefold.gnn.loading._batch import MiniBatch
 from fivefold.gnn.loading._feature_store import FeatureStore
-from fivefold.gnn.loading._order import Remainder, batch_order, rank_share
-from fivefold.gnn.loading._pipeline import Pipeline
-from fivefold.gnn.loading._ring import BufferRing
+from fivefold.gnn.loading._pipeline import Pipeline, Stage, Ticket
+from fivefold.gnn.loading._ring import BufferRing, buffer_count
 from fivefold.gnn.loading._rows import Backend
-from fivefold.gnn.loading._settings import LoaderSettings, buffer_count, checked_device
-from fivefold.gnn.loading._stages import BatchStages, Prepared
 from fivefold.gnn.loading._statistics import LoaderStatistics
-from fivefold.gnn.loading._transfer import DeviceTransfer
-from fivefold.gnn.packing import PackedStore
+from fivefold.gnn.packing import BatchRecord, PackedStore
 
 # Two batches are read side by side where a third one can be at work in memory: the disk does not
 # idle between one and the next. With two buffers they would only wait for each other.
 _BUFFERS_FOR_TWO_READERS = 3
+_RECORD_READERS = 2  # one alone, beside those of rows, gets too little of the disk to keep up
 
 
 class DiskLoader(BatchLoader[MiniBatch]):
@@ -120,39 +126,39 @@ class DiskLoader(BatchLoader[MiniBatch]):
         remainder: Remainder = "drop",
         timeout_s: float = 120.0,
     ) -> None:
-        self._store = store
-        self._settings = LoaderSettings(
+        settings = LoaderSettings(
             device=checked_device(device),
             shuffle=store.plan.policy != "belady" if shuffle is None else shuffle,
             seed=seed,
             prefetch=prefetch,
             rank=rank,
             world_size=world_size,
-            memory_bytes=memory_bytes,
-            form=form,
             remainder=remainder,
             timeout_s=timeout_s,
         )
-        _check_policy(store, self._settings)
+        self._store, self._form = store, checked_form(form)
+        _check_policy(store, settings)
         _check_dtype(store.dtype)
-        self._buffers = _buffers_for(store, memory_bytes, prefetch)
+        if memory_bytes is None and prefetch is None:
+            memory_bytes = store.plan.predicted.buffer_bytes or None
+        batch_bytes = store.max_nodes * store.row_bytes
+        self._buffers = buffer_count(
+            batch_bytes=batch_bytes, memory_bytes=memory_bytes, prefetch=prefetch
+        )
         self._features = FeatureStore(
             store,
-            device=device,
+            device=settings.device,
             backend=backend,
             threads=threads,
             verify=verify,
             readers=2 if self._buffers >= _BUFFERS_FOR_TWO_READERS else 1,
         )
-        super().__init__(self._features.close)
-        self._ring = BufferRing(
-            self._buffers,
-            size_bytes=store.max_nodes * store.row_bytes,
-            pinned=self._settings.device.type == "cuda",
-        )
+        super().__init__(settings, self._features.close)
+        pinned = settings.device.type == "cuda"
+        self._ring = BufferRing(self._buffers, size_bytes=batch_bytes, pinned=pinned)
         self._transfer: DeviceTransfer | None = None
-        if self._settings.device.type != "cpu":
-            self._transfer = DeviceTransfer(self._features, self._settings.device)
+        if settings.device.type != "cpu":
+            self._transfer = DeviceTransfer(self._features, settings.device)
         self._seeds = SeedTable(store.train_ids, _checked_labels(labels, store.plan.num_nodes))
 
     def _length(self, epoch: int) -> int:
@@ -165,7 +171,7 @@ class DiskLoader(BatchLoader[MiniBatch]):
             self._features,
             self._ring,
             seeds=self._seeds,
-            form=checked_form(self._settings.form),
+            form=self._form,
             transfer=self._transfer,
         )
         return Pipeline(
@@ -191,7 +197,7 @@ class DiskLoader(BatchLoader[MiniBatch]):
             self._features.start(int(numbers[min(self._position, len(numbers) - 1)]))
 
     def statistics(self) -> LoaderStatistics:
-        """Counts since the loader was made."""
+        """Return counts since the loader was made."""
         features = self._features
         return LoaderStatistics(
             batches=self._delivered,
@@ -219,23 +225,17 @@ class DiskLoader(BatchLoader[MiniBatch]):
         self._ring.delivered(prepared.loan)
         return batch
 
-    def _numbers(self, epoch: int) -> npt.NDArray[np.int64]:
-        """Batches of this rank in an epoch, in order."""
+    def _numbers(self, epoch: int) -> Ids:
+        """Return the batches of this rank in an epoch, in order."""
         settings, batches = self._settings, self._store.epoch_batches(epoch)
         order = np.arange(len(batches), dtype=np.int64)
         if settings.shuffle:
             segments = self._segments(batches) if settings.shuffle == "segments" else ()
             order = batch_order(len(batches), seed=settings.seed, epoch=epoch, segments=segments)
-        share = rank_share(
-            order,
-            rank=settings.rank,
-            world_size=settings.world_size,
-            remainder=settings.remainder,
-        )
-        return share + batches.start
+        return settings.share(order) + batches.start
 
     def _segments(self, batches: range) -> list[tuple[int, int]]:
-        """The plan's segments within an epoch, counted from its first batch."""
+        """Return the plan's segments within an epoch, counted from its first batch."""
         inside = (
             (max(first, batches.start), min(stop, batches.stop))
             for first, stop in self._store.plan.segments
@@ -243,22 +243,7 @@ class DiskLoader(BatchLoader[MiniBatch]):
         return [(a - batches.start, b - batches.start) for a, b in inside if a < b]
 
     def _identity(self) -> dict[str, Any]:
-        settings = self._settings
-        return {
-            "store": self._store.plan.order_fingerprint,
-            "seed": settings.seed,
-            "shuffle": settings.shuffle,
-            "world_size": settings.world_size,
-            "remainder": settings.remainder,
-        }
-
-
-def _buffers_for(store: PackedStore, memory_bytes: int | None, prefetch: int | None) -> int:
-    if memory_bytes is None and prefetch is None:
-        memory_bytes = store.plan.predicted.buffer_bytes or None
-    return buffer_count(
-        batch_bytes=store.max_nodes * store.row_bytes, memory_bytes=memory_bytes, prefetch=prefetch
-    )
+        return {"store": self._store.plan.order_fingerprint, **self._settings.identity()}
 
 
 def _check_policy(store: PackedStore, settings: LoaderSettings) -> None:
@@ -300,3 +285,144 @@ def _check_dtype(dtype: np.dtype[Any]) -> None:
             f"the features are {dtype}, for which torch has no dtype",
             hint="convert them on ingestion",
         ) from error
+
+
+@dataclasses.dataclass(slots=True)
+class Prepared:
+    """A batch on its way, and the number of its buffer's loan."""
+
+    record: BatchRecord
+    rows: npt.NDArray[Any] | None = None
+    batch: MiniBatch | None = None
+    loan: int = 0
+
+
+class BatchStages:
+    """The stages from the number of a batch to its tensors.
+
+    They hold the feature store, the ring of buffers and the labels, and not the loader, so that a
+    loader can be collected while its threads still run.
+    """
+
+    def __init__(
+        self,
+        features: FeatureStore,
+        ring: BufferRing,
+        *,
+        seeds: SeedTable,
+        form: Form,
+        transfer: DeviceTransfer | None,
+    ) -> None:
+        self._features, self._ring = features, ring
+        self._seeds, self._form, self._transfer = seeds, form, transfer
+        self._started = False
+
+    def groups(self) -> list[list[Stage]]:
+        """Return the stages of each group of threads.
+
+        Buffers are lent by one thread, in order, so that the batch that comes first is never the
+        one without a buffer.
+        """
+        groups = [
+            [Stage("fill the caches", self._fill, patience_s=self._features.fill_patience_s)],
+            [Stage("read record", self._read_record)],
+            [Stage("wait for a buffer", self._lend, waits=True)],
+            [Stage("read cold rows", self._read_cold)],
+            [Stage("gather cached rows", self._gather), Stage("build tensors", self._build)],
+        ]
+        if self._transfer is not None:
+            groups.append([Stage("copy to the device", self._copy)])
+        return groups
+
+    def lanes(self) -> list[int]:
+        """Return the threads of each group: the disk never waits between one batch and the next."""
+        several = {1: _RECORD_READERS, 3: self._features.readers}
+        return [several.get(i, 1) for i in range(len(self.groups()))]
+
+    def stop_waiting(self) -> None:
+        """Wake the stage that waits for a buffer."""
+        self._ring.stop_waiting(self)
+
+    def _fill(self, ticket: Ticket) -> None:
+        if not self._started:
+            self._features.start(ticket.batch)
+            self._started = True
+
+    def _read_record(self, ticket: Ticket) -> Prepared:
+        return Prepared(self._features.record(ticket.batch))
+
+    def _lend(self, ticket: Ticket) -> Prepared:
+        work: Prepared = ticket.value
+        shape = (len(work.record.node_ids), *self._features.row_shape)
+        work.rows = self._ring.lend(shape, self._features.dtype, borrower=self)
+        work.loan = id(work.rows)
+        return work
+
+    def _read_cold(self, ticket: Ticket) -> Prepared:
+        work: Prepared = ticket.value
+        self._features.read_cold(work.record, _rows_of(work))
+        return work
+
+    def _gather(self, ticket: Ticket) -> Prepared:
+        work: Prepared = ticket.value
+        self._features.gather_cached(work.record, _rows_of(work))
+        return work
+
+    def _build(self, ticket: Ticket) -> Prepared:
+        work: Prepared = ticket.value
+        x = torch.from_numpy(_rows_of(work))
+        work.batch = assemble(work.record, x, self._seeds, form=self._form)
+        work.rows = None  # from here on the tensor alone holds the loan
+        return work
+
+    def _copy(self, ticket: Ticket) -> Prepared:
+        work: Prepared = ticket.value
+        assert self._transfer is not None, "the stage exists only with a transfer"
+        assert work.batch is not None, "the stage before builds the batch"
+        work.batch = self._transfer.copy(work.record, work.batch)
+        return work
+
+
+def _rows_of(work: Prepared) -> npt.NDArray[Any]:
+    assert work.rows is not None, "a stage before lends the buffer"
+    return work.rows
+
+
+class DeviceTransfer:
+    """Copy batches to ``device`` and add the rows of the cache that lives there.
+
+    The copy runs on a stream of its own beside the training loop's. The thread waits for the copy
+    before it lets go of the pinned buffer, and the loop's stream is told that it uses the tensors,
+    so that the allocator does not hand their memory out too early. Without CUDA the same code runs
+    with no streams.
+    """
+
+    def __init__(self, store: FeatureStore, device: torch.device) -> None:
+        self._store, self._device = store, device
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def copy(self, record: BatchRecord, batch: MiniBatch) -> MiniBatch:
+        """Return the batch on the device, complete, when the copies are done."""
+        with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            x = torch.empty_like(batch.x, device=self._device)
+            # Rows of the device cache lie behind the seeds and are not in host memory.
+            cached = len(record.device_slots)
+            among_seeds = int((record.device_destinations < batch.batch_size).sum())
+            rest = batch.batch_size + cached - among_seeds
+            for part in (slice(0, batch.batch_size), slice(rest, None)):
+                x[part].copy_(batch.x[part], non_blocking=True)
+            self._store.fill_device(record, x)
+            there = dataclasses.replace(batch, x=x).to(self._device, non_blocking=True)
+        if self._stream is not None:
+            self._stream.synchronize()
+        return there
+
+    def handed_over(self, batch: MiniBatch) -> MiniBatch:
+        """Tie the batch to the stream of the caller, who will use it there."""
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._device)
+            for tensor in batch.tensors():
+                tensor.record_stream(current)
+        return batch

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError
-from fivefold.gnn.storage._plan_runs import join_rows, plan_requests
+from fivefold.gnn.storage._requests import join_rows, plan_requests
 
 PAGE = 4096
 

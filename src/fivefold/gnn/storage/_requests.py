@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fivefold._compiler import njit
 from fivefold.errors import ConfigurationError
-from fivefold.gnn.storage._machine import compiled, copy_bytes
-from fivefold.gnn.storage._xxhash import PAGE_BYTES, hash_page
+from fivefold.gnn.storage._machine import copy_bytes
+from fivefold.gnn.storage._pages import PAGE_BYTES, hash_page
 
 
 class Requests(NamedTuple):
@@ -61,9 +62,9 @@ class Work(NamedTuple):
     shared: int
 
 
-@compiled
+@njit
 def _check_runs(starts: Any, counts: Any, places: Any, num_rows: Any, out_rows: Any) -> Any:
-    """The first run that is not allowed, or -1."""
+    """Return the first run that is not allowed, or -1."""
     previous = np.int64(0)
     for run in range(len(starts)):
         start, count, place = starts[run], counts[run], places[run]
@@ -75,9 +76,9 @@ def _check_runs(starts: Any, counts: Any, places: Any, num_rows: Any, out_rows: 
     return -1
 
 
-@compiled
+@njit
 def _extents(begins: Any, lengths: Any, gap_bytes: Any, extents: Any) -> Any:
-    """Page ranges of the runs, joined: (first page, page after, first run, run after) each."""
+    """Join page ranges of the runs: (first page, page after, first run, run after) each."""
     used = -1
     for run in range(len(begins)):
         if lengths[run] == 0:
@@ -94,9 +95,9 @@ def _extents(begins: Any, lengths: Any, gap_bytes: Any, extents: Any) -> Any:
     return used + 1
 
 
-@compiled
+@njit
 def _cut(extents: Any, block_pages: Any, begins: Any, lengths: Any, requests: Any) -> None:
-    """Extents cut into requests: rows of first page, pages, first run, run after."""
+    """Cut extents into requests: rows of first page, pages, first run, run after."""
     number = 0
     for index in range(len(extents)):
         run, stop_run = extents[index, 2], extents[index, 3]
@@ -112,7 +113,7 @@ def _cut(extents: Any, block_pages: Any, begins: Any, lengths: Any, requests: An
             number += 1
 
 
-@compiled
+@njit
 def join_rows(rows: Any, places: Any, runs: Any) -> Any:
     """Join rows that follow one another in the section and in the output; returns the count."""
     used = -1
@@ -169,7 +170,7 @@ def plan_requests(
     )
 
 
-@compiled
+@njit
 def deliver(buffer: Any, request: Any, work: Any) -> Any:
     """Check the pages of a request that was read and copy its rows to their places.
 

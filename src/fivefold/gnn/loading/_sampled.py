@@ -1,0 +1,391 @@
+"""Loaders that sample mini-batches when they are asked for, from features as they lie.
+
+``OnlineLoader`` is for validation and test ids, for training that fits in memory, and as the
+yardstick of packed training: the same batches, without any packing. ``HeteroLoader`` is for graphs
+with several node and edge types: offline sampling and packing know one node type
+(``HeteroTopology.merged`` makes one of a graph whose types have rows of one size).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from numpy.typing import ArrayLike
+
+from fivefold.errors import ConfigurationError
+from fivefold.gnn.data import Dataset, HeteroDataset
+from fivefold.gnn.loading._assemble import SeedTable, assemble, checked_form
+from fivefold.gnn.loading._base import (
+    Batch,
+    BatchLoader,
+    Ids,
+    LoaderSettings,
+    Remainder,
+    checked_device,
+    checked_ids,
+)
+from fivefold.gnn.loading._batch import EdgeType, HeteroMiniBatch, MiniBatch
+from fivefold.gnn.loading._pipeline import Pipeline, Stage, Ticket
+from fivefold.gnn.loading._rows import Backend, DiskRows, open_rows
+from fivefold.gnn.loading._statistics import LoaderStatistics
+from fivefold.gnn.sampling import (
+    HeteroNeighborSampler,
+    HeteroSampledBatch,
+    HeteroTopology,
+    NeighborSampler,
+    SampledBatch,
+    Topology,
+    epoch_batches,
+)
+from fivefold.gnn.storage import ReadStatistics
+
+
+class _SampledLoader(BatchLoader[Batch]):
+    """A loader of the batches that an epoch's seeds make, in order or shuffled.
+
+    Threads hold the stages and what these need, not the loader, so that it can be collected.
+    """
+
+    def __init__(
+        self,
+        ids: Ids,
+        batch_size: int,
+        settings: LoaderSettings,
+        release: Callable[[], None],
+    ) -> None:
+        super().__init__(settings, release)
+        if batch_size < 1:
+            raise ConfigurationError(f"batch_size must be positive; got {batch_size}")
+        self._ids, self._batch_size = ids, batch_size
+        self._length(0)  # an impossible rank is refused here and not in the first epoch
+
+    def _length(self, epoch: int) -> int:
+        del epoch  # all are of one length
+        return len(self._numbers())
+
+    def _numbers(self) -> Ids:
+        return self._settings.share(np.arange(math.ceil(len(self._ids) / self._batch_size)))
+
+    def _epoch_seeds(self, epoch: int) -> Sequence[Ids]:
+        size = self._batch_size
+        if self._settings.shuffle:
+            seed = self._settings.seed
+            return epoch_batches(self._ids, batch_size=size, seed=seed, epoch=epoch)
+        return [self._ids[i : i + size] for i in range(0, len(self._ids), size)]
+
+    def _pipeline_of(self, stages: Sequence[Stage], first: int) -> Pipeline:
+        """Run the batches from place ``first`` on through the stages, a thread for each."""
+        assert self._settings.prefetch is not None, "these loaders have a number"
+        return Pipeline(
+            iter(self._numbers()[first:].tolist()),
+            [[stage] for stage in stages],
+            capacity=self._settings.prefetch,
+            timeout_s=self._settings.timeout_s,
+        )
+
+
+@dataclasses.dataclass
+class _Reading:
+    """What was read so far; apart from the loader, so that its threads need not hold it."""
+
+    total: ReadStatistics = dataclasses.field(default_factory=ReadStatistics)
+    rows: int = 0
+
+
+class OnlineLoader(_SampledLoader[MiniBatch]):
+    """Sample and gather mini-batches on the fly, a few batches ahead of the training loop.
+
+    Iterating yields the batches of the current epoch; after a whole epoch the next one begins,
+    with other samples and, with ``shuffle``, another order of ids.
+
+    Args:
+        dataset: Dataset that holds topology, features and labels.
+        ids: Seed node ids, distinct, or a mask over all nodes.
+        fanouts: Neighbours per hop, -1 for all.
+        batch_size: Seeds per batch; the last batch of an epoch may be smaller.
+        topology: Topology to sample from; None opens the dataset's.
+        features: "disk" reads each batch's rows from the feature file, "memory" loads the file
+            first, an array [nodes, dim] serves rows itself.
+        shuffle: Put the ids in a new random order every epoch.
+        resample: Draw other neighbours every epoch; False repeats the draws of epoch 0.
+        seed: Seed of order and samples.
+        form: "edge_index", or "blocks" for layered models.
+        device: Where the tensors are put.
+        prefetch: Batches that are prepared ahead.
+        rank: Rank of this process.
+        world_size: Number of processes that share the batches of an epoch.
+        remainder: "drop" leaves out the last batches of an epoch that do not fill a step of all
+            ranks, "repeat" hands the first ones out again.
+        backend: Reading engine for features on disk.
+        verify: Check the checksums of what is read.
+        timeout_s: Longest wait for one batch before an error names the stage that hangs.
+
+    Raises:
+        ConfigurationError: A setting is out of range.
+
+    Examples:
+        >>> import tempfile
+        >>> from fivefold.gnn.data import generate_graph
+        >>> folder = tempfile.mkdtemp()
+        >>> dataset = generate_graph(folder, nodes=200, dim=4, seed=0)
+        >>> loader = OnlineLoader(dataset, dataset.train, fanouts=[3, 3], batch_size=8)
+        >>> batch = next(iter(loader))
+        >>> batch.batch_size, tuple(batch.x.shape) == (batch.num_nodes, 4)
+        (8, True)
+        >>> loader.close()
+    """
+
+    def __init__(  # noqa: PLR0913 - independent options, each with a default
+        self,
+        dataset: Dataset,
+        ids: ArrayLike,
+        *,
+        fanouts: Sequence[int],
+        batch_size: int,
+        topology: Topology | None = None,
+        features: Literal["disk", "memory"] | npt.NDArray[Any] = "disk",
+        shuffle: bool = False,
+        resample: bool = True,
+        seed: int = 0,
+        form: Literal["edge_index", "blocks"] = "edge_index",
+        device: torch.device | str = "cpu",
+        prefetch: int = 2,
+        rank: int = 0,
+        world_size: int = 1,
+        remainder: Remainder = "drop",
+        backend: Backend = "auto",
+        verify: bool = True,
+        timeout_s: float = 120.0,
+    ) -> None:
+        settings = LoaderSettings(
+            device=checked_device(device),
+            shuffle=shuffle,
+            seed=seed,
+            prefetch=prefetch,
+            rank=rank,
+            world_size=world_size,
+            remainder=remainder,
+            timeout_s=timeout_s,
+        )
+        self._form, self._resample = checked_form(form), resample
+        seeds = checked_ids(ids, dataset.num_nodes)
+        self._seeds = SeedTable(seeds, dataset.labels if dataset.has_labels else None)
+        self._sampler = NeighborSampler(
+            dataset.topology() if topology is None else topology, fanouts, seed=seed
+        )
+        _check_features(features, dataset.num_nodes)
+        self._rows = open_rows(dataset.features, features, backend=backend, verify=verify)
+        self._read = _Reading()
+        super().__init__(seeds, batch_size, settings, self._rows.close)
+
+    def _start(self, epoch: int, first: int) -> Pipeline:
+        seeds, reading, drawn = self._epoch_seeds(epoch), self._read, epoch * self._resample
+        sampler, rows, device = self._sampler, self._rows, self._settings.device
+        table, form = self._seeds, self._form
+
+        def sample(ticket: Ticket) -> SampledBatch:
+            return sampler.sample(seeds[ticket.batch], epoch=drawn, batch=ticket.batch)
+
+        def read(ticket: Ticket) -> tuple[SampledBatch, npt.NDArray[Any]]:
+            sampled: SampledBatch = ticket.value
+            out = np.empty((len(sampled.node_ids), *rows.row_shape), rows.dtype)
+            reading.total += rows.read(sampled.node_ids, out)
+            reading.rows += len(out)
+            return sampled, out
+
+        def build(ticket: Ticket) -> MiniBatch:
+            sampled, out = ticket.value
+            return assemble(sampled, torch.from_numpy(out), table, form=form).to(device)
+
+        stages = [Stage("sample", sample), Stage("read rows", read), Stage("build tensors", build)]
+        return self._pipeline_of(stages, first)
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "topology": self._sampler.topology.fingerprint,
+            "fanouts": list(self._sampler.fanouts),
+            "ids": f"{len(self._ids)} {zlib.crc32(self._ids.tobytes()):08x}",
+            "batch_size": self._batch_size,
+            "resample": self._resample,
+            **self._settings.identity(),
+        }
+
+    def statistics(self) -> LoaderStatistics:
+        """Return counts since the loader was made; rows come from the "file" or from "memory"."""
+        shape, total = self._rows.row_shape, self._read.total
+        return LoaderStatistics(
+            batches=self._delivered,
+            rows={self._rows.level: self._read.rows},
+            row_bytes=math.prod(shape) * self._rows.dtype.itemsize,
+            requests=total.requests,
+            bytes_read=total.bytes_read,
+            cold_bytes=total.bytes_used,
+            stage_s=self._stage_s(self._pipeline),
+            wait_s=self._wait_s(self._pipeline),
+        )
+
+
+def _check_features(features: str | npt.NDArray[Any], num_nodes: int) -> None:
+    if isinstance(features, str):
+        if features not in ("disk", "memory"):
+            raise ConfigurationError(
+                f"features is {features!r}", hint='use "disk", "memory" or an array'
+            )
+    elif features.ndim != 2 or len(features) != num_nodes:
+        raise ConfigurationError(
+            f"features have shape {list(features.shape)} for {num_nodes} nodes",
+            hint="give one row per node, in the order of the node ids",
+        )
+
+
+class HeteroLoader(_SampledLoader[HeteroMiniBatch]):
+    """Sample and read mini-batches of several types, a few batches ahead of the training loop.
+
+    Iterating yields the batches of the current epoch; after a whole epoch the next one begins.
+
+    Args:
+        dataset: Graph, features and labels.
+        input_type: Node type of the seeds.
+        ids: Seeds, distinct, or a mask; None for the training nodes of that type.
+        fanouts: Neighbours per hop, -1 for all; for all edge types alike or by edge type.
+        batch_size: Seeds per batch; the last batch of an epoch may be smaller.
+        topology: Topology to sample from; None opens the dataset's.
+        shuffle: Put the seeds in a new random order every epoch.
+        seed: Seed of order and samples.
+        device: Where the tensors are put.
+        prefetch: Batches that are prepared ahead.
+        rank: Rank of this process.
+        world_size: Number of processes that share the batches of an epoch.
+        remainder: "drop" leaves out the last batches of an epoch that do not fill a step of all
+            ranks, "repeat" hands the first ones out again.
+        backend: Reading engine.
+        verify: Check the checksums of what is read.
+        timeout_s: Longest wait for one batch before an error names the stage that hangs.
+
+    Raises:
+        ConfigurationError: A setting is out of range, or fan-outs do not fit the edge types.
+        DataError: There is no such node type, or it has no labels to take the seeds from.
+
+    Examples:
+        >>> import tempfile
+        >>> from fivefold.gnn.data import HeteroSource, array_source, ingest
+        >>> one = array_source([[0, 1], [1, 0]], features=np.eye(2, dtype=np.float32))
+        >>> source = HeteroSource(
+        ...     name="pair", nodes={"a": one}, edges={("a", "to", "a"): one.edges()})
+        >>> with ingest(source, tempfile.mkdtemp()) as dataset:
+        ...     with HeteroLoader(dataset, "a", [0], fanouts=[2], batch_size=1) as loader:
+        ...         next(iter(loader)).x_dict["a"].tolist()
+        [[1.0, 0.0], [0.0, 1.0]]
+    """
+
+    def __init__(  # noqa: PLR0913 - independent options, each with a default
+        self,
+        dataset: HeteroDataset,
+        input_type: str,
+        ids: ArrayLike | None = None,
+        *,
+        fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]],
+        batch_size: int,
+        topology: HeteroTopology | None = None,
+        shuffle: bool = False,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        prefetch: int = 2,
+        rank: int = 0,
+        world_size: int = 1,
+        remainder: Remainder = "drop",
+        backend: Backend = "auto",
+        verify: bool = True,
+        timeout_s: float = 120.0,
+    ) -> None:
+        settings = LoaderSettings(
+            device=checked_device(device),
+            shuffle=shuffle,
+            seed=seed,
+            prefetch=prefetch,
+            rank=rank,
+            world_size=world_size,
+            remainder=remainder,
+            timeout_s=timeout_s,
+        )
+        chosen = dataset.split(input_type, "train") if ids is None else ids
+        labels = dataset.labels(input_type) if dataset.has_labels(input_type) else None
+        seeds = checked_ids(chosen, dataset.num_nodes.get(input_type, 0))
+        self._input_type = input_type
+        self._sampler = HeteroNeighborSampler(
+            dataset.topology() if topology is None else topology, fanouts, seed=seed
+        )
+        rows = {
+            name: DiskRows(dataset.features(name), backend=backend, verify=verify)
+            for name in dataset.node_types
+            if dataset.has_features(name)
+        }
+        self._reader = _HeteroReader(rows, input_type, labels)
+        super().__init__(seeds, batch_size, settings, self._reader.close)
+
+    def _start(self, epoch: int, first: int) -> Pipeline:
+        sampler, reader, device = self._sampler, self._reader, self._settings.device
+        seeds, name = self._epoch_seeds(epoch), self._input_type
+
+        def sample(ticket: Ticket) -> HeteroSampledBatch:
+            return sampler.sample({name: seeds[ticket.batch]}, epoch=epoch, batch=ticket.batch)
+
+        def read(ticket: Ticket) -> HeteroMiniBatch:
+            return reader.read(ticket.value).to(device)
+
+        return self._pipeline_of([Stage("sample", sample), Stage("read rows", read)], first)
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "topology": self._sampler.topology.fingerprint,
+            "fanouts": [[list(kind), list(n)] for kind, n in self._sampler.fanouts.items()],
+            "input_type": self._input_type,
+            "ids": len(self._ids),
+            "batch_size": self._batch_size,
+            **self._settings.identity(),
+        }
+
+
+class _HeteroReader:
+    """From a sample to a batch with its rows; apart from the loader, as its threads use it."""
+
+    def __init__(
+        self, rows: dict[str, DiskRows], input_type: str, labels: npt.NDArray[np.int64] | None
+    ) -> None:
+        self._rows, self._input_type, self._labels = rows, input_type, labels
+
+    def close(self) -> None:
+        for rows in self._rows.values():
+            rows.close()
+
+    def read(self, sample: HeteroSampledBatch) -> HeteroMiniBatch:
+        x = {name: self._features(name, sample.node_ids[name]) for name in self._rows}
+        seeds = sample.seeds(self._input_type)
+        y = None if self._labels is None else torch.from_numpy(self._labels[seeds])
+        return HeteroMiniBatch(
+            x_dict=x,
+            edge_index_dict={
+                kind: torch.from_numpy(sample.edge_index(kind)) for kind in sample.sources
+            },
+            n_id_dict={name: torch.from_numpy(ids) for name, ids in sample.node_ids.items()},
+            y=y,
+            input_type=self._input_type,
+            batch_size=len(seeds),
+            number=sample.number,
+            num_sampled_nodes_dict={n: c.tolist() for n, c in sample.nodes_per_hop.items()},
+            num_sampled_edges_dict={k: c.tolist() for k, c in sample.edges_per_hop.items()},
+        )
+
+    def _features(self, name: str, ids: Ids) -> torch.Tensor:
+        rows = self._rows[name]
+        out = np.empty((len(ids), *rows.row_shape), rows.dtype)
+        if len(ids):
+            rows.read(ids, out)
+        return torch.from_numpy(out)
