@@ -279,7 +279,7 @@ def _about(schema: type[BaseModel], key: str) -> str | None:
 
 
 def _sections(schema: type[BaseModel], prefix: str = "") -> dict[str, dict[str, Any]]:
-    """Keys by the dotted name of their table, also of tables within tables."""
+    """Return the keys by the dotted name of their table, also of tables within tables."""
     found: dict[str, dict[str, Any]] = {}
     for name, field in schema.model_fields.items():
         for kind in typing.get_args(field.annotation) or (field.annotation,):
@@ -290,7 +290,7 @@ def _sections(schema: type[BaseModel], prefix: str = "") -> dict[str, dict[str, 
 
 
 def _items(schema: type[BaseModel], key: str) -> str | None:
-    """How many numbers a list of a fixed length takes, in words; None where it may have any."""
+    """Return how many numbers a list must have, in words; None where it may have any."""
     section, _, name = _ITEM.sub("", key).rpartition(".")
     arguments = typing.get_args(_annotation(schema, section, name))
     if typing.get_origin(_annotation(schema, section, name)) is not tuple or ... in arguments:
