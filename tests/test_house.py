@@ -124,6 +124,16 @@ def test_a_room_imports_only_what_it_may(room):
             assert other in {None, room} or not private, f"{path.name} reaches into {module}"
 
 
+LAYERS = ["network", "flows", "collectives", "tasks", "strategy"]
+
+
+@pytest.mark.parametrize("below", LAYERS[:-1])
+def test_each_layer_stands_on_the_one_below(below):
+    above = LAYERS[LAYERS.index(below) + 1]
+    files = (PACKAGE / above).rglob("*.py")
+    assert any(room_of(module) == below for path in files for module in imports_of(path))
+
+
 @pytest.mark.parametrize("room", PUBLIC)
 def test_exports_exist_and_are_documented(room):
     module = importlib.import_module(f"fivefold.{room}")

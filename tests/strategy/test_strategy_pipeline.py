@@ -74,7 +74,11 @@ def test_1f1b_and_gpipe_equal_a_simulated_pipeline(stages, micro_batches, forwar
             assert shape.stored == max(most)
             for stage in range(stages):
                 kept = stored_at(
-                    name, stage=stage, stages=stages, micro_batches=micro_batches, virtual=1
+                    name,
+                    after=stages - 1 - stage,
+                    stages=stages,
+                    micro_batches=micro_batches,
+                    virtual=1,
                 )
                 assert kept == most[stage]
 
@@ -122,7 +126,7 @@ def test_dualpipe_and_interleaving_forms(p, f, i, w):
 def test_layers_are_dealt_out_whole(layers, stages, outer):
     if stages > layers:
         return
-    first, middle, last = stage_layers(layers, stages, embedding_layers=outer)
+    first, middle, last = map(int, stage_layers(layers, stages, embedding_layers=outer))
     if stages == 1:
         assert first == middle == last == layers
     elif not outer:

@@ -1,7 +1,13 @@
 """Layer 1: how model, data and states are split over GPUs, at what cost, and which is best."""
 
 from fivefold.strategy._cluster import Cluster, load_cluster, named_clusters, reached_tiers
-from fivefold.strategy._cost import Prediction, TimeUse, evaluate_plan
+from fivefold.strategy._cost import (
+    CostTable,
+    Prediction,
+    TimeUse,
+    evaluate_plan,
+    evaluate_table,
+)
 from fivefold.strategy._demand import axis_groups, plan_demand
 from fivefold.strategy._device import DeviceSpec
 from fivefold.strategy._job import Job, job_from_table, load_job, plan_to_toml
@@ -24,7 +30,6 @@ from fivefold.strategy._presets import (
 from fivefold.strategy._search import SearchResult, search_plans
 from fivefold.strategy._space import SearchSpace
 from fivefold.strategy._table import PlanTable
-from fivefold.strategy._table_cost import CostTable, evaluate_table
 from fivefold.strategy._torchtitan import torchtitan_config
 from fivefold.strategy._trainer import trainer_config
 

@@ -5,6 +5,7 @@ Layers are looked up: the few hundred that differ are computed by ``_layer``.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -15,6 +16,7 @@ from fivefold.collectives.pricing import FabricSpec, Groups, collective_time_s
 from fivefold.strategy._device import DeviceSpec
 from fivefold.strategy._layer import LayerCost, LayerKey, head_cost, mean_layer_cost
 from fivefold.strategy._model import ModelSpec
+from fivefold.strategy._pipeline import stage_layers
 from fivefold.strategy._table import PlanTable, decode
 
 Floats = npt.NDArray[np.float64]
@@ -45,18 +47,10 @@ class Columns:
         self.micro_batches: Ints = t.global_batch // (t.data * t.micro_batch)
         self.expert_replicas: Ints = np.maximum(self.replicas // t.expert, 1)
         self.expert_shards: Floats = np.maximum(self.shards / t.expert, 1.0)
-        self.counts = self._stage_layers()
-
-    def _stage_layers(self) -> tuple[Ints, Ints, Ints]:
-        p, layers = self.table.pipeline, self.model.num_layers
-        outer = self.table.embedding_layers.astype(bool)
-        each, rest = np.divmod(np.where(outer, layers + 2, layers), p)
-        full = (rest > np.maximum(p - 2, 0)).astype(np.int64)
-        first = np.where(outer, each - 1, each) + full
-        middle = each + (rest > 0)
-        last = np.where(outer, each - 1, each)
-        one = p == 1
-        return tuple(np.where(one, layers, count) for count in (first, middle, last))  # type: ignore[return-value]
+        self._parameters: dict[int, tuple[Floats, Floats]] = {}
+        self.counts = stage_layers(
+            self.model.num_layers, t.pipeline, embedding_layers=t.embedding_layers == 1
+        )
 
     def group(self, size: Ints, stride: Ints) -> Groups:
         """The groups of an axis of every plan's mesh."""
@@ -66,8 +60,19 @@ class Columns:
         """Seconds of a collective of each plan."""
         return collective_time_s(self.fabric, kind, size_bytes=size_bytes, group=group)
 
-    def layer(self) -> tuple[dict[str, Floats], dict[str, Floats]]:
-        """Costs of the mean layer and of the head, looked up by what they depend on."""
+    @functools.cached_property
+    def layer(self) -> dict[str, Floats]:
+        """Costs of the mean layer, as ``LayerCost`` names them."""
+        return self._costs[0]
+
+    @functools.cached_property
+    def head(self) -> dict[str, Floats]:
+        """Costs of the head."""
+        return self._costs[1]
+
+    @functools.cached_property
+    def _costs(self) -> tuple[dict[str, Floats], dict[str, Floats]]:
+        """Layers and heads, looked up by what they depend on."""
         t = self.table
         place = ((t.tensor * 4096 + t.context) * 4096 + t.expert) * 2**28 + self.layer_stride
         _, place_id = np.unique(place, return_inverse=True)
@@ -87,6 +92,11 @@ class Columns:
 
     def parameters(self, stage: int) -> tuple[Floats, Floats]:
         """Parameters on one GPU of the first, middle or last stage, kept and routed."""
+        if stage not in self._parameters:
+            self._parameters[stage] = self._count_parameters(stage)
+        return self._parameters[stage]
+
+    def _count_parameters(self, stage: int) -> tuple[Floats, Floats]:
         model, t = self.model, self.table
         if model.stages:
             return model.num_parameters / t.pipeline, np.zeros(len(t))
@@ -104,6 +114,12 @@ class Columns:
         one = t.pipeline == 1
         kept = kept + np.where(one | (stage == 0), embedding, 0.0)
         return kept + np.where(one | (stage == 2), head, 0.0), routed
+
+    def outer_parameters(self) -> tuple[Floats, Floats]:
+        """Parameters of the first or the last stage, whichever keeps more."""
+        first, last = self.parameters(0), self.parameters(2)
+        more = (first[0] > last[0]) | ((first[0] == last[0]) & (first[1] >= last[1]))
+        return np.where(more, first[0], last[0]), np.where(more, first[1], last[1])
 
 
 def _key_plan(table: PlanTable, row: int, *, stride: int, ranks: int) -> LayerKey:

@@ -10,14 +10,15 @@ import dataclasses
 
 from fivefold.collectives.pricing import FabricSpec, Tier
 from fivefold.errors import ConfigurationError
+from fivefold.strategy._columns import Columns
 from fivefold.strategy._cost import evaluate_plan
 from fivefold.strategy._device import DeviceSpec
-from fivefold.strategy._layer import LayerKey, mean_layer_cost
-from fivefold.strategy._memory import stage_parameters
+from fivefold.strategy._layer import LayerKey
 from fivefold.strategy._model import ModelSpec
 from fivefold.strategy._operators import Operator, head_operators, layer_operators
-from fivefold.strategy._pipeline import pipeline_shape, stage_layers
+from fivefold.strategy._pipeline import pipeline_shape
 from fivefold.strategy._plan import ParallelPlan
+from fivefold.strategy._table import PlanTable
 from fivefold.tasks import IterationDemand, Message
 
 _FREE_BYTES_PER_S = 1e30
@@ -76,11 +77,13 @@ def plan_demand(
     # ZeRO changes messages and the optimizer's share of work, never what layers compute.
     free = _free_fabric(plan.num_gpus, gpus_per_node)
     quiet = evaluate_plan(model, device, free, plan=dataclasses.replace(plan, tau=1)).time
-    layers = max(
-        stage_layers(model.num_layers, plan.pipeline, embedding_layers=plan.embedding_layers)
-    )
+    columns = Columns(model, device, free, PlanTable.of([plan]))
+    layers = max(int(count[0]) for count in columns.counts)
     segments = max(1, min(layers, _MOST_SEGMENTS))
-    forward_share = _forward_share(model, device, free, plan)
+    forward_s, input_s, weight_s = (
+        float(columns.layer[name][0]) for name in ("forward_s", "input_s", "weight_s")
+    )
+    forward_share = forward_s / (forward_s + input_s + weight_s)
     once_s = (quiet.compute_s + quiet.recompute_s) / plan.num_micro_batches / segments
     return IterationDemand(
         segments=segments,
@@ -89,7 +92,7 @@ def plan_demand(
         backward_s=(1 - forward_share) * once_s,
         messages=(
             *_layer_messages(model, device, plan, share=layers / segments, segments=segments),
-            *_state_messages(model, device, plan, segments=segments),
+            *_state_messages(columns, plan, segments=segments),
         ),
         p2p=_pipeline_messages(model, device, plan),
         bubble_s=max(quiet.idle_s, 0.0),  # uneven stages count in the compute already
@@ -114,14 +117,6 @@ def _free_fabric(gpus: int, gpus_per_node: int) -> FabricSpec:
             for size in sizes
         ),
     )  # fmt: skip
-
-
-def _forward_share(
-    model: ModelSpec, device: DeviceSpec, free: FabricSpec, plan: ParallelPlan
-) -> float:
-    """Forward's part of a stage's compute."""
-    layer = mean_layer_cost(model, device, free, key=LayerKey.of(plan))
-    return layer.forward_s / (layer.forward_s + layer.input_s + layer.weight_s)
 
 
 def _operators(
@@ -167,11 +162,10 @@ def _layer_messages(
     return tuple(found)
 
 
-def _state_messages(
-    model: ModelSpec, device: DeviceSpec, plan: ParallelPlan, *, segments: int
-) -> tuple[Message, ...]:
+def _state_messages(columns: Columns, plan: ParallelPlan, *, segments: int) -> tuple[Message, ...]:
     """Gradients and parameters of a segment."""
-    kept, routed = max(stage_parameters(model, plan, name) for name in ("first", "last"))
+    device = columns.device
+    kept, routed = (float(count[0]) for count in columns.outer_parameters())
     found: list[Message] = []
     for count, whole, shards in (
         (kept, "data", "shard"), (routed, "expert_data", "expert_data"),

@@ -21,6 +21,7 @@ from fivefold.strategy._operators import (
     tokens_of,
 )
 from fivefold.strategy._plan import ParallelPlan
+from fivefold.tasks import exposed_s
 
 _CAST_BYTES = 4.0
 
@@ -300,23 +301,20 @@ def _tensor_times(
         once = backward = 2 * gather
         if key.regather:
             # The gather for the weights runs beside the product for the inputs.
-            backward += max(0.0, gather - products.input_s * (1 - device.overlap_slowdown))
+            backward += _exposed_s(gather, products.input_s * (1 - device.overlap_slowdown))
     # Products and messages are interleaved by writes into one another's memory: NVLink's reach.
     if key.tensor_overlap == "none" or not fabric.holds_in_node(key.tensor, key.ranks):
         return _Times(forward_s=once, input_s=backward)
     slices = device.slices if key.tensor_overlap == "pipe" else max(key.tensor, 2)
+    beside = functools.partial(_exposed_s, pieces=slices, slowdown=device.overlap_slowdown)
     return _Times(
-        forward_s=_hidden_s(device, once, products.forward_s, slices=slices),
-        input_s=_hidden_s(device, backward, products.input_s + products.weight_s, slices=slices),
+        forward_s=beside(once, products.forward_s),
+        input_s=beside(backward, products.input_s + products.weight_s),
     )
 
 
-def _hidden_s(device: DeviceSpec, sent_s: float, computed_s: float, *, slices: int) -> float:
-    """What ``sent_s`` adds to ``computed_s``: one slice, what does not fit, and the slowdown."""
-    tail_s = sent_s / slices
-    body_s = sent_s - tail_s
-    hidden_s = min(body_s, computed_s)
-    return tail_s + (body_s - hidden_s) + device.overlap_slowdown * hidden_s
+def _exposed_s(sent_s: float, beside_s: float, **how: float) -> float:
+    return float(exposed_s(sent_s, beside_s, **how))
 
 
 def _context_times(
@@ -334,9 +332,10 @@ def _context_times(
         if op.kind == "attention":
             attention = attention.plus(_attention_times(device, op, causal=causal))
     share = (key.context - 1) / key.context
+    beside = functools.partial(_exposed_s, pieces=key.context, slowdown=device.overlap_slowdown)
     return _Times(
-        forward_s=_hidden_s(device, sent_s, share * attention.forward_s, slices=key.context),
-        input_s=_hidden_s(device, 2 * sent_s, share * attention.input_s, slices=key.context),
+        forward_s=beside(sent_s, share * attention.forward_s),
+        input_s=beside(2 * sent_s, share * attention.input_s),
     )
 
 

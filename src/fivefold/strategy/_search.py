@@ -1,4 +1,4 @@
-"""The best plan of a space, its front of time against memory, and why the others are out.
+"""The best plan of a space, its Pareto front of time against memory, and why the others are out.
 
 Outer choices are bounded from below in time and in memory by what no switch can change, sorted by
 the bound, and evaluated block by block in columns, until no bound is under the best time found.
@@ -17,9 +17,10 @@ import numpy.typing as npt
 
 from fivefold.collectives.pricing import FabricSpec
 from fivefold.errors import InfeasibleError
-from fivefold.strategy._bounds import lower_bounds
-from fivefold.strategy._cost import Prediction, evaluate_plan
+from fivefold.strategy._columns import Columns, Floats
+from fivefold.strategy._cost import Prediction, evaluate_plan, evaluate_table, least_time_s
 from fivefold.strategy._device import DeviceSpec
+from fivefold.strategy._memory import OPTIMIZER_BYTES, WEIGHT_BYTES, stored_bytes
 from fivefold.strategy._model import ModelSpec
 from fivefold.strategy._plan import ParallelPlan
 from fivefold.strategy._space import (
@@ -28,17 +29,17 @@ from fivefold.strategy._space import (
     SearchSpace,
     block_table,
     inner_table,
+    layer_table,
     outer_choices,
 )
 from fivefold.strategy._table import PlanTable
-from fivefold.strategy._table_cost import evaluate_table
 from fivefold.units import format_bytes
 
 _BLOCK_ROWS = 200_000
 _FIRST_ROWS = 5_000
 _MOST_TRIED = 200
 _MOST_DOUBLINGS = 7
-Floats = npt.NDArray[np.float64]
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +56,6 @@ class SearchResult:
         ruled_out: Reasons, each with the number of plans (or of outer choices, for those that
             cannot run the model) it ruled out.
         seconds: Of the search.
-
-    Examples:
-        >>> SearchResult.__name__
-        'SearchResult'
     """
 
     best: tuple[Prediction, ...]
@@ -156,22 +153,19 @@ def search_plans(
         fabric: Joined how.
         space: Which plans are looked at.
         top: How many of the fastest to return.
-        front: Whether the front of time against memory is wanted, which bounds less.
+        front: Whether the Pareto front of time against memory is wanted, which bounds less.
         bounds: False evaluates every plan.
 
     Raises:
         InfeasibleError: The fabric has fewer GPUs, no plan can run the model, or none fits.
 
     Examples:
-        >>> gpt = ModelSpec(name="1B", num_layers=24, hidden=2048, num_heads=16, seq_len=2048,
-        ...                 vocab=51200)
-        >>> device = DeviceSpec(name="a100", peak_flops=312e12, memory_bytes=80e9,
-        ...                     memory_bandwidth_bytes_per_s=2.0e12, multiprocessors=108)
-        >>> from fivefold.collectives.pricing import Tier
-        >>> node = FabricSpec(name="node", tiers=(Tier(name="node", gpus=8,
-        ...                                            bandwidth_bytes_per_s=300e9),))
+        >>> from fivefold.strategy import load_cluster, named_model
+        >>> cluster = load_cluster("a100-megatron")
         >>> space = SearchSpace(num_gpus=8, global_batch=64)
-        >>> search_plans(gpt, device, node, space=space).best[0].plan.data
+        >>> found = search_plans(named_model("gpt3-1.3b"), cluster.device, cluster.fabric,
+        ...                      space=space)
+        >>> found.best[0].plan.data
         8
     """
     started_s = time.perf_counter()
@@ -214,7 +208,7 @@ class _Walk:
         self.time_s = np.zeros(len(plans))
         self.memory_bytes = np.zeros(len(plans))
         if bounds:
-            self.time_s, self.memory_bytes = lower_bounds(
+            self.time_s, self.memory_bytes = _lower_bounds(
                 found.model, found.device, found.fabric, space=space, plans=plans,
                 patterns=self.patterns,
             )  # fmt: skip
@@ -258,6 +252,51 @@ class _Walk:
             self.found.look_at(table, front=self.front)
 
 
+def _lower_bounds(
+    model: ModelSpec, device: DeviceSpec, fabric: FabricSpec, *, space: SearchSpace,
+    plans: list[ParallelPlan], patterns: list[Pattern],
+) -> tuple[Floats, Floats]:  # fmt: skip
+    """Least seconds and least bytes of every outer choice, whatever its switches.
+
+    Time: every micro-batch on a stage of mean speed at the fastest layer that any switch gives, and
+    the bubble at that speed. The slowest stage is no faster than the mean, messages and the
+    optimizer only add. Memory: states shared and offloaded as far as the space allows, the least
+    stored activations of any switch.
+    """
+    time_s, memory_bytes = np.zeros(len(plans)), np.zeros(len(plans))
+    for pattern in set(patterns):
+        rows = np.array([i for i, p in enumerate(patterns) if p == pattern])
+        inner = layer_table(space, pattern)
+        table = block_table([plans[i] for i in rows], inner)
+        columns = Columns(model, device, fabric, table)
+        shape = (len(rows), len(inner["recompute"]))
+        time_s[rows] = least_time_s(columns).reshape(shape).min(axis=1)
+        stored = stored_bytes(columns, stage=0)
+        if True in space.offload:
+            stored = np.minimum(stored, 2.0 * columns.layer["stored_bytes"])
+        least = (stored + columns.layer["working_bytes"]).reshape(shape).min(axis=1)
+        states = _least_states(columns, space, pattern).reshape(shape)[:, 0]
+        memory_bytes[rows] = least + states + device.reserved_bytes
+    return time_s * (1 - _ROUNDING), memory_bytes * (1 - _ROUNDING)
+
+
+def _least_states(columns: Columns, space: SearchSpace, pattern: Pattern) -> Floats:
+    """States of the first stage, whose activations the bound takes too."""
+    kept, routed = columns.parameters(0)
+    whole = kept + routed
+    levels = space.zero if pattern.copies else (0,)
+    most = max(levels)
+    shards = columns.replicas
+    shared = kept / shards + routed / np.maximum(shards / columns.table.expert, 1.0)
+    weights = WEIGHT_BYTES * (shared if most >= 3 else whole)
+    gradients = columns.device.gradient_bytes * (shared if most >= 2 else whole)
+    optimizer = OPTIMIZER_BYTES * (shared if most >= 1 else whole)
+    if True in space.offload:
+        layers = np.maximum(columns.model.num_layers / columns.table.pipeline, 1.0)
+        return weights * np.minimum(2.0 / layers, 1.0) + gradients
+    return weights + gradients + optimizer
+
+
 def _raise_no_choice(outer: Outer, space: SearchSpace) -> None:
     reasons = "; ".join(reason for reason, _ in outer.ruled_out.most_common(3))
     reasons = reasons or f"no degrees of the search space multiply to {space.num_gpus}"
@@ -290,7 +329,7 @@ def _raise_no_fit(found: _Found, space: SearchSpace) -> None:
             break
     needed = found.least_bytes
     if found.least_plan is None:
-        table = lower_bounds_of(found, space)
+        table = _bytes_bounds(found, space)
         needed = float(table.min())
     message = (
         f"no plan fits: memory binds; the least that any plan needs is {format_bytes(needed)} "
@@ -300,11 +339,11 @@ def _raise_no_fit(found: _Found, space: SearchSpace) -> None:
     raise InfeasibleError(message, hint=hint)
 
 
-def lower_bounds_of(found: _Found, space: SearchSpace) -> Floats:
+def _bytes_bounds(found: _Found, space: SearchSpace) -> Floats:
     """Bounds of memory over a space."""
     plans = outer_choices(found.model, space, fabric=found.fabric).plans
     patterns = [Pattern.of(found.model, space, plan) for plan in plans]
-    return lower_bounds(
+    return _lower_bounds(
         found.model, found.device, found.fabric, space=space, plans=plans, patterns=patterns
     )[1]
 

@@ -97,6 +97,10 @@ class PlanTable:
         numbers = [encode(name, word) for word in words]
         return np.isin(self.columns[name], numbers)
 
+    def words(self, name: str) -> list[str]:
+        """Which words occur in a column."""
+        return [_WORDS[name][number] for number in np.unique(self.columns[name])]
+
 
 def encode(name: str, value: Any) -> int:
     """The number that stands for a setting.

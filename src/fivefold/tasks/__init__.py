@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from fivefold.tasks._exposure import exposed_s
 from fivefold.tasks._graph import CommunicationTask, ComputeTask, TaskGraph
 from fivefold.tasks._iteration import LayerCost, iteration_graph, rotated_iteration
 from fivefold.tasks._mesh import IterationDemand, Message, mesh_iteration
@@ -37,6 +38,7 @@ __all__ = [
     "TaskGraph",
     "TaskSchedule",
     "TaskSpan",
+    "exposed_s",
     "iteration_graph",
     "mesh_iteration",
     "plan_send_order",
