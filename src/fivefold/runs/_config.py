@@ -179,13 +179,11 @@ def check_tables(
     Examples:
         >>> class Run(BaseModel):
         ...     steps: Positive = 1
-        >>> class Settings(BaseModel):
-        ...     run: Run = Run()
         >>> try:
-        ...     check_tables({"run": {"steps": 0}}, Settings, source="a.toml")
+        ...     check_tables({"steps": 0}, Run, source="a.toml")
         ... except ConfigurationError as error:
         ...     print(error.message)
-        run.steps must be at least 1; got 0 (in a.toml)
+        steps must be at least 1; got 0 (in a.toml)
     """
     try:
         return schema.model_validate(tables)
