@@ -10,7 +10,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from fivefold.report import build_report, print_report, write_html
+from fivefold.report import build_report, print_page, report_page, report_text, write_html
 
 
 def write_example_run(folder: Path, *, method: str, label: str, step_s: float) -> None:
@@ -48,13 +48,13 @@ def main() -> None:
         write_example_run(folder / "co2", method="co2", label="CO2 (tau 8)", step_s=0.1)
 
         report = build_report([folder])
-        print_report(report)
+        print_page(report_text(report))
 
         co2 = report.summaries[-1]
         print(f"speed against DDP: {co2.speed_ratio_to_ddp:.1f}x")  # 4.0x
 
-        page = write_html(report, folder / "report.html")
-        print(f"{page.name}: {page.stat().st_size / 1e6:.1f} MB")
+        page = write_html(report_page(report), folder / "report.html")
+        print(f"{page.name}: {page.stat().st_size / 1e3:.0f} kB")
 
 
 if __name__ == "__main__":

@@ -243,11 +243,14 @@ def check_command(words):
 
 
 def algorithms():
-    from fivefold.collectives.algorithms import ring
+    from fivefold.collectives.algorithms import build_algorithm
     from fivefold.collectives.lowering import lower, to_msccl_xml, to_mscclpp_json
     from fivefold.collectives.schedules import all_gather, all_reduce
 
-    summed, gathered = ring(all_reduce(3, 3)), ring(all_gather(3))
+    summed, gathered = (
+        build_algorithm("ring", all_reduce(3, 3)),
+        build_algorithm("ring", all_gather(3)),
+    )
     return {
         "schedule": (gathered.to_json(), "json"),
         "program": (lower(summed).to_json(), "json"),

@@ -17,7 +17,7 @@ from fivefold.codesign._page_lanes import job_timeline, layer_timelines, link_ti
 from fivefold.codesign._unrolled import unrolled
 from fivefold.errors import ConfigurationError
 from fivefold.network.topology import Aggregation, fat_tree, parse_topology, switch
-from fivefold.report import Choice, ChoiceLog, Timeline, render_plan_html
+from fivefold.report import Decision, DecisionLog, Folded, Timeline, render_html
 from fivefold.tasks import LayerCost
 
 LAYER = LayerCost(forward_s=1.0, backward_s=2.0, gradient_bytes=10**9)
@@ -63,7 +63,8 @@ def test_the_chart_of_a_job_has_its_layers_its_waits_and_its_messages():
     assert found["forward", "0"] == pytest.approx((5.0, 6.0))
     sent = [(s.label, s.start_s, s.end_s) for s in network.spans[:2]]
     assert sent == [("1", 2.0, pytest.approx(3.0)), ("0", 4.0, pytest.approx(5.0))]
-    (layers,) = layer_timelines(window, jobs)
+    (folded,) = layer_timelines(window, jobs)
+    layers = folded.part
     assert [lane.name for lane in layers.lanes] == ["layer 0", "layer 1"]
     assert sorted(s.kind for s in layers.lanes[0].spans) == ["backward", "forward", "reduce"]
 
@@ -105,14 +106,14 @@ def test_the_page_of_a_plan_has_every_decision_and_renders():
     jobs = [job("a", tuple(range(0, 16, 2))), job("b", tuple(range(1, 16, 2)), weight=2.0)]
     found = plan_cluster(cluster, jobs)
     page = plan_page(cluster, jobs, found, command="fivefold simulate")
-    (log,) = parts_of(page, ChoiceLog)
-    assert [c.who for c in log.choices] == [record.layer for record in found.decisions]
-    for choice in log.choices:
-        assert isinstance(choice, Choice)
+    (log,) = parts_of(page, DecisionLog)
+    assert [c.who for c in log.decisions] == [record.layer for record in found.decisions]
+    for choice in log.decisions:
+        assert isinstance(choice, Decision)
         if choice.alternatives and choice.taken:
             assert choice.chosen == min(choice.alternatives, key=lambda item: item[1])[0]
-    assert len(parts_of(page, Timeline)) >= 3
-    text = render_plan_html(page)
+    assert len(parts_of(page, Timeline)) + len(parts_of(page, Folded)) >= 3
+    text = render_html(page)
     assert "What the links carry" in text
     assert "data:image/" in text
 

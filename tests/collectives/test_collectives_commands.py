@@ -76,6 +76,15 @@ def test_a_report_is_complete_in_itself(run, tmp_path):
     assert "fivefold collectives verify all_gather.json" in text
     assert "MSCCL_XML_FILES=all_gather.xml" in text
     assert "register_algorithm" in text
+    data = re.search(r'id="figures">(.*?)</script>', text, re.DOTALL)[1]
+    figures = {key: figure["curves"] for key, figure in json.loads(data).items()}
+    assert set(figures) == {"collective-time", "collective-gap"}
+    times = {curve["name"]: curve["y"] for curve in figures["collective-time"]}
+    for curve in figures["collective-gap"]:
+        over = [a / b for a, b in zip(times[curve["name"]], times["lower bound"], strict=True)]
+        assert curve["y"] == pytest.approx(over, rel=1e-4)
+    tiles = re.findall(r'<div class="tile"><b>(.*?)</b><span>(.*?)</span>', text)
+    assert [what for _, what in tiles][:3] == ["predicted time", "lower bound", "above the bound"]
 
 
 @pytest.mark.parametrize(("topology", "size"), [("ring:1", "1MB"), ("ring:2", "0B")])

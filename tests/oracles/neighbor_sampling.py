@@ -5,17 +5,52 @@ Nothing here is fast or clever. The compiled samplers are tested against it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.gnn.sampling._batch import SampledBatch
-from fivefold.gnn.sampling._hetero import EdgeType, HeteroSampledBatch, HeteroTopology
-from fivefold.gnn.sampling._random import below, draw_bits, exponential, stream_key
-from fivefold.gnn.sampling._topology import Topology
+from fivefold.gnn.sampling import HeteroSampledBatch, HeteroTopology, SampledBatch, Topology
+from fivefold.gnn.sampling._epoch import GOLDEN, mix, stream_key
 
-__all__ = ["choose_edges", "reference_hetero_sample", "reference_sample"]
+__all__ = [
+    "below",
+    "choose_edges",
+    "draw_bits",
+    "exponential",
+    "reference_hetero_sample",
+    "reference_sample",
+]
+
+
+EdgeType = tuple[str, str, str]
+
+
+def draw_bits(key: int, node: int, count: int) -> int:
+    """Return draw ``count`` (0, 1, ...) of the stream of ``node``: 64 random bits."""
+    return mix(mix(key + node * GOLDEN) + (count + 1) * GOLDEN)
+
+
+def below(bits: int, bound: int) -> int:
+    """Return an integer uniform in ``[0, bound)``: the upper half of ``bits * bound``."""
+    return bits * bound >> 64
+
+
+def exponential(bits: int) -> float:
+    """Return ``-log(u)`` for u uniform in (0, 1], to within 2 units in the last place.
+
+    ``u = f * 2**e`` and ``log(f) = 2 * atanh((f - 1) / (f + 1))`` by its series: only operations
+    that every machine rounds alike. The logarithms of two libraries may differ in the last bit.
+    """
+    fraction, exponent = math.frexp(((bits >> 11) + 1) / (1 << 53))
+    if fraction < math.sqrt(0.5):
+        fraction, exponent = 2.0 * fraction, exponent - 1
+    s = (fraction - 1.0) / (fraction + 1.0)
+    series = 0.0
+    for odd in range(23, 0, -2):
+        series = series * (s * s) + 1.0 / odd
+    return -(exponent * math.log(2.0) + 2.0 * s * series)
 
 
 def choose_edges(topology: Topology, node: int, fanout: int, key: int) -> list[int]:

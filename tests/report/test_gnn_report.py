@@ -7,7 +7,7 @@ import re
 import pytest
 
 from fivefold.errors import DataError
-from fivefold.report import build_report, print_report, render_html
+from fivefold.report import build_report, print_page, render_html, report_page, report_text
 
 STAGES = {"compute": 6.0, "data": 2.0, "validation": 1.0, "checkpoint": 0.5, "other": 0.5}
 
@@ -70,7 +70,7 @@ def write_run(folder, *, mode="disk", label="GraphSAGE, packed on disk", epochs=
 
 def text_of(report):
     file = io.StringIO()
-    print_report(report, file=file)
+    print_page(report_text(report), file=file)
     return file.getvalue()
 
 
@@ -100,13 +100,13 @@ def test_the_text_compares_modes_and_names_the_bottleneck(tmp_path):
 
 def test_the_page_is_whole_and_escaped(tmp_path):
     write_run(tmp_path / "a", label="Graph <b>SAGE</b>")
-    page = render_html(build_report([tmp_path]))
+    page = render_html(report_page(build_report([tmp_path])))
     assert "Graph &lt;b&gt;SAGE&lt;/b&gt;" in page
     assert "Plan &lt;1&gt;: 10 batches" in page
     for part in ("Graph neural networks", "Where the rows came from", "plot-graph-accuracy-epoch"):
         assert part in page
     assert "host cache: 61.4 kB" in page
-    assert "fivefold gnn train &#39;a b.toml&#39;" in page
+    assert "fivefold gnn train 'a b.toml'" in page
     assert "There is nothing to report" not in page
     assert not re.search(r"(src|href)=[\"']http", page.split("<script>")[0])
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from fivefold.errors import DataError
-from fivefold.report import build_report, print_report, render_html
+from fivefold.report import build_report, print_page, render_html, report_page, report_text
 
 
 def point(step, load, dropped=(0, 0), sent=0):
@@ -61,7 +61,7 @@ def test_figures_are_those_of_the_lines(write_run):
 def test_the_text_and_the_page_show_them(write_run):
     report = build_report([write_run(), write_run("dense", points=[])])
     text = io.StringIO()
-    print_report(report, file=text)
+    print_page(report_text(report), file=text)
     (row,) = [line for line in text.getvalue().splitlines() if "2.00x" in line]
     assert (
         re.split(r"\s{2,}", row.strip())[1:]
@@ -70,19 +70,19 @@ def test_the_text_and_the_page_show_them(write_run):
         ]
         or "12" in row
     )
-    page = render_html(report)
+    page = render_html(report_page(report))
     assert 'id="mixtures"' in page
     assert "DDP &lt;a&gt;" in page
-    assert '<td style="--load:1.0">2.50</td>' in page
+    assert '<td style="--load:1">2.50</td>' in page
     figures = json.loads(re.search(r'id="figures">(.*?)</script>', page, re.DOTALL)[1])
-    (curve,) = figures["mixture-imbalance"]["data"]
+    (curve,) = figures["mixture-imbalance"]["curves"]
     assert (curve["x"], curve["y"]) == ([5, 10], [2.5, 1.5])
 
 
 def test_dense_runs_show_nothing_of_it(write_run):
     report = build_report([write_run(points=[])])
     assert "mixtures" not in json.loads(report.to_json())
-    assert 'id="mixtures"' not in render_html(report)
+    assert 'id="mixtures"' not in render_html(report_page(report))
 
 
 @pytest.mark.parametrize(

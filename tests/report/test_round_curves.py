@@ -9,10 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.report import build_report, print_report, read_run, render_html, trace_events
-from fivefold.report._lanes import timeline_panels
+from fivefold.report import (
+    build_report,
+    print_page,
+    read_run,
+    render_html,
+    report_page,
+    report_text,
+    trace_events,
+)
+from fivefold.report._charts import timeline_svg
+from fivefold.report._curves import round_charts
 from fivefold.report._records import Manifest, Metrics, RankTrace, Run, Span, SyncPoint, TauPoint
-from fivefold.report._round_curves import round_figures
+from fivefold.report._run_timelines import timeline_section
 
 STEP_S = 0.25
 
@@ -40,14 +49,18 @@ def run_of(*ranks, method="co2", label="CO2", sync=(), tau=()):
     return Run(Path(method), method, label, manifest, metrics=metrics, ranks=ranks)
 
 
+def figures_of(runs):
+    return {chart.key: chart.curves for chart in round_charts(runs)}
+
+
 def test_rounds_of_one_length_need_no_curve_of_their_length():
     run = run_of(played([4, 4, 4, 2]), played([4, 4, 4, 2], rank=1))
-    figures = round_figures([run])
+    figures = figures_of([run])
     assert list(figures) == ["flights", "sent"]
-    waited, flown = figures["flights"]["data"]
-    assert waited["y"] == [0, 0, 0, 0.5]
-    assert flown["y"] == [0.5] * 4
-    assert flown["x"] == [1.0, 2.0, 3.0, 3.5]
+    waited, flown = figures["flights"]
+    assert waited.y == (0, 0, 0, 0.5)
+    assert flown.y == (0.5,) * 4
+    assert flown.x == (1.0, 2.0, 3.0, 3.5)
 
 
 def test_steps_of_each_round_with_the_decisions_and_the_ranks_that_differ():
@@ -55,16 +68,16 @@ def test_steps_of_each_round_with_the_decisions_and_the_ranks_that_differ():
         step=8, wall_s=2.0, round=1, previous=4, tau=6, step_s=0.25, flight_s=1.4, reason="exposed"
     )
     ranks = [played([4, 4, 6, 6]), played([4, 4, 3, 3], rank=1), played([4, 4, 6, 6], rank=2)]
-    figure = round_figures([run_of(*ranks, tau=[decision])])["steps"]
-    first, other, decisions = figure["data"]
-    assert (first["y"], other["y"]) == ([4, 4, 6, 6], [4, 4, 3, 3])
-    assert (first["line"]["shape"], other["line"]["dash"]) == ("vh", "dash")
-    assert (decisions["x"], decisions["y"]) == ([2.0], [6])
-    assert "round 1: tau 4 to 6, exposed" in decisions["text"][0]
+    figure = figures_of([run_of(*ranks, tau=[decision])])["steps"]
+    first, other, decisions = figure
+    assert (first.y, other.y) == ((4, 4, 6, 6), (4, 4, 3, 3))
+    assert (first.stepped, first.dash, other.dash) == (True, "", "6 4")
+    assert (decisions.x, decisions.y) == ((2.0,), (6,))
+    assert "round 1: tau 4 to 6, exposed" in decisions.texts[0]
 
 
 def test_staggered_fragments_of_equal_rounds_need_no_curve_of_their_length():
-    assert "steps" not in round_figures([run_of(played([4] * 12, fragments=4))])
+    assert "steps" not in figures_of([run_of(played([4] * 12, fragments=4))])
 
 
 def test_gap_and_bytes_come_from_the_engines_totals():
@@ -72,24 +85,24 @@ def test_gap_and_bytes_come_from_the_engines_totals():
         SyncPoint(step=step, wall_s=step, sent_bytes=step * 10**6, last_staleness_gap=gap)
         for step, gap in [(5, None), (10, 1.0), (15, 1.5)]
     ]
-    figures = round_figures([run_of(sync=points)])
+    figures = figures_of([run_of(sync=points)])
     assert list(figures) == ["gap", "sent"]
-    assert (figures["gap"]["data"][0]["x"], figures["gap"]["data"][0]["y"]) == ([10, 15], [1, 1.5])
-    assert figures["sent"]["data"][0]["y"] == [5, 10, 15]
+    assert (figures["gap"][0].x, figures["gap"][0].y) == ((10, 15), (1, 1.5))
+    assert figures["sent"][0].y == (5, 10, 15)
 
 
 def test_what_would_be_flat_or_empty_is_left_out():
     flat = [SyncPoint(step=n, wall_s=n, sent_bytes=0, last_staleness_gap=1.0) for n in range(3)]
-    assert round_figures([run_of(sync=flat)]) == {}
-    assert round_figures([run_of(method="ddp")]) == {}
-    assert round_figures([]) == {}
+    assert figures_of([run_of(sync=flat)]) == {}
+    assert figures_of([run_of(method="ddp")]) == {}
+    assert figures_of([]) == {}
 
 
 def test_what_ddp_sent_is_added_up_from_its_messages():
-    figures = round_figures([run_of(played([1, 2, 3]), method="ddp")])
+    figures = figures_of([run_of(played([1, 2, 3]), method="ddp")])
     assert list(figures) == ["sent"]
-    trace = figures["sent"]["data"][0]
-    assert (trace["x"], trace["y"]) == ([1, 3, 6], [1, 2, 3])
+    (curve,) = figures["sent"]
+    assert (curve.x, curve.y) == ((1, 3, 6), (1, 2, 3))
 
 
 def test_messages_counted_by_the_method_stand_in_the_place_of_the_least(comparison):
@@ -100,7 +113,7 @@ def test_messages_counted_by_the_method_stand_in_the_place_of_the_least(comparis
     report = build_report([comparison])
     co2 = report.summaries[2]
     assert (co2.message_bytes_per_step, co2.payload_bytes_per_step) == (400_000, 1_500_000)
-    page = render_html(report)
+    page = render_html(report_page(report))
     bars = re.findall(r'class="bar" role="img" aria-label="[^"]*? ([\d.]+ [kM]B \w+)"', page)
     assert bars[-4:] == ["1.5 MB payload", "400 kB messages", *bars[-2:]]
     assert sum(bar.endswith("least") for bar in bars) == 1  # DDP's
@@ -108,16 +121,16 @@ def test_messages_counted_by_the_method_stand_in_the_place_of_the_least(comparis
 
 def test_fragments_are_drawn_one_above_the_other_and_high_enough_for_their_names():
     run = run_of(played([4] * 12, flight_s=2.5, fragments=4))
-    panel = timeline_panels([run])[0]
-    flights = [box for box in panel.boxes if box.kind == "flight"]
-    rows = sorted({box.y for box in flights})
-    assert len(rows) == 4
-    assert {after - before for before, after in pairwise(rows)} == {13.0}
-    lane = next(lane for lane in panel.lanes if lane.text == "in flight")
-    assert lane.height == 52
-    assert all(lane.y - 26 <= box.y and box.y + box.height <= lane.y + 26 for box in flights)
-    assert any(box.label for box in flights)
-    assert "1 MB sent" in flights[0].title
+    (timeline,) = timeline_section([run]).parts
+    lane = next(lane for lane in timeline.lanes if lane.name == "in flight")
+    assert {span.group for span in lane.spans} == {0, 1, 2, 3}
+    assert "1 MB sent" in lane.spans[0].title
+    drawn = re.findall(r'<rect class="box k-flight"[^>]* y="([\d.]+)"[^>]* height="([\d.]+)"',
+                       timeline_svg(timeline))  # fmt: skip
+    rows = sorted({float(y) for y, _ in drawn})
+    assert {after - before for before, after in pairwise(rows)} == {12.0}
+    assert {float(height) for _, height in drawn} == {12.0}
+    assert re.search(r'<text class="in"[^>]*>round \d+</text>', timeline_svg(timeline))
 
 
 def test_the_timeline_counts_steps_per_fragment():
@@ -157,7 +170,7 @@ def test_totals_and_decisions_are_read(logged):
 
 
 def test_the_page_has_the_measured_overlap_and_a_place_for_each_curve(logged):
-    page = render_html(build_report([logged]))
+    page = render_html(report_page(build_report([logged])))
     for rank in range(2):
         assert f'aria-label="CO2 (tau 8), rank {rank} 88 % of 4 s"' in page
     figures = json.loads(re.search(r'id="figures">(.*?)</script>', page, re.DOTALL)[1])
@@ -168,14 +181,14 @@ def test_the_page_has_the_measured_overlap_and_a_place_for_each_curve(logged):
 
 
 def test_a_page_without_rounds_has_no_section_of_them(tmp_path, make_run):
-    page = render_html(build_report([make_run(tmp_path / "none", "none")]))
+    page = render_html(report_page(build_report([make_run(tmp_path / "none", "none")])))
     assert 'id="rounds"' not in page
     assert 'id="overlap"' not in page
 
 
 def test_the_text_names_each_ranks_share(comparison, tmp_path):
     with (tmp_path / "out.txt").open("w+") as file:
-        print_report(build_report([comparison]), file=file)
+        print_page(report_text(build_report([comparison])), file=file)
         file.seek(0)
         lines = [" ".join(line.split()) for line in file]
     assert "DDP 20 %, 20 % of up to 40 s" in lines

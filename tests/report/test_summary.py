@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from fivefold.report import (
     build_report,
     configuration_differences,
-    print_report,
+    print_page,
     read_runs,
+    report_page,
+    report_text,
     time_to_value,
     write_html,
 )
@@ -82,11 +84,11 @@ def test_waits_by_cause(tmp_path, make_run, finished):
     report = build_report([folder])
     assert list(report.summaries[0].waits.items()) == expected
     text = io.StringIO()
-    print_report(report, file=text)
+    print_page(report_text(report), file=text)
     (line,) = [line for line in text.getvalue().splitlines() if "all-reduce" in line]
     assert ("all-reduce 375 ms, agreement on stopping 125 ms" in line) is finished
     assert "all-reduce 500 ms" in line or finished
-    page = write_html(report, tmp_path / "report.html").read_text()
+    page = write_html(report_page(report), tmp_path / "report.html").read_text()
     assert "agreement on stopping 125 ms" in page or not finished
 
 

@@ -8,12 +8,12 @@ import sys
 
 from rich.console import Console
 
-from fivefold.report import build_report, print_report
+from fivefold.report import build_report, print_page, report_text
 
 
 def _plain(path):
     file = io.StringIO()
-    print_report(build_report([path]), file=file)
+    print_page(report_text(build_report([path])), file=file)
     return file.getvalue()
 
 
@@ -53,13 +53,13 @@ def test_a_terminal_gets_colours(comparison, monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     file = io.StringIO()
     assert Console(file=file).is_terminal  # what the variable is for
-    print_report(build_report([comparison]), file=file)
+    print_page(report_text(build_report([comparison])), file=file)
     assert "\x1b[" in file.getvalue()
     assert "█" in file.getvalue()
 
 
 def test_importing_the_room_loads_no_heavy_package():
-    heavy = {"torch", "numpy", "plotly", "jinja2", "typer"}
+    heavy = {"torch", "numpy", "matplotlib", "typer"}
     code = f"import sys, fivefold.report; sys.exit(str({heavy} & set(sys.modules) or ''))"
     answer = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False

@@ -5,13 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from fivefold.errors import ConfigurationError
+from fivefold.network.topology import Topology, parse_topology
 from fivefold.units import parse_bytes, parse_duration_s
-
-if TYPE_CHECKING:
-    from fivefold.network.topology import Topology
 
 
 class ArgumentError(ConfigurationError):
@@ -43,8 +40,6 @@ def seconds_of(text: str) -> float:
 
 def topology_of(text: str, *, bandwidth: str | None = None, latency: str | None = None) -> Topology:
     """Return the topology of a name or a file."""
-    from fivefold.network.topology import parse_topology  # noqa: PLC0415 - keeps --help fast
-
     if os.path.isfile(text):  # noqa: PTH113 - what is wrong in a file is no wrong command line
         return parse_topology(text, bandwidth=bandwidth, latency=latency)
     with typed_arguments():

@@ -5,43 +5,53 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from fivefold.cli._arguments import ArgumentError, topology_of
-from fivefold.cli._outputs import require_picture, require_writable
+from fivefold.cli._options import (
+    JobsArgument,
+    JsonOption,
+    NetworkOption,
+    PageOption,
+    PathSeedOption,
+)
+from fivefold.cli._outputs import require_picture, require_writable, write_json
+from fivefold.cli._plan_files import make_folder
+from fivefold.codesign import (
+    AblationRow,
+    CoDesignResult,
+    CoDesigns,
+    JobSpec,
+    PlanningOptions,
+    ablate,
+    ablation_page,
+    chakra_traces,
+    decisions_to_json,
+    draw_ablation,
+    load_jobs,
+    msccl_programs,
+    plan_cluster,
+    plan_page,
+    synthetic_jobs,
+    timeline_of,
+)
+from fivefold.errors import InfeasibleError, UnsupportedError
+from fivefold.network.topology import Topology
+from fivefold.report import Page, write_html
+from fivefold.runs import ProgressBar, write_text
+from fivefold.strategy import named_clusters
+from fivefold.units import format_duration_s
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from fivefold.codesign import AblationRow, CoDesignResult, CoDesigns, JobSpec
-    from fivefold.network.topology import Topology
-    from fivefold.report import PlanPage
-
-JobsArgument = Annotated[
-    Path, typer.Argument(metavar="JOBS", help="TOML file with \\[\\[jobs]]; see the guide.")
-]
-ClusterOption = Annotated[
-    str,
-    typer.Option(
-        metavar="TOPOLOGY",
-        help='Such as fat_tree:8,gpus=8, lingjun:topo.csv or cluster.toml; "fivefold topology '
-        'list" names them all.',
-    ),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Write the result as JSON.")]
-SeedOption = Annotated[int, typer.Option(min=0, help="Seed of hashed paths.")]
-ReportOption = Annotated[
-    Path | None,
-    typer.Option("--report", metavar="FILE.html", help="Page to write: pictures, charts, reasons."),
-]
 CoDesignsOption = Annotated[
     str,
     typer.Option(
-        help="What layers and jobs may tell one another: V, H, II and HN joined by +, all or none."
+        help="Co-designs to enable: vertical (V), horizontal (H), intra-inter (II), host-net (HN), "
+        "joined by +; or all, none."
     ),
 ]
 OutputOption = Annotated[
@@ -61,7 +71,7 @@ BudgetOption = Annotated[int, typer.Option(min=1, help="Most simulations while p
 def simulate_command(  # noqa: PLR0913 - each option is a parameter
     jobs: JobsArgument,
     *,
-    cluster: ClusterOption,
+    cluster: NetworkOption,
     co_designs: CoDesignsOption = "all",
     start: Annotated[
         str, typer.Option(help="Baseline: null (today's stack) or best (each layer alone).")
@@ -69,11 +79,11 @@ def simulate_command(  # noqa: PLR0913 - each option is a parameter
     guard: Annotated[
         bool, typer.Option(help="With H: no job may end later than under the baseline.")
     ] = True,
-    seed: SeedOption = 0,
+    seed: PathSeedOption = 0,
     budget: BudgetOption = 60,
     output: OutputOption = None,
     chakra: ChakraOption = None,
-    report: ReportOption = None,
+    report: PageOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Plan jobs on a cluster and simulate them beside the uncoordinated baseline.
@@ -84,12 +94,6 @@ def simulate_command(  # noqa: PLR0913 - each option is a parameter
     Examples:
         $ fivefold simulate jobs.toml --cluster fat_tree:4,gpus=2
     """
-    from fivefold.codesign import (  # noqa: PLC0415 - keeps --help fast
-        PlanningOptions,
-        load_jobs,
-        plan_cluster,
-    )
-
     require_writable(output, chakra, report)
     topology = read_network(cluster)
     specs = load_jobs(jobs, topology)
@@ -108,11 +112,9 @@ def simulate_command(  # noqa: PLR0913 - each option is a parameter
     if chakra is not None:
         _write_traces(chakra, topology, specs, found)
     if report is not None:
-        from fivefold.codesign import plan_page  # noqa: PLC0415 - keeps --help fast
-
         write_page(plan_page(topology, specs, found, command=typed_command()), report)
     if as_json:
-        typer.echo(json.dumps(_record(specs, found)))
+        write_json(_record(specs, found))
         return
     for line in _described(topology, specs, found):
         typer.echo(line)
@@ -126,14 +128,14 @@ def ablate_command(  # noqa: PLR0913 - each option is a parameter
         typer.Argument(metavar="[JOBS]", help="TOML file with \\[\\[jobs]]; left out, drawn jobs."),
     ] = None,
     *,
-    cluster: ClusterOption,
+    cluster: NetworkOption,
     seeds: Annotated[int, typer.Option(min=1, help="Number of seeds.")] = 5,
     number: Annotated[int, typer.Option(min=1, help="Jobs to draw, where none are given.")] = 5,
     sizes: Annotated[str, typer.Option(help="Ranks of drawn jobs, comma-separated.")] = "4,8",
     iterations: Annotated[int, typer.Option(min=1, help="Iterations of drawn jobs.")] = 20,
     budget: BudgetOption = 60,
     plot: Annotated[Path | None, typer.Option(help="Picture to write, .png or .svg.")] = None,
-    report: ReportOption = None,
+    report: PageOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure what each co-design buys: all sixteen combinations, against B0 and B1.
@@ -144,14 +146,6 @@ def ablate_command(  # noqa: PLR0913 - each option is a parameter
     Examples:
         $ fivefold ablate --cluster fat_tree:4,gpus=2 --seeds 3
     """
-    from fivefold.codesign import (  # noqa: PLC0415 - keeps --help fast
-        PlanningOptions,
-        ablate,
-        load_jobs,
-        synthetic_jobs,
-    )
-    from fivefold.runs import ProgressBar  # noqa: PLC0415 - as above
-
     require_picture(plot)
     require_writable(plot, report)
     topology = read_network(cluster)
@@ -176,11 +170,9 @@ def ablate_command(  # noqa: PLR0913 - each option is a parameter
         _draw(rows, plot, topology.name)
         typer.echo(f"picture: {plot}", err=True)
     if report is not None:
-        from fivefold.codesign import ablation_page  # noqa: PLC0415 - keeps --help fast
-
         write_page(ablation_page(rows, cluster=topology.name, command=typed_command()), report)
     if as_json:
-        typer.echo(json.dumps([asdict(row) for row in rows]))
+        write_json([asdict(row) for row in rows])
         return
     for line in _table(rows):
         typer.echo(line)
@@ -192,8 +184,6 @@ def read_network(text: str) -> Topology:
     Raises:
         ArgumentError: There is no such network.
     """
-    from fivefold.strategy import named_clusters  # noqa: PLC0415 - keeps --help fast
-
     if text in named_clusters():
         raise ArgumentError(
             f"{text!r} is a GPU with its software, and --cluster takes a network here",
@@ -218,8 +208,6 @@ def say_shared_ranks(jobs: Sequence[JobSpec]) -> None:
 
 def flags_of(text: str) -> CoDesigns:
     """Co-designs as the command line spells them."""
-    from fivefold.codesign import CoDesigns  # noqa: PLC0415 - keeps --help fast
-
     if text in {"all", "none"}:
         return CoDesigns.all() if text == "all" else CoDesigns.none()
     names = {"V": "vertical", "H": "horizontal", "II": "intra_inter", "HN": "host_net"}
@@ -232,11 +220,9 @@ def flags_of(text: str) -> CoDesigns:
     return CoDesigns(**{names[part]: True for part in parts})
 
 
-def write_page(page: PlanPage, path: Path) -> None:
+def write_page(page: Page, path: Path) -> None:
     """Write a page and say where it is."""
-    from fivefold.report import write_plan_html  # noqa: PLC0415 - keeps --help fast
-
-    typer.echo(f"report: {write_plan_html(page, path)}", err=True)
+    typer.echo(f"report: {write_html(page, path)}", err=True)
 
 
 def typed_command() -> str:
@@ -287,7 +273,6 @@ def _record(jobs: Sequence[JobSpec], found: CoDesignResult) -> dict[str, Any]:
 
 
 def _described(topology: Topology, jobs: Sequence[JobSpec], found: CoDesignResult) -> list[str]:
-    from fivefold.units import format_duration_s  # noqa: PLC0415 - keeps --help fast
 
     width = max(len("job"), *(len(job.job_id) for job in jobs))
     tried = _count(found.simulations, "simulation")
@@ -325,8 +310,6 @@ def _described(topology: Topology, jobs: Sequence[JobSpec], found: CoDesignResul
 
 
 def _write(folder: Path, found: CoDesignResult) -> None:
-    from fivefold.codesign import decisions_to_json, timeline_of  # noqa: PLC0415 - keeps --help fast
-    from fivefold.runs import write_text  # noqa: PLC0415 - as above
 
     write_text(folder / "plan.json", found.plan.to_json() + "\n")
     write_text(folder / "decisions.jsonl", decisions_to_json(found.decisions))
@@ -337,10 +320,6 @@ def _write_programs(
     folder: Path, topology: Topology, jobs: Sequence[JobSpec], found: CoDesignResult
 ) -> None:
     """Collectives of every job whose hosts do all the work; the others are named."""
-    from fivefold.codesign import msccl_programs  # noqa: PLC0415 - keeps --help fast
-    from fivefold.errors import InfeasibleError, UnsupportedError  # noqa: PLC0415 - as above
-    from fivefold.runs import write_text  # noqa: PLC0415 - as above
-
     for number, job in enumerate(jobs):
         try:
             programs = msccl_programs(topology, job, found.plan.jobs[job.job_id])
@@ -354,8 +333,6 @@ def _write_programs(
 def _write_traces(
     folder: Path, topology: Topology, jobs: Sequence[JobSpec], found: CoDesignResult
 ) -> None:
-    from fivefold.cli._plan_files import make_folder  # noqa: PLC0415 - keeps --help fast
-    from fivefold.codesign import chakra_traces  # noqa: PLC0415 - as above
 
     files = chakra_traces(topology, jobs, found.plan)
     make_folder(folder)
@@ -386,6 +363,5 @@ def _interval(ends: tuple[float, float]) -> str:
 
 
 def _draw(rows: Sequence[AblationRow], path: Path, name: str) -> None:
-    from fivefold.codesign import draw_ablation  # noqa: PLC0415 - keeps --help fast
 
     draw_ablation(rows, path, title=name)

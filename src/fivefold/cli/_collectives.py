@@ -6,16 +6,14 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import numpy as np
 import typer
 
 from fivefold.cli._arguments import ArgumentError, bytes_of, seconds_of, topology_of
 from fivefold.cli._collectives_bench import bench_algorithms
 from fivefold.cli._collectives_files import (
-    JsonFlag,
-    LatencyOption,
-    RateOption,
     SizeOption,
     read_algorithm,
     read_only_schedule,
@@ -23,13 +21,22 @@ from fivefold.cli._collectives_files import (
     show_facts,
     write_algorithm,
 )
+from fivefold.cli._collectives_report import Asked, collective_page, loads_title, used_shares
 from fivefold.cli._help import help_text
+from fivefold.cli._options import BandwidthOption, JsonOption, LatencyOption
 from fivefold.cli._outputs import require_writable
+from fivefold.collectives.lowering import Program, check_program, interpret, lower
+from fivefold.collectives.schedules import draw_schedule, evaluate, named_collective, verify
+from fivefold.collectives.synthesis import (
+    Sketch,
+    Synthesis,
+    SynthesisOptions,
+    published_sketch,
+    synthesize,
+)
 from fivefold.errors import DataError
-
-if TYPE_CHECKING:
-    from fivefold.collectives.synthesis import Sketch, Synthesis
-    from fivefold.network.topology import Topology
+from fivefold.network.topology import Topology, draw_topology
+from fivefold.report import write_html
 
 app = typer.Typer(
     name="collectives",
@@ -90,9 +97,7 @@ def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
     model: Annotated[
         str, typer.Option(help="Cost model: serial, slotted or fluid.", rich_help_panel=_SEARCH)
     ] = "serial",
-    seed: Annotated[
-        int, typer.Option(help="Seed of everything random.", rich_help_panel=_SEARCH)
-    ] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed.", rich_help_panel=_SEARCH)] = 0,
     cache: Annotated[
         Path | None,
         typer.Option(
@@ -107,16 +112,14 @@ def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
     report: Annotated[
         Path | None, typer.Option(help="HTML page to write: pictures, methods, other sizes.")
     ] = None,
-    bandwidth: RateOption = None,
+    bandwidth: BandwidthOption = None,
     latency: LatencyOption = None,
-    as_json: JsonFlag = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Find a fast, verified algorithm for a collective on a topology.
 
     Prints its time, the lower bound and the gap between the two.
     """
-    from fivefold.collectives.synthesis import SynthesisOptions  # noqa: PLC0415 - keeps --help fast
-
     network = topology_of(topology, bandwidth=bandwidth, latency=latency)
     if output is not None:
         require_ending(output)
@@ -135,15 +138,13 @@ def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
         write_algorithm(found.schedule, output)
         facts["output"] = str(output)
     if report is not None:
-        from fivefold.cli._collectives_report import Asked, write_report  # noqa: PLC0415 - as above
-
         asked = Asked(
             collective=found.schedule.collective.name, topology=topology, size=size,
             size_bytes=bytes_of(size), method=method, time_limit=time_limit,
             bandwidth=bandwidth, latency=latency, output=output, root=root, chunks=chunks,
             sketch=sketch, model=model, seed=seed,
         )  # fmt: skip
-        write_report(report, found, network, asked=asked)
+        write_html(collective_page(found, network, asked), report)
         facts["report"] = str(report)
     show_facts(facts, as_json=as_json)
 
@@ -165,9 +166,6 @@ def _search(
     search: dict[str, Any],
 ) -> Synthesis:  # fmt: skip
     """Ask `synthesize` as the command line says."""
-    from fivefold.collectives.schedules import named_collective  # noqa: PLC0415 - keeps --help fast
-    from fivefold.collectives.synthesis import synthesize  # noqa: PLC0415 - as above
-
     what: Any = collective
     if chunks is not None:
         what = named_collective(collective, network.num_ranks, chunks=chunks, root=options.root)
@@ -180,11 +178,6 @@ def _search(
 
 def _sketch_of(text: str) -> Sketch:
     """A sketch from a file, or a published one by its name."""
-    from fivefold.collectives.synthesis import (  # noqa: PLC0415 - keeps --help fast
-        Sketch,
-        published_sketch,
-    )
-
     path = Path(text)
     if path.suffix == ".toml":
         return Sketch.from_toml(path)
@@ -205,18 +198,11 @@ def _facts_of(found: Synthesis, network: Topology) -> dict[str, Any]:
     }
 
 
-def _verify(file: _File, *, topology: _Where = None, as_json: JsonFlag = False) -> None:
+def _verify(file: _File, *, topology: _Where = None, as_json: JsonOption = False) -> None:
     """Prove that a schedule or a program does what it says.
 
     A schedule is checked transfer by transfer, a program with symbolic values, queues and waits.
     """
-    from fivefold.collectives.lowering import (  # noqa: PLC0415 - keeps --help fast
-        Program,
-        check_program,
-        lower,
-    )
-    from fivefold.collectives.schedules import verify  # noqa: PLC0415 - as above
-
     found = read_algorithm(file)
     if isinstance(found, Program):
         program = found
@@ -247,16 +233,6 @@ def _draw(
     ] = None,
 ) -> None:
     """Draw a schedule as a chart of what each link does, and the loads of the links."""
-    from fivefold.cli._collectives_report import (  # noqa: PLC0415 - loads numpy
-        loads_title,
-        used_shares,
-    )
-    from fivefold.collectives.schedules import (  # noqa: PLC0415 - keeps --help fast
-        draw_schedule,
-        evaluate,
-    )
-    from fivefold.network.topology import draw_topology  # noqa: PLC0415 - as above
-
     schedule = read_only_schedule(file)
     network = schedule.topology
     if topology is not None:
@@ -276,21 +252,12 @@ def _run(
     file: _File,
     *,
     seed: Annotated[int, typer.Option(help="Seed of the data.")] = 0,
-    as_json: JsonFlag = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Execute an algorithm with real data on this machine, and check the result.
 
-    All ranks run in this process, on integers; sums are compared with exact ones.
+    All ranks run in this process, on integers; the results are compared with exact ones.
     """
-    import numpy as np  # noqa: PLC0415 - keeps --help fast
-
-    from fivefold.collectives.lowering import (  # noqa: PLC0415 - as above
-        Program,
-        check_program,
-        interpret,
-        lower,
-    )
-
     found = read_algorithm(file)
     program = found if isinstance(found, Program) else lower(found)
     check_program(program)

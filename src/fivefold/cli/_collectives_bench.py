@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,16 +13,13 @@ from rich.table import Table
 
 from fivefold.cli._arguments import ArgumentError, bytes_of, topology_of
 from fivefold.cli._collectives_files import (
-    JsonFlag,
-    LatencyOption,
-    RateOption,
     plain_name,
     value_text,
 )
+from fivefold.cli._options import BandwidthOption, JsonOption, LatencyOption
+from fivefold.cli._outputs import write_json
+from fivefold.network.topology import Topology
 from fivefold.units import format_bytes
-
-if TYPE_CHECKING:
-    from fivefold.network.topology import Topology
 
 
 def bench_algorithms(
@@ -34,9 +30,9 @@ def bench_algorithms(
     *,
     sizes: Annotated[str, typer.Option(help="Sizes with commas.")] = "64KB,1MB,16MB",
     repetitions: Annotated[int, typer.Option(min=1, help="Measured calls of each size.")] = 5,
-    bandwidth: RateOption = None,
+    bandwidth: BandwidthOption = None,
     latency: LatencyOption = None,
-    as_json: JsonFlag = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Price the algorithms on a topology; or, under torchrun or the lab, measure the backend.
 
@@ -57,7 +53,7 @@ def bench_algorithms(
             collective, topology_of(topology, bandwidth=bandwidth, latency=latency), wanted
         )
     if as_json and rows:
-        typer.echo(json.dumps(rows))
+        write_json(rows)
     elif rows:
         _table(rows)
 

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from fivefold.cli._arguments import ArgumentError
+from fivefold.cli._outputs import write_json
+from fivefold.collectives.lowering import (
+    Program,
+    from_msccl_xml,
+    from_mscclpp_json,
+    lower,
+    to_msccl_xml,
+    to_mscclpp_json,
+)
+from fivefold.collectives.schedules import Schedule
 from fivefold.errors import ConfigurationError
 from fivefold.files import read_text
+from fivefold.runs import write_text
 from fivefold.units import format_duration_s
 
-if TYPE_CHECKING:
-    from fivefold.collectives.lowering import Program
-    from fivefold.collectives.schedules import Schedule
-
 SizeOption = Annotated[str, typer.Option(help="Size of the collective, such as 16MB.")]
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-RateOption = Annotated[str | None, typer.Option(help="Bandwidth of a generated topology's links.")]
-LatencyOption = Annotated[str | None, typer.Option(help="Latency of a generated topology's links.")]
 
 
 def read_algorithm(file: Path) -> Schedule | Program:
@@ -29,13 +32,6 @@ def read_algorithm(file: Path) -> Schedule | Program:
     Raises:
         DataError: The file cannot be read.
     """
-    from fivefold.collectives.lowering import (  # noqa: PLC0415 - keeps --help fast
-        Program,
-        from_msccl_xml,
-        from_mscclpp_json,
-    )
-    from fivefold.collectives.schedules import Schedule  # noqa: PLC0415 - as above
-
     text = read_text(file, what="algorithm")
     if text.lstrip().startswith("<"):
         return from_msccl_xml(text)
@@ -52,8 +48,6 @@ def read_only_schedule(file: Path) -> Schedule:
     Raises:
         ConfigurationError: The file holds a program.
     """
-    from fivefold.collectives.schedules import Schedule  # noqa: PLC0415 - keeps --help fast
-
     found = read_algorithm(file)
     if not isinstance(found, Schedule):
         raise ConfigurationError(
@@ -76,13 +70,6 @@ def require_ending(output: Path) -> None:
 
 def write_algorithm(schedule: Schedule, output: Path) -> None:
     """Write a schedule, or the program that it lowers to, as the file's ending says."""
-    from fivefold.collectives.lowering import (  # noqa: PLC0415 - keeps --help fast
-        lower,
-        to_msccl_xml,
-        to_mscclpp_json,
-    )
-    from fivefold.runs import write_text  # noqa: PLC0415 - as above
-
     if output.suffix == ".xml":
         text = to_msccl_xml(lower(schedule))
     elif output.name.endswith(".plan.json"):
@@ -95,7 +82,7 @@ def write_algorithm(schedule: Schedule, output: Path) -> None:
 def show_facts(facts: dict[str, Any], *, as_json: bool) -> None:
     """Write names and values one below the other, or as JSON."""
     if as_json:
-        typer.echo(json.dumps(facts))
+        write_json(facts)
         return
     width = max(len(name) for name in facts)
     for name, value in facts.items():

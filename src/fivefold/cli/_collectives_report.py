@@ -1,28 +1,44 @@
-"""The page of a synthesized collective: gathers what `fivefold.report` shows, as plain data."""
+"""The page of a synthesized collective."""
 
 from __future__ import annotations
 
-import io
 import math
 import shlex
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from fivefold.cli._collectives_sizes import fastest_ranges, price_sizes
+from fivefold.cli._collectives_sizes import Price, Prices, fastest_ranges, price_sizes
+from fivefold.collectives.schedules import Bound, CostModel, Timing, draw_schedule, evaluate
+from fivefold.collectives.synthesis import Synthesis
+from fivefold.network.topology import Topology, draw_topology
+from fivefold.report import (
+    Curve,
+    CurveChart,
+    DataTable,
+    Page,
+    PageSection,
+    SideBySide,
+    TextBlock,
+    format_percent,
+    format_ratio,
+    format_seconds,
+    picture_of,
+)
 from fivefold.units import format_bytes, format_bytes_per_s, format_duration_s
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from fivefold.collectives.schedules import Bound, CostModel, Timing
-    from fivefold.collectives.synthesis import Synthesis
-    from fivefold.network.topology import Topology
-    from fivefold.report import CollectivePage, Picture
-
-_MOST_SVG_BYTES = 400_000  # beyond, the same picture in pixels is smaller and draws faster
+_PROVED = 1e-9  # relative: so close to the bound is on it
+_LOOKS: dict[str, dict[str, Any]] = {  # of the curves that are not the library's
+    "synthesized": {"colour": "#d55e00", "width": 3.4},
+    "bound": {"colour": "#7d858f", "width": 1.6, "dash": "2 4"},
+}
+_FEW_TICKS = (1, 1.1, 1.2, 1.5, 2, 3, 5)
+_MORE_TICKS = (1, 2, 5, 10, 20, 50, 100, 200, 500)
+_MANY_TICKS = tuple(10**power for power in range(10))
 _MOST_NAMES = 6
 _RUN_BY_BACKEND = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
 _ARGUMENTS = {
@@ -101,55 +117,201 @@ def loads_title(network: Topology, timing: Timing) -> str:
     )
 
 
-def write_report(path: Path, found: Synthesis, network: Topology, *, asked: Asked) -> None:
-    """Write the page."""
-    from fivefold.report import write_collective_html  # noqa: PLC0415 - keeps --help fast
-
-    write_collective_html(_page(found, network, asked), path)
-
-
-def _page(found: Synthesis, network: Topology, asked: Asked) -> CollectivePage:
-    from fivefold.collectives.schedules import evaluate  # noqa: PLC0415 - keeps --help fast
-    from fivefold.report import CollectivePage, MethodRow, SizeCurve  # noqa: PLC0415 - as above
-
+def collective_page(found: Synthesis, network: Topology, asked: Asked) -> Page:
+    """Return the page of a synthesized algorithm and how good it is."""
     model: CostModel = asked.model  # type: ignore[assignment]
     timing = evaluate(found.schedule, network, size_bytes=asked.size_bytes, model=model)
-    prices = price_sizes(found.schedule, network, asked.size_bytes, model=model)
-    textbook = ("library", "synthesized") if found.method == "library" else ("library",)
     what = f"{asked.name} of {format_bytes(asked.size_bytes)} on {network.name}"
-    return CollectivePage(
-        title=what,
+    bound_s = found.bound.seconds
+    return Page(
+        title=f"collectives: {what}",
         finding=_finding(found, what),
-        time_s=found.time_s,
-        bound_s=found.bound.seconds,
-        bound_reason=_reason(found.bound, network),
+        tiles=_tiles(found),
         caveats=_caveats(network),
-        asked=_question(network, asked, timing),
-        answer=_answer(found, network, timing),
-        methods=tuple(
-            MethodRow(
-                name=attempt.method,
-                note=attempt.note.replace("_", " ") if attempt.time_s else attempt.note,
-                time_s=attempt.time_s,
-                solver_s=attempt.spent_s,
-                chosen=attempt.method == found.method,
-            )
-            for attempt in found.log
+        sections=(
+            PageSection(
+                heading="Asked and found",
+                parts=(
+                    SideBySide(
+                        parts=(
+                            _pairs("Asked", _question(network, asked, timing)),
+                            _pairs("Found", _answer(found, network, timing)),
+                        )
+                    ),
+                ),
+            ),
+            PageSection(
+                heading=f"Why nothing can be faster than {format_seconds(bound_s)}",
+                how="The bound is computed apart from the search, from the topology alone. A gap "
+                "above it may be the algorithm's fault or the bound's.",
+                parts=(TextBlock(text=_reason(found.bound, network) or "No bound is known."),),
+            ),
+            _methods(found),
+            *_pictures(found, network, timing),
+            _sizes(price_sizes(found.schedule, network, asked.size_bytes, model=model), found),
+            PageSection(heading="How to run it", parts=_recipes(asked)),
         ),
-        curves=tuple(
-            SizeCurve(
-                name=price.name,
-                sizes_bytes=prices.sizes_bytes,
-                times_s=price.times_s,
-                kind=price.kind,
-            )
-            for price in prices.curves
-        ),
-        fastest=fastest_ranges(prices, "synthesized", "library"),
-        fastest_of_library=fastest_ranges(prices, *textbook),
-        pictures=_pictures(found, network, timing),
-        recipes=_recipes(asked),
     )
+
+
+def _tiles(found: Synthesis) -> tuple[tuple[str, str, str], ...]:
+    tiles = [(format_seconds(found.time_s), "predicted time", "in the cost model")]
+    if found.bound.seconds > 0:
+        bound = format_seconds(found.bound.seconds)
+        tiles.append((bound, "lower bound", "nothing can be faster"))
+        gap = _gap(found, found.time_s)
+        more = "optimal, and proved to be" if gap == "0 %" else "the optimum lies in between"
+        tiles.append((gap, "above the bound", more))
+    library = [one.time_s for one in found.log if one.method == "library" and one.time_s]
+    if library and found.time_s > 0:
+        ratio = format_ratio(library[0] / found.time_s)
+        tiles.append((ratio, "the speed", "of the library's best"))
+    return tuple(tiles)
+
+
+def _gap(found: Synthesis, time_s: float | None) -> str:
+    """Share by which a time is above the bound."""
+    if time_s is None or found.bound.seconds <= 0:
+        return format_percent(None)
+    gap = max(time_s / found.bound.seconds - 1.0, 0.0)
+    return "0 %" if gap < _PROVED else format_percent(gap)
+
+
+def _pairs(caption: str, facts: tuple[tuple[str, str], ...]) -> DataTable:
+    return DataTable(columns=(("", ""), ("", "")), rows=facts, caption=caption, text_columns=(1,))
+
+
+def _methods(found: Synthesis) -> PageSection:
+    chosen = [n for n, attempt in enumerate(found.log) if attempt.method == found.method]
+    rows = tuple(
+        (
+            attempt.method,
+            format_seconds(attempt.time_s),
+            _gap(found, attempt.time_s),
+            format_seconds(attempt.spent_s),
+            attempt.note.replace("_", " ") if attempt.time_s else attempt.note,
+        )
+        for attempt in found.log
+    )
+    columns = (
+        ("method", ""), ("predicted time", ""), ("above the bound", ""),
+        ("searched for", "Wall-clock time of the search"),
+        ("algorithm, or why there is none", ""),
+    )  # fmt: skip
+    table = DataTable(
+        columns=columns, rows=rows, text_columns=(4,), marked=tuple(chosen),
+        badges=tuple((number, "chosen") for number in chosen),
+    )  # fmt: skip
+    return PageSection(
+        heading="Methods tried",
+        how="In this order, until one meets the bound or time is over. Every algorithm was "
+        "verified, transfer by transfer, before it counted.",
+        parts=(table,),
+    )
+
+
+def _sizes(prices: Prices, found: Synthesis) -> PageSection:
+    textbook = ("library", "synthesized") if found.method == "library" else ("library",)
+    fastest = fastest_ranges(prices, "synthesized", "library")
+    captions = (
+        ("Fastest of all, by message size; each limit is where two curves cross", fastest),
+        ("Fastest of the library alone", fastest_ranges(prices, *textbook)),
+    )
+    tables = tuple(
+        DataTable(
+            columns=(("message size", ""), ("fastest", "")),
+            rows=ranges,
+            caption=caption,
+            text_columns=(1,),
+        )
+        for caption, ranges in captions
+    )
+    return PageSection(
+        heading="Other message sizes",
+        how="Predicted in the same cost model: a message costs the latency of its way and its "
+        "bytes over the capacity of the links. The chosen algorithm was made for one size; the "
+        "library's have their plain number of chunks.",
+        parts=(SideBySide(parts=_size_charts(prices)), SideBySide(parts=tables)),
+    )
+
+
+def _size_charts(prices: Prices) -> tuple[CurveChart, ...]:
+    """Times, and times over the lower bound where there is one."""
+    times = [time for price in prices.curves for time in price.times_s if time > 0]
+    if not times:
+        return ()  # one rank alone takes no time at any size
+    bound = next((price for price in prices.curves if price.kind == "bound"), None)
+    charts = [
+        _size_chart(prices, None, _decades(times, format_duration_s), "Time. Lower is faster.")
+    ]
+    if bound is not None and min(bound.times_s) > 0:
+        most = max(
+            t / b for p in prices.curves for t, b in zip(p.times_s, bound.times_s, strict=True)
+        )
+        ticks = _FEW_TICKS if most < 8 else _MORE_TICKS if most < 500 else _MANY_TICKS
+        named = tuple((float(tick), f"{tick:g}") for tick in ticks)
+        caption = "Time over the lower bound. 1 cannot be beaten; curves cross where another "
+        caption += "algorithm becomes better."
+        charts.append(_size_chart(prices, bound, named, caption))
+    return tuple(charts)
+
+
+def _size_chart(
+    prices: Prices,
+    bound: Price | None,
+    y_ticks: tuple[tuple[float, str], ...],
+    caption: str,
+) -> CurveChart:
+    curves = []
+    for price in prices.curves:
+        if bound is not None and price is bound:
+            continue
+        least_s = (1.0,) * len(price.times_s) if bound is None else bound.times_s
+        points = [
+            (size, time_s / least, _point(size, time_s, time_s / least if bound else None))
+            for size, time_s, least in zip(prices.sizes_bytes, price.times_s, least_s, strict=True)
+            if time_s > 0
+        ]
+        curves.append(
+            Curve(
+                name=price.name,
+                x=tuple(x for x, _, _ in points),
+                y=tuple(y for _, y, _ in points),
+                texts=tuple(text for _, _, text in points),
+                **_LOOKS.get(price.kind, {}),
+            )
+        )
+    # What was synthesized is drawn last, on top.
+    own = next((n for n, price in enumerate(prices.curves) if price.kind == "synthesized"), None)
+    if own is not None and own < len(curves):
+        curves.append(curves.pop(own))
+    return CurveChart(
+        key="collective-time" if bound is None else "collective-gap",
+        x_name="message size",
+        y_name="time" if bound is None else "time over the lower bound",
+        curves=tuple(curves),
+        caption=caption,
+        x_log=True,
+        y_log=True,
+        x_ticks=_decades(prices.sizes_bytes, format_bytes),
+        y_ticks=y_ticks,
+    )
+
+
+def _point(size: float, time_s: float, share: float | None) -> str:
+    text = f"{format_bytes(size)}: {format_duration_s(time_s)}"
+    return text if share is None else f"{text}\n{share:.2f} of the bound"
+
+
+def _decades(
+    values: Sequence[float], write: Callable[[float], str]
+) -> tuple[tuple[float, str], ...]:
+    """Powers of ten around some values, which the curves' ends may lie a little beyond."""
+    least, most = min(values) / 10, max(values) * 10
+    return tuple(
+        (tick, write(tick)) for tick in (10.0**power for power in range(-10, 16))
+        if least <= tick <= most
+    )  # fmt: skip
 
 
 def _finding(found: Synthesis, what: str) -> str:
@@ -224,47 +386,31 @@ def _answer(found: Synthesis, network: Topology, timing: Timing) -> tuple[tuple[
     return tuple(facts)
 
 
-def _pictures(found: Synthesis, network: Topology, timing: Timing) -> tuple[Picture, ...]:
-    from fivefold.collectives.schedules import draw_schedule  # noqa: PLC0415 - keeps --help fast
-    from fivefold.network.topology import draw_topology  # noqa: PLC0415 - as above
+def _pictures(
+    found: Synthesis, network: Topology, timing: Timing
+) -> tuple[PageSection, PageSection]:
 
     links = draw_topology(
         network, link_loads=used_shares(network, timing), title=loads_title(network, timing)
     )
     chart = draw_schedule(found.schedule, timing, topology=network)
     return (
-        _picture(
-            links,
-            "What the links carry",
-            "Share of each link's capacity in use over the whole time: what is dark all through "
-            "is the bottleneck.",
+        PageSection(
+            heading="What the links carry",
+            how="Share of each link's capacity in use over the whole time: what is dark all "
+            "through is the bottleneck.",
+            parts=(picture_of(links, "What the links carry"),),
         ),
-        _picture(
-            chart,
-            "The schedule",
-            "What each link does over time: sums in browns, copies in blues. A bar is one "
+        PageSection(
+            heading="The schedule",
+            how="What each link does over time: sums in browns, copies in blues. A bar is one "
             "transfer; where there are thousands, the depth of the colour is how busy a link is.",
+            parts=(picture_of(chart, "The schedule"),),
         ),
     )
 
 
-def _picture(figure: Any, title: str, caption: str) -> Picture:
-    import matplotlib as mpl  # noqa: PLC0415 - heavy and optional
-
-    from fivefold.report import Picture  # noqa: PLC0415 - keeps --help fast
-
-    content = io.BytesIO()
-    # The same picture is the same file: no date, and ids that do not depend on the run.
-    with mpl.rc_context({"svg.hashsalt": "fivefold"}):
-        figure.savefig(content, format="svg", bbox_inches="tight", metadata={"Date": None})
-    if content.tell() <= _MOST_SVG_BYTES:
-        return Picture(title=title, caption=caption, content=content.getvalue())
-    content = io.BytesIO()
-    figure.savefig(content, format="png", bbox_inches="tight", dpi=150)
-    return Picture(title=title, caption=caption, content=content.getvalue(), media_type="image/png")
-
-
-def _recipes(asked: Asked) -> tuple[tuple[str, str], ...]:
+def _recipes(asked: Asked) -> tuple[TextBlock, ...]:
     stem = asked.collective if asked.output is None else asked.output.name.partition(".")[0]
     file, xml = shlex.quote(f"{stem}.json"), shlex.quote(f"{stem}.xml")
     keep = [f"fivefold collectives verify {file}", f"fivefold collectives run {file}"]
@@ -282,4 +428,4 @@ def _recipes(asked: Asked) -> tuple[tuple[str, str], ...]:
     if asked.collective in _RUN_BY_BACKEND:
         text = _BACKEND.format(file=f"{stem}.json", collective=asked.collective)
         recipes.append(("Under torch.distributed, in the training script", text))
-    return tuple(recipes)
+    return tuple(TextBlock(text=text, heading=name, verbatim=True) for name, text in recipes)

@@ -6,14 +6,18 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
 
+from fivefold.collectives.algorithms import available_algorithms, build_algorithm
+from fivefold.collectives.schedules import (
+    CostModel,
+    Schedule,
+    evaluate,
+    lower_bound,
+    named_collective,
+)
 from fivefold.errors import FivefoldError
+from fivefold.network.topology import Topology
 from fivefold.units import format_bytes
-
-if TYPE_CHECKING:
-    from fivefold.collectives.schedules import CostModel, Schedule
-    from fivefold.network.topology import Topology
 
 _LEAST_BYTES, _MOST_BYTES = 1e3, 1e9
 _POINTS, _FEW_POINTS = 25, 9
@@ -107,12 +111,6 @@ def _sizes(size_bytes: float, points: int) -> tuple[float, ...]:
 
 def _rivals(found: Schedule, network: Topology) -> dict[str, Schedule]:
     """The library's algorithms that fit, but for the one that was found."""
-    from fivefold.collectives.algorithms import (  # noqa: PLC0415 - keeps --help fast
-        available_algorithms,
-        build_algorithm,
-    )
-    from fivefold.collectives.schedules import named_collective  # noqa: PLC0415 - as above
-
     asked = found.collective
     root = 0 if asked.root is None else asked.root
     try:
@@ -136,7 +134,6 @@ def _rivals(found: Schedule, network: Topology) -> dict[str, Schedule]:
 
 
 def _timer(schedule: Schedule, network: Topology, model: CostModel) -> Callable[[float], float]:
-    from fivefold.collectives.schedules import evaluate  # noqa: PLC0415 - keeps --help fast
 
     @cache
     def time_s(size_bytes: float) -> float:
@@ -146,7 +143,6 @@ def _timer(schedule: Schedule, network: Topology, model: CostModel) -> Callable[
 
 
 def _bound_timer(schedule: Schedule, network: Topology) -> Callable[[float], float] | None:
-    from fivefold.collectives.schedules import lower_bound  # noqa: PLC0415 - keeps --help fast
 
     # Exact cuts at so many sizes would take longer than all else on a large network.
     exact = None if network.num_ranks <= 32 else False

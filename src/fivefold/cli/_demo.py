@@ -6,15 +6,22 @@ import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from fivefold.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from fivefold.lab import LabSpec
+from fivefold.lab import LabSpec, run_lab
+from fivefold.report import (
+    build_report,
+    print_page,
+    report_page,
+    report_text,
+    write_html,
+    write_timeline,
+)
+from fivefold.runs import FolderLock
 
 _HOSTS = 2
 # Large frames, as network cards handle them: emulating small ones takes processor time from the
@@ -62,8 +69,6 @@ class _Demo:
 
     def train(self, method: str, *, title: str, steps: int) -> None:
         """Train with one method on all hosts of the lab."""
-        from fivefold.lab import run_lab  # noqa: PLC0415 - keeps --help fast
-
         self.console.rule(f"[bold]{title}")
         run = self.folder / method
         config = self.folder / f"{method}.toml"
@@ -98,15 +103,6 @@ def demo_command(
     Python's standard library. Needs root or user namespaces for the links; without them it runs
     over loopback and says so. An earlier demo in the same folder is replaced.
     """
-    from fivefold.lab import LabSpec  # noqa: PLC0415 - keeps --help fast
-    from fivefold.report import (  # noqa: PLC0415 - keeps --help fast
-        build_report,
-        print_report,
-        write_html,
-        write_timeline,
-    )
-    from fivefold.runs import FolderLock  # noqa: PLC0415 - keeps --help fast
-
     console = Console(stderr=True)
     with FolderLock(output, "--output"):
         _clear(output)
@@ -122,10 +118,10 @@ def demo_command(
         demo.train("ddp", title=f"2/3 DDP: {steps} steps over {rate}", steps=steps)
         demo.train("co2", title=f"3/3 CO2: {steps} steps over {rate}", steps=steps)
         report = build_report([output])
-        print_report(report)
+        print_page(report_text(report))
         for run in report.runs:
             write_timeline(run, run.path / "timeline.json")
-        page = write_html(report, output / "report.html")
+        page = write_html(report_page(report), output / "report.html")
     for line in (
         f"\nreport: {page}  (open it in a browser; works offline)",
         f"timelines: {output}/*/timeline.json (open in ui.perfetto.dev)",

@@ -6,15 +6,14 @@ import json
 import signal
 import sys
 import threading
-from typing import TYPE_CHECKING, Annotated
+from types import FrameType
+from typing import Annotated
 
 import typer
 
 from fivefold.cli._arguments import seconds_of
 from fivefold.cli._help import help_text
-
-if TYPE_CHECKING:
-    from types import FrameType
+from fivefold.optim import start_lighthouse
 
 app = typer.Typer(
     name="elastic",
@@ -64,8 +63,6 @@ def lighthouse(
     Raises:
         FivefoldError: The options are not allowed, torchft is missing, or the port is taken.
     """
-    from fivefold.optim import start_lighthouse  # noqa: PLC0415 - loads torch
-
     server = start_lighthouse(
         bind,
         allow=allow or (),

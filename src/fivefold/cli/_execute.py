@@ -9,58 +9,55 @@ import typer
 
 from fivefold.cli._arguments import seconds_of
 from fivefold.cli._codesign import (
-    ClusterOption,
-    JobsArgument,
-    JsonOption,
-    ReportOption,
-    SeedOption,
     flags_of,
     read_network,
     say_shared_ranks,
     typed_command,
     write_page,
 )
+from fivefold.cli._execution import run_in_the_lab, show_measured
+from fivefold.cli._options import (
+    JobsArgument,
+    JsonOption,
+    NetworkOption,
+    PageOption,
+    PathSeedOption,
+)
 from fivefold.cli._outputs import require_writable
+from fivefold.codesign import PlanningOptions, load_jobs, plan_cluster, plan_page, write_order
 
 
 def execute_command(  # noqa: PLR0913 - each option is a parameter
     jobs: JobsArgument,
     *,
-    cluster: ClusterOption,
+    cluster: NetworkOption,
     co_designs: Annotated[
-        str, typer.Option(help="What may be told: V, H and HN joined by +, or none.")
+        str,
+        typer.Option(
+            help="Co-designs to enable: vertical (V), horizontal (H), host-net (HN), joined by +; "
+            "or none."
+        ),
     ] = "V+H+HN",
     classes: Annotated[
         int, typer.Option(min=1, max=8, help="Priority classes of the links; 1 for none.")
     ] = 8,
-    seed: SeedOption = 0,
+    seed: PathSeedOption = 0,
     timeout: Annotated[str, typer.Option(help="Longest run.")] = "300s",
     save: Annotated[
         Path | None, typer.Option(help='File for the plan, to be repeated by "fivefold lab run".')
     ] = None,
-    report: ReportOption = None,
+    report: PageOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run planned jobs in the lab and put measured beside predicted iteration times.
 
     Every rank of the topology becomes a host of the lab, every link has its own rate and priority
     classes, and packets take the planned paths. Compute is a sleep of the planned length;
-    reductions are real: rings of hosts, or sums in a switch that can sum.
+    reductions are real: rings of hosts, or aggregation in a switch that can do it.
 
     Examples:
         $ fivefold execute jobs.toml --cluster switch:4,bandwidth=25MB/s
     """
-    from fivefold.cli._execution import (  # noqa: PLC0415 - keeps --help fast
-        run_in_the_lab,
-        show_measured,
-    )
-    from fivefold.codesign import (  # noqa: PLC0415 - as above
-        PlanningOptions,
-        load_jobs,
-        plan_cluster,
-        write_order,
-    )
-
     require_writable(save, report)
     topology = read_network(cluster)
     specs = load_jobs(jobs, topology)
@@ -71,8 +68,6 @@ def execute_command(  # noqa: PLR0913 - each option is a parameter
         write_order(save, specs, found.plan, topology=topology)
     measured = run_in_the_lab(topology, specs, found.plan, timeout_s=seconds_of(timeout))
     if report is not None:
-        from fivefold.codesign import plan_page  # noqa: PLC0415 - as above
-
         page = plan_page(
             topology, specs, found, measured=measured.iteration_s, command=typed_command()
         )

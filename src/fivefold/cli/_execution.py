@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 import typer
 
 from fivefold.cli._codesign import change_of
+from fivefold.cli._outputs import write_json
 from fivefold.codesign import (
     ClusterPlan,
     JobSpec,
@@ -85,7 +85,7 @@ def show_measured(
             }
             for job in jobs
         }
-        typer.echo(json.dumps(record))
+        write_json(record)
         return
     width = max(len("job"), *(len(job.job_id) for job in jobs))
     typer.echo(f"{'job':<{width}}  {'predicted':>10}  {'measured':>10}  {'off':>7}  how")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import typer
 
 from fivefold.cli import _gnn_data, _gnn_store, _gnn_train
 from fivefold.cli._help import help_text
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _SUFFIX = "_command"
 _ORDER = (  # as one uses them

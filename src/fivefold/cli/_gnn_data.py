@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from fivefold.cli._arguments import ArgumentError, bytes_of
+from fivefold.cli._options import DatasetArgument, JsonOption
+from fivefold.cli._outputs import write_json
+from fivefold.gnn.data import (
+    Dataset,
+    EdgeRules,
+    HeteroDataset,
+    SourceOptions,
+    TableColumns,
+    describe,
+    find_source,
+    generate_graph,
+    ingest,
+    open_dataset,
+    verify,
+)
 from fivefold.runs import ProgressBar
-
-if TYPE_CHECKING:
-    from fivefold.gnn.data import Dataset, EdgeRules, HeteroDataset, SourceOptions, TableColumns
+from fivefold.units import format_bytes
 
 __all__ = ["generate_command", "info_command", "ingest_command", "verify_command"]
 
-FolderArgument = Annotated[
-    Path, typer.Argument(help="Folder of the data set.", exists=True, file_okay=False)
-]
 OutputArgument = Annotated[Path, typer.Argument(help="Folder to write; made if missing.")]
 MemoryOption = Annotated[str, typer.Option(help='What buffers may take, such as "1 GB".')]
-JsonOption = Annotated[bool, typer.Option("--json", help="Write the result as JSON.")]
 SourceArgument = Annotated[str, typer.Argument(help="File or folder to read.")]
 KindOption = Annotated[
     str | None,
@@ -129,8 +137,6 @@ def ingest_command(  # noqa: PLR0913 - the command's options
     Raises:
         FivefoldError: Whatever reading or writing met; the entry point prints it.
     """
-    from fivefold.gnn.data import EdgeRules, SourceOptions  # noqa: PLC0415 - loads numba
-
     if source in {"debian", "wordnet"} and not Path(source).exists():
         raise ArgumentError(
             f"{source} is no source of this command any more",
@@ -170,7 +176,6 @@ def _pairs(values: list[str] | None, option: str, allowed: tuple[str, ...]) -> d
 
 
 def _columns(values: list[str] | None, header: bool | None) -> TableColumns:  # noqa: FBT001
-    from fivefold.gnn.data import TableColumns  # noqa: PLC0415 - loads numba
 
     roles = ("source", "target", "weight", "node", "label", "split", "features")
     pairs: dict[str, Any] = dict(_pairs(values, "column", roles))
@@ -187,7 +192,6 @@ def _ingest_path(
     *,
     as_json: bool,
 ) -> None:
-    from fivefold.gnn.data import find_source, ingest  # noqa: PLC0415 - loads numba
 
     rules, as_wanted, memory_bytes = run
     found, wants_reverse = find_source(source, options)
@@ -211,7 +215,7 @@ def generate_command(  # noqa: PLR0913 - the command's options
     nodes: Annotated[int, typer.Option(min=0, help="Number of nodes.")],
     dim: Annotated[int, typer.Option(min=1, help="Elements of a feature row.")] = 128,
     dtype: Annotated[str, typer.Option(help="float16, float32 or float64.")] = "float32",
-    seed: Annotated[int, typer.Option(min=0, help="Of all random numbers.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
     option: GraphOption = None,
     threads: ThreadsOption = None,
     memory: MemoryOption = "1 GB",
@@ -225,8 +229,6 @@ def generate_command(  # noqa: PLR0913 - the command's options
     Raises:
         FivefoldError: Whatever writing met; the entry point prints it.
     """
-    from fivefold.gnn.data import generate_graph  # noqa: PLC0415 - loads numba
-
     options = _graph_options(option)
     with ProgressBar() as show:
         dataset = generate_graph(
@@ -256,7 +258,7 @@ def _graph_options(values: list[str] | None) -> dict[str, Any]:
     return options
 
 
-def info_command(folder: FolderArgument, *, as_json: JsonOption = False) -> None:
+def info_command(folder: DatasetArgument, *, as_json: JsonOption = False) -> None:
     """Show what is in a data set: nodes, edges, degrees, classes, sizes, fingerprints.
 
     Raises:
@@ -266,25 +268,21 @@ def info_command(folder: FolderArgument, *, as_json: JsonOption = False) -> None
         _write_facts(dataset, as_json=as_json)
 
 
-def verify_command(folder: FolderArgument, *, as_json: JsonOption = False) -> None:
+def verify_command(folder: DatasetArgument, *, as_json: JsonOption = False) -> None:
     """Read every byte of a data set and compare its checksums.
 
     Raises:
         FivefoldError: Something is damaged; the message names file and place.
     """
-    from fivefold.gnn.data import verify  # noqa: PLC0415 - loads numba
-    from fivefold.units import format_bytes  # noqa: PLC0415 - keeps --help fast
-
     with _open(folder) as dataset, ProgressBar() as show:
         read_bytes = verify(dataset, show)
     if as_json:
-        typer.echo(json.dumps({"folder": str(folder), "whole": True, "bytes": read_bytes}))
+        write_json({"folder": str(folder), "whole": True, "bytes": read_bytes})
     else:
         typer.echo(f"{folder} is whole: {format_bytes(read_bytes)} read")
 
 
 def _open(folder: Path) -> Dataset | HeteroDataset:
-    from fivefold.gnn.data import open_dataset  # noqa: PLC0415 - loads numba
 
     return open_dataset(folder)
 
@@ -299,11 +297,10 @@ def _with_totals(show: Callable[[str, int, int], None]) -> Callable[[str, int, i
 
 
 def _write_facts(dataset: Dataset | HeteroDataset, *, as_json: bool) -> None:
-    from fivefold.gnn.data import describe  # noqa: PLC0415 - loads numba
 
     facts = describe(dataset)
     if as_json:
-        typer.echo(json.dumps(facts))
+        write_json(facts)
     else:
         for line in _lines(facts, ""):
             typer.echo(line)
@@ -311,8 +308,6 @@ def _write_facts(dataset: Dataset | HeteroDataset, *, as_json: bool) -> None:
 
 def _lines(facts: dict[str, Any], indent: str) -> list[str]:
     """One fact a line, the nested ones below their name."""
-    from fivefold.units import format_bytes  # noqa: PLC0415 - keeps --help fast
-
     lines = []
     for key, value in facts.items():
         label = f"{indent}{key.replace('_', ' ')}:"

@@ -4,32 +4,27 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from fivefold.cli._arguments import ArgumentError, bytes_of
+from fivefold.cli._options import DatasetArgument, JsonOption
+from fivefold.cli._outputs import write_json
 from fivefold.errors import DataError
+from fivefold.gnn.data import Dataset
+from fivefold.gnn.packing import pack, read_plan, write_plan
+from fivefold.gnn.planning import Budgets, FeatureInfo, Plan, make_plan
+from fivefold.gnn.sampling import NeighborSampler, SampleFile, sample_epochs
+from fivefold.gnn.storage import DiskProfile, probe_disk
 from fivefold.runs import ProgressBar
-
-if TYPE_CHECKING:
-    from fivefold.gnn.data import Dataset
-    from fivefold.gnn.planning import Budgets, Plan
-    from fivefold.gnn.sampling import SampleFile
-    from fivefold.gnn.storage import DiskProfile
 
 __all__ = ["pack_command", "plan_command", "probe_command", "sample_command"]
 
-DatasetArgument = Annotated[
-    Path, typer.Argument(help="Folder of the data set.", exists=True, file_okay=False)
-]
 SamplesArgument = Annotated[
     Path, typer.Argument(help="File of sampled batches.", exists=True, dir_okay=False)
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Write the result as JSON.")]
-FreshOption = Annotated[
-    bool, typer.Option("--fresh", help="Begin anew instead of going on with unfinished work.")
-]
+FreshOption = Annotated[bool, typer.Option("--fresh", help="Start over instead of resuming.")]
 HostOption = Annotated[
     str, typer.Option(help='Host memory for feature caches and buffers, such as "4 GB".')
 ]
@@ -57,7 +52,7 @@ def sample_command(  # noqa: PLR0913 - the command's options
     ] = "10,10,10",
     batch_size: Annotated[int, typer.Option(min=1, help="Seeds per batch.")] = 1024,
     epochs: Annotated[int, typer.Option(min=1, help="How many epochs to sample.")] = 1,
-    seed: Annotated[int, typer.Option(help="Of the order and of the random numbers.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of the order and the samples.")] = 0,
     threads: Annotated[
         int | None, typer.Option(min=1, help="Sampling threads; left out, one per core.")
     ] = None,
@@ -75,9 +70,6 @@ def sample_command(  # noqa: PLR0913 - the command's options
     Raises:
         FivefoldError: Whatever sampling met; the entry point prints it.
     """
-    from fivefold.gnn.data import Dataset  # noqa: PLC0415 - loads numba
-    from fivefold.gnn.sampling import NeighborSampler, sample_epochs  # noqa: PLC0415
-
     with Dataset.open(dataset) as data, ProgressBar() as show:
         topology = data.topology(mapped=mapped)
         sampler = NeighborSampler(topology, _numbers(fanouts), seed=seed, threads=threads)
@@ -111,8 +103,6 @@ def probe_command(
     Raises:
         FivefoldError: Whatever the disk met; the entry point prints it.
     """
-    from fivefold.gnn.storage import probe_disk  # noqa: PLC0415 - loads numba
-
     size_bytes = None if size is None else bytes_of(size)
     profile = probe_disk(folder, seconds=seconds, size_bytes=size_bytes, fresh=True)
     if as_json:
@@ -141,11 +131,6 @@ def plan_command(  # noqa: PLR0913 - the command's options
     Raises:
         FivefoldError: Whatever planning met; the entry point prints it.
     """
-    from fivefold.gnn.data import Dataset  # noqa: PLC0415 - loads numba
-    from fivefold.gnn.packing import write_plan  # noqa: PLC0415
-    from fivefold.gnn.planning import Budgets  # noqa: PLC0415
-    from fivefold.gnn.sampling import SampleFile  # noqa: PLC0415
-
     host_bytes, device_bytes, disk_bytes = map(bytes_of, (host_memory, device_memory, disk))
     budgets = Budgets(host_bytes=host_bytes, device_bytes=device_bytes, disk_bytes=disk_bytes)
     with Dataset.open(dataset) as data, SampleFile.open(samples) as sampled:
@@ -192,10 +177,6 @@ def pack_command(  # noqa: PLR0913 - the command's options
     Raises:
         FivefoldError: Whatever packing met; the entry point prints it.
     """
-    from fivefold.gnn.data import Dataset  # noqa: PLC0415 - loads numba
-    from fivefold.gnn.packing import pack, read_plan  # noqa: PLC0415
-    from fivefold.gnn.sampling import SampleFile  # noqa: PLC0415
-
     made = read_plan(plan)
     memory_bytes = made.budgets.host_bytes if memory is None else bytes_of(memory)
     with (
@@ -235,7 +216,6 @@ def _make_plan(
     layout: str,
     segment_batches: int | None,
 ) -> Plan:
-    from fivefold.gnn.planning import FeatureInfo, make_plan  # noqa: PLC0415
 
     return make_plan(
         sampled,
@@ -262,7 +242,6 @@ def _check_graph(data: Dataset, sampled: SampleFile) -> None:
 
 
 def _probe(folder: Path) -> DiskProfile:
-    from fivefold.gnn.storage import probe_disk  # noqa: PLC0415
 
     return probe_disk(folder.absolute())
 
@@ -312,7 +291,7 @@ def _facts_of_plan(plan: Plan) -> dict[str, Any]:
 
 def _write_result(facts: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps(facts))
+        write_json(facts)
         return
     for name, value in facts.items():
         typer.echo(f"{name}: {value}")

@@ -6,7 +6,7 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,10 +14,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from fivefold.cli._arguments import ArgumentError, seconds_of, topology_of, typed_arguments
+from fivefold.cli._execution import run_saved
 from fivefold.cli._help import help_text
-
-if TYPE_CHECKING:
-    from fivefold.lab import Capabilities, LabResult, LabSpec
+from fivefold.cli._options import JsonOption
+from fivefold.lab import Capabilities, LabResult, LabSpec, clean_lab, probe_capabilities, run_lab
+from fivefold.units import format_duration_s
 
 app = typer.Typer(
     name="lab",
@@ -91,7 +92,7 @@ _SumAt = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NODE",
-        help="A switch that sums chunks for the hosts; may be repeated.",
+        help="A switch that aggregates chunks for the hosts; may be repeated.",
         rich_help_panel=_CLUSTER,
     ),
 ]
@@ -159,8 +160,6 @@ def run(  # noqa: PLR0913 - one parameter per option of the command line
     Raises:
         typer.Exit: Always, with the run's exit code.
     """
-    from fivefold.lab import LabSpec, run_lab  # noqa: PLC0415 - keeps --help fast
-
     links = {"hosts": hosts, "rate": rate} if topology is None else _links_of(topology, rate)
     with typed_arguments():
         spec = LabSpec(
@@ -187,14 +186,12 @@ def _seconds(text: str | None) -> Any:
 
 def check(
     *,
-    as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Say what this machine can emulate, and what would add the rest.
 
     The exit code is 0 where links can be given at least a rate, else 1.
     """
-    from fivefold.lab import probe_capabilities  # noqa: PLC0415 - keeps --help fast
-
     able = probe_capabilities()
     if as_json:
         typer.echo(json.dumps({"shaping": able.shaping, **asdict(able)}, indent=2))
@@ -205,8 +202,6 @@ def check(
 
 def clean() -> None:
     """Remove what killed runs left behind, and say what it was; runs under way are left alone."""
-    from fivefold.lab import clean_lab  # noqa: PLC0415 - keeps --help fast
-
     report = clean_lab()
     for line in report.removed:
         typer.echo(f"removed {line}")
@@ -231,8 +226,6 @@ def _is_plan(command: list[str]) -> bool:
 
 
 def _run_plan(path: Path, spec: LabSpec, timeout: str | None) -> None:
-    from fivefold.cli._execution import run_saved  # noqa: PLC0415 - keeps --help fast
-    from fivefold.lab import LabSpec  # noqa: PLC0415 - as above
 
     if spec != LabSpec(delay="0ms", jitter="0ms"):  # as the options' defaults are spelled
         raise ArgumentError(
@@ -266,7 +259,6 @@ def _host_classes(texts: list[str]) -> dict[int, int]:
 
 
 def _summarise(spec: LabSpec, result: LabResult) -> None:
-    from fivefold.units import format_duration_s  # noqa: PLC0415 - keeps --help fast
 
     links = result.lab["means"] or "unshaped"
     took = format_duration_s(result.wall_s)

@@ -1,4 +1,4 @@
-"""Entry point: assembles the command groups and turns errors into two lines and an exit code."""
+"""Entry point: turns errors into two lines and an exit code."""
 
 from __future__ import annotations
 
@@ -11,46 +11,20 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
-from fivefold.cli._codesign import ablate_command, simulate_command
-from fivefold.cli._collectives import app as collectives_app
-from fivefold.cli._demo import demo_command
-from fivefold.cli._elastic import app as elastic_app
 from fivefold.cli._errors import is_usage_error, show_error
-from fivefold.cli._execute import execute_command
-from fivefold.cli._gnn import app as gnn_app
-from fivefold.cli._help import help_text
-from fivefold.cli._lab import app as lab_app
-from fivefold.cli._plan import plan_command
-from fivefold.cli._profile import profile_command
-from fivefold.cli._report import report_command
-from fivefold.cli._topology import app as topology_app
-from fivefold.cli._train import train_command
+from fivefold.cli._lazy import LazyGroup
 
 _INTERRUPTED = 130
 
 app = typer.Typer(
     name="fivefold",
+    cls=LazyGroup,
     help="Communication-efficient distributed training: over slow networks, from slow disks.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-
-
-app.command("demo", help=help_text(demo_command))(demo_command)
-app.command("train", help=help_text(train_command))(train_command)
-app.command("plan", help=help_text(plan_command))(plan_command)
-app.command("simulate", help=help_text(simulate_command))(simulate_command)
-app.command("execute", help=help_text(execute_command))(execute_command)
-app.command("ablate", help=help_text(ablate_command))(ablate_command)
-app.command("profile", help=help_text(profile_command))(profile_command)
-app.command("report", help=help_text(report_command))(report_command)
-app.add_typer(lab_app)
-app.add_typer(elastic_app)
-app.add_typer(gnn_app)
-app.add_typer(topology_app)
-app.add_typer(collectives_app)
 
 
 def _print_version(value: bool) -> None:  # noqa: FBT001 - typer calls it with a positional bool

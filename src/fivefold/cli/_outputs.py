@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
+
+import typer
 
 from fivefold.cli._arguments import ArgumentError
 from fivefold.errors import ConfigurationError
@@ -47,3 +51,8 @@ def require_picture(path: Path | None) -> None:
         raise ArgumentError(
             f"a picture cannot be saved as {str(path)!r}", hint="use .png, .svg or .pdf"
         )
+
+
+def write_json(value: Any) -> None:
+    """Write a result to standard output, for programs."""
+    typer.echo(json.dumps(value))

@@ -5,20 +5,39 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from fivefold.cli._arguments import ArgumentError
+from fivefold.cli._codesign import typed_command, write_page
+from fivefold.cli._options import JsonOption, PageOption
 from fivefold.cli._outputs import require_writable
-
-if TYPE_CHECKING:
-    from fivefold.strategy import Cluster, Job, Prediction, SearchResult
+from fivefold.cli._plan_files import write_plan_files
+from fivefold.cli._plan_page import split_page
+from fivefold.errors import InfeasibleError
+from fivefold.runs import write_text
+from fivefold.strategy import (
+    Cluster,
+    Job,
+    Prediction,
+    SearchResult,
+    evaluate_plan,
+    load_cluster,
+    load_job,
+    megatron_flags,
+    plan_to_toml,
+    search_plans,
+)
+from fivefold.units import format_bytes
 
 _PARTS = {
     "compute_s": "compute", "recompute_s": "recomputation", "tensor_s": "tensor communication",
-    "context_s": "context communication", "expert_s": "expert exchange",
-    "boundary_s": "stage to stage", "idle_s": "pipeline idle", "data_s": "gradients, parameters",
+    "context_s": "context communication", "expert_s": "dispatch, combine",
+    "boundary_s": "pipeline p2p", "idle_s": "pipeline bubble", "data_s": "gradients, parameters",
     "offload_s": "host transfers", "optimizer_s": "optimizer", "overhead_s": "overhead, lag",
 }  # fmt: skip
 
@@ -42,15 +61,9 @@ _Write = Annotated[
 _Base = Annotated[
     str | None,
     typer.Option(
-        metavar="ROOM.FUNCTION",
+        metavar="PACKAGE.FUNCTION",
         help="torchtitan's configuration of the model, such as llama3.llama3_8b; found by its "
         "sizes where it is known.",
-    ),
-]
-_Report = Annotated[
-    Path | None,
-    typer.Option(
-        "--report", metavar="FILE.html", help="Page to write: plans, time, memory, reasons."
     ),
 ]
 
@@ -61,7 +74,7 @@ def plan_command(  # noqa: PLR0913 - each option is a parameter
     cluster: _ClusterOption,
     top: Annotated[int, typer.Option(min=1, help="How many of the fastest plans to show.")] = 5,
     front: Annotated[
-        bool, typer.Option("--front", help="Show the front of time against memory too.")
+        bool, typer.Option("--front", help="Show the Pareto front of time against memory too.")
     ] = False,
     output: Annotated[
         Path | None, typer.Option(help="Write the fastest plan to this TOML file.")
@@ -71,8 +84,8 @@ def plan_command(  # noqa: PLR0913 - each option is a parameter
     ] = False,
     write: _Write = None,
     torchtitan_base: _Base = None,
-    report: _Report = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Write the result as JSON.")] = False,
+    report: PageOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Search all ways to split a job over a cluster for the fastest that fits in memory.
 
@@ -81,8 +94,6 @@ def plan_command(  # noqa: PLR0913 - each option is a parameter
     Raises:
         FivefoldError: Whatever planning met; the entry point prints it.
     """
-    from fivefold.strategy import load_cluster, load_job  # noqa: PLC0415 - keeps --help fast
-
     if megatron and as_json:
         message = "--megatron and --json both write to standard output"
         raise ArgumentError(message, hint="give one of them; --write FOLDER keeps the flags")
@@ -97,8 +108,6 @@ def plan_command(  # noqa: PLR0913 - each option is a parameter
     if report is not None:
         _write_page(report, what, where, best, result)
     if megatron:
-        from fivefold.strategy import megatron_flags  # noqa: PLC0415 - as above
-
         typer.echo(" ".join(megatron_flags(what.model, best[0].plan)))
     elif as_json:
         typer.echo(json.dumps(_document(what, where, best, result), indent=2))
@@ -109,9 +118,6 @@ def plan_command(  # noqa: PLR0913 - each option is a parameter
 def _write_files(
     job: Job, best: Prediction, *, output: Path | None, folder: Path | None, base: str | None
 ) -> None:
-    from fivefold.cli._plan_files import write_plan_files  # noqa: PLC0415 - keeps --help fast
-    from fivefold.runs import write_text  # noqa: PLC0415 - as above
-    from fivefold.strategy import plan_to_toml  # noqa: PLC0415 - as above
 
     if output is not None:
         write_text(output, plan_to_toml(best.plan))
@@ -131,9 +137,6 @@ def _write_page(
     best: tuple[Prediction, ...],
     result: SearchResult | None,
 ) -> None:
-    from fivefold.cli._codesign import typed_command, write_page  # noqa: PLC0415 - as above
-    from fivefold.cli._plan_page import split_page  # noqa: PLC0415 - as above
-
     page = split_page(
         job, cluster, best, result=result, parts=_PARTS, words=(_split, _words),
         command=typed_command(),
@@ -142,7 +145,6 @@ def _write_page(
 
 
 def _search(job: Job, cluster: Cluster, *, top: int, front: bool) -> SearchResult:
-    from fivefold.strategy import search_plans  # noqa: PLC0415 - keeps --help fast
 
     return search_plans(
         job.model, cluster.device, cluster.fabric, space=job.space, top=top, front=front
@@ -150,9 +152,6 @@ def _search(job: Job, cluster: Cluster, *, top: int, front: bool) -> SearchResul
 
 
 def _judge(job: Job, cluster: Cluster) -> Prediction:
-    from fivefold.errors import InfeasibleError  # noqa: PLC0415 - keeps --help fast
-    from fivefold.strategy import evaluate_plan  # noqa: PLC0415
-    from fivefold.units import format_bytes  # noqa: PLC0415
 
     assert job.plan is not None, "only called with a plan"
     found = evaluate_plan(job.model, cluster.device, cluster.fabric, plan=job.plan)
@@ -193,8 +192,6 @@ def _facts(found: Prediction) -> dict[str, Any]:
 def _show(
     job: Job, cluster: Cluster, best: tuple[Prediction, ...], result: SearchResult | None
 ) -> None:
-    from rich.console import Console  # noqa: PLC0415 - keeps --help fast
-    from rich.markup import escape  # noqa: PLC0415 - as above
 
     console = Console(highlight=False)
     billions = job.model.num_parameters / 1e9
@@ -222,7 +219,6 @@ def _show(
 
 
 def _plans(title: str, found: tuple[Prediction, ...]) -> Any:
-    from rich.table import Table  # noqa: PLC0415 - keeps --help fast
 
     table = Table(title=title, title_justify="left")
     for name in ("time", "MFU", "memory"):
@@ -277,7 +273,6 @@ def _words(found: Prediction) -> str:
 
 
 def _breakdown(found: Prediction) -> Any:
-    from rich.table import Table  # noqa: PLC0415 - keeps --help fast
 
     table = Table(title="where the time of the first goes", title_justify="left", show_header=False)
     table.add_column(no_wrap=True)

@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
 from fivefold.errors import DataError, UnsupportedError
 from fivefold.runs import write_text
-
-if TYPE_CHECKING:
-    from fivefold.strategy import Job, ParallelPlan
+from fivefold.strategy import (
+    Job,
+    ParallelPlan,
+    device_mesh,
+    megatron_flags,
+    plan_to_toml,
+    torchtitan_config,
+    trainer_config,
+)
 
 
 def write_plan_files(folder: Path, job: Job, plan: ParallelPlan, *, base: str | None) -> None:
@@ -28,14 +33,6 @@ def write_plan_files(folder: Path, job: Job, plan: ParallelPlan, *, base: str | 
     Raises:
         DataError: The folder cannot be made.
     """
-    from fivefold.strategy import (  # noqa: PLC0415 - keeps --help fast
-        device_mesh,
-        megatron_flags,
-        plan_to_toml,
-        torchtitan_config,
-        trainer_config,
-    )
-
     make_folder(folder)
     forms: dict[str, Callable[[], str]] = {
         "plan.toml": lambda: plan_to_toml(plan),

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from fivefold.report import (
     BarChart,
     BarRow,
+    Curve,
+    CurveChart,
     DataTable,
-    PlanPage,
-    PlanSection,
-    PointChart,
+    Page,
+    PageSection,
 )
+from fivefold.strategy import Cluster, Job, ParallelPlan, Prediction, SearchResult
 from fivefold.units import format_bytes, format_duration_s
-
-if TYPE_CHECKING:
-    from fivefold.strategy import Cluster, Job, ParallelPlan, Prediction, SearchResult
 
 _MEMORY = (
     ("weights_bytes", "weights", "job0"),
@@ -48,7 +46,7 @@ def split_page(
     parts: dict[str, str],
     words: tuple[Callable[[Prediction], str], Callable[[Prediction], str]],
     command: str,
-) -> PlanPage:
+) -> Page:
     """The page of a search, or of one plan that was judged.
 
     Args:
@@ -64,21 +62,21 @@ def split_page(
     num_gpus = first.plan.num_gpus
     labels = [f"{number + 1}: {words[0](one)}" for number, one in enumerate(best)]
     sections = [
-        PlanSection(
+        PageSection(
             heading="Fastest plans" if result else "The plan",
             how="d data, t tensor, p pipeline, c context, e expert parallelism, b micro-batch. "
             "MFU counts the model's FLOPs without recomputation.",
             parts=(_table(best, labels, words[1]),),
         ),
-        PlanSection(
+        PageSection(
             heading="Where the time of an iteration goes", parts=(_times(best, labels, parts),)
         ),
-        PlanSection(
+        PageSection(
             heading="What fills the memory of the fullest GPU",
             how=f"Each has {cluster.device.memory_bytes / _GIB:.1f} GiB.",
             parts=(_memories(best, labels, cluster.device.memory_bytes),),
         ),
-        PlanSection(
+        PageSection(
             heading="Settings of the fastest",
             how="Those that are not the default; --output writes all of them.",
             parts=(_settings(first.plan),),
@@ -86,7 +84,7 @@ def split_page(
     ]
     if result is not None:
         sections += _search_sections(result, words[0])
-    return PlanPage(
+    return Page(
         title=f"{job.model.name} on {num_gpus} GPUs of {cluster.name}",
         finding=f"An iteration of {first.plan.global_batch:,} samples takes "
         f"{format_duration_s(first.time_s)} with {words[0](first)} ({words[1](first)}).",
@@ -163,16 +161,19 @@ def _settings(plan: ParallelPlan) -> DataTable:
     return DataTable(columns=(("setting", ""), ("value", "")), rows=rows, text_columns=(1,))
 
 
-def _search_sections(result: SearchResult, split: Callable[[Prediction], str]) -> list[PlanSection]:
-    points = tuple(
-        (one.time_s, one.memory.total_bytes / _GIB, f"{split(one)}: {one.time_s:.4g} s")
-        for one in result.front
-    )
-    front = PointChart(
+def _search_sections(result: SearchResult, split: Callable[[Prediction], str]) -> list[PageSection]:
+    front = CurveChart(
+        key="front",
         x_name="iteration in s",
         y_name="memory in GiB",
-        points=points,
-        marked=(0,) if points else (),
+        curves=tuple(
+            _points(name, found, split, colour)
+            for name, found, colour in (
+                ("others", result.front[1:], "#1f83c8"),
+                ("fastest", result.front[:1], "#d55e00"),
+            )
+            if found
+        ),
     )
     reasons = sorted(result.ruled_out.items(), key=lambda item: -item[1])
     ruled = DataTable(
@@ -180,8 +181,8 @@ def _search_sections(result: SearchResult, split: Callable[[Prediction], str]) -
         rows=tuple((f"{count:,}", reason) for reason, count in reasons),
         text_columns=(1,),
     )
-    found = [] if not points else [
-        PlanSection(
+    found = [] if not result.front else [
+        PageSection(
             heading="Time against memory",
             how="Plans that no other beats in both; the fastest is marked. A pointer over one "
             "names it.",
@@ -190,5 +191,19 @@ def _search_sections(result: SearchResult, split: Callable[[Prediction], str]) -
     ]  # fmt: skip
     return [
         *found,
-        *([PlanSection(heading="What was ruled out", parts=(ruled,))] if reasons else []),
+        *([PageSection(heading="What was ruled out", parts=(ruled,))] if reasons else []),
     ]
+
+
+def _points(
+    name: str, found: Sequence[Prediction], split: Callable[[Prediction], str], colour: str
+) -> Curve:
+    return Curve(
+        name=name,
+        x=tuple(one.time_s for one in found),
+        y=tuple(one.memory.total_bytes / _GIB for one in found),
+        texts=tuple(f"{split(one)}: {one.time_s:.4g} s" for one in found),
+        colour=colour,
+        width=0.0,
+        marker="circle",
+    )

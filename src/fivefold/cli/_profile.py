@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import datetime as dt
-import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import torch
+import torch.distributed as dist
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from fivefold.cli._arguments import bytes_of, seconds_of
+from fivefold.cli._outputs import write_json
 from fivefold.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from fivefold.network.profiling import Profile
+from fivefold.network.profiling import Profile, profile_links
+from fivefold.runs import write_text
+from fivefold.units import format_bytes_per_s, format_duration_s
 
 _SHOWN_PAIRS = 56  # all pairs of eight ranks
 
@@ -31,7 +33,7 @@ def profile_command(
     sizes: Annotated[
         str, typer.Option(help="Message sizes, separated by commas.")
     ] = "64B,1KiB,16KiB,256KiB,1MiB,4MiB",
-    repetitions: Annotated[int, typer.Option(help="Exchanges of each size.")] = 5,
+    repetitions: Annotated[int, typer.Option(help="Transfers of each size.")] = 5,
     backend: Annotated[
         str | None, typer.Option(help="gloo or nccl.", show_default="nccl where there are GPUs")
     ] = None,
@@ -53,11 +55,6 @@ def profile_command(
     Raises:
         ConfigurationError: It was not started as ranks, or an option is not usable.
     """
-    import torch  # noqa: PLC0415 - keeps --help fast
-    import torch.distributed as dist  # noqa: PLC0415 - as above
-
-    from fivefold.network.profiling import profile_links  # noqa: PLC0415 - as above
-
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in os.environ]
     if missing:
         raise ConfigurationError(
@@ -83,13 +80,12 @@ def profile_command(
 
 
 def _hand_on(profile: Profile, output: Path | None, *, as_json: bool) -> None:
-    from fivefold.runs import write_text  # noqa: PLC0415 - keeps --help fast
 
     topology = profile.to_topology() if profile.num_ranks > 1 else None
     if output is not None and topology is not None:
         write_text(output, topology.to_toml())
     if as_json:
-        typer.echo(json.dumps(profile.to_dict()))
+        write_json(profile.to_dict())
         return
     _show(profile)
     if topology is not None:
@@ -100,7 +96,6 @@ def _hand_on(profile: Profile, output: Path | None, *, as_json: bool) -> None:
 
 
 def _show(profile: Profile) -> None:
-    from fivefold.units import format_bytes_per_s, format_duration_s  # noqa: PLC0415 - as above
 
     console = Console(file=sys.stdout, highlight=False)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import numpy as np
 import typer
 
 from fivefold.cli._arguments import topology_of
 from fivefold.cli._help import help_text
-from fivefold.cli._outputs import require_picture
-
-if TYPE_CHECKING:
-    from fivefold.network.topology import Topology
+from fivefold.cli._options import BandwidthOption, JsonOption, LatencyOption, TopologyArgument
+from fivefold.cli._outputs import require_picture, write_json
+from fivefold.errors import DataError, InfeasibleError
+from fivefold.files import read_json
+from fivefold.network.topology import (
+    Topology,
+    draw_topology,
+    generator_names,
+    generator_usage,
+    machine_names,
+    machine_source,
+    taccl_profile_names,
+)
+from fivefold.runs import write_text
+from fivefold.units import format_bytes_per_s, format_duration_s
 
 app = typer.Typer(
     name="topology",
@@ -21,20 +32,6 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
-
-TopologyArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="TOPOLOGY",
-        help="Such as dgx_a100:2, torus:4x4, fat_tree:8,gpus=8, lingjun:topo.csv, taccl:ndv2_1MB:2 "
-        'or cluster.toml; "fivefold topology list" names them all.',
-    ),
-]
-BandwidthOption = Annotated[
-    str | None, typer.Option(help='Of a generator\'s links, such as "50 GB/s".')
-]
-LatencyOption = Annotated[str | None, typer.Option(help='Of a generator\'s links, such as "1 us".')]
-JsonOption = Annotated[bool, typer.Option("--json", help="Write the result as JSON.")]
 
 
 @app.callback()
@@ -44,21 +41,11 @@ def _group() -> None:
 
 def list_command(*, as_json: JsonOption = False) -> None:
     """Name the machines, generators and profiles that can be given as TOPOLOGY."""
-    from fivefold.network.topology import (  # noqa: PLC0415 - keeps --help fast
-        generator_names,
-        generator_usage,
-        machine_names,
-        machine_source,
-        taccl_profile_names,
-    )
-
     machines = {name: machine_source(name) for name in machine_names()}
     generators = dict(generator_usage(name) for name in generator_names())
     profiles = [f"taccl:{name}" for name in taccl_profile_names()]
     if as_json:
-        typer.echo(
-            json.dumps({"machines": machines, "generators": generators, "profiles": profiles})
-        )
+        write_json({"machines": machines, "generators": generators, "profiles": profiles})
         return
     sections = {
         "Machines, one box; NAME:4 joins four": {
@@ -89,7 +76,7 @@ def show_command(
     found = topology_of(topology, bandwidth=bandwidth, latency=latency)
     facts = _facts(found)
     if as_json:
-        typer.echo(json.dumps(facts))
+        write_json(facts)
         return
     for line in _described(facts):
         typer.echo(line)
@@ -114,8 +101,6 @@ def draw_command(
     title: Annotated[str | None, typer.Option(help="Heading of the picture.")] = None,
 ) -> None:
     """Draw a topology as a picture."""
-    from fivefold.network.topology import draw_topology  # noqa: PLC0415 - keeps --help fast
-
     require_picture(output)
     found = topology_of(topology, bandwidth=bandwidth, latency=latency)
     draw_topology(found, output, link_loads=_read_loads(loads), title=title)
@@ -138,7 +123,6 @@ def convert_command(
     if output is None:
         typer.echo(text, nl=False)
         return
-    from fivefold.runs import write_text  # noqa: PLC0415 - as above
 
     write_text(output, text)
     typer.echo(f"topology: {output}", err=True)
@@ -147,8 +131,6 @@ def convert_command(
 def _read_loads(path: Path | None) -> Any:
     if path is None:
         return None
-    from fivefold.errors import DataError  # noqa: PLC0415 - only here
-    from fivefold.files import read_json  # noqa: PLC0415 - as above
 
     try:
         values = read_json(path)
@@ -161,8 +143,6 @@ def _read_loads(path: Path | None) -> Any:
 
 def _cut_off(topology: Topology) -> str | None:
     """Which ranks cannot be reached, or cannot reach; None where all is well."""
-    from fivefold.errors import InfeasibleError  # noqa: PLC0415 - only here
-
     try:
         topology.require_connected()
     except InfeasibleError as error:
@@ -215,8 +195,6 @@ def _facts(topology: Topology) -> dict[str, Any]:
 
 def _least_out(topology: Topology) -> float:
     """Least capacity that leaves a rank: no rank can send faster."""
-    import numpy as np  # noqa: PLC0415 - keeps --help fast
-
     out = np.bincount(
         topology.link_sources, topology.capacities_bytes_per_s, minlength=topology.num_nodes
     )
@@ -224,7 +202,6 @@ def _least_out(topology: Topology) -> float:
 
 
 def _described(facts: dict[str, Any]) -> list[str]:
-    from fivefold.units import format_bytes_per_s, format_duration_s  # noqa: PLC0415 - as above
 
     kinds = ", ".join(f"{count} {kind}" for kind, count in facts["nodes"].items())
     lines = [

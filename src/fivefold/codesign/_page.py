@@ -6,9 +6,7 @@ picture of the topology, as ``fivefold topology draw`` does.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -27,15 +25,14 @@ from fivefold.report import (
     BarChart,
     BarRow,
     DataTable,
-    Picture,
-    PlanPage,
-    PlanPart,
-    PlanSection,
+    Page,
+    PagePart,
+    PageSection,
+    picture_of,
 )
 from fivefold.units import format_duration_s
 
 _LOADS = "Share of each link's rate in use over the whole run"
-_MOST_SVG_BYTES = 1_500_000
 _MOST_BARS = 16  # jobs
 _JOB_COLUMNS = (
     ("job", ""),
@@ -59,7 +56,7 @@ def plan_page(
     *,
     measured: Mapping[str, float] | None = None,
     command: str = "",
-) -> PlanPage:
+) -> Page:
     """The page of a planned cluster, and of its execution where one was measured.
 
     Args:
@@ -70,7 +67,7 @@ def plan_page(
         command: How to make it again.
 
     Returns:
-        The page, for ``fivefold.report.write_plan_html``.
+        The page, for ``fivefold.report.write_html``.
 
     Raises:
         ConfigurationError: A job was not measured.
@@ -94,18 +91,18 @@ def plan_page(
     after = found.mean_completion_s(jobs)
     sections = [] if measured is None else [_reality(jobs, found.outcome, measured)]
     sections += [
-        PlanSection(
+        PageSection(
             heading="Jobs",
             parts=(_job_table(topology, jobs, found), _job_bars(topology, jobs, found)),
         ),
-        PlanSection(
+        PageSection(
             heading="What the links carry",
             how=f"{_LOADS}: what is dark is the bottleneck. Every direction has its own line, to "
             "the right as seen by the traffic.",
             parts=_pictures(topology, found),
         ),
         *_timelines(topology, jobs, found),
-        PlanSection(
+        PageSection(
             heading="Who decided what",
             how="In the order in which layers spoke, with what they knew and whose it was. Seconds "
             "of a job's own layer are those of its iteration alone on the network; seconds of all "
@@ -113,7 +110,7 @@ def plan_page(
             parts=(choice_log(found.decisions),),
         ),
     ]
-    return PlanPage(
+    return Page(
         title=f"{len(jobs)} job{'s' if len(jobs) != 1 else ''} on {topology.name}",
         finding=_finding(jobs, found, (before, after), measured),
         tiles=_tiles(jobs, found, before, after, measured),
@@ -253,7 +250,7 @@ def _most_changed(jobs: Sequence[JobSpec], found: CoDesignResult) -> list[JobSpe
     return [job for job in jobs if job.job_id in chosen]
 
 
-def _pictures(topology: Topology, found: CoDesignResult) -> tuple[PlanPart, ...]:
+def _pictures(topology: Topology, found: CoDesignResult) -> tuple[PagePart, ...]:
     parts = []
     for name, outcome in (("Planned", found.outcome), ("Baseline", found.baseline_outcome)):
         if outcome.result is None:
@@ -262,46 +259,31 @@ def _pictures(topology: Topology, found: CoDesignResult) -> tuple[PlanPart, ...]
         shares = outcome.result.link_bytes / topology.capacities_bytes_per_s / total_s
         heading = f"{name}: {_LOADS.lower()}"
         figure = draw_topology(topology, link_loads=np.minimum(shares, 1.0), title=heading)
-        parts.append(_picture(figure, heading))
+        parts.append(picture_of(figure, heading))
         if found.plan == found.baseline:
             break
     return tuple(parts)
 
 
-def _picture(figure: Any, title: str) -> Picture:
-    """A figure as SVG, or as PNG where that would be large."""
-    import matplotlib as mpl  # noqa: PLC0415 - heavy, and draw_topology has said if it is missing
-
-    content = io.BytesIO()
-    # The same picture is the same file: no date, and ids that do not depend on the run.
-    with mpl.rc_context({"svg.hashsalt": "fivefold"}):
-        figure.savefig(content, format="svg", bbox_inches="tight", metadata={"Date": None})
-    if content.tell() <= _MOST_SVG_BYTES:
-        return Picture(title=title, caption="", content=content.getvalue())
-    content = io.BytesIO()
-    figure.savefig(content, format="png", bbox_inches="tight", dpi=150)
-    return Picture(title=title, caption="", content=content.getvalue(), media_type="image/png")
-
-
 def _timelines(
     topology: Topology, jobs: Sequence[JobSpec], found: CoDesignResult
-) -> list[PlanSection]:
+) -> list[PageSection]:
     sections = []
     for name, plan, outcome in _variants(found):
         window = unrolled(topology, jobs, plan, outcome)
         if window is None:
             how = "One iteration of all jobs has too many transfers to be drawn here; the Perfetto "
             how += "timeline of fivefold simulate --output has them."
-            sections.append(PlanSection(heading=f"Over time, {name}", how=how, parts=()))
+            sections.append(PageSection(heading=f"Over time, {name}", how=how, parts=()))
             continue
         links = link_timeline(window, jobs, topology)
-        parts: list[PlanPart] = [job_timeline(window, jobs), *([links] if links else [])]
+        parts: list[PagePart] = [job_timeline(window, jobs), *([links] if links else [])]
         parts += layer_timelines(window, jobs) if name == "planned" else []
         until = format_duration_s(window.end_s - window.start_s)
         how = f"{until}, from {format_duration_s(window.start_s)} after the start on."
         if not window.whole:
             how += " Not all jobs run within it."
-        sections.append(PlanSection(heading=f"Over time, {name}", how=how, parts=tuple(parts)))
+        sections.append(PageSection(heading=f"Over time, {name}", how=how, parts=tuple(parts)))
     return sections
 
 
@@ -314,7 +296,7 @@ def _variants(found: CoDesignResult) -> list[tuple[str, ClusterPlan, Outcome]]:
 
 def _reality(
     jobs: Sequence[JobSpec], outcome: Outcome, measured: Mapping[str, float]
-) -> PlanSection:
+) -> PageSection:
     bars, rows = [], []
     for job in jobs:
         predicted, real = outcome.iteration_s[job.job_id], measured[job.job_id]
@@ -330,7 +312,7 @@ def _reality(
                 )
             )
         rows.append((job.job_id, format_duration_s(predicted), format_duration_s(real), off))
-    return PlanSection(
+    return PageSection(
         heading="Predicted and measured",
         how="Seconds per iteration. Compute is a sleep of the planned length, reductions are real "
         "messages over links of the emulated cluster, each with its own rate.",

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from fivefold.codesign._ablation import AblationRow
 from fivefold.codesign._page_words import SIMULATED, change
 from fivefold.errors import ConfigurationError
-from fivefold.report import DataTable, PlanPage, PlanSection, RangeChart, RangeRow
+from fivefold.report import DataTable, Page, PageSection, RangeChart, RangeRow
 
 
-def ablation_page(rows: Sequence[AblationRow], *, cluster: str, command: str = "") -> PlanPage:
+def ablation_page(rows: Sequence[AblationRow], *, cluster: str, command: str = "") -> Page:
     """The page of an ablation: what each combination of co-designs buys.
 
     Args:
@@ -19,7 +19,7 @@ def ablation_page(rows: Sequence[AblationRow], *, cluster: str, command: str = "
         command: How to make it again.
 
     Returns:
-        The page, for ``fivefold.report.write_plan_html``.
+        The page, for ``fivefold.report.write_html``.
 
     Raises:
         ConfigurationError: There is no row.
@@ -48,7 +48,7 @@ def ablation_page(rows: Sequence[AblationRow], *, cluster: str, command: str = "
     bars = RangeChart(rows=_ratio_rows(rows, best=False), marks=_apart(marks))
     against = RangeChart(rows=_ratio_rows(rows, best=True), marks=(("B1", 1.0),))
     size = f"{rows[0].seeds} seed{'s' if rows[0].seeds != 1 else ''}, {rows[0].jobs} jobs"
-    return PlanPage(
+    return Page(
         title=f"what each co-design buys on {cluster}",
         finding=finding,
         tiles=(
@@ -59,17 +59,17 @@ def ablation_page(rows: Sequence[AblationRow], *, cluster: str, command: str = "
         ),
         caveats=(SIMULATED,),
         sections=(
-            PlanSection(
+            PageSection(
                 heading="Mean completion time over that of today's stack (B0)",
                 how=f"{size}. Below 1 is faster. Bars are means over seeds, whiskers 95 % "
                 "bootstrap intervals over seeds. V: layers of a job talk; H: jobs talk; II: links "
                 "inside hosts and the fabric are one network; HN: switches may sum.",
                 parts=(bars,),
             ),
-            PlanSection(
+            PageSection(
                 heading="The same over every layer at its best alone (B1)", parts=(against,)
             ),
-            PlanSection(heading="All figures", parts=(_ablation_table(rows),)),
+            PageSection(heading="All figures", parts=(_ablation_table(rows),)),
         ),
         command=command,
     )

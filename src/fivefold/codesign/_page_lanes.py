@@ -13,7 +13,7 @@ import numpy.typing as npt
 from fivefold.codesign._jobs import JobSpec
 from fivefold.codesign._unrolled import Window
 from fivefold.network.topology import Topology
-from fivefold.report import LaneLoad, LaneSpan, Timeline, TimelineLane
+from fivefold.report import Folded, LaneLoad, LaneSpan, Timeline, TimelineLane
 from fivefold.units import format_bytes_per_s
 
 _MOST_JOBS = 12
@@ -68,7 +68,7 @@ def job_timeline(window: Window, jobs: Sequence[JobSpec]) -> Timeline:
     )
 
 
-def layer_timelines(window: Window, jobs: Sequence[JobSpec]) -> list[Timeline]:
+def layer_timelines(window: Window, jobs: Sequence[JobSpec]) -> list[Folded]:
     """One iteration of each job, a row per layer."""
     times = _task_times(window)
     return [
@@ -174,7 +174,7 @@ def _kinds_of(lanes: Iterable[TimelineLane]) -> tuple[tuple[str, str], ...]:
     return tuple((kind, name) for kind, name in _PASSES if kind in used)
 
 
-def _layers(job: JobSpec, window: Window, times: Times) -> Timeline | None:
+def _layers(job: JobSpec, window: Window, times: Times) -> Folded | None:
     """The first iteration of a job that begins within the window, else its last."""
     begins = {
         number: min(ends[0] for (n, *_), ends in times.items() if n == number)
@@ -190,14 +190,9 @@ def _layers(job: JobSpec, window: Window, times: Times) -> Timeline | None:
         return None
     lanes, more = _layer_lanes(_spans(own))
     left = f"; {more} more layers are not drawn" if more > 0 else ""
-    return Timeline(
-        lanes=lanes,
-        start_s=start_s,
-        end_s=end_s,
-        kinds=_kinds_of(lanes),
-        caption=f"{job.job_id}: iteration {number + 1} by layer{left}",
-        folded=True,
-    )
+    timeline = Timeline(lanes=lanes, start_s=start_s, end_s=end_s, kinds=_kinds_of(lanes))
+    title = f"{job.job_id}: iteration {number + 1} by layer{left}"
+    return Folded(title=title, part=timeline)
 
 
 def _layer_lanes(spans: Sequence[LaneSpan]) -> tuple[tuple[TimelineLane, ...], int]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from fivefold.codesign._plans import JobPlan
 from fivefold.codesign._records import DecisionRecord
-from fivefold.report import Choice, ChoiceLog
+from fivefold.report import Decision, DecisionLog
 from fivefold.units import format_bytes, format_duration_s
 
 SIMULATED = (
@@ -47,15 +47,15 @@ def flow_words(plan: JobPlan, baseline: JobPlan) -> str:
     return ", ".join(words) or "as today"
 
 
-def choice_log(records: Sequence[DecisionRecord]) -> ChoiceLog:
+def choice_log(records: Sequence[DecisionRecord]) -> DecisionLog:
     """The decision log for a page."""
-    return ChoiceLog(choices=tuple(_choice(record) for record in records))
+    return DecisionLog(decisions=tuple(_choice(record) for record in records))
 
 
-def _choice(record: DecisionRecord) -> Choice:
+def _choice(record: DecisionRecord) -> Decision:
     taken = not record.decision.startswith("not ")
     alternatives = tuple(sorted(record.alternatives.items(), key=lambda item: item[1]))
-    return Choice(
+    return Decision(
         who=record.layer,
         about=record.entity,
         decision=record.decision.removeprefix("not "),

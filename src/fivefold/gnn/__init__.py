@@ -3,9 +3,9 @@
 Mini-batches are sampled offline, their feature rows are packed in the order in which training
 will read them, and a pipeline streams them at the speed of the disk (DiskGNN, arXiv 2405.05231).
 
-The rooms, each importing only those before it: ``storage`` (files and fast reads), ``sampling``
-and ``data``, ``planning`` (what goes where), ``packing``, ``loading`` and ``training``. They are
-loaded when first used.
+The packages, each importing only those before it: ``storage`` (files and fast reads), ``sampling``
+and ``data``, ``planning`` (which row goes to which level), ``packing``, ``loading`` and
+``training``. They are loaded when first used.
 """
 
 from __future__ import annotations

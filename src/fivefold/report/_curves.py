@@ -1,145 +1,88 @@
-"""Loss curves as plotly figures: against wall time, step and tokens.
+"""Curves of training runs: loss, and what happened round by round.
 
-Training is a thin line, validation a thick one with markers, in one colour per run. The colours
-are of middle lightness, so that they hold on a light and on a dark page; method and marker shape
-tell the runs apart without colour. This module needs plotly (the ``report`` extra).
+Training is a thin line, validation a thick one with markers. Local steps, messages and waits are
+what the ranks recorded, not what was configured. A chart is left out where it would be empty or a
+flat line that the configuration says already.
 """
 
 from __future__ import annotations
 
-import html
-import json
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from itertools import accumulate
 
-import plotly.graph_objects as go
-
+from fivefold.report._page import Curve, CurveChart
+from fivefold.report._records import RankTrace, Run, TrainPoint, ValidationPoint
+from fivefold.report._spans import RoundPoint, round_points
+from fivefold.report._styles import MARKERS, run_colours, thinned
 from fivefold.report._summary import final_bits_per_byte, validation_curve
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from fivefold.report._records import Run, TrainPoint, ValidationPoint
-
-_METHOD_COLOURS = {
-    "none": "#7d858f",
-    "ddp": "#d55e00",
-    "co2": "#1f83c8",
-    "slowmo": "#109668",
-    "local_sgd": "#b45fa0",
-    "diloco": "#6f78dd",
-    "delay_corrected": "#a3791b",
-    "overlap_local_sgd": "#8c6a56",
-    "eager_diloco": "#4a9fb5",
-    "streaming_diloco": "#9a58c9",
-}
-_SPARE_COLOURS = ("#cf4a6b", "#2f9494", "#7d858f")
-_SYMBOLS = ("circle", "diamond", "square", "triangle-up", "x", "star")
 _TICKS = (0.5, 0.7, 1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9, 10, 12, 15, 20)
 _AXES = {
-    "wall": "wall time (s)",
-    "step": "optimizer step",
-    "tokens": "tokens, all ranks",
+    "wall": (
+        "wall time (s)",
+        (
+            "Against wall time. What matters to whoever waits for the model: the curve further "
+            "left gets there sooner. The dotted line is where DDP ended."
+        ),
+    ),
+    "step": ("optimizer step", "Against step. Speed taken away: what each update is worth."),
+    "tokens": ("tokens, all ranks", "Against tokens. What each token of text is worth."),
 }
-_MOST_POINTS = 1500  # more do not show on a screen and make the file heavy
+_BASELINES = ("none", "ddp")
+_MOST_OTHER_RANKS = 7
 
 
-def run_colours(runs: Sequence[Run]) -> list[str]:
-    """One colour per run: its method's own, a spare one from the second run of a method on."""
-    colours: list[str] = []
-    spare = 0
-    for run in runs:
-        colour = _METHOD_COLOURS.get(run.manifest.method)
-        if colour is None or colour in colours:
-            colour = _SPARE_COLOURS[spare % len(_SPARE_COLOURS)]
-            spare += 1
-        colours.append(colour)
-    return colours
-
-
-def loss_figures(runs: Sequence[Run]) -> dict[str, Any]:
-    """Build the figures as plain plotly JSON, by axis: ``wall``, ``step``, ``tokens``."""
-    return {axis: _figure(runs, axis) for axis in _AXES}
-
-
-def _figure(runs: Sequence[Run], axis: str) -> Any:
-    figure = go.Figure(layout={"template": "none"})
-    for index, (run, colour) in enumerate(zip(runs, run_colours(runs), strict=True)):
-        _add_training(figure, run, axis=axis, colour=colour)
-        _add_validation(figure, run, axis=axis, colour=colour, symbol=_SYMBOLS[index % 6])
+def loss_charts(runs: Sequence[Run]) -> list[CurveChart]:
+    """Return bits per byte against wall time, steps and tokens; empty without any metrics."""
+    if not any(run.metrics.train or run.metrics.validation for run in runs):
+        return []
     target = _ddp_target(runs)
-    if target is not None:
-        figure.add_hline(
-            y=target,
-            line={"color": "#888888", "dash": "dot", "width": 1.2},
+    return [
+        CurveChart(
+            key=axis,
+            x_name=name,
+            y_name="bits per byte",
+            curves=tuple(_loss_curves(runs, axis)),
+            caption=caption,
+            y_log=True,
+            y_ticks=tuple((tick, f"{tick:g}") for tick in _TICKS),
+            x_from_zero=True,
+            marks=() if target is None else ((f"DDP's final: {target:.3f}", target),),
         )
-        figure.add_annotation(  # on a logarithmic axis plotly places notes by the exponent
-            text=f"DDP's final: {target:.3f}",
-            x=0.01,
-            xref="paper",
-            xanchor="left",
-            y=math.log10(target),
-            yanchor="top",
-            showarrow=False,
-            font={"size": 11},
-        )
-    low, high = _range(runs)
-    figure.update_layout(
-        margin={"l": 52, "r": 14, "t": 12, "b": 48},
-        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
-        hovermode="closest",
-        xaxis={
-            "title": {"text": _AXES[axis], "font": {"size": 13}},
-            "rangemode": "tozero",
-            "zeroline": False,
-        },
-        yaxis={
-            "title": {"text": "bits per byte", "font": {"size": 13}},
-            "type": "log",
-            "tickvals": list(_TICKS),
-            "ticktext": [f"{tick:g}" for tick in _TICKS],
-            "range": [math.log10(low), math.log10(high)],
-            "zeroline": False,
-        },
-    )
-    return json.loads(figure.to_json())
+        for axis, (name, caption) in _AXES.items()
+    ]
 
 
-def _add_training(figure: go.Figure, run: Run, *, axis: str, colour: str) -> None:
-    points = [point for point in run.metrics.train if _drawable(point.bits_per_byte)]
-    points = points[:: max(1, math.ceil(len(points) / _MOST_POINTS))]
-    if not points:
-        return
-    label = html.escape(run.label, quote=False)
-    figure.add_scatter(
-        x=[_position(point, axis) for point in points],
-        y=[point.bits_per_byte for point in points],
-        mode="lines",
-        name=f"{label}, training",
-        legendgroup=run.name,
-        showlegend=False,
-        opacity=0.4,
-        line={"color": colour, "width": 1.2},
-        hovertemplate=f"{label}<br>training: %{{y:.3f}} at %{{x}}<extra></extra>",
-    )
-
-
-def _add_validation(figure: go.Figure, run: Run, *, axis: str, colour: str, symbol: str) -> None:
-    points = [point for point in run.metrics.validation if _drawable(point.bits_per_byte)]
-    if not points and not run.metrics.train:
-        return
-    label = html.escape(run.label, quote=False)
-    figure.add_scatter(
-        x=[_position(point, axis) for point in points],
-        y=[point.bits_per_byte for point in points],
-        mode="lines+markers",
-        name=label,
-        legendgroup=run.name,
-        showlegend=True,
-        line={"color": colour, "width": 2.4},
-        marker={"symbol": symbol, "size": 8},
-        hovertemplate=f"{label}<br>validation: %{{y:.3f}} at %{{x}}<extra></extra>",
-    )
+def _loss_curves(runs: Sequence[Run], axis: str) -> list[Curve]:
+    curves = []
+    for index, (run, colour) in enumerate(zip(runs, run_colours(runs), strict=True)):
+        batches = [point for point in run.metrics.train if _drawable(point.bits_per_byte)]
+        judged = [point for point in run.metrics.validation if _drawable(point.bits_per_byte)]
+        if batches:
+            points = thinned(batches)
+            curves.append(
+                Curve(
+                    name=run.label,
+                    x=tuple(_position(point, axis) for point in points),
+                    y=tuple(point.bits_per_byte for point in points),
+                    colour=colour,
+                    width=1.2,
+                    in_legend=False,
+                )
+            )
+        if judged or run.metrics.train:
+            curves.append(
+                Curve(
+                    name=run.label,
+                    x=tuple(_position(point, axis) for point in judged),
+                    y=tuple(point.bits_per_byte for point in judged),
+                    colour=colour,
+                    width=2.4,
+                    marker=MARKERS[index % len(MARKERS)],
+                )
+            )
+    return curves
 
 
 def _position(point: TrainPoint | ValidationPoint, axis: str) -> float:
@@ -150,21 +93,194 @@ def _drawable(value: float) -> bool:
     return math.isfinite(value) and value > 0  # the axis is logarithmic
 
 
-def _range(runs: Sequence[Run]) -> tuple[float, float]:
-    values = [
-        value
-        for run in runs
-        for value in (
-            *(point.bits_per_byte for point in run.metrics.train),
-            *(point.bits_per_byte for point in run.metrics.validation),
-        )
-        if _drawable(value)
-    ]
-    return (0.93 * min(values), 1.04 * max(values)) if values else (1.0, 10.0)
-
-
 def _ddp_target(runs: Sequence[Run]) -> float | None:
     ddp = next((run for run in runs if run.is_plain_ddp), None)
     if ddp is None or len(runs) < 2 or not validation_curve(ddp):
         return None
-    return final_bits_per_byte(ddp)
+    target = final_bits_per_byte(ddp)
+    return target if target is not None and _drawable(target) else None
+
+
+def round_charts(runs: Sequence[Run]) -> list[CurveChart]:
+    """Return the charts over rounds that have something to show."""
+    pairs = list(zip(runs, run_colours(runs), strict=True))
+    by_round = [pair for pair in pairs if pair[0].manifest.method not in _BASELINES]
+    charts = [
+        CurveChart(
+            key="flights",
+            x_name="wall time (s)",
+            y_name="seconds per message",
+            curves=tuple(curve for pair in by_round for curve in _messages_in_flight(*pair)),
+            x_from_zero=True,
+            y_from_zero=True,
+            caption="Time in flight, and the part that was waited for. One point per message of "
+            "rank 0. Where the filled area is flat, the message was hidden; where it rises, the "
+            "round was too short for it, or the run was at its end.",
+        ),
+        CurveChart(
+            key="steps",
+            x_name="wall time (s)",
+            y_name="local steps",
+            curves=tuple(curve for pair in by_round for curve in _local_steps(*pair)),
+            x_from_zero=True,
+            y_from_zero=True,
+            caption="Local steps per round. Counted between launches. Diamonds are decisions; "
+            "hover over one for the times that led to it. Dashed lines are ranks that took other "
+            "numbers of steps than rank 0.",
+        ),
+        CurveChart(
+            key="gap",
+            x_name="optimizer step",
+            y_name="staleness gap",
+            curves=tuple(curve for pair in by_round for curve in _gap(*pair)),
+            x_from_zero=True,
+            caption="Staleness gap. By how much a pseudo-gradient that arrives late was divided, "
+            "at the last merge before each step shown.",
+        ),
+        CurveChart(
+            key="sent",
+            x_name="optimizer step",
+            y_name="MB sent by rank 0",
+            curves=tuple(curve for pair in pairs for curve in _sent(*pair)),
+            x_from_zero=True,
+            y_from_zero=True,
+            caption="Bytes sent. By rank 0 for the method's messages, added up over the run.",
+        ),
+    ]
+    return [chart for chart in charts if chart.curves]
+
+
+def _messages_in_flight(run: Run, colour: str) -> list[Curve]:
+    points = thinned(_messages(run.ranks[0]) if run.ranks else [])
+    if not points:
+        return []
+    start_s = _start_s(run)
+    at_s = tuple(point.launched_s - start_s for point in points)
+    waited = Curve(
+        name=run.label,
+        x=at_s,
+        y=tuple(point.waited_s for point in points),
+        texts=tuple(f"waited {p.waited_s:.3g} s at {p.launched_s - start_s:.1f} s" for p in points),
+        colour=colour,
+        width=1.0,
+        dash="2 3",
+        filled=True,
+        in_legend=False,
+    )
+    flown = Curve(
+        name=run.label,
+        x=at_s,
+        y=tuple(point.flight_s for point in points),
+        texts=tuple(
+            f"in flight {p.flight_s:.3g} s at {p.launched_s - start_s:.1f} s" for p in points
+        ),
+        colour=colour,
+        width=1.6,
+        marker="circle",
+    )
+    return [waited, flown]
+
+
+def _local_steps(run: Run, colour: str) -> list[Curve]:
+    by_rank = [_whole_rounds(rank) for rank in run.ranks]
+    if not any(by_rank) or not (run.metrics.tau or _varies(by_rank)):
+        return []
+    start_s = _start_s(run)
+    first = [point.local_steps for point in by_rank[0]]
+    others = [points for points in by_rank[1:] if [p.local_steps for p in points] != first]
+    curves = []
+    for rank, points in enumerate([by_rank[0], *others[:_MOST_OTHER_RANKS]]):
+        thin = thinned(points)
+        curves.append(
+            Curve(
+                name=run.label,
+                x=tuple(point.launched_s - start_s for point in thin),
+                y=tuple(point.local_steps for point in thin),
+                colour=colour,
+                width=1.1 if rank else 2.2,
+                dash="6 4" if rank else "",
+                stepped=True,
+                in_legend=rank == 0,
+            )
+        )
+    if run.metrics.tau:
+        curves.append(_decisions(run, colour))
+    return curves
+
+
+def _decisions(run: Run, colour: str) -> Curve:
+    return Curve(
+        name=run.label,
+        x=tuple(decision.wall_s for decision in run.metrics.tau),
+        y=tuple(decision.tau for decision in run.metrics.tau),
+        texts=tuple(
+            f"round {d.round}: tau {d.previous} to {d.tau}, {d.reason}\n"
+            f"communication {d.flight_s:.3g} s, step {d.step_s:.3g} s"
+            for d in run.metrics.tau
+        ),
+        colour=colour,
+        width=0.0,
+        marker="diamond",
+        in_legend=False,
+    )
+
+
+def _gap(run: Run, colour: str) -> list[Curve]:
+    points = [
+        (point.step, gap)
+        for point in run.metrics.sync
+        if (gap := point.last_staleness_gap) is not None and math.isfinite(gap)
+    ]
+    return _line(run, colour, points) if any(gap != 1.0 for _, gap in points) else []
+
+
+def _sent(run: Run, colour: str) -> list[Curve]:
+    points = [
+        (point.step, sent / 1e6)
+        for point in run.metrics.sync
+        if (sent := point.sent_bytes) is not None
+    ]
+    points = points or _sent_by_spans(run)
+    return _line(run, colour, points) if any(size > 0 for _, size in points) else []
+
+
+def _sent_by_spans(run: Run) -> list[tuple[int, float]]:
+    """What rank 0's messages add up to, for methods that keep no totals of their own."""
+    messages = round_points(run.ranks[0]) if run.ranks else []
+    sent = accumulate(point.sent_bytes or 0 for point in messages)
+    return [(point.step, total / 1e6) for point, total in zip(messages, sent, strict=True)]
+
+
+def _line(run: Run, colour: str, points: Sequence[tuple[int, float]]) -> list[Curve]:
+    thin = thinned(points)
+    curve = Curve(
+        name=run.label, x=tuple(x for x, _ in thin), y=tuple(y for _, y in thin), colour=colour
+    )
+    return [curve]
+
+
+def _messages(rank: RankTrace) -> list[RoundPoint]:
+    return [point for point in round_points(rank) if point.round is not None]
+
+
+def _whole_rounds(rank: RankTrace) -> list[RoundPoint]:
+    """The rank's messages without each fragment's first, whose round begins with a stagger."""
+    points = _messages(rank)
+    if not any(point.fragment for point in points):
+        return points
+    seen: set[int] = set()
+    whole = []
+    for point in points:
+        if point.fragment in seen:
+            whole.append(point)
+        seen.add(point.fragment)
+    return whole
+
+
+def _varies(by_rank: Sequence[Sequence[RoundPoint]]) -> bool:
+    """Whether rounds differ in length, the partial one at the end aside."""
+    return len({point.local_steps for points in by_rank for point in points[:-1]}) > 1
+
+
+def _start_s(run: Run) -> float:
+    return min(span.start_s for rank in run.ranks for span in rank.spans)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+import shlex
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
+from fivefold.report._records import Lab
 from fivefold.units import format_bytes, format_bytes_per_s, format_duration_s
 
-if TYPE_CHECKING:
-    from fivefold.report._records import Lab
-    from fivefold.report._summary import RunSummary
+_RunT = TypeVar("_RunT")
 
 UNKNOWN = "–"  # noqa: RUF001 - an en dash is what a table shows for "does not apply"
 
@@ -63,14 +64,6 @@ def format_waits(waits: dict[str, float] | None) -> str:
     return ", ".join(f"{cause} {format_duration_s(seconds)}" for cause, seconds in waits.items())
 
 
-def format_time_to_ddp(run: RunSummary) -> str:
-    """Write when a run reached DDP's final loss; say so where it did not."""
-    if run.time_to_ddp_s is not None:
-        return format_seconds(run.time_to_ddp_s)
-    compared = run.speed_ratio_to_ddp is not None and run.method != "none"
-    return "not reached" if compared and run.bits_per_byte is not None else UNKNOWN
-
-
 def format_bytes_or_dash(value: float | None) -> str:
     """Write a size."""
     return UNKNOWN if value is None else format_bytes(value)
@@ -91,3 +84,24 @@ def format_lab(lab: Lab | None) -> str:
         parts.append(f"{100 * lab.loss:g} % loss")
     means = f" (shaped by {lab.means})" if lab.means else ""
     return ", ".join(parts) + (means if lab.shaped else f": NOT SHAPED ({lab.reason or 'unknown'})")
+
+
+def typed_command(words: Sequence[str]) -> str:
+    """Write a command as one would type it: a module's file is no command."""
+    command = list(words)
+    if command and command[0].endswith("fivefold/__main__.py"):
+        command[:1] = ["python", "-m", "fivefold"]
+    elif command and command[0].endswith("/fivefold"):
+        command[0] = "fivefold"
+    return shlex.join(command) or "not recorded"
+
+
+def fact_rows(
+    runs: Sequence[_RunT], writers: Sequence[tuple[str, Callable[[_RunT], object]]]
+) -> tuple[tuple[str, ...], ...]:
+    """Write properties of runs: a value per run, or one for all where they are equal."""
+    rows = []
+    for name, write in writers:
+        values = [UNKNOWN if (value := write(run)) is None else str(value) for run in runs]
+        rows.append((name, *(values[:1] if len(set(values)) == 1 else values)))
+    return tuple(rows)

@@ -6,16 +6,12 @@ the baseline's loss, or the link was not shaped, that is what the sentence says.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from fivefold.report._format import format_count, format_percent, format_ratio
+from fivefold.report._records import Run
+from fivefold.report._summary import RunSummary
 from fivefold.units import format_duration_s
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from fivefold.report._records import Run
-    from fivefold.report._summary import RunSummary
 
 _BASELINES = ("none", "ddp")
 _SAME = 0.02
@@ -30,13 +26,6 @@ def headline(summaries: Sequence[RunSummary]) -> str:
 
     Args:
         summaries: The runs of the report.
-
-    Returns:
-        Plain text.
-
-    Examples:
-        >>> headline([])
-        'There is nothing to report yet.'
     """
     subject = _subject(summaries)
     if subject is None:
@@ -54,13 +43,6 @@ def caveats(runs: Sequence[Run], summaries: Sequence[RunSummary]) -> list[str]:
     Args:
         runs: The runs of the report.
         summaries: Their summaries, in the same order.
-
-    Returns:
-        One sentence each; empty where nothing limits it.
-
-    Examples:
-        >>> caveats([], [])
-        []
     """
     found = []
     unshaped = [lab for run in runs if (lab := run.manifest.lab) is not None and not lab.shaped]

@@ -1,366 +1,292 @@
-"""The report as one self-contained HTML file.
+"""A page as one self-contained HTML file.
 
-Everything is inlined: style, script, plotly.js (once), the drawings. A content security policy in
-the page forbids any request, so that the file behaves the same offline, in a mail and on a web
-server. All text is escaped by the template engine. Needs jinja2 and plotly, the ``report`` extra.
+Style, script and drawings are in the file. A content security policy forbids any request, so that
+the page behaves the same offline, in a mail and on a web server.
 """
 
 from __future__ import annotations
 
-import importlib
-import shlex
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import base64
+import json
+from collections.abc import Callable, Iterator
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
 
-from fivefold.errors import UnsupportedError
+from fivefold.report._charts import curve_data, range_rows, timeline_svg
 from fivefold.report._files import write_text_atomically
-from fivefold.report._format import (
-    CATEGORY_NAMES,
-    UNKNOWN,
-    format_bits,
-    format_bytes_or_dash,
-    format_count,
-    format_lab,
-    format_percent,
-    format_ratio,
-    format_seconds,
-    format_time_to_ddp,
-    format_waits,
+from fivefold.report._format import format_seconds
+from fivefold.report._markup import Markup, join, tag
+from fivefold.report._page import (
+    BarChart,
+    CurveChart,
+    DataTable,
+    Decision,
+    DecisionLog,
+    Folded,
+    Kinds,
+    Page,
+    PagePart,
+    PageSection,
+    Picture,
+    RangeChart,
+    SideBySide,
+    TextBlock,
+    Timeline,
 )
-from fivefold.report._gnn_html import graph_view
-from fivefold.report._headline import importance
-from fivefold.report._lanes import timeline_panels
-from fivefold.report._mixture_summary import summarise_mixtures
-from fivefold.report._mixture_view import mixture_curve, mixture_view
-from fivefold.report._report import configuration_differences
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from fivefold.report._gnn_records import GraphRun
-    from fivefold.report._records import Run
-    from fivefold.report._report import Report
-    from fivefold.report._summary import RunSummary
-
-_TEMPLATE = "_report.html.jinja"
-_MOST_RANKS = 8
-_EXPECTED_DIFFERENCES = ("sync.", "run.output")
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+_FEW_ALTERNATIVES = 3  # are shown without being asked for
 
 
-@dataclass(frozen=True, slots=True)
-class _Segment:
-    kind: str
-    percent: float
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Bar:
-    label: str
-    total: str
-    segments: tuple[_Segment, ...]
-
-
-def write_html(report: Report, path: Path) -> Path:
-    """Write the report as one HTML file.
+def write_html(page: Page, path: Path | str) -> Path:
+    """Write a page as one HTML file.
 
     Args:
-        report: What to show.
-        path: File to write.
+        page: What to show.
+        path: File to write; its folder is made.
 
     Returns:
-        The path that was written.
+        The path.
 
     Raises:
-        UnsupportedError: jinja2 or plotly is not installed.
         DataError: The file cannot be written.
-
-    Examples:
-        >>> import tempfile, pathlib
-        >>> from fivefold.report import Report
-        >>> report = Report(runs=(), summaries=(), headline="Nothing.", caveats=())
-        >>> write_html(report, pathlib.Path(tempfile.mkdtemp()) / "report.html").name
-        'report.html'
     """
-    return write_text_atomically(path, render_html(report))
+    return write_text_atomically(Path(path), render_html(page))
 
 
-def render_html(report: Report) -> str:
-    """Render the report as the text of one HTML file.
+def render_html(page: Page) -> str:
+    """Return a page as the text of one HTML file.
 
     Args:
-        report: What to show.
-
-    Returns:
-        The page.
-
-    Raises:
-        UnsupportedError: jinja2 or plotly is not installed.
+        page: What to show; sections without content are left out.
 
     Examples:
-        >>> from fivefold.report import Report
-        >>> page = render_html(Report(runs=(), summaries=(), headline="A < B", caveats=()))
-        >>> "A &lt; B" in page
+        >>> from fivefold.report import Page
+        >>> "A &lt; B" in render_html(Page(title="t", finding="A < B"))
         True
     """
-    environment, offline = make_environment(), need_module("plotly.offline")
-    curves = importlib.import_module("fivefold.report._curves")
-    rounds = importlib.import_module("fivefold.report._round_curves")
-    has_curves = any(run.metrics.train or run.metrics.validation for run in report.runs)
-    loss_figures = curves.loss_figures(report.runs) if has_curves else {}
-    round_figures = rounds.round_figures(report.runs)
-    graph = _graph_parts(report)
-    experts = mixture_curve(report.runs, curves.run_colours(report.runs))
-    figures = loss_figures | round_figures | experts | graph["graph_figures"]
-    labels = [run.label for run in report.summaries]
-    labels += [run.label for run in report.graph_summaries]
-    text: str = environment.get_template(_TEMPLATE).render(
-        report=report,
-        title=" and ".join(labels[:3]) or "nothing",
-        tiles=_tiles(report.summaries),
-        table=_comparison_table(report.summaries),
-        has_curves=has_curves,
-        figures=figures,
-        mixtures=mixture_view(summarise_mixtures(report.runs)),
-        **graph,
-        round_plots=[(name, *rounds.ROUND_CAPTIONS[name]) for name in round_figures],
-        plotly_js=offline.get_plotlyjs() if figures else "",
-        bars_total=_time_bars(report.summaries, per_step=False),
-        bars_step=_time_bars(report.summaries, per_step=True),
-        overlap_bars=_overlap_bars(report.summaries),
-        categories=CATEGORY_NAMES,
-        panels=timeline_panels(report.runs),
-        link_bars=_link_bars(report.summaries),
-        differences=configuration_differences(report.runs),
-        expected=_EXPECTED_DIFFERENCES,
-        facts=_facts(report.runs),
-        commands=[(run.label, _command(run)) for run in report.runs],
-        report_command=shlex.join(["fivefold", "report", *(str(run.path) for run in report.runs)]),
+    figures: dict[str, Any] = {}
+    sections = [section for one in page.sections if (section := _section(one, figures))]
+    if page.command:
+        made = (tag("h2", "Make it again"), tag("pre", page.command))
+        sections.append(tag("section", *made))
+    end = "Written by fivefold. This page is complete in itself and asks nothing of the network."
+    body = tag("main", _header(page), *sections, tag("footer", end))
+    policy = f"{_POLICY}; script-src 'unsafe-inline'" if figures else _POLICY
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=policy),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="color-scheme", content="light dark"),
+        tag("title", f"fivefold: {page.title}"),
+        tag("style", Markup(_resource("page.css"))),
     )
-    return text
-
-
-def _graph_parts(report: Report) -> dict[str, Any]:
-    """What the template of graph runs needs; nothing is shown where there are none."""
-    curves = importlib.import_module("fivefold.report._gnn_curves")
-    view = graph_view(report.graph_runs, report.graph_summaries)
-    return {
-        "graph": view if report.graph_runs else None,
-        "graph_figures": curves.graph_figures(report.graph_runs),
-        "graph_commands": [(run.label, _command(run)) for run in report.graph_runs],
-    }
-
-
-def make_environment() -> Any:
-    """The template engine of all pages: it escapes all text and knows no undefined names."""
-    jinja2 = need_module("jinja2")
-    return jinja2.Environment(
-        loader=jinja2.PackageLoader("fivefold.report", package_path=""),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+    return (
+        f"<!doctype html>\n{tag('html', head, tag('body', body, *_script(figures)), lang='en')}\n"
     )
 
 
-def need_module(module: str) -> Any:
-    """Import what only pages need.
-
-    Raises:
-        UnsupportedError: It is not installed.
-    """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise UnsupportedError(
-            f"the HTML report needs {module.partition('.')[0]}, which is not installed",
-            hint="pip install 'fivefold[report]', or ask for the text form only with --no-html",
-        ) from error
+def _resource(name: str) -> str:
+    return files("fivefold.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def _tiles(summaries: Sequence[RunSummary]) -> list[tuple[str, str, str]]:
-    """The few figures to see first: (value, what it is, of which run)."""
-    tried = [run for run in summaries if run.method != "none"]
-    compared = [run for run in tried if not run.is_plain_ddp] or tried
-    if not compared:
-        return []
-    run = max(compared, key=importance)
-    candidates = [
-        (run.speed_ratio_to_ddp, format_ratio, "the speed of DDP"),
-        (run.fraction_of_compute_only, format_percent, "of the compute-only speed"),
-        (run.overlap_fraction, format_percent, "of the communication time hidden"),
-        (run.time_to_ddp_ratio, format_ratio, "sooner at DDP's final loss"),
-        (run.bits_per_byte, format_bits, "bits per byte at the end"),
+def _script(figures: dict[str, Any]) -> Iterator[Markup]:
+    if not figures:
+        return
+    data = json.dumps(figures, separators=(",", ":"), allow_nan=False)
+    for character in "<>&":  # within JSON they stand in strings alone
+        data = data.replace(character, f"\\u{ord(character):04x}")
+    yield tag("script", Markup(data), type="application/json", id="figures")
+    yield tag("script", Markup(_resource("page.js")))
+
+
+def _header(page: Page) -> Markup:
+    tiles = [
+        tag("div", tag("b", value), tag("span", what), tag("small", more), cls="tile")
+        for value, what, more in page.tiles
     ]
-    return [
-        (write(value), what, run.label) for value, write, what in candidates if value is not None
-    ][:4]
+    return tag(
+        "header",
+        tag("h1", f"fivefold: {page.title}"),
+        tag("p", page.finding.replace(" %", "\u00a0%"), cls="finding"),
+        *([tag("div", *tiles, cls="tiles")] if tiles else []),
+        *(tag("p", caveat, cls="warn", role="note") for caveat in page.caveats),
+    )
 
 
-_COLUMNS: tuple[tuple[str, str, Callable[[RunSummary], str]], ...] = (
-    (
-        "tokens/s",
-        "Tokens of all ranks per second of training, without validation and checkpoints.",
-        lambda run: format_count(run.tokens_per_s),
-    ),
-    (
-        "against DDP",
-        "That rate over the rate of the DDP run.",
-        lambda run: format_ratio(run.speed_ratio_to_ddp),
-    ),
-    (
-        "of compute-only",
-        "That rate over the rate of the same step with communication off.",
-        lambda run: format_percent(run.fraction_of_compute_only),
-    ),
-    (
-        "waiting",
-        "Share of the wall time in which training stood still for communication.",
-        lambda run: format_percent(run.exposed_fraction),
-    ),
-    (
-        "waited for",
-        "What that was for, on rank 0.",
-        lambda run: format_waits(run.waits),
-    ),
-    (
-        "hidden",
-        "Share of the time in flight that passed behind computation.",
-        lambda run: format_percent(run.overlap_fraction),
-    ),
-    (
-        "sent per step",
-        "Bytes that left rank 0's network interface, per optimizer step.",
-        lambda run: format_bytes_or_dash(run.sent_bytes_per_step),
-    ),
-    (
-        "bits per byte",
-        "Final validation: lower is better.",
-        lambda run: format_bits(run.bits_per_byte),
-    ),
-    (
-        "time to DDP's loss",
-        "Wall time until validation was as good as DDP's final one.",
-        format_time_to_ddp,
-    ),
-    (
-        "wall time",
-        "From the first to the last step, everything included.",
-        lambda run: format_seconds(run.wall_s),
-    ),
-)
+def _section(section: PageSection, figures: dict[str, Any]) -> Markup | None:
+    parts = [_part(part, figures) for part in section.parts if _holds(part)]
+    if section.parts and not parts:
+        return None
+    how = [tag("p", section.how, cls="how")] if section.how else []
+    return tag("section", tag("h2", section.heading), *how, *parts, id=section.key or None)
 
 
-def _comparison_table(summaries: Sequence[RunSummary]) -> dict[str, Any]:
-    return {
-        "columns": [(name, meaning) for name, meaning, _ in _COLUMNS],
-        "rows": [(run, [write(run) for _, _, write in _COLUMNS]) for run in summaries],
-    }
+def _holds(part: PagePart) -> bool:
+    """Return whether there is anything to show."""
+    if isinstance(part, Folded):
+        return _holds(part.part)
+    if isinstance(part, SideBySide):
+        return any(map(_holds, part.parts))
+    if isinstance(part, BarChart):
+        return any(row.length > 0 for row in part.rows)
+    contents = ("rows", "lanes", "decisions", "curves", "content", "text")
+    return any(getattr(part, name, ()) for name in contents)
 
 
-def _time_bars(summaries: Sequence[RunSummary], *, per_step: bool) -> list[_Bar]:
-    """Stacked bars of rank 0's seconds, all to the scale of the longest."""
-    steps_differ = len({run.steps for run in summaries}) > 1 and not per_step
-    divided = [
-        (run, {name: value / (run.steps if per_step else 1) for name, value in seconds.items()})
-        for run in summaries
-        if (seconds := run.seconds) is not None and run.steps
-    ]
-    longest = max((sum(seconds.values()) for _, seconds in divided), default=0.0)
-    if longest <= 0:
-        return []
-    return [
-        _Bar(
-            label=run.label,
-            total=format_seconds(sum(seconds.values()))
-            + (f" for {run.steps} steps" if steps_differ else ""),
-            segments=tuple(
-                _Segment(name, round(100 * value / longest, 3), format_seconds(value))
-                for name, value in seconds.items()
-                if value > 0
-            ),
+def _part(part: PagePart, figures: dict[str, Any]) -> Markup:
+    if isinstance(part, CurveChart):
+        return _curves(part, figures)
+    if isinstance(part, Folded):
+        return tag("details", tag("summary", part.title), _part(part.part, figures))
+    if isinstance(part, SideBySide):
+        shown = [_part(one, figures) for one in part.parts if _holds(one)]
+        return tag("div", *shown, cls="pair")
+    return _DRAWN[type(part)](part)
+
+
+def _text(block: TextBlock) -> Markup:
+    heading = [tag("h3", block.heading)] if block.heading else []
+    text = tag("pre", block.text) if block.verbatim else tag("p", block.text, cls="reason")
+    return join([*heading, text])
+
+
+def _how(caption: str) -> list[Markup]:
+    return [tag("p", caption, cls="how")] if caption else []
+
+
+def _legend(kinds: Kinds) -> list[Markup]:
+    entries = [tag("li", tag("i", cls=f"k-{kind}"), name) for kind, name in kinds]
+    return [tag("ul", *entries, cls="legend")] if entries else []
+
+
+def _table(table: DataTable) -> Markup:
+    names = [
+        tag(
+            "th",
+            name,
+            scope="col",
+            title=meaning or None,
+            cls="text" if number in table.text_columns else None,
         )
-        for run, seconds in divided
+        for number, (name, meaning) in enumerate(table.columns)
     ]
-
-
-def _overlap_bars(summaries: Sequence[RunSummary]) -> list[_Bar]:
-    """Per run and rank what training did while messages were in flight, each bar the whole."""
-    return [
-        _Bar(
-            label=f"{run.label}, rank {rank.rank}",
-            total=f"{format_percent(rank.fraction)} of {format_seconds(rank.in_flight_s)}",
-            segments=tuple(
-                _Segment(name, round(100 * value / rank.in_flight_s, 3), format_seconds(value))
-                for name, value in rank.seconds.items()
-                if value > 0
-            ),
-        )
-        for run in summaries
-        for rank in run.overlap[:_MOST_RANKS]
+    rows = [_table_row(table, number, row) for number, row in enumerate(table.rows)]
+    caption = [tag("caption", table.caption)] if table.caption else []
+    head = [tag("thead", tag("tr", *names))] if any(name for name, _ in table.columns) else []
+    whole = tag("div", tag("table", *caption, *head, tag("tbody", *rows)), cls="wide")
+    if not table.explained:
+        return whole
+    terms = [
+        join([tag("dt", name), tag("dd", meaning)]) for name, meaning in table.columns if meaning
     ]
+    meanings = tag("dl", *terms, cls="terms")
+    return join([whole, tag("details", tag("summary", "What the columns mean"), meanings)])
 
 
-def _link_bars(summaries: Sequence[RunSummary]) -> list[_Bar]:
-    """Per run the payload, what had to travel for it and what the interface counted."""
-    kinds = (
-        ("payload", "payload_bytes_per_step"),
-        ("messages", "message_bytes_per_step"),
-        ("least", "least_link_bytes_per_step"),
-        ("sent", "sent_bytes_per_step"),
-        ("received", "received_bytes_per_step"),
-    )
-    known = [
-        (run, kind, value)
-        for run in summaries
-        for kind, field in kinds
-        if (value := getattr(run, field)) is not None
-        and run.payload_bytes_per_step
-        # Where the method counted its messages, the least for messages without a codec is no news.
-        and not (kind == "least" and run.message_bytes_per_step is not None)
-    ]
-    longest = max((value for _, _, value in known), default=0.0)
-    if longest <= 0:
-        return []
-    return [
-        _Bar(
-            label=run.label if kind == next(k for r, k, _ in known if r is run) else "",
-            total=f"{format_bytes_or_dash(value)} {kind}",
-            segments=(_Segment(kind, round(100 * value / longest, 3), ""),),
-        )
-        for run, kind, value in known
-    ]
+def _table_row(table: DataTable, number: int, row: tuple[str, ...]) -> Markup:
+    badges = [tag("span", badge, cls="badge") for place, badge in table.badges if place == number]
+    spanned = len(table.columns) - 1 if len(row) == 2 < len(table.columns) else None
+    cells = [tag("th", row[0], *badges, scope="row")]
+    for column, cell in enumerate(row[1:], start=1):
+        shade = f"--load:{table.shades[number][column - 1]:g}" if table.shades else None
+        words = "wrap" if spanned or column in table.text_columns else None
+        cells.append(tag("td", cell, cls=words, style=shade, colspan=spanned))
+    return tag("tr", *cells, cls="marked" if number in table.marked else None)
 
 
-def _command(run: Run | GraphRun) -> str:
-    """The command as one would type it: a module's file is no command."""
-    command = list(run.manifest.command)
-    if command and command[0].endswith("fivefold/__main__.py"):
-        command[:1] = ["python", "-m", "fivefold"]
-    elif command and command[0].endswith("/fivefold"):
-        command[0] = "fivefold"
-    return shlex.join(command)
-
-
-def _facts(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """Machine, lab and versions: (property, one value per run, or one for all where equal)."""
-    writers: tuple[tuple[str, Callable[[Run], object]], ...] = (
-        ("processor", lambda run: run.manifest.machine.cpu),
-        ("cores", lambda run: run.manifest.machine.cores),
-        ("memory", lambda run: format_bytes_or_dash(run.manifest.machine.memory_bytes)),
-        ("kernel", lambda run: run.manifest.machine.kernel),
-        ("emulated cluster", lambda run: format_lab(run.manifest.lab)),
-        ("ranks", lambda run: run.manifest.world_size),
-        ("model parameters", lambda run: format_count(run.manifest.num_parameters)),
-        ("seed", lambda run: run.manifest.seed),
-        ("fivefold", lambda run: run.manifest.fivefold),
-        ("torch", lambda run: run.manifest.torch),
-        ("python", lambda run: run.manifest.python),
-        ("started", lambda run: run.manifest.started_at),
-    )
+def _bars(chart: BarChart) -> Markup:
     rows = []
-    for name, write in writers:
-        values = [UNKNOWN if (value := write(run)) is None else str(value) for run in runs]
-        rows.append((name, values[:1] if len(set(values)) == 1 else values))
-    return rows
+    for row in chart.rows:
+        segments = [
+            tag("i", cls=f"k-{kind}", style=f"width:{round(100 * share, 3)}%", title=text or None)
+            for (kind, _, text), share in zip(row.segments, chart.shares(row), strict=True)
+        ]
+        about = {"role": "img", "aria_label": f"{row.label} {row.total}"}
+        rows += [
+            tag("span", row.label, cls="name"),
+            tag("span", *segments, cls="bar", **about),
+            tag("span", row.total, cls="total"),
+        ]
+    bars = tag("div", *rows, cls="bars tight" if chart.tight else "bars")
+    return join([*_how(chart.caption), *_legend(chart.kinds), bars])
+
+
+def _timeline(timeline: Timeline) -> Markup:
+    heading = [tag("h3", timeline.heading)] if timeline.heading else []
+    drawing = tag("div", timeline_svg(timeline), cls="wide")
+    return join([*heading, *_how(timeline.caption), *_legend(timeline.kinds), drawing])
+
+
+def _curves(chart: CurveChart, figures: dict[str, Any]) -> Markup:
+    figures[chart.key] = curve_data(chart)
+    first, dot, rest = chart.caption.partition(". ")
+    caption = [tag("figcaption", tag("b", first + dot), rest)] if first else []
+    about = f"{chart.y_name} against {chart.x_name}"
+    plot = tag("div", cls="plot", id=f"plot-{chart.key}", role="img", aria_label=about)
+    script = "The curves need JavaScript; every other part of this page does without."
+    return tag("figure", *caption, plot, tag("noscript", tag("p", script, cls="warn")))
+
+
+def _decisions(log: DecisionLog) -> Markup:
+    return tag("ol", *(_decision(one, log.seconds) for one in log.decisions), cls="choices")
+
+
+def _decision(decision: Decision, seconds: str) -> Markup:
+    when = f", round {decision.round}" if decision.round else ""
+    words = [
+        tag("span", decision.who, cls=f"who k-{decision.who}"), " ", tag("b", decision.decision),
+        " ", tag("span", f"{decision.about}{when}", cls="about"),
+    ]  # fmt: skip
+    if not decision.taken:
+        words.append(tag("span", "not taken", cls="badge"))
+    lines = [tag("p", *words)]
+    if decision.inputs:
+        origins: list[str] = []
+        for what, owner in decision.inputs:
+            origins += [", " if origins else "from ", tag("code", what), f" of {owner}"]
+        if decision.allowed_by:
+            origins.append(f"; allowed by {', '.join(decision.allowed_by)}")
+        lines.append(tag("p", *origins, cls="from"))
+    if decision.alternatives:
+        lines.append(_alternatives(decision, seconds))
+    return tag("li", *lines, cls="choice" if decision.taken else "choice refused")
+
+
+def _alternatives(decision: Decision, seconds: str) -> Markup:
+    longest_s = max(time_s for _, time_s in decision.alternatives)
+    options = []
+    for name, time_s in decision.alternatives:
+        share = round(100 * time_s / longest_s, 2) if longest_s > 0 else 0.0
+        cells = (tag("span", name), tag("i", style=f"width:{share}%"))
+        taken = "option taken" if name == decision.chosen else "option"
+        options.append(tag("div", *cells, tag("b", format_seconds(time_s)), cls=taken))
+    count = len(options)
+    summary = tag("summary", f"{count} weighed, in {seconds} seconds")
+    weighed = tag("div", *options, cls="weighed")
+    return tag("details", summary, weighed, open=count <= _FEW_ALTERNATIVES)
+
+
+def _picture(picture: Picture) -> Markup:
+    content = base64.b64encode(picture.content).decode("ascii")
+    about = f"{picture.title}. {picture.caption}" if picture.caption else picture.title
+    image = tag("img", alt=about, src=f"data:{picture.media_type};base64,{content}")
+    caption = [tag("figcaption", picture.caption)] if picture.caption else []
+    return tag("figure", *caption, image, cls="picture")
+
+
+def _ranges(chart: RangeChart) -> Markup:
+    return join([*_how(chart.caption), range_rows(chart)])
+
+
+_DRAWN: dict[type, Callable[[Any], Markup]] = {
+    DataTable: _table,
+    BarChart: _bars,
+    RangeChart: _ranges,
+    Timeline: _timeline,
+    DecisionLog: _decisions,
+    Picture: _picture,
+    TextBlock: _text,
+}

@@ -10,18 +10,14 @@ round, bytes sent so far. Times are microseconds from the earliest span of any r
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from fivefold.report._files import write_text_atomically
-from fivefold.report._rounds import round_points
-from fivefold.report._tracks import separate_fragments, separate_tracks
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from pathlib import Path
-
-    from fivefold.report._records import RankTrace, Run, Span
+from fivefold.report._records import RankTrace, Run, Span
+from fivefold.report._spans import round_points, separate_fragments
 
 _LANES = ("compute", "flight", "wait", "boundary", "data", "validation", "checkpoint")
 _THREAD_NAMES = {"wait": "wait (exposed communication)", "flight": "in flight"}
@@ -43,7 +39,8 @@ def trace_events(ranks: Sequence[RankTrace]) -> list[dict[str, Any]]:
         Metadata first, then the events of all ranks in the order of time.
 
     Examples:
-        >>> from fivefold.report._records import RankTrace, Span
+        >>> from fivefold.report._files import write_text_atomically
+    from fivefold.report._records import RankTrace, Span
         >>> span = Span("compute", "step 1", 100.0, 100.5)
         >>> event = trace_events([RankTrace(0, (span,))])[-1]
         >>> event["ph"], event["ts"], event["dur"]
@@ -77,15 +74,6 @@ def write_timeline(run: Run, path: Path) -> Path:
 
     Raises:
         DataError: The file cannot be written.
-
-    Examples:
-        >>> import tempfile, pathlib
-        >>> from fivefold.report._records import Manifest, Run
-        >>> fields = {"schema": 1, "fivefold": "0", "method": "ddp", "label": "", "world_size": 2}
-        >>> target = pathlib.Path(tempfile.mkdtemp()) / "timeline.json"
-        >>> run = Run(path=target, name="a", label="", manifest=Manifest(**fields))
-        >>> write_timeline(run, target).exists()
-        True
     """
     trace = {
         "traceEvents": trace_events(run.ranks),
@@ -225,4 +213,16 @@ def _nesting_tracks(spans: Iterable[Span]) -> list[list[Span]]:
         else:
             tracks.append([span])
             open_ends.append([span.end_s])
+    return tracks
+
+
+def separate_tracks(spans: Iterable[Span]) -> list[list[Span]]:
+    """Spread spans over the fewest tracks on which no two overlap."""
+    tracks: list[list[Span]] = []
+    for span in sorted(spans, key=lambda span: (span.start_s, span.end_s)):
+        track = next((track for track in tracks if track[-1].end_s <= span.start_s), None)
+        if track is None:
+            tracks.append([span])
+        else:
+            track.append(span)
     return tracks

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from fivefold.report._gnn_runs import is_graph_run, read_graph_runs
-from fivefold.report._gnn_summary import graph_headline, summarise_graph_runs
+from fivefold.report._graph_records import GraphRun
+from fivefold.report._graphs import GraphSummary, graph_headline, summarise_graph_runs
 from fivefold.report._headline import caveats, headline
-from fivefold.report._mixture_summary import summarise_mixtures
-from fivefold.report._runs import find_runs, read_runs
-from fivefold.report._summary import summarise
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from pathlib import Path
-
-    from fivefold.report._gnn_records import GraphRun
-    from fivefold.report._gnn_summary import GraphSummary
-    from fivefold.report._records import Run
-    from fivefold.report._summary import RunSummary
+from fivefold.report._mixtures import summarise_mixtures
+from fivefold.report._reader import find_runs, is_graph_run, read_graph_runs, read_runs
+from fivefold.report._records import Run
+from fivefold.report._summary import RunSummary, summarise
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +28,6 @@ class Report:
         caveats: What a reader must know before believing it.
         graph_runs: The runs of graph neural networks, which have files and figures of their own.
         graph_summaries: Their figures, in the same order.
-
-    Examples:
-        >>> json.loads(Report(runs=(), summaries=(), headline="Nothing.", caveats=()).to_json())
-        {'headline': 'Nothing.', 'caveats': [], 'runs': []}
     """
 
     runs: tuple[Run, ...]
@@ -74,12 +64,6 @@ def build_report(paths: Iterable[Path | str]) -> Report:
 
     Raises:
         DataError: There is no run, or a file of one is damaged or of an unknown schema.
-
-    Examples:
-        >>> build_report(["/nonexistent"])
-        Traceback (most recent call last):
-        ...
-        fivefold.errors.DataError: /nonexistent does not exist; give the folder of a run, or ...
     """
     folders = find_runs(paths)
     graphs = [folder for folder in folders if is_graph_run(folder)]
@@ -108,10 +92,6 @@ def configuration_differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]
 
     Returns:
         (key, values in the order of the runs) by key; an absent key's value is ``""``.
-
-    Examples:
-        >>> configuration_differences([])
-        []
     """
     flat = [dict(_flatten(run.config)) for run in runs]
     keys = sorted({key for config in flat for key in config})

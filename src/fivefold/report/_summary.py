@@ -9,23 +9,18 @@ switched off, that shares most of its settings. What cannot be computed is None,
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
 
-from fivefold.report._overlap import (
+from fivefold.report._records import LinkBytes, Run, Status
+from fivefold.report._spans import (
     LANE_CATEGORIES,
     RankOverlap,
     measure_overlap,
     overlap_of_ranks,
 )
-from fivefold.report._records import Status
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from fivefold.report._records import LinkBytes, Run
 
 CATEGORIES = (
     "compute",
@@ -75,10 +70,6 @@ class RunSummary(BaseModel):
         time_to_ddp_s: Wall seconds until validation first was as good as the DDP run's final one.
         time_to_ddp_ratio: How many times sooner than the DDP run that was.
         notes: What a reader must know about the run.
-
-    Examples:
-        >>> RunSummary(name="a", label="A", method="co2", status="finished").seconds is None
-        True
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -128,24 +119,13 @@ def summarise(runs: Sequence[Run]) -> list[RunSummary]:
 
     Returns:
         One summary per run, in the same order.
-
-    Examples:
-        >>> summarise([])
-        []
     """
     alone = [_summarise_one(run) for run in runs]
     return [_compare(index, runs, alone) for index in range(len(runs))]
 
 
 def validation_curve(run: Run) -> list[tuple[float, float]]:
-    """Wall seconds and bits per byte of each finite validation, the final one included.
-
-    Examples:
-        >>> from fivefold.report._records import Manifest, Run
-        >>> fields = {"schema": 1, "fivefold": "0", "method": "ddp", "label": "", "world_size": 2}
-        >>> validation_curve(Run(path=None, name="a", label="", manifest=Manifest(**fields)))
-        []
-    """
+    """Wall seconds and bits per byte of each finite validation, the final one included."""
     points = [(point.wall_s, point.bits_per_byte) for point in run.metrics.validation]
     last_step = run.metrics.validation[-1].step if run.metrics.validation else -1
     result = run.result
@@ -155,13 +135,7 @@ def validation_curve(run: Run) -> list[tuple[float, float]]:
 
 
 def final_bits_per_byte(run: Run) -> float | None:
-    """The run's final validation: of the result, else the last one there is.
-
-    Examples:
-        >>> from fivefold.report._records import Manifest, Run
-        >>> fields = {"schema": 1, "fivefold": "0", "method": "ddp", "label": "", "world_size": 2}
-        >>> final_bits_per_byte(Run(path=None, name="a", label="", manifest=Manifest(**fields)))
-    """
+    """The run's final validation: of the result, else the last one there is."""
     if run.result is not None and run.result.bits_per_byte is not None:
         return run.result.bits_per_byte
     return run.metrics.validation[-1].bits_per_byte if run.metrics.validation else None
@@ -177,10 +151,6 @@ def time_to_value(points: Sequence[tuple[float, float]], target: float) -> float
     Returns:
         The seconds at the first crossing; the first point's where it is already at the target
         (then an upper bound); None where the curve never gets there.
-
-    Examples:
-        >>> time_to_value([(10.0, 4.0), (20.0, 3.0)], 3.25), time_to_value([(10.0, 4.0)], 3.25)
-        (17.5, None)
     """
     if points and points[0][1] <= target:
         return points[0][0]

@@ -23,14 +23,8 @@ import torch
 import torch.distributed as dist
 
 from fivefold.errors import ConfigurationError, UnsupportedError
-from fivefold.moe import (
-    ExchangeConfig,
-    ExchangeFlight,
-    ExpertExchange,
-    ExpertGroup,
-    TorchSymmetricHeap,
-    backends,
-)
+from fivefold.moe import ExchangeConfig, ExpertExchange, ExpertGroup, TorchSymmetricHeap, backends
+from fivefold.moe.parallel import ExchangeFlight
 from fivefold.runs.ranks import Ranks
 from fivefold.train._config import MixtureConfig, ModelConfig, TrainConfig
 from fivefold.train._mixture import expert_width

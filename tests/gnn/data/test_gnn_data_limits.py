@@ -139,7 +139,7 @@ def test_threads_and_errors_of_theirs_reach_the_caller(tmp_path, monkeypatch):
         message = "no more"
         raise MemoryError(message)
 
-    monkeypatch.setattr(_generate.kernels, "fill_features", broken)
+    monkeypatch.setattr(_generate._Generator, "rows", broken)
     with pytest.raises(MemoryError, match="no more"):
         generate_graph(tmp_path, nodes=1000, dim=4, threads=3)
     monkeypatch.undo()

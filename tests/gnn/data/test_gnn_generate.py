@@ -12,81 +12,53 @@ import pytest
 from scipy import stats
 
 from fivefold.errors import ConfigurationError, DataError
-from fivefold.gnn.data import Dataset, GraphRecipe, generate_graph
-from fivefold.gnn.data import _generate_kernels as kernels
-from fivefold.gnn.data import _random as random
-from fivefold.gnn.data._generate import _cap, _Generator
+from fivefold.gnn.data import Dataset, generate_graph
+from fivefold.gnn.data._generate import WeightLaw, permute
 
 KEY = np.uint64(2024)
 
 
-def many(function, count):
-    return np.array([function(np.uint64(i)) for i in range(count)])
-
-
-def test_uniform_numbers_are_uniform():
-    values = many(lambda i: random.uniform(np.uint64(random.number(KEY, i))), 20_000)
-    assert stats.kstest(values, "uniform").pvalue > 1e-3
-
-
-def test_normals_follow_the_normal_law_in_the_middle_and_in_the_tail():
-    rows = np.empty((4000, 500), np.float32)
-    law = _Generator(GraphRecipe(nodes=4000, dim=500, signal=0.0), 1).law
-    kernels.fill_features(rows, 0, law, random.LAYERS_X, random.LAYERS_Y)
-    values = rows.ravel()
-    assert stats.kstest(values[:200_000], "norm").pvalue > 1e-3
-    beyond = np.count_nonzero(np.abs(values) > 3.7)  # in the tail behind the lowest layer
-    expected = values.size * 2 * stats.norm.sf(3.7)
-    assert abs(beyond - expected) < 5 * math.sqrt(expected)
-    assert abs(values.mean()) < 5 / math.sqrt(values.size)
-
-
-@pytest.mark.parametrize("mean", [0.0, 0.3, 4.0, 11.9, 12.1, 80.0, 17_000.0])
-def test_poisson_numbers_follow_the_poisson_law(mean):
-    values = many(lambda i: random.poisson(mean, np.uint64(random.key_of(KEY, i))), 4000)
-    if mean == 0.0:
-        assert not values.any()
-        return
-    law = stats.poisson(mean)
-    edges = np.unique(law.ppf(np.linspace(0, 1, 12)[1:-1]))
-    seen = np.histogram(values, [-np.inf, *(edges + 0.5), np.inf])[0]
-    shares = np.diff(law.cdf([-1, *edges, np.inf]))
-    assert stats.chisquare(seen, shares * values.size).pvalue > 1e-3
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 64, 1000, 1025])
 def test_permutation_is_one_and_has_its_inverse(size):
-    images = [random.permute(i, size, KEY, False) for i in range(size)]
+    images = permute(np.arange(size), size, KEY, False)
     assert sorted(images) == list(range(size))
-    assert [random.permute(i, size, KEY, True) for i in images] == list(range(size))
+    assert permute(images, size, KEY, True).tolist() == list(range(size))
 
 
 def test_permutation_mixes():
-    images = np.array([random.permute(i, 10_000, KEY, False) for i in range(10_000)])
+    images = permute(np.arange(10_000), 10_000, KEY, False)
     assert abs(np.corrcoef(np.arange(10_000), images)[0, 1]) < 0.05
     assert np.count_nonzero(np.abs(np.diff(images)) < 10) < 60  # 20 expected
 
 
+def test_features_are_normal_and_independent_between_groups(tmp_path):
+    with generate_graph(tmp_path, nodes=4000, dim=500, signal=0.0) as dataset:
+        rows = dataset.features.read("x")
+    assert stats.kstest(rows.ravel()[:200_000], "norm").pvalue > 1e-3
+    assert np.unique(rows[:, 0]).size > 3900  # no group repeats another
+    assert abs(rows.mean()) < 5 / math.sqrt(rows.size)
+
+
 def test_weight_prefix_sum_is_the_integral_and_has_its_inverse():
-    law = _Generator(GraphRecipe(nodes=4_000_000, dim=1), 1).law
+    law = WeightLaw.of(4_000_000)
     shares = np.array([1e-7, 1e-6, 1e-5, 1e-3, 0.1, 1.0])
     for share in shares:
         # The integral of the clipped Pareto quantile function, in steps of equal ratio.
         grid = np.concatenate([[0], np.geomspace(share * 1e-9, share, 200_001)])
         middle = (grid[1:] + grid[:-1]) / 2
         expected = np.sum(np.minimum(middle ** (-1 / 1.1), law.cap) * np.diff(grid))
-        total = kernels.weight_below(share, law)
+        total = law.below(share)
         assert total == pytest.approx(expected, rel=1e-4)
-        assert kernels.share_below(total, law) == pytest.approx(share, rel=1e-9)
+        assert law.share(total) == pytest.approx(share, rel=1e-9)
+    np.testing.assert_allclose(law.share(law.below(shares)), shares, rtol=1e-9)
 
 
 def test_statistics_of_four_million_nodes_match_the_published_ones():
     """Closed form: no edge is drawn. 60.0 M edges, hubs of 35.8 k, 48 % at the top 1 %."""
-    nodes = 4_000_000
-    law = _Generator(GraphRecipe(nodes=nodes, dim=1), 1).law
-    total = kernels.weight_below(1.0, law)
-    assert kernels.weight_below(0.01, law) / total == pytest.approx(0.48, abs=0.01)
-    assert kernels.weight_below(0.10, law) / total == pytest.approx(0.72, abs=0.015)
+    law = WeightLaw.of(4_000_000)
+    total = law.below(1.0)
+    assert law.below(0.01) / total == pytest.approx(0.48, abs=0.01)
+    assert law.below(0.10) / total == pytest.approx(0.72, abs=0.015)
     hub = 15 * law.cap / total
     assert hub + 3 * math.sqrt(hub) == pytest.approx(35_844, rel=0.02)
 
@@ -97,10 +69,9 @@ def test_statistics_of_a_drawn_graph(tmp_path):
         assert edges == pytest.approx(15 * 200_000, rel=0.02)
         topology = dataset.topology()
         drawn = np.sort(np.bincount(topology.indices, minlength=200_000))[::-1]
-        law = _Generator(GraphRecipe(nodes=200_000, dim=1), 1).law
-        total = kernels.weight_below(1.0, law)
+        law = WeightLaw.of(200_000)
         for share in (0.01, 0.1):
-            expected = kernels.weight_below(share, law) / total
+            expected = law.below(share) / law.below(1.0)
             assert drawn[: int(share * 200_000)].sum() / edges == pytest.approx(expected, abs=0.02)
         assert np.diff(topology.indptr).min() >= 1  # every node draws at least one
         labels = dataset.labels
@@ -246,9 +217,10 @@ def test_folder_of_another_recipe_is_refused(tmp_path):
 
 def test_cap_grows_with_the_graph():
     beta = 1 - 1 / 1.1
-    assert _cap(1, beta) == 1.0
-    assert _cap(100, beta) < _cap(10_000, beta) < _cap(4_000_000, beta)
-    assert _cap(4_000_000, beta) == pytest.approx(2000 * (11 - 10 * 4e6**-beta))
+    caps = [WeightLaw.of(nodes).cap for nodes in (1, 100, 10_000, 4_000_000)]
+    assert caps[0] == 1.0
+    assert caps == sorted(set(caps))
+    assert caps[-1] == pytest.approx(2000 * (11 - 10 * 4e6**-beta))
 
 
 SCRIPT = """

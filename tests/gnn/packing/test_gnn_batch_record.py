@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from fivefold.errors import DataError
 from fivefold.gnn.packing import BatchRecord
+from fivefold.gnn.packing._layouts import SlotTracker
 from fivefold.gnn.packing._record import (
     build_record,
     decode_arrays,
@@ -18,7 +19,6 @@ from fivefold.gnn.packing._record import (
     encode_record,
 )
 from fivefold.gnn.packing._records import LocalNumbers
-from fivefold.gnn.packing._slots import SlotTracker
 from fivefold.gnn.planning._belady import CacheSchedule
 from fivefold.gnn.sampling import SampledBatch
 
@@ -76,17 +76,12 @@ def reference_record(sampled, *, device, host, storage):
     order = seeds + others
     local = {node: number for number, node in enumerate(order)}
     edges = [(local[ids[a]], local[ids[b]]) for a, b in sampled.edge_index().T.tolist()]
-    hops, first = {}, 0
-    for hop, count in enumerate(sampled.nodes_per_hop.tolist()):
-        hops |= dict.fromkeys(ids[first : first + count], hop)
-        first += count
     where = {
         name: sorted((local[v], level[v][1]) for v in ids if level[v][0] == name) for name in rank
     }
     return {
         "node_ids": order,
         "edges": edges,
-        "hops": [hops[node] for node in order],
         "device": where["device"],
         "host": where["host"],
         "disk": where["disk"],
@@ -106,7 +101,6 @@ def as_reference(record):
     return {
         "node_ids": record.node_ids.tolist(),
         "edges": list(map(tuple, record.edge_index().T.tolist())),
-        "hops": record.hops.tolist(),
         **levels,
     }
 

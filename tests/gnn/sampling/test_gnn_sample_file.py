@@ -22,7 +22,7 @@ from fivefold.gnn.sampling import (
     sample_epochs,
 )
 from fivefold.gnn.sampling import _sample_epochs as module
-from fivefold.gnn.sampling._sample_record import record_form
+from fivefold.gnn.sampling._sample_file import record_form
 from fivefold.gnn.storage import Container
 
 FIELDS = ("node_ids", "nodes_per_hop", "edges_per_hop", "degrees", "sources", "edge_ids")

@@ -8,7 +8,8 @@ import pytest
 from scipy import stats
 
 from fivefold.gnn.sampling import NeighborSampler, Topology, epoch_batches
-from fivefold.gnn.sampling._random import below, draw_bits, exponential, mix, mix_array, stream_key
+from fivefold.gnn.sampling._epoch import mix, mix_array, stream_key
+from oracles.neighbor_sampling import below, draw_bits, exponential
 
 DRAWS = 4000
 

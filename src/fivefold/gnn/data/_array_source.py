@@ -20,12 +20,12 @@ _SPLITS = ("train", "valid", "test")
 
 
 def array_part(rows: Rows, weights: Rows | None, *, pairs: bool | None = None) -> EdgePart:
-    """Edges given as arrays, without a source around them; ``pairs`` says they are ``[E, 2]``."""
+    """Return edges given as arrays, without a source around them; ``pairs``: as ``[E, 2]``."""
     return _ArrayEdges(rows, weights, pairs=pairs)
 
 
 def as_rows(value: Any, name: str = "an array") -> Rows:
-    """Rows of an array, a tensor, or the .npy file at a path; ``name`` is for messages."""
+    """Return the rows of an array, a tensor, or the .npy file at a path; messages say ``name``."""
     if isinstance(value, str | os.PathLike):
         return npy_rows(Path(value))
     if isinstance(value, FileRows | ArrayRows):
@@ -34,7 +34,7 @@ def as_rows(value: Any, name: str = "an array") -> Rows:
 
 
 def as_array(value: Any, name: str = "an array") -> NDArray[Any]:
-    """A dense array of numbers or text from an array, a list or a tensor."""
+    """Return a dense array of numbers or text from an array, a list or a tensor."""
     kind = type(value).__name__
     sparse = hasattr(value, "tocoo") or str(getattr(value, "layout", "")).startswith("torch.sparse")
     if sparse:
@@ -69,7 +69,7 @@ def array_source(
     num_nodes: int | None = None,
     name: str = "graph",
 ) -> ArraySource:
-    """A graph given as arrays; each is an array, a tensor or the path of a .npy file.
+    """Return a graph given as arrays; each is an array, a tensor or the path of a .npy file.
 
     Files are read in blocks, never as a whole.
 
@@ -123,10 +123,6 @@ class ArraySource:
         num_classes: Number of classes, where the source says so.
         class_names: Of the classes, where there are names.
         kind: Of the source, for its recipe.
-
-    Examples:
-        >>> array_source([[0], [1]]).num_nodes
-        2
     """
 
     name: str
@@ -179,15 +175,15 @@ class ArraySource:
         return count
 
     def edges(self) -> Any:
-        """The edges."""
+        """Return the edges."""
         return self._edges
 
     def features(self) -> _ArrayFeatures | None:
-        """The feature rows."""
+        """Return the feature rows."""
         return self._features
 
     def labels(self) -> LabelPart | None:
-        """Labels and splits.
+        """Return the labels and splits.
 
         Raises:
             DataError: There are splits without labels, or a split does not fit.
@@ -212,7 +208,7 @@ def _label_blocks(rows: Rows, first_row: int) -> Iterator[NDArray[np.int64]]:
 
 
 def as_labels(block: NDArray[Any]) -> NDArray[np.int64]:
-    """Labels as int64, -1 where they are not a number."""
+    """Return the labels as int64, -1 where they are not a number."""
     if block.ndim > 1:
         if any(size != 1 for size in block.shape[1:]):
             raise DataError(
@@ -234,7 +230,7 @@ def as_labels(block: NDArray[Any]) -> NDArray[np.int64]:
 
 
 def as_split(rows: Rows | None, num_nodes: int, name: str) -> NDArray[np.int64]:
-    """Ids of a split."""
+    """Return the ids of a split."""
     if rows is None:
         return np.empty(0, np.int64)
     blocks = [np.asarray(block) for block in rows.blocks(0, 1 << 22)]
@@ -294,7 +290,7 @@ class _ArrayFeatures:
             yield np.asarray(block, self.dtype).reshape(-1, self.dim)
 
     def _column_blocks(self, first_row: int, max_rows: int) -> Iterator[NDArray[Any]]:
-        """Fortran order: every block needs a piece of every column."""
+        """Yield rows of a file in Fortran order: every block needs a piece of every column."""
         if self.rows.member is not None:  # type: ignore[attr-defined]
             raise DataError(
                 f"{self.rows.place} is in Fortran order inside an archive",  # type: ignore[attr-defined]
@@ -373,7 +369,7 @@ class _ArrayEdges:
 
 
 def _as_ids(values: NDArray[Any]) -> NDArray[Any]:
-    """Contiguous ids in the machine's byte order; uint64 that are too large become negative."""
+    """Return contiguous ids in the machine's byte order; too large uint64 become negative."""
     kind = np.int64 if values.dtype.itemsize == 8 else values.dtype.newbyteorder("=")
     return np.ascontiguousarray(values, kind)
 

@@ -21,15 +21,31 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fivefold._compiler import njit
 from fivefold.errors import DataError, InfeasibleError, StorageError
 from fivefold.files import read_checked_json, write_checked_json
-from fivefold.gnn.data._bucket_kernels import assign_places, count_keys
 from fivefold.gnn.data._parts import EdgeBlock, index_dtype
 
 _SORT_BYTES_PER_EDGE = 48  # ids twice, weights twice, places, and NumPy's temporaries
 _MOST_BUCKETS = 512
 _MARK_EVERY_EDGES = 32 << 20
 _JOURNAL = "journal.json"
+
+
+@njit
+def count_keys(values: Any, width: int, counts: Any) -> None:
+    """Add to ``counts[value // width]`` for every value."""
+    for value in values:
+        counts[int(value) // width] += 1
+
+
+@njit
+def assign_places(values: Any, width: int, starts: Any, places: Any) -> None:
+    """Write each value's place in a stable sort by ``value // width``; ``starts`` is used up."""
+    for index in range(values.size):
+        bucket = int(values[index]) // width
+        places[index] = starts[bucket]
+        starts[bucket] += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +148,12 @@ class EdgeBuckets:
 
     @property
     def num_buckets(self) -> int:
-        """How many there are to hand out: in memory all edges are in one."""
+        """Return how many there are to hand out: in memory all edges are in one."""
         return 1 if self.in_memory else self._spilled_buckets
 
     @property
     def num_edges(self) -> int:
-        """Edges taken so far."""
+        """Return the number of edges taken so far."""
         return int(self.sizes.sum())
 
     def finish_adding(self) -> None:
@@ -147,7 +163,7 @@ class EdgeBuckets:
             self._mark()
 
     def _leave_memory(self) -> None:
-        """There are more than expected: begin to spill."""
+        """Begin to spill: there are more edges than expected."""
         self.in_memory = False
         self.sizes[:] = 0
         self.remove()
@@ -187,7 +203,7 @@ class EdgeBuckets:
                 ) from error
 
     def _mark(self) -> None:
-        """What is in the buckets is on the disk from here on."""
+        """Make what is in the buckets durable."""
         for path in self.folder.glob("*.*"):
             descriptor = os.open(path, os.O_RDONLY)
             try:
@@ -215,11 +231,11 @@ class EdgeBuckets:
     # --- second pass --------------------------------------------------------------------------
 
     def nodes_of(self, bucket: int) -> int:
-        """How many targets a bucket covers."""
+        """Return how many targets a bucket covers."""
         return min(self.width, self.num_nodes - bucket * self.width)
 
     def pieces(self, bucket: int) -> Iterator[CsrPiece]:
-        """The edges of a bucket in the order of their targets."""
+        """Yield the edges of a bucket in the order of their targets."""
         if self.in_memory:
             yield from self._all_in_memory()
             return
@@ -232,7 +248,7 @@ class EdgeBuckets:
                 yield self._sorted(self._load(bucket, first, stop), stop - first)
 
     def _all_in_memory(self) -> Iterator[CsrPiece]:
-        """Everything at once: there is so little."""
+        """Yield everything at once: there is so little."""
         columns: dict[str, NDArray[Any]] = {
             "targets": _joined([block.targets for block in self._held], np.dtype(np.int64)),
             "sources": _joined([block.sources for block in self._held], self.columns["sources"]),
@@ -243,7 +259,7 @@ class EdgeBuckets:
         yield self._sorted(columns, self.num_nodes)
 
     def _fitting_parts(self, bucket: int, num_nodes: int) -> Iterator[tuple[int, int]]:
-        """Ranges of targets whose edges fit, relative to the bucket's first."""
+        """Yield ranges of targets whose edges fit, relative to the bucket's first."""
         self._is_giant = False
         if self.sizes[bucket] <= self.limit:
             yield 0, num_nodes
@@ -274,7 +290,7 @@ class EdgeBuckets:
                 )
 
     def _chunks(self, bucket: int, name: str) -> Iterator[NDArray[Any]]:
-        """A column of a bucket, a part that surely fits at a time."""
+        """Yield a column of a bucket, a part that surely fits at a time."""
         step = max(1, self.limit // 4)
         with self._path(bucket, name).open("rb") as file:
             for first in range(0, int(self.sizes[bucket]), step):
@@ -288,7 +304,7 @@ class EdgeBuckets:
                 yield chunk
 
     def _load(self, bucket: int, first: int, stop: int) -> dict[str, NDArray[Any]]:
-        """Edges of a bucket into the targets first..stop-1, which become 0..stop-first-1."""
+        """Return the edges into targets first..stop-1 of a bucket; these become 0..stop-first-1."""
         if self.sizes[bucket] == 0:
             return {name: np.empty(0, dtype) for name, dtype in self.columns.items()}
         chunks: dict[str, list[NDArray[Any]]] = {name: [] for name in self.columns}
@@ -305,7 +321,7 @@ class EdgeBuckets:
         return loaded
 
     def _giant(self, bucket: int, target: int) -> Iterator[CsrPiece]:
-        """One target with more edges than fit: they are in the right order already."""
+        """Yield one target with more edges than fit: they are in the right order already."""
         if self.drop_duplicates:
             node = bucket * self.width + target
             raise InfeasibleError(
@@ -346,7 +362,7 @@ def _joined(parts: list[NDArray[Any]], dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def _without_duplicates(columns: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    """Edges by target and source, the first of equal ones."""
+    """Return the edges by target and source, the first of equal ones."""
     order = np.lexsort((columns["sources"], columns["targets"]))
     targets, sources = columns["targets"][order], columns["sources"][order]
     first = np.ones(order.size, bool)

@@ -104,26 +104,26 @@ class Dataset:
 
     @property
     def name(self) -> str:
-        """Name of the data set, for people."""
+        """Return the name of the data set, for people."""
         return str(self.graph.attributes["name"])
 
     @property
     def num_nodes(self) -> int:
-        """Nodes in all."""
+        """Return the number of nodes."""
         return int(self.graph.attributes["num_nodes"])
 
     @property
     def num_edges(self) -> int:
-        """Directed edges in all."""
+        """Return the number of directed edges."""
         return int(self.graph.sections["indices"].shape[0])
 
     @property
     def weighted(self) -> bool:
-        """Whether edges have weights."""
+        """Return whether edges have weights."""
         return "weights" in self.graph.sections
 
     def topology(self, *, mapped: bool = False) -> Topology:
-        """The edges, in memory or as a memory map.
+        """Return the edges, in memory or as a memory map.
 
         Args:
             mapped: Map the file instead of keeping it in memory; it is read through once and
@@ -136,7 +136,7 @@ class Dataset:
 
     @property
     def features(self) -> Container:
-        """The container with the section ``x``.
+        """Return the container with the section ``x``.
 
         Raises:
             DataError: The data set has no features.
@@ -150,69 +150,69 @@ class Dataset:
 
     @property
     def has_features(self) -> bool:
-        """Whether nodes have feature rows."""
+        """Return whether nodes have feature rows."""
         return self._features is not None
 
     @property
     def has_labels(self) -> bool:
-        """Whether there are labels."""
+        """Return whether there are labels."""
         return self._labels is not None
 
     @property
     def dim(self) -> int:
-        """Elements of a feature row."""
+        """Return the number of elements of a feature row."""
         return int(self.features.sections["x"].shape[1])
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Type of a feature element."""
+        """Return the type of a feature element."""
         return np.dtype(self.features.sections["x"].dtype)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a feature row."""
+        """Return the bytes of a feature row."""
         return self.dim * self.dtype.itemsize
 
     @cached_property
     def labels(self) -> NDArray[np.int64]:
-        """Class of every node, -1 where unknown."""
+        """Return the class of every node, -1 where unknown."""
         return self._read_labels("y")
 
     @cached_property
     def train(self) -> NDArray[np.int64]:
-        """Ids of the training nodes."""
+        """Return the ids of the training nodes."""
         return self._read_labels("train")
 
     @cached_property
     def valid(self) -> NDArray[np.int64]:
-        """Ids of the validation nodes."""
+        """Return the ids of the validation nodes."""
         return self._read_labels("valid")
 
     @cached_property
     def test(self) -> NDArray[np.int64]:
-        """Ids of the test nodes."""
+        """Return the ids of the test nodes."""
         return self._read_labels("test")
 
     @property
     def num_classes(self) -> int:
-        """One more than the largest label; 0 without labels."""
+        """Return one more than the largest label; 0 without labels."""
         return 0 if self._labels is None else int(self._labels.attributes["num_classes"])
 
     @property
     def class_names(self) -> list[str] | None:
-        """Names of the classes, where the source had names."""
+        """Return the names of the classes, where the source had names."""
         return None if self._labels is None else self._labels.attributes.get("class_names")
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of all files' fingerprints: other contents, other fingerprint."""
+        """Return a hash of all files' fingerprints: other contents, other fingerprint."""
         files = (self.graph, self._features, self._labels)
         text = " ".join("-" if file is None else file.fingerprint for file in files)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     @property
     def containers(self) -> dict[str, Container]:
-        """The files that are there, by name."""
+        """Return the files that are there, by name."""
         files = (self.graph, self._features, self._labels)
         names = (GRAPH_FILE, FEATURES_FILE, LABELS_FILE)
         return {name: file for name, file in zip(names, files, strict=True) if file is not None}

@@ -10,10 +10,9 @@ from typing import Any
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.gnn.data._array_source import ArraySource, array_source, as_rows
 from fivefold.gnn.data._hetero import HeteroSource
-from fivefold.gnn.data._joined_source import JoinedSource
 from fivefold.gnn.data._node_table import TableColumns
 from fivefold.gnn.data._ogb import mag240m_source, ogb_adds_reverse, ogb_source
-from fivefold.gnn.data._parts import EDGE_FEATURES, Source, refuse_edge_features
+from fivefold.gnn.data._parts import EDGE_FEATURES, LabelPart, Source, refuse_edge_features
 from fivefold.gnn.data._pyg import pyg_source
 from fivefold.gnn.data._rows import Rows, npz_members, npz_rows, one_split
 from fivefold.gnn.data._table_source import TableSource, table_source
@@ -49,10 +48,6 @@ class SourceOptions:
         num_nodes: Number of nodes; None: found.
         split: Where masks have several columns, the one to take, for npy, table and pyg.
         leave_out: Features of edges that may be left out, by name, for npy, pyg and ogb.
-
-    Examples:
-        >>> SourceOptions(kind="npy").ids
-        'auto'
     """
 
     kind: str | None = None
@@ -69,7 +64,7 @@ class SourceOptions:
 def find_source(
     path: str | Path, options: SourceOptions | None = None
 ) -> tuple[Source | HeteroSource, bool]:
-    """The source at a path, and whether it wants both directions of its edges.
+    """Return the source at a path, and whether it wants both directions of its edges.
 
     A folder with ``raw/`` is of the Open Graph Benchmark, one with ``processed/paper`` is MAG240M,
     one with ``edge_index.npy`` holds arrays, any other holds parts of an edge table, and maybe a
@@ -86,13 +81,6 @@ def find_source(
     Raises:
         ConfigurationError: The kind is unknown.
         DataError: There is nothing, or nothing known, at the path.
-
-    Examples:
-        >>> try:
-        ...     find_source("nowhere")
-        ... except DataError as error:
-        ...     print(error.message)
-        there is no nowhere
     """
     path, options = Path(path), options or SourceOptions()
     if not path.exists():
@@ -157,7 +145,7 @@ def _kind_of(path: Path) -> str:
 
 
 def _first_array(path: Path, names: tuple[str, ...]) -> Path | Rows | None:
-    """The first of these arrays in a folder of files, or in an archive."""
+    """Return the first of these arrays in a folder of files, or in an archive."""
     if path.is_dir():
         return _first_npy(path, names)
     members = npz_members(path)
@@ -197,7 +185,7 @@ def _npy_source(path: Path, options: SourceOptions) -> Source:
 
 
 def _table_files(folder: Path) -> list[Path]:
-    """Edge tables of a folder, or of its partitions, such as ``year=2020/part-0.parquet``."""
+    """Return the edge tables of a folder, or of its partitions such as ``year=2020/``."""
     for pattern in ("*", "*=*/**/*"):
         found = [path for path in folder.glob(pattern) if _is_table(path)]
         if found:
@@ -224,7 +212,7 @@ def _check_parts(files: list[Path], header: bool | None) -> None:  # noqa: FBT00
 
 
 def _with_arrays(path: Path, options: SourceOptions) -> Source:
-    """The tables at a path, with the arrays that were given beside it."""
+    """Return the tables at a path, with the arrays that were given beside it."""
     if not options.arrays and not options.splits:
         return _tables_at(path, options)
     roles = dict(options.arrays)
@@ -243,7 +231,33 @@ def _with_arrays(path: Path, options: SourceOptions) -> Source:
         split_rows=splits,
         given_nodes=options.num_nodes,
     )
-    return JoinedSource(_tables_at(path, replace(options, num_nodes=arrays.num_nodes)), arrays)
+    return _JoinedSource(_tables_at(path, replace(options, num_nodes=arrays.num_nodes)), arrays)
+
+
+class _JoinedSource:
+    """A source over an edge table and arrays with a row per node."""
+
+    def __init__(self, table: TableSource, arrays: ArraySource) -> None:
+        if table.text_ids or table.node_table is not None:
+            raise ConfigurationError(
+                f"arrays were given to {table.name}, whose nodes are named by tables",
+                hint="put features and labels into the node table; arrays go with ids 0, 1, 2, ...",
+            )
+        self.name, self.num_nodes = table.name, arrays.num_nodes
+        self.recipe: Mapping[str, Any] = {**table.recipe, "arrays": dict(arrays.recipe)}
+        self._table, self._arrays = table, arrays
+
+    def edges(self) -> Any:
+        """Return the edges of the table."""
+        return self._table.edges()
+
+    def features(self) -> Any:
+        """Return the feature rows of the arrays."""
+        return self._arrays.features()
+
+    def labels(self) -> LabelPart | None:
+        """Return the labels and splits of the arrays."""
+        return self._arrays.labels()
 
 
 def _tables_at(path: Path, options: SourceOptions) -> TableSource:

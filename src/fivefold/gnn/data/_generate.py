@@ -6,35 +6,50 @@ draws Poisson(7.5 + 7.5 w / mean w) neighbours, at least one, each from its own 
 probability ``p_in`` and from all nodes otherwise, proportionally to w. Features are
 ``signal * mu_class + N(0, 1)``, 5 % of labels are another class, ids are random.
 
-Weights are the Pareto law's quantiles over equal strata of each class rather than independent
-draws: every node's weight has the same law, and the prefix sums that drawing needs have a closed
-form (``_generate_kernels``), so that memory does not grow with the graph.
+A node has an id and a *position*, tied by a random permutation. Positions are sorted by class and,
+within a class, by falling weight. The weights of a class of n are the means of the Pareto quantiles
+over n equal strata rather than independent draws: every node's weight has the same law, and the
+prefix sums that drawing needs have a closed form. Nodes are made in groups, each with random
+numbers of its own, so any group can be made alone, by any thread, and no table of all nodes is
+needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from fivefold._compiler import njit
 from fivefold.errors import ConfigurationError
-from fivefold.gnn.data import _generate_kernels as kernels
 from fivefold.gnn.data._dataset import Dataset
 from fivefold.gnn.data._parts import EdgeBlock, LabelPart, Progress, index_dtype
-from fivefold.gnn.data._random import LAYERS_X, LAYERS_Y, key_of
-from fivefold.gnn.data._ranges import default_threads, in_order, ranges
 from fivefold.gnn.data._write import write_dataset
 from fivefold.gnn.data._write_graph import both_ways
 
 _PARETO = 1.1  # tail exponent of P(w > x); the density's is 2.1
+_BETA = 1.0 - 1.0 / _PARETO
 _CLIP_AT_MEANS = 2000
 _BLOCK_NODES = 1 << 16
-_SPLIT_STREAM = 7
+# A group has at most so many nodes, and about so many edges or numbers; changing one of these, or
+# what is drawn from a group's random numbers, makes other graphs: raise the version of the recipe.
+_GROUP_NODES, _GROUP_EDGES, _GROUP_ELEMENTS = 1 << 10, 1 << 14, 1 << 16
+_VERSION = 2
+_MOST_THREADS = 8  # beyond that the disk is slower
 _FLOATS = ("float16", "float32", "float64")
+_ORDER, _DEGREE, _EDGE, _FEATURE, _CENTER, _LABEL, _SPLIT = range(1, 8)  # streams of random numbers
+_MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
+_ONE, _S27, _S30, _S31 = (np.uint64(number) for number in (1, 27, 30, 31))
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +73,6 @@ class GraphRecipe:
             very many; "drawing": from those that drew it, so that few nodes have very many
             neighbours; "both".
         random_ids: Whether ids are random; otherwise they are sorted by class and weight.
-
-    Examples:
-        >>> GraphRecipe(nodes=10, dim=4).classes
-        32
     """
 
     nodes: int
@@ -112,8 +123,8 @@ def generate_graph(  # noqa: PLR0913 - the four that everyone gives, and how to 
 ) -> Dataset:
     """Write a degree-corrected planted-partition graph and open it.
 
-    The result depends on the recipe alone, not on threads or memory. Killed and called again, it
-    goes on.
+    With one version of NumPy the result depends on the recipe alone, not on threads or memory.
+    Killed and called again, it goes on.
 
     Args:
         folder: Where to write.
@@ -141,7 +152,7 @@ def generate_graph(  # noqa: PLR0913 - the four that everyone gives, and how to 
         (50, 3, (500, 16))
     """
     recipe = GraphRecipe(nodes=nodes, dim=dim, dtype=_name_of(dtype), seed=seed, **options)
-    threads = default_threads() if threads is None else threads
+    threads = min(_MOST_THREADS, len(os.sched_getaffinity(0))) if threads is None else threads
     if threads < 1:
         raise ConfigurationError(f"threads is {threads}", hint="use 1 or more, or None")
     source = _Generator(recipe, threads)
@@ -156,6 +167,84 @@ def _name_of(dtype: DTypeLike) -> str:
         raise ConfigurationError(message, hint=f"use one of {', '.join(_FLOATS)}") from error
 
 
+class WeightLaw(NamedTuple):
+    """Weights min(t^(beta - 1), cap) by share t of a class, the heaviest first.
+
+    Attributes:
+        cap: Where weights are clipped: 2000 times the mean of N draws at its typical value. The
+            mean of a law with such a tail depends on how many draws there are: it is that of the
+            law cut at its N-th quantile, which is also the size of the largest of N draws.
+    """
+
+    cap: float
+
+    @classmethod
+    def of(cls, nodes: int) -> WeightLaw:
+        """Return the law for so many nodes."""
+        if nodes < 2:
+            return cls(1.0)
+        largest = float(nodes) ** (1.0 / _PARETO)
+        mean = (1.0 - nodes**-_BETA) / _BETA + largest / nodes
+        return cls(float(min(_CLIP_AT_MEANS * mean, largest)))
+
+    @property
+    def _corner(self) -> float:
+        return float(self.cap**-_PARETO)  # the share that is clipped
+
+    def below(self, share: Any) -> Any:
+        """Return the integral of the weights from 0 to ``share``."""
+        clipped = np.minimum(share, self._corner)
+        return (
+            self.cap * clipped
+            + (np.maximum(share, self._corner) ** _BETA - self._corner**_BETA) / _BETA
+        )
+
+    def share(self, weight: Any) -> Any:
+        """Return the inverse of ``below``."""
+        clipped = self.cap * self._corner
+        rest = np.maximum(weight, clipped) - clipped
+        beyond = (rest * _BETA + self._corner**_BETA) ** (1.0 / _BETA)
+        return np.where(weight <= clipped, weight / self.cap, beyond)
+
+
+@njit
+def _mix(bits: Any) -> Any:
+    bits = (bits ^ (bits >> _S30)) * _MULTIPLIER_1
+    bits = (bits ^ (bits >> _S27)) * _MULTIPLIER_2
+    return bits ^ (bits >> _S31)
+
+
+@njit
+def permute(places: Any, size: int, key: Any, inverse: bool) -> Any:  # noqa: FBT001 - compiled
+    """Return where a random permutation of 0..size-1 sends places (or, inverse, whence they came).
+
+    An alternating Feistel network with cycle walking (Black and Rogaway, CT-RSA 2002).
+    """
+    bits = 2
+    while (1 << bits) < size:
+        bits += 1
+    low_bits = np.uint64(bits // 2)
+    low_mask = (_ONE << low_bits) - _ONE
+    high_mask = (_ONE << np.uint64(bits - bits // 2)) - _ONE
+    images = np.empty(places.size, np.int64)
+    for index in range(places.size):
+        value = np.uint64(places[index])
+        while True:
+            low, high = value & low_mask, value >> low_bits
+            for step in range(8):
+                turn = 7 - step if inverse else step
+                turn_key = _mix(np.uint64(key) + np.uint64(turn))
+                if turn % 2 == 0:
+                    high ^= _mix(turn_key ^ low) & high_mask
+                else:
+                    low ^= _mix(turn_key ^ high) & low_mask
+            value = (high << low_bits) | low
+            if value < np.uint64(size):
+                break
+        images[index] = np.int64(value)
+    return images
+
+
 class _Generator:
     """The source: parts are made when they are asked for."""
 
@@ -164,74 +253,109 @@ class _Generator:
         self.threads = threads
         self.name = f"planted partition, {recipe.nodes} nodes, seed {recipe.seed}"
         self.num_nodes = recipe.nodes
-        self.recipe: Mapping[str, Any] = {"source": "generator", "version": 1, **asdict(recipe)}
+        self.recipe: Mapping[str, Any] = {
+            "source": "generator",
+            "version": _VERSION,
+            **asdict(recipe),
+        }
         starts = [own * recipe.nodes // recipe.classes for own in range(recipe.classes + 1)]
-        beta = 1.0 - 1.0 / _PARETO
-        self.law = kernels.Law(
-            class_starts=np.array(starts, np.int64),
-            cap=_cap(recipe.nodes, beta),
-            beta=beta,
-            half_degree=recipe.mean_degree / 2,
-            p_in=float(recipe.p_in),
-            signal=float(recipe.signal),
-            label_noise=float(recipe.label_noise),
-            key=np.uint64(recipe.seed),
-            shuffled=recipe.random_ids,
-        )
+        self.class_starts = np.array(starts, np.int64)
+        self.weights = WeightLaw.of(recipe.nodes)
+        self.edge_group = _group(_GROUP_EDGES, recipe.mean_degree)
+        self.row_group = _group(_GROUP_ELEMENTS, recipe.dim)
+
+    def random(self, *stream: int) -> np.random.Generator:
+        """Return the random numbers of a stream, or of one group in it."""
+        return np.random.Generator(np.random.SFC64([self.options.seed, *stream]))
+
+    def permuted(self, stream: int, places: NDArray[np.int64], *, inverse: bool = False) -> Any:
+        """Return the images of places under the random permutation of a stream."""
+        key = self.random(stream).integers(2**64, dtype=np.uint64)
+        return permute(places, self.num_nodes, key, inverse)
+
+    def _positions(self, first: int, stop: int) -> NDArray[np.int64]:
+        nodes = np.arange(first, stop)
+        shuffled = self.options.random_ids
+        return self.permuted(_ORDER, nodes, inverse=True) if shuffled else nodes
+
+    def _classes_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.searchsorted(self.class_starts, positions, side="right") - 1
+
+    # --- edges --------------------------------------------------------------------------------
 
     def edges(self) -> _GeneratedEdges:
         return _GeneratedEdges(self)
 
+    def degrees(self, first: int, stop: int) -> NDArray[np.int64]:
+        """Return how many neighbours each node of a group draws."""
+        positions = self._positions(first, stop)
+        own = self._classes_at(positions)
+        sizes = self.class_starts[own + 1] - self.class_starts[own]
+        ranks = positions - self.class_starts[own]
+        below = self.weights.below
+        weights = sizes * (below((ranks + 1) / sizes) - below(ranks / sizes)) / below(1.0)
+        means = self.options.mean_degree / 2 * (1.0 + weights)
+        drawn = self.random(_DEGREE, first).poisson(means)
+        return np.asarray(np.maximum(1, drawn), np.int64)
+
+    def drawn(self, first: int, stop: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return the edges (drawing node, drawn node) of a group."""
+        degrees = self.degrees(first, stop)
+        num_edges = int(degrees.sum())
+        random, starts, p_in = self.random(_EDGE, first), self.class_starts, self.options.p_in
+        chosen = np.repeat(self._classes_at(self._positions(first, stop)), degrees)
+        choice = random.random(num_edges)
+        far = choice >= p_in  # what is left of the interval is spread over all nodes
+        anywhere = ((choice[far] - p_in) / (1.0 - p_in) * self.num_nodes).astype(np.int64)
+        chosen[far] = self._classes_at(np.minimum(anywhere, self.num_nodes - 1))
+        sizes = starts[chosen + 1] - starts[chosen]
+        shares = self.weights.share(random.random(num_edges) * self.weights.below(1.0))
+        positions = starts[chosen] + np.minimum((shares * sizes).astype(np.int64), sizes - 1)
+        drawn = self.permuted(_ORDER, positions) if self.options.random_ids else positions
+        dtype = index_dtype(self.num_nodes)
+        drawers = np.repeat(np.arange(first, stop, dtype=dtype), degrees)
+        return drawers, drawn.astype(dtype)
+
+    # --- features and labels ------------------------------------------------------------------
+
     def features(self) -> _GeneratedFeatures:
         return _GeneratedFeatures(self)
 
+    @cached_property
+    def _centers(self) -> NDArray[np.float32]:
+        shape = (self.options.classes, self.options.dim)
+        normal = self.random(_CENTER).standard_normal(shape, np.float32)
+        return normal * np.float32(self.options.signal)
+
+    def rows(self, first: int, stop: int) -> NDArray[np.float32]:
+        """Return the feature rows of a group."""
+        shape = (stop - first, self.options.dim)
+        rows = self.random(_FEATURE, first).standard_normal(shape, np.float32)
+        rows += self._centers[self._classes_at(self._positions(first, stop))]
+        return rows
+
     def labels(self) -> LabelPart:
         options, first, splits = self.options, 0, {}
-        key = np.uint64(key_of(self.law.key, _SPLIT_STREAM))  # a plain number again
         for name in ("train", "valid", "test"):
-            share = getattr(options, name)
-            count = min(round(share * options.nodes), options.nodes - first)
-            ids = np.empty(count, np.int64)
-            kernels.fill_permuted(ids, first, options.nodes, key)
-            splits[name] = np.sort(ids)
+            count = min(round(getattr(options, name) * options.nodes), options.nodes - first)
+            splits[name] = np.sort(self.permuted(_SPLIT, np.arange(first, first + count)))
             first += count
         return LabelPart(self._label_blocks, splits, options.classes)
 
     def _label_blocks(self, first_row: int) -> Iterator[NDArray[np.int64]]:
-        def block(first: int, stop: int) -> NDArray[np.int64]:
-            out = np.empty(stop - first, np.int64)
-            kernels.fill_labels(out, first, self.law)
-            return out
+        parts = _ranges(first_row, self.num_nodes, _GROUP_NODES)
+        return _in_order(self._group_labels, parts, threads=self.threads)
 
-        parts = ranges(first_row, self.num_nodes, _BLOCK_NODES)
-        return in_order(block, parts, threads=self.threads)
-
-    def degrees(self, first: int, stop: int) -> NDArray[np.int64]:
-        """How many neighbours each node of the range draws."""
-        out = np.empty(stop - first, np.int64)
-        kernels.fill_degrees(out, first, self.law)
-        return out
-
-    def drawn(self, first: int, stop: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """The edges (drawing node, drawn node) of the range."""
-        degrees = self.degrees(first, stop)
-        drawers = np.empty(int(degrees.sum()), index_dtype(self.num_nodes))
-        drawn = np.empty_like(drawers)
-        kernels.fill_edges(drawers, drawn, degrees, first, self.law)
-        return drawers, drawn
+    def _group_labels(self, first: int, stop: int) -> NDArray[np.int64]:
+        own = self._classes_at(self._positions(first, stop))
+        random, classes = self.random(_LABEL, first), self.options.classes
+        wrong = random.random(own.size) < self.options.label_noise
+        steps = random.integers(1, classes, own.size) if classes > 1 else 0
+        return np.where(wrong, (own + steps) % classes, own)
 
 
-def _cap(nodes: int, beta: float) -> float:
-    """Where weights are clipped: 2000 times the mean of N draws at its typical value.
-
-    The mean of a law with such a tail depends on how many draws there are: it is that of the
-    law cut at its N-th quantile, which is also the size of the largest of N draws.
-    """
-    if nodes < 2:
-        return 1.0
-    largest = float(nodes) ** (1.0 / _PARETO)
-    mean = (1.0 - nodes**-beta) / beta + largest / nodes
-    return float(min(_CLIP_AT_MEANS * mean, largest))
+def _group(most: int, per_node: float) -> int:
+    return max(1, min(_GROUP_NODES, int(most / max(1.0, per_node))))
 
 
 class _GeneratedEdges:
@@ -241,25 +365,27 @@ class _GeneratedEdges:
         self.generator = generator
         options = generator.options
         self.sorted_by_target = options.neighbors == "drawn"
-        parts = ranges(0, options.nodes, _BLOCK_NODES)
-        sums = in_order(
+        sums = _in_order(
             lambda first, stop: int(generator.degrees(first, stop).sum()),
-            parts,
+            _ranges(0, options.nodes, generator.edge_group),
             threads=generator.threads,
         )
         self.expected_edges = sum(sums) * (2 if options.neighbors == "both" else 1)
         self.num_edges: int | None = self.expected_edges
 
     def blocks(self, position: int, max_edges: int) -> Iterator[EdgeBlock]:
-        """Blocks of whole nodes; ``position`` is a node."""
-        options = self.generator.options
-        step = max(1, min(_BLOCK_NODES, int(max_edges // max(1.0, 2 * options.mean_degree))))
-        parts = ranges(position, options.nodes, step)
-        return in_order(self._block, parts, threads=self.generator.threads)
+        """Yield blocks of whole groups; ``position`` is a node."""
+        generator = self.generator
+        nodes = min(_BLOCK_NODES, int(max_edges / max(1.0, 2 * generator.options.mean_degree)))
+        step = max(1, nodes // generator.edge_group) * generator.edge_group
+        parts = _ranges(position, generator.num_nodes, step)
+        return _in_order(self._block, parts, threads=generator.threads)
 
     def _block(self, first: int, stop: int) -> EdgeBlock:
-        drawers, drawn = self.generator.drawn(first, stop)
-        neighbors = self.generator.options.neighbors
+        generator = self.generator
+        groups = [generator.drawn(*part) for part in _ranges(first, stop, generator.edge_group)]
+        drawers, drawn = (np.concatenate(ends) for ends in zip(*groups, strict=True))
+        neighbors = generator.options.neighbors
         if neighbors == "drawn":
             return EdgeBlock(sources=drawn, targets=drawers, position=stop)
         if neighbors == "drawing":
@@ -274,11 +400,38 @@ class _GeneratedFeatures:
         self.dtype = np.dtype(generator.options.dtype)
 
     def blocks(self, first_row: int, max_rows: int) -> Iterator[NDArray[Any]]:
-        step = max(1, max_rows // (2 * self.generator.threads))
-        parts = ranges(first_row, self.generator.num_nodes, step)
-        return in_order(self._block, parts, threads=self.generator.threads)
+        generator = self.generator
+        group = generator.row_group
+        step = max(1, max_rows // (2 * generator.threads) // group) * group
+        parts = _ranges(first_row, generator.num_nodes, step)
+        return _in_order(self._block, parts, threads=generator.threads)
 
     def _block(self, first: int, stop: int) -> NDArray[Any]:
-        rows = np.empty((stop - first, self.dim), np.float32)
-        kernels.fill_features(rows, first, self.generator.law, LAYERS_X, LAYERS_Y)
-        return rows.astype(self.dtype, copy=False)
+        block = np.empty((stop - first, self.dim), self.dtype)
+        for begin, end in _ranges(first, stop, self.generator.row_group):
+            block[begin - first : end - first] = self.generator.rows(begin, end)
+        return block
+
+
+def _ranges(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
+    """Yield the ranges (first, last + 1) of at most ``step`` from ``start`` to ``stop``."""
+    for first in range(start, stop, step):
+        yield first, min(first + step, stop)
+
+
+def _in_order(
+    function: Callable[[int, int], Result], parts: Iterator[tuple[int, int]], *, threads: int
+) -> Iterator[Result]:
+    """Yield ``function`` of every range in order, at most ``threads + 1`` results ahead."""
+    waiting: deque[Future[Result]] = deque()
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            for first, stop in parts:
+                waiting.append(pool.submit(function, first, stop))
+                if len(waiting) > threads:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()

@@ -8,7 +8,6 @@ edges/0_cites/           graph.fvf: rows are targets, indices are nodes of the s
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.errors import DataError
-from fivefold.files import read_checked_json, write_checked_json
+from fivefold.files import read_checked_json
 from fivefold.gnn.data._dataset import (
     FEATURES_FILE,
     GRAPH_FILE,
@@ -27,14 +26,11 @@ from fivefold.gnn.data._dataset import (
     LABELS_FILE,
     check_belongs,
 )
-from fivefold.gnn.data._parts import EdgePart, Progress, Source
-from fivefold.gnn.data._write import fingerprints, no_progress, write_parts
-from fivefold.gnn.data._write_graph import EdgeRules
-from fivefold.gnn.sampling import HeteroTopology, Topology
+from fivefold.gnn.data._parts import EdgePart, Source
+from fivefold.gnn.sampling import EdgeType, HeteroTopology, Topology
 from fivefold.gnn.storage import Container
 
-EdgeType = tuple[str, str, str]
-_VERSION = 2
+HETERO_VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,97 +41,11 @@ class HeteroSource:
         name: For people.
         nodes: Features and labels of each node type; their edges are not asked for.
         edges: Edges of each type (source type, relation, target type).
-
-    Examples:
-        >>> HeteroSource(name="empty", nodes={}, edges={}).name
-        'empty'
     """
 
     name: str
     nodes: Mapping[str, Source]
     edges: Mapping[EdgeType, EdgePart]
-
-
-def ingest_hetero(
-    source: HeteroSource,
-    folder: str | Path,
-    *,
-    rules: EdgeRules | None = None,
-    memory_bytes: int = 1 << 30,
-    progress: Progress | None = None,
-) -> HeteroDataset:
-    """Write a graph of several types into a folder and open it; as ``ingest``."""
-    folder = Path(folder)
-    run: dict[str, Any] = {"memory_bytes": memory_bytes, "progress": progress or no_progress}
-    listing = _listing(source)
-    for name, entry in listing["nodes"].items():
-        part = source.nodes[name]
-        attributes = {"name": name, "num_nodes": part.num_nodes, "node_type": name}
-        write_parts(
-            folder / entry["folder"],
-            attributes,
-            part.recipe,
-            parts=(part.labels, lambda: None, part.features),
-            rules=EdgeRules(),
-            **run,
-        )
-    rules = rules or EdgeRules()
-    for entry in listing["edges"]:
-        _write_edges(folder, source, entry, rules, run)
-    for entry in (*listing["nodes"].values(), *listing["edges"]):
-        names = (FEATURES_FILE, LABELS_FILE, GRAPH_FILE)
-        entry["files"] = fingerprints(folder / entry["folder"], names)
-    write_checked_json(folder / HETERO_FILE, listing)  # last: a folder with this file is complete
-    return HeteroDataset.open(folder)
-
-
-def _listing(source: HeteroSource) -> dict[str, Any]:
-    nodes = {
-        name: {"num_nodes": part.num_nodes, "folder": f"nodes/{index}_{_slug(name)}"}
-        for index, (name, part) in enumerate(source.nodes.items())
-    }
-    edges = []
-    for index, kind in enumerate(source.edges):
-        for end in (kind[0], kind[2]):
-            if end not in nodes:
-                raise DataError(
-                    f"edge type {kind} names node type {end!r}",
-                    hint=f"node types are {', '.join(nodes) or 'none'}",
-                )
-        edges.append({"type": list(kind), "folder": f"edges/{index}_{_slug(kind[1])}"})
-    return {"version": _VERSION, "name": source.name, "nodes": nodes, "edges": edges}
-
-
-def _slug(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_-]+", "_", name)[:40]
-
-
-def _write_edges(
-    folder: Path,
-    source: HeteroSource,
-    entry: dict[str, Any],
-    rules: EdgeRules,
-    run: dict[str, Any],
-) -> None:
-    kind: EdgeType = tuple(entry["type"])
-    part = source.edges[kind]
-    if rules.add_reverse and kind[0] != kind[2]:
-        raise DataError(
-            f"edges of type {kind} cannot be reversed into themselves",
-            hint="give the reverse as an edge type of its own",
-        )
-    sizes = {"num_nodes": source.nodes[kind[2]].num_nodes}
-    if kind[0] != kind[2]:
-        sizes["num_sources"] = source.nodes[kind[0]].num_nodes
-    recipe = {"edges": part.num_edges, "stamp": getattr(part, "stamp", None), **vars(rules)}
-    write_parts(
-        folder / entry["folder"],
-        {"name": source.name, "edge_type": list(kind), **sizes},
-        recipe,
-        parts=(lambda: None, lambda: part, lambda: None),
-        rules=rules,
-        **run,
-    )
 
 
 class HeteroDataset:
@@ -149,13 +59,6 @@ class HeteroDataset:
         folder: Where the files lie.
         name: For people.
         num_nodes: Nodes of each type.
-
-    Examples:
-        >>> try:
-        ...     HeteroDataset.open("nowhere")
-        ... except DataError as error:
-        ...     print(error.message)
-        nowhere holds no graph of several types: dataset.json is missing
     """
 
     def __init__(self, folder: Path, listing: Mapping[str, Any]) -> None:
@@ -200,47 +103,47 @@ class HeteroDataset:
             listing = read_checked_json(path)
         except DataError as error:
             raise DataError(error.message, hint="ingest it again") from error
-        if listing["version"] != _VERSION:
+        if listing["version"] != HETERO_VERSION:
             raise DataError(f"{path} is of version {listing['version']}", hint="ingest it again")
         return cls(folder, listing)
 
     @property
     def node_types(self) -> list[str]:
-        """Names of the node types."""
+        """Return the names of the node types."""
         return list(self.num_nodes)
 
     @property
     def edge_types(self) -> list[EdgeType]:
-        """The edge types (source type, relation, target type)."""
+        """Return the edge types (source type, relation, target type)."""
         return list(self._edges)
 
     def topology(self, *, mapped: bool = False) -> HeteroTopology:
-        """The edges of all types, in memory or as memory maps."""
+        """Return the edges of all types, in memory or as memory maps."""
         edges = {kind: Topology.open(self.graph(kind), mapped=mapped) for kind in self._edges}
         return HeteroTopology(self.num_nodes, edges)
 
     def graph(self, edge_type: EdgeType) -> Container:
-        """The container of the edges of a type."""
+        """Return the container of the edges of a type."""
         return self._container(self._edges[edge_type] / GRAPH_FILE, "graph")
 
     def has_features(self, node_type: str) -> bool:
-        """Whether the nodes of a type have feature rows."""
+        """Return whether the nodes of a type have feature rows."""
         return self._node_folder(node_type) / FEATURES_FILE in self._files
 
     def has_labels(self, node_type: str) -> bool:
-        """Whether the nodes of a type have labels."""
+        """Return whether the nodes of a type have labels."""
         return self._node_folder(node_type) / LABELS_FILE in self._files
 
     def features(self, node_type: str) -> Container:
-        """The container with the section ``x`` of a node type."""
+        """Return the container with the section ``x`` of a node type."""
         return self._container(self._node_folder(node_type) / FEATURES_FILE, "features")
 
     def labels(self, node_type: str) -> NDArray[np.int64]:
-        """Class of every node of a type, -1 where unknown."""
+        """Return the class of every node of a type, -1 where unknown."""
         return self._label_section(node_type, "y")
 
     def split(self, node_type: str, name: str) -> NDArray[np.int64]:
-        """Ids of a node type's split: ``train``, ``valid`` or ``test``."""
+        """Return the ids of a node type's split: ``train``, ``valid`` or ``test``."""
         return self._label_section(node_type, name)
 
     def _label_section(self, node_type: str, name: str) -> NDArray[np.int64]:
@@ -250,14 +153,14 @@ class HeteroDataset:
 
     @property
     def containers(self) -> dict[str, Container]:
-        """All files, by their place in the folder."""
+        """Return all files, by their place in the folder."""
         return {
             str(path.relative_to(self.folder)): self._container(path, None) for path in self._files
         }
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of all files' fingerprints: other contents, other fingerprint."""
+        """Return a hash of all files' fingerprints: other contents, other fingerprint."""
         text = " ".join(f"{name} {file.fingerprint}" for name, file in self.containers.items())
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

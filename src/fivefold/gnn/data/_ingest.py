@@ -1,15 +1,25 @@
-"""One call for every source."""
+"""One call for every source, whether its graph is of one type or of several."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import overload
+from typing import Any, overload
 
-from fivefold.gnn.data._dataset import Dataset
-from fivefold.gnn.data._hetero import HeteroDataset, HeteroSource, ingest_hetero
+from fivefold.errors import DataError
+from fivefold.files import write_checked_json
+from fivefold.gnn.data._dataset import FEATURES_FILE, GRAPH_FILE, HETERO_FILE, LABELS_FILE, Dataset
+from fivefold.gnn.data._hetero import HETERO_VERSION, HeteroDataset, HeteroSource
 from fivefold.gnn.data._parts import Progress, Source
-from fivefold.gnn.data._write import check_memory, write_dataset
+from fivefold.gnn.data._write import (
+    check_memory,
+    fingerprints,
+    no_progress,
+    write_dataset,
+    write_parts,
+)
 from fivefold.gnn.data._write_graph import EdgeRules
+from fivefold.gnn.sampling import EdgeType
 
 
 @overload
@@ -76,9 +86,8 @@ def ingest(
     """
     check_memory(memory_bytes)  # before hours of numbering names
     if isinstance(source, HeteroSource):
-        return ingest_hetero(
-            source, folder, rules=rules, memory_bytes=memory_bytes, progress=progress
-        )
+        run = {"memory_bytes": memory_bytes, "progress": progress or no_progress}
+        return _ingest_hetero(source, Path(folder), rules=rules or EdgeRules(), run=run)
     prepare = getattr(source, "prepare", None)
     if prepare is not None:
         prepare(Path(folder), memory_bytes=memory_bytes, progress=progress)
@@ -89,3 +98,80 @@ def ingest(
     if finish is not None:
         finish(Path(folder))
     return dataset
+
+
+def _ingest_hetero(
+    source: HeteroSource,
+    folder: Path,
+    *,
+    rules: EdgeRules,
+    run: dict[str, Any],
+) -> HeteroDataset:
+    listing = _listing(source)
+    for name, entry in listing["nodes"].items():
+        part = source.nodes[name]
+        attributes = {"name": name, "num_nodes": part.num_nodes, "node_type": name}
+        write_parts(
+            folder / entry["folder"],
+            attributes,
+            part.recipe,
+            parts=(part.labels, lambda: None, part.features),
+            rules=EdgeRules(),
+            **run,
+        )
+    for entry in listing["edges"]:
+        _write_edges(folder, source, entry, rules, run)
+    for entry in (*listing["nodes"].values(), *listing["edges"]):
+        names = (FEATURES_FILE, LABELS_FILE, GRAPH_FILE)
+        entry["files"] = fingerprints(folder / entry["folder"], names)
+    write_checked_json(folder / HETERO_FILE, listing)  # last: a folder with this file is complete
+    return HeteroDataset.open(folder)
+
+
+def _listing(source: HeteroSource) -> dict[str, Any]:
+    nodes = {
+        name: {"num_nodes": part.num_nodes, "folder": f"nodes/{index}_{_slug(name)}"}
+        for index, (name, part) in enumerate(source.nodes.items())
+    }
+    edges = []
+    for index, kind in enumerate(source.edges):
+        for end in (kind[0], kind[2]):
+            if end not in nodes:
+                raise DataError(
+                    f"edge type {kind} names node type {end!r}",
+                    hint=f"node types are {', '.join(nodes) or 'none'}",
+                )
+        edges.append({"type": list(kind), "folder": f"edges/{index}_{_slug(kind[1])}"})
+    return {"version": HETERO_VERSION, "name": source.name, "nodes": nodes, "edges": edges}
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_-]+", "_", name)[:40]
+
+
+def _write_edges(
+    folder: Path,
+    source: HeteroSource,
+    entry: dict[str, Any],
+    rules: EdgeRules,
+    run: dict[str, Any],
+) -> None:
+    kind: EdgeType = tuple(entry["type"])
+    part = source.edges[kind]
+    if rules.add_reverse and kind[0] != kind[2]:
+        raise DataError(
+            f"edges of type {kind} cannot be reversed into themselves",
+            hint="give the reverse as an edge type of its own",
+        )
+    sizes = {"num_nodes": source.nodes[kind[2]].num_nodes}
+    if kind[0] != kind[2]:
+        sizes["num_sources"] = source.nodes[kind[0]].num_nodes
+    recipe = {"edges": part.num_edges, "stamp": getattr(part, "stamp", None), **vars(rules)}
+    write_parts(
+        folder / entry["folder"],
+        {"name": source.name, "edge_type": list(kind), **sizes},
+        recipe,
+        parts=(lambda: None, lambda: part, lambda: None),
+        rules=rules,
+        **run,
+    )

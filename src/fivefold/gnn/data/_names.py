@@ -23,9 +23,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pyarrow import ipc, parquet
 
+from fivefold._compiler import njit
 from fivefold.errors import DataError
 from fivefold.files import read_checked_json, write_checked_json
-from fivefold.gnn.data._bucket_kernels import hash_texts
 from fivefold.gnn.data._buckets import EdgeBuckets
 from fivefold.gnn.data._dataset import NAMES_FILE
 from fivefold.gnn.data._parts import EdgeBlock, Progress
@@ -35,6 +35,18 @@ _CHUNK_BYTES = 4 << 20
 _FILES = ("names.parquet", "names.work/edges.npy", "names.work/weights.npy")
 _MOST_BUCKETS = 256
 _SCHEMA = pa.schema([("name", pa.string()), ("place", pa.int64())])
+_OFFSET, _PRIME = np.uint64(0xCBF29CE484222325), np.uint64(0x100000001B3)
+_SHIFT = np.uint64(32)
+
+
+@njit
+def hash_texts(offsets: Any, data: Any, out: Any) -> None:
+    """Hash the bytes ``data[offsets[i]:offsets[i + 1]]`` by FNV-1a, its halves folded together."""
+    for index in range(out.size):
+        value = _OFFSET
+        for place in range(offsets[index], offsets[index + 1]):
+            value = (value ^ np.uint64(data[place])) * _PRIME
+        out[index] = value ^ (value >> _SHIFT)
 
 
 class NameBuckets:
@@ -73,13 +85,13 @@ class NameBuckets:
             self._writers[bucket].write_batch(part)
 
     def close(self) -> None:
-        """No more names come."""
+        """Close the files: no more names come."""
         for writer in self._writers:
             writer.close()
         self._writers = []
 
     def distinct(self, bucket: int) -> tuple[Any, NDArray[np.int64], NDArray[np.int64]]:
-        """Distinct names of a bucket, the code of every entry, and every entry's place."""
+        """Return a bucket's distinct names, the code of every entry, and every entry's place."""
         with ipc.open_stream(str(self._path(bucket))) as reader:
             table = reader.read_all()
         encoded = table.column("name").combine_chunks().dictionary_encode()
@@ -129,7 +141,7 @@ def number_names(
 
 
 def _by_bucket(buckets: NameBuckets, ends: EdgeBuckets, names_file: Path) -> int:
-    """Free numbers, bucket after bucket; the names go to a file in that order."""
+    """Give free numbers, bucket after bucket; write the names to a file in that order."""
     first = 0
     with parquet.ParquetWriter(names_file, pa.schema([("name", pa.string())])) as writer:
         for bucket in range(buckets.count):
@@ -141,7 +153,7 @@ def _by_bucket(buckets: NameBuckets, ends: EdgeBuckets, names_file: Path) -> int
 
 
 def _by_row(buckets: NameBuckets, ends: EdgeBuckets, num_rows: int) -> None:
-    """The number of a name is its row in the node table."""
+    """Number names by their row in the node table."""
     for bucket in range(buckets.count):
         names, codes, places = buckets.distinct(bucket)
         in_table = places < num_rows
@@ -172,7 +184,7 @@ def _first_repeated(codes: NDArray[np.int64]) -> int:
 
 
 def _write_edges(path: Path, ends: EdgeBuckets, progress: Progress) -> None:
-    """The numbers in the order of places are the edges, end after end."""
+    """Write the numbers in the order of places: they are the edges, end after end."""
     total = ends.num_edges
     with path.open("wb") as file:
         header = {
@@ -198,7 +210,7 @@ def write_numbering(folder: Path, recipe: Mapping[str, Any], num_nodes: int) -> 
 
 
 def read_numbering(folder: Path) -> dict[str, Any] | None:
-    """What ``names.json`` says; None where names were not numbered."""
+    """Return what ``names.json`` says; None where names were not numbered."""
     if not (folder / NAMES_FILE).is_file():
         return None
     try:

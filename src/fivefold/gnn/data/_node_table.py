@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from fivefold.errors import DataError
 from fivefold.gnn.data._array_source import as_labels
 from fivefold.gnn.data._parts import LabelPart
-from fivefold.gnn.data._tables import ParquetReader, TableReader, open_table
+from fivefold.gnn.data._tables import ParquetReader, TableReader, open_table, rest_of
 
 _SPLIT_NAMES = {
     "train": "train",
@@ -51,10 +51,6 @@ class TableColumns:
         split: Of the node table, with train, valid or test; None: ``split`` if there is one.
         features: Of the node table; None: all other numeric columns.
         names: Whether CSV files begin with a line of names; None: found, where that is safe.
-
-    Examples:
-        >>> TableColumns(weight="amount").weight
-        'amount'
     """
 
     source: str | None = None
@@ -114,7 +110,7 @@ class NodeTable:
         self.num_rows = sum(batch.num_rows for batch in table.batches(first, as_text))
 
     def _found_masks(self) -> dict[str, str]:
-        """Columns that say of every node whether it is in a split, by split."""
+        """Return the columns that say of every node whether it is in a split, by split."""
         found = {split: _first_of(self.table.names, names) for split, names in _MASKS.items()}
         return {
             split: name
@@ -123,7 +119,7 @@ class NodeTable:
         }
 
     def _width(self, name: str) -> int:
-        """Elements of a feature column; 0 where it is none."""
+        """Return the number of elements of a feature column; 0 where it is none."""
         kind = self.types[name]
         if _is_list(kind):
             if not _is_numeric(kind.value_type):
@@ -135,7 +131,7 @@ class NodeTable:
         return int(_is_numeric(kind))
 
     def _feature_types(self) -> list[Any] | None:
-        """Said for text, where Arrow would guess from the first block: 1 may be 1.5 further on."""
+        """Return types for text: Arrow would guess by the first block, where 1.5 may come later."""
         if self._is_typed:
             return None
         kinds = [self.types[name] for name in self.feature_names]
@@ -150,7 +146,7 @@ class NodeTable:
         return kind if self._is_typed else np.dtype(np.float32)
 
     def names(self) -> Iterator[Any]:
-        """The ids as text, in the order of rows; without an id column the rows' numbers."""
+        """Yield the ids as text, in the order of rows; without an id column the rows' numbers."""
         row = 0
         columns = [self.id or self.table.names[0]]
         for batch in self.table.batches(columns, [pa.string()] if self.id else None):
@@ -163,11 +159,11 @@ class NodeTable:
             row += batch.num_rows
 
     def describe(self) -> list[Any]:
-        """What decides the result, beside the file."""
+        """Return what decides the result, beside the file."""
         return [self.id, self.label, self.split, self.feature_names, *self.masks.values()]
 
     def ids_are_rows(self) -> bool:
-        """Whether the ids are 0, 1, 2, ... as without an id column."""
+        """Return whether the ids are 0, 1, 2, ... as without an id column."""
         if self.id is None:
             return True
         if not pa.types.is_integer(self.types[self.id]):
@@ -181,14 +177,9 @@ class NodeTable:
         return True
 
     def blocks(self, first_row: int, max_rows: int) -> Iterator[NDArray[Any]]:
-        """Feature rows."""
-        row = 0
-        for batch in self.table.batches(self.feature_names, self._feature_types()):
-            for first in range(0, batch.num_rows, max_rows):
-                part = batch.slice(first, max_rows)
-                row += part.num_rows
-                if row > first_row:
-                    yield self._block(part.slice(max(0, part.num_rows - (row - first_row))))
+        batches = self.table.batches(self.feature_names, self._feature_types())
+        for part, _ in rest_of(batches, first_row, max_rows):
+            yield self._block(part)
 
     def _block(self, batch: Any) -> NDArray[Any]:
         block, place = np.empty((batch.num_rows, self.dim), self.dtype), 0
@@ -207,7 +198,7 @@ class NodeTable:
         return block
 
     def labels(self) -> LabelPart | None:
-        """The label and split columns."""
+        """Return the label and split columns."""
         if self.label is None:
             return None
         names = self._label_names(self.label)
@@ -216,7 +207,7 @@ class NodeTable:
         )
 
     def _label_names(self, label: str) -> list[str] | None:
-        """Classes of a text column in alphabetical order; None for numbers."""
+        """Return the classes of a text column in alphabetical order; None for numbers."""
         kind = self.types[label]
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
@@ -252,7 +243,7 @@ class NodeTable:
         return {name: np.concatenate(parts or nothing) for name, parts in found.items()}
 
     def _members(self, batch: Any) -> dict[str, NDArray[np.int64]]:
-        """Rows of a batch that are in each split."""
+        """Return the rows of a batch that are in each split."""
         if not self.split:
             masks = zip(self.masks, batch.columns, strict=True)
             return {
@@ -291,7 +282,7 @@ def _is_numeric(kind: Any) -> bool:
 
 
 def _all_of(column: Any, width: int) -> bool:
-    """Whether all lists of a column have this length; numbers have."""
+    """Return whether all lists of a column have this length; numbers have."""
     if not _is_list(column.type):
         return True
     lengths = pa.compute.list_value_length(column).to_numpy(zero_copy_only=False)

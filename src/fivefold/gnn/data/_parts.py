@@ -25,7 +25,7 @@ _LAST_INT32 = 2**31 - 1
 
 
 def index_dtype(num_nodes: int) -> np.dtype[Any]:
-    """The type of node ids in ``indices``: int32 while they fit."""
+    """Return the type of node ids in ``indices``: int32 while they fit."""
     return np.dtype(np.int32 if num_nodes - 1 <= _LAST_INT32 else np.int64)
 
 
@@ -42,12 +42,7 @@ def refuse_edge_features(what: object, names: Iterable[str], leave_out: Collecti
 
 @dataclass(frozen=True, slots=True)
 class EdgeBlock:
-    """Edges ``sources[i] -> targets[i]``; ``position`` is where the source goes on after them.
-
-    Examples:
-        >>> EdgeBlock(np.array([0, 1]), np.array([2, 2]), position=2).targets.tolist()
-        [2, 2]
-    """
+    """Edges ``sources[i] -> targets[i]``; ``position`` is where the source goes on after them."""
 
     sources: NDArray[Any]
     targets: NDArray[Any]
@@ -58,19 +53,6 @@ class EdgeBlock:
 class EdgePart(Protocol):
     """The edges of one edge type.
 
-    Examples:
-        >>> import numpy as np
-        >>> class Ring:
-        ...     num_edges = expected_edges = 5
-        ...     weighted, sorted_by_target = False, True
-        ...
-        ...     def blocks(self, position, max_edges):
-        ...         ids = np.arange(position, 5)
-        ...         yield EdgeBlock((ids + 1) % 5, ids, position=5)
-        >>> part: EdgePart = Ring()
-        >>> next(part.blocks(3, 100)).sources.tolist()
-        [4, 0]
-
     Attributes:
         num_edges: Edges in all; None where only reading tells.
         expected_edges: A guess, from above rather than from below.
@@ -80,48 +62,37 @@ class EdgePart(Protocol):
 
     @property
     def num_edges(self) -> int | None:
-        """Edges in all, or None."""
+        """Return the number of edges, or None."""
         ...
 
     @property
     def expected_edges(self) -> int:
-        """A guess at it."""
+        """Return a guess at their number."""
         ...
 
     @property
     def weighted(self) -> bool:
-        """Whether blocks carry weights."""
+        """Return whether blocks carry weights."""
         ...
 
     @property
     def sorted_by_target(self) -> bool:
-        """Whether targets never fall."""
+        """Return whether targets never fall."""
         ...
 
     def blocks(self, position: int, max_edges: int) -> Iterator[EdgeBlock]:
-        """All edges from ``position`` on (0 at the start), at most ``max_edges`` at a time."""
+        """Yield all edges from ``position`` on (0: the start), at most ``max_edges`` at a time."""
         ...
 
 
 class FeaturePart(Protocol):
-    """The feature rows of one node type, in the order of node ids.
-
-    Examples:
-        >>> class Ones:
-        ...     dtype, dim = np.dtype(np.float16), 3
-        ...
-        ...     def blocks(self, first_row, max_rows):
-        ...         yield np.ones((10 - first_row, 3), np.float16)
-        >>> part: FeaturePart = Ones()
-        >>> next(part.blocks(8, 100)).shape
-        (2, 3)
-    """
+    """The feature rows of one node type, in the order of node ids."""
 
     dtype: np.dtype[Any]
     dim: int
 
     def blocks(self, first_row: int, max_rows: int) -> Iterator[NDArray[Any]]:
-        """All rows from ``first_row`` on, at most ``max_rows`` at a time."""
+        """Yield all rows from ``first_row`` on, at most ``max_rows`` at a time."""
         ...
 
 
@@ -130,11 +101,6 @@ class LabelPart:
     """Labels in blocks (-1 where unknown) and the ids of the splits.
 
     ``num_classes`` is one more than the largest label where it is None.
-
-    Examples:
-        >>> part = LabelPart(lambda first_row: iter([np.array([0, -1, 2])]))
-        >>> part.splits["train"].size
-        0
     """
 
     blocks: Callable[[int], Iterator[NDArray[np.int64]]]
@@ -166,13 +132,13 @@ class Source(Protocol):
     recipe: Mapping[str, Any]
 
     def edges(self) -> EdgePart:
-        """The edges."""
+        """Return the edges."""
         ...
 
     def features(self) -> FeaturePart | None:
-        """The feature rows; None where there are none."""
+        """Return the feature rows; None where there are none."""
         ...
 
     def labels(self) -> LabelPart | None:
-        """Labels and splits; None where there are none."""
+        """Return the labels and splits; None where there are none."""
         ...

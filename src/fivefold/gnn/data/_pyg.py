@@ -33,7 +33,7 @@ def pyg_source(
     split: int | None = None,
     leave_out: Collection[str] = (),
 ) -> ArraySource | HeteroSource:
-    """A graph of PyTorch Geometric.
+    """Return a graph of PyTorch Geometric.
 
     Stored are ``x``, ``edge_index``, ``edge_weight``, ``y`` and the masks ``train_mask``,
     ``val_mask`` and ``test_mask``, of every node and edge type. Features of edges (``edge_attr``)
@@ -90,7 +90,7 @@ def pyg_source(
 
 
 def _check_left_out(store: Any, what: str, allowed: Collection[str]) -> None:
-    """Nothing is left out without a word."""
+    """Refuse or name what would be left out."""
     names = store.keys() if callable(getattr(store, "keys", None)) else vars(store)
     given = [name for name in names if getattr(store, name, None) is not None]
     refuse_edge_features(what, given, allowed)
@@ -161,7 +161,7 @@ def _edges(store: Any, what: str, stamp: Any) -> tuple[Rows, Rows | None]:
 
 
 def _of_matrix(matrix: Any, stamp: Any) -> tuple[Rows, Rows | None]:
-    """Edges of a transposed adjacency matrix: rows are targets, columns are sources."""
+    """Return the edges of a transposed adjacency matrix: rows are targets, columns are sources."""
     if hasattr(matrix, "coo"):  # of torch_sparse
         targets, sources, values = matrix.coo()
     else:

@@ -34,7 +34,7 @@ class Rows(Protocol):
     stamp: Any
 
     def blocks(self, first_row: int, max_rows: int, *, stop: int | None = None) -> Iterator[Any]:
-        """Rows ``first_row`` to ``stop`` (None: the end), at most ``max_rows`` at a time."""
+        """Yield rows ``first_row`` to ``stop`` (None: the end), at most ``max_rows`` at a time."""
         ...
 
 
@@ -55,7 +55,7 @@ class ArrayRows:
         return f"{total:016x}"
 
     def blocks(self, first_row: int, max_rows: int, *, stop: int | None = None) -> Iterator[Any]:
-        """Views of the array."""
+        """Yield views of the array."""
         end = self.shape[0] if stop is None else stop
         for first in range(first_row, end, max_rows):
             yield self.array[first : min(first + max_rows, end)]
@@ -88,7 +88,7 @@ class FileRows:
             raise DataError(f"cannot read {self.place}: {error}", hint="check the path") from error
 
     def blocks(self, first_row: int, max_rows: int, *, stop: int | None = None) -> Iterator[Any]:
-        """Rows read from the file."""
+        """Yield rows read from the file."""
         end = self.shape[0] if stop is None else stop
         row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
         with self._open() as file:
@@ -102,7 +102,7 @@ class FileRows:
 
 
 def one_split(rows: Rows, column: int | None) -> Rows:
-    """One of several masks that stand side by side; what has one column is handed back."""
+    """Return one of several masks that stand side by side; one column is handed back."""
     if column is None or len(rows.shape) < 2:
         return rows
     turned = getattr(rows, "transposed", False)
@@ -153,13 +153,13 @@ def _read_header(file: IO[bytes], place: str) -> tuple[tuple[int, ...], bool, np
 
 
 def file_stamp(path: Path) -> list[Any]:
-    """Name, size and date of a file: when they are the same, so are its contents."""
+    """Return the name, size and date of a file: when they are the same, so are its contents."""
     state = path.stat()
     return [path.name, state.st_size, state.st_mtime_ns]
 
 
 def npy_rows(path: str | Path) -> FileRows:
-    """The array in a .npy file."""
+    """Return the array in a .npy file."""
     path = Path(path)
     if not path.is_file():
         raise DataError(f"there is no file {path}", hint="check the path")
@@ -167,7 +167,7 @@ def npy_rows(path: str | Path) -> FileRows:
 
 
 def npz_members(path: Path) -> list[str]:
-    """Names of the arrays in an archive."""
+    """Return the names of the arrays in an archive."""
     try:
         with zipfile.ZipFile(path) as archive:
             return [name.removesuffix(".npy") for name in archive.namelist()]
@@ -176,5 +176,5 @@ def npz_members(path: Path) -> list[str]:
 
 
 def npz_rows(path: Path, name: str) -> FileRows:
-    """An array in an archive, read without unpacking the archive."""
+    """Return an array in an archive, read without unpacking the archive."""
     return FileRows(path, f"{name}.npy")

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.errors import DataError
-from fivefold.gnn.data._bucket_kernels import count_keys
+from fivefold.gnn.data._buckets import count_keys
 from fivefold.gnn.data._dataset import HETERO_FILE, NAMES_FILE, Dataset
 from fivefold.gnn.data._hetero import HeteroDataset
 from fivefold.gnn.data._names import read_numbering
@@ -31,13 +31,6 @@ def open_dataset(folder: str | Path) -> Dataset | HeteroDataset:
 
     Raises:
         DataError: It holds no finished data set.
-
-    Examples:
-        >>> try:
-        ...     open_dataset("nowhere")
-        ... except DataError as error:
-        ...     print(error.hint)
-        the folder does not exist: check the path
     """
     if (Path(folder) / HETERO_FILE).is_file():
         return HeteroDataset.open(folder)
@@ -45,7 +38,7 @@ def open_dataset(folder: str | Path) -> Dataset | HeteroDataset:
 
 
 def describe(dataset: Dataset | HeteroDataset) -> dict[str, Any]:
-    """Sizes, degrees, classes and fingerprints of a data set, as JSON.
+    """Return the sizes, degrees, classes and fingerprints of a data set, as JSON.
 
     Degrees count edges into a node (whom it hears from) and out of it (who hears it). The graph's
     file is read once, in blocks; counters take 16 bytes per node.
@@ -127,7 +120,7 @@ def _degrees(graph: Container, num_nodes: int) -> tuple[NDArray[np.int64], NDArr
 
 
 def _spread(degrees: NDArray[np.int64]) -> dict[str, Any]:
-    """Mean, median, largest, and the share of the edges at the top 1 % of the nodes."""
+    """Return the mean, median, largest, and the share of the edges at the top 1 % of the nodes."""
     if degrees.size == 0:
         return {"mean": 0.0, "median": 0.0, "max": 0, "top_1_percent_share": 0.0}
     top = max(1, degrees.size // 100)
@@ -154,14 +147,6 @@ def verify(dataset: Dataset | HeteroDataset, progress: Progress | None = None) -
     Raises:
         DataError: A file is damaged, or its contents are no graph.
         StorageError: The disk refused.
-
-    Examples:
-        >>> import tempfile
-        >>> from fivefold.gnn.data import generate_graph
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     with generate_graph(folder, nodes=100, dim=4) as dataset:
-        ...         verify(dataset) > 0
-        True
     """
     show = progress or no_progress
     read_bytes = 0
@@ -176,7 +161,7 @@ def verify(dataset: Dataset | HeteroDataset, progress: Progress | None = None) -
 
 
 def _check_names(dataset: Dataset) -> None:
-    """Names that were numbered must be those of this graph."""
+    """Check that the names that were numbered are those of this graph."""
     read_numbering(dataset.folder)
     if names_fingerprint(dataset.folder) != dataset.graph.attributes["files"].get(NAMES_FILE):
         raise DataError(
@@ -186,7 +171,7 @@ def _check_names(dataset: Dataset) -> None:
 
 
 def _check_graph(file: Container) -> None:
-    """Rows must follow each other, and sources be there."""
+    """Check that rows follow each other and that sources are there."""
     num_edges = file.sections["indices"].shape[0]
     num_rows = file.sections["indptr"].shape[0]
     num_sources = int(file.attributes.get("num_sources", file.attributes["num_nodes"]))

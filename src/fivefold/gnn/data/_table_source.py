@@ -20,7 +20,7 @@ from fivefold.gnn.data._names import number_names, read_numbering, write_numberi
 from fivefold.gnn.data._node_table import NodeTable, TableColumns, check_column, check_whole
 from fivefold.gnn.data._parts import EdgeBlock, LabelPart, Progress
 from fivefold.gnn.data._rows import file_stamp, npy_rows
-from fivefold.gnn.data._tables import TableReader, open_table
+from fivefold.gnn.data._tables import TableReader, open_table, rest_of
 from fivefold.gnn.data._write import graph_is_current, no_progress
 
 _LOG = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ def table_source(
     num_nodes: int | None = None,
     name: str = "edge list",
 ) -> TableSource:
-    r"""A graph given as tables.
+    r"""Return a graph given as tables.
 
     Args:
         edges: Files, read one after another, each line an edge.
@@ -86,14 +86,6 @@ class TableSource:
         name: For people.
         num_nodes: Nodes in all; with text ids known once ``prepare`` has numbered them.
         recipe: Files and columns.
-
-    Examples:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     path = Path(folder) / "edges.tsv"
-        ...     _ = path.write_text("0\t4\n1\t2\n")
-        ...     table_source([path]).text_ids
-        False
     """
 
     def __init__(  # table_source explains them
@@ -215,7 +207,7 @@ class TableSource:
         )
 
     def _named(self, work: Path) -> Iterator[tuple[Any, NDArray[np.int64]]]:
-        """All names with their places; weights go to a file of their own on the way."""
+        """Yield all names with their places; weights go to a file of their own on the way."""
         first = 0
         if self.node_table is not None:
             for names in self.node_table.names():
@@ -235,16 +227,16 @@ class TableSource:
                         weights.add(batch.column(2).to_numpy())
 
     def edges(self) -> Any:
-        """The edges, numbered."""
+        """Return the edges, numbered."""
         return _TableEdges(self) if self.numbered is None else self.numbered
 
     def features(self) -> Any:
-        """The feature columns of the node table."""
+        """Return the feature columns of the node table."""
         table = self.node_table
         return None if table is None or not table.feature_names else table
 
     def labels(self) -> LabelPart | None:
-        """Label and split columns of the node table."""
+        """Return the label and split columns of the node table."""
         return None if self.node_table is None else self.node_table.labels()
 
 
@@ -279,7 +271,7 @@ def _ends_of(table: TableReader, columns: TableColumns) -> tuple[str, str]:
 
 
 def _usual(names: list[str], usual: Sequence[str]) -> str | None:
-    """The only column with one of these names."""
+    """Return the only column with one of these names."""
     found = [name for name in names if name.lower() in usual]
     return found[0] if len(found) == 1 else None
 
@@ -296,25 +288,17 @@ class _TableEdges:
         self.expected_edges = sum(size // 4 for size in sizes)
 
     def blocks(self, position: int, max_edges: int) -> Iterator[EdgeBlock]:
-        """A table cannot be entered in the middle: what is known is read past."""
-        row = 0
+        for part, row in rest_of(self._batches(), position, max_edges):
+            arrays = [column.to_numpy() for column in part.columns]
+            yield EdgeBlock(arrays[0], arrays[1], row, arrays[2] if len(arrays) > 2 else None)
+
+    def _batches(self) -> Iterator[Any]:
         for table, ends in zip(self.tables, self.ends, strict=True):
             columns = [name for name in ends if name is not None]
             types = [pa.int64(), pa.int64(), pa.float32()][: len(columns)]
             for batch in table.batches(columns, types):
-                for first in range(0, batch.num_rows, max_edges):
-                    part = batch.slice(first, max_edges)
-                    row += part.num_rows
-                    if row > position:
-                        new = part.slice(max(0, part.num_rows - (row - position)))
-                        yield _as_edges(new, row, table.path)
-
-
-def _as_edges(batch: Any, position: int, path: Path) -> EdgeBlock:
-    check_whole(batch, path)
-    arrays = [column.to_numpy() for column in batch.columns]
-    weights = arrays[2] if len(arrays) > 2 else None
-    return EdgeBlock(arrays[0], arrays[1], position, weights)
+                check_whole(batch, table.path)
+                yield batch
 
 
 class _WeightFile:

@@ -42,11 +42,11 @@ class TableReader(Protocol):
 
     @property
     def types(self) -> list[Any]:
-        """Of the columns, as Arrow types."""
+        """Return the Arrow types of the columns."""
         ...
 
     def batches(self, columns: Sequence[str], types: Sequence[Any] | None = None) -> Iterator[Any]:
-        """Arrow record batches of these columns, converted to these types where given."""
+        """Yield Arrow record batches of these columns, converted to these types where given."""
         ...
 
 
@@ -114,7 +114,7 @@ class CsvReader:
 
     @property
     def types(self) -> list[Any]:
-        """Types as Arrow guesses them from the first block."""
+        """Return the types as Arrow guesses them from the first block."""
         if self._types is None:
             self._types = [pa.int64()] * self.num_columns
             for batch in self.batches(self.names):
@@ -123,7 +123,7 @@ class CsvReader:
         return self._types
 
     def batches(self, columns: Sequence[str], types: Sequence[Any] | None = None) -> Iterator[Any]:
-        """Record batches."""
+        """Yield record batches."""
         if self.num_columns == 0:
             return
         kinds = None if types is None else dict(zip(columns, types, strict=True))
@@ -153,20 +153,34 @@ class CsvReader:
                 f"{self.path} cannot be read as a table: {reason}", hint="mend the line it names"
             ) from error
 
-    def arrays(self, dtype: DTypeLike, *, max_rows: int | None = None) -> Iterator[NDArray[Any]]:
-        """All columns as one block ``[rows, columns]`` after another."""
+    def arrays(
+        self, dtype: DTypeLike, *, first_row: int = 0, max_rows: int = 1 << 62
+    ) -> Iterator[tuple[NDArray[Any], int]]:
+        """Yield all columns as blocks ``[rows, columns]``, each with the row after it."""
         kind = pa.from_numpy_dtype(np.dtype(dtype))
-        for batch in self.batches(self.names, [kind] * len(self.names)):
-            block = np.empty((batch.num_rows, batch.num_columns), dtype)
-            for index, column in enumerate(batch.columns):
+        batches = self.batches(self.names, [kind] * len(self.names))
+        for part, row in rest_of(batches, first_row, max_rows):
+            block = np.empty((part.num_rows, part.num_columns), dtype)
+            for index, column in enumerate(part.columns):
                 block[:, index] = column.to_numpy(zero_copy_only=False)
-            step = max_rows or max(1, batch.num_rows)
-            for first in range(0, batch.num_rows, step):
-                yield block[first : first + step]
+            yield block, row
+
+
+def rest_of(batches: Iterator[Any], first_row: int, max_rows: int) -> Iterator[tuple[Any, int]]:
+    """Yield batches from a row on in parts of ``max_rows``, each with the row after it.
+
+    A table cannot be entered in the middle: what is known is read past.
+    """
+    begin = 0
+    for batch in batches:
+        for first in range(max(0, first_row - begin), batch.num_rows, max_rows):
+            part = batch.slice(first, max_rows)
+            yield part, begin + first + part.num_rows
+        begin += batch.num_rows
 
 
 def _is_prelude(line: str) -> bool:
-    """Lines before the table: comments and empty ones."""
+    """Return whether a line stands before the table: a comment or an empty one."""
     return line.startswith(_COMMENTS) or not line.strip()
 
 
@@ -178,7 +192,7 @@ def check_names(names: list[str], path: Path) -> None:
 
 
 def _is_header(first: list[str], second: list[str], path: Path) -> bool:
-    """Whether a first line names the columns; a guess that could lose an edge is not made."""
+    """Return whether a first line names the columns; no guess that could lose an edge."""
     if not first or any(map(_is_number, first)):
         return False
     if any(map(_is_number, second)) or {_bare(field) for field in first} & _ROLES:
@@ -217,11 +231,11 @@ class ParquetReader:
 
     @property
     def types(self) -> list[Any]:
-        """Types of the columns."""
+        """Return the types of the columns."""
         return self._types
 
     def batches(self, columns: Sequence[str], types: Sequence[Any] | None = None) -> Iterator[Any]:
-        """Record batches."""
+        """Yield record batches."""
         schema = None
         if types is not None:
             schema = pa.schema(list(zip(columns, types, strict=True)))

@@ -18,7 +18,7 @@ from fivefold.errors import DataError, UnsupportedError
 
 
 def _numpy_names() -> list[Any]:
-    """What a pickled NumPy array refers to, under the names of NumPy 1 and 2."""
+    """Return what a pickled NumPy array refers to, under the names of NumPy 1 and 2."""
     import _codecs  # noqa: PLC0415 - only for its name
 
     rebuild = np.zeros(1).__reduce__()[0]
@@ -39,7 +39,7 @@ def _numpy_names() -> list[Any]:
 
 
 def load_plain(path: Path) -> dict[str, Any]:
-    """A dictionary of tensors, arrays and numbers."""
+    """Return a dictionary of tensors, arrays and numbers."""
     value = _load(path, _numpy_names())
     if not isinstance(value, dict):
         raise DataError(f"{path} holds a {type(value).__name__}", hint="a dictionary is needed")
@@ -49,7 +49,7 @@ def load_plain(path: Path) -> dict[str, Any]:
 
 
 def load_pyg(path: Path) -> Any:
-    """A ``Data`` or ``HeteroData`` of PyTorch Geometric."""
+    """Return a ``Data`` or ``HeteroData`` of PyTorch Geometric."""
     with warnings.catch_warnings():  # of deprecations inside PyTorch Geometric, on import
         warnings.simplefilter("ignore")
         try:
@@ -76,7 +76,7 @@ def load_pyg(path: Path) -> Any:
 
 
 def _only_graph(value: Any, path: Path) -> Any:
-    """The graph in what data sets of PyG save: (graph or dictionary, slices, class)."""
+    """Return the graph in what data sets of PyG save: (graph or dictionary, slices, class)."""
     is_list = len(value) > 1 and hasattr(value[1], "stores")
     slices = None if is_list or len(value) < 2 else value[1]
     first = slices
@@ -106,7 +106,7 @@ def _load(path: Path, names: list[Any]) -> Any:
 
 
 def _reason(error: BaseException) -> str:
-    """What is wrong, without torch's advice to load the file unsafely."""
+    """Return what is wrong, without torch's advice to load the file unsafely."""
     text = str(error)
     found = re.search(r"(?:GLOBAL|class|function) ([\w.]+)", text)
     if "unsupported" in text.lower() and found:

@@ -104,7 +104,7 @@ def write_parts(
 
 
 def fingerprints(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """The fingerprints of the files of these names that are in a folder."""
+    """Return the fingerprints of the files of these names that are in a folder."""
     found = {}
     for name in names:
         if (folder / name).is_file():
@@ -114,7 +114,7 @@ def fingerprints(folder: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def names_fingerprint(folder: Path) -> str | None:
-    """A hash of names.json; None where names were not numbered."""
+    """Return a hash of names.json; None where names were not numbered."""
     path = folder / NAMES_FILE
     return (
         hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest() if path.is_file() else None
@@ -122,13 +122,13 @@ def names_fingerprint(folder: Path) -> str | None:
 
 
 def _files_beside(folder: Path) -> dict[str, str]:
-    """What a graph says of the files that belong to it."""
+    """Return what a graph says of the files that belong to it."""
     found, names = fingerprints(folder, (FEATURES_FILE, LABELS_FILE)), names_fingerprint(folder)
     return found if names is None else {**found, NAMES_FILE: names}
 
 
 def graph_is_current(folder: Path) -> bool:
-    """Whether there is a graph that names its files; those of older versions are made anew."""
+    """Return whether a graph names its files; those of older versions are made anew."""
     if not (folder / GRAPH_FILE).is_file():
         return False
     with Container.open(folder / GRAPH_FILE) as container:
@@ -154,7 +154,7 @@ def _is_finished(path: Path, recipe: Mapping[str, Any]) -> bool:
 def _write_labels(
     path: Path, part: LabelPart, attributes: Mapping[str, Any], progress: Progress
 ) -> None:
-    """Small beside all else, so it is written in one go and not resumed."""
+    """Write labels in one go, without resuming: they are small beside all else."""
     num_nodes = int(attributes["num_nodes"])
     sections: dict[str, tuple[Any, tuple[int, ...]]] = {"y": (np.int64, (num_nodes,))}
     for name, ids in part.splits.items():
@@ -240,7 +240,7 @@ def _write_features(
 def _checked_blocks(
     part: FeaturePart, first_row: int, num_nodes: int, max_rows: int
 ) -> Iterator[NDArray[Any]]:
-    """The part's blocks; too many or too few rows are an error."""
+    """Yield the part's blocks; too many or too few rows are an error."""
     rows = first_row
     for block in part.blocks(first_row, max_rows):
         rows += block.shape[0]

@@ -28,10 +28,6 @@ class EdgeRules:
         add_reverse: Store every edge in both directions.
         drop_self_loops: Leave out edges from a node to itself.
         drop_duplicates: Keep the first of edges with the same source and target.
-
-    Examples:
-        >>> EdgeRules(add_reverse=True).drop_self_loops
-        False
     """
 
     add_reverse: bool = False
@@ -94,7 +90,7 @@ class _SortedWriter:
         self.edges += block.sources.size
 
     def _close_nodes(self, block: EdgeBlock, last: int) -> None:
-        """Ends of the nodes before ``last``, which may have more edges in the next block."""
+        """Write the ends of the nodes before ``last``, which may go on in the next block."""
         nodes = np.arange(self.node, last, dtype=block.targets.dtype)
         ends = np.searchsorted(block.targets, nodes, side="right")
         self.writer.write("indptr", self.node + 1, ends.astype(np.int64) + self.edges)
@@ -141,7 +137,7 @@ def _write_sorted(
 
 
 def work_folder(path: Path) -> Path:
-    """Where edges are spilled while graph.fvf is made."""
+    """Return where edges are spilled while graph.fvf is made."""
     return path.with_name(path.name + ".work")
 
 
@@ -250,7 +246,7 @@ def _write_buckets(
     part: EdgePart,
     progress: Progress,
 ) -> None:
-    """Second pass: bucket after bucket to the file."""
+    """Write bucket after bucket to the file, the second pass."""
     known = None if buckets.drop_duplicates else buckets.num_edges
     with ContainerWriter(
         path,

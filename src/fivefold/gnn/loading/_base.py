@@ -145,7 +145,7 @@ class BatchLoader(abc.ABC, Generic[Batch]):
     """A loader of mini-batches, epoch by epoch, that can stop and go on at any batch.
 
     Iterating yields the batches of the current epoch; after a whole epoch the next one begins.
-    Leaving an epoch early and iterating again begins it anew; to go on in its middle, load the
+    Leaving an epoch early and iterating again starts it over; to go on in its middle, load the
     state that ``state_dict`` gave.
     """
 

@@ -83,13 +83,6 @@ class MiniBatch:
         nodes_by_hop: Whether the rows stand hop after hop, which PyG's ``trim_to_layer`` needs.
         blocks: One ``Block`` per hop, outermost first, in the form "blocks"; else None.
         e_id: int64 [edges], places of the edges in the topology, where the sample has them.
-
-    Examples:
-        >>> batch = MiniBatch(x=torch.ones(2, 3), edge_index=torch.tensor([[1], [0]]),
-        ...     n_id=torch.tensor([7, 9]), y=torch.tensor([1]), batch_size=1,
-        ...     input_id=torch.tensor([0]), number=0)
-        >>> batch.num_nodes, batch.to("cpu").n_id.tolist()
-        (2, [7, 9])
     """
 
     x: Tensor
@@ -204,13 +197,6 @@ class HeteroMiniBatch:
         number: Number of the batch in its epoch.
         num_sampled_nodes_dict: Nodes of each type found at each hop, seeds first.
         num_sampled_edges_dict: Edges of each type in each hop.
-
-    Examples:
-        >>> batch = HeteroMiniBatch(x_dict={"a": torch.ones(2, 3)}, edge_index_dict={},
-        ...     n_id_dict={"a": torch.tensor([7, 9])}, y=None, input_type="a", batch_size=1,
-        ...     number=0)
-        >>> batch
-        HeteroMiniBatch(a=[2], 1 seeds of a)
     """
 
     x_dict: Mapping[str, Tensor]

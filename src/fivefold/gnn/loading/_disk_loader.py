@@ -44,7 +44,7 @@ class DiskLoader(BatchLoader[MiniBatch]):
     """Iterate over the mini-batches of a packed store, in the shape of PyG's loaders.
 
     Every iteration is one epoch; the epochs that were sampled are used in turn. After a whole
-    epoch the next one begins. Leaving an epoch early and iterating again begins it anew; to go on
+    epoch the next one begins. Leaving an epoch early and iterating again starts it over; to go on
     in its middle, load the state that ``state_dict`` gave.
 
     Tensors of a batch are copy-free views of the loader's buffers. A buffer is used again only

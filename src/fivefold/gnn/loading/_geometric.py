@@ -1,6 +1,6 @@
 """The border to PyTorch Geometric: its ``Data``, and its ``FeatureStore`` over feature files.
 
-This module needs torch_geometric; the rest of the room does not, and loads it when first used.
+This module needs torch_geometric; the rest of the package does not, and loads it when first used.
 """
 
 from __future__ import annotations

@@ -26,12 +26,6 @@ class LoaderStatistics:
         stage_s: Seconds in each stage of the pipeline, by name.
         wait_s: Seconds for which the training loop waited for batches.
         buffer_bytes: Bytes of the buffers of the ring.
-
-    Examples:
-        >>> statistics = LoaderStatistics(batches=2, rows={"host": 30, "private": 10}, row_bytes=8,
-        ...     requests=2, bytes_read=120, cold_bytes=80)
-        >>> statistics.hit_rates["host"], statistics.amplification
-        (0.75, 1.5)
     """
 
     batches: int = 0

@@ -5,6 +5,10 @@ the rows that lie in the device cache and in the host cache (by slot), then the 
 order in which they lie on disk. So rows arrive where they belong: what is read from disk lands in
 its place without a scatter, and edges are permuted once, here, instead of features in each epoch.
 
+In a file a record is a block of little-endian words: each array in the smallest of 1, 2, 4 and 8
+bytes that holds its values, an ascending one as differences, so that decoding is a cast or a
+running sum and costs little more than the read.
+
 Legend: n nodes, b seeds, m expanded nodes, e edges, H hops, k runs of cold rows.
 """
 
@@ -20,6 +24,18 @@ from numpy.typing import NDArray
 from fivefold.errors import DataError
 from fivefold.gnn.planning import argsort_distinct, runs_of
 from fivefold.gnn.sampling import SampledBatch
+
+_NONE = np.empty(0, np.int64)
+_NUM_FIELDS = 20
+_ASCENDING = frozenset({10, 13, 14, 16})  # slots of both caches, starts of runs, seeds among rows
+
+_MAGIC = 0x5246_4542_4C4F_4635  # "5FOLBEFR": says that this is a record and its byte order
+_WIDTHS = (1, 2, 4, 8)
+_DIFFERENCES = 16  # flag beside the width
+_HEADER_WORDS = 3  # magic, total bytes, number of arrays
+_FIELD_WORDS = 3  # count, code, first value
+_ALIGNMENT = 8
+_HINT = "the file was damaged after it was written; pack the store again"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -46,21 +62,6 @@ class BatchRecord:
         run_destinations: int64[k], local row of the run's first row; the others follow it.
         admitted_rows: int64, local rows that enter the host cache after this batch (Belady).
         admitted_slots: int64, the slots that they take.
-
-    Examples:
-        >>> from fivefold.gnn.packing import BatchRecord
-        >>> empty = np.empty(0, np.int64)
-        >>> record = BatchRecord(
-        ...     number=0, batch_size=1, num_private=2, node_ids=np.array([7, 4, 9]),
-        ...     nodes_per_hop=np.array([1, 2]), edges_per_hop=np.array([2]),
-        ...     expanded=np.array([0]), degrees=np.array([2]), sources=np.array([2, 1]),
-        ...     edge_ids=None, device_slots=empty, device_destinations=empty,
-        ...     host_slots=np.array([5]), host_destinations=np.array([1]),
-        ...     run_starts=np.array([40, 41]), run_counts=np.array([1, 1]),
-        ...     run_destinations=np.array([0, 2]), admitted_rows=empty, admitted_slots=empty,
-        ... )
-        >>> record.edge_index().tolist(), record.hops.tolist(), record.cold_rows.tolist()
-        ([[2, 1], [0, 0]], [0, 1, 1], [40, 41])
     """
 
     number: int
@@ -97,15 +98,6 @@ class BatchRecord:
     def cold_destinations(self) -> NDArray[np.int64]:
         """int64[num_cold], the local row that each cold row fills."""
         return _expand(self.run_destinations, self.run_counts)
-
-    @cached_property
-    def hops(self) -> NDArray[np.uint8]:
-        """uint8[n], the hop at which each node was found; seeds are hop 0."""
-        last = len(self.nodes_per_hop) - 1
-        hops = np.full(len(self.node_ids), last, np.uint8)
-        found = np.repeat(np.arange(last, dtype=np.uint8), self.nodes_per_hop[:-1])
-        hops[self.expanded] = found
-        return hops
 
     def edge_index(self) -> NDArray[np.int64]:
         """Return int64[2, e]: local source over local target of each edge."""
@@ -227,11 +219,6 @@ def decode_record(block: NDArray[np.uint8], *, number: int) -> BatchRecord:
     )
 
 
-_NONE = np.empty(0, np.int64)
-_NUM_FIELDS = 20
-_ASCENDING = frozenset({10, 13, 14, 16})  # slots of both caches, starts of runs, seeds among rows
-
-
 def _expand(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return all numbers of the runs, one run after the other."""
     offsets = np.cumsum(counts) - counts
@@ -289,14 +276,6 @@ def _place_runs(
     return starts[run] + cuts - offsets[run], np.diff(cuts, append=total), places
 
 
-_MAGIC = 0x5246_4542_4C4F_4635  # "5FOLBEFR": says that this is a record and its byte order
-_WIDTHS = (1, 2, 4, 8)
-_DIFFERENCES = 16  # flag beside the width
-_HEADER_WORDS = 3  # magic, total bytes, number of arrays
-_FIELD_WORDS = 3  # count, code, first value
-_ALIGNMENT = 8
-
-
 def encode_arrays(
     arrays: Sequence[NDArray[np.integer]], *, ascending: Collection[int] = ()
 ) -> NDArray[np.uint8]:
@@ -333,9 +312,6 @@ def decode_arrays(block: NDArray[np.uint8]) -> list[NDArray[np.integer]]:
         arrays.append(_running_sum(values, items, first) if differences else values)
         place += _padded(stored * width)
     return arrays
-
-
-_HINT = "the file was damaged after it was written; pack the store again"
 
 
 def _check_header(block: NDArray[np.uint8]) -> tuple[int, int]:

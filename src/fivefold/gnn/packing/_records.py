@@ -17,10 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.errors import DataError, InfeasibleError
-from fivefold.gnn.packing._layouts import places_of
+from fivefold.gnn.packing._layouts import SlotTracker, places_of
 from fivefold.gnn.packing._overlap import Progress, in_threads
 from fivefold.gnn.packing._record import BatchRecord, build_record, encode_record
-from fivefold.gnn.packing._slots import SlotTracker
 from fivefold.gnn.planning import PAGE_BYTES, IdSet, Plan, SortedIds, is_dense
 from fivefold.gnn.sampling import SampledBatch, SampleFile
 from fivefold.gnn.storage import Container, ContainerWriter

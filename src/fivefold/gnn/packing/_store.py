@@ -52,13 +52,6 @@ class PackedStore:
             and ``host``: the caches' rows in slot order, so that one sequential read fills each.
         records: Container of the batch records; :meth:`record` reads them.
         manifest: What ``store.json`` holds: fingerprints, sizes and how it was packed.
-
-    Examples:
-        >>> try:
-        ...     PackedStore.open("/nowhere")
-        ... except DataError as error:
-        ...     print(error)
-        /nowhere holds no packed store; pack first
     """
 
     def __init__(self, folder: Path, *, manifest: dict[str, Any], plan: Plan) -> None:
@@ -169,11 +162,6 @@ class PackedStore:
         return int(self._index[:, 2].max(initial=0))
 
     @property
-    def max_edges(self) -> int:
-        """Edges of the batch that has most of them."""
-        return int(self._index[:, 3].max(initial=0))
-
-    @property
     def nbytes(self) -> int:
         """Bytes on disk."""
         return sum(file.path.stat().st_size for file in (self.rows, self.records))
@@ -259,23 +247,6 @@ def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
 
     Raises:
         StorageError: The disk refused.
-
-    Examples:
-        >>> import tempfile
-        >>> import numpy as np
-        >>> from fivefold.gnn.planning import BatchList, Budgets, FeatureInfo, make_plan
-        >>> class Disk:
-        ...     sequential_read_bytes_per_s = sequential_write_bytes_per_s = 1e9
-        ...     def seconds(self, requests, size_bytes):
-        ...         return requests * 1e-5 + size_bytes / 1e9
-        >>> samples = BatchList([np.array([0, 1, 2]), np.array([0, 3])], num_nodes=5)
-        >>> features = FeatureInfo(num_nodes=5, row_bytes=2048, fingerprint="x")
-        >>> budgets = Budgets(host_bytes=2048, disk_bytes=10**6)
-        >>> plan = make_plan(samples, features, budgets, Disk(), buffer_batches=0)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     write_plan(plan, f"{folder}/plan.fvf")
-        ...     read_plan(f"{folder}/plan.fvf").fingerprint == plan.fingerprint
-        True
     """
     arrays = plan.arrays()
     sections = {name: (array.dtype, array.shape) for name, array in arrays.items()}
@@ -292,13 +263,6 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
 
     Raises:
         DataError: The file is missing, damaged or no plan.
-
-    Examples:
-        >>> try:
-        ...     read_plan("/nowhere/plan.fvf")
-        ... except DataError:
-        ...     print("no plan")
-        no plan
     """
     with Container.open(path, kind=_KIND) as container:
         text = container.attributes.get("plan")

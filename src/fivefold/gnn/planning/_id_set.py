@@ -58,13 +58,6 @@ class IdSet:
 
     Raises:
         DataError: An id is negative, or at or above the bound.
-
-    Examples:
-        >>> members = IdSet(100, np.array([70, 3, 9]))
-        >>> len(members), members.ascending().tolist()
-        (3, [3, 9, 70])
-        >>> members.locate(np.array([70, 4, 3])).tolist()
-        [2, -1, 0]
     """
 
     def __init__(self, bound: int, ids: Array | None = None) -> None:

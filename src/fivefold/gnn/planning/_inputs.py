@@ -54,17 +54,7 @@ class SampleSource(Protocol):
 
 
 class DiskCost(Protocol):
-    """A disk that knows its speed, as ``fivefold.gnn.storage.DiskProfile`` does.
-
-    Examples:
-        >>> class Disk:
-        ...     sequential_read_bytes_per_s = sequential_write_bytes_per_s = 1e9
-        ...     def seconds(self, requests: float, size_bytes: float) -> float:
-        ...         return requests * 1e-5 + size_bytes / 1e9
-        >>> disk: DiskCost = Disk()
-        >>> disk.seconds(100, 1e6)
-        0.002
-    """
+    """A disk that knows its speed, as ``fivefold.gnn.storage.DiskProfile`` does."""
 
     @property
     def sequential_read_bytes_per_s(self) -> float:
@@ -91,11 +81,6 @@ class BatchList:
 
     Raises:
         DataError: An id is out of range.
-
-    Examples:
-        >>> batches = BatchList([np.array([2, 0]), np.array([2])], num_nodes=4)
-        >>> batches.counts.tolist()
-        [1, 0, 2, 0]
     """
 
     def __init__(

@@ -37,13 +37,7 @@ def read_costs(starts: Array, counts: Array, *, row_bytes: int, gaps_bytes: Arra
 
 
 def runs_of(rows: Ids) -> tuple[Ids, Ids]:
-    """Return starts and counts of the runs of consecutive numbers in ascending distinct rows.
-
-    Examples:
-        >>> starts, counts = runs_of(np.array([3, 4, 5, 9]))
-        >>> starts.tolist(), counts.tolist()
-        ([3, 9], [3, 1])
-    """
+    """Return starts and counts of the runs of consecutive numbers in ascending distinct rows."""
     first = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
     return rows[first], np.diff(first, append=len(rows))
 

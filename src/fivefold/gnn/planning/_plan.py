@@ -54,20 +54,6 @@ class Plan:
         predicted: What will be read, written and taken.
         choices: The segment sizes that were considered.
         cache_schedule: How the host cache changes; None under the static policy.
-
-    Examples:
-        >>> import numpy as np
-        >>> from fivefold.gnn.planning import BatchList, Budgets, FeatureInfo, make_plan
-        >>> samples = BatchList([np.array([0, 1, 2]), np.array([0, 3])], num_nodes=5)
-        >>> features = FeatureInfo(num_nodes=5, row_bytes=2048, fingerprint="x")
-        >>> budgets = Budgets(host_bytes=2048, disk_bytes=10**6)
-        >>> class Disk:
-        ...     sequential_read_bytes_per_s = sequential_write_bytes_per_s = 1e9
-        ...     def seconds(self, requests, size_bytes):
-        ...         return requests * 1e-5 + size_bytes / 1e9
-        >>> plan = make_plan(samples, features, budgets, Disk(), buffer_batches=0)
-        >>> plan.host_rows.tolist(), plan.cold_ids(0, samples.node_ids(0)).tolist()
-        ([0], [1, 2])
     """
 
     policy: Policy

@@ -1,14 +1,49 @@
-"""The mini-batches of an epoch: every training node in exactly one."""
+"""Keys of random numbers, and the mini-batches of an epoch: every training node in exactly one.
+
+Every draw is a hash of what it is for. The key is (seed, epoch, batch, hop), absorbed one after
+another into 64 bits; a node has the stream ``mix(key + node * golden)``; draw ``i`` of the stream
+is ``mix(stream + (i + 1) * golden)``, with the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA
+2014, section 4). So a draw depends on nothing but its purpose: not on the order of work, the
+number of threads or the version of a library. ``_kernels`` holds the draws.
+"""
 
 from __future__ import annotations
+
+import operator
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fivefold.errors import ConfigurationError
-from fivefold.gnn.sampling._random import GOLDEN, mix_array, stream_key
 
+GOLDEN = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
 _ORDER = 0x6F72646572  # keeps the key of the order apart from those of the hops
+_FIRST = 0xBF58476D1CE4E5B9
+_SECOND = 0x94D049BB133111EB
+
+
+def mix(value: int) -> int:
+    """Return the 64-bit finaliser of SplitMix64."""
+    value &= _MASK
+    value = ((value ^ (value >> 30)) * _FIRST) & _MASK
+    value = ((value ^ (value >> 27)) * _SECOND) & _MASK
+    return value ^ (value >> 31)
+
+
+def mix_array(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return :func:`mix` of every element."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(_FIRST)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(_SECOND)
+    return values ^ (values >> np.uint64(31))
+
+
+def stream_key(*parts: int) -> int:
+    """Return the key of ``parts``; their order and number matter."""
+    key = 0
+    for part in parts:
+        key = mix(key ^ mix(operator.index(part) + GOLDEN))  # NumPy's integers would overflow
+    return key
 
 
 def as_ids(values: ArrayLike, name: str) -> NDArray[np.int64]:

@@ -1,19 +1,18 @@
-"""Graphs with several types of nodes and edges, and mini-batches of them."""
+"""Graphs with several types of nodes and edges."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.errors import ConfigurationError, DataError
+from fivefold.errors import DataError
+from fivefold.gnn.sampling._batch import EdgeType
 from fivefold.gnn.sampling._topology import Topology
-
-EdgeType = tuple[str, str, str]
 
 
 class HeteroTopology:
@@ -58,22 +57,22 @@ class HeteroTopology:
 
     @property
     def node_types(self) -> list[str]:
-        """The node types, in the order given."""
+        """Return the node types, in the order given."""
         return list(self.num_nodes)
 
     @property
     def edge_types(self) -> list[EdgeType]:
-        """The edge types, in the order in which a hop visits them."""
+        """Return the edge types, in the order in which a hop visits them."""
         return list(self.edges)
 
     @property
     def num_edges(self) -> int:
-        """Edges of all types."""
+        """Return the number of edges of all types."""
         return sum(topology.num_edges for topology in self.edges.values())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays."""
+        """Return the bytes of all arrays."""
         return sum(topology.nbytes for topology in self.edges.values())
 
     def merged(self) -> MergedTopology:
@@ -110,7 +109,7 @@ class HeteroTopology:
 
     @property
     def fingerprint(self) -> str:
-        """A digest of the types and of the fingerprint of each topology."""
+        """Return a digest of the types and of the fingerprint of each topology."""
         digest = hashlib.blake2b(repr(sorted(self.num_nodes.items())).encode(), digest_size=16)
         for edge_type, topology in self.edges.items():
             digest.update(f"{edge_type} {topology.fingerprint}".encode())
@@ -126,67 +125,8 @@ class MergedTopology:
         offsets: By node type: the number that its node 0 has got.
         edge_kinds: ``[num_edges]``, which edge type each edge is of, counted in the order of
             ``HeteroTopology.edge_types``; the narrowest unsigned type.
-
-    Examples:
-        >>> writes = Topology([0, 2, 3], [0, 1, 2], num_sources=3)
-        >>> graph = HeteroTopology({"paper": 2, "author": 3}, {("author", "to", "paper"): writes})
-        >>> merged = graph.merged()
-        >>> merged.offsets, merged.topology.neighbors(1).tolist()
-        ({'paper': 0, 'author': 2}, [4])
     """
 
     topology: Topology
     offsets: dict[str, int]
     edge_kinds: NDArray[np.unsignedinteger[Any]]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class HeteroSampledBatch:
-    """A mini-batch with the fields of :class:`SampledBatch` for each node or edge type.
-
-    Local numbers count within a type. A type without nodes or edges in the batch has empty arrays.
-
-    Attributes:
-        number: Which batch this is.
-        node_ids: By node type: ids, seeds first, then in order of discovery; int64.
-        batch_sizes: By node type: how many of them are seeds.
-        nodes_per_hop: By node type: ``[hops + 1]``, newly met nodes.
-        edges_per_hop: By edge type: ``[hops]``.
-        degrees: By edge type: sampled in-edges of target nodes 0, 1, ...; int32.
-        sources: By edge type: local number, in the source type, of each edge's source; int32.
-        edge_ids: By edge type: positions in ``indices``; empty where it was not asked for.
-
-    Examples:
-        >>> from fivefold.gnn.sampling import HeteroNeighborSampler
-        >>> writes = Topology([0, 2, 3], [0, 1, 2], num_sources=3)
-        >>> kind = ("author", "writes", "paper")
-        >>> graph = HeteroTopology({"paper": 2, "author": 3}, {kind: writes})
-        >>> batch = HeteroNeighborSampler(graph, [-1]).sample({"paper": [1, 0]}, epoch=0, batch=0)
-        >>> batch.node_ids["author"].tolist(), batch.edge_index(kind).tolist()
-        ([2, 0, 1], [[0, 1, 2], [0, 1, 1]])
-    """
-
-    number: int
-    node_ids: dict[str, NDArray[np.int64]]
-    batch_sizes: dict[str, int]
-    nodes_per_hop: dict[str, NDArray[np.int64]]
-    edges_per_hop: dict[EdgeType, NDArray[np.int64]]
-    degrees: dict[EdgeType, NDArray[np.int32]]
-    sources: dict[EdgeType, NDArray[np.int32]]
-    edge_ids: dict[EdgeType, NDArray[np.int64]] = field(default_factory=dict)
-
-    def seeds(self, node_type: str) -> NDArray[np.int64]:
-        """Return the ids of the seeds of one type."""
-        return self.node_ids[node_type][: self.batch_sizes[node_type]]
-
-    def edge_index(self, edge_type: EdgeType) -> NDArray[np.int64]:
-        """Return ``[2, edges]`` of one type: row 0 sources, row 1 targets, local numbers.
-
-        Raises:
-            ConfigurationError: There is no such edge type.
-        """
-        if edge_type not in self.sources:
-            raise ConfigurationError(f"no edge type {edge_type}", hint=f"{list(self.sources)}")
-        degrees = self.degrees[edge_type]
-        targets = np.repeat(np.arange(degrees.size), degrees)
-        return np.stack([self.sources[edge_type].astype(np.int64), targets])

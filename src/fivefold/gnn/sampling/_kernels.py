@@ -47,7 +47,7 @@ def _mix(value: Any) -> Any:
 
 @njit(inline="always")
 def _below(random: Any, bound: Any) -> Any:
-    """Upper 64 bits of ``random * bound``: uniform below ``bound`` <= 2**32 to within 2**-32."""
+    """Return the upper 64 bits of ``random * bound``, uniform below ``bound`` to within 2**-32."""
     high = (random >> _S32) * bound
     low = (random & _LOW_32) * bound
     return np.int64((high + (low >> _S32)) >> _S32)
@@ -233,7 +233,7 @@ def draw_weighted(
     positions: NDArray[np.int64],
     degrees: NDArray[np.int32],
 ) -> int:
-    """As :func:`draw`, in proportion to the weights without replacement; never of weight 0."""
+    """Choose as :func:`draw`, in proportion to the weights without replacement; never weight 0."""
     written = 0
     keys = np.empty(max(fanout, 0), np.float64)
     for place in range(nodes.shape[0]):

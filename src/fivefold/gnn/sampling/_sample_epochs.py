@@ -18,10 +18,12 @@ from fivefold.gnn.sampling._epoch import as_ids, check_distinct, epoch_batches
 from fivefold.gnn.sampling._sample_file import (
     FORMAT_VERSION,
     KIND,
+    PAGE_BYTES,
+    RecordForm,
     SampleFile,
     form_from_attributes,
+    record_form,
 )
-from fivefold.gnn.sampling._sample_record import PAGE_BYTES, RecordForm, record_form
 from fivefold.gnn.sampling._sampler import NeighborSampler
 from fivefold.gnn.storage import ContainerWriter
 

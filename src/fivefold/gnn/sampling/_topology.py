@@ -127,13 +127,13 @@ class Topology:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays, in memory or mapped."""
+        """Return the bytes of the arrays, in memory or mapped."""
         weights = 0 if self.weights is None else self.weights.nbytes
         return self.indptr.nbytes + self.indices.nbytes + weights
 
     @property
     def fingerprint(self) -> str:
-        """A digest of the arrays, or that of the container they came from."""
+        """Return a digest of the arrays, or that of the container they came from."""
         if self._fingerprint is None:
             digest = hashlib.blake2b(digest_size=16)
             digest.update(f"{self.num_nodes} {self.num_sources} {self.indices.dtype}".encode())

@@ -58,7 +58,7 @@ def read_whole(direct: Any, plain: Any, address: Any, count: Any, offset: Any, s
 
 @njit
 def stopped(shared: Any) -> Any:
-    """Whether another worker has failed, or the reader is being closed."""
+    """Return whether another worker has failed, or the reader is being closed."""
     return atomic_add(shared + 8, np.int64(0)) != 0
 
 
@@ -93,7 +93,7 @@ def take(work: Any, status: Any) -> Any:
 
 @njit
 def read_share(direct: Any, plain: Any, buffer: Any, work: Any, status: Any) -> None:
-    """One worker of the threads back end: read, check, copy, until nothing is left."""
+    """Read, check and copy until nothing is left, as one worker of the threads back end."""
     status[0] = DONE
     request = take(work, status)
     while request >= 0:
@@ -109,7 +109,7 @@ def read_share(direct: Any, plain: Any, buffer: Any, work: Any, status: Any) -> 
 
 @njit
 def serve_share(base: Any, work: Any, status: Any) -> None:
-    """One worker of the map back end: check and copy straight from the mapped file."""
+    """Check and copy straight from the mapped file, as one worker of the map back end."""
     status[0] = DONE
     request = take(work, status)
     while request >= 0:
@@ -212,7 +212,7 @@ class ThreadsBackend:
         )
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing: there is nothing to release."""
 
 
 class PythonBackend(ThreadsBackend):

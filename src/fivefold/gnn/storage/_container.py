@@ -150,7 +150,7 @@ class Container:
 
     @property
     def descriptor(self) -> int:
-        """The file descriptor.
+        """Return the file descriptor.
 
         Raises:
             StorageError: The file has been closed.
@@ -160,7 +160,7 @@ class Container:
         return self._descriptor
 
     def section(self, name: str) -> Section:
-        """A section by name.
+        """Return a section by name.
 
         Args:
             name: Its name.
@@ -180,7 +180,7 @@ class Container:
             ) from None
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[Any]:
-        """Rows of a section, their pages verified.
+        """Return the rows of a section, their pages verified.
 
         Args:
             name: Section.
@@ -211,7 +211,7 @@ class Container:
         return rows
 
     def _read_small(self, section: Section, start: int, stop: int) -> NDArray[Any]:
-        """A few pages, through the page cache."""
+        """Return a few pages, through the page cache."""
         begin = section.offset + start * section.row_bytes
         count = (stop - start) * section.row_bytes
         shape = (stop - start, *section.shape[1:])
@@ -246,7 +246,7 @@ class Container:
             raise self.damaged_page(first_page + int(wrong[0]))
 
     def damaged_page(self, page: int) -> DataError:
-        """The error for a page whose checksum is wrong."""
+        """Return the error for a page whose checksum is wrong."""
         offset = page * PAGE_BYTES
         names = [s.name for s in self.sections.values() if s.offset <= offset < s.offset + s.nbytes]
         place = f" (section {names[0]!r})" if names else ""
@@ -259,7 +259,7 @@ class Container:
     def memory_map(
         self, name: str, advice: Literal["random", "normal", "sequential"] = "random"
     ) -> NDArray[Any]:
-        """A section as a read-only array that the system pages in; nothing is verified here.
+        """Return a section as a read-only array that the system pages in; nothing is verified here.
 
         Verify the file before, and guard the map with a :class:`WatchedFile`, as
         ``Topology.open`` does.

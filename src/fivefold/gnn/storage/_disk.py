@@ -101,13 +101,13 @@ class DiskProfile:
             )
 
     def _measured(self) -> dict[int, float]:
-        """The table, or what the other numbers say where it is empty."""
+        """Return the table, or what the other numbers say where it is empty."""
         if self.bytes_per_s_by_request_bytes:
             return dict(self.bytes_per_s_by_request_bytes)
         return {4096: 4096 * self.random_read_iops, 1 << 20: self.sequential_read_bytes_per_s}
 
     def _points(self) -> list[tuple[int, float]]:
-        """(size, seconds of a request), the second never falling: noise is smoothed out."""
+        """Return (size, seconds of a request), the second never falling: noise is smoothed out."""
         points: list[tuple[int, float]] = []
         for size, speed in sorted(self._measured().items()):
             least = points[-1][1] if points else 0.0
@@ -115,7 +115,7 @@ class DiskProfile:
         return points
 
     def request_seconds(self, request_bytes: float) -> float:
-        """Seconds that one request of this size costs, among others of its kind.
+        """Return the seconds that one request of this size costs, among others of its kind.
 
         Args:
             request_bytes: Its size.
@@ -138,7 +138,7 @@ class DiskProfile:
         return seconds * request_bytes / size
 
     def seconds(self, requests: float, num_bytes: float) -> float:
-        """Seconds for a number of requests of equal size.
+        """Return the seconds for a number of requests of equal size.
 
         Args:
             requests: How many. For a mixture, add the seconds of each size.
@@ -155,7 +155,7 @@ class DiskProfile:
         return requests * self.request_seconds(num_bytes / requests) if requests else 0.0
 
     def explain(self) -> str:
-        """The profile in a few lines for people."""
+        """Return the profile in a few lines for people."""
         alone = format_duration_s(self.request_latency_s)
         lines = [
             f"sequential read   {format_bytes(self.sequential_read_bytes_per_s)}/s",
@@ -170,7 +170,7 @@ class DiskProfile:
         return "\n".join([*lines, f"back end          {self.backend}, {way}"])
 
     def to_json(self) -> str:
-        """The profile as JSON text."""
+        """Return the profile as JSON text."""
         return json.dumps(asdict(self), sort_keys=True)
 
     @classmethod
@@ -309,7 +309,7 @@ def _forget_cached(container: Container) -> None:
 
 
 def _sequential(container: Container, blocks: int, seconds: float) -> float:
-    """Bytes per second of large reads in file order, four in flight, without checks or copies."""
+    """Return bytes/s of large reads in file order, four in flight, without checks or copies."""
     files = open_files(container.path, container.descriptor, direct=None)
     buffers = [aligned_empty(_BLOCK_BYTES) for _ in range(4)]
 
@@ -345,7 +345,7 @@ def _latency(container: Container, blocks: int, seconds: float) -> float:
 
 
 def _random(reader: RowReader, blocks: int, size: int, seconds: float) -> float:
-    """Bytes per second of random reads of one size, through the engine, checks and copies too."""
+    """Return bytes/s of random reads of one size, through the engine, checks and copies too."""
     rows = size // PAGE_BYTES
     places = blocks * _BLOCK_BYTES // size
     # Every second place at most: neighbours would be joined to one request.
@@ -363,7 +363,7 @@ def _random(reader: RowReader, blocks: int, size: int, seconds: float) -> float:
 
 
 def _rate(action: Callable[[int], Any], amount: float, seconds: float) -> float:
-    """Amount per second of an action, repeated for some time; the first one is not counted."""
+    """Return amount per second of an action, repeated for some time; the first does not count."""
     action(0)
     turn, begin = 0, time.perf_counter()
     while (passed := time.perf_counter() - begin) < seconds or turn == 0:

@@ -59,12 +59,12 @@ def read_into(descriptor: int, buffer: NDArray[np.uint8], offset: int, path: str
 
 
 def closed_error(path: str | Path) -> StorageError:
-    """The error of a use after ``close``."""
+    """Return the error of a use after ``close``."""
     return StorageError(f"{path} has been closed", hint="open it again")
 
 
 def truncated_error(path: str | Path, place: int) -> StorageError:
-    """The error for a file that ends before what its header promised."""
+    """Return the error for a file that ends before what its header promised."""
     return StorageError(
         f"{path} ends at offset {place}, before the rows that were asked for: it has been "
         "truncated since it was opened",
@@ -81,17 +81,6 @@ class WatchedFile:
     Args:
         path: For messages.
         descriptor: Of the file, open; it may be closed afterwards.
-
-    Examples:
-        >>> import tempfile
-        >>> with tempfile.NamedTemporaryFile() as file:
-        ...     watched = WatchedFile(Path("a"), file.fileno())
-        ...     watched.check()
-        ...     _ = file.write(b"more"), file.flush()
-        ...     watched.check()
-        Traceback (most recent call last):
-            ...
-        fivefold.errors.DataError: a was changed while it was mapped; ...
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:

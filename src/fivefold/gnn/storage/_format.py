@@ -41,7 +41,7 @@ _KIND_BYTES = 32
 
 
 def padded(data: bytes | NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Bytes followed by zeros up to a page boundary."""
+    """Return the bytes followed by zeros up to a page boundary."""
     pages = np.zeros(aligned(len(data)), np.uint8)
     pages[: len(data)] = np.frombuffer(data, np.uint8) if isinstance(data, bytes) else data
     return pages
@@ -56,11 +56,6 @@ class Section:
         dtype: Of one element, little-endian.
         shape: Of the array; the first dimension counts rows.
         offset: Of its first byte in the file, a multiple of 4096.
-
-    Examples:
-        >>> rows = make_section("x", np.float32, (10, 3), offset=4096)
-        >>> rows.row_bytes, rows.nbytes, rows.num_rows
-        (12, 120, 10)
     """
 
     name: str
@@ -70,21 +65,21 @@ class Section:
 
     @property
     def num_rows(self) -> int:
-        """Length of the first dimension."""
+        """Return the length of the first dimension."""
         return self.shape[0]
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row."""
+        """Return the bytes of one row."""
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the array, without the padding."""
+        """Return the bytes of the array, without the padding."""
         return self.num_rows * self.row_bytes
 
     def to_json(self) -> dict[str, Any]:
-        """The manifest's entry."""
+        """Return the manifest's entry."""
         return {
             "name": self.name,
             "dtype": self.dtype.str,
@@ -95,7 +90,7 @@ class Section:
 
 
 def make_section(name: str, dtype: Any, shape: tuple[int, ...], *, offset: int) -> Section:
-    """A section, checked."""
+    """Return a section, checked."""
     kind = np.dtype(dtype).newbyteorder("<")
     if kind.hasobject or kind.fields is not None or kind.subdtype is not None:
         raise ConfigurationError(
@@ -137,7 +132,7 @@ class Header:
     manifest_hash: int
 
     def encode(self) -> bytes:
-        """The page."""
+        """Return the page."""
         fields = _HEADER.pack(
             MAGIC,
             FORMAT_VERSION,
@@ -191,7 +186,7 @@ def _check_start(page: bytes, path: str) -> None:
 
 
 def encode_kind(kind: str) -> bytes:
-    """A kind as 32 bytes."""
+    """Return a kind as 32 bytes."""
     code = kind.encode()
     if not 0 < len(code) <= _KIND_BYTES:
         raise ConfigurationError(
@@ -201,7 +196,7 @@ def encode_kind(kind: str) -> bytes:
 
 
 def encode_json(value: Any) -> bytes:
-    """JSON with sorted keys and no spaces; NumPy's scalars and arrays become plain values."""
+    """Return JSON with sorted keys and no spaces; NumPy's values become plain ones."""
     try:
         text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=_plain)
     except (TypeError, ValueError) as error:
@@ -220,14 +215,14 @@ def _plain(value: Any) -> Any:
 
 
 def make_file_id(kind: str, schema: Mapping[str, Any], attributes: Mapping[str, Any]) -> int:
-    """The id of a file: a hash of what is known before its contents."""
+    """Return the id of a file: a hash of what is known before its contents."""
     return xxhash.xxh64_intdigest(
         encode_json({"kind": kind, "schema": schema, "attributes": attributes})
     )
 
 
 def decode_manifest(data: bytes, path: str) -> tuple[dict[str, Section], dict[str, Any]]:
-    """Sections and attributes from a manifest whose hash was right."""
+    """Return the sections and attributes from a manifest whose hash was right."""
     try:
         manifest = parse_json(data, where=f"the manifest of {path}", finite=False)
         sections = [

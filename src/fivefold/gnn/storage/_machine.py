@@ -43,7 +43,7 @@ _errno_location: Any = types.ExternalFunction("__errno_location", types.CPointer
 
 @njit
 def read_errno() -> int:
-    """Error number of the calling thread's last libc call."""
+    """Return the error number of the calling thread's last libc call."""
     return carray(_errno_location(), 1)[0]  # type: ignore[no-any-return]
 
 
@@ -53,7 +53,7 @@ def _pointer(builder: Any, address: Any, bits: int) -> Any:
 
 @intrinsic
 def load_u64(_typing: Any, address: Any) -> Any:
-    """Eight bytes at any address, aligned or not."""
+    """Return eight bytes at any address, aligned or not."""
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.load(_pointer(builder, arguments[0], 64), align=1)
@@ -83,7 +83,7 @@ def store_u64(_typing: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def copy_bytes(_typing: Any, target: Any, source: Any, count: Any) -> Any:
-    """``memcpy``: the two ranges do not overlap."""
+    """Copy by ``memcpy``: the two ranges do not overlap."""
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         to, origin = (_pointer(builder, value, 8) for value in arguments[:2])
@@ -126,7 +126,7 @@ def store_release_u32(_typing: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def prefetch(_typing: Any, address: Any) -> Any:
-    """Hint that the cache line at this address will be read soon."""
+    """Tell the processor that the cache line at this address will be read soon."""
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         word = cgutils.ir.IntType(32)

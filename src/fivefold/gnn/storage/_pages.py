@@ -91,7 +91,7 @@ def aligned(count: int) -> int:
 def aligned_empty(
     shape: int | tuple[int, ...], dtype: DTypeLike = np.uint8, *, pin: bool = False
 ) -> NDArray[Any]:
-    """Array whose first byte lies on a page boundary; its contents are not set.
+    """Return an array whose first byte lies on a page boundary; its contents are not set.
 
     Args:
         shape: Shape of the array.

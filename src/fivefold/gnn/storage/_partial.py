@@ -120,12 +120,12 @@ class PageLedger:
             self.states = np.concatenate([self.states, np.zeros(size - have, np.uint8)])
 
     def forget(self, first_page: int) -> None:
-        """Pages from this one on are as if never written."""
+        """Take pages from this one on as never written."""
         self.states[first_page:] = NEVER
         self.checksums[first_page:] = 0
 
     def note(self, offset: int, data: NDArray[np.uint8]) -> None:
-        """These bytes are now in the file at this offset."""
+        """Note that these bytes are now in the file at this offset."""
         stop = offset + len(data)
         first, last = -(-offset // PAGE_BYTES), stop // PAGE_BYTES
         self.grow(-(-stop // PAGE_BYTES))
@@ -140,7 +140,7 @@ class PageLedger:
             self._note_part(last, 0, data[len(data) - stop % PAGE_BYTES :])
 
     def set_checksums(self, first: int, checksums: NDArray[np.uint32]) -> None:
-        """Consecutive pages are whole and have these checksums."""
+        """Note that consecutive pages are whole and have these checksums."""
         last = first + len(checksums)
         self.grow(last)
         self.checksums[first:last] = checksums
@@ -167,7 +167,7 @@ class PageLedger:
             self.set_checksums(page, hash_pages(contents, self.file_id, page))
 
     def pages_in(self, state: int, first: int, last: int) -> NDArray[np.int64]:
-        """Numbers of the pages of a range that are in this state."""
+        """Return the numbers of the pages of a range that are in this state."""
         return np.flatnonzero(self.states[first:last] == state) + first
 
     def save(self, path: Path) -> None:
@@ -267,7 +267,7 @@ class PartialFile:
         self.direct = True
 
     def takes_pages(self, data: NDArray[np.uint8], offset: int) -> bool:
-        """Whether ``put_pages`` takes these bytes."""
+        """Return whether ``put_pages`` takes these bytes."""
         aligned = (offset | len(data) | data.ctypes.data) % PAGE_BYTES == 0
         return self.direct and aligned and len(data) >= _LEAST_PAGES_BYTES
 
@@ -315,7 +315,7 @@ class PartialFile:
 
     @property
     def size(self) -> int:
-        """Length of the file in bytes."""
+        """Return the length of the file in bytes."""
         return os.fstat(self.descriptor).st_size
 
     def cut(self, num_bytes: int) -> None:

@@ -53,11 +53,6 @@ class ReadStatistics:
         bytes_read: Bytes that they asked for: whole pages.
         bytes_used: Bytes of the rows that were wanted.
         seconds: Time in the reading calls.
-
-    Examples:
-        >>> total = ReadStatistics(1, 4096, 512, 0.5) + ReadStatistics(2, 8192, 5632, 0.5)
-        >>> total.requests, total.amplification, total.bytes_per_s
-        (3, 2.0, 12288.0)
     """
 
     requests: int = 0
@@ -75,12 +70,12 @@ class ReadStatistics:
 
     @property
     def amplification(self) -> float:
-        """Bytes read per byte wanted; 1 where nothing was read."""
+        """Return the bytes read per byte wanted; 1 where nothing was read."""
         return self.bytes_read / self.bytes_used if self.bytes_used else 1.0
 
     @property
     def bytes_per_s(self) -> float:
-        """Bytes read per second; 0 where nothing was read."""
+        """Return the bytes read per second; 0 where nothing was read."""
         return self.bytes_read / self.seconds if self.seconds else 0.0
 
 
@@ -94,7 +89,7 @@ class PagedFile(Protocol):
 
     @property
     def descriptor(self) -> int:
-        """The open file."""
+        """Return the open file."""
 
     def section(self, name: str) -> Section:
         """Return a section by name."""
@@ -334,7 +329,7 @@ class RowReader:
         self._raise_failures(status)
 
     def _renew_after_fork(self) -> None:
-        """A child has neither the threads of its parent nor a right to use its rings."""
+        """Make threads and rings anew: a child has none, nor a right to its parent's."""
         if self._process != os.getpid():
             self._process = os.getpid()
             self._lock = threading.Lock()  # another thread may have held it at the fork

@@ -64,7 +64,7 @@ class Work(NamedTuple):
 
 @njit
 def _check_runs(starts: Any, counts: Any, places: Any, num_rows: Any, out_rows: Any) -> Any:
-    """The first run that is not allowed, or -1."""
+    """Return the first run that is not allowed, or -1."""
     previous = np.int64(0)
     for run in range(len(starts)):
         start, count, place = starts[run], counts[run], places[run]
@@ -78,7 +78,7 @@ def _check_runs(starts: Any, counts: Any, places: Any, num_rows: Any, out_rows: 
 
 @njit
 def _extents(begins: Any, lengths: Any, gap_bytes: Any, extents: Any) -> Any:
-    """Page ranges of the runs, joined: (first page, page after, first run, run after) each."""
+    """Join page ranges of the runs: (first page, page after, first run, run after) each."""
     used = -1
     for run in range(len(begins)):
         if lengths[run] == 0:
@@ -97,7 +97,7 @@ def _extents(begins: Any, lengths: Any, gap_bytes: Any, extents: Any) -> Any:
 
 @njit
 def _cut(extents: Any, block_pages: Any, begins: Any, lengths: Any, requests: Any) -> None:
-    """Extents cut into requests: rows of first page, pages, first run, run after."""
+    """Cut extents into requests: rows of first page, pages, first run, run after."""
     number = 0
     for index in range(len(extents)):
         run, stop_run = extents[index, 2], extents[index, 3]

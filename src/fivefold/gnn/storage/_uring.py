@@ -190,7 +190,7 @@ class _Own(NamedTuple):
 
 @njit
 def _place(state: Any, arena_bytes: Any, length: Any) -> Any:
-    """Where a piece of this length fits in the circle now, or -1."""
+    """Return where a piece of this length fits in the circle now, or -1."""
     low, high = state[_LOW], state[_HIGH]
     if state[_USED] == 0:
         return 0 if length <= arena_bytes else -1
@@ -280,7 +280,7 @@ def _reap(own: Any, slots: Any, state: Any, work: Any, status: Any) -> None:
 
 @njit
 def _ring_share(own: Any, depth: Any, work: Any, status: Any) -> None:
-    """One worker: keep the ring full, handle what comes back, until nothing is left."""
+    """Keep the ring full and handle what comes back until nothing is left, as one worker."""
     status[0] = DONE
     slots = np.zeros((depth, 5), np.int64)
     state = np.zeros(5, np.int64)
@@ -322,7 +322,7 @@ class RingBackend:
             raise
 
     def _try_a_read(self) -> None:
-        """A kernel before 5.6 has rings but not this kind of read."""
+        """Try a read: a kernel before 5.6 has rings but not this kind of read."""
         numbers = self._rings[0].numbers
         _prepare_read(numbers, self._direct, self._arenas[0].ctypes.data, PAGE_BYTES, 0, 0)
         number = _enter(numbers)
@@ -361,7 +361,7 @@ _never_freed: list[Any] = []
 
 @njit
 def _take_result(numbers: Any) -> Any:
-    """The result of the oldest completion, which is taken off the queue."""
+    """Return the result of the oldest completion, which is taken off the queue."""
     head = load_acquire_u32(numbers[_CQ_HEAD])
     while head == load_acquire_u32(numbers[_CQ_TAIL]):
         _enter(numbers)

@@ -240,7 +240,7 @@ class ContainerWriter:
             self._rows[name] += len(rows)
 
     def rows(self, name: str) -> int:
-        """Rows of a section so far: its length, or what has been appended to a growing one."""
+        """Return the rows of a section so far: its length, or what was appended to it."""
         return self._rows.get(name, self._sections[name].num_rows)
 
     def _section(self, name: str) -> Section:
@@ -297,7 +297,7 @@ class ContainerWriter:
                 self._lock.notify_all()
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[Any]:
-        """Rows that have been written, before the file is committed; nothing is verified.
+        """Return rows that have been written, before the file is committed; nothing is verified.
 
         Args:
             name: Section.
@@ -337,7 +337,7 @@ class ContainerWriter:
 
     @property
     def progress(self) -> Any:
-        """The last token that is safely on the disk, or None."""
+        """Return the last token that is safely on the disk, or None."""
         return self._progress
 
     def mark(self, token: Any) -> None:

@@ -1,0 +1,551 @@
+"""Runs of graph training in a report: their figures, the finding, what a page shows of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fivefold.report._format import (
+    UNKNOWN,
+    fact_rows,
+    format_bytes_or_dash,
+    format_count,
+    format_percent,
+    format_ratio,
+    format_seconds,
+    typed_command,
+)
+from fivefold.report._graph_records import DataCounts, GraphRun
+from fivefold.report._page import (
+    BarChart,
+    BarRow,
+    Curve,
+    CurveChart,
+    DataTable,
+    Folded,
+    Kinds,
+    PagePart,
+    PageSection,
+    SideBySide,
+    TextBlock,
+)
+from fivefold.report._styles import COLOURS, MARKERS, ORANGE, thinned
+
+STAGE_NAMES = {
+    "compute": "compute",
+    "data": "waiting for data",
+    "validation": "validation",
+    "checkpoint": "checkpoint",
+    "other": "other",
+}
+LEVEL_NAMES = {
+    "device": "device cache",
+    "host": "host cache",
+    "shared": "disk, shared by batches",
+    "private": "disk, of one batch",
+    "memory": "features in memory",
+    "file": "feature file, at random",
+}
+_MUCH = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSummary:
+    """The figures of one run.
+
+    Attributes:
+        name: Unique name of the run.
+        label: Name for people.
+        mode: Where its batches came from.
+        status: How it ended.
+        epochs: Whole epochs.
+        wall_s: Seconds of training.
+        epoch_s: Mean seconds of an epoch, validation and checkpoints not counted.
+        stages: Seconds of rank 0 by what its training thread did.
+        pipeline: Seconds of rank 0's background stages.
+        waiting: Share of an epoch in which training stood still for data.
+        data: What the data path did.
+        bytes_per_epoch: Bytes that rank 0 read from disk for cold rows, per epoch.
+        predicted_bytes_per_epoch: What the plan said all ranks would read.
+        hit_rates: Share of the rows by level.
+        amplification: Bytes read per byte of cold rows.
+        prepare_s: Seconds of sampling, planning and packing.
+        valid_accuracy: Best validation accuracy.
+        test_accuracy: Test accuracy at that epoch.
+        best_epoch: That epoch.
+    """
+
+    name: str
+    label: str
+    mode: str
+    status: str
+    epochs: int
+    wall_s: float
+    epoch_s: float | None
+    stages: dict[str, float]
+    pipeline: dict[str, float]
+    waiting: float | None
+    data: DataCounts
+    bytes_per_epoch: float | None
+    predicted_bytes_per_epoch: int | None
+    hit_rates: dict[str, float]
+    amplification: float | None
+    prepare_s: dict[str, float]
+    valid_accuracy: float | None
+    test_accuracy: float | None
+    best_epoch: int | None
+
+    def record(self) -> dict[str, Any]:
+        """The figures as plain values, for JSON."""
+        return {**asdict(self), "data": self.data.model_dump()}
+
+
+def summarise_graph_runs(runs: Sequence[GraphRun]) -> list[GraphSummary]:
+    """The figures of each run."""
+    return [_summarise(run) for run in runs]
+
+
+def graph_headline(summaries: Sequence[GraphSummary]) -> str:
+    """The finding in a sentence or two.
+
+    The subject is the first run from packed rows, else the first run; beside its accuracy stands
+    that of the best run of another mode.
+    """
+    if not summaries:
+        return ""
+    run = next((run for run in summaries if run.mode == "disk"), summaries[0])
+    text = f"{run.label}: {run.epochs} epochs in {format_seconds(run.wall_s)}"
+    if run.test_accuracy is not None:
+        text += f", test accuracy {run.test_accuracy:.4f} at the best validation"
+        others = [other for other in summaries if other.mode != run.mode and other.test_accuracy]
+        if others:
+            best = max(others, key=lambda other: other.test_accuracy or 0.0)
+            text += f" ({best.test_accuracy:.4f} for {best.label})"
+    if run.waiting is not None:
+        text += f". Training waited for data {format_percent(run.waiting)} of an epoch"
+        text += ": the data path is the bottleneck" if run.waiting > _MUCH else ""
+    if run.amplification is not None:
+        text += f"; {format_ratio(run.amplification)} the bytes of the cold rows were read"
+    return f"{text}."
+
+
+def _summarise(run: GraphRun) -> GraphSummary:
+    stages = _stages(run)
+    data = run.result.data if run.result else run.epochs[-1].data if run.epochs else DataCounts()
+    epochs = run.epochs[-1].epoch if run.epochs else 0
+    busy_s = stages.get("compute", 0.0) + stages.get("data", 0.0)
+    best = _best(run)
+    predicted = run.prepare.plan.get("read_bytes_per_epoch")
+    on_disk = bool(data.rows)
+    return GraphSummary(
+        name=run.name,
+        label=run.label,
+        mode=run.manifest.mode,
+        status=run.status,
+        epochs=epochs,
+        wall_s=_wall_s(run),
+        epoch_s=busy_s / epochs if epochs else None,
+        stages=stages,
+        pipeline={name: seconds for name, seconds in data.stage_s.items() if seconds > 0},
+        waiting=stages.get("data", 0.0) / busy_s if busy_s else None,
+        data=data,
+        bytes_per_epoch=data.bytes_read / epochs if epochs and on_disk else None,
+        predicted_bytes_per_epoch=predicted if isinstance(predicted, int) else None,
+        hit_rates=data.hit_rates,
+        amplification=data.amplification,
+        prepare_s=run.prepare.seconds,
+        valid_accuracy=best[0],
+        test_accuracy=best[1],
+        best_epoch=best[2],
+    )
+
+
+def _stages(run: GraphRun) -> dict[str, float]:
+    found = run.end.stages if run.end else run.epochs[-1].stages if run.epochs else {}
+    return {name: found.get(name, 0.0) for name in STAGE_NAMES} if found else {}
+
+
+def _wall_s(run: GraphRun) -> float:
+    times = [point.wall_s for point in run.train[-1:]]
+    times += [point.wall_s for point in run.epochs[-1:]]
+    times += [point.wall_s for point in run.validation[-1:]]
+    return run.end.wall_s if run.end else max(times, default=0.0)
+
+
+def _best(run: GraphRun) -> tuple[float | None, float | None, int | None]:
+    judged = [point for point in run.validation if point.accuracy is not None]
+    if not judged:
+        return None, None, None
+    best = max(judged, key=lambda point: (point.accuracy or 0.0, -point.epoch))
+    return best.accuracy, best.test_accuracy, best.epoch
+
+
+_COLUMNS: tuple[tuple[str, str, Callable[[GraphSummary], str]], ...] = (
+    (
+        "test accuracy",
+        "Accuracy on test nodes at the best validation, from sampled neighbours.",
+        lambda run: _accuracy(run.test_accuracy),
+    ),
+    (
+        "best epoch",
+        "Epoch of the best validation.",
+        lambda run: format_count(run.best_epoch),
+    ),
+    (
+        "epoch time",
+        "Mean of an epoch: computing and waiting for data.",
+        lambda run: format_seconds(run.epoch_s),
+    ),
+    (
+        "waiting for data",
+        "Share of an epoch in which training stood still until a batch was there.",
+        lambda run: format_percent(run.waiting),
+    ),
+    (
+        "memory hits",
+        "Share of the rows that memory served.",
+        lambda run: format_percent(_memory_hits(run)),
+    ),
+    (
+        "read per epoch",
+        "Bytes that rank 0 read from the disk for the rows that were in no cache.",
+        lambda run: format_bytes_or_dash(run.bytes_per_epoch),
+    ),
+    (
+        "read amplification",
+        "Those bytes over the bytes of the rows themselves; 1 is the best.",
+        lambda run: format_ratio(run.amplification),
+    ),
+    (
+        "preparing",
+        "Sampling, planning and packing, once.",
+        lambda run: format_seconds(sum(run.prepare_s.values()) if run.prepare_s else None),
+    ),
+    ("wall time", "Training, everything included.", lambda run: format_seconds(run.wall_s)),
+)
+
+
+def _memory_hits(run: GraphSummary) -> float | None:
+    levels = ("device", "host", "memory")
+    return sum(run.hit_rates.get(level, 0.0) for level in levels) if run.hit_rates else None
+
+
+def _accuracy(value: float | None) -> str:
+    return UNKNOWN if value is None else f"{value:.4f}"
+
+
+def graph_text_sections(
+    runs: Sequence[GraphRun], summaries: Sequence[GraphSummary]
+) -> list[PageSection]:
+    """Return what the text form shows: a table, where the time went and the rows came from."""
+    shares = [
+        BarRow(
+            label=run.label,
+            total=" / ".join(format_percent(share) for share in run.hit_rates.values() if share),
+            segments=tuple((level, share, "") for level, share in run.hit_rates.items()),
+        )
+        for run in summaries
+        if run.hit_rates
+    ]
+    sections = [PageSection(heading="", parts=(_table(summaries, explained=False),))]
+    if any(row.length > 0 for row in _stage_rows(summaries)):
+        sections.append(PageSection(heading=_SECONDS, parts=(_stage_bars(summaries),)))
+    if shares:
+        levels = BarChart(rows=tuple(shares), kinds=tuple(LEVEL_NAMES.items()))
+        sections.append(PageSection(heading="Where the feature rows came from", parts=(levels,)))
+    last = sections.pop()
+    notes = tuple(TextBlock(text=f"note: {text}") for text in _notes(runs))
+    return [*sections, PageSection(heading=last.heading, parts=(*last.parts, *notes))]
+
+
+def graph_sections(
+    runs: Sequence[GraphRun], summaries: Sequence[GraphSummary]
+) -> list[PageSection]:
+    """Return what the page shows of the runs, in its order."""
+    plans = [
+        TextBlock(text=run.plan_text, heading=run.label, verbatim=True)
+        for run in runs
+        if run.plan_text
+    ]
+    return [
+        PageSection(
+            key="graphs",
+            heading="Graph neural networks",
+            how="One row per run of fivefold gnn train. A run whose features lie on disk is as "
+            "fast as one in memory where it does not wait for data.",
+            parts=(
+                _table(summaries, explained=True),
+                *(TextBlock(text=text) for text in _notes(runs)),
+            ),
+        ),
+        _curves(runs),
+        PageSection(
+            key="graph-seconds",
+            heading="Where each second went",
+            how="Wall time of rank 0, split by what its training thread did. Orange is time in "
+            "which training stood still because the next batch was not there yet. All bars have "
+            "the same scale.",
+            parts=(_stage_bars(summaries), _pipeline(summaries)),
+        ),
+        PageSection(
+            key="graph-levels",
+            heading="Where the rows came from",
+            how="Bytes of feature rows that each level handed over, over the whole run of rank 0.",
+            parts=(_level_bars(summaries), _disk_table(summaries)),
+        ),
+        PageSection(
+            key="graph-plan",
+            heading="Plan",
+            how="What goes where, and what that was predicted to cost, before anything was "
+            "written.",
+            parts=(*plans, TextBlock(text="")),
+        ),
+        PageSection(
+            key="graph-setting",
+            heading="Data, machine, versions",
+            parts=(_facts(runs), *_origins(runs)),
+        ),
+    ]
+
+
+_SECONDS = "Where each second of rank 0 went"
+_STAGE_KINDS = {"data": "exposed_communication"}  # training stands still
+
+
+def _table(summaries: Sequence[GraphSummary], *, explained: bool) -> DataTable:
+    return DataTable(
+        columns=(("run", ""), *((name, meaning) for name, meaning, _ in _COLUMNS)),
+        rows=tuple((run.label, *(write(run) for _, _, write in _COLUMNS)) for run in summaries),
+        badges=tuple(
+            (number, run.status) for number, run in enumerate(summaries) if run.status != "finished"
+        ),
+        explained=explained,
+    )
+
+
+def _notes(runs: Sequence[GraphRun]) -> list[str]:
+    return [f"{run.label}: {note}" for run in runs for note in run.notes]
+
+
+def _curves(runs: Sequence[GraphRun]) -> PageSection:
+    losses = []
+    for index, run in enumerate(runs):
+        points = thinned([point for point in run.train if math.isfinite(point.loss)])
+        losses.append(
+            Curve(
+                name=run.label,
+                x=tuple(point.step for point in points),
+                y=tuple(point.loss for point in points),
+                colour=_colour(index),
+                width=1.4,
+            )
+        )
+    loss = CurveChart(
+        key="graph-loss",
+        x_name="optimizer step",
+        y_name="training loss (nats)",
+        curves=tuple(losses) if any(run.train for run in runs) else (),
+        x_from_zero=True,
+        caption="Training loss. Of rank 0's batches.",
+    )
+    charts = (
+        _accuracy_chart(runs, "wall_s", "training time (s)", "Against training time. The curve "
+                        "further left gets there sooner."),
+        _accuracy_chart(runs, "epoch", "epoch", "Against epoch. Speed taken away: whether fixed "
+                        "samples cost accuracy."),
+    )  # fmt: skip
+    return PageSection(
+        key="graph-curves",
+        heading="Accuracy and loss",
+        how="Accuracy on nodes that were held out, judged from sampled neighbours that are the "
+        "same in every validation.",
+        parts=(SideBySide(parts=charts), loss),
+    )
+
+
+def _accuracy_chart(runs: Sequence[GraphRun], field: str, x_name: str, caption: str) -> CurveChart:
+    curves = []
+    for index, run in enumerate(runs):
+        points = [(getattr(p, field), p.accuracy) for p in run.validation if p.accuracy is not None]
+        curves.append(
+            Curve(
+                name=run.label,
+                x=tuple(x for x, _ in points),
+                y=tuple(y for _, y in points),
+                texts=tuple(f"{y:.4f} at {x:g}" for x, y in points),
+                colour=_colour(index),
+                width=2.4,
+                marker=MARKERS[index % len(MARKERS)],
+            )
+        )
+    return CurveChart(
+        key="graph-accuracy-wall" if field == "wall_s" else "graph-accuracy-epoch",
+        x_name=x_name,
+        y_name="validation accuracy",
+        curves=tuple(curves) if any(run.validation for run in runs) else (),
+        x_from_zero=True,
+        caption=caption,
+    )
+
+
+def _colour(index: int) -> str:
+    colours = (COLOURS[0], ORANGE, *COLOURS[1:])
+    return colours[index % len(colours)]
+
+
+def _stage_rows(summaries: Sequence[GraphSummary]) -> tuple[BarRow, ...]:
+    return tuple(
+        BarRow(
+            label=run.label,
+            total=format_seconds(sum(run.stages.values())),
+            segments=tuple(
+                (_STAGE_KINDS.get(kind, kind), value, _named(STAGE_NAMES[kind], value))
+                for kind, value in run.stages.items()
+                if value > 0
+            ),
+        )
+        for run in summaries
+        if run.stages
+    )
+
+
+def _stage_bars(summaries: Sequence[GraphSummary]) -> BarChart:
+    kinds = tuple((_STAGE_KINDS.get(kind, kind), name) for kind, name in STAGE_NAMES.items())
+    return BarChart(rows=_stage_rows(summaries), kinds=kinds)
+
+
+def _pipeline(summaries: Sequence[GraphSummary]) -> BarChart:
+    """One bar per background stage, to the scale of its run's training time."""
+    rows = []
+    for run in summaries:
+        longest = max([*run.pipeline.values(), run.wall_s], default=0.0)
+        for index, (stage, seconds) in enumerate(run.pipeline.items()):
+            kind = "other" if stage.startswith("wait") else "data"
+            segment = (kind, seconds / longest, _named(stage, seconds))
+            label = f"{run.label}: " if not index else ""
+            rows.append(BarRow(label=f"{label}{stage}", total=format_seconds(seconds),
+                               segments=(segment,)))  # fmt: skip
+    return BarChart(
+        rows=tuple(rows),
+        full=1.0,
+        tight=True,
+        caption="Behind the training thread: seconds of the stages of the data path in the "
+        "background, each to the scale of its run's wall time; grey is waiting. Where training "
+        "waits, the longest green one is what it waits for.",
+    )
+
+
+def _level_bars(summaries: Sequence[GraphSummary]) -> BarChart:
+    rows = tuple(
+        BarRow(
+            label=run.label,
+            total=_bytes(sum(run.data.rows.values()), run),
+            segments=tuple(
+                (
+                    level,
+                    float(rows),
+                    f"{LEVEL_NAMES.get(level, level)}: {_bytes(rows, run)}",
+                )
+                for level, rows in run.data.rows.items()
+                if rows
+            ),
+        )
+        for run in summaries
+        if run.data.rows
+    )
+    return BarChart(rows=rows, kinds=_levels(summaries))
+
+
+def _levels(summaries: Sequence[GraphSummary]) -> Kinds:
+    """The levels that served any run."""
+    used = {level for run in summaries for level, rows in run.data.rows.items() if rows}
+    return tuple((level, name) for level, name in LEVEL_NAMES.items() if level in used)
+
+
+def _disk_table(summaries: Sequence[GraphSummary]) -> DataTable:
+    """Per packed run: hits by level, bytes read and predicted, requests, their mean size."""
+    levels = _levels(summaries)
+    rows = []
+    for run in summaries:
+        if not run.data.rows:
+            continue
+        mean = run.data.bytes_read / run.data.requests if run.data.requests else None
+        rows.append(
+            (
+                run.label,
+                *(format_percent(run.hit_rates.get(level)) for level, _ in levels),
+                format_bytes_or_dash(run.bytes_per_epoch),
+                format_bytes_or_dash(run.predicted_bytes_per_epoch),
+                format_count(run.data.requests / run.epochs if run.epochs else None),
+                format_bytes_or_dash(mean),
+                format_ratio(run.amplification),
+            )
+        )
+    columns = (
+        ("run", ""),
+        *((name, "") for _, name in levels),
+        ("read per epoch", "Rank 0, cold rows only"),
+        ("predicted per epoch", "By the plan, for all ranks"),
+        ("requests per epoch", ""),
+        ("mean request", ""),
+        ("amplification", ""),
+    )
+    caption = "Share of the rows by level, and what was read from the disk"
+    return DataTable(columns=columns, rows=tuple(rows), caption=caption)
+
+
+def _facts(runs: Sequence[GraphRun]) -> DataTable:
+    writers: tuple[tuple[str, Callable[[GraphRun], object]], ...] = (
+        ("data set", lambda run: run.manifest.dataset.name),
+        ("nodes", lambda run: format_count(run.manifest.dataset.nodes)),
+        ("edges", lambda run: format_count(run.manifest.dataset.edges)),
+        (
+            "features",
+            lambda run: (
+                f"{run.manifest.dataset.dim} x {run.manifest.dataset.dtype}, "
+                + format_bytes_or_dash(run.manifest.dataset.nodes * run.manifest.dataset.row_bytes)
+            ),
+        ),
+        ("training nodes", lambda run: format_count(run.manifest.dataset.train)),
+        ("model parameters", lambda run: format_count(run.manifest.num_parameters)),
+        ("ranks", lambda run: run.manifest.world_size),
+        ("seed", lambda run: run.manifest.seed),
+        ("processor", lambda run: run.manifest.machine.cpu),
+        ("cores", lambda run: run.manifest.machine.cores),
+        ("memory", lambda run: format_bytes_or_dash(run.manifest.machine.memory_bytes)),
+        ("kernel", lambda run: run.manifest.machine.kernel),
+        ("fivefold", lambda run: run.manifest.fivefold),
+        ("torch", lambda run: run.manifest.torch),
+        ("started", lambda run: run.manifest.started_at),
+    )
+    return DataTable(
+        columns=(("property", ""), *((run.label, "") for run in runs)),
+        rows=fact_rows(runs, writers),
+        text_columns=tuple(range(1, len(runs) + 1)),
+    )
+
+
+def _origins(runs: Sequence[GraphRun]) -> list[PagePart]:
+    """The runs' configurations and the commands that started them."""
+    parts: list[PagePart] = [
+        Folded(
+            title=f"config.toml of {run.label}",
+            part=TextBlock(text=run.config_text, verbatim=True),
+        )
+        for run in runs
+        if run.config_text
+    ]
+    for run in runs:
+        command = typed_command(run.manifest.command)
+        parts.append(TextBlock(text=command, heading=run.label, verbatim=True))
+    return parts
+
+
+def _named(name: str, seconds: float) -> str:
+    return f"{name}: {format_seconds(seconds)}"
+
+
+def _bytes(rows: int, run: GraphSummary) -> str:
+    return format_bytes_or_dash(rows * run.data.row_bytes)

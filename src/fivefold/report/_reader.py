@@ -1,0 +1,482 @@
+"""Finds and reads the folders that runs leave behind: of language models and of graph training.
+
+A run that still goes on, or was killed, is read as far as it got: files that are not there yet
+and a torn last line become notes that the report shows. Damage anywhere else is an error, because
+a report over silently dropped lines would be wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from fivefold import files
+from fivefold.errors import ConfigurationError, DataError
+from fivefold.report._graph_records import (
+    EpochPoint,
+    GraphEnd,
+    GraphManifest,
+    GraphResult,
+    GraphRun,
+    GraphTrainPoint,
+    GraphValidationPoint,
+    PreparePoint,
+)
+from fivefold.report._records import (
+    SCHEMA_VERSION,
+    CheckpointPoint,
+    EndPoint,
+    LinkBytes,
+    Manifest,
+    Metrics,
+    MixturePoint,
+    RankTrace,
+    ResumePoint,
+    Run,
+    RunResult,
+    Span,
+    SyncPoint,
+    TauPoint,
+    TrainPoint,
+    ValidationPoint,
+)
+
+_MANIFEST = "manifest.json"
+_RANK_FILE = re.compile(r"rank(\d+)\.jsonl")
+_METHOD_ORDER = (
+    "none",
+    "ddp",
+    "local_sgd",
+    "slowmo",
+    "diloco",
+    "co2",
+    "delay_corrected",
+    "overlap_local_sgd",
+    "eager_diloco",
+    "streaming_diloco",
+)
+_HEAD_BYTES = 1000  # in which a file says of what form it is
+_POINTS: dict[str, type[BaseModel]] = {  # by their event in metrics.jsonl
+    "train": TrainPoint,
+    "validation": ValidationPoint,
+    "checkpoint": CheckpointPoint,
+    "resume": ResumePoint,
+    "sync": SyncPoint,
+    "tau": TauPoint,
+    "moe": MixturePoint,
+    "end": EndPoint,
+}
+_GRAPH_POINTS: dict[str, type[BaseModel]] = {
+    "train": GraphTrainPoint,
+    "epoch": EpochPoint,
+    "validation": GraphValidationPoint,
+    "prepare": PreparePoint,
+    "end": GraphEnd,
+}
+
+_RecordT = TypeVar("_RecordT", bound=BaseModel)
+_RunT = TypeVar("_RunT", Run, GraphRun)
+
+
+def find_runs(paths: Iterable[Path | str]) -> list[Path]:
+    """Find the run folders among the given folders and below them.
+
+    A folder that holds a ``manifest.json`` is a run; the search does not go below a run.
+
+    Args:
+        paths: Run folders, or folders that hold runs at any depth.
+
+    Returns:
+        The run folders, each once, in the order given and by name within one folder.
+
+    Raises:
+        DataError: A path does not exist, or neither it nor anything below it is a run.
+    """
+    found: dict[Path, Path] = {}
+    for path in map(Path, paths):
+        if not path.is_dir():
+            problem = "is not a folder" if path.exists() else "does not exist"
+            hint = _page_of(path.parent, {path.name}) or "give the folder of a run, or one above it"
+            raise DataError(f"{path} {problem}", hint=hint)
+        runs = _runs_below(path)
+        if not runs:
+            default = f"a run's folder holds {_MANIFEST}; 'fivefold train' and 'make demo' write it"
+            names = {entry.name for entry in path.iterdir()}
+            raise DataError(f"no run found in {path}", hint=_page_of(path, names) or default)
+        for run in runs:
+            found.setdefault(run.resolve(), run)
+    return list(found.values())
+
+
+def read_runs(paths: Iterable[Path | str]) -> list[Run]:
+    """Read all runs among the given folders and below them, baselines first.
+
+    Args:
+        paths: Run folders, or folders that hold runs.
+
+    Returns:
+        The runs, ordered by method (compute only, DDP, then the local-update family), then by
+        name. Names are the folder names, made longer where two would be equal; labels that
+        would be equal get the name appended.
+
+    Raises:
+        DataError: There is no run, or a file of one is damaged or of an unknown schema.
+    """
+    folders = find_runs(paths)
+    named = zip(folders, _unique_names(folders), strict=True)
+    return sorted(_distinct([read_run(folder, name=name) for folder, name in named]), key=_order)
+
+
+def read_run(path: Path | str, *, name: str | None = None) -> Run:
+    """Read one run's folder.
+
+    Args:
+        path: The folder that holds ``manifest.json``.
+        name: Name of the run in the report; None takes the folder's name.
+
+    Returns:
+        The run. Its ``notes`` say what was missing or torn.
+
+    Raises:
+        DataError: The manifest is missing, a file is damaged other than by a torn last line, or
+            its schema is unknown.
+    """
+    path = Path(path)
+    notes: list[str] = []
+    manifest = _read_versioned(path / _MANIFEST, Manifest)
+    if manifest is None:
+        raise DataError(f"{path} holds no {_MANIFEST}", hint="give the folder of a run")
+    config_text = _read_text(path / "config.toml")
+    if config_text is None:
+        notes.append("config.toml is missing: configuration differences are not shown for this run")
+    metrics = _read_metrics(path / "metrics.jsonl", notes)
+    ranks = _read_ranks(path / "ranks", world_size=manifest.world_size, notes=notes)
+    result = _read_versioned(path / "result.json", RunResult)
+    if result is not None and result.steps < _last_step(metrics):
+        notes.append(f"result.json is of step {result.steps}; the run went on and it is not used")
+        result = None
+    notes += _ending(metrics.end, result)
+    return Run(
+        path=path,
+        name=name or path.resolve().name,
+        label=manifest.label,
+        manifest=manifest,
+        config=_tables(config_text or "", path / "config.toml"),
+        config_text=config_text or "",
+        metrics=metrics,
+        ranks=ranks,
+        result=result,
+        notes=tuple(notes),
+    )
+
+
+def is_graph_run(folder: Path) -> bool:
+    """Return whether a run's folder is one of ``fivefold gnn train``.
+
+    A manifest that cannot be read is left to the reader of language-model runs, which says so.
+    """
+    try:
+        manifest = files.read_json(folder / _MANIFEST)
+    except DataError:
+        return False
+    return isinstance(manifest, dict) and manifest.get("kind") == "gnn"
+
+
+def read_graph_runs(folders: Sequence[Path]) -> list[GraphRun]:
+    """Read runs of graph training in the order given, with distinct names and labels."""
+    names = _unique_names(folders) if folders else []
+    runs = [_read_graph_run(folder, name) for folder, name in zip(folders, names, strict=True)]
+    return _distinct(runs)
+
+
+def _distinct(runs: list[_RunT]) -> list[_RunT]:
+    """Append the names to labels that would be equal."""
+    labels = Counter(run.label for run in runs)
+    return [
+        replace(run, label=f"{run.label}, {run.name}") if labels[run.label] > 1 else run
+        for run in runs
+    ]
+
+
+def _read_graph_run(path: Path, name: str) -> GraphRun:
+    notes: list[str] = []
+    manifest = _read_versioned(path / _MANIFEST, GraphManifest)
+    if manifest is None:
+        raise DataError(f"{path} holds no {_MANIFEST}", hint="give the folder of a run")
+    found = _read_points(path / "metrics.jsonl", _GRAPH_POINTS, notes)
+    notes += _resumed(found)
+    ends, result = found["end"], _read_versioned(path / "result.json", GraphResult)
+    end = ends[-1] if ends else None
+    if result is not None and (end is None or end.step != result.steps):
+        notes.append("result.json is of an earlier end; the run went on and it is not used")
+        result = None
+    if end is None:
+        notes.append("no end: the run is still going on, or it was killed")
+    return GraphRun(
+        path=path,
+        name=name,
+        label=manifest.label,
+        manifest=manifest,
+        config_text=_read_text(path / "config.toml") or "",
+        plan_text=_read_text(path / "plan.txt") or "",
+        train=tuple(found["train"]),
+        epochs=tuple(found["epoch"]),
+        validation=tuple(found["validation"]),
+        prepare=_prepared(found["prepare"]),
+        end=end,
+        result=result,
+        notes=tuple(notes),
+    )
+
+
+def _prepared(points: list[PreparePoint]) -> PreparePoint:
+    """The work of the first time that took any, and the newest plan."""
+    if not points:
+        return PreparePoint()
+    worked = max(points, key=lambda point: sum(point.seconds.values()))
+    return PreparePoint(seconds=worked.seconds, plan=points[-1].plan)
+
+
+def _read_points(
+    path: Path, models: dict[str, type[BaseModel]], notes: list[str]
+) -> dict[str, list[Any]]:
+    """Read the lines of a log by their event; what a newer trainer logs beside them is ignored."""
+    found: dict[str, list[Any]] = {event: [] for event in models}
+    resumed: list[str] = []
+    for where, record in _read_lines(path, notes):
+        event = record["event"]
+        if event in models:
+            found[event].append(_validated(record, models[event], where=where))
+        if event == "resume":
+            found["end"].clear()  # whatever ended before, the run went on
+            resumed.append(str(record.get("step")))
+    found["resumed"] = resumed
+    return found
+
+
+def _resumed(found: dict[str, list[Any]]) -> list[str]:
+    steps = ", ".join(found["resumed"])
+    return [f"resumed from a checkpoint at step {steps}"] if steps else []
+
+
+def _read_metrics(path: Path, notes: list[str]) -> Metrics:
+    found = _read_points(path, _POINTS, notes)
+    metrics = Metrics(
+        train=tuple(found["train"]),
+        validation=tuple(found["validation"]),
+        checkpoints=tuple(found["checkpoint"]),
+        resumes=tuple(found["resume"]),
+        sync=tuple(found["sync"]),
+        tau=tuple(found["tau"]),
+        mixtures=tuple(found["moe"]),
+        end=found["end"][-1] if found["end"] else None,
+    )
+    if not metrics.train and not metrics.validation:
+        notes.append("no metrics yet: there is no curve to draw")
+    notes += _resumed(found)
+    return metrics
+
+
+def _tables(text: str, path: Path) -> dict[str, Any]:
+    try:
+        return files.parse_toml(text, where=str(path))
+    except ConfigurationError as error:  # the run wrote it: the file is damaged
+        raise DataError(error.message, hint=error.hint) from None
+
+
+def _last_step(metrics: Metrics) -> int:
+    steps = [point.step for point in metrics.train] + [point.step for point in metrics.validation]
+    return max(steps, default=0)
+
+
+def _ending(end: EndPoint | None, result: RunResult | None) -> list[str]:
+    if end is not None and end.reason == "stopped":
+        return [f"the run was stopped at step {end.step}, before its end"]
+    if result is not None:
+        return []
+    if end is not None:
+        return ["the run finished, but result.json is missing: fewer figures are known"]
+    return ["no result: the run is still going on, or it was killed"]
+
+
+def _page_of(folder: Path, names: set[str]) -> str | None:
+    """How to get a page of what other commands wrote; None where it is not known what it is."""
+    plan = "the page of its plan"
+    if names & {"mesh.json", "megatron_flags.txt", "fivefold_train.toml"}:
+        return _elsewhere("fivefold plan JOB ...", "the page of its plans")
+    if "decisions.jsonl" in names:
+        return _elsewhere("fivefold simulate JOBS ...", plan)
+    for name in sorted(name for name in names if name.endswith(".json")):
+        try:
+            with (folder / name).open("rb") as file:
+                head = file.read(_HEAD_BYTES)
+        except OSError:
+            continue
+        if b'"fivefold.codesign' in head:
+            return _elsewhere("fivefold simulate JOBS ...", plan)
+        if b'"fivefold.schedule.' in head:
+            return _elsewhere("fivefold collectives synthesize ...", "the page of an algorithm")
+    return None
+
+
+def _elsewhere(command: str, page: str) -> str:
+    return f"this command reads runs of training; '{command} --report FILE.html' makes {page}"
+
+
+def _runs_below(path: Path) -> list[Path]:
+    runs = []
+    for folder, children, names in os.walk(path):
+        if _MANIFEST in names:
+            runs.append(Path(folder))
+            children.clear()
+        children.sort()
+    return sorted(runs)
+
+
+def _unique_names(folders: Sequence[Path]) -> list[str]:
+    parts = [folder.resolve().parts[1:] or ("run",) for folder in folders]
+    for depth in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-depth:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [str(folder) for folder in folders]
+
+
+def _order(run: Run) -> tuple[int, bool, str]:
+    method = run.manifest.method
+    known = method in _METHOD_ORDER
+    place = _METHOD_ORDER.index(method) if known else len(_METHOD_ORDER)
+    return place, method == "ddp" and not run.is_plain_ddp, run.name
+
+
+def _read_ranks(folder: Path, *, world_size: int, notes: list[str]) -> tuple[RankTrace, ...]:
+    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    numbered = {int(match[1]): file for file in files if (match := _RANK_FILE.fullmatch(file.name))}
+    missing = sorted(set(range(world_size)) - set(numbered))
+    if missing:
+        ranks = ", ".join(map(str, missing))
+        notes.append(f"no timeline of rank {ranks}")
+    return tuple(_read_rank(rank, numbered[rank], notes) for rank in sorted(numbered))
+
+
+def _read_rank(rank: int, path: Path, notes: list[str]) -> RankTrace:
+    offset_s: float | None = None
+    spans: list[Span] = []
+    left_out = dropped = 0
+    link_bytes: LinkBytes | None = None
+    for where, record in _read_lines(path, notes):
+        try:
+            match record["event"]:
+                case "clock":
+                    offset_s = float(record["unix_s"]) - float(record["perf_s"])
+                case "span" if offset_s is not None and record["end_s"] >= record["start_s"]:
+                    spans.append(_span(record, offset_s))
+                case "span":
+                    left_out += 1
+                case "rank_end":
+                    link_bytes, dropped = _rank_end(record, where)
+                case _:
+                    continue
+        except (KeyError, TypeError, ValueError) as error:
+            if isinstance(error, DataError):
+                raise
+            raise _damaged(where, f"does not fit: {error!r}") from error
+    if left_out:
+        notes.append(
+            f"rank {rank}: {left_out} spans left out (before a clock line, or of negative length)"
+        )
+    if dropped:
+        notes.append(
+            f"rank {rank}: the timeline and what is measured from it end {dropped:,} spans early"
+        )
+    return RankTrace(rank, tuple(spans), link_bytes)
+
+
+def _rank_end(record: dict[str, Any], where: str) -> tuple[LinkBytes | None, int]:
+    """The link's counters, and how many spans the rank had no room for."""
+    counters = record.get("link_bytes")
+    link = _validated(counters, LinkBytes, where=where) if counters else None
+    return link, int(record.get("spans_dropped", 0))
+
+
+def _span(record: dict[str, Any], offset_s: float) -> Span:
+    return Span(
+        lane=str(record["lane"]),
+        name=str(record.get("name", record["lane"])),
+        start_s=offset_s + float(record["start_s"]),
+        end_s=offset_s + float(record["end_s"]),
+        round=_number(record, "round"),
+        fragment=_number(record, "fragment"),
+        sent_bytes=_number(record, "sent_bytes"),
+    )
+
+
+def _number(record: dict[str, Any], key: str) -> int | None:
+    value = record.get(key)
+    return None if value is None else int(value)
+
+
+def _read_versioned(path: Path, model: type[_RecordT]) -> _RecordT | None:
+    """Read a JSON file that names its schema; None where there is none."""
+    text = _read_text(path)
+    if text is None:
+        return None
+    values = files.parse_json(text, where=str(path), finite=False)  # runs diverge
+    version = values.get("schema") if isinstance(values, dict) else None
+    if isinstance(version, int) and version != SCHEMA_VERSION:
+        raise DataError(
+            f"{path} has schema {version}; this fivefold reads schema {SCHEMA_VERSION}",
+            hint="use the fivefold that wrote the run, or a newer one",
+        )
+    return _validated(values, model, where=str(path))
+
+
+def _read_text(path: Path) -> str | None:
+    """Read a text file; None where there is none."""
+    return files.read_text(path) if path.exists() else None
+
+
+def _damaged(path: Path | str, problem: str) -> DataError:
+    """The error for a file that is not what it should be."""
+    return DataError(
+        f"{path} {problem}", hint="the file is damaged: copy the run again, or leave it out"
+    )
+
+
+def _validated(values: object, model: type[_RecordT], *, where: str) -> _RecordT:
+    """Check values against a record."""
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"])) or "the whole"
+        raise _damaged(where, f"does not fit: {key}: {first['msg']}") from error
+
+
+def _read_lines(path: Path, notes: list[str]) -> list[tuple[str, dict[str, Any]]]:
+    """Read a JSON-lines file as (place, object) pairs; a torn last line becomes a note."""
+    if not path.exists():
+        return []
+    lines = files.read_bytes(path).split(b"\n")
+    records: list[tuple[str, dict[str, Any]]] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = files.parse_json(line, where=f"{path} line {number}", finite=False)
+        except DataError as error:
+            if number == len(lines):  # no newline after it: the writer was killed in the middle
+                notes.append(f"{path.name}: the last line is torn and was left out")
+                break
+            raise _damaged(path, f"line {number} is not JSON") from error
+        if not isinstance(record, dict) or not isinstance(record.get("event"), str):
+            raise _damaged(path, f"line {number} is not an event")
+        records.append((f"{path} line {number}", record))
+    return records

@@ -1,0 +1,201 @@
+"""What a rank's recorded spans say: the overlap of its messages, its rounds.
+
+Nothing here comes from a formula for the time that communication or a step should take, nor from
+the configuration: only the ends of recorded spans count. So it is right also where tau was chosen
+while training, where ranks took uneven numbers of steps, and for the partial round at the end.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pydantic import BaseModel, ConfigDict
+
+from fivefold.report._records import RankTrace, Span
+
+LANE_CATEGORIES = {
+    "compute": "compute",
+    "wait": "exposed_communication",
+    "boundary": "boundary",
+    "data": "data",
+    "validation": "validation",
+    "checkpoint": "checkpoint",
+}
+_Interval = tuple[float, float]
+
+
+class RankOverlap(BaseModel):
+    """What one rank's training thread did while messages were in flight.
+
+    Attributes:
+        rank: The rank.
+        in_flight_s: Seconds in which at least one message was in flight.
+        seconds: Those seconds by what the training thread did, with "other" for the rest.
+        most_in_flight: Most messages in flight at one moment.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rank: int
+    in_flight_s: float
+    seconds: dict[str, float]
+    most_in_flight: int
+
+    @property
+    def hidden_s(self) -> float:
+        """Seconds in flight that were not waited for."""
+        return max(0.0, self.in_flight_s - self.seconds["exposed_communication"])
+
+    @property
+    def fraction(self) -> float:
+        """The overlap fraction: hidden seconds over seconds in flight."""
+        return self.hidden_s / self.in_flight_s
+
+
+def measure_overlap(trace: RankTrace) -> RankOverlap | None:
+    """Measure one rank's overlap; None where it recorded nothing in flight."""
+    flights = [span for span in trace.spans if span.lane == "flight" and span.end_s > span.start_s]
+    if not flights:
+        return None
+    flown = _union(flights)
+    in_flight_s = sum(end_s - start_s for start_s, end_s in flown)
+    seconds = {
+        category: _common_s(flown, _union(span for span in trace.spans if span.lane == lane))
+        for lane, category in LANE_CATEGORIES.items()
+    }
+    seconds["other"] = max(0.0, in_flight_s - sum(seconds.values()))
+    return RankOverlap(
+        rank=trace.rank,
+        in_flight_s=in_flight_s,
+        seconds=seconds,
+        most_in_flight=_most_at_once(flights),
+    )
+
+
+def overlap_of_ranks(ranks: Sequence[RankOverlap]) -> float | None:
+    """The overlap fraction of several ranks together; None without any."""
+    in_flight_s = sum(rank.in_flight_s for rank in ranks)
+    return sum(rank.hidden_s for rank in ranks) / in_flight_s if in_flight_s > 0 else None
+
+
+def _union(spans: Iterable[Span]) -> list[_Interval]:
+    """Merge spans into intervals that are apart, in order."""
+    merged: list[_Interval] = []
+    for start_s, end_s in sorted((span.start_s, span.end_s) for span in spans):
+        if merged and start_s <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end_s))
+        else:
+            merged.append((start_s, end_s))
+    return merged
+
+
+def _common_s(first: Sequence[_Interval], second: Sequence[_Interval]) -> float:
+    """Seconds that two lists of separate intervals have in common."""
+    total_s = 0.0
+    i = j = 0
+    while i < len(first) and j < len(second):
+        start_s = max(first[i][0], second[j][0])
+        end_s = min(first[i][1], second[j][1])
+        total_s += max(0.0, end_s - start_s)
+        if first[i][1] < second[j][1]:
+            i += 1
+        else:
+            j += 1
+    return total_s
+
+
+def _most_at_once(spans: Iterable[Span]) -> int:
+    ends = [(span.end_s, -1) for span in spans]
+    moments = sorted([*((span.start_s, 1) for span in spans), *ends])
+    most = now = 0
+    for _, change in moments:  # an end sorts before a start of the same moment
+        now += change
+        most = max(most, now)
+    return most
+
+
+@dataclass(frozen=True, slots=True)
+class RoundPoint:
+    """One message of one rank.
+
+    Attributes:
+        round: Round whose work it carried; None where none was recorded (DDP's buckets).
+        launched_s: When it was launched, in the spans' own time.
+        step: Steps that had begun by then.
+        local_steps: Steps since the last launch of this fragment, or since the start.
+        flight_s: Seconds in flight.
+        waited_s: Seconds in which training stood still for it.
+        fragment: Which part of the model it was; 0 where the model is sent whole.
+        sent_bytes: Bytes that the rank sent for it; None where they were not recorded.
+    """
+
+    round: int | None
+    launched_s: float
+    step: int
+    local_steps: int
+    flight_s: float
+    waited_s: float
+    fragment: int
+    sent_bytes: int | None
+
+
+def round_points(trace: RankTrace) -> list[RoundPoint]:
+    """List a rank's messages in the order in which they were launched."""
+    starts = _step_starts(trace.spans)
+    flights = sorted((s for s in trace.spans if s.lane == "flight"), key=lambda s: s.start_s)
+    waited = _waited_s(flights, trace.spans)
+    seen: dict[int, int] = {}  # fragment -> steps that had begun at its last launch
+    points = []
+    for span, waited_s in zip(flights, waited, strict=True):
+        fragment = span.fragment or 0
+        begun = bisect_left(starts, span.start_s)
+        points.append(
+            RoundPoint(
+                round=span.round,
+                launched_s=span.start_s,
+                step=begun,
+                local_steps=begun - seen.get(fragment, 0),
+                flight_s=span.end_s - span.start_s,
+                waited_s=waited_s,
+                fragment=fragment,
+                sent_bytes=span.sent_bytes,
+            )
+        )
+        seen[fragment] = begun
+    return points
+
+
+def _step_starts(spans: Sequence[Span]) -> list[float]:
+    """When each step began. A step may be in pieces; a resumed run may do one twice."""
+    starts = []
+    name = None
+    for span in spans:
+        if span.lane == "compute" and span.name != name:
+            name = span.name
+            starts.append(span.start_s)
+    return sorted(starts)
+
+
+def _waited_s(flights: Sequence[Span], spans: Sequence[Span]) -> list[float]:
+    """Seconds waited for each flight: a wait has its flight's name and ends after its launch."""
+    last: dict[str, int] = {}  # name -> number of the last flight of that name launched by now
+    waited = [0.0] * len(flights)
+    waits = [span for span in spans if span.lane == "wait"]
+    events = [(flight.start_s, 0, n) for n, flight in enumerate(flights)]
+    events += [(wait.end_s, 1, n) for n, wait in enumerate(waits)]
+    for _, is_wait, number in sorted(events):
+        if not is_wait:
+            last[flights[number].name] = number
+        elif waits[number].name in last:
+            wait = waits[number]
+            waited[last[wait.name]] += wait.end_s - wait.start_s
+    return waited
+
+
+def separate_fragments(flights: Iterable[Span]) -> dict[int, list[Span]]:
+    """Sort flights by the fragment of the model that they carried, 0 where none is recorded."""
+    flights = list(flights)
+    numbers = sorted({flight.fragment or 0 for flight in flights})
+    return {n: [flight for flight in flights if (flight.fragment or 0) == n] for n in numbers}

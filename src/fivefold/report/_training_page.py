@@ -1,0 +1,472 @@
+"""What pages and texts show of training runs of language models, and of all runs together."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+
+from fivefold.report._curves import loss_charts, round_charts
+from fivefold.report._format import (
+    CATEGORY_NAMES,
+    UNKNOWN,
+    fact_rows,
+    format_bits,
+    format_bytes_or_dash,
+    format_count,
+    format_lab,
+    format_percent,
+    format_ratio,
+    format_seconds,
+    format_waits,
+    typed_command,
+)
+from fivefold.report._graphs import graph_sections, graph_text_sections
+from fivefold.report._headline import importance
+from fivefold.report._mixtures import mixture_section, mixture_table, summarise_mixtures
+from fivefold.report._page import (
+    BarChart,
+    BarRow,
+    DataTable,
+    Folded,
+    Page,
+    PagePart,
+    PageSection,
+    SideBySide,
+    TextBlock,
+)
+from fivefold.report._records import Run
+from fivefold.report._report import Report, configuration_differences
+from fivefold.report._run_timelines import timeline_section
+from fivefold.report._summary import RunSummary
+
+_MOST_RANKS = 8
+_EXPECTED_DIFFERENCES = ("sync.", "run.output")
+_CATEGORIES = tuple(CATEGORY_NAMES.items())
+
+
+def report_page(report: Report) -> Page:
+    """Return the page of a report: the comparison of its runs, curves, timelines, settings.
+
+    Args:
+        report: What ``build_report`` returned.
+    """
+    labels = [run.label for run in report.summaries]
+    labels += [run.label for run in report.graph_summaries]
+    sections = _sections(report) if report.runs else []
+    if report.graph_runs:
+        sections += graph_sections(report.graph_runs, report.graph_summaries)
+    return Page(
+        title=f"report of {' and '.join(labels[:3]) or 'nothing'}",
+        finding=report.headline,
+        tiles=tuple(_tiles(report.summaries)),
+        caveats=report.caveats,
+        sections=tuple(sections),
+    )
+
+
+def report_text(report: Report) -> Page:
+    """Return the short form of a report, for a terminal.
+
+    Args:
+        report: What ``build_report`` returned.
+    """
+    sections: list[PageSection] = []
+    if report.graph_runs:
+        sections += graph_text_sections(report.graph_runs, report.graph_summaries)
+    if report.summaries:
+        sections += _text_sections(report)
+    return Page(
+        title="report", finding=report.headline, caveats=report.caveats, sections=tuple(sections)
+    )
+
+
+def _tiles(summaries: Sequence[RunSummary]) -> list[tuple[str, str, str]]:
+    """The few figures to see first: value, what it is, of which run."""
+    tried = [run for run in summaries if run.method != "none"]
+    compared = [run for run in tried if not run.is_plain_ddp] or tried
+    if not compared:
+        return []
+    run = max(compared, key=importance)
+    candidates = [
+        (run.speed_ratio_to_ddp, format_ratio, "the speed of DDP"),
+        (run.fraction_of_compute_only, format_percent, "of the compute-only speed"),
+        (run.overlap_fraction, format_percent, "of the communication time hidden"),
+        (run.time_to_ddp_ratio, format_ratio, "sooner at DDP's final loss"),
+        (run.bits_per_byte, format_bits, "bits per byte at the end"),
+    ]
+    return [
+        (write(value), what, run.label) for value, write, what in candidates if value is not None
+    ][:4]
+
+
+def _to_ddp(run: RunSummary) -> str:
+    """When a run reached DDP's final loss, or that it did not."""
+    if run.time_to_ddp_s is not None:
+        return format_seconds(run.time_to_ddp_s)
+    compared = run.speed_ratio_to_ddp is not None and run.method != "none"
+    return "not reached" if compared and run.bits_per_byte is not None else UNKNOWN
+
+
+# Name on the page, name in a terminal (where there is one), meaning, and what writes it.
+_COLUMNS: tuple[tuple[str, str, str, Callable[[RunSummary], str]], ...] = (
+    (
+        "tokens/s",
+        "tokens/s",
+        "Tokens of all ranks per second of training, without validation and checkpoints.",
+        lambda run: format_count(run.tokens_per_s),
+    ),
+    (
+        "against DDP",
+        "vs DDP",
+        "That rate over the rate of the DDP run.",
+        lambda run: format_ratio(run.speed_ratio_to_ddp),
+    ),
+    (
+        "of compute-only",
+        "of compute-only",
+        "That rate over the rate of the same step with communication off.",
+        lambda run: format_percent(run.fraction_of_compute_only),
+    ),
+    (
+        "waiting",
+        "waiting",
+        "Share of the wall time in which training stood still for communication.",
+        lambda run: format_percent(run.exposed_fraction),
+    ),
+    ("waited for", "", "What that was for, on rank 0.", lambda run: format_waits(run.waits)),
+    (
+        "hidden",
+        "hidden",
+        "Share of the time in flight that passed behind computation.",
+        lambda run: format_percent(run.overlap_fraction),
+    ),
+    (
+        "sent per step",
+        "sent/step",
+        "Bytes that left rank 0's network interface, per optimizer step.",
+        lambda run: format_bytes_or_dash(run.sent_bytes_per_step),
+    ),
+    (
+        "bits per byte",
+        "bits/byte",
+        "Final validation: lower is better.",
+        lambda run: format_bits(run.bits_per_byte),
+    ),
+    (
+        "time to DDP's loss",
+        "to DDP's loss",
+        "Wall time until validation was as good as DDP's final one.",
+        _to_ddp,
+    ),
+    (
+        "wall time",
+        "wall time",
+        "From the first to the last step, everything included.",
+        lambda run: format_seconds(run.wall_s),
+    ),
+)
+
+
+def _comparison(summaries: Sequence[RunSummary], *, short: bool) -> DataTable:
+    shown = [
+        (terminal if short else name, meaning, write)
+        for name, terminal, meaning, write in _COLUMNS
+        if terminal or not short
+    ]
+    return DataTable(
+        columns=(("run", ""), *((name, meaning) for name, meaning, _ in shown)),
+        rows=tuple((run.label, *(write(run) for *_, write in shown)) for run in summaries),
+        badges=tuple(
+            (number, run.status) for number, run in enumerate(summaries) if run.status != "finished"
+        ),
+        explained=True,
+    )
+
+
+def _text_sections(report: Report) -> list[PageSection]:
+    summaries = report.summaries
+    sections = [PageSection(heading="", parts=(_comparison(summaries, short=True),))]
+    seconds = _time_bars(summaries, count_steps=False)
+    if any(row.length > 0 for row in seconds.rows):
+        sections.append(PageSection(heading="Where each second of rank 0 went", parts=(seconds,)))
+    waits = tuple((run.label, format_waits(run.waits)) for run in summaries if run.waits)
+    if waits:
+        table = DataTable(columns=(("", ""), ("", "")), rows=waits, text_columns=(1,))
+        sections.append(PageSection(heading="What rank 0 waited for", parts=(table,)))
+    measured = tuple(_overlap_row(run) for run in summaries if run.overlap)
+    if measured:
+        table = DataTable(columns=(("", ""),) * 3, rows=measured, text_columns=(2,))
+        heading = "Hidden of the time in flight, measured on each rank"
+        sections.append(PageSection(heading=heading, parts=(table,)))
+    mixtures = summarise_mixtures(report.runs)
+    if mixtures:
+        sections.append(
+            PageSection(heading="Mixtures of experts", parts=(mixture_table(mixtures),))
+        )
+    return [*sections, PageSection(heading="", parts=tuple(map(_line, _setting(report))))]
+
+
+def _line(text: str) -> TextBlock:
+    return TextBlock(text=text)
+
+
+def _overlap_row(run: RunSummary) -> tuple[str, str, str]:
+    ranks = run.overlap[:_MOST_RANKS]
+    shares = ", ".join(format_percent(rank.fraction) for rank in ranks)
+    more = f", {len(run.overlap) - len(ranks)} more ranks" if run.overlap[_MOST_RANKS:] else ""
+    longest_s = max(rank.in_flight_s for rank in run.overlap)
+    return run.label, f"{shares}{more}", f"of up to {format_seconds(longest_s)}"
+
+
+def _setting(report: Report) -> list[str]:
+    labs = {format_lab(run.manifest.lab) for run in report.runs}
+    machines = {run.manifest.machine.cpu for run in report.runs if run.manifest.machine.cpu}
+    lines = [f"emulated cluster: {'; '.join(sorted(labs))}"]
+    if machines:
+        lines.append(f"machine: {'; '.join(sorted(machines))}")
+    return lines + [f"note: {text}" for text in _notes(report.summaries)]
+
+
+def _notes(summaries: Sequence[RunSummary]) -> list[str]:
+    return [f"{run.label}: {note}" for run in summaries for note in run.notes]
+
+
+def _sections(report: Report) -> list[PageSection]:
+    summaries, runs = report.summaries, report.runs
+    found: list[PageSection | None] = [
+        PageSection(
+            key="comparison",
+            heading="Comparison",
+            how="One row per run. A distributed run spends time computing and time waiting for the "
+            "network; the closer a run comes to 100 % of compute-only, the less it waits. Lower "
+            "bits per byte means that the model predicts unseen text better; without communication "
+            "that figure is of one rank that trained alone.",
+            parts=(_comparison(summaries, short=False), *map(_line, _notes(summaries))),
+        ),
+        _loss(runs),
+        _seconds(summaries),
+        PageSection(
+            key="overlap",
+            heading="Hidden or waited for",
+            how="What each rank's training thread did while at least one message was in flight: "
+            "the whole bar is that time. The figure at its end is the share that was not waited "
+            "for. Measured from the recorded beginnings and ends of computation, waits and "
+            "messages; no formula for how long anything should take is involved.",
+            parts=(_overlap_bars(summaries),),
+        ),
+        _rounds(runs),
+        timeline_section(runs),
+        PageSection(key="link", heading="Bytes on the link", parts=(_link_bars(summaries),)),
+        mixture_section(runs),
+        _configuration(runs),
+        PageSection(
+            key="machine",
+            heading="Machine, emulated cluster, versions",
+            parts=(_facts(runs),),
+        ),
+        _origins(runs),
+    ]
+    return [section for section in found if section is not None]
+
+
+def _loss(runs: Sequence[Run]) -> PageSection:
+    charts = loss_charts(runs)
+    if not charts:
+        how = "No metrics were written yet, so there is no curve to draw."
+        return PageSection(key="loss", heading="Loss", how=how)
+    wall, *others = charts
+    return PageSection(
+        key="loss",
+        heading="Loss",
+        how="How well each model predicts text, in bits per byte (logarithmic axis, lower is "
+        "better). Thick lines with markers are validation on text that was held out; the thin "
+        "lines behind them are training batches. Click a name to hide a run, drag to zoom, "
+        "double-click to return.",
+        parts=(wall, SideBySide(parts=tuple(others))),
+    )
+
+
+def _rounds(runs: Sequence[Run]) -> PageSection | None:
+    charts = tuple(round_charts(runs))
+    if not charts:
+        return None
+    return PageSection(key="rounds", heading="Rounds", parts=(SideBySide(parts=charts),))
+
+
+def _seconds(summaries: Sequence[RunSummary]) -> PageSection:
+    whole = _time_bars(summaries, count_steps=True)
+    if not whole.rows:
+        how = "No run has recorded its time yet."
+        return PageSection(key="seconds", heading="Where each second went", how=how)
+    table = DataTable(
+        columns=(("run", ""), *((name, "") for _, name in _CATEGORIES)),
+        rows=tuple(
+            (run.label, *(f"{run.seconds[kind]:.2f}" for kind, _ in _CATEGORIES))
+            for run in summaries
+            if run.seconds
+        ),
+        caption="Seconds of rank 0 over the whole run",
+    )
+    return PageSection(
+        key="seconds",
+        heading="Where each second went",
+        how="The wall time of rank 0, split by what its training thread did. Orange is time in "
+        "which training stood still because it waited for other ranks; a method that hides its "
+        "communication has little of it. All bars of one figure have the same scale.",
+        parts=(
+            whole,
+            _step_bars(summaries),
+            Folded(title="The figures as a table", part=table),
+        ),
+    )
+
+
+def _time_bars(summaries: Sequence[RunSummary], *, count_steps: bool) -> BarChart:
+    """Rank 0's seconds over the whole run, in stacked bars to one scale."""
+    recorded = [(run, run.seconds) for run in summaries if run.seconds is not None]
+    steps_differ = count_steps and len({run.steps for run, _ in recorded}) > 1
+    return BarChart(
+        rows=tuple(
+            _time_bar(run.label, seconds, f" for {run.steps} steps" if steps_differ else "")
+            for run, seconds in recorded
+        ),
+        kinds=_CATEGORIES,
+    )
+
+
+def _step_bars(summaries: Sequence[RunSummary]) -> BarChart:
+    return BarChart(
+        rows=tuple(
+            _time_bar(run.label, {k: value / run.steps for k, value in run.seconds.items()}, "")
+            for run in summaries
+            if run.seconds is not None and run.steps
+        ),
+        caption="Per optimizer step. The same, divided by the number of steps: what one step "
+        "costs on average.",
+    )
+
+
+def _time_bar(label: str, seconds: dict[str, float], steps: str) -> BarRow:
+    return BarRow(
+        label=label,
+        total=format_seconds(sum(seconds.values())) + steps,
+        segments=tuple(
+            (kind, value, f"{CATEGORY_NAMES[kind]}: {format_seconds(value)}")
+            for kind, value in seconds.items()
+            if value > 0
+        ),
+    )
+
+
+def _overlap_bars(summaries: Sequence[RunSummary]) -> BarChart:
+    """Per run and rank what training did while messages were in flight, each bar the whole."""
+    rows = []
+    for run in summaries:
+        for rank in run.overlap[:_MOST_RANKS]:
+            bar = _time_bar(f"{run.label}, rank {rank.rank}", rank.seconds, "")
+            total = f"{format_percent(rank.fraction)} of {format_seconds(rank.in_flight_s)}"
+            rows.append(BarRow(label=bar.label, total=total, segments=bar.segments))
+    return BarChart(rows=tuple(rows), kinds=_CATEGORIES, tight=True, full=0.0)
+
+
+def _link_bars(summaries: Sequence[RunSummary]) -> BarChart:
+    """Per run the payload, what had to travel for it and what the interface counted."""
+    rows = []
+    for run in summaries:
+        if not run.payload_bytes_per_step:
+            continue
+        values = {
+            "payload": run.payload_bytes_per_step,
+            "messages": run.message_bytes_per_step,
+            # Where the method counted its messages, the least without a codec is no news.
+            "least": run.least_link_bytes_per_step if run.message_bytes_per_step is None else None,
+            "sent": run.sent_bytes_per_step,
+            "received": run.received_bytes_per_step,
+        }
+        label = run.label
+        for kind, value in values.items():
+            if value is not None:
+                total = f"{format_bytes_or_dash(value)} {kind}"
+                rows.append(BarRow(label=label, total=total, segments=((kind, value, ""),)))
+                label = ""
+    return BarChart(
+        rows=tuple(rows),
+        tight=True,
+        caption="Per optimizer step of rank 0. Payload is what training handed to all-reduce; "
+        "messages is what rank 0 sent for it, after any codec, as the method counts it (without a "
+        "codec 2(n-1)/n of the payload, the least that any all-reduce must send per "
+        "rank); sent and received are what the counters of the network interface moved by, with "
+        "headers, checks and everything else. Local-update methods communicate once per round "
+        "instead of once per step.",
+    )
+
+
+def _configuration(runs: Sequence[Run]) -> PageSection:
+    differences = configuration_differences(runs)
+    table = DataTable(
+        columns=(("key", ""), *((run.label, "") for run in runs)),
+        rows=tuple((key, *(value or UNKNOWN for value in values)) for key, values in differences),
+        text_columns=tuple(range(1, len(runs) + 1)),
+        marked=tuple(
+            number
+            for number, (key, _) in enumerate(differences)
+            if not key.startswith(_EXPECTED_DIFFERENCES)
+        ),
+    )
+    how = "The configuration of the one run is below."
+    if differences:
+        how = "Only keys in which the runs differ. Differences outside the synchronisation method "
+        how += "are marked: they make a comparison less direct."
+    elif len(runs) > 1:
+        how = "The runs do not differ in any key."
+    texts: list[PagePart] = [
+        Folded(
+            title=f"config.toml of {run.label}",
+            part=TextBlock(text=run.config_text, verbatim=True),
+        )
+        for run in runs
+        if run.config_text
+    ]
+    parts = (table, *texts) if differences else tuple(texts)
+    return PageSection(key="configuration", heading="Configuration", how=how, parts=parts)
+
+
+def _facts(runs: Sequence[Run]) -> DataTable:
+    """Machine, lab and versions."""
+    writers: tuple[tuple[str, Callable[[Run], object]], ...] = (
+        ("processor", lambda run: run.manifest.machine.cpu),
+        ("cores", lambda run: run.manifest.machine.cores),
+        ("memory", lambda run: format_bytes_or_dash(run.manifest.machine.memory_bytes)),
+        ("kernel", lambda run: run.manifest.machine.kernel),
+        ("emulated cluster", lambda run: format_lab(run.manifest.lab)),
+        ("ranks", lambda run: run.manifest.world_size),
+        ("model parameters", lambda run: format_count(run.manifest.num_parameters)),
+        ("seed", lambda run: run.manifest.seed),
+        ("fivefold", lambda run: run.manifest.fivefold),
+        ("torch", lambda run: run.manifest.torch),
+        ("python", lambda run: run.manifest.python),
+        ("started", lambda run: run.manifest.started_at),
+    )
+    return DataTable(
+        columns=(("property", ""), *((run.label, "") for run in runs)),
+        rows=fact_rows(runs, writers),
+        text_columns=tuple(range(1, len(runs) + 1)),
+    )
+
+
+def _origins(runs: Sequence[Run]) -> PageSection:
+    commands = [
+        TextBlock(text=typed_command(run.manifest.command), heading=run.label, verbatim=True)
+        for run in runs
+    ]
+    words = shlex.join(["fivefold", "report", *(str(run.path) for run in runs)])
+    page = TextBlock(text=words, heading="This page", verbatim=True)
+    return PageSection(
+        key="reproduce",
+        heading="How to reproduce",
+        how="The commands that started the runs. Each run's folder also holds config.toml with "
+        f"every key, so that fivefold train config.toml --nproc {runs[0].manifest.world_size} runs "
+        "it again (with --set run.output=FOLDER, as the folder of a finished run is not written "
+        "over).",
+        parts=(*commands, page),
+    )
