@@ -6,15 +6,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
+from fivefold.collectives.pricing import Algorithm
 from fivefold.errors import ConfigurationError
 from fivefold.files import parse_json
 from fivefold.tasks import Ordering
-
-Algorithm = Literal["ring", "hierarchical", "in_network"]
-"""``"ring"``: one ring over all ranks. ``"hierarchical"``: inside hosts first, then one ring per
-place in the host. ``"in_network"``: switches sum."""
 
 _SCHEMA = "fivefold.codesign/1"
 Path = tuple[int, ...]
