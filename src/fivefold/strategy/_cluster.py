@@ -20,7 +20,7 @@ from typing import Any
 from fivefold.collectives.pricing import FabricSpec, Tier, fabric_from_topology
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.files import read_toml
-from fivefold.network.topology import generator_names, machine_names, parse_topology
+from fivefold.network.topology import catalogue, parse_topology
 from fivefold.strategy._device import DeviceSpec
 from fivefold.units import parse_bytes, parse_bytes_per_s, parse_duration_s
 
@@ -188,7 +188,8 @@ def _reached(fabric: FabricSpec, known: Mapping[str, Mapping[str, Any]]) -> Fabr
 
 
 def _unknown(name: str) -> ConfigurationError:
-    if name.partition(":")[0].replace("-", "_") in {*machine_names(), *generator_names()}:
+    known = catalogue()
+    if name.partition(":")[0].replace("-", "_") in {*known.machines, *known.generators}:
         return ConfigurationError(
             f"{name!r} is a network, and a plan needs the GPU and its software as well",
             hint=f'write a TOML file with base = "h100-nemo" (or another GPU and stack) and '

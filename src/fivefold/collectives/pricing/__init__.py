@@ -1,7 +1,7 @@
-"""How long a collective takes: groups of ranks on a fabric of tiers, and on a graph.
+"""How long a collective takes for a group of ranks: one question, three fidelities (`price_s`).
 
 On tiers it is a closed form, arrays in and arrays out, so that a search can ask for millions of
-prices; on a graph it is phases of flows, which the simulator runs as well.
+prices; on a graph it is a schedule that is walked, or phases of flows, which a simulator runs.
 """
 
 from fivefold.collectives.pricing._closed_form import chain_time_s, collective_time_s
@@ -19,10 +19,12 @@ from fivefold.collectives.pricing._phases import (
     route_latency_s,
     tree_links,
 )
+from fivefold.collectives.pricing._price import Fidelity, price_s
 
 __all__ = [
     "Algorithm",
     "FabricSpec",
+    "Fidelity",
     "Group",
     "Groups",
     "Phase",
@@ -37,6 +39,7 @@ __all__ = [
     "first_path",
     "host_groups",
     "phases_time_s",
+    "price_s",
     "route_latency_s",
     "tree_links",
 ]
