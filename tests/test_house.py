@@ -49,8 +49,9 @@ MAY_IMPORT = {
 MAY_IMPORT["cli"] = set(MAY_IMPORT) - {"testing"}  # the one room above all
 # Rooms within a room, each importing only those before it.
 INNER_ORDER = {
+    "moe": ["routing", "kernels", "operator", "parallel", "checkpoints"],
     "network": ["topology", "profiling", "simulation", "aggregation"],
-    "collectives": ["pricing", "schedules", "algorithms", "synthesis", "lowering", "execution"],
+    "collectives": ["schedules", "algorithms", "pricing", "synthesis", "lowering", "execution"],
     "gnn": [
         "storage",
         "sampling",

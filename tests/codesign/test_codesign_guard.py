@@ -15,8 +15,14 @@ from fivefold.codesign import (
     run_plan,
 )
 from fivefold.codesign._arbiter import Arbiter
-from fivefold.codesign._traffic import aggregation_tree, summed_columns
-from fivefold.codesign._trees import free_slots, job_trees, nearest_roots, spread_trees
+from fivefold.codesign._trees import (
+    free_slots,
+    job_trees,
+    nearest_roots,
+    spread_trees,
+    summed_columns,
+)
+from fivefold.collectives.pricing import aggregation_tree
 from fivefold.network.topology import (
     Aggregation,
     HostSpec,

@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fivefold.codesign._codesigns import CoDesigns
-from fivefold.codesign._compile import edge_route, run_plan, tree_links
+from fivefold.codesign._compile import edge_route, run_plan
 from fivefold.codesign._jobs import JobSpec
 from fivefold.codesign._modules import job_traffic, routed
 from fivefold.codesign._plans import ClusterPlan, JobPlan
 from fivefold.codesign._records import DecisionRecord, Layer
-from fivefold.codesign._traffic import summed_columns
-from fivefold.codesign._trees import free_slots, job_trees, spread_trees
+from fivefold.codesign._trees import free_slots, job_trees, spread_trees, summed_columns
+from fivefold.collectives.pricing import tree_links
 from fivefold.errors import ConfigurationError
 from fivefold.flows import Routing, never_worse, priority_classes, time_shifts
 from fivefold.network.topology import Topology
@@ -44,10 +44,6 @@ class PlanningOptions:
 
     Raises:
         ConfigurationError: A number is below one.
-
-    Examples:
-        >>> PlanningOptions(budget=10).guard
-        True
     """
 
     guard: bool = True
@@ -167,12 +163,7 @@ class Arbiter:
         plans: Mapping[str, ClusterPlan],
         splits: Mapping[str, Sequence[JobPlan]] | None = None,
     ) -> None:
-        """Take the best of what single jobs planned, then share the network among them.
-
-        Args:
-            plans: What jobs planned for themselves, by what they were allowed to use.
-            splits: Of each job, its best plan for each other way to split it.
-        """
+        """Take the best of what single jobs planned, then share the network among them."""
         for name, plan in plans.items():
             taken = self.consider("coordinator", f"what each job planned with {name}", plan)
             routes = routed(self.topology, self.jobs, plan, policy="intensity")

@@ -6,14 +6,17 @@ import functools
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from fivefold.codesign._iteration import communication_order, schedule_iteration
 from fivefold.codesign._jobs import JobSpec
 from fivefold.codesign._plans import ClusterPlan, JobPlan
-from fivefold.codesign._traffic import Phase, phases_of
-from fivefold.collectives.pricing import Quote
-from fivefold.flows import equal_cost_paths
+from fivefold.codesign._traffic import phases_of
+from fivefold.collectives.pricing import (
+    Phase,
+    Quote,
+    first_path,
+    phases_time_s,
+    route_latency_s,
+)
 from fivefold.network.simulation import (
     AggregationRequest,
     Compute,
@@ -35,10 +38,6 @@ class Outcome:
         completion_s: By job, seconds from its arrival to the end of its last iteration.
         iteration_s: By job, mean seconds of an iteration.
         result: The simulation.
-
-    Examples:
-        >>> Outcome({"a": 2.0}, {"a": 1.0}, None).completion_s["a"]
-        2.0
     """
 
     completion_s: Mapping[str, float]
@@ -97,11 +96,7 @@ def run_plan(
 
 
 def compile_job(topology: Topology, job: JobSpec, plan: JobPlan) -> list[SimulatorTask]:
-    """Tasks of one iteration of a job.
-
-    Raises:
-        InfeasibleError: The plan is not possible on this cluster.
-    """
+    """Tasks of one iteration of a job."""
     return _Compiler(topology, job, plan).tasks()
 
 
@@ -117,7 +112,10 @@ def alone_quote(topology: Topology, job: JobSpec, plan: JobPlan) -> Quote:
     def quote(kind: str, size_bytes: float) -> float:
         if (kind, size_bytes) not in found:
             steps = phases_of(topology, job, plan, kind=kind, size_bytes=size_bytes)
-            found[kind, size_bytes] = sum(_alone_s(topology, plan, phases) for phases in steps)
+            route = functools.partial(edge_route, topology, plan)
+            found[kind, size_bytes] = sum(
+                phases_time_s(topology, phases, route=route, slots=plan.slots) for phases in steps
+            )
         return found[kind, size_bytes]
 
     return quote
@@ -132,79 +130,7 @@ def planned_order(topology: Topology, job: JobSpec, plan: JobPlan) -> list[str]:
 def edge_route(topology: Topology, plan: JobPlan, edge: tuple[int, int]) -> tuple[int, ...]:
     """Links of an edge: as planned, else the first of the shortest paths."""
     planned = plan.paths.get(edge)
-    return planned if planned is not None else _first_path(topology, *edge)
-
-
-@functools.lru_cache(maxsize=1 << 17)
-def _first_path(topology: Topology, source: int, target: int) -> tuple[int, ...]:
-    return equal_cost_paths(topology, source, target, relay=True)[0]
-
-
-def _alone_s(topology: Topology, plan: JobPlan, phases: Sequence[Phase]) -> float:
-    loads: dict[int, float] = {}
-    slowest_s = latency_s = 0.0
-    for phase in phases:
-        if phase.tree is not None:
-            rate, delay_s = _tree_rate(topology, plan, phase.tree)
-            slowest_s = max(slowest_s, phase.edge_bytes / rate)
-            latency_s = max(latency_s, delay_s)
-            for link in tree_links(topology, phase.tree):
-                loads[link] = loads.get(link, 0.0) + phase.edge_bytes
-            continue
-        for edge in phase.edges:
-            route = edge_route(topology, plan, edge)
-            for link in route:
-                loads[link] = loads.get(link, 0.0) + phase.edge_bytes
-            latency_s = max(latency_s, phase.steps * _route_latency_s(topology, route))
-    busiest_s = max(
-        (load / float(topology.capacities_bytes_per_s[link]) for link, load in loads.items()),
-        default=0.0,
-    )
-    return max(slowest_s, busiest_s) + latency_s
-
-
-@functools.lru_cache(maxsize=1 << 17)
-def _route_latency_s(topology: Topology, route: tuple[int, ...]) -> float:
-    return float(topology.latencies_s[list(route)].sum())
-
-
-@functools.lru_cache(maxsize=1 << 14)
-def tree_links(topology: Topology, tree: tuple[tuple[str, str], ...]) -> tuple[int, ...]:
-    """Links of a tree, up and down: between two nodes the widest."""
-    found = []
-    for child, parent in tree:
-        for ends in ((child, parent), (parent, child)):
-            links = topology.out_links(topology.index(ends[0]))
-            links = links[topology.link_targets[links] == topology.index(ends[1])]
-            found.append(int(links[np.argmax(topology.capacities_bytes_per_s[links])]))
-    return tuple(found)
-
-
-def _tree_rate(
-    topology: Topology, plan: JobPlan, tree: tuple[tuple[str, str], ...]
-) -> tuple[float, float]:
-    """What adders and slots of a tree allow, and its latency."""
-    rate, delay_s = np.inf, 0.0
-    depth: dict[str, float] = {}
-    above = dict(tree)
-    links = tree_links(topology, tree)
-    for (child, _), up, down in zip(tree, links[::2], links[1::2], strict=True):
-        depth[child] = float(topology.latencies_s[up] + topology.latencies_s[down])
-    for child in above:
-        node, total = child, 0.0
-        while node in above:
-            total += depth[node]
-            node = above[node]
-        delay_s = max(delay_s, total)
-    for node in set(above.values()):
-        ability = topology.ability_of(node).aggregation
-        if ability is None:  # it only passes on
-            continue
-        if ability.rate_bytes_per_s is not None:
-            rate = min(rate, ability.rate_bytes_per_s)
-        if delay_s > 0:
-            rate = min(rate, plan.slots * ability.slot_bytes / delay_s)
-    return rate, delay_s
+    return planned if planned is not None else first_path(topology, *edge)
 
 
 class _Compiler:
@@ -292,7 +218,7 @@ class _Compiler:
             if phase.tree is None and phase.steps > 1:
                 for edge in phase.edges:
                     route = edge_route(self._topology, self._plan, edge)
-                    delay_s = _route_latency_s(self._topology, route)
+                    delay_s = route_latency_s(self._topology, route)
                     waits_s = max(waits_s, (phase.steps - 1) * delay_s)
         return waits_s
 

@@ -18,7 +18,7 @@ from typing import Any
 from fivefold.codesign._compile import edge_route, planned_order
 from fivefold.codesign._jobs import JobSpec
 from fivefold.codesign._plans import ClusterPlan, JobPlan
-from fivefold.codesign._traffic import aggregation_tree, host_groups
+from fivefold.collectives.pricing import aggregation_tree, host_groups
 from fivefold.errors import ConfigurationError, InfeasibleError, UnsupportedError
 from fivefold.files import read_json
 from fivefold.network.topology import Topology
@@ -39,10 +39,6 @@ class Order:
         jobs: The jobs.
         plan: Their plans.
         channels: Names of each job's communications, in the order in which they are made.
-
-    Examples:
-        >>> Order("", (), ClusterPlan({}), {}).jobs
-        ()
     """
 
     topology: str
@@ -141,10 +137,6 @@ def write_order(
     Raises:
         InfeasibleError: The plan is not possible on this cluster.
         UnsupportedError: The plan cannot be run.
-
-    Examples:
-        >>> write_order.__name__
-        'write_order'
     """
     check_executable(jobs, plan, topology=topology)
     record = [

@@ -6,15 +6,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
+from fivefold.collectives.pricing import Algorithm
 from fivefold.errors import ConfigurationError
 from fivefold.files import parse_json
 from fivefold.tasks import Ordering
-
-Algorithm = Literal["ring", "hierarchical", "in_network"]
-"""``"ring"``: one ring over all ranks. ``"hierarchical"``: inside hosts first, then one ring per
-place in the host. ``"in_network"``: switches sum."""
 
 _SCHEMA = "fivefold.codesign/1"
 Path = tuple[int, ...]
@@ -40,10 +37,6 @@ class JobPlan:
             takes the shortest route.
         priority: Layer 4: class, 0 the most urgent.
         shift_s: Layer 4: by how much the job begins later.
-
-    Examples:
-        >>> JobPlan(order=(0, 1)).algorithm
-        'ring'
     """
 
     order: tuple[int, ...]
@@ -93,13 +86,7 @@ def _job_plan(values: dict[str, Any]) -> JobPlan:
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """The plans of all jobs.
-
-    Examples:
-        >>> plan = ClusterPlan({"a": JobPlan(order=(0, 1))})
-        >>> ClusterPlan.from_json(plan.to_json()) == plan
-        True
-    """
+    """The plans of all jobs."""
 
     jobs: Mapping[str, JobPlan]
 

@@ -16,8 +16,9 @@ from fivefold.codesign._jobs import JobSpec
 from fivefold.codesign._modules import local_order
 from fivefold.codesign._plans import JobPlan
 from fivefold.codesign._records import DecisionRecord
-from fivefold.codesign._traffic import host_groups, job_groups
+from fivefold.codesign._traffic import job_groups
 from fivefold.codesign._trees import nearest_roots, spread_trees
+from fivefold.collectives.pricing import host_groups
 from fivefold.network.topology import Topology
 from fivefold.tasks import Ordering
 
@@ -66,17 +67,7 @@ class SinglePlan:
 def plan_single(
     topology: Topology, job: JobSpec, start: JobPlan, co_designs: CoDesigns
 ) -> SinglePlan:
-    """Plan layers 1 to 3 of one job, as if it were alone.
-
-    Args:
-        topology: The cluster.
-        job: The job.
-        start: Its plan so far; always one of the alternatives.
-        co_designs: What may be used.
-
-    Returns:
-        The plan, and who decided what.
-    """
+    """Plan layers 1 to 3 of one job, as if it were alone."""
     if not co_designs.vertical:
         return _by_rule(topology, job, start, co_designs)
     weighed = list(_weighed(topology, job, start, co_designs))

@@ -17,16 +17,15 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from fivefold.codesign._compile import tree_links
 from fivefold.codesign._jobs import JobSpec
 from fivefold.codesign._plans import ClusterPlan, JobPlan
-from fivefold.codesign._traffic import aggregation_tree, summed_columns
+from fivefold.codesign._traffic import job_groups
+from fivefold.collectives.pricing import Tree, aggregation_tree, host_groups, tree_links
 from fivefold.network.topology import Topology
 
 _MOST_ROOTS = 4
 _MOST_WEIGHED = 16  # roots that are weighed for each tree
 _MOST_SAMPLED = 8  # ranks whose distance to a switch is looked at
-Tree = tuple[tuple[str, str], ...]
 IntArray = npt.NDArray[np.int64]
 
 
@@ -52,6 +51,26 @@ class TreeChoice:
             "slots": self.slots,
             "paths": {},
         }
+
+
+def summed_columns(topology: Topology, job: JobSpec, plan: JobPlan) -> list[tuple[int, ...]] | None:
+    """Ranks that a tree of switches would sum, tree by tree; None where hosts differ.
+
+    Inside a host ranks sum first, so a tree has one rank per host.
+    """
+    chosen = job.split_as(plan.split)
+    axis = "data" if chosen.mesh is not None else ""
+    if chosen.mesh is not None and not any(
+        m.axis == "data" and m.kind == "all_reduce" for m in chosen.mesh.demand.messages
+    ):
+        return None
+    found: list[tuple[int, ...]] = []
+    for group in job_groups(chosen, plan, axis):
+        hosts = host_groups(topology, group)
+        if hosts is None or len(hosts) == 1:
+            return None
+        found += [tuple(own[place] for own in hosts) for place in range(len(hosts[0]))]
+    return found
 
 
 def nearest_roots(topology: Topology, job: JobSpec, plan: JobPlan) -> list[TreeChoice]:
@@ -81,18 +100,7 @@ def spread_trees(
     loads: Mapping[int, float] | None = None,
     free: Mapping[str, int] | None = None,
 ) -> TreeChoice | None:
-    """Roots tree by tree, each where the busiest link of its tree has least to carry.
-
-    Args:
-        topology: The cluster.
-        job: The job.
-        plan: Its plan: the split and the order of ranks.
-        loads: Bytes per second that others put on links; None for nothing.
-        free: Slots that are left at each switch; None for all.
-
-    Returns:
-        The choice; None where some tree finds no root with a slot left.
-    """
+    """Roots tree by tree, each where the busiest link of its tree has least to carry."""
     columns = summed_columns(topology, job, plan)
     if not columns:
         return None

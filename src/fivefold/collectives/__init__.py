@@ -1,10 +1,10 @@
 """Layer 3: how one collective becomes chunk transfers, proved, priced, lowered and run.
 
-The rooms, each importing only those before it: ``pricing`` (how long
-a collective takes, in closed form), ``schedules`` (what a collective and a schedule
-are; the verifier, the cost, the bounds), ``algorithms`` (ring, trees and their like),
-``synthesis`` (algorithms made for a topology), ``lowering`` (programs, MSCCL XML, MSCCL++ plans,
-an interpreter) and ``execution`` (under ``torch.distributed``). They are loaded when first used.
+The packages, each importing only those before it: ``schedules`` (what a collective and a schedule
+are; the verifier, the cost models, the bounds), ``algorithms`` (ring, trees and their like),
+``pricing`` (how long a collective takes for a group), ``synthesis`` (algorithms made for a
+topology), ``lowering`` (programs, MSCCL XML, MSCCL++ plans, an interpreter) and ``execution``
+(under ``torch.distributed``). They are loaded when first used.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ nor models.
 """
 
 from fivefold.flows._guard import Guarded, never_worse
-from fivefold.flows._paths import equal_cost_paths
+from fivefold.flows._paths import default_paths, equal_cost_paths
 from fivefold.flows._priority import PriorityClasses, priority_classes
 from fivefold.flows._routing import FlowDemand, JobTraffic, RoutePolicy, Routing, route_flows
 from fivefold.flows._shifts import Shifts, time_shifts
@@ -20,6 +20,7 @@ __all__ = [
     "RoutePolicy",
     "Routing",
     "Shifts",
+    "default_paths",
     "equal_cost_paths",
     "never_worse",
     "priority_classes",

@@ -1,17 +1,71 @@
-"""All paths of least latency and fewest links between two ranks: what ECMP chooses among."""
+"""Paths between ranks: the one that a flow takes by itself, and all that ECMP chooses among."""
 
 from __future__ import annotations
 
 import functools
 
+import numpy as np
+import numpy.typing as npt
+
 from fivefold.errors import ConfigurationError, InfeasibleError
-from fivefold.network.topology import Topology
+from fivefold.network.topology import Routes, Topology
+
+
+def default_paths(topology: Topology, sources: npt.ArrayLike, targets: npt.ArrayLike) -> Routes:
+    """Return the path that each flow takes where nothing chooses one, of many flows at once.
+
+    Neighbours use the widest link that joins them, others the route of least latency; ranks on the
+    way forward.
+
+    Args:
+        topology: The graph.
+        sources: Rank where each flow begins.
+        targets: Rank where each ends.
+
+    Returns:
+        The paths, in the order asked for.
+
+    Raises:
+        InfeasibleError: Two ranks have no route.
+
+    Examples:
+        >>> from fivefold.network.topology import ring
+        >>> default_paths(ring(4), [0, 0], [1, 2]).offsets.tolist()
+        [0, 1, 3]
+    """
+    first, last = np.asarray(sources, np.int64), np.asarray(targets, np.int64)
+    joined, widest = _direct_links(topology)
+    keys = first * topology.num_ranks + last
+    place = np.minimum(np.searchsorted(joined, keys), max(joined.size - 1, 0))
+    adjacent = joined[place] == keys if joined.size else np.zeros(keys.size, dtype=np.bool_)
+    lengths = np.ones(keys.size, dtype=np.int64)
+    far = topology.routes(first[~adjacent], last[~adjacent])
+    lengths[~adjacent] = np.diff(far.offsets)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    links = np.empty(offsets[-1], dtype=np.int32)
+    of_far = np.repeat(~adjacent, lengths)
+    links[of_far] = far.links
+    links[~of_far] = widest[place[adjacent]] if joined.size else 0
+    return Routes(first.astype(np.int32), last.astype(np.int32), offsets, links)
+
+
+def _direct_links(
+    topology: Topology,
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+    """Return the pairs of neighbouring ranks, sorted, and the widest link that joins each."""
+    ranks = topology.rank_of_node
+    first, last = ranks[topology.link_sources], ranks[topology.link_targets]
+    between = np.flatnonzero((first >= 0) & (last >= 0))
+    keys = first[between].astype(np.int64) * topology.num_ranks + last[between]
+    order = np.lexsort((-topology.capacities_bytes_per_s[between], keys))
+    unique, where = np.unique(keys[order], return_index=True)
+    return unique, between[order][where].astype(np.int32)
 
 
 def equal_cost_paths(
     topology: Topology, source: int, target: int, *, limit: int = 64, relay: bool = False
 ) -> tuple[tuple[int, ...], ...]:
-    """Paths of fewest links from one rank to another that no third rank forwards.
+    """Find the paths of fewest links from one rank to another that no third rank forwards.
 
     Between ranks of one host paths that stay inside it go before others of the same length, as
     libraries use NVLink where it is there.
@@ -90,7 +144,7 @@ def _inside(
 
 
 def _hops_to(topology: Topology, end: int, begin: int) -> dict[int, int]:
-    """Links from each node to ``end``, of nodes up to the distance of ``begin``."""
+    """Return the links from each node to ``end``, of nodes up to the distance of ``begin``."""
     hops = {end: 0}
     frontier = [end]
     while frontier and begin not in hops:

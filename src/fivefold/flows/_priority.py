@@ -105,7 +105,7 @@ def _pair_losses(routing: Routing, names: list[str], priority: FloatArray) -> Fl
 
 
 def _orders(priority: FloatArray, before: BoolArray, seed: int) -> list[list[int]]:
-    """Orders in which of each contending pair the more urgent job comes first."""
+    """Return the orders in which of each contending pair the more urgent job comes first."""
     number = len(priority)
     plain = sorted(range(number), key=lambda i: (-priority[i], i))
     orders = [plain]

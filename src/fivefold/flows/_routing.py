@@ -51,7 +51,7 @@ class Routing:
         return {job.job_id: job for job in self.traffic}
 
     def link_bytes(self, job_id: str) -> FloatArray:
-        """Bytes that one iteration of a job puts on each link, float64 [num_links].
+        """Return the bytes that one iteration of a job puts on each link, float64 [num_links].
 
         Raises:
             ConfigurationError: There is no such job.
@@ -66,7 +66,7 @@ class Routing:
         }
 
     def communication_s(self, job_id: str) -> float:
-        """Seconds of a job's communication with the network to itself: its fullest link.
+        """Return the seconds of a job's communication with the network to itself: its fullest link.
 
         Raises:
             ConfigurationError: There is no such job.
@@ -75,7 +75,7 @@ class Routing:
         return float((loads / self.topology.capacities_bytes_per_s).max(initial=0.0))
 
     def intensity(self, job_id: str) -> float:
-        """Compute work per second of communication; infinite for a job that sends nothing.
+        """Return compute work per second of communication; infinite for a job that sends nothing.
 
         Raises:
             ConfigurationError: There is no such job.
@@ -84,7 +84,7 @@ class Routing:
         return self.jobs[job_id].gpu_work / seconds if seconds > 0 else float("inf")
 
     def shared_links(self, job_a: str, job_b: str) -> npt.NDArray[np.intp]:
-        """Links that both jobs use.
+        """Return the links that both jobs use.
 
         Raises:
             ConfigurationError: There is no such job.
@@ -185,7 +185,11 @@ def _hashed(paths: tuple[Path, ...], key: tuple[object, ...]) -> Path:
 def _least_loaded(
     hashed: Routing, groups: Sequence[Sequence[JobTraffic]], choices: _Choices
 ) -> dict[str, tuple[Path, ...]]:
-    """Group by group, the largest flows first; each where the fullest link stays emptiest."""
+    """Group by group, the largest flows first; each where the fullest link stays emptiest.
+
+    Among equals the hashed path is taken, so that jobs that do not see one another do not all
+    choose the first one.
+    """
     topology = hashed.topology
     busy_s = np.zeros(topology.num_links)  # seconds that the bytes put on each link so far take
     chosen: dict[str, dict[int, Path]] = {}
@@ -212,7 +216,7 @@ def _least_loaded(
 
 
 def _first(preferred: Path, choices: _Choices, flow: FlowDemand) -> tuple[Path, ...]:
-    """The choices, from the preferred one on and then from the front."""
+    """Return the choices, from the preferred one on and then from the front."""
     paths = choices.of(flow.source, flow.target)
     at = paths.index(preferred)
     return paths[at:] + paths[:at]

@@ -164,7 +164,7 @@ class _Circle:
         return self.count * float(sum(wave.mean() for wave in self.waves))
 
     def excess(self, steps: Mapping[str, int]) -> float:
-        """Mean demand above capacity."""
+        """Return the mean demand above capacity."""
         total = np.zeros(len(self.waves[0]))
         for name, wave in zip(self.jobs, self.waves, strict=True):
             total += np.roll(wave, steps.get(name, 0))
@@ -199,7 +199,7 @@ def _circles(routing: Routing, grid: _Grid) -> tuple[list[_Circle], tuple[tuple[
 
 
 def _wave(routing: Routing, name: str, rate: float, grid: _Grid, perimeter: int) -> FloatArray:
-    """Demand in each slot: nothing while computing, then the rate until all is sent."""
+    """Return the demand in each slot: nothing while computing, then the rate until all is sent."""
     slots = grid.slots[name]
     scale = slots / (routing.jobs[name].compute_s + routing.communication_s(name))
     start = routing.jobs[name].compute_s * scale  # in slots, as is the end of the period
@@ -228,7 +228,7 @@ def _loop_free(jobs_of: Sequence[set[str]]) -> bool:
 def _search(
     names: Sequence[str], circles: Sequence[_Circle], grid: _Grid, seed: int
 ) -> dict[str, int]:
-    """Steps of each job with the least excess; the first job stays, for only differences count."""
+    """Search the least excess; the first job stays, for only differences count."""
 
     def cost(steps: Mapping[str, int]) -> float:
         return sum(circle.excess(steps) for circle in circles)

@@ -180,6 +180,8 @@ def _stage_times(columns: Columns, layer: dict[str, Floats]) -> list[tuple[Float
             count * layer[name] + np.where(is_last, head[name], 0.0)
             for name in ("forward_s", "input_s", "weight_s")
         ]
+        outside_s = _outside_s(columns, layer, number)
+        parts[0], parts[1] = parts[0] + outside_s[0], parts[1] + outside_s[1]
         stages.append((parts[0] + opening_s, parts[1], parts[2] + opening_s))
     return stages
 
@@ -246,6 +248,9 @@ def _mean_stage(columns: Columns, layer: dict[str, Floats]) -> list[Floats]:
     forward_s, input_s, weight_s = (
         each * layer[name] + head[name] / p for name in ("forward_s", "input_s", "weight_s")
     )
+    for number in (0, 2):
+        outside_s = _outside_s(columns, layer, number)
+        forward_s, input_s = forward_s + outside_s[0] / p, input_s + outside_s[1] / p
     return [forward_s + embedding_s, input_s, weight_s + embedding_s]
 
 
@@ -386,27 +391,61 @@ def exchanging_layer(columns: Columns) -> dict[str, Floats]:
 
 
 def _gathering_layer(columns: Columns, layer: dict[str, Floats]) -> dict[str, Floats]:
-    """Layers of ZeRO-3 plans wait for their parameters."""
-    t, device = columns.table, columns.device
-    shared = t.zero == 3
+    """Layers of ZeRO-3 plans wait for their parameters; ``spare`` is what more fits beside them."""
+    shared = columns.table.zero == 3
     if not shared.any():
         return layer
-    each = columns.model.num_layers / t.pipeline
+    count = columns.counts[1]
     kept, routed = columns.parameters(1)
-    sent = []
-    for width in (device.parameter_wire_bytes, device.gradient_wire_bytes):
-        scale = width / device.shard_gather_share / each
-        sent.append(_sharing_s(columns, scale * kept, scale * routed))
-    forward_s = _beside(columns, layer["forward_s"], sent[0])
+    gather_s, scatter_s = _shared_s(columns, kept / count, routed / count)
     backward_s = layer["input_s"] + layer["weight_s"]
-    both_s = _beside(columns, backward_s, sent[0] + sent[1])
+    forward_s = _beside(columns, layer["forward_s"], gather_s)
+    both_s = _beside(columns, backward_s, gather_s + scatter_s)
     return {
         **layer,
         "forward_s": np.where(shared, forward_s, layer["forward_s"]),
         "input_s": np.where(shared, layer["input_s"] + both_s - backward_s, layer["input_s"]),
+        "spare_forward_s": np.maximum(layer["forward_s"] - gather_s, 0.0),
+        "spare_backward_s": np.maximum(backward_s - gather_s - scatter_s, 0.0),
     }
 
 
-def _beside(columns: Columns, compute_s: Floats, sent_s: Floats) -> Floats:
-    beside_s = exposed_s(sent_s, compute_s, slowdown=columns.device.overlap_slowdown)
+def _shared_s(columns: Columns, kept: Floats, routed: Floats) -> tuple[Floats, Floats]:
+    """Gather ZeRO-3's parameters; scatter their gradients."""
+    device = columns.device
+    gather, scatter = (
+        width / device.shard_gather_share
+        for width in (device.parameter_wire_bytes, device.gradient_wire_bytes)
+    )
+    return (
+        _sharing_s(columns, gather * kept, gather * routed),
+        _sharing_s(columns, scatter * kept, scatter * routed),
+    )
+
+
+def _outside_s(
+    columns: Columns, layer: dict[str, Floats], number: int
+) -> tuple[Floats | float, Floats | float]:
+    """ZeRO-3's wait for what a stage holds besides layers, embedding or head: both passes."""
+    t = columns.table
+    if "spare_forward_s" not in layer or number == 1:
+        return 0.0, 0.0
+    count = columns.counts[number]
+    outside = columns.parameters(number)[0] - count * columns.parameters(1)[0] / columns.counts[1]
+    # With one stage they are in the layers' share already.
+    waits = (t.zero == 3) & (t.pipeline > 1) & (outside > 0)
+    none = np.zeros(len(t))
+    gather_s, scatter_s = _shared_s(columns, np.where(waits, outside, 0.0), none)
+    forward_s = _beside(columns, none, gather_s, spare_s=count * layer["spare_forward_s"])
+    both_s = gather_s + scatter_s
+    backward_s = _beside(columns, none, both_s, spare_s=count * layer["spare_backward_s"])
+    return np.where(waits, forward_s, 0.0), np.where(waits, backward_s, 0.0)
+
+
+def _beside(
+    columns: Columns, compute_s: Floats, sent_s: Floats, *, spare_s: Floats | None = None
+) -> Floats:
+    """Compute and what of its messages is exposed, beside it or beside ``spare_s``."""
+    room_s = compute_s if spare_s is None else spare_s
+    beside_s = exposed_s(sent_s, room_s, slowdown=columns.device.overlap_slowdown)
     return compute_s + np.where(columns.table.data_overlap == 1, beside_s, sent_s)

@@ -18,7 +18,13 @@ import torch
 
 from fivefold.collectives.algorithms import build_algorithm
 from fivefold.collectives.execution._plan import plan_rank
-from fivefold.collectives.execution._run import Agenda, CollectiveError, Lanes, Transfers, run_plan
+from fivefold.collectives.execution._run import (
+    CollectiveError,
+    ReadyTasks,
+    ReceiveThreads,
+    RunContext,
+    run_plan,
+)
 from fivefold.collectives.lowering import OpKind, lower
 from fivefold.collectives.schedules import (
     Schedule,
@@ -83,7 +89,7 @@ class Network:
         return Group()
 
 
-def everywhere(program, inputs, network, *, lanes=True, timeout=LIMIT):
+def everywhere(program, inputs, network, *, in_threads=True, timeout=LIMIT):
     """Run a program on all ranks at once; what each of them then has."""
 
     def work(rank):
@@ -92,14 +98,14 @@ def everywhere(program, inputs, network, *, lanes=True, timeout=LIMIT):
         out = data
         if collective.name != "all_reduce":
             out = data.new_zeros(data.numel() * (len(inputs) if "gather" in collective.name else 1))
-        threads = Lanes(f"rank {rank}") if lanes else None
+        threads = ReceiveThreads(f"rank {rank}") if in_threads else None
         unit = data.numel() // (len(inputs) if collective.name == "all_to_all" else 1)
-        transfers = Transfers(
+        context = RunContext(
             inner=network.group(rank), inputs=data, outputs=out, unit=unit, combine=torch.add,
-            timeout=timeout, what="test", tag=0, lanes=threads,
+            timeout=timeout, what="test", tag=0, threads=threads,
         )  # fmt: skip
         try:
-            run_plan(plan_rank(program, rank=rank), transfers)
+            run_plan(plan_rank(program, rank=rank), context)
         finally:
             if threads is not None:
                 threads.close()
@@ -119,17 +125,17 @@ def schedules(count):
     yield "trees", packing.to_schedule("all_reduce", chunks=packing.k).replicated(2)
 
 
-@pytest.mark.parametrize("lanes", [True, False])
+@pytest.mark.parametrize("in_threads", [True, False])
 @pytest.mark.parametrize("count", [3, 4])
-def test_sums_are_the_same_bits_whatever_arrives_first(count, lanes):
+def test_sums_are_the_same_bits_whatever_arrives_first(count, in_threads):
     torch.manual_seed(count)
-    # Enough that lanes are worth it; values whose sum depends on the order of additions.
+    # Enough that threads are worth it; values whose sum depends on the order of additions.
     inputs = [torch.randn(70_001) * 10.0 ** (rank % 3) for rank in range(count)]
     for name, schedule in schedules(count):
         program = lower(schedule, in_place=True)
         first = None
         for seed in range(4):
-            found = everywhere(program, inputs, Network(seed), lanes=lanes)
+            found = everywhere(program, inputs, Network(seed), in_threads=in_threads)
             assert all(torch.equal(found[0], other) for other in found[1:]), name
             assert torch.allclose(found[0], sum(inputs), rtol=1e-4, atol=1e-3), name
             first = found[0] if first is None else first
@@ -169,14 +175,14 @@ def test_a_slow_peer_does_not_hold_up_what_others_sent():
 
 def test_tasks_that_touch_the_same_memory_keep_their_order():
     tasks = plan_rank(lower(star_and_chain(), in_place=True), rank=0).tasks
-    agenda, order = Agenda(tasks), []
+    ready, order = ReadyTasks(tasks), []
     for at in reversed(range(len(tasks))):  # everything arrives in the opposite order
         if tasks[at].receive_peer >= 0:
-            agenda.arrived(at)
-    while (at := agenda.next()) is not None:
+            ready.arrived(at)
+    while (at := ready.next()) is not None:
         order.append(at)
-        agenda.done(at)
-    assert agenda.is_done
+        ready.done(at)
+    assert ready.is_done
     places = {at: place for place, at in enumerate(order)}
     for at, task in enumerate(tasks):
         for earlier, other in enumerate(tasks[:at]):
@@ -190,15 +196,15 @@ def test_what_is_passed_on_in_turn_is_asked_for_at_once():
     tasks = plan_rank(lower(schedule, in_place=True), rank=1).tasks
     passing = [at for at, task in enumerate(tasks) if task.kind is OpKind.RECEIVE_COPY_SEND]
     assert any(tasks[at].sends_after in passing for at in passing)
-    agenda = Agenda(tasks)
+    ready = ReadyTasks(tasks)
     summed = [at for at, task in enumerate(tasks) if task.kind.reduces]
     for at in summed:
-        agenda.arrived(at)
+        ready.arrived(at)
     for at in summed:
-        assert agenda.next() is not None
-        agenda.done(at)
-    assert all(agenda.may_be_written(at) for at in passing)
-    assert agenda.next() is None
+        assert ready.next() is not None
+        ready.done(at)
+    assert all(ready.may_be_written(at) for at in passing)
+    assert ready.next() is None
 
 
 def _overlap(one, other):

@@ -18,7 +18,7 @@ from fivefold.collectives.schedules import (
 )
 from fivefold.collectives.synthesis import _flow as flow_module
 from fivefold.collectives.synthesis import all_to_all_flow, all_to_all_optimum
-from fivefold.collectives.synthesis._flow_symmetry import symmetry_of
+from fivefold.collectives.synthesis._flow import symmetry_of
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import (
     Link,

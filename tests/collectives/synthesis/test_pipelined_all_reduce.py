@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from fivefold.collectives.schedules import all_gather, all_reduce, evaluate, lower_bound, verify
 from fivefold.collectives.synthesis import synthesize
-from fivefold.collectives.synthesis._pipelined import pipelined_all_reduce, roots_of
+from fivefold.collectives.synthesis._methods import pipelined_all_reduce, roots_of
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import Link, Node, Topology, line
 

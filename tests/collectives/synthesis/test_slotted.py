@@ -20,7 +20,7 @@ from fivefold.collectives.schedules import (
 )
 from fivefold.collectives.synthesis import SlotModel, slot_length_s, slotted
 from fivefold.collectives.synthesis._instance import Instance, Orbits
-from fivefold.collectives.synthesis._slotted_core import SlotTimes, search_slots
+from fivefold.collectives.synthesis._slotted import SlotTimes, search_slots
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import (
     Link,

@@ -20,7 +20,7 @@ from fivefold.collectives.synthesis import (
     SynthesisOptions,
     synthesize,
 )
-from fivefold.collectives.synthesis._cache import cache_key, load, store
+from fivefold.collectives.synthesis._front import cache_key, load, store
 from fivefold.errors import ConfigurationError, InfeasibleError, StorageError
 from fivefold.network.topology import (
     Link,

@@ -24,8 +24,7 @@ from fivefold.collectives.schedules import (
 )
 from fivefold.collectives.synthesis import Sketch, SwitchSketch, published_sketch, taccl
 from fivefold.collectives.synthesis._sketched import sketched
-from fivefold.collectives.synthesis._taccl_ordering import best_order, parents_of
-from fivefold.collectives.synthesis._taccl_prices import prices_of
+from fivefold.collectives.synthesis._taccl_ordering import best_order, parents_of, prices_of
 from fivefold.collectives.synthesis._taccl_routing import candidates, greedy_routes, route
 from fivefold.collectives.synthesis._taccl_scheduling import improve_order, join_messages
 from fivefold.errors import ConfigurationError, InfeasibleError
@@ -53,7 +52,7 @@ TACCL_FINALS = [
 
 
 def profiled(profile, boxes, connections):
-    published = TacclProfile.published(profile)
+    published = TacclProfile.load(profile)
     topology = published.to_topology(boxes=boxes, connections=connections, as_solved=True)
     return topology, published.chunk_bytes, published.time_scale * 1e6
 

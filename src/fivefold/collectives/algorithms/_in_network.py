@@ -1,4 +1,4 @@
-"""Trees in the network: switches add up what comes from below and copy what comes from above.
+"""Trees of in-network aggregation: switches sum what comes from below, copy what comes from above.
 
 Such an all-reduce is no schedule of transfers between ranks, for the sums are made on the way. It
 is a tree of nodes, priced by its closed form and run by the simulator or, in the lab, by software
@@ -13,15 +13,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fivefold.errors import ConfigurationError, InfeasibleError
-from fivefold.network.topology import Aggregation
-
-if TYPE_CHECKING:
-    from fivefold.network.topology import Topology
+from fivefold.network.simulation import AggregationRequest
+from fivefold.network.topology import Aggregation, Topology
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +36,8 @@ class InNetworkTree:
         slots: Slots that it may use at each switch.
 
     Examples:
-        >>> from fivefold.network.topology import Aggregation, SwitchAbility, Topology, switch
+        >>> from fivefold.network.simulation import AggregationRequest
+    from fivefold.network.topology import Aggregation, SwitchAbility, Topology, switch
         >>> plain = switch(4, bandwidth="1 GB/s", latency="1 us")
         >>> hub = next(node.name for node in plain.nodes if not node.is_rank)
         >>> able = SwitchAbility(hub, aggregation=Aggregation(slots=1024, slot_bytes=1024))
@@ -63,7 +62,7 @@ class InNetworkTree:
 
     @cached_property
     def switches(self) -> tuple[int, ...]:
-        """Node indices of the switches that add up: all inner nodes with several children."""
+        """Node indices of the aggregating switches: all inner nodes with several children."""
         parents, counts = np.unique(list(self.parents.values()), return_counts=True)
         return tuple(int(node) for node in parents[counts > 1])
 
@@ -96,14 +95,14 @@ class InNetworkTree:
         pools = {ability.node: ability.aggregation for ability in self.topology.switches}
         for node in self.switches:
             pool = pools[self.topology.nodes[node].name]
-            assert pool is not None, "in_network_tree takes only switches that add up"
+            assert pool is not None, "in_network_tree takes only aggregating switches"
             rate = min(rate, pool.rate_bytes_per_s or rate)
             if self.round_trip_s > 0:
                 rate = min(rate, self.slots * pool.slot_bytes / self.round_trip_s)
         return rate
 
     def time_s(self, size_bytes: float) -> float:
-        """Time of an all-reduce: the round trip, and the bytes at the tree's rate.
+        """Return the time of an all-reduce: the round trip, and the bytes at the tree's rate.
 
         Args:
             size_bytes: Buffer of each rank.
@@ -116,21 +115,19 @@ class InNetworkTree:
         return self.round_trip_s + size_bytes / self.rate_bytes_per_s
 
     def link_bytes(self, size_bytes: float) -> Any:
-        """Bytes on each link of the topology: the buffer once up and once down the tree."""
+        """Return bytes on each link of the topology: the buffer once up and once down the tree."""
         loads = np.zeros(self.topology.num_links)
         loads[[*self.up_links.values(), *self.down_links.values()]] = size_bytes
         return loads
 
     def request(self, request_id: str, size_bytes: float, **options: Any) -> Any:
-        """The same all-reduce as an `AggregationRequest` of `fivefold.network.simulation`.
+        """Return the same all-reduce as an `AggregationRequest` of `fivefold.network.simulation`.
 
         Args:
             request_id: Its name among the simulator's tasks.
             size_bytes: Buffer of each rank.
             **options: More of its arguments, such as ``release_s``, ``job`` or ``fallback``.
         """
-        from fivefold.network.simulation import AggregationRequest  # noqa: PLC0415 - only here
-
         names = [node.name for node in self.topology.nodes]
         tree = {names[child]: names[parent] for child, parent in self.parents.items()}
         leaves = [names[leaf] for leaf in self.leaves]
@@ -140,7 +137,7 @@ class InNetworkTree:
 def in_network_tree(
     topology: Topology, ranks: Sequence[int] | None = None, *, slots: int | None = None
 ) -> InNetworkTree:
-    """The best tree of aggregating switches over some ranks.
+    """Find the best tree of aggregating switches over some ranks.
 
     Each aggregating switch is tried as the root: its tree is that of fewest links (then least
     latency) over which every rank reaches it, both ways. Nodes with several children must
@@ -159,10 +156,11 @@ def in_network_tree(
         InfeasibleError: No tree of aggregating switches joins the ranks; says why.
 
     Examples:
-        >>> from fivefold.network.topology import star
+        >>> from fivefold.network.simulation import AggregationRequest
+    from fivefold.network.topology import star
         >>> in_network_tree(star(3))
         Traceback (most recent call last):
-        fivefold.errors.InfeasibleError: no switch of topology 'star:3' adds up; ...
+        fivefold.errors.InfeasibleError: no switch of topology 'star:3' aggregates; ...
     """
     members = list(range(topology.num_ranks)) if ranks is None else [int(rank) for rank in ranks]
     if not members or len(set(members)) != len(members) or (slots is not None and slots < 1):
@@ -173,7 +171,7 @@ def in_network_tree(
     able = [topology.index(s.node) for s in topology.switches if s.aggregation is not None]
     if not able:
         raise InfeasibleError(
-            f"no switch of topology {topology.name!r} adds up",
+            f"no switch of topology {topology.name!r} aggregates",
             hint="give one a SwitchAbility with an Aggregation, or use another algorithm",
         )
     both = _two_way_links(topology)
@@ -193,7 +191,7 @@ Pools = dict[int, Aggregation | None]
 
 
 def _branches(topology: Topology, root: int, both: Neighbours) -> dict[int, int]:
-    """Parent of every node that reaches the root through forwarding nodes, fewest links first."""
+    """Return the parent of every node that reaches the root through forwarding nodes."""
     above = {root: -1}
     waiting = deque([root])
     while waiting:
@@ -213,7 +211,7 @@ def _tree(
     wanted: tuple[tuple[int, ...], int | None],
     network: tuple[Neighbours, Pools],
 ) -> InNetworkTree | None:
-    """The tree of fewest links to one root, or None where it does not do."""
+    """Return the tree of fewest links to one root, or None where it does not do."""
     leaves, slots = wanted
     both, pools = network
     above = _branches(topology, root, both)
@@ -242,7 +240,7 @@ def _tree(
 
 
 def _two_way_links(topology: Topology) -> Neighbours:
-    """For each node its neighbours both ways: widest link from the neighbour, to it, latency."""
+    """Find each node's neighbours both ways: widest link from it, to it, latency."""
     widest: dict[tuple[int, int], int] = {}
     capacities = topology.capacities_bytes_per_s
     for link in range(topology.num_links):

@@ -1,15 +1,24 @@
-"""The library by name: which algorithm serves which collective, and how it is built."""
+"""The library by name: which algorithm serves which collective, and its schedule."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 
-from fivefold.collectives.algorithms._hierarchical import Spread
-from fivefold.collectives.algorithms._moves import Ints, Moves, backwards, joined
+from fivefold.collectives.algorithms._exchange import (
+    binomial_exchange_moves,
+    bruck_exchange_moves,
+    direct_exchange_moves,
+    grouped_exchange_moves,
+    pairwise_exchange_moves,
+)
+from fivefold.collectives.algorithms._moves import Ints, Moves, backwards, joined, moves_of
+from fivefold.collectives.algorithms._ring_order import ring_order
 from fivefold.collectives.algorithms._spread import (
+    Spread,
     bidirectional_ring_moves,
     binary_tree_moves,
     binomial_moves,
@@ -17,17 +26,20 @@ from fivefold.collectives.algorithms._spread import (
     core_ranks,
     direct_moves,
     double_tree_moves,
+    doubling_sums,
+    hierarchical_moves,
+    one_shot_sums,
     pat_moves,
     recursive_doubling_moves,
     ring_moves,
 )
 from fivefold.collectives.schedules import Collective, Schedule
 from fivefold.errors import ConfigurationError
+from fivefold.network.topology import Topology
 
-if TYPE_CHECKING:
-    from fivefold.network.topology import Topology
+Exchange = Callable[[int, Ints, Ints, Ints], Moves]
 
-SPREADS: Mapping[str, Spread] = {
+_SPREADS: Mapping[str, Spread] = {
     "ring": ring_moves,
     "bidirectional_ring": bidirectional_ring_moves,
     "binary_tree": binary_tree_moves,
@@ -39,16 +51,30 @@ SPREADS: Mapping[str, Spread] = {
     "pat": pat_moves,
     "direct": direct_moves,
 }
+_EXCHANGES: Mapping[str, Exchange] = {
+    "direct": direct_exchange_moves,
+    "pairwise": pairwise_exchange_moves,
+    "bruck": bruck_exchange_moves,
+    "binomial_tree": binomial_exchange_moves,
+}
 _ROOTED_SPREADS = ("binary_tree", "double_binary_tree")  # these need one owner of all chunks
 _FROM_ALL = ("all_gather", "reduce_scatter")
 _FROM_ROOT = ("broadcast", "reduce")
-_ONE_TO_ONE = ("all_to_all", "all_to_allv", "scatter", "gather")
-_EXCHANGES = ("direct", "pairwise", "bruck", "hierarchical")
+_TO_ONE = ("scatter", "gather")
+_TO_EACH = ("all_to_all", "all_to_allv")
 _ALIASES = {"direct_all_to_all": "direct", "pairwise_all_to_all": "pairwise"}
+_OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "ring": ("order",),
+    "bidirectional_ring": ("order",),
+    "bruck": ("radix",),
+    "pat": ("most_chunks",),
+    "hierarchical": ("groups", "intra", "inter"),
+}
+_NAMES = {*_SPREADS, *_EXCHANGES, "one_shot", "hierarchical"}
 
 
 def available_algorithms(collective: Collective) -> tuple[str, ...]:
-    """Names of the library's algorithms that do this collective.
+    """Return the names of the library's algorithms that do this collective.
 
     Args:
         collective: The collective.
@@ -66,81 +92,203 @@ def available_algorithms(collective: Collective) -> tuple[str, ...]:
     """
     name = collective.name
     if name in _FROM_ALL:
-        return (*(key for key in SPREADS if key not in _ROOTED_SPREADS), "hierarchical")
+        return (*(key for key in _SPREADS if key not in _ROOTED_SPREADS), "hierarchical")
     if name in _FROM_ROOT:
-        return (*SPREADS, "hierarchical")
+        return (*_SPREADS, "hierarchical")
     if name == "all_reduce":
-        return (*SPREADS, "hierarchical", "one_shot")
-    if name in ("scatter", "gather"):
+        return (*_SPREADS, "hierarchical", "one_shot")
+    if name in _TO_ONE:
         return ("direct", "binomial_tree")
-    if name in _ONE_TO_ONE:
-        return _EXCHANGES
+    if name in _TO_EACH:
+        return ("direct", "pairwise", "bruck", "hierarchical")
     return () if collective.reducing else ("direct",)
 
 
-def spread_of(name: str) -> Spread:
-    """The spreading algorithm of this name."""
-    if name not in SPREADS or name in _ROOTED_SPREADS:
-        allowed = [key for key in SPREADS if key not in _ROOTED_SPREADS]
-        raise ConfigurationError(
-            f"{name!r} cannot be one level of a hierarchy",
-            hint=f"choose one of {', '.join(allowed)}",
-        )
-    return SPREADS[name]
-
-
-def made_by(
-    name: str,
-    collective: Collective,
-    *,
-    spread: Spread | None = None,
-    exchange: Callable[[int, Ints, Ints, Ints], Moves] | None = None,
-    topology: Topology | None = None,
-    ranks: Sequence[int] | None = None,
+def build_algorithm(
+    name: str, collective: Collective, topology: Topology | None = None, **options: Any
 ) -> Schedule:
-    """The schedule of an algorithm for a collective, by whichever of its forms fits."""
-    kind = collective.name
-    if kind in _ONE_TO_ONE and exchange is not None:
-        moves, sums = _exchanged(collective, exchange), 0
-    elif kind in (*_FROM_ALL, *_FROM_ROOT, "all_reduce") and spread is not None:
-        moves, sums = _spread_out(name, collective, spread, ranks)
-    else:
+    """Return the schedule of an algorithm of the library.
+
+    * ``ring``, ``bidirectional_ring`` (``order=``): chunks go round a ring of the ranks, once in
+      one direction or half way in each; n - 1 or n / 2 steps, an all-reduce twice as many.
+    * ``binary_tree``, ``double_binary_tree``: chunks go down a complete binary tree one behind the
+      other, or half of them down a second tree whose inner ranks are the first one's leaves.
+    * ``binomial_tree``: from every owner of chunks, far ranks first; ceil(log2 n) steps.
+    * ``recursive_doubling``: pairs at distance 1, 2, 4, ... exchange all they have; an all-reduce
+      swaps whole sums. ``recursive_halving_doubling`` halves sums, then doubles back.
+    * ``bruck`` (``radix=``): blocks travel by the digits of the distance, for any n.
+    * ``pat`` (``most_chunks=``): parallel aggregated trees; a message carries at most so many
+      blocks.
+    * ``direct``: straight from where it is to where it must be, in one step. ``one_shot``: an
+      all-reduce in which everyone sends everything to everyone.
+    * ``pairwise``: an all-to-all in n - 1 steps, each with one partner.
+    * ``hierarchical`` (``groups=``, ``intra=``, ``inter=``): inside groups of ranks and across
+      groups; None takes the topology's hosts as groups and rings at both levels.
+
+    Where n is no power of two, doubling lets the ranks too many act through a partner.
+
+    Args:
+        name: One of `available_algorithms`; hyphens count as underscores.
+        collective: What it is to do.
+        topology: Network to keep with the schedule; rings and hierarchies also follow it.
+        **options: Those named above.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        ConfigurationError: There is no such algorithm or option, it does not do this collective,
+            or an option does not fit.
+
+    References:
+        Thakur, Rabenseifner and Gropp, Int. J. High Perform. Comput. Appl. 19(1), 2005; Bruck et
+        al., IEEE TPDS 8(11), 1997; Jeaugey, arXiv 2506.20252 (PAT); Sanders, Speck and Traeff,
+        Parallel Computing 35(12), 2009 (two trees).
+
+    Examples:
+        >>> from fivefold.collectives.schedules import all_reduce, verify
+        >>> verify(build_algorithm("recursive-halving-doubling", all_reduce(6))).order
+        'steps'
+        >>> build_algorithm("hierarchical", all_reduce(8), groups=[range(4), range(4, 8)]).num_steps
+        8
+    """
+    plain = name.strip().lower().replace("-", "_").replace(" ", "_")
+    exchanges_only = plain in _ALIASES
+    plain = _ALIASES.get(plain, plain)
+    known = available_algorithms(collective)
+    listed = ", ".join(known) or "none"
+    if plain not in _NAMES:
         raise ConfigurationError(
-            f"{name} does not do {kind}",
-            hint=f"for {kind} there are: {', '.join(available_algorithms(collective)) or 'none'}",
+            f"there is no algorithm {name!r}", hint=f"for {collective.name} there are: {listed}"
         )
-    return schedule_of(name, collective, moves, sums=sums, topology=topology)
-
-
-def schedule_of(
-    name: str, collective: Collective, moves: Moves, *, sums: int | Any, topology: Topology | None
-) -> Schedule:
-    """A schedule of moves, of which the first ``sums`` (or those flagged) add up."""
-    flags: Any = np.arange(moves.chunks.size) < sums if isinstance(sums, int) else sums
-    if isinstance(sums, int) and sums in (0, moves.chunks.size):
-        flags = bool(sums)  # one flag for all takes no memory
+    if plain not in known or (exchanges_only and collective.name not in _TO_EACH):
+        raise ConfigurationError(
+            f"{plain} does not do {collective.name}",
+            hint=f"for {collective.name} there are: {listed}",
+        )
+    if topology is not None and topology.num_ranks != collective.num_ranks:
+        raise ConfigurationError(
+            f"the collective has {collective.num_ranks} ranks, the topology {topology.num_ranks}",
+            hint="make the collective for topology.num_ranks ranks",
+        )
+    unknown = sorted(set(options) - set(_OPTIONS.get(plain, ())))
+    if unknown:
+        raise ConfigurationError(
+            f"{plain} has no such option: {unknown[0]!r}",
+            hint=f"its options are: {', '.join(_OPTIONS.get(plain, ())) or 'none'}",
+        )
+    moves, sums = _moves(plain, collective, topology, options)
     return Schedule(
         collective=collective,
         chunks=moves.chunks,
         sources=moves.sources,
         targets=moves.targets,
-        reduces=flags,
+        reduces=sums,  # one flag for all takes no memory
         steps=moves.steps,
         topology=topology,
-        name=name,
+        name=plain,
         solver="library",
     )
 
 
-def _exchanged(collective: Collective, exchange: Callable[[int, Ints, Ints, Ints], Moves]) -> Moves:
-    # One source and one target each, so both lists are in the order of the chunks.
-    return exchange(
-        collective.num_ranks, collective.pre_chunks, collective.pre_ranks, collective.post_ranks
-    )
+def _moves(
+    name: str, collective: Collective, topology: Topology | None, options: Mapping[str, Any]
+) -> tuple[Moves, Any]:
+    """Return the moves of an algorithm, and which of them add."""
+    if collective.name == "custom":
+        return _from_nearest_holder(collective), False
+    if name == "one_shot":
+        return one_shot_sums(collective.num_ranks, collective.num_chunks), True
+    if name == "recursive_doubling" and collective.name == "all_reduce":
+        moves, sums = doubling_sums(collective.num_ranks, collective.num_chunks)
+        return moves, np.arange(moves.chunks.size) < sums
+    spread, exchange = _forms(name, collective, topology, options)
+    if collective.name in (*_TO_ONE, *_TO_EACH):
+        # One source and one target each, so both lists are in the order of the chunks.
+        assert exchange is not None, "available_algorithms says that it exchanges"
+        chunks, sources = collective.pre_chunks, collective.pre_ranks
+        return exchange(collective.num_ranks, chunks, sources, collective.post_ranks), False
+    assert spread is not None, "available_algorithms says that it spreads"
+    order: Any = options.get("order")
+    if order is None and topology is not None and "order" in _OPTIONS.get(name, ()):
+        order = ring_order(topology)
+    return _spread_out(name, collective, spread, order)
+
+
+def _forms(
+    name: str, collective: Collective, topology: Topology | None, options: Mapping[str, Any]
+) -> tuple[Spread | None, Exchange | None]:
+    """Return how an algorithm brings chunks from owners to all, and from one rank to one."""
+    spread, exchange = _SPREADS.get(name), _EXCHANGES.get(name)
+    if name == "bruck" and (radix := options.get("radix", 2)) != 2:
+        if radix < 2:
+            raise ConfigurationError(f"radix is {radix}", hint="digits need a base of at least 2")
+        exchange = partial(bruck_exchange_moves, radix=radix)
+    if name == "pat" and (most := options.get("most_chunks")) is not None:
+        if most < 1:
+            raise ConfigurationError(
+                f"most_chunks is {most}", hint="a message carries at least 1 block"
+            )
+        spread = partial(pat_moves, most_chunks=most)
+    if name == "hierarchical":
+        members = _checked_groups(collective, topology, options.get("groups"))
+        intra, inter = (_level(options.get(key, "ring")) for key in ("intra", "inter"))
+
+        def spread(_: int, owners: Ints) -> Moves:
+            return hierarchical_moves(owners, members, intra=intra, inter=inter)
+
+        def exchange(_: int, chunks: Ints, sources: Ints, targets: Ints) -> Moves:
+            return grouped_exchange_moves(chunks, sources, targets, members)
+
+    return spread, exchange
+
+
+def _level(name: str) -> Spread:
+    if name not in _SPREADS or name in _ROOTED_SPREADS:
+        allowed = [key for key in _SPREADS if key not in _ROOTED_SPREADS]
+        raise ConfigurationError(
+            f"{name!r} cannot be one level of a hierarchy",
+            hint=f"choose one of {', '.join(allowed)}",
+        )
+    return _SPREADS[name]
+
+
+def _checked_groups(
+    collective: Collective, topology: Topology | None, groups: Iterable[Sequence[int]] | None
+) -> list[Ints]:
+    if groups is None:
+        if topology is None or not topology.hosts:
+            message = "hierarchical needs groups of ranks"
+            raise ConfigurationError(
+                message, hint="pass groups, or a topology whose nodes name their hosts"
+            )
+        groups = topology.hosts.values()
+    members = [np.asarray(list(group), dtype=np.int32) for group in groups]
+    listed = np.concatenate(members) if members else np.zeros(0, dtype=np.int32)
+    whole = np.array_equal(np.sort(listed), np.arange(collective.num_ranks))
+    if not whole or any(group.size == 0 for group in members):
+        raise ConfigurationError(
+            f"the groups {[group.tolist() for group in members]!r:.80} do not hold each of "
+            f"{collective.num_ranks} ranks once",
+            hint="put each rank into one group; no group may be empty",
+        )
+    return members
+
+
+def _from_nearest_holder(collective: Collective) -> Moves:
+    """Send each chunk to each receiver that lacks it, from the holder of nearest rank."""
+    found: list[tuple[int, int, int]] = []
+    for chunk in range(collective.num_chunks):
+        holders = collective.holders(chunk)
+        for target in np.setdiff1d(collective.receivers(chunk), holders):
+            source = holders[int(np.argmin(np.abs(holders - target)))]
+            found.append((chunk, int(source), int(target)))
+    table: Ints = np.array(found, dtype=np.int32).reshape(-1, 3)
+    return moves_of(table[:, 0], table[:, 1], table[:, 2], 0)
 
 
 def _owners(name: str, collective: Collective) -> Ints:
-    """Who spreads each chunk: its owner, the root, or for an all-reduce whoever suits."""
+    """Return who spreads each chunk: its owner, the root, or for an all-reduce whoever suits."""
     n, count = collective.num_ranks, collective.num_chunks
     if collective.name in ("all_gather", "broadcast"):
         return collective.pre_ranks
@@ -149,7 +297,7 @@ def _owners(name: str, collective: Collective) -> Ints:
     if name in _ROOTED_SPREADS or name == "binomial_tree":
         return np.zeros(count, dtype=np.int32)
     chunks = np.arange(count, dtype=np.int64)
-    if name in ("recursive_doubling", "recursive_halving_doubling"):
+    if name == "recursive_halving_doubling":
         core = core_ranks(n)[0]
         return core[chunks * core.size // count]
     return (chunks * n // max(count, 1)).astype(np.int32)
@@ -158,7 +306,7 @@ def _owners(name: str, collective: Collective) -> Ints:
 def _spread_out(
     name: str, collective: Collective, spread: Spread, ranks: Sequence[int] | None
 ) -> tuple[Moves, Any]:
-    """Moves of a spreading algorithm, run forwards, backwards or both, and which of them add."""
+    """Run a spreading algorithm forwards, backwards or both; return which moves add, too."""
     n, owners = collective.num_ranks, _owners(name, collective)
     order = np.arange(n) if ranks is None else np.asarray(ranks)
     if not np.array_equal(np.sort(order), np.arange(n)):
@@ -171,11 +319,11 @@ def _spread_out(
 
     forward = order.astype(np.int32)
     if not collective.reducing:
-        return run(forward), 0
+        return run(forward), False
     # Sums run backwards: on a ring the other way round, so that they take the same links.
     up = backwards(run(forward[::-1] if name == "ring" else forward))
     if collective.name != "all_reduce":
-        return up, up.chunks.size
+        return up, True
     return _there_and_back(up, run(forward), owners)
 
 
@@ -190,12 +338,12 @@ def _there_and_back(up: Moves, moves: Moves, owners: Ints) -> tuple[Moves, Any]:
     begins = np.full(count, moves.num_steps, dtype=np.int64)
     np.maximum.at(ends, up.chunks, up.steps + 1)
     np.minimum.at(begins, moves.chunks, moves.steps)
-    wait = int((ends - begins).max(initial=0))
-    both = joined([up, moves.later(max(wait, 0))])
+    wait = max(int((ends - begins).max(initial=0)), 0)
+    both = joined([up, moves.later(wait)])
     adds = np.zeros(up.chunks.size + moves.chunks.size, dtype=np.bool_)
-    # `joined` sorts by step and keeps the order within: find where the sums went.
-    steps = np.concatenate([up.steps, moves.steps + np.int32(max(wait, 0))])
     adds[: up.chunks.size] = True
+    # `joined` sorts by step and keeps the order within: find where the sums went.
+    steps = np.concatenate([up.steps, moves.steps + np.int32(wait)])
     if (steps[1:] < steps[:-1]).any():
         adds = adds[np.argsort(steps, kind="stable")]
     return both, adds

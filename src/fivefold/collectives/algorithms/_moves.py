@@ -30,16 +30,16 @@ class Moves(NamedTuple):
         return int(self.steps.max(initial=-1)) + 1
 
     def renamed(self, ranks: Ints) -> Moves:
-        """The same moves among other ranks: rank i becomes ``ranks[i]``."""
+        """Return the same moves among other ranks: rank i becomes ``ranks[i]``."""
         return Moves(self.chunks, ranks[self.sources], ranks[self.targets], self.steps)
 
     def later(self, steps: int) -> Moves:
-        """The same moves that many steps later."""
+        """Return the same moves that many steps later."""
         return self._replace(steps=self.steps + np.int32(steps))
 
 
 def moves_of(chunks: Any, sources: Any, targets: Any, steps: Any) -> Moves:
-    """Moves from arrays that broadcast to one shape, sorted by step."""
+    """Return the moves from arrays that broadcast to one shape, sorted by step."""
     arrays = np.broadcast_arrays(chunks, sources, targets, steps)
     flat = [np.asarray(array, dtype=np.int32).reshape(-1) for array in arrays]
     if flat[3].size and (flat[3][1:] < flat[3][:-1]).any():
@@ -54,7 +54,7 @@ def no_moves() -> Moves:
 
 
 def joined(parts: Iterable[Moves]) -> Moves:
-    """Moves of several parts side by side, sorted by step."""
+    """Return the moves of several parts side by side, sorted by step."""
     listed = [part for part in parts if part.chunks.size]
     if not listed:
         return no_moves()
@@ -62,7 +62,7 @@ def joined(parts: Iterable[Moves]) -> Moves:
 
 
 def one_after_another(parts: Iterable[Moves]) -> Moves:
-    """Moves of several parts, each part's steps after those of the parts before it."""
+    """Return the moves of several parts, each part's steps after those of the parts before it."""
     listed, begin = [], 0
     for part in parts:
         listed.append(part.later(begin))
@@ -70,7 +70,17 @@ def one_after_another(parts: Iterable[Moves]) -> Moves:
     return joined(listed)
 
 
+def places_of(groups: list[Ints]) -> tuple[Ints, Ints]:
+    """Return the group of each rank, and its place among the group's members."""
+    count = sum(group.size for group in groups)
+    group_of, place_of = np.empty(count, dtype=np.int32), np.empty(count, dtype=np.int32)
+    for number, group in enumerate(groups):
+        group_of[group] = number
+        place_of[group] = np.arange(group.size, dtype=np.int32)
+    return group_of, place_of
+
+
 def backwards(moves: Moves) -> Moves:
-    """The moves in reverse, each from its target to its source."""
+    """Return the moves in reverse, each from its target to its source."""
     steps = np.int32(moves.num_steps - 1) - moves.steps[::-1]
     return Moves(moves.chunks[::-1], moves.targets[::-1], moves.sources[::-1], steps)

@@ -3,12 +3,12 @@
 Each takes the number of ranks n and the owner of each chunk and returns the moves. Where all
 chunks have one owner they are pipelined: chunk i starts i steps after chunk 0.
 
-References: Thakur, Rabenseifner and Gropp, Int. J. High Perform. Comput. Appl. 19(1), 2005 (ring,
-recursive doubling); Bruck et al., IEEE TPDS 8(11), 1997; Jeaugey, arXiv 2506.20252 (PAT); Sanders,
-Speck and Traeff, Parallel Computing 35(12), 2009 (two trees).
+In two levels chunks go across groups among ranks of the same place, then inside each group.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 
@@ -19,18 +19,19 @@ from fivefold.collectives.algorithms._moves import (
     moves_of,
     no_moves,
     one_after_another,
+    places_of,
 )
 
 
 def _stagger(owners: Ints) -> Ints:
-    """Steps by which each chunk starts later: its number where one rank owns all, else 0."""
+    """Return steps by which each chunk starts later: its number where one rank owns all, else 0."""
     chunks = np.arange(owners.size, dtype=np.int32)
     alone = owners.size > 0 and bool((owners == owners[0]).all())
     return chunks if alone else np.zeros_like(chunks)
 
 
 def _along(chunks: Ints, owners: Ints, *, reach: int, sign: int, n: int) -> Moves:
-    """Moves of the chunks over the first ``reach`` hops from their owners, one hop a step."""
+    """Move the chunks over the first ``reach`` hops from their owners, one hop a step."""
     offsets = np.arange(1, reach + 1, dtype=np.int32)[:, None]
     mine = owners[chunks][None, :]
     here = (mine + np.int32(sign) * (offsets - np.int32(1))) % np.int32(n)
@@ -44,7 +45,10 @@ def ring_moves(n: int, owners: Ints) -> Moves:
 
 
 def bidirectional_ring_moves(n: int, owners: Ints) -> Moves:
-    """Every chunk goes half way round in each direction."""
+    """Every chunk goes half way round in each direction.
+
+    With n even one direction is one hop longer; it changes from one chunk of a rank to the next.
+    """
     order = np.argsort(owners, kind="stable").astype(np.int32)
     begins = np.searchsorted(owners[order], owners[order])
     odd = (np.arange(owners.size) - begins) % 2 == 1  # the second, fourth, ... of its owner
@@ -57,7 +61,10 @@ def bidirectional_ring_moves(n: int, owners: Ints) -> Moves:
 
 
 def core_ranks(n: int) -> tuple[Ints, Ints]:
-    """The largest power of two of ranks, and for each rank the place of its partner in it."""
+    """Return the largest power of two of ranks, and the place of each rank's partner in it.
+
+    Of the first 2 (n - P) ranks the even ones are folded onto the odd ones after them.
+    """
     size = 1 << (n.bit_length() - 1)
     extra = n - size
     core = np.concatenate([2 * np.arange(extra) + 1, np.arange(2 * extra, n)]).astype(np.int32)
@@ -67,7 +74,11 @@ def core_ranks(n: int) -> tuple[Ints, Ints]:
 
 
 def recursive_doubling_moves(n: int, owners: Ints) -> Moves:
-    """In step s everyone exchanges all it has with the rank that differs in bit s."""
+    """In step s everyone exchanges all it has with the rank that differs in bit s.
+
+    Where n is no power of two, the ranks too many give theirs to a partner first and get everything
+    from it at last.
+    """
     core, places = core_ranks(n)
     folded = core[places[owners]]
     chunks = np.arange(owners.size, dtype=np.int32)
@@ -103,7 +114,11 @@ def bruck_moves(n: int, owners: Ints) -> Moves:
 
 
 def pat_moves(n: int, owners: Ints, *, most_chunks: int | None = None) -> Moves:
-    """A binomial tree for each owner, far ranks first, so that long ways carry few chunks."""
+    """A binomial tree for each owner, far ranks first, so that long ways carry few chunks.
+
+    A message carries at most ``most_chunks`` chunks of different owners: the upper part of the
+    trees takes a logarithmic number of steps, the rest goes one edge of the subtrees at a time.
+    """
     bits = max(n - 1, 0).bit_length()
     top = bits
     if most_chunks is not None and most_chunks < 1 << max(bits - 1, 0):
@@ -166,7 +181,7 @@ def binary_tree_moves(n: int, owners: Ints) -> Moves:
 
 
 def _in_order_parents(n: int) -> Ints:
-    """A binary tree whose leaves are the odd places: parent by the lowest bit that is set."""
+    """Return a binary tree whose leaves are odd places: parent by the lowest bit set."""
     parents = np.full(n, -1, dtype=np.int32)
     for place in range(1, n):
         bit = place & -place
@@ -176,7 +191,10 @@ def _in_order_parents(n: int) -> Ints:
 
 
 def double_tree_moves(n: int, owners: Ints) -> Moves:
-    """Even and odd chunks go down two trees; a leaf of one forwards in the other."""
+    """Even and odd chunks go down two trees; a leaf of one forwards in the other.
+
+    The owner of all chunks stands outside both trees and feeds their roots.
+    """
     if n < 2 or not owners.size:
         return no_moves()
     root = int(owners[0])
@@ -191,7 +209,7 @@ def double_tree_moves(n: int, owners: Ints) -> Moves:
 
 
 def _mirrored(places: Ints) -> Ints:
-    """The order in which leaves become inner places: mirrored, or where n is odd shifted."""
+    """Return the order in which leaves become inner places: mirrored, or where n is odd shifted."""
     return places[::-1] if places.size % 2 == 0 else np.roll(places, 1)
 
 
@@ -203,3 +221,57 @@ def _fed_tree(root: int, places: Ints, chunks: Ints) -> Moves:
     # Each tree takes every other step, so that two chunks never leave the root at once.
     later = moves_of(down.chunks, down.sources, down.targets, down.steps + within + 1)
     return joined([feed, later])
+
+
+Spread = Callable[[int, Ints], Moves]
+
+
+def hierarchical_moves(owners: Ints, groups: list[Ints], *, intra: Spread, inter: Spread) -> Moves:
+    """Spread every chunk to all ranks in two levels."""
+    group_of, place_of = places_of(groups)
+    places = place_of[owners]
+    across = [
+        _across(owners, np.flatnonzero(places == place).astype(np.int32), groups, group_of, inter)
+        for place in np.unique(places)
+    ]
+    inside = []
+    for number, group in enumerate(groups):
+        entry = np.where(group_of[owners] == number, places, places % np.int32(group.size))
+        inside.append(intra(group.size, entry.astype(np.int32)).renamed(group))
+    return one_after_another([joined(across), joined(inside)])
+
+
+def _across(owners: Ints, chunks: Ints, groups: list[Ints], group_of: Ints, inter: Spread) -> Moves:
+    """Chunks whose owners have one place, to the rank of that place in every group."""
+    home = group_of[owners[chunks]]
+    place = int(np.flatnonzero(groups[int(home[0])] == owners[chunks[0]])[0])
+    members = np.array([group[place % group.size] for group in groups], dtype=np.int32)
+    moves = inter(len(groups), home.astype(np.int32)).renamed(members)
+    return moves._replace(chunks=chunks.astype(np.int32)[moves.chunks])
+
+
+def one_shot_sums(n: int, num_chunks: int) -> Moves:
+    """Everyone sends all it has to everyone, in one step."""
+    offsets = np.arange(1, n, dtype=np.int32)[:, None, None]
+    ranks = np.arange(n, dtype=np.int32)[None, :, None]
+    chunks = np.arange(num_chunks, dtype=np.int32)[None, None, :]
+    return moves_of(chunks, ranks, (ranks + offsets) % np.int32(n), 0)
+
+
+def doubling_sums(n: int, num_chunks: int) -> tuple[Moves, int]:
+    """In step s everyone swaps and adds its whole sum with the rank that differs in bit s.
+
+    Returns the moves, and how many of them, from the first on, are sums.
+    """
+    core, places = core_ranks(n)
+    chunks: Ints = np.arange(num_chunks, dtype=np.int32)[None, :]
+    outside = np.flatnonzero(core[places] != np.arange(n)).astype(np.int32)[:, None]
+    partners = core[places[outside]]
+    place = np.arange(core.size, dtype=np.int32)[:, None]
+    parts = [moves_of(chunks, outside, partners, 0)]
+    parts += [
+        moves_of(chunks, core[place], core[place ^ np.int32(1 << bit)], 0)
+        for bit in range(core.size.bit_length() - 1)
+    ]
+    sums = sum(part.chunks.size for part in parts)
+    return one_after_another([*parts, moves_of(chunks, partners, outside, 0)]), sums

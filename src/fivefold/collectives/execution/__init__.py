@@ -1,6 +1,6 @@
 """Algorithms under torch.distributed: a backend that DDP, FSDP2 and the rest use unchanged.
 
-Importing this room registers the backend: ``init_process_group(backend="fivefold")``.
+Importing this package registers the backend: ``init_process_group(backend="fivefold")``.
 """
 
 from fivefold.collectives.execution._aggregation import GlooHosts

@@ -35,7 +35,7 @@ class FivefoldGroup(Collectives, _ProcessGroup):
 
     # Names with which C++ asks; they are torch's.
     def getRank(self) -> int:  # noqa: N802 - torch's name
-        """Rank of this process in the group."""
+        """Return the rank of this process in the group."""
         return self.engine.rank
 
     def getSize(self) -> int:  # noqa: N802 - torch's name
@@ -88,7 +88,7 @@ class FivefoldGroup(Collectives, _ProcessGroup):
         return 0
 
     def set_timeout(self, timeout: Any) -> None:
-        """Longest wait for a message from now on."""
+        """Set the longest wait for a message from now on."""
         self.engine.timeout = timeout
 
     def shutdown(self) -> None:
@@ -101,7 +101,7 @@ class FivefoldGroup(Collectives, _ProcessGroup):
 
 
 def _subclassable_backend() -> Any:
-    """Torch's backend class, where it can be subclassed in Python; else None."""
+    """Return torch's backend class, where it can be subclassed in Python; else None."""
     base = getattr(dist, "_Backend", None)
     if base is None:
         return None
@@ -136,7 +136,7 @@ def _backend_class(base: Any) -> type:
 
 
 def _create(options: Any, backend_options: Any = None) -> Any:
-    """What torch calls for each group; ``options`` are its ``_DistributedBackendOptions``."""
+    """Make a group for torch; ``options`` are its ``_DistributedBackendOptions``."""
     del backend_options
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     world = c10d._world.default_pg  # noqa: SLF001 - None while the default group is being made
@@ -154,6 +154,6 @@ def _create(options: Any, backend_options: Any = None) -> Any:
 
 
 def register_backend() -> None:
-    """Make ``init_process_group(backend="fivefold")`` work; done by importing the room."""
+    """Make ``init_process_group(backend="fivefold")`` work; done by importing the package."""
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])

@@ -118,7 +118,11 @@ class CallLog:
             self._thread.start()
 
     def explain(self, error: BaseException, *, by_inner: bool = False) -> BaseException:
-        """Note that the group cannot go on."""
+        """Note that the group cannot go on.
+
+        Where the inner group failed it knows best whether it can go on, unless the ranks' calls
+        differ: not all of its errors are those of connections.
+        """
         if not self._closed.is_set():
             with contextlib.suppress(RuntimeError):  # the store may be gone with rank 0
                 self._read_reason()

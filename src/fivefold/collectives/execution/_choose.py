@@ -59,7 +59,7 @@ class Choice:
     others: dict[str, float] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
-        """What rank 0 tells the others."""
+        """Return what rank 0 tells the others."""
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
         fields["program"] = None if self.program is None else self.program.to_json()
         return zlib.compress(json.dumps(fields).encode())
@@ -73,14 +73,14 @@ class Choice:
 
 
 def size_class(size_bytes: int) -> int:
-    """The power of two that stands for a size."""
+    """Return the power of two that stands for a size."""
     return 1 << max(size_bytes - 1, 0).bit_length()
 
 
 def choose(
     name: str, *, topology: Topology, settings: Settings, size_bytes: int, root: int = 0
 ) -> Choice:
-    """The algorithm for a collective of a size on a topology.
+    """Choose the algorithm for a collective of a size on a topology.
 
     Args:
         name: Name of the collective.
@@ -138,7 +138,7 @@ def _names(collective: Collective) -> list[str]:
 def _candidates(
     collective: Collective, topology: Topology, settings: Settings, asked: str, size_bytes: int
 ) -> Iterator[tuple[str, Program, float]]:
-    """What fits, each in the number of parts that is fastest, with its predicted time."""
+    """Return what fits, each in the number of parts that is fastest, with its predicted time."""
     for name, (program, least, most) in registered_algorithms().items():
         fits = (program.collective.name, program.num_ranks) == (
             collective.name,
@@ -228,7 +228,7 @@ def _price_s(
 def _inner_s(
     name: str, topology: Topology, settings: Settings, *, size_bytes: int, root: int
 ) -> float:
-    """Predicted time of the inner backend, priced as what gloo does."""
+    """Return the predicted time of the inner backend, priced as what gloo does."""
     count = topology.num_ranks
     if count == 1 or not topology.is_connected() or settings.algorithm_of(name) != "auto":
         return 0.0
@@ -254,7 +254,7 @@ _MOST_ROOTS = 16
 
 
 def library_names(collective: Collective) -> list[str]:
-    """Names of the algorithms that may be asked for."""
+    """Return the names of the algorithms that may be asked for."""
     library = [name for name in available_algorithms(collective) if name not in _SKIPPED]
     return [*library, _TREES, *([_ROOTED] if collective.name == "all_reduce" else [])]
 
@@ -262,7 +262,7 @@ def library_names(collective: Collective) -> list[str]:
 def candidate_schedules(
     collective: Collective, topology: Topology, asked: str
 ) -> Iterator[tuple[str, Schedule]]:
-    """Schedules for a collective on a topology, by name."""
+    """Return the schedules for a collective on a topology, by name."""
     for name in library_names(collective):
         if asked not in ("auto", name):
             continue
@@ -302,7 +302,11 @@ def _tree_schedules(collective: Collective, topology: Topology) -> Iterator[Sche
 
 
 def _rooted_schedules(topology: Topology) -> Iterator[Schedule]:
-    """All-reduce as a reduction to one rank and a broadcast from it, both down the same trees."""
+    """All-reduce as a reduction to one rank and a broadcast from it, both down the same trees.
+
+    Its two halves use opposite directions of the links, so that parts of the buffer overlap in
+    time; no rank needs to own a share, which suits ranks behind slow links.
+    """
     from fivefold.collectives.synthesis import spanning_trees  # noqa: PLC0415 - loads a solver
 
     rounded = _rounded(topology)

@@ -75,7 +75,7 @@ class Collectives:
     # -- all-gather ----------------------------------------------------------------------------
 
     def all_gather_single(self, output: _Tensor, input: _Tensor, opts: Any = None) -> Any:  # noqa: A002 - torch's name
-        """Everyone's tensor, one after another, in one tensor."""
+        """Gather everyone's tensor, one after another, in one tensor."""
         opts = opts or dist.AllgatherOptions()
         kind = self._kind("all_gather", output)
         call, finish, to, own = None, None, output, input
@@ -99,7 +99,7 @@ class Collectives:
     def allgather(
         self, outputs: list[list[_Tensor]], inputs: list[_Tensor], opts: Any = None
     ) -> Any:
-        """Everyone's tensor, in a list."""
+        """Gather everyone's tensor in a list."""
         opts = opts or dist.AllgatherOptions()
         (listed,), (tensor,) = outputs, inputs
         kind = self._kind("all_gather", *listed)
@@ -121,14 +121,14 @@ class Collectives:
     def all_gather_single_coalesced(
         self, outputs: list[_Tensor], inputs: list[_Tensor], opts: Any = None
     ) -> Any:
-        """Several all-gathers."""
+        """Do several all-gathers."""
         pairs = zip(outputs, inputs, strict=True)
         return _all_of([self.all_gather_single(out, own, opts) for out, own in pairs], outputs)
 
     def allgather_coalesced(
         self, outputs: list[list[_Tensor]], inputs: list[_Tensor], opts: Any = None
     ) -> Any:
-        """Several all-gathers into lists, as one where they are of one kind."""
+        """Do several all-gathers into lists, as one where they are of one kind."""
         opts = opts or dist.AllgatherOptions()
         if len({(tensor.dtype, tensor.device) for tensor in inputs}) > 1:
             works = [
@@ -154,7 +154,7 @@ class Collectives:
     # -- reduce-scatter ------------------------------------------------------------------------
 
     def reduce_scatter_single(self, output: _Tensor, input: _Tensor, opts: Any = None) -> Any:  # noqa: A002 - torch's name
-        """Everyone gets one share of the sum."""
+        """Give everyone one share of the sum."""
         opts = opts or dist.ReduceScatterOptions()
         kind = self._kind("reduce_scatter", input, operation=opts.reduceOp)
         call, finish, to, own = None, None, output, input
@@ -179,7 +179,7 @@ class Collectives:
     def reduce_scatter(
         self, outputs: list[_Tensor], inputs: list[list[_Tensor]], opts: Any = None
     ) -> Any:
-        """Everyone gets one of a list of sums."""
+        """Give everyone one of a list of sums."""
         opts = opts or dist.ReduceScatterOptions()
         (output,), (listed,) = outputs, inputs
         kind = self._kind("reduce_scatter", *listed, operation=opts.reduceOp)
@@ -197,7 +197,7 @@ class Collectives:
     def reduce_scatter_single_coalesced(
         self, outputs: list[_Tensor], inputs: list[_Tensor], opts: Any = None
     ) -> Any:
-        """Several reduce-scatters."""
+        """Do several reduce-scatters."""
         pairs = zip(outputs, inputs, strict=True)
         return _all_of([self.reduce_scatter_single(out, own, opts) for out, own in pairs], outputs)
 
@@ -211,7 +211,7 @@ class Collectives:
         input_split_sizes: Sequence[int] = (),
         opts: Any = None,
     ) -> Any:
-        """Everyone sends a share to everyone; how much may differ from rank to rank."""
+        """Send a share from everyone to everyone; how much may differ from rank to rank."""
         opts = opts or dist.AllToAllOptions()
         kind = self._kind("all_to_all", dtype=input.dtype)
         call, finish, to, own = None, None, output, input
@@ -236,7 +236,7 @@ class Collectives:
         return self._run(kind, call, inner, [input], [output], opts, finish)
 
     def alltoall(self, outputs: list[_Tensor], inputs: list[_Tensor], opts: Any = None) -> Any:
-        """Everyone sends one of a list to everyone."""
+        """Send one of a list from everyone to everyone."""
         flat = torch.cat([tensor.reshape(-1) for tensor in inputs])
         sizes = [tensor.numel() for tensor in outputs]
         received = flat.new_empty(sum(sizes))
@@ -251,7 +251,7 @@ class Collectives:
     # -- broadcast -----------------------------------------------------------------------------
 
     def broadcast(self, tensors: list[_Tensor], opts: Any = None) -> Any:
-        """One rank's tensor on all ranks."""
+        """Give all ranks one rank's tensor."""
         opts = opts or dist.BroadcastOptions()
         (tensor,) = tensors
         kind = self._kind("broadcast", tensor, root=opts.rootRank)
@@ -274,7 +274,7 @@ class Collectives:
     # -- what the inner backend does -----------------------------------------------------------
 
     def reduce(self, tensors: list[_Tensor], opts: Any = None) -> Any:
-        """Left to the inner backend."""
+        """Run on the inner backend."""
         opts = opts or dist.ReduceOptions()
         (tensor,) = tensors
         self._say_inner("reduce")
@@ -283,7 +283,7 @@ class Collectives:
         return self._run(kind, None, inner, tensors, tensors, opts)
 
     def gather(self, outputs: list[list[_Tensor]], inputs: list[_Tensor], opts: Any = None) -> Any:
-        """Left to the inner backend."""
+        """Run on the inner backend."""
         opts = opts or dist.GatherOptions()
         (tensor,) = inputs
         self._say_inner("gather")
@@ -292,7 +292,7 @@ class Collectives:
         return self._run(kind, None, inner, inputs, outputs, opts)
 
     def scatter(self, outputs: list[_Tensor], inputs: list[list[_Tensor]], opts: Any = None) -> Any:
-        """Left to the inner backend."""
+        """Run on the inner backend."""
         opts = opts or dist.ScatterOptions()
         (tensor,) = outputs
         self._say_inner("scatter")
@@ -301,7 +301,7 @@ class Collectives:
         return self._run(kind, None, inner, outputs, outputs, opts)
 
     def barrier(self, opts: Any = None) -> Any:
-        """Left to the inner backend."""
+        """Run on the inner backend."""
         opts = opts or dist.BarrierOptions()
         inner = partial(self.engine.inner("cpu").barrier, opts)
         return self._run(CallKind("barrier"), None, inner, [], [], opts)
@@ -311,22 +311,22 @@ class Collectives:
         timeout: timedelta | None = None,
         wait_all_ranks: bool = False,  # noqa: FBT001, FBT002 - torch's signature
     ) -> Any:
-        """Left to the inner backend; ``dist.monitored_barrier`` asks for gloo by its name."""
+        """Run on the inner backend; ``dist.monitored_barrier`` asks for gloo by its name."""
         limit = timeout if timeout is not None else self.engine.timeout
         return self.engine.inner("cpu").monitored_barrier(limit, wait_all_ranks)
 
     # -- messages: not collectives, and not numbered -------------------------------------------
 
     def send(self, tensors: list[_Tensor], dst: int, tag: int = 0) -> Any:
-        """Left to the inner backend."""
+        """Run on the inner backend."""
         return self._inner(tensors[0]).send(tensors, dst, tag)
 
     def recv(self, tensors: list[_Tensor], src: int, tag: int = 0) -> Any:
-        """Left to the inner backend."""
+        """Run on the inner backend."""
         return self._inner(tensors[0]).recv(tensors, src, tag)
 
     def recv_anysource(self, tensors: list[_Tensor], tag: int = 0) -> Any:
-        """Left to the inner backend."""
+        """Run on the inner backend."""
         return self._inner(tensors[0]).recv_anysource(tensors, tag)
 
     # -- common --------------------------------------------------------------------------------
@@ -338,7 +338,7 @@ class Collectives:
         self.engine.say(name, f"{name} has no algorithm here and runs on the inner backend")
 
     def _kind(self, name: str, *tensors: _Tensor, dtype: Any = None, **fields: Any) -> CallKind:
-        """What all ranks must call alike."""
+        """Return what all ranks must call alike."""
         size_bytes = -1
         if tensors:
             dtype = tensors[0].dtype
@@ -385,7 +385,7 @@ for _old, _new in {
 
 
 def _flat(tensor: _Tensor) -> _Tensor:
-    """The elements in a row, as they are in memory: a view where that is possible."""
+    """Return the elements in a row, as they are in memory: a view where that is possible."""
     if tensor.numel() != 1 and tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj()):
         return tensor.detach().view(-1)
     # Conjugated and negated tensors hold other bits than they show.
@@ -395,7 +395,7 @@ def _flat(tensor: _Tensor) -> _Tensor:
 
 
 def _flat_in_out(tensor: _Tensor) -> tuple[_Tensor, Callable[[], None] | None]:
-    """A flat view, or a flat copy and what brings it back."""
+    """Return a flat view, or a flat copy and what brings it back."""
     flat = _flat(tensor)
     if flat.data_ptr() == tensor.data_ptr():
         return flat, None
@@ -407,7 +407,7 @@ def _flat_in_out(tensor: _Tensor) -> tuple[_Tensor, Callable[[], None] | None]:
 
 
 def _output(tensor: _Tensor) -> tuple[_Tensor, Callable[[], None] | None]:
-    """The tensor itself, or a contiguous one to be filled and what brings it back."""
+    """Return the tensor itself, or a contiguous one to be filled and what brings it back."""
     flat, finish = _flat_in_out(tensor)
     return flat.view(tensor.shape), finish
 
@@ -421,7 +421,7 @@ def _options_like(options: Any, given: Any) -> Any:
 
 
 def _then(work: Any, results: list[Any], finish: Callable[[], None]) -> Any:
-    """A work that does something more when the first one is over."""
+    """Return a work that does something more when the first one is over."""
 
     def after(future: Any) -> list[Any]:
         future.value()  # raises what went wrong

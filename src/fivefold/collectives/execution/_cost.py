@@ -9,7 +9,7 @@ its messages comes from a simpler clock of the same idea, which sees them one af
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from fivefold.collectives.lowering import Program, run_order
 from fivefold.collectives.schedules import Schedule, evaluate
+from fivefold.flows import default_paths
 from fivefold.network.topology import Topology
 
 Floats = NDArray[np.float64]
@@ -43,7 +44,7 @@ class LinkClock:
     _routes: dict[tuple[int, int], tuple[tuple[int, ...], float]] = field(default_factory=dict)
 
     def __call__(self, sent_s: float, source: int, target: int, count: int) -> float:
-        """Arrival of a message; see :func:`run_order`."""
+        """Return the arrival of a message; see :func:`run_order`."""
         pair = (source, target)
         route, latency_s = self._route(pair)
         start_s = max(sent_s, self._free_s.get(pair, 0.0))
@@ -70,7 +71,7 @@ class LinkClock:
 def predict_s(
     program: Program, topology: Topology, *, size_bytes: float, message_s: float = 0.0
 ) -> float:
-    """Time that a program takes, where no schedule is known.
+    """Return the time that a program takes, where no schedule is known.
 
     Args:
         program: The program.
@@ -91,37 +92,33 @@ def predict_s(
 def with_work_s(
     time_s: float, handled: Sequence[int], *, message_work_s: float, shared_cores: int
 ) -> float:
-    """Time of a collective with the processors' work for its messages."""
+    """Return the time of a collective with the processors' work for its messages."""
     if shared_cores:
         return time_s + sum(handled) * message_work_s / 2 / shared_cores
     return max(time_s, max(handled, default=0) * message_work_s / 2)
 
 
 def load_bound_s(schedule: Schedule, topology: Topology, size_bytes: float) -> float:
-    """Time of a schedule's fullest link: no order and no pipeline makes it faster."""
+    """Return the time of a schedule's fullest link: no order and no pipeline makes it faster."""
     sizes = np.asarray(schedule.collective.chunk_bytes(size_bytes))[schedule.chunks]
-    load = np.zeros(topology.num_links)
-    for pair, sent in _sent_by_pair(schedule, topology, sizes):
-        load[list(topology.shortest_route(*pair))] += sent
-    return float((load / topology.capacities_bytes_per_s).max(initial=0.0))
+    loads_s = _on_links(schedule, topology, sizes) / topology.capacities_bytes_per_s
+    return float(loads_s.max(initial=0.0))
 
 
-def _sent_by_pair(
-    schedule: Schedule, topology: Topology, sizes: Floats
-) -> Iterator[tuple[tuple[int, int], float]]:
-    """The pairs of ranks that send, and how much."""
+def _on_links(schedule: Schedule, topology: Topology, sizes: Floats | None) -> Floats:
+    """Return the bytes on each link, or for None the pairs of ranks that use it."""
     count = topology.num_ranks
-    pairs = schedule.sources.astype(np.int64) * count + schedule.targets
-    sent = np.bincount(pairs, weights=sizes, minlength=count * count)
-    for pair in np.flatnonzero(np.bincount(pairs, minlength=count * count)):
-        yield (int(pair) // count, int(pair) % count), float(sent[pair])
+    keys = schedule.sources.astype(np.int64) * count + schedule.targets
+    pairs, number = np.unique(keys, return_inverse=True)
+    sent = np.ones(pairs.size) if sizes is None else np.bincount(number, sizes, pairs.size)
+    paths = default_paths(topology, pairs // count, pairs % count)
+    found = np.bincount(paths.links, np.repeat(sent, np.diff(paths.offsets)), topology.num_links)
+    return found.astype(np.float64)
 
 
 def _with_shared_links(topology: Topology, schedule: Schedule, share: float) -> Topology:
-    """The topology with less capacity where several connections of a schedule meet."""
-    users = np.zeros(topology.num_links, dtype=np.int64)
-    for pair, _ in _sent_by_pair(schedule, topology, np.ones(schedule.num_transfers)):
-        users[list(topology.shortest_route(*pair))] += 1
+    """Return the topology with less capacity where several connections of a schedule meet."""
+    users = _on_links(schedule, topology, None)
     return topology.with_links(
         replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * share)
         if users[number] > 1
@@ -138,16 +135,16 @@ def schedule_s(
     message_s: float = 0.0,
     shared_link_share: float = 1.0,
 ) -> float:
-    """Time of a schedule in the fluid model."""
+    """Return the time of a schedule in the fluid model."""
     bare = schedule.replaced(topology=None, route_offsets=None, route_links=None)
-    costed = with_message_cost(topology, message_s)
+    costed = _with_message_cost(topology, message_s)
     if shared_link_share < 1:
         costed = _with_shared_links(costed, bare, shared_link_share)
     return float(evaluate(bare, costed, size_bytes=size_bytes, model="fluid").total_s)
 
 
-def with_message_cost(topology: Topology, message_s: float) -> Topology:
-    """The topology with a message's software cost on every link that leaves a rank."""
+def _with_message_cost(topology: Topology, message_s: float) -> Topology:
+    """Return the topology with a message's software cost on every link that leaves a rank."""
     if not message_s:
         return topology
     ranks = {node.name for node in topology.nodes if node.is_rank}

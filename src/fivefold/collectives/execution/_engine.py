@@ -26,7 +26,7 @@ from fivefold.collectives.execution._calls import CallKind, CallLog, CollectiveE
 from fivefold.collectives.execution._choose import Choice, choose, size_class
 from fivefold.collectives.execution._cost import LinkClock
 from fivefold.collectives.execution._plan import RankPlan, plan_rank
-from fivefold.collectives.execution._run import Lanes, Transfers, run_in_rounds, run_plan
+from fivefold.collectives.execution._run import ReceiveThreads, RunContext, run_in_rounds, run_plan
 from fivefold.collectives.execution._settings import (
     CHOOSABLE,
     Settings,
@@ -107,7 +107,7 @@ class Engine:
         self._plans: dict[tuple[str, int, int], RankPlan] = {}
         self._said: set[str] = set()
         self._queue = WorkQueue(name=f"fivefold rank {rank}")
-        self._lanes = Lanes(f"fivefold rank {rank}")
+        self._threads = ReceiveThreads(f"fivefold rank {rank}")
         self._kept: list[Any] = []
         self._switch: SwitchRoute | None = None
         self._calls = CallLog(self._own_store, rank=rank, size=size, groups=self._gloo_groups)
@@ -129,7 +129,7 @@ class Engine:
     def _as_first_rank(
         self, settings: Settings, whole: Topology, *, known: bool
     ) -> tuple[Settings, Topology, bool]:
-        """Settings and topology of the group's first rank, which all must share."""
+        """Return the settings and topology of the group's first rank, which all must share."""
         names = ("inner", "message_s", "aggregation_min_bytes", "aggregation")
         text = whole.to_toml()
         facts = {name: getattr(settings, name) for name in names}
@@ -152,7 +152,7 @@ class Engine:
     # -- the groups that carry messages ----------------------------------------------------------
 
     def inner(self, device_type: str) -> Any:
-        """The group that does what has no algorithm here, for tensors on a device."""
+        """Return the group that does what has no algorithm here, for tensors on a device."""
         kind = self._settings.inner or ("nccl" if device_type == "cuda" else "gloo")
         if device_type == "cpu":
             kind = "gloo"
@@ -171,7 +171,7 @@ class Engine:
         return dist.ProcessGroupGloo(store, self.rank, self.size, timeout=self.timeout)
 
     def _carrier(self, device_type: str) -> Any:
-        """The group that carries the messages of algorithms."""
+        """Return the group that carries the messages of algorithms."""
         inner = self.inner(device_type)
         return self._messages if isinstance(inner, dist.ProcessGroupGloo) else inner
 
@@ -196,7 +196,7 @@ class Engine:
     # -- choosing ------------------------------------------------------------------------------
 
     def choice(self, name: str, size_bytes: int, *, root: int = 0) -> Choice:
-        """What runs a collective of a size: the same on all ranks."""
+        """Return what runs a collective of a size: the same on all ranks."""
         key = (name, root, size_class(size_bytes))
         if key not in self._choices:
             self._choices[key] = self._agree(key)
@@ -213,7 +213,7 @@ class Engine:
         return Choice.from_bytes(said)
 
     def _said_by_first(self, entry: str, what: str) -> bytes:
-        """What rank 0 has written; asked for again and again, as calls may turn out to differ."""
+        """Ask for what rank 0 writes, again and again, as calls may turn out to differ."""
         limit_s = self.timeout.total_seconds()
         end_s = time.monotonic() + limit_s
         pause_s = _POLL_S[0]
@@ -368,7 +368,7 @@ class Engine:
             raise self._calls.explain(error) from error
 
     def _planned(self, call: Call) -> tuple[RankPlan, Choice] | tuple[None, None]:
-        """The plan of a call; None where the inner group should do it."""
+        """Return the plan of a call; None where the inner group should do it."""
         if self._settings.algorithm_of(call.name) == "inner":
             return None, None
         if not call.agreed and not self._all_see(call):
@@ -400,7 +400,7 @@ class Engine:
         return call.size_bytes >= 0 and bool((theirs == call.size_bytes).all())
 
     def _route(self, call: Call) -> SwitchRoute | None:
-        """The switch, where the call goes there."""
+        """Return the switch, where the call goes there."""
         operation = _kind_of(call.operation)
         if self._switch is None or not self._switch.takes(call.name, call.inputs, operation):
             return None
@@ -426,7 +426,7 @@ class Engine:
             same = outputs.data_ptr() == inputs.data_ptr()
             inputs = inputs.cpu()
             outputs = inputs if same else torch.empty_like(outputs, device="cpu")
-        transfers = Transfers(
+        context = RunContext(
             inner=inner,
             inputs=inputs,
             outputs=outputs,
@@ -435,11 +435,11 @@ class Engine:
             timeout=timeout,
             what=f"{call.name} of {call.size_bytes} bytes by {choice.label} on rank {self.rank}",
             tag=tag,
-            lanes=self._lanes,
+            threads=self._threads,
             keep=self._kept,
         )
         grouped = not isinstance(inner, dist.ProcessGroupGloo)
-        (run_in_rounds if grouped else run_plan)(plan, transfers)
+        (run_in_rounds if grouped else run_plan)(plan, context)
         if _kind_of(call.operation) == _Operations.AVG:
             outputs.div_(self.size)
         if staged:
@@ -449,7 +449,7 @@ class Engine:
         """End the thread and let go of the inner groups."""
         self._calls.close()
         self._queue.close()
-        self._lanes.close()
+        self._threads.close()
         if self._switch is not None:
             self._switch.close()
         self._inner.clear()

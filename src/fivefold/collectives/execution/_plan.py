@@ -18,6 +18,7 @@ from fivefold.collectives.lowering import (
     Arrival,
     Buffer,
     Executed,
+    Machine,
     OpKind,
     Program,
     ThreadBlock,
@@ -26,6 +27,7 @@ from fivefold.collectives.lowering import (
 from fivefold.collectives.schedules import Collective
 
 _PER_RANK = {"all_gather", "reduce_scatter"}
+_NOTHING = -2
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +48,7 @@ class Task:
     write: Span | None  # slots that are written; None where it writes none
     receive_peer: int  # rank that it receives from; -1 none
     send_peer: int  # rank that it sends to; -1 none
-    receive_channel: int  # queue of what it receives
-    send_channel: int  # queue of what it sends
+    channel: int  # queue of what it receives and sends
     # earlier tasks that must be done first: they write what it reads, or use what it writes
     after: tuple[int, ...]
     sends_after: int  # the task that sends before it in the same queue; -1 for none
@@ -80,7 +81,11 @@ class Layout:
         return bool((self.scratch < 0).any())
 
     def offsets(self, unit: int) -> dict[Buffer, list[int]]:
-        """Element at which each slot begins, and the end of the last one."""
+        """Return the element at which each slot begins, and the end of the last one.
+
+        The unit is an all-reduce's or a broadcast's buffer, one rank's share of an all-gather or a
+        reduce-scatter, what goes from one rank to another in an all-to-all.
+        """
         edges = np.arange(self.parts + 1, dtype=np.int64) * unit // self.parts
         widths = np.diff(edges)
         found = {}
@@ -97,7 +102,8 @@ class Layout:
 def plan_rank(program: Program, *, rank: int, arrival_s: Arrival | None = None) -> RankPlan:
     """Compile a program for one rank."""
     order = run_order(program, arrival_s=arrival_s)
-    chunks = _chunks_of_cells(program, order, rank)
+    tracer = _Tracer(program, rank)
+    tracer.run(order)
     rounds = _rounds(order)
     compiler = _Compiler(program, rank)
     for place, executed in enumerate(order):
@@ -106,13 +112,16 @@ def plan_rank(program: Program, *, rank: int, arrival_s: Arrival | None = None) 
             compiler.add(executed, level=rounds[place], sent_level=sent)
     return RankPlan(
         tuple(compiler.tasks),
-        _layout(program, rank, chunks),
+        _layout(program, rank, tracer.chunks),
         max(rounds, default=-1) + 1,
     )
 
 
 def _rounds(order: list[Executed]) -> list[int]:
-    """The round of each operation if a message takes one round and all ranks go in step."""
+    """Return the round of each operation if a message takes one round and all ranks go in step.
+
+    An operation comes no earlier than those before it in its block and those it waits for.
+    """
     rounds: list[int] = []
     last: dict[tuple[int, int], int] = defaultdict(int)
     ended: dict[tuple[int, int, int], int] = {}
@@ -158,8 +167,7 @@ class _Compiler:
                 write=write,
                 receive_peer=block.receive_peer if kind.receives else -1,
                 send_peer=block.send_peer if kind.sends else -1,
-                receive_channel=block.channel,
-                send_channel=block.channel,
+                channel=block.channel,
                 after=self._after(number, self._cells(read), cells),
                 sends_after=self._sends_after(number, block) if kind.sends else -1,
                 settle=tuple(settle),
@@ -172,7 +180,7 @@ class _Compiler:
                 self._sent_from[cell].append(number)
 
     def _after(self, number: int, read: list[int], written: list[int]) -> tuple[int, ...]:
-        """The tasks that one must follow; it is entered as the last to touch its cells."""
+        """Return the tasks that one must follow; it is noted as the last to touch its cells."""
         after = {self._last_write.get(cell, -1) for cell in (*read, *written)}
         for cell in read:
             self._reads[cell].append(number)
@@ -193,39 +201,33 @@ class _Compiler:
         return [int(cell) for cell in self._slots[span.buffer][span.first : span.last]]
 
 
-def _chunks_of_cells(program: Program, order: list[Executed], rank: int) -> list[int]:
-    """Chunk that each memory cell of a rank holds; -1 where several do over time."""
-    collective = program.collective
-    memory = [
-        [-2] * (part.input_slots + part.output_slots + part.scratch_slots) for part in program.ranks
-    ]
-    addresses = collective.input_address(collective.pre_chunks, collective.pre_ranks)
-    pairs = zip(
-        collective.pre_chunks.tolist(),
-        collective.pre_ranks.tolist(),
-        addresses.tolist(),
-        strict=True,
-    )
-    for chunk, holder, address in pairs:
-        memory[holder][int(program.slots(holder)[Buffer.INPUT][address])] = chunk
-    held = list(memory[rank])
-    messages: dict[int, list[int]] = {}
-    for place, executed in enumerate(order):
-        operation, kind = executed.operation, executed.operation.kind
-        cells, slots = memory[executed.rank], program.slots(executed.rank)
-        values = messages.pop(executed.taken) if executed.taken >= 0 else []
-        if kind.reads_source:
-            read = slots[operation.source][operation.source_offset :][: operation.count]
-            values = [cells[int(cell)] for cell in read]
-        if kind.writes_target:
-            write = slots[operation.target][operation.target_offset :][: operation.count]
-            for cell, value in zip(write.tolist(), values, strict=True):
-                cells[cell] = value
-                if executed.rank == rank:
-                    held[cell] = value if held[cell] in (-2, value) else -1
-        if kind.sends:
-            messages[place] = values
-    return held
+class _Tracer(Machine[list[int]]):
+    """Notes which chunk each memory cell of one rank holds; -1 where several do over time."""
+
+    def __init__(self, program: Program, rank: int) -> None:
+        super().__init__(program)
+        collective = program.collective
+        self._rank, self._memory = rank, [[_NOTHING] * part.num_slots for part in program.ranks]
+        addresses = collective.input_address(collective.pre_chunks, collective.pre_ranks)
+        pairs = (collective.pre_chunks, collective.pre_ranks, addresses)
+        for chunk, holder, address in zip(*(array.tolist() for array in pairs), strict=True):
+            self._memory[holder][int(program.slots(holder)[Buffer.INPUT][address])] = chunk
+        self.chunks = list(self._memory[rank])
+
+    def read(self, executed: Executed, buffer: Buffer, offset: int) -> list[int]:
+        memory = self._memory[executed.rank]
+        return [memory[cell] for cell in self.cells(executed, buffer, offset).tolist()]
+
+    def write(self, executed: Executed, buffer: Buffer, offset: int, values: list[int]) -> None:
+        cells = self.cells(executed, buffer, offset).tolist()
+        for cell, chunk in zip(cells, values, strict=True):
+            self._memory[executed.rank][cell] = chunk
+            if executed.rank == self._rank:
+                alone = self.chunks[cell] in (_NOTHING, chunk)
+                self.chunks[cell] = chunk if alone else -1
+
+    def add(self, _: Executed, first: list[int], __: list[int]) -> list[int]:
+        return first
 
 
 def _layout(program: Program, rank: int, chunks: list[int]) -> Layout:
@@ -237,7 +239,7 @@ def _layout(program: Program, rank: int, chunks: list[int]) -> Layout:
     outputs = np.zeros(program.ranks[rank].output_slots, dtype=np.int64)
     outputs[: int(wanted.sum())] = np.sort(collective.post_chunks[wanted])
     scratched = np.array([chunks[int(cell)] for cell in scratch], dtype=np.int64)
-    scratched[scratched == -2] = 0  # never used
+    scratched[scratched == _NOTHING] = 0  # never used
     return Layout(inputs, outputs, scratched, parts=_parts(collective))
 
 

@@ -27,16 +27,16 @@ from fivefold.collectives.execution._plan import RankPlan, Span, Task
 from fivefold.collectives.lowering import Buffer, OpKind
 
 _AHEAD = 32  # receives of one queue that are posted and not yet used
-_WORTH_LANES_BYTES = 1 << 18  # below, what is sent is over before a thread has woken up
+_WORTH_THREADS_BYTES = 1 << 18  # below, what is sent is over before a thread has woken up
 _OTHER_ERRORS_S = 0.3  # after a failed wait: those that failed with it
-_MOST_LANES = 64  # a direct exchange among thousands is no reason for thousands of threads
+_MOST_THREADS = 64  # a direct exchange among thousands is no reason for thousands of threads
 
 Combine = Callable[..., Any]
 PLAIN_RECEIVES = {OpKind.RECEIVE, OpKind.RECEIVE_COPY_SEND}
 
 
 @dataclass
-class Transfers:
+class RunContext:
     """What one collective works on."""
 
     inner: Any  # group that carries the messages
@@ -48,29 +48,29 @@ class Transfers:
     what: str  # name of the collective for messages
     tag: int  # first tag of the messages; a queue's number is added
     # threads that wait for messages; None to wait for one after the other
-    lanes: Lanes | None = None
+    threads: ReceiveThreads | None = None
     keep: list[Any] = field(default_factory=list)
 
     def tag_of(self, channel: int) -> int:
-        """Tag of the messages of a queue."""
+        """Return the tag of the messages of a queue."""
         return (self.tag + channel) % NUM_TAGS
 
 
-def run_plan(plan: RankPlan, transfers: Transfers) -> None:
+def run_plan(plan: RankPlan, context: RunContext) -> None:
     """Run a plan, one task after another."""
-    Runner(plan, transfers).run()
+    Runner(plan, context).run()
 
 
 class _Memory:
     """Slices of the buffers by chunk slots."""
 
-    def __init__(self, plan: RankPlan, transfers: Transfers) -> None:
-        self._offsets = plan.layout.offsets(transfers.unit)
+    def __init__(self, plan: RankPlan, context: RunContext) -> None:
+        self._offsets = plan.layout.offsets(context.unit)
         size = self._offsets[Buffer.SCRATCH][-1]
-        scratch = transfers.inputs.new_empty(size) if size else transfers.inputs
+        scratch = context.inputs.new_empty(size) if size else context.inputs
         self._buffers = {
-            Buffer.INPUT: transfers.inputs,
-            Buffer.OUTPUT: transfers.outputs,
+            Buffer.INPUT: context.inputs,
+            Buffer.OUTPUT: context.outputs,
             Buffer.SCRATCH: scratch,
         }
 
@@ -82,22 +82,22 @@ class _Memory:
 class Runner:
     """One run of one plan."""
 
-    def __init__(self, plan: RankPlan, transfers: Transfers) -> None:
+    def __init__(self, plan: RankPlan, context: RunContext) -> None:
         self._tasks = plan.tasks
-        self._transfers = transfers
-        self._memory = _Memory(plan, transfers)
+        self._context = context
+        self._memory = _Memory(plan, context)
         self._unposted: dict[tuple[int, int], deque[int]] = {}
         for at, task in enumerate(plan.tasks):
             if task.receive_peer >= 0:
-                key = (task.receive_peer, task.receive_channel)
+                key = (task.receive_peer, task.channel)
                 self._unposted.setdefault(key, deque()).append(at)
-        self._lane_of = {key: lane for lane, key in enumerate(self._unposted)}
+        self._thread_of = {key: number for number, key in enumerate(self._unposted)}
         self._windows = dict.fromkeys(self._unposted, 0)  # posted and not yet used
-        lanes = transfers.lanes
-        size = max(transfers.inputs.nbytes, transfers.outputs.nbytes)
-        few = 1 < len(self._lane_of) <= _MOST_LANES
-        worth_it = few and size >= _WORTH_LANES_BYTES
-        self._lanes = lanes if worth_it else None
+        threads = context.threads
+        size = max(context.inputs.nbytes, context.outputs.nbytes)
+        few = 1 < len(self._thread_of) <= _MOST_THREADS
+        worth_it = few and size >= _WORTH_THREADS_BYTES
+        self._threads = threads if worth_it else None
         self._arrivals: Arrivals = queue.SimpleQueue()
         self._posted: dict[int, tuple[Any, torch.Tensor]] = {}
         self._sends: dict[int, Any] = {}
@@ -105,38 +105,38 @@ class Runner:
 
     def run(self) -> None:
         """Carry out all tasks."""
-        agenda = Agenda(self._tasks)
-        self._post_receives(agenda)
-        while not agenda.is_done:
-            at = agenda.next()
+        ready = ReadyTasks(self._tasks)
+        self._post_receives(ready)
+        while not ready.is_done:
+            at = ready.next()
             if at is None:
-                self._await_one(agenda)
+                self._await_one(ready)
                 continue
             task = self._tasks[at]
             data = self._result_of(at, task)
             if task.send_peer >= 0:
                 self._send(at, task, data)
-            agenda.done(at)
-            self._post_receives(agenda)
+            ready.done(at)
+            self._post_receives(ready)
         for at in list(self._sends):
             self._finish_send(at)
 
     # -- receiving -----------------------------------------------------------------------------
 
-    def _post_receives(self, agenda: Agenda) -> None:
+    def _post_receives(self, ready: ReadyTasks) -> None:
         """Post what may arrive now; in order, since a queue hands over in order."""
         for key, waiting in list(self._unposted.items()):
             while waiting and self._windows[key] < _AHEAD:
                 at = waiting[0]
-                if not self._tasks[at].kind.reduces and not agenda.may_be_written(at):
+                if not self._tasks[at].kind.reduces and not ready.may_be_written(at):
                     break
                 waiting.popleft()
                 self._windows[key] += 1
-                self._post(at, self._tasks[at], agenda)
+                self._post(at, self._tasks[at], ready)
             if not waiting:  # or every task would look at a thousand empty queues
                 del self._unposted[key]
 
-    def _post(self, at: int, task: Task, agenda: Agenda) -> None:
+    def _post(self, at: int, task: Task, ready: ReadyTasks) -> None:
         span = task.read if task.kind.reduces else task.write
         assert span is not None, "what is received is written or added to what is read"
         target = self._memory.view(span)
@@ -144,41 +144,41 @@ class Runner:
             target = torch.empty_like(target)
         work = None
         if target.numel():
-            tag = self._transfers.tag_of(task.receive_channel)
+            tag = self._context.tag_of(task.channel)
             work = self._call(
-                lambda: self._transfers.inner.recv([as_bytes(target)], task.receive_peer, tag), task
+                lambda: self._context.inner.recv([as_bytes(target)], task.receive_peer, tag), task
             )
         self._posted[at] = (work, target)
         if work is None:
-            agenda.arrived(at)
-        elif self._lanes is not None:
-            lane = self._lane_of[task.receive_peer, task.receive_channel]
-            self._lanes.wait(lane, lambda: self._wait_for_data(work, task), at, self._arrivals)
+            ready.arrived(at)
+        elif self._threads is not None:
+            number = self._thread_of[task.receive_peer, task.channel]
+            self._threads.wait(number, lambda: self._wait_for_data(work, task), at, self._arrivals)
 
     def _wait_for_data(self, work: Any, task: Task) -> None:
         self._wait(work, task, f"data from rank {task.receive_peer}")
 
-    def _await_one(self, agenda: Agenda) -> None:
+    def _await_one(self, ready: ReadyTasks) -> None:
         """Wait until a message is there that some task waits for."""
-        if self._lanes is None:
+        if self._threads is None:
             at = min(at for at, (work, _) in self._posted.items() if work is not None)
             work, target = self._posted[at]
             self._wait_for_data(work, self._tasks[at])
             self._posted[at] = (None, target)
-            agenda.arrived(at)
+            ready.arrived(at)
             return
         arrival = self._arrivals.get()
         while True:
             if arrival.error is not None:
                 raise self._first_error(arrival)
-            agenda.arrived(arrival.at)
+            ready.arrived(arrival.at)
             try:
                 arrival = self._arrivals.get_nowait()
             except queue.Empty:
                 return
 
     def _first_error(self, failed: Arrival) -> BaseException:
-        """The error of the earliest task: who is late makes others late, which fail with it."""
+        """Return the error of the earliest task: who is late makes others late."""
         found = [failed]
         end_s = time.monotonic() + _OTHER_ERRORS_S
         while (left_s := end_s - time.monotonic()) > 0:
@@ -204,10 +204,10 @@ class Runner:
         return self._combined(task, own, received)
 
     def _received(self, at: int, task: Task) -> torch.Tensor | None:
-        """What a task received; it has arrived."""
+        """Return what a task received; it has arrived."""
         if task.receive_peer < 0:
             return None
-        self._windows[task.receive_peer, task.receive_channel] -= 1
+        self._windows[task.receive_peer, task.channel] -= 1
         return self._posted.pop(at)[1]
 
     def _combined(
@@ -219,7 +219,7 @@ class Runner:
             if target.data_ptr() != own.data_ptr():
                 target.copy_(own)
             return target
-        combine = self._transfers.combine
+        combine = self._context.combine
         assert combine is not None, "only reductions have tasks that add"
         first = target if received is None else received
         combine(first, own, out=target)
@@ -232,9 +232,9 @@ class Runner:
             return
         if at in self._copied:
             data = data.clone()
-        tag = self._transfers.tag_of(task.send_channel)
+        tag = self._context.tag_of(task.channel)
         work = self._call(
-            lambda: self._transfers.inner.send([as_bytes(data)], task.send_peer, tag), task
+            lambda: self._context.inner.send([as_bytes(data)], task.send_peer, tag), task
         )
         # The data goes with the work: what was staged must live until it is sent.
         self._sends[at] = (work, data)
@@ -250,7 +250,7 @@ class Runner:
     def _wait(self, work: Any, task: Task, for_what: str) -> None:
         started_s = time.monotonic()
         try:
-            work.wait(self._transfers.timeout)
+            work.wait(self._context.timeout)
         except RuntimeError as error:
             waited_s = time.monotonic() - started_s
             self._fail(task, f"after waiting {waited_s:.1f} s for {for_what}", error)
@@ -264,11 +264,11 @@ class Runner:
 
     def _fail(self, task: Task, how: str, error: RuntimeError) -> None:
         # Receives under way may still write: their memory must outlive this call.
-        self._transfers.keep += [self._posted, self._sends, self._memory]
+        self._context.keep += [self._posted, self._sends, self._memory]
         number = self._tasks.index(task)
         cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CollectiveError(
-            f"{self._transfers.what} failed {how} (operation {number} of {len(self._tasks)}): "
+            f"{self._context.what} failed {how} (operation {number} of {len(self._tasks)}): "
             f"{cause}",
             hint="a peer ended, is stuck, or called another collective; the group cannot go on",
         ) from error
@@ -279,7 +279,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8)
 
 
-class Agenda:
+class ReadyTasks:
     """The tasks that may run now, the first of the plan first."""
 
     def __init__(self, tasks: Sequence[Task]) -> None:
@@ -311,11 +311,11 @@ class Agenda:
         return not self._unmet[at]
 
     def arrived(self, at: int) -> None:
-        """What a task receives is there."""
+        """Note that what a task receives is there."""
         self._one_less(at)
 
     def done(self, at: int) -> None:
-        """A task is done: others may follow it."""
+        """Note that a task is done: others may follow it."""
         self._left -= 1
         for follower in self._followers[at]:
             self._unmet[follower] -= 1
@@ -340,24 +340,24 @@ Arrivals = queue.SimpleQueue[Arrival]
 _Wait = tuple[Callable[[], None], int, Arrivals]
 
 
-class Lanes:
+class ReceiveThreads:
     """Threads that wait, one for each queue of messages; they begin when they are first needed."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._waits: list[queue.SimpleQueue[_Wait | None]] = []
 
-    def wait(self, lane: int, wait: Callable[[], None], at: int, arrivals: Arrivals) -> None:
-        """Have a lane wait, after what it was given before, and report."""
-        while lane >= len(self._waits):
+    def wait(self, number: int, wait: Callable[[], None], at: int, arrivals: Arrivals) -> None:
+        """Have a thread wait, after what it was given before, and report."""
+        while number >= len(self._waits):
             self._waits.append(queue.SimpleQueue())
-            name = f"{self._name}, lane {len(self._waits) - 1}"
+            name = f"{self._name}, thread {len(self._waits) - 1}"
             # Daemons: one whose peer hangs must not keep the process from ending.
             thread = threading.Thread(
                 target=_wait_for_all, args=(self._waits[-1],), name=name, daemon=True
             )
             thread.start()
-        self._waits[lane].put((wait, at, arrivals))
+        self._waits[number].put((wait, at, arrivals))
 
     def close(self) -> None:
         """Let the threads end when what they wait for is over."""
@@ -375,17 +375,17 @@ def _wait_for_all(waits: queue.SimpleQueue[_Wait | None]) -> None:
         except BaseException as caught:  # noqa: BLE001 - raised by whoever takes the report
             error = caught
         arrivals.put(Arrival(at, error))
-        del wait, item, error  # a waiting lane keeps no message alive
+        del wait, item, error  # a waiting thread keeps no message alive
 
 
-def run_in_rounds(plan: RankPlan, transfers: Transfers) -> None:
+def run_in_rounds(plan: RankPlan, context: RunContext) -> None:
     """Run a plan in rounds."""
-    _RoundRunner(plan, transfers).run()
+    _RoundRunner(plan, context).run()
 
 
 class _RoundRunner(Runner):
-    def __init__(self, plan: RankPlan, transfers: Transfers) -> None:
-        super().__init__(plan, transfers)
+    def __init__(self, plan: RankPlan, context: RunContext) -> None:
+        super().__init__(plan, context)
         self._num_rounds = plan.num_rounds
         self._outbox: dict[int, torch.Tensor] = {}
         self._arrived: dict[int, torch.Tensor] = {}
@@ -420,11 +420,11 @@ class _RoundRunner(Runner):
         return self._arrived.pop(at, None)
 
     def _exchange(self, receives: list[int]) -> None:
-        """All messages of one round."""
+        """Send and receive all messages of one round."""
         sends = sorted(self._outbox, key=lambda at: (*self._queue(at, sending=True), at))
         receives = sorted(receives, key=lambda at: (*self._queue(at, sending=False), at))
         works: list[tuple[Any, Task]] = []
-        inner, device = self._transfers.inner, self._transfers.inputs.device
+        inner, device = self._context.inner, self._context.inputs.device
         grouped = device.type != "cpu" and bool(sends or receives)
         if grouped:
             inner._start_coalescing(device)  # noqa: SLF001 - torch's own batch_isend_irecv does it
@@ -446,16 +446,11 @@ class _RoundRunner(Runner):
 
     def _queue(self, at: int, *, sending: bool) -> tuple[int, int]:
         task = self._tasks[at]
-        if sending:
-            return task.send_peer, task.send_channel
-        return task.receive_peer, task.receive_channel
+        return task.send_peer if sending else task.receive_peer, task.channel
 
     def _post_one(self, data: torch.Tensor, task: Task, *, sending: bool) -> Any:
         if not data.numel():
             return None
-        inner = self._transfers.inner
-        if sending:
-            tag = self._transfers.tag_of(task.send_channel)
-            return self._call(lambda: inner.send([as_bytes(data)], task.send_peer, tag), task)
-        tag = self._transfers.tag_of(task.receive_channel)
-        return self._call(lambda: inner.recv([as_bytes(data)], task.receive_peer, tag), task)
+        inner, tag = self._context.inner, self._context.tag_of(task.channel)
+        post, peer = (inner.send, task.send_peer) if sending else (inner.recv, task.receive_peer)
+        return self._call(lambda: post([as_bytes(data)], peer, tag), task)

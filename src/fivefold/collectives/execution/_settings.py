@@ -100,7 +100,7 @@ class Settings:
             )
 
     def algorithm_of(self, collective: str) -> str:
-        """What is asked for one collective."""
+        """Return what is asked for one collective."""
         return self.algorithms.get(collective, "auto")
 
 
@@ -139,7 +139,7 @@ def configure(**changes: Any) -> Settings:
 
 
 def current_settings() -> Settings:
-    """What groups made now would use, environment included.
+    """Return what groups made now would use, environment included.
 
     Raises:
         ConfigurationError: An environment variable cannot be understood.
@@ -174,7 +174,7 @@ def _algorithms_from(text: str) -> dict[str, str]:
 
 
 def topology_of(settings: Settings, world_size: int) -> tuple[Topology, bool]:
-    """The network between all ranks of a job."""
+    """Return the network between all ranks of a job."""
     if settings.topology is not None:
         found = settings.topology
         if found.num_ranks != world_size:
@@ -191,7 +191,12 @@ def topology_of(settings: Settings, world_size: int) -> tuple[Topology, bool]:
 
 
 def runs_own(settings: Settings, collective: str | None = None) -> bool:
-    """Whether a collective may run by an algorithm of its own; None asks for any collective."""
+    """Whether a collective may run by an algorithm of its own; None asks for any collective.
+
+    All-to-alls do so only where an algorithm is named or registered: their sizes may differ from
+    rank to rank, so that the ranks have to tell each other first, and of the library's algorithms
+    none is predicted to be faster than the inner backend's direct exchange.
+    """
     if collective is None:
         return any(runs_own(settings, name) for name in CHOOSABLE)
     asked = settings.algorithm_of(collective)
@@ -202,7 +207,7 @@ def runs_own(settings: Settings, collective: str | None = None) -> bool:
 
 
 def lab_topology(facts: str, world_size: int) -> Topology | None:
-    """The network that the lab says it emulates.
+    """Return the network that the lab says it emulates.
 
     Args:
         facts: The variable ``FIVEFOLD_LAB``.
@@ -258,9 +263,9 @@ def register_algorithm(
         ProgramError: The program does not compute what it says.
 
     Examples:
-        >>> from fivefold.collectives.algorithms import ring
+        >>> from fivefold.collectives.algorithms import build_algorithm
         >>> from fivefold.collectives.schedules import all_reduce
-        >>> register_algorithm("my ring", ring(all_reduce(4))).num_ranks
+        >>> register_algorithm("my ring", build_algorithm("ring", all_reduce(4))).num_ranks
         4
     """
     if name in {"auto", "inner", "trees"}:
@@ -284,5 +289,5 @@ def register_algorithm(
 
 
 def registered_algorithms() -> dict[str, tuple[Program, int, int]]:
-    """All that were registered: program, smallest and largest message."""
+    """Return all that were registered: program, smallest and largest message."""
     return dict(_registered)

@@ -13,6 +13,6 @@ c10d: Any = distributed_c10d
 
 
 def inner_method(group: Any, *names: str) -> Callable[..., Any]:
-    """The method that a group has under one of the names that torch gave it over time."""
+    """Return the method that a group has under one of the names that torch gave it over time."""
     found: Callable[..., Any] = next(getattr(group, name) for name in names if hasattr(group, name))
     return found

@@ -58,20 +58,20 @@ class FivefoldWork(dist.Work):
         return self._done.is_set() and self._error is None
 
     def exception(self) -> Any:
-        """What went wrong, if anything did."""
+        """Return what went wrong, if anything did."""
         return self._error
 
     def result(self) -> list[Any]:
-        """The tensors, when it is over."""
+        """Return the tensors, when it is over."""
         self.wait()
         return self._results
 
     def synchronize(self) -> None:
-        """As :meth:`wait`: there is no stream to hand over to."""
+        """Wait as :meth:`wait` does: there is no stream to hand over to."""
         self.wait()
 
     def get_future(self) -> Any:
-        """A future of the tensors; DDP's reducer chains on it."""
+        """Return a future of the tensors; DDP's reducer chains on it."""
         with self._lock:
             if self._future is None:
                 self._future = torch.futures.Future()
@@ -116,11 +116,11 @@ class InnerWork(dist.Work):
         return bool(self._work.is_success())
 
     def exception(self) -> Any:
-        """What went wrong, if anything did."""
+        """Return what went wrong, if anything did."""
         return self._work.exception()
 
     def result(self) -> Any:
-        """The tensors, when it is over."""
+        """Return the tensors, when it is over."""
         return self._work.result()
 
     def synchronize(self) -> None:
@@ -128,7 +128,7 @@ class InnerWork(dist.Work):
         self._work.synchronize()
 
     def get_future(self) -> Any:
-        """A future of the tensors."""
+        """Return a future of the tensors."""
         return self._work.get_future()
 
 

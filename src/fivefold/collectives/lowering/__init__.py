@@ -1,8 +1,8 @@
 """Schedules as programs of thread blocks; files of other runtimes; an interpreter."""
 
 from fivefold.collectives.lowering._check import ProgramReport, check_program
-from fivefold.collectives.lowering._interpreter import interpret
 from fivefold.collectives.lowering._lower import lower
+from fivefold.collectives.lowering._machine import Machine, interpret
 from fivefold.collectives.lowering._mscclpp_in import from_mscclpp_json
 from fivefold.collectives.lowering._mscclpp_out import to_mscclpp_json
 from fivefold.collectives.lowering._order import Arrival, Executed, ProgramError, run_order
@@ -20,6 +20,7 @@ __all__ = [
     "Arrival",
     "Buffer",
     "Executed",
+    "Machine",
     "OpKind",
     "Operation",
     "Program",

@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fivefold.collectives.lowering._machine import Machine
 from fivefold.collectives.lowering._order import Executed, ProgramError, run_order
-from fivefold.collectives.lowering._program import Buffer, Operation, Program
+from fivefold.collectives.lowering._program import Buffer, Program
 
 
 @dataclass(frozen=True)
@@ -66,17 +67,20 @@ def check_program(program: Program, *, queue_slots: int | None = None) -> Progra
             chunks, or ends with an output that the collective does not allow.
 
     Examples:
-        >>> from fivefold.collectives.algorithms import ring
+        >>> from fivefold.collectives.algorithms import build_algorithm
         >>> from fivefold.collectives.lowering import lower
         >>> from fivefold.collectives.schedules import all_reduce
-        >>> check_program(lower(ring(all_reduce(4)))).num_messages
+        >>> check_program(lower(build_algorithm("ring", all_reduce(4)))).num_messages
         24
     """
     order = run_order(program, queue_slots=queue_slots)
     try:
-        _Checker(program, across_ranks=False).run(order)
+        checker = _Checker(program, across_ranks=False)
+        checker.run(order)
     except _RaceError:
-        _Checker(program, across_ranks=True).run(order)
+        checker = _Checker(program, across_ranks=True)
+        checker.run(order)
+    checker.require_outputs()
     sends = [step.operation.count for step in order if step.operation.kind.sends]
     return ProgramReport(
         num_ranks=program.num_ranks,
@@ -92,18 +96,16 @@ class _RaceError(ProgramError):
     """Nothing says which of two operations comes first."""
 
 
-class _Checker:
+class _Checker(Machine[list[_Value]]):
     def __init__(self, program: Program, *, across_ranks: bool) -> None:
-        self._program = program
+        super().__init__(program)
         self._across_ranks = across_ranks
         self._sums = program.collective.reducing
-        counts = [
-            rank.input_slots + rank.output_slots + rank.scratch_slots for rank in program.ranks
-        ]
+        counts = [rank.num_slots for rank in program.ranks]
         self._memory: list[list[_Value | None]] = [[None] * count for count in counts]
         self._writer: list[list[_Access | None]] = [[None] * count for count in counts]
         self._readers: list[list[list[_Access]]] = [[[] for _ in range(n)] for n in counts]
-        self._messages: dict[int, tuple[list[_Value | None], np.ndarray | None]] = {}
+        self._sent_clocks: dict[int, np.ndarray] = {}
         # What each block knows to have ended: one number of operations for each block of its rank,
         # or of all ranks.
         blocks = [len(rank.blocks) for rank in program.ranks]
@@ -123,101 +125,65 @@ class _Checker:
         self._fill_inputs()
 
     def _fill_inputs(self) -> None:
-        collective = self._program.collective
+        collective = self.program.collective
         addresses = collective.input_address(collective.pre_chunks, collective.pre_ranks)
         pairs = zip(collective.pre_chunks, collective.pre_ranks, addresses, strict=True)
         for chunk, rank, address in pairs:
-            cell = self._program.slots(int(rank))[Buffer.INPUT][int(address)]
+            cell = self.program.slots(int(rank))[Buffer.INPUT][int(address)]
             # A copied chunk is what it is, whoever held it first; only sums have contributors.
             contributors = 1 << int(rank) if self._sums else 1
             self._memory[int(rank)][int(cell)] = _Value(int(chunk), contributors)
 
-    def run(self, order: list[Executed]) -> None:
-        for place, executed in enumerate(order):
-            self._step(place, executed)
-        self._require_outputs()
-
-    def _step(self, place: int, executed: Executed) -> None:
+    def step(self, place: int, executed: Executed) -> None:
         rank, operation = executed.rank, executed.operation
-        clock = self._clocks[rank][executed.block]
+        self._clock = clock = self._clocks[rank][executed.block]
         if operation.wait_block >= 0:
             known = self._ended[rank, operation.wait_block, operation.wait_step]
             np.maximum(clock, known, out=clock)
-        values: list[_Value | None] = []
-        if operation.kind.receives:
-            values, brought = self._messages.pop(executed.taken)
-            if brought is not None:
-                np.maximum(clock, brought, out=clock)
-        values = self._compute(executed, values, clock)
+        if operation.kind.receives and self._across_ranks:
+            np.maximum(clock, self._sent_clocks.pop(executed.taken), out=clock)
+        super().step(place, executed)
         clock[self._first_block[rank] + executed.block] = executed.step + 1
-        if operation.kind.sends:
-            self._messages[place] = (values, clock.copy() if self._across_ranks else None)
+        if operation.kind.sends and self._across_ranks:
+            self._sent_clocks[place] = clock.copy()
         if (rank, executed.block, executed.step) in self._awaited:
             self._ended[rank, executed.block, executed.step] = clock.copy()
 
-    def _compute(
-        self, executed: Executed, values: list[_Value | None], clock: np.ndarray
-    ) -> list[_Value | None]:
-        """Read, reduce and write; what the operation sends."""
-        operation, kind = executed.operation, executed.operation.kind
-        if kind.reads_source:
-            own = self._read(executed, operation.source, operation.source_offset, clock)
-            values = self._summed(executed, values, own) if kind.reduces and values else own
-        if kind.reads_target:
-            kept = self._read(executed, operation.target, operation.target_offset, clock)
-            values = self._summed(executed, values, kept)
-        if kind.writes_target:
-            self._write(executed, values, clock)
-        return values
-
-    def _cells(self, rank: int, buffer: Buffer, offset: int, operation: Operation) -> list[int]:
-        cells = self._program.slots(rank)[buffer][offset : offset + operation.count]
-        return [int(cell) for cell in cells]
-
-    def _read(
-        self, executed: Executed, buffer: Buffer, offset: int, clock: np.ndarray
-    ) -> list[_Value | None]:
+    def read(self, executed: Executed, buffer: Buffer, offset: int) -> list[_Value]:
         rank = executed.rank
         values = []
-        for cell in self._cells(rank, buffer, offset, executed.operation):
-            self._require_before(executed, self._writer[rank][cell], clock, f"{buffer}{offset}")
+        for cell in self.cells(executed, buffer, offset).tolist():
+            self._require_before(executed, self._writer[rank][cell], f"{buffer}{offset}")
             self._readers[rank][cell].append(_Access(executed.block, executed.step))
-            if self._memory[rank][cell] is None:
+            value = self._memory[rank][cell]
+            if value is None:
                 raise ProgramError(
                     f"{_where(executed)} reads '{buffer}' from slot {offset}, where nothing is yet"
                 )
-            values.append(self._memory[rank][cell])
+            values.append(value)
         return values
 
-    def _write(self, executed: Executed, values: list[_Value | None], clock: np.ndarray) -> None:
-        rank, operation = executed.rank, executed.operation
-        buffer, offset = operation.target, operation.target_offset
-        cells = self._cells(rank, buffer, offset, operation)
+    def write(self, executed: Executed, buffer: Buffer, offset: int, values: list[_Value]) -> None:
+        rank, cells = executed.rank, self.cells(executed, buffer, offset).tolist()
         for cell, value in zip(cells, values, strict=True):
             for access in [self._writer[rank][cell], *self._readers[rank][cell]]:
-                self._require_before(executed, access, clock, f"{buffer}{offset}")
+                self._require_before(executed, access, f"{buffer}{offset}")
             self._memory[rank][cell] = value
             self._writer[rank][cell] = _Access(executed.block, executed.step)
             self._readers[rank][cell] = []
 
-    def _require_before(
-        self, executed: Executed, access: _Access | None, clock: np.ndarray, slot: str
-    ) -> None:
+    def _require_before(self, executed: Executed, access: _Access | None, slot: str) -> None:
         if access is None or access.block == executed.block:
             return
-        if clock[self._first_block[executed.rank] + access.block] <= access.step:
+        if self._clock[self._first_block[executed.rank] + access.block] <= access.step:
             raise _RaceError(
                 f"{_where(executed)} and block {access.block} step {access.step} both use slot "
                 f"{slot}, and nothing says which comes first"
             )
 
-    def _summed(
-        self, executed: Executed, first: list[_Value | None], second: list[_Value | None]
-    ) -> list[_Value | None]:
-        total: list[_Value | None] = []
+    def add(self, executed: Executed, first: list[_Value], second: list[_Value]) -> list[_Value]:
+        total = []
         for one, other in zip(first, second, strict=True):
-            assert one is not None, "only what is there is sent or read"
-            assert other is not None, "only what is there is sent or read"
             if one.chunk != other.chunk:
                 raise ProgramError(
                     f"{_where(executed)} adds chunk {one.chunk} to chunk {other.chunk}"
@@ -230,12 +196,12 @@ class _Checker:
             total.append(_Value(one.chunk, one.contributors | other.contributors))
         return total
 
-    def _require_outputs(self) -> None:
-        collective = self._program.collective
+    def require_outputs(self) -> None:
+        collective = self.program.collective
         addresses = collective.output_address(collective.post_chunks, collective.post_ranks)
         pairs = zip(collective.post_chunks, collective.post_ranks, addresses, strict=True)
         for chunk, rank, address in pairs:
-            cell = self._program.slots(int(rank))[Buffer.OUTPUT][int(address)]
+            cell = self.program.slots(int(rank))[Buffer.OUTPUT][int(address)]
             value = self._memory[int(rank)][int(cell)]
             everyone = sum(1 << int(holder) for holder in collective.holders(int(chunk)))
             wanted = _Value(int(chunk), everyone if self._sums else 1)

@@ -17,7 +17,7 @@ from itertools import pairwise
 import numpy as np
 
 from fivefold.collectives.lowering._check import check_program
-from fivefold.collectives.lowering._moves import Copy, Message, Moves, Place, plan_moves
+from fivefold.collectives.lowering._messages import Copy, Message, Moves, Place, plan_moves
 from fivefold.collectives.lowering._order import QueueFullError
 from fivefold.collectives.lowering._program import (
     Buffer,
@@ -79,9 +79,9 @@ def lower(  # noqa: PLR0913 - independent options, each with a default
             queues so small.
 
     Examples:
-        >>> from fivefold.collectives.algorithms import ring
+        >>> from fivefold.collectives.algorithms import build_algorithm
         >>> from fivefold.collectives.schedules import all_gather
-        >>> program = lower(ring(all_gather(3)))
+        >>> program = lower(build_algorithm("ring", all_gather(3)))
         >>> [op.kind.value for op in program.ranks[0].blocks[0].operations]
         ['s', 'rcs', 'r']
     """
@@ -152,7 +152,7 @@ class RankAction:
 
 
 def blocks_of(shape: Program, actions: list[list[RankAction]], *, fuse: bool = False) -> Program:
-    """A program from each rank's operations in an order in which they can run."""
+    """Return a program from each rank's operations in an order in which they can run."""
     ranks = tuple(
         replace(program, blocks=_RankLowering(shape, rank, actions[rank], fuse=fuse).blocks())
         for rank, program in enumerate(shape.ranks)
@@ -161,7 +161,7 @@ def blocks_of(shape: Program, actions: list[list[RankAction]], *, fuse: bool = F
 
 
 def _actions_by_rank(moves: Moves, num_ranks: int) -> list[list[RankAction]]:
-    """Each rank's operations in the order of events."""
+    """Return each rank's operations in the order of events."""
     events: list[tuple[int, int, bool]] = []
     for number, message in enumerate(moves.messages):
         events.append((message.sent, number, False))
@@ -236,7 +236,7 @@ class _RankLowering:
         self._drop_unread_writes()
 
     def _joined_blocks(self) -> dict[_BlockKey, _BlockKey]:
-        """Sending block to the receiving block that it is joined with: the best matches first."""
+        """Join sending blocks with receiving blocks, the best matches first."""
         writer = self._writers()
         sends: Counter[_BlockKey] = Counter()
         pairs: Counter[tuple[_BlockKey, _BlockKey]] = Counter()
@@ -259,7 +259,7 @@ class _RankLowering:
         return joined
 
     def _writers(self) -> list[int | None]:
-        """For each operation the one that wrote all it reads, where that is a single one."""
+        """Find for each operation the one that wrote all it reads, where that is a single one."""
         last = [-1] * self._num_cells
         writers: list[int | None] = []
         for at, action in enumerate(self._actions):

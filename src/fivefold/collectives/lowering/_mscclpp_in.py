@@ -16,20 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.collectives.lowering._lower import RankAction, blocks_of
+from fivefold.collectives.lowering._mscclpp_out import PLAN_COLLECTIVES
 from fivefold.collectives.lowering._order import ProgramError
 from fivefold.collectives.lowering._program import Buffer, OpKind, Program, RankProgram
+from fivefold.collectives.lowering._xml import MSCCL_NAMES, text_of
 from fivefold.collectives.schedules import Collective, named_collective
 from fivefold.errors import ConfigurationError, DataError, UnsupportedError
-from fivefold.files import parse_json, read_text
+from fivefold.files import parse_json
 
 Slot = tuple[Buffer, int]
-_NAMES = {
-    "allreduce": "all_reduce",
-    "allgather": "all_gather",
-    "reducescatter": "reduce_scatter",
-    "alltoall": "all_to_all",
-    "broadcast": "broadcast",
-}
+_NAMES = {MSCCL_NAMES[name]: name for name in PLAN_COLLECTIVES}
 _SKIPPED = {"nop", "flush"}
 _SIGNALS = {"signal", "rlxsignal"}
 _WAITS = {"wait", "rlxwait"}
@@ -51,15 +47,15 @@ def from_mscclpp_json(source: str | Path, *, collective: Collective | None = Non
         UnsupportedError: It uses operations that a program does not have.
 
     Examples:
-        >>> from fivefold.collectives.algorithms import ring
+        >>> from fivefold.collectives.algorithms import build_algorithm
         >>> from fivefold.collectives.lowering import check_program, lower, to_mscclpp_json
         >>> from fivefold.collectives.schedules import all_gather
-        >>> plan = to_mscclpp_json(lower(ring(all_gather(3))))
+        >>> plan = to_mscclpp_json(lower(build_algorithm("ring", all_gather(3))))
         >>> check_program(from_mscclpp_json(plan)).num_messages
         6
     """
     try:
-        plan = parse_json(_read(source), where="the plan")
+        plan = parse_json(text_of(source, begins="{", what="plan"), where="the plan")
         return _program(plan, collective)
     except (LookupError, TypeError, AttributeError, OverflowError) as error:
         raise DataError(f"this is no MSCCL++ plan: {error!r}") from error
@@ -69,12 +65,6 @@ def from_mscclpp_json(source: str | Path, *, collective: Collective | None = Non
         if isinstance(error, DataError):
             raise
         raise DataError(f"this is no MSCCL++ plan: {error!r}") from error
-
-
-def _read(source: str | Path) -> str:
-    if isinstance(source, str) and source.lstrip().startswith("{"):
-        return source
-    return read_text(source, what="plan")
 
 
 def _program(plan: dict[str, Any], collective: Collective | None) -> Program:
@@ -250,7 +240,7 @@ class _Runner:
     def _channel_to(
         self, rank: int, peer: int, block: dict[str, Any], operation: dict[str, Any]
     ) -> _Channel:
-        """The channel that a put's signal goes over: a memory put does not say it itself."""
+        """Return the channel that a put's signal goes over: a memory put does not say it itself."""
         for key in self._keys(rank, block, operation.get("channel_ids"), operation):
             if key[1] == peer:
                 return self._channels[key]
@@ -360,15 +350,15 @@ class _Runner:
         key: tuple[str, int, str, int],
     ) -> None:
         way, peer, channel_type, number = key
-        lane = 2 * number + (channel_type == "port")
-        self._actions[rank].append(RankAction(kind, (way, peer, lane), read, write, count))
+        channel = 2 * number + (channel_type == "port")
+        self._actions[rank].append(RankAction(kind, (way, peer, channel), read, write, count))
         for place in (read, write):
             if place is not None and place[0] is Buffer.SCRATCH:
                 self._scratch[rank] = max(self._scratch[rank], place[1] + count)
 
 
 def _channel_ends(gpus: list[dict[str, Any]], rank: int) -> dict[tuple[str, int], tuple[int, int]]:
-    """Of each of the rank's channels the peer, and the how-manieth between the two it is."""
+    """Find each channel's peer, and its number among the channels between the two."""
     ends: dict[tuple[str, int], tuple[int, int]] = {}
     numbers: dict[str, int] = defaultdict(int)
     ordinals: dict[tuple[str, int], int] = defaultdict(int)
@@ -382,7 +372,7 @@ def _channel_ends(gpus: list[dict[str, Any]], rank: int) -> dict[tuple[str, int]
 
 
 def _flattened(operations: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A pipeline's inner operations, once: it repeats them over parts of the same chunks."""
+    """Give a pipeline's inner operations once: it repeats them over parts of the same chunks."""
     flat: list[dict[str, Any]] = []
     for operation in operations:
         flat += _flattened(operation["ops"]) if operation["name"] == "pipeline" else [operation]

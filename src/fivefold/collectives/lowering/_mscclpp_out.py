@@ -20,17 +20,12 @@ from typing import Any
 from fivefold.collectives.lowering._check import check_program
 from fivefold.collectives.lowering._order import Executed, run_order
 from fivefold.collectives.lowering._program import Buffer, Operation, OpKind, Program, ThreadBlock
+from fivefold.collectives.lowering._xml import MSCCL_NAMES
 from fivefold.errors import InfeasibleError, UnsupportedError
 
 Queue = tuple[int, int, int]  # sender, receiver, channel
 Slot = tuple[Buffer, int]
-_NAMES = {
-    "all_reduce": "allreduce",
-    "all_gather": "allgather",
-    "reduce_scatter": "reducescatter",
-    "all_to_all": "alltoall",
-    "broadcast": "broadcast",
-}
+PLAN_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 _MAX_OPERATIONS, _MAX_CHANNELS, _MAX_SEMAPHORES = 64, 16, 16
 _NO_LIMIT = (1 << 64) - 1
 _SYNC = {"name": "nop"}  # all threads of the block have done what comes before
@@ -39,7 +34,7 @@ _SYNC = {"name": "nop"}  # all threads of the block have done what comes before
 def to_mscclpp_json(
     program: Program, *, check_limits: bool = True, threads_per_block: int = 1024
 ) -> str:
-    """The program, proved with :func:`check_program`, as an MSCCL++ execution plan.
+    """Write the program, proved with :func:`check_program`, as an MSCCL++ execution plan.
 
     Args:
         program: The program.
@@ -55,18 +50,18 @@ def to_mscclpp_json(
         ProgramError: The program is wrong.
 
     Examples:
-        >>> from fivefold.collectives.algorithms import ring
+        >>> from fivefold.collectives.algorithms import build_algorithm
         >>> from fivefold.collectives.lowering import lower
         >>> from fivefold.collectives.schedules import all_gather
-        >>> plan = json.loads(to_mscclpp_json(lower(ring(all_gather(2)))))
+        >>> plan = json.loads(to_mscclpp_json(lower(build_algorithm("ring", all_gather(2)))))
         >>> plan["collective"], [gpu["id"] for gpu in plan["gpus"]]
         ('allgather', [0, 1])
     """
     collective = program.collective
-    if collective.name not in _NAMES:
+    if collective.name not in PLAN_COLLECTIVES:
         raise UnsupportedError(
             f"MSCCL++ plans have no collective {collective.name!r}",
-            hint=f"they have {', '.join(_NAMES)}",
+            hint=f"they have {', '.join(PLAN_COLLECTIVES)}",
         )
     check_program(program)
     layout = _Layout(program)
@@ -75,7 +70,7 @@ def to_mscclpp_json(
         _require_limits(gpus)
     plan = {
         "name": program.name,
-        "collective": _NAMES[collective.name],
+        "collective": MSCCL_NAMES[collective.name],
         "protocol": "Simple",
         "inplace": program.in_place,
         "reuse_resources": False,
@@ -263,7 +258,7 @@ class _Gpu:
             made.operations += [_SYNC, {"name": "sem_release", "semaphore_ids": [identity]}]
 
     def _take(self, made: _Block, operation: Operation, landed: Slot) -> Slot:
-        """Bring what has landed where the operation wants it; where the result is then."""
+        """Bring what has landed where the operation wants it; return where the result is then."""
         target = (operation.target, operation.target_offset)
         if not operation.kind.reduces:
             if landed != target:

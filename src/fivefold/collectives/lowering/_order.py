@@ -53,7 +53,7 @@ class Executed:
 def run_order(
     program: Program, *, arrival_s: Arrival | None = None, queue_slots: int | None = None
 ) -> list[Executed]:
-    """Every operation of the program in an order in which it can be carried out.
+    """Find an order in which every operation of the program can be carried out.
 
     Args:
         program: The program.
@@ -72,9 +72,9 @@ def run_order(
 
     Examples:
         >>> from fivefold.collectives.schedules import all_gather
-        >>> from fivefold.collectives.algorithms import ring
+        >>> from fivefold.collectives.algorithms import build_algorithm
         >>> from fivefold.collectives.lowering import lower
-        >>> sorted({step.rank for step in run_order(lower(ring(all_gather(2))))})
+        >>> sorted({step.rank for step in run_order(lower(build_algorithm("ring", all_gather(2))))})
         [0, 1]
     """
     return _Runner(program, arrival_s=arrival_s, queue_slots=queue_slots).run()
@@ -165,14 +165,14 @@ class _Runner:
         heapq.heappush(self._ready, (now_s, at))
 
     def _parcel(self, operation: Operation) -> int:
-        """How many chunks move at once: all, or one where queues are limited."""
+        """Return how many chunks move at once: all, or one where queues are limited."""
         moves = operation.kind.sends or operation.kind.receives
         return 1 if moves and self._queue_slots is not None else operation.count
 
     def _obstacle(
         self, rank: int, block: ThreadBlock, operation: Operation
     ) -> tuple[object, float]:
-        """What the operation waits for, or from when on it can run."""
+        """Return what the operation waits for, or from when on it can run."""
         from_s = 0.0
         if operation.wait_block >= 0:
             other = self._place[rank, operation.wait_block]

@@ -147,6 +147,11 @@ class RankProgram:
     scratch_slots: int = 0
 
     @property
+    def num_slots(self) -> int:
+        """Number of slots over all buffers."""
+        return self.input_slots + self.output_slots + self.scratch_slots
+
+    @property
     def num_operations(self) -> int:
         """Number of operations over all blocks."""
         return sum(len(block.operations) for block in self.blocks)
@@ -219,13 +224,13 @@ class Program:
         return sum(rank.num_operations for rank in self.ranks)
 
     def blocks(self) -> Iterator[tuple[int, int, ThreadBlock]]:
-        """All thread blocks as (rank, number of the block, block)."""
+        """Return all thread blocks as (rank, number of the block, block)."""
         for rank, program in enumerate(self.ranks):
             for number, block in enumerate(program.blocks):
                 yield rank, number, block
 
     def slots(self, rank: int) -> dict[Buffer, np.ndarray]:
-        """Memory cell of each slot of a rank: equal numbers are one memory (in place)."""
+        """Return memory cell of each slot of a rank: equal numbers are one memory (in place)."""
         if rank not in self._slots:
             self._slots[rank] = self._number_slots(rank)
         inputs, outputs, scratch = self._slots[rank]
@@ -245,7 +250,7 @@ class Program:
         return inputs, outputs, scratch
 
     def to_json(self) -> str:
-        """The program as JSON; :meth:`from_json` reads it back."""
+        """Return the program as JSON; :meth:`from_json` reads it back."""
         return json.dumps(
             {
                 "format": "fivefold-program/1",

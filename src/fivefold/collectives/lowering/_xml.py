@@ -26,21 +26,11 @@ from fivefold.collectives.lowering._program import (
     RankProgram,
     ThreadBlock,
 )
-from fivefold.collectives.schedules import (
-    Collective,
-    all_gather,
-    all_reduce,
-    all_to_all,
-    broadcast,
-    gather,
-    reduce,
-    reduce_scatter,
-    scatter,
-)
+from fivefold.collectives.schedules import Collective, named_collective
 from fivefold.errors import ConfigurationError, DataError, InfeasibleError, UnsupportedError
 from fivefold.files import read_text
 
-_NAMES = {
+MSCCL_NAMES = {
     "all_reduce": "allreduce",
     "all_gather": "allgather",
     "reduce_scatter": "reducescatter",
@@ -50,7 +40,7 @@ _NAMES = {
     "gather": "gather",
     "scatter": "scatter",
 }
-_READ = {ours: theirs for theirs, ours in _NAMES.items()}
+_READ = {theirs: ours for ours, theirs in MSCCL_NAMES.items()}
 _READ["reduce_scatter"] = "reduce_scatter"  # TACCL writes it so
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
 _ALLOWED = {
@@ -73,7 +63,7 @@ _QUEUE_SLOTS = {"Simple": 2, "LL": 8, "LL128": 8}
 
 
 def to_msccl_xml(program: Program, *, check_limits: bool = True) -> str:
-    """The program as an MSCCL XML file, proved with :func:`check_program` for MSCCL's queues.
+    """Write the program as an MSCCL XML file, proved with :func:`check_program` for its queues.
 
     Args:
         program: The program.
@@ -88,16 +78,16 @@ def to_msccl_xml(program: Program, *, check_limits: bool = True) -> str:
         ProgramError: The program is wrong, or it deadlocks with the queues of its protocol.
 
     Examples:
-        >>> from fivefold.collectives.algorithms import ring
+        >>> from fivefold.collectives.algorithms import build_algorithm
         >>> from fivefold.collectives.lowering import lower
         >>> from fivefold.collectives.schedules import all_gather
-        >>> to_msccl_xml(lower(ring(all_gather(2)))).splitlines()[1].strip()
+        >>> to_msccl_xml(lower(build_algorithm("ring", all_gather(2)))).splitlines()[1].strip()
         '<gpu id="0" i_chunks="1" o_chunks="2" s_chunks="0">'
     """
     collective = program.collective
-    if collective.name not in _NAMES:
+    if collective.name not in MSCCL_NAMES:
         raise UnsupportedError(
-            f"MSCCL has no collective {collective.name!r}", hint=f"it has {', '.join(_NAMES)}"
+            f"MSCCL has no collective {collective.name!r}", hint=f"it has {', '.join(MSCCL_NAMES)}"
         )
     if check_limits:
         _require_limits(program)
@@ -108,7 +98,7 @@ def to_msccl_xml(program: Program, *, check_limits: bool = True) -> str:
         "nchannels": max(program.num_channels, 1),
         "ngpus": program.num_ranks,
         "proto": program.protocol,
-        "coll": _NAMES[collective.name],
+        "coll": MSCCL_NAMES[collective.name],
         "redop": "sum" if collective.reducing else "nop",
         "inplace": int(program.in_place),
         "outofplace": int(not program.in_place),
@@ -226,14 +216,14 @@ def from_msccl_xml(source: str | Path, *, collective: Collective | None = None) 
             and its line.
 
     Examples:
-        >>> from fivefold.collectives.algorithms import ring
+        >>> from fivefold.collectives.algorithms import build_algorithm
         >>> from fivefold.collectives.lowering import check_program, lower
         >>> from fivefold.collectives.schedules import all_gather
-        >>> text = to_msccl_xml(lower(ring(all_gather(3))))
+        >>> text = to_msccl_xml(lower(build_algorithm("ring", all_gather(3))))
         >>> check_program(from_msccl_xml(text)).num_messages
         6
     """
-    root = _parse(_read(source))
+    root = _parse(text_of(source, begins="<", what="program"))
     num_ranks = _integer(root, "ngpus", least=1, most=1 << 16)
     programs: dict[int, RankProgram] = {}
     for element in root.children:
@@ -262,10 +252,11 @@ def from_msccl_xml(source: str | Path, *, collective: Collective | None = None) 
         _fail(root, error.message)
 
 
-def _read(source: str | Path) -> str:
-    if isinstance(source, str) and source.lstrip().startswith("<"):
+def text_of(source: str | Path, *, begins: str, what: str) -> str:
+    """Return a text itself, known by how it begins, or what is in the file of this path."""
+    if isinstance(source, str) and source.lstrip().startswith(begins):
         return source
-    return read_text(source, what="program")
+    return read_text(source, what=what)
 
 
 def _parse(text: str) -> _Element:
@@ -409,24 +400,14 @@ def _collective_of(root: _Element, ranks: tuple[RankProgram, ...]) -> Collective
     inputs = max(rank.input_slots for rank in ranks)
     outputs = max(rank.output_slots for rank in ranks)
     chunks = _integer(root, "nchunksperloop", default=max(inputs, outputs), least=1, most=1 << 20)
-    per_rank = max(chunks // count, 1)
-    if plain in _ROOTED:
-        start = _integer(root, "root", default=0, most=count - 1)
-        makers = {"broadcast": broadcast, "reduce": reduce, "gather": gather, "scatter": scatter}
+    if plain in _ROOTED or plain == "all_reduce":
+        start = _integer(root, "root", default=0, most=count - 1) if plain in _ROOTED else 0
         if plain in {"gather", "scatter"}:
-            per_rank = max(max(inputs, outputs) // count, 1)
-        size = chunks if plain in {"broadcast", "reduce"} else per_rank
-        return makers[plain](count, size, root=start)
-    if plain == "all_reduce":
-        return all_reduce(count, chunks)
-    makers_each = {
-        "all_gather": all_gather,
-        "reduce_scatter": reduce_scatter,
-        "all_to_all": all_to_all,
-    }
+            chunks = max(max(inputs, outputs) // count, 1)
+        return named_collective(plain, count, chunks=chunks, root=start)
     if chunks % count:
         _fail(root, f"nchunksperloop={chunks} is no multiple of the {count} gpus")
-    return makers_each[plain](count, per_rank)
+    return named_collective(plain, count, chunks=max(chunks // count, 1))
 
 
 def _with_slots(collective: Collective, ranks: tuple[RankProgram, ...]) -> tuple[RankProgram, ...]:

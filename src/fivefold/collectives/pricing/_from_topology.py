@@ -124,17 +124,15 @@ class _Flows:
         shared = float(np.gcd.reduce(np.round(capacities).astype(np.int64), initial=0))
         coarse = float(capacities.max(initial=1.0)) / _LARGEST_CAPACITY
         self.unit_bytes_per_s = max(shared, 1.0) if shared >= coarse else coarse
-        self.capacities = np.round(capacities / self.unit_bytes_per_s).astype(np.int64)
+        # A link far slower than the widest is one unit, not none.
+        rounded = np.maximum(np.round(capacities / self.unit_bytes_per_s), 1)
+        self.capacities = rounded.astype(np.int64)
         hosts = [node.host for node in topology.nodes]
         ends = zip(topology.link_sources, topology.link_targets, strict=True)
         self.is_inside = np.array([hosts[a] is not None and hosts[a] == hosts[b] for a, b in ends])
 
     def leaving(self, unit: _Unit, joined: list[_Unit]) -> float:
-        """What a unit can send at once to the rest of the larger unit that joins it.
-
-        Raises:
-            UnsupportedError: SciPy is not installed.
-        """
+        """What a unit can send at once to the rest of the larger unit that joins it."""
         whole = next(group for group in joined if unit[0] in group)
         others = [rank for rank in whole if rank not in unit]
         try:

@@ -19,14 +19,14 @@ MOST_RANKS, MOST_PAIRS = 1 << 20, 1 << 27  # beyond, memory would end before any
 
 
 def frozen(values: ArrayLike, dtype: type) -> Array:
-    """A read-only view of the values; the caller's own array stays writeable."""
+    """Return a read-only view of the values; the caller's own array stays writeable."""
     view: Array = np.asarray(values, dtype=dtype).view()
     view.flags.writeable = False
     return view
 
 
 def offsets_of(sorted_keys: Array, count: int) -> Longs:
-    """Where each key 0..count-1 begins in a sorted array of keys; int64 [count + 1]."""
+    """Return where each key 0..count-1 begins in a sorted array of keys; int64 [count + 1]."""
     found = np.searchsorted(sorted_keys, np.arange(count + 1, dtype=sorted_keys.dtype))
     return found.astype(np.int64)
 
@@ -49,7 +49,7 @@ def require_pairs(what: str, count: int) -> None:
 
 
 def require_count(name: str, value: int, *, least: int = 1) -> int:
-    """The value, if it is an integer of at least ``least``."""
+    """Return the value, if it is an integer of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
         raise ConfigurationError(
             f"{name} is {value!r}", hint=f"{name} must be an integer of at least {least}"

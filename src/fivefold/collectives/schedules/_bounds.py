@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -26,10 +26,8 @@ from fivefold.collectives.schedules._routes import require_topology
 from fivefold.collectives.schedules._schedule import Schedule
 from fivefold.collectives.schedules._throughput import throughput_optimum
 from fivefold.errors import ConfigurationError
+from fivefold.network.topology import Topology
 from fivefold.units import format_bytes
-
-if TYPE_CHECKING:
-    from fivefold.network.topology import Topology
 
 _EXACT_WORK = 15_000_000  # ranks times arcs up to which max-flows are run unasked
 
@@ -44,7 +42,7 @@ def _require_match(collective: Collective, topology: Topology) -> None:
 
 
 def latency_bound(collective: Collective, topology: Topology) -> Bound:
-    """Largest latency from where a chunk starts to where it must be.
+    """Return the largest latency from where a chunk starts to where it must be.
 
     Args:
         collective: The collective.
@@ -90,7 +88,7 @@ def latency_bound(collective: Collective, topology: Topology) -> Bound:
 
 
 def _kinds_of_chunks(collective: Collective) -> Iterator[tuple[Longs, Longs] | None]:
-    """Where chunks start and must end, each combination once; None: every rank to every rank."""
+    """Yield where chunks start and must end, each once; None: every rank to every rank."""
     if collective.name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
         yield None
         return
@@ -106,7 +104,7 @@ def _kinds_of_chunks(collective: Collective) -> Iterator[tuple[Longs, Longs] | N
 def bandwidth_bound(
     collective: Collective, topology: Topology, size_bytes: float, *, exact: bool | None = None
 ) -> Bound:
-    """Largest time that the bytes across some cut take.
+    """Return the largest time that the bytes across some cut take.
 
     Args:
         collective: The collective.
@@ -145,7 +143,7 @@ def _worth_it(topology: Topology) -> bool:
 
 
 def _message_bound(collective: Collective, topology: Topology, size_bytes: float) -> Bound:
-    """An all-reduce among k groups: 2 (k - 1) messages for each byte, unless switches add up."""
+    """An all-reduce among k groups: 2 (k - 1) messages for each byte, unless switches aggregate."""
     adding = any(switch.aggregation is not None for switch in topology.switches)
     if collective.name != "all_reduce" or adding:
         return NO_BOUND
@@ -169,7 +167,7 @@ def _message_bound(collective: Collective, topology: Topology, size_bytes: float
 
 
 def discrete_ingress_bound(collective: Collective, topology: Topology, size_bytes: float) -> Bound:
-    """Time until whole chunks can have entered, and left, every rank (serial model).
+    """Return when whole chunks can have entered, and left, every rank (serial model).
 
     A link that is busy for latency + bytes / capacity with each chunk has carried floor(T / that)
     chunks by T. Chunks are those of the collective, so the bound holds for schedules of just this
@@ -211,7 +209,7 @@ def discrete_ingress_bound(collective: Collective, topology: Topology, size_byte
 
 
 def _whole_chunks_s(lasts_s: Floats, count: int) -> float:
-    """Least T with sum of floor(T / lasts) >= count."""
+    """Return the least T with sum of floor(T / lasts) >= count."""
     if not lasts_s.size or float(lasts_s.min()) <= 0:
         return 0.0
     done = np.floor(count / np.sum(1 / lasts_s) / lasts_s * (1 + 1e-12))
@@ -231,7 +229,7 @@ def lower_bound(
     whole_chunks: bool = False,
     exact: bool | None = None,
 ) -> Bound:
-    """The best of the bounds.
+    """Return the best of the bounds.
 
     Args:
         collective: The collective.
@@ -272,7 +270,7 @@ def gap(
     model: CostModel = "serial",
     bound: Bound | None = None,
 ) -> float:
-    """How far a schedule is above the lower bound: time / bound - 1.
+    """Return how far a schedule is above the lower bound: time / bound - 1.
 
     Args:
         schedule: The schedule.
@@ -326,7 +324,7 @@ NO_BOUND = Bound(seconds=0.0, kind="none", reason="nothing has to move")
 def _cut_bound(
     topology: Topology, inside: Array, crossing_bytes: float, *, optimal: bool = False
 ) -> Bound:
-    """The bound of one set of nodes, given what must leave it."""
+    """Return the bound of one set of nodes, given what must leave it."""
     links = inside[topology.link_sources] & ~inside[topology.link_targets]
     capacity = float(topology.capacities_bytes_per_s[links].sum())
     if crossing_bytes <= 0 or capacity <= 0:
@@ -348,7 +346,7 @@ def _cut_bound(
 
 
 def groupings(topology: Topology) -> Iterator[tuple[Array, int, Array]]:
-    """Groups of ranks and the nodes of each group: single ranks, then hosts."""
+    """Return the groups of ranks and the nodes of each group: single ranks, then hosts."""
     nodes = np.full(topology.num_nodes, -1, dtype=np.int64)
     nodes[topology.rank_nodes] = np.arange(topology.num_ranks)
     yield np.arange(topology.num_ranks), topology.num_ranks, nodes
@@ -362,7 +360,7 @@ def groupings(topology: Topology) -> Iterator[tuple[Array, int, Array]]:
 
 
 def group_capacities(topology: Topology, nodes: Array, count: int) -> tuple[Floats, Floats]:
-    """Capacity of the links into and out of each group of nodes; -1 is no group."""
+    """Return the capacity of the links into and out of each group of nodes; -1 is no group."""
     first, last = nodes[topology.link_sources], nodes[topology.link_targets]
     crossing, capacities = first != last, topology.capacities_bytes_per_s
     entering, leaving = crossing & (last >= 0), crossing & (first >= 0)
@@ -385,7 +383,7 @@ def group_cuts(collective: Collective, topology: Topology, chunk_bytes: Floats) 
 
 
 def sweep_cuts(collective: Collective, topology: Topology, chunk_bytes: Floats) -> Iterator[Bound]:
-    """Prefixes of orders of all nodes, both ways round."""
+    """Try the prefixes of orders of all nodes, both ways round."""
     for order in _orders(topology):
         for nodes in (order, order[::-1]):
             place = np.empty(topology.num_nodes, dtype=np.int64)
@@ -403,7 +401,7 @@ def sweep_cuts(collective: Collective, topology: Topology, chunk_bytes: Floats) 
 
 
 def _prefix_capacities(topology: Topology, place: Longs) -> Floats:
-    """Capacity from the first k nodes to the others, for k = 0..nodes."""
+    """Return the capacity from the first k nodes to the others, for k = 0..nodes."""
     first, last = place[topology.link_sources], place[topology.link_targets]
     change = np.zeros(topology.num_nodes + 2)
     forward = last > first
@@ -415,14 +413,14 @@ def _prefix_capacities(topology: Topology, place: Longs) -> Floats:
 
 
 def _orders(topology: Topology) -> Iterator[Longs]:
-    """Orders of the nodes whose prefixes are promising cuts."""
+    """Return the orders of the nodes whose prefixes are promising cuts."""
     yield np.arange(topology.num_nodes)
     if topology.num_nodes > 3:
         yield _spectral_order(topology)
 
 
 def _spectral_order(topology: Topology) -> Longs:
-    """Nodes along the slowest mode of the network, whose prefixes cut few links."""
+    """Return the nodes along the slowest mode of the network, whose prefixes cut few links."""
     from scipy import sparse  # noqa: PLC0415 - heavy
     from scipy.sparse.linalg import splu  # noqa: PLC0415 - heavy
 
@@ -443,7 +441,7 @@ def _spectral_order(topology: Topology) -> Longs:
 
 
 def exact_cuts(collective: Collective, topology: Topology, chunk_bytes: Floats) -> Iterator[Bound]:
-    """The worst cut of all, where the collective's optimum is one and its shares are equal."""
+    """Find the worst cut of all, where the collective's optimum is one and shares are equal."""
     name = collective.name
     if name not in ("all_gather", "reduce_scatter", "broadcast", "reduce", "scatter", "gather"):
         return
@@ -471,7 +469,7 @@ def exact_cuts(collective: Collective, topology: Topology, chunk_bytes: Floats) 
 def group_traffic(
     collective: Collective, chunk_bytes: Floats, groups: Array, *, num_groups: int
 ) -> tuple[Floats, Floats, Longs, Longs]:
-    """Least bytes and chunks into and out of each group of ranks."""
+    """Return the least bytes and chunks into and out of each group of ranks."""
     found = _group_traffic(
         (collective.pre_offsets, groups[collective.pre_ranks].astype(np.int32)),
         (collective.post_offsets, groups[collective.post_ranks].astype(np.int32)),
@@ -520,7 +518,7 @@ def _group_traffic(
 
 
 def sweep_traffic(collective: Collective, chunk_bytes: Floats, places: Longs) -> Floats:
-    """Least bytes from the first k ranks of an order to the others, for k = 0..N."""
+    """Return the least bytes from the first k ranks of an order to the others, for k = 0..N."""
     pre, post = collective.pre_offsets, collective.post_offsets
     used = np.flatnonzero((np.diff(pre) > 0) & (np.diff(post) > 0))
     total = np.zeros(collective.num_ranks + 2)

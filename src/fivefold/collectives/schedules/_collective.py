@@ -130,11 +130,11 @@ class Collective:
         return offsets_of(self.post_chunks, self.num_chunks)
 
     def holders(self, chunk: int) -> Ints:
-        """Ranks that hold the chunk at first, or contribute to it."""
+        """Return the ranks that hold the chunk at first, or contribute to it."""
         return self.pre_ranks[self.pre_offsets[chunk] : self.pre_offsets[chunk + 1]]
 
     def receivers(self, chunk: int) -> Ints:
-        """Ranks that must hold the chunk at last."""
+        """Return the ranks that must hold the chunk at last."""
         return self.post_ranks[self.post_offsets[chunk] : self.post_offsets[chunk + 1]]
 
     @cached_property
@@ -169,7 +169,7 @@ class Collective:
         return float(max(side.max() for side in sides))
 
     def chunk_bytes(self, size_bytes: float) -> Floats:
-        """Bytes of each chunk when the collective's buffer has ``size_bytes``.
+        """Return the bytes of each chunk when the collective's buffer has ``size_bytes``.
 
         Args:
             size_bytes: The collective's size as `buffer_weight` counts it.
@@ -212,7 +212,7 @@ class Collective:
         return _address_index(self.post_chunks, self.post_ranks, self.num_chunks, self.num_ranks)
 
     def input_address(self, chunk: ArrayLike, rank: ArrayLike) -> Array:
-        """Slot of the chunk in the rank's input buffer, -1 where it has none.
+        """Return the slot of the chunk in the rank's input buffer, -1 where it has none.
 
         A rank's buffer holds its chunks in ascending order, which is how MSCCL counts: slot
         ``chunk`` of an all-reduce, slot ``i`` of the owner's ``i``-th chunk of an all-gather,
@@ -228,7 +228,7 @@ class Collective:
         return _address(self._input_index, self.num_chunks, chunk, rank)
 
     def output_address(self, chunk: ArrayLike, rank: ArrayLike) -> Array:
-        """Slot of the chunk in the rank's output buffer, -1 where it has none."""
+        """Return the slot of the chunk in the rank's output buffer, -1 where it has none."""
         return _address(self._output_index, self.num_chunks, chunk, rank)
 
     # -- identity and inverse ------------------------------------------------------------------
@@ -267,7 +267,7 @@ class Collective:
         return np.ascontiguousarray(cube.transpose(1, 0, 2)).reshape(-1)
 
     def inverted(self) -> Collective:
-        """The collective that runs this one backwards.
+        """Return the collective that runs this one backwards.
 
         All-gather and reduce-scatter, broadcast and reduce, scatter and gather are each other's
         inverse; an all-to-all is inverted by the transposed one. A copy to many becomes a sum
@@ -311,7 +311,7 @@ class Collective:
         )
 
     def replicated(self, pieces: int) -> Collective:
-        """The same collective with each chunk cut into equal pieces.
+        """Return the same collective with each chunk cut into equal pieces.
 
         Args:
             pieces: Pieces; piece i of chunk c is chunk ``c * pieces + i``.
@@ -403,7 +403,7 @@ def _check_pairs(side: str, chunks: Ints, ranks: Ints, collective: Collective) -
 
 
 def _checked_weights(weights: ArrayLike | None, num_chunks: int) -> Floats:
-    """Weights of all chunks; equal ones become one number that is repeated without memory."""
+    """Return all weights; equal ones become one number that is repeated without memory."""
     try:
         given = np.asarray(1.0 if weights is None else weights, dtype=np.float64)
     except (TypeError, ValueError, OverflowError) as error:

@@ -15,7 +15,7 @@ from fivefold.network.topology import Topology
 
 
 def concatenate(first: Schedule, second: Schedule, *, name: str = "") -> Schedule:
-    """Two schedules one after the other: what the first leaves is what the second begins with.
+    """Put one schedule after another: what the first leaves is what the second begins with.
 
     Steps are kept if both have them, times if both have them; the second's come after all of the
     first's. Without either the listed order says it.
@@ -71,7 +71,7 @@ def concatenate(first: Schedule, second: Schedule, *, name: str = "") -> Schedul
 
 
 def compose_all_reduce(first: Schedule, second: Schedule, *, name: str = "") -> Schedule:
-    """An all-reduce from a schedule that sums and one that spreads the sums.
+    """Make an all-reduce of a schedule that sums and one that spreads the sums.
 
     Args:
         first: A reduce-scatter or a reduce.

@@ -59,7 +59,7 @@ def _require_root(root: int, num_ranks: int) -> int:
 
 
 def all_gather(num_ranks: int, chunks_per_rank: int = 1) -> Collective:
-    """Every rank gets the chunks of every rank; chunk ``owner * C + i`` starts at its owner.
+    """Give every rank the chunks of every rank; chunk ``owner * C + i`` starts at its owner.
 
     Args:
         num_ranks: Ranks N.
@@ -82,7 +82,7 @@ def all_gather(num_ranks: int, chunks_per_rank: int = 1) -> Collective:
 
 
 def reduce_scatter(num_ranks: int, chunks_per_rank: int = 1) -> Collective:
-    """Every rank gets its own chunks, summed over all ranks; numbered as in `all_gather`.
+    """Give every rank its own chunks, summed over all ranks; numbered as in `all_gather`.
 
     Args:
         num_ranks: Ranks N.
@@ -101,7 +101,7 @@ def reduce_scatter(num_ranks: int, chunks_per_rank: int = 1) -> Collective:
 
 
 def all_reduce(num_ranks: int, chunks: int | None = None) -> Collective:
-    """Every rank gets every chunk, summed over all ranks.
+    """Give every rank every chunk, summed over all ranks.
 
     Args:
         num_ranks: Ranks N.
@@ -120,7 +120,7 @@ def all_reduce(num_ranks: int, chunks: int | None = None) -> Collective:
 
 
 def all_to_all(num_ranks: int, chunks_per_pair: int = 1) -> Collective:
-    """Every rank sends something else to every rank: chunk ``(source * N + target) * C + i``.
+    """Send something else from every rank to every rank: chunk ``(source * N + target) * C + i``.
 
     Args:
         num_ranks: Ranks N.
@@ -142,7 +142,7 @@ def all_to_all(num_ranks: int, chunks_per_pair: int = 1) -> Collective:
 
 
 def all_to_allv(sizes: ArrayLike) -> Collective:
-    """An all-to-all of uneven sizes; chunk ``source * N + target`` has size [source, target].
+    """Send uneven sizes from all to all; chunk ``source * N + target`` has size [source, target].
 
     Pairs of size zero send nothing and appear in neither condition.
 
@@ -186,7 +186,7 @@ def all_to_allv(sizes: ArrayLike) -> Collective:
 
 
 def broadcast(num_ranks: int, chunks: int = 1, *, root: int = 0) -> Collective:
-    """Every rank gets the chunks of the root.
+    """Give every rank the chunks of the root.
 
     Args:
         num_ranks: Ranks N.
@@ -206,7 +206,7 @@ def broadcast(num_ranks: int, chunks: int = 1, *, root: int = 0) -> Collective:
 
 
 def reduce(num_ranks: int, chunks: int = 1, *, root: int = 0) -> Collective:
-    """The root gets every chunk, summed over all ranks.
+    """Give the root every chunk, summed over all ranks.
 
     Args:
         num_ranks: Ranks N.
@@ -226,7 +226,7 @@ def reduce(num_ranks: int, chunks: int = 1, *, root: int = 0) -> Collective:
 
 
 def scatter(num_ranks: int, chunks_per_rank: int = 1, *, root: int = 0) -> Collective:
-    """Every rank gets its chunks ``rank * C + i`` from the root.
+    """Give every rank its chunks ``rank * C + i`` from the root.
 
     Args:
         num_ranks: Ranks N.
@@ -246,7 +246,7 @@ def scatter(num_ranks: int, chunks_per_rank: int = 1, *, root: int = 0) -> Colle
 
 
 def gather(num_ranks: int, chunks_per_rank: int = 1, *, root: int = 0) -> Collective:
-    """The root gets the chunks ``rank * C + i`` of every rank.
+    """Give the root the chunks ``rank * C + i`` of every rank.
 
     Args:
         num_ranks: Ranks N.
@@ -273,7 +273,7 @@ def custom(
     reducing: bool = False,
     chunk_weights: Floats | None = None,
 ) -> Collective:
-    """A collective of one's own, from its conditions.
+    """Return a collective of one's own, from its conditions.
 
     Args:
         num_ranks: Ranks N.
@@ -339,7 +339,7 @@ _ROOTED = {"broadcast": broadcast, "reduce": reduce, "scatter": scatter, "gather
 def named_collective(
     name: str, num_ranks: int, *, chunks: int | None = None, root: int = 0
 ) -> Collective:
-    """The collective of this name, as files and the command line spell it.
+    """Return the collective of this name, as files and the command line spell it.
 
     Args:
         name: One of `COLLECTIVES`; hyphens count as underscores.
@@ -397,7 +397,7 @@ def collective_to_data(collective: Collective) -> dict[str, Any]:
 
 
 def _short_weights(collective: Collective) -> float | list[float] | None:
-    """One number where all are that number."""
+    """Return one number where all are that number."""
     weights = collective.chunk_weights
     if weights.size and collective.has_equal_chunks:
         return float(weights[0])

@@ -52,12 +52,12 @@ class Dependencies:
     transfers: Longs
 
     def of(self, transfer: int) -> Longs:
-        """Transfers that this one waits for."""
+        """Return the transfers that this one waits for."""
         return self.transfers[self.offsets[transfer] : self.offsets[transfer + 1]]
 
 
 def dependencies(schedule: Schedule) -> Dependencies:
-    """What each transfer waits for at its source.
+    """Find what each transfer waits for at its source.
 
     A copied chunk waits for its first arrival in order, a sum for everything that was added to it
     since the last copy. A rank that holds a chunk at first waits for nothing to send it on.
@@ -130,7 +130,7 @@ def _find_dependencies(
     pre: tuple[Any, Any],
     shape: tuple[int, int, int, float],
 ) -> tuple[Any, Any]:
-    """How many writes each transfer waits for and the last of them, then their chains as lists."""
+    """Count the writes each transfer waits for, then list their chains."""
     sources, targets, reduces = transfers
     num_ranks, mode, reducing, slack_s = shape
     offsets, positions = grouped

@@ -15,13 +15,13 @@ from fivefold.collectives.schedules._evaluate import Timing
 from fivefold.collectives.schedules._routes import require_topology, route_table
 from fivefold.collectives.schedules._schedule import Schedule
 from fivefold.errors import ConfigurationError, UnsupportedError
+from fivefold.network.topology import Topology
 from fivefold.units import format_bytes, format_duration_s
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from fivefold.network.topology import Topology
 
 _MOST_BARS = 6_000  # beyond, bars are too thin to be told apart
 _MOST_LABELS = 400
@@ -103,7 +103,7 @@ def _empty_figure(num_rows: int) -> Figure:
 
 
 def _rows(timing: Timing, most_rows: int | None) -> Ints:
-    """Links shown: all, or the busiest; of those that are equally busy some from everywhere."""
+    """Choose the links shown: all, or the busiest; of equally busy ones some from everywhere."""
     busy_s = timing.link_busy_s
     used = np.flatnonzero(busy_s > 0)
     if most_rows is not None and used.size > most_rows:
@@ -116,7 +116,7 @@ def _rows(timing: Timing, most_rows: int | None) -> Ints:
 
 
 def _messages(schedule: Schedule, topology: Topology) -> tuple[Array, Array]:
-    """Transfer and link of every bar."""
+    """Return the transfer and link of every bar."""
     routes = route_table(schedule, topology)
     offsets, places = rows_of(routes.offsets, routes.rows)
     transfers = np.repeat(np.arange(schedule.num_transfers), np.diff(offsets))
@@ -124,7 +124,7 @@ def _messages(schedule: Schedule, topology: Topology) -> tuple[Array, Array]:
 
 
 def _shown(messages: tuple[Array, Array], rows: Ints, num_links: int) -> tuple[Array, Array]:
-    """Transfer and row of the bars on the links shown."""
+    """Return the transfer and row of the bars on the links shown."""
     transfers, links = messages
     row_of_link = np.full(num_links, -1, dtype=np.int64)
     row_of_link[rows] = np.arange(rows.size)
@@ -274,7 +274,7 @@ _IDLE = (0.955, 0.96, 0.965)
 
 
 def busy_shares(starts: Floats, ends: Floats, rows: Longs, *, num_rows: int, bins: int) -> Floats:
-    """Share of each span of time in which each row is busy; above 1 where messages overlap."""
+    """Return how busy each row is in each span of time; above 1 where messages overlap."""
     # Each start raises what is going on by one and each end lowers it: in full in all later
     # spans, in its own span for the rest of it.
     places = np.clip(np.concatenate([starts, ends]), 0.0, float(bins))
@@ -290,7 +290,7 @@ def busy_shares(starts: Floats, ends: Floats, rows: Longs, *, num_rows: int, bin
 
 
 def spread_over(num_links: int) -> tuple[Ints, int]:
-    """Row of each link in the order of the links, and the number of rows."""
+    """Return the row of each link in the order of the links, and the number of rows."""
     num_rows = min(num_links, _MOST_BANDS)
     rows = np.arange(num_links) * num_rows // max(num_links, 1)
     return rows.astype(np.int32), num_rows

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -30,9 +30,8 @@ from fivefold.collectives.schedules._routes import RouteTable, require_topology,
 from fivefold.collectives.schedules._schedule import Schedule, ScheduleError
 from fivefold.collectives.schedules._verify_times import messages_of
 from fivefold.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from fivefold.network.topology import Topology
+from fivefold.network import simulation
+from fivefold.network.topology import Topology
 
 CostModel = Literal["serial", "slotted", "synchronous", "fluid"]
 MODELS: tuple[CostModel, ...] = ("serial", "slotted", "synchronous", "fluid")
@@ -78,7 +77,7 @@ def evaluate(
     size_bytes: float,
     model: CostModel = "serial",
 ) -> Timing:
-    """Time that a schedule takes on a topology.
+    """Return when each transfer of a schedule runs on a topology.
 
     Args:
         schedule: A schedule that `verify` accepts. Its order is the priority; where it has times
@@ -130,7 +129,7 @@ def evaluate(
 
 
 def with_times(schedule: Schedule, timing: Timing) -> Schedule:
-    """The schedule with the times of an evaluation, and the size and model they hold for.
+    """Return the schedule with the times of an evaluation, and the size and model they hold for.
 
     Args:
         schedule: The schedule that was evaluated.
@@ -181,7 +180,7 @@ def _listed(
 
 
 def _messages_in_order(schedule: Schedule, order: Longs) -> tuple[Longs, Longs]:
-    """Offsets and members of the messages, each at the place of its first transfer."""
+    """Return the offsets and members of the messages, each at the place of its first transfer."""
     count = schedule.num_transfers
     plain = np.arange(count + 1, dtype=np.int64), order
     if schedule.has_steps or not schedule.has_times:
@@ -230,7 +229,7 @@ def _synchronous(
 
 @njit
 def _fold(slot: Any, step: Any, ready_s: Any, pending: tuple[Any, Any], reducing: int) -> float:
-    """When the slot's value was whole, counting only what steps before this one wrote."""
+    """Return when the slot's value was whole, counting only what steps before this one wrote."""
     arrived_s, written_in = pending
     if written_in[slot] >= 0 and (step < 0 or written_in[slot] < step):
         if reducing and np.isfinite(ready_s[slot]):
@@ -276,7 +275,7 @@ def list_schedule(
     transfers: tuple[Any, Any, Any],
     shape: tuple[int, int],
 ) -> tuple[Any, Any, Any, int]:
-    """Times of all transfers, in the order of the messages."""
+    """Return the times of all transfers, in the order of the messages."""
     offsets, members = messages
     read, written, filled = slots
     rows, first_legs, leg_offsets, leg_links = routes
@@ -319,7 +318,11 @@ def list_schedule(
 
 
 def flow_dependencies(schedule: Schedule) -> tuple[Longs, Longs]:
-    """What each transfer waits for as a flow: (offsets, transfers)."""
+    """Return what each transfer waits for as a flow: (offsets, transfers).
+
+    Beside what it sends on, the transfer before it between the same two ranks: a connection is a
+    queue, and its messages do not compete with one another.
+    """
     found = dependencies(schedule)
     order = schedule.slots()[3]
     count = schedule.num_transfers
@@ -341,9 +344,7 @@ def flow_dependencies(schedule: Schedule) -> tuple[Longs, Longs]:
 def fluid_times(
     schedule: Schedule, topology: Topology, routes: RouteTable, chunk_bytes: Floats
 ) -> tuple[Floats, Floats, Floats]:
-    """Starts, ends and busy seconds of the links, from `fivefold.network.simulation`."""
-    from fivefold.network import simulation  # noqa: PLC0415 - only this model needs it
-
+    """Return the starts, ends and busy seconds of the links, from `fivefold.network.simulation`."""
     # A flow for each leg. It waits for the leg before it, the first one for what its transfer does.
     legs, first_legs = routes.legs()
     counts = np.diff(first_legs)[routes.rows]
@@ -360,7 +361,7 @@ def fluid_times(
     leg_waits[~of_first] = np.flatnonzero(number > 0) - 1
     table = simulation.FlowTable.build(
         sizes=chunk_bytes[schedule.chunks[owner]],
-        routes=simulation.Routes(offsets, legs.links[places]),
+        routes=simulation.FlowRoutes(offsets, legs.links[places]),
         dependencies=(np.concatenate([[0], np.cumsum(num_waits)]).astype(np.int64), leg_waits),
         latencies_s=legs.latencies_s(topology.latencies_s)[rows],
     )

@@ -20,7 +20,7 @@ LISTED, BY_STEPS, BY_TIMES = 0, 1, 2  # what orders the transfers
 
 @njit
 def group_by_key(keys: Array, count: int) -> tuple[Longs, Longs]:
-    """Positions of the keys 0..count-1, grouped and in their old order: (offsets, positions)."""
+    """Group the positions of the keys 0..count-1, in their old order: (offsets, positions)."""
     offsets = np.zeros(count + 1, np.int64)
     for key in keys:
         offsets[key + 1] += 1
@@ -80,7 +80,10 @@ def _by_times(members: Any, times: tuple[Any, Any], slack_s: float, events: Any)
 def order_events(
     members: Any, steps: Any, times: tuple[Any, Any], mode: int, slack_s: float
 ) -> Any:
-    """Reads and writes of one chunk's transfers in the order in which they take effect."""
+    """Reads and writes of one chunk's transfers in the order in which they take effect.
+
+    2 * m is the read and 2 * m + 1 the write of member m.
+    """
     events = np.empty(2 * members.size, np.int64)
     if mode == 1:
         _by_steps(members, steps, events)
@@ -96,7 +99,7 @@ def order_events(
 def number_slots(
     grouped: tuple[Any, Any], sources: Any, targets: Any, pre: tuple[Any, Any], num_ranks: int
 ) -> tuple[Any, Any, Any]:
-    """Slot that each transfer reads and writes, chunk by chunk; which are filled at first."""
+    """Number the slots that transfers read and write, and note which are filled at first."""
     offsets, positions = grouped
     count = sources.size
     read, written = np.empty(count, np.int32), np.empty(count, np.int32)

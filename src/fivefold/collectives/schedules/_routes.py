@@ -11,16 +11,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fivefold.collectives.schedules._arrays import Array, Floats, Ints, Longs, rows_of
 from fivefold.collectives.schedules._schedule import Schedule, ScheduleError
 from fivefold.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from fivefold.network.topology import Topology
+from fivefold.flows import default_paths
+from fivefold.network.topology import Topology
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +31,7 @@ class RouteTable:
     stops: Array  # whether each of ``links`` ends at a rank, bool
 
     def legs(self) -> tuple[RouteTable, Longs]:
-        """The parts of the rows from rank to rank, as rows, and where those of each row begin."""
+        """Return the parts of the rows from rank to rank, and where those of each row begin."""
         inner = self.stops.copy()
         inner[self.offsets[1:][np.diff(self.offsets) > 0] - 1] = False  # the end of its row
         begins = np.concatenate([self.offsets[:-1], np.flatnonzero(inner) + 1])
@@ -53,7 +51,7 @@ class RouteTable:
         return found
 
     def capacities_bytes_per_s(self, link_capacities_bytes_per_s: Floats) -> Floats:
-        """Smallest capacity along each row, float64 [rows]; infinite for an empty row."""
+        """Return smallest capacity along each row, float64 [rows]; infinite for an empty row."""
         count = self.offsets.size - 1
         smallest = np.full(count, np.inf)
         owners = np.repeat(np.arange(count), np.diff(self.offsets))
@@ -61,14 +59,14 @@ class RouteTable:
         return smallest
 
     def loads(self, transfer_bytes: Floats, num_links: int) -> Floats:
-        """Bytes on each link when each transfer carries its bytes, float64 [num_links]."""
+        """Return bytes on each link when each transfer carries its bytes, float64 [num_links]."""
         per_row = np.bincount(self.rows, transfer_bytes, self.offsets.size - 1)
         carried = np.repeat(per_row, np.diff(self.offsets))
         return np.bincount(self.links, carried, num_links).astype(np.float64)
 
 
 def require_topology(schedule: Schedule, topology: Topology | None) -> Topology:
-    """The topology given, or else the one the schedule was made for."""
+    """Return the topology given, or else the one the schedule was made for."""
     found = topology if topology is not None else schedule.topology
     if found is None:
         message = "the schedule was made for no topology"
@@ -83,7 +81,11 @@ def require_topology(schedule: Schedule, topology: Topology | None) -> Topology:
 
 
 def route_table(schedule: Schedule, topology: Topology) -> RouteTable:
-    """Routes of all transfers on a topology."""
+    """Return the routes of all transfers on a topology.
+
+    A transfer without a route of its own takes the direct link of largest capacity, or where the
+    ranks are no neighbours the route of least latency.
+    """
     if schedule.route_offsets is not None and schedule.route_links is not None:
         rows = np.arange(schedule.num_transfers, dtype=np.int32)
         stops = np.zeros(schedule.route_links.size, dtype=np.bool_)
@@ -99,9 +101,9 @@ def route_table(schedule: Schedule, topology: Topology) -> RouteTable:
     pairs = np.flatnonzero(used)
     row_of_pair = np.zeros(used.size, dtype=np.int32)
     row_of_pair[pairs] = np.arange(pairs.size, dtype=np.int32)
-    offsets, links = _pair_routes(pairs // count, pairs % count, topology)
-    stops = topology.is_rank[topology.link_targets[links]]
-    return RouteTable(rows=row_of_pair[keys], offsets=offsets, links=links, stops=stops)
+    paths = default_paths(topology, pairs // count, pairs % count)
+    stops = topology.is_rank[topology.link_targets[paths.links]]
+    return RouteTable(rows=row_of_pair[keys], offsets=paths.offsets, links=paths.links, stops=stops)
 
 
 def relays_of(schedule: Schedule) -> list[tuple[int, ...]]:
@@ -129,37 +131,10 @@ def relays_of(schedule: Schedule) -> list[tuple[int, ...]]:
 
 
 def explicit_routes(schedule: Schedule, topology: Topology) -> tuple[Longs, Ints]:
-    """The routes of all transfers one after another, as `Schedule` holds them."""
+    """Return the routes of all transfers one after another, as `Schedule` holds them."""
     table = route_table(schedule, topology)
     offsets, places = rows_of(table.offsets, table.rows)
     return offsets, table.links[places]
-
-
-def _pair_routes(sources: Longs, targets: Longs, topology: Topology) -> tuple[Longs, Ints]:
-    direct = _direct_links(topology)
-    keys = sources * topology.num_ranks + targets
-    place = np.minimum(np.searchsorted(direct[0], keys), max(direct[0].size - 1, 0))
-    adjacent = direct[0][place] == keys if direct[0].size else np.zeros(keys.size, dtype=np.bool_)
-    lengths = np.ones(keys.size, dtype=np.int64)
-    far = topology.routes(sources[~adjacent], targets[~adjacent])
-    lengths[~adjacent] = np.diff(far.offsets)
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    links = np.empty(offsets[-1], dtype=np.int32)
-    of_far = np.repeat(~adjacent, lengths)
-    links[of_far] = far.links
-    links[~of_far] = direct[1][place[adjacent]] if direct[0].size else 0
-    return offsets, links
-
-
-def _direct_links(topology: Topology) -> tuple[Longs, Ints]:
-    """Pairs of neighbouring ranks, sorted, and the widest link that joins each."""
-    ranks = topology.rank_of_node
-    first, last = ranks[topology.link_sources], ranks[topology.link_targets]
-    between = np.flatnonzero((first >= 0) & (last >= 0))
-    keys = first[between].astype(np.int64) * topology.num_ranks + last[between]
-    order = np.lexsort((-topology.capacities_bytes_per_s[between], keys))
-    unique, where = np.unique(keys[order], return_index=True)
-    return unique, between[order][where].astype(np.int32)
 
 
 def _check_paths(schedule: Schedule, topology: Topology, table: RouteTable) -> None:

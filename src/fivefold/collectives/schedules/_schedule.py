@@ -272,7 +272,7 @@ class Schedule:
         return (self.transfer(index) for index in range(self.num_transfers))
 
     def transfer(self, index: int) -> Transfer:
-        """The transfer of this number, as an object."""
+        """Return the transfer of this number, as an object."""
         return Transfer(
             chunk=int(self.chunks[index]),
             source=int(self.sources[index]),
@@ -320,7 +320,7 @@ class Schedule:
         solver: str = "",
         attributes: Mapping[str, Any] | None = None,
     ) -> Schedule:
-        """A schedule from transfer objects, in their order.
+        """Make a schedule from transfer objects, in their order.
 
         Args:
             transfers: The transfers; times and routes for all of them or for none.
@@ -362,7 +362,7 @@ class Schedule:
         )
 
     def replaced(self, **changes: Any) -> Schedule:
-        """The same schedule with some fields changed, as `dataclasses.replace` does it."""
+        """Return the same schedule with some fields changed, as `dataclasses.replace` does it."""
         return Schedule(**{**_fields_of(self), **changes})
 
     # -- changing ------------------------------------------------------------------------------
@@ -565,7 +565,7 @@ def _require_two_trees(schedule: Schedule) -> None:
 
 @njit
 def _needed(slots: tuple[Any, Any, Any, Any], wanted: Any, keys: Any) -> Any:
-    """First arrivals that the postcondition or a needed transfer after them asks for."""
+    """Return the first arrivals that the postcondition or a needed transfer after them asks for."""
     read, written, filled, order = slots
     first = np.full(filled.size, -1, np.int64)
     for index in order:
@@ -583,7 +583,7 @@ def _needed(slots: tuple[Any, Any, Any, Any], wanted: Any, keys: Any) -> Any:
 
 
 def _short(array: Array) -> int | list[int]:
-    """One number where all are equal."""
+    """Return one number where all are equal."""
     if array.size and (array == array[0]).all():
         return int(array[0])
     return [int(value) for value in array]

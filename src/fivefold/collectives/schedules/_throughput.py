@@ -17,15 +17,13 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fivefold.collectives.schedules._arrays import Array, Longs
 from fivefold.errors import ConfigurationError, UnsupportedError
-
-if TYPE_CHECKING:
-    from fivefold.network.topology import Topology
+from fivefold.network.topology import Topology
 
 _FINEST = 2**31  # capacities that are no integers become multiples of the largest / this
 
@@ -62,7 +60,7 @@ def throughput_optimum(
     collective: str = "all_gather",
     root: int = 0,
 ) -> ThroughputOptimum:
-    """The exact throughput optimum of a collective that copies or sums.
+    """Find the exact throughput optimum of a collective that copies or sums.
 
     Args:
         topology: The network; its capacities should be whole bytes per second.
@@ -130,7 +128,7 @@ def _checked_weights(weights: Sequence[int] | None, num_ranks: int) -> Longs:
 
 
 def integer_capacities(capacities: Array) -> tuple[Longs, Fraction, bool]:
-    """Capacities as small integers, the bytes per second of one unit, and whether that is exact."""
+    """Return capacities as small integers, the bytes/s of a unit, and whether that is exact."""
     whole = np.round(capacities)
     exact = bool((whole == capacities).all()) and float(whole.max(initial=0)) < 2**53
     if exact:
@@ -143,7 +141,7 @@ def integer_capacities(capacities: Array) -> tuple[Longs, Fraction, bool]:
 
 
 def _ingress_cut(topology: Topology, capacities: Longs, shares: Longs) -> Array:
-    """Everything but the rank whose links take longest to bring it the others' shares."""
+    """Return everything but the rank whose links take longest to bring it the others' shares."""
     ingress = np.bincount(topology.link_targets, capacities, topology.num_nodes)
     entering = np.maximum(ingress[topology.rank_nodes], 1)  # a rank alone has no links
     worst = int(np.argmax((shares.sum() - shares) / entering))
@@ -177,7 +175,7 @@ class CutFinder:
         )
 
     def ratio(self, inside: Array) -> Fraction:
-        """Weight that starts in the set over the capacity that leaves it."""
+        """Return the weight that starts in the set over the capacity that leaves it."""
         topology = self._topology
         crossing = inside[topology.link_sources] & ~inside[topology.link_targets]
         capacity = int(self._capacities[crossing].sum())
@@ -186,7 +184,7 @@ class CutFinder:
     def worst_ratio(
         self, sinks: Sequence[int], *, start: Array
     ) -> tuple[Fraction, tuple[int, ...]]:
-        """Largest weight over capacity among sets that leave out a sink, and such a set."""
+        """Return largest weight over capacity among sets that leave out a sink, and such a set."""
         if not sinks or not self._nodes.size:
             return Fraction(0), ()
         worst, inside = self.ratio(start), start
@@ -220,7 +218,7 @@ class CutFinder:
         self._solver.set_arcs_capacity(self._arcs, limits)
 
     def _deficient_cut(self, sink: int, inverse_rate: Fraction) -> Array | None:
-        """The source side of a minimum cut, if the sink does not get everything."""
+        """Return the source side of a minimum cut, if the sink does not get everything."""
         status = self._solver.solve(self._source, sink)
         if status != self._solver.OPTIMAL:
             message = f"the max-flow to node {sink} overflows"

@@ -11,7 +11,7 @@ References: collectives as pre- and postconditions, SCCL, arXiv 2008.08708.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -24,9 +24,7 @@ from fivefold.collectives.schedules._verify_times import (
     check_times_against_links,
     check_times_against_order,
 )
-
-if TYPE_CHECKING:
-    from fivefold.network.topology import Topology
+from fivefold.network.topology import Topology
 
 SLACK = 1e-9  # of the whole duration: what sums of floats may be off by
 
@@ -243,7 +241,7 @@ def _clear(ranks: Any, state: Any, held: Any) -> None:
 
 @njit
 def _unmet(ranks: Any, state: Any, held: Any, contributors: int) -> int:
-    """First rank that does not hold the sum of all contributors, or -1."""
+    """Return the first rank that does not hold the sum of all contributors, or -1."""
     for rank in ranks:
         if not held[rank]:
             return int(rank)
@@ -266,7 +264,11 @@ def replay(
     post: tuple[Any, Any],
     shape: tuple[int, int, int, bool, float],
 ) -> tuple[int, int, int, int, int]:
-    """Replay every chunk and compare with the postcondition."""
+    """Replay every chunk and compare with the postcondition.
+
+    Returns code, transfer or -1, chunk, rank or -1, redundant writes; of all chunks the broken
+    transfer that is listed first is named.
+    """
     num_ranks, words, mode, reducing, slack_s = shape
     offsets, positions = grouped
     steps, starts_s, ends_s = timing

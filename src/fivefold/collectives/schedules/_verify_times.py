@@ -8,7 +8,7 @@ model puts one after another pass, and so do several that share a link at lower 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -18,15 +18,13 @@ from fivefold.collectives.schedules._order import BY_TIMES
 from fivefold.collectives.schedules._routes import RouteTable
 from fivefold.collectives.schedules._schedule import Schedule, ScheduleError
 from fivefold.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from fivefold.network.topology import Topology
+from fivefold.network.topology import Topology
 
 _SLACK = 1e-6  # of a message's own time: solvers round more than sums of floats do
 
 
 def size_of(schedule: Schedule, size_bytes: float | None) -> float:
-    """The size given, or the one that the schedule was made for."""
+    """Return the size given, or the one that the schedule was made for."""
     found = schedule.attributes.get("size_bytes") if size_bytes is None else size_bytes
     if found is None:
         message = "the schedule does not say for which size it was made"
@@ -38,7 +36,11 @@ Messages = tuple[Longs, Floats]
 
 
 def messages_of(schedule: Schedule, transfer_bytes: Floats) -> Messages:
-    """Transfers that travel as one message: (leader of each transfer, bytes of each leader)."""
+    """Find what travels as one message: (leader of each transfer, bytes of each leader).
+
+    Transfers of the same source, target, start and end that leave on the same link are one; the
+    first of them leads. Bytes of followers are 0.
+    """
     count = schedule.num_transfers
     leaders = np.arange(count, dtype=np.int64)
     if schedule.starts_s is None or schedule.ends_s is None or count == 0:
@@ -60,7 +62,10 @@ def messages_of(schedule: Schedule, transfer_bytes: Floats) -> Messages:
 
 
 def check_times_against_order(schedule: Schedule) -> None:
-    """Refuse a transfer that starts before what it sends has arrived."""
+    """Refuse a transfer that starts before what it sends has arrived.
+
+    Where the times fix the order there is nothing to compare: the replay itself went by them.
+    """
     if schedule.starts_s is None or schedule.ends_s is None or schedule.order_mode == BY_TIMES:
         return
     at = _first_hurried(
@@ -151,7 +156,7 @@ def _check_room(
 
 
 def _running(values: Floats) -> Floats:
-    """Sums of the first 0, 1, 2, ... values."""
+    """Return the sums of the first 0, 1, 2, ... values."""
     return np.concatenate([[0.0], np.cumsum(values)])
 
 
@@ -180,7 +185,11 @@ def _push(heap: Any, size: int, ends_s: Any) -> None:
 
 @njit
 def first_overload(links: Array, starts_s: Array, ends_s: Array, needs_s: Array) -> Any:
-    """First message that cannot be done by its end, link by link, earliest end first."""
+    """Return the first message that cannot be done by its end, link by link, earliest end first.
+
+    Earliest deadline first with interruption is optimal on one machine: if it fails, no sharing of
+    the link's capacity keeps the times.
+    """
     count = links.size
     heap = np.empty(count, np.int64)
     left_s = needs_s.copy()
@@ -223,7 +232,11 @@ def _first_hurried(
     steps: Ints,
     shape: tuple[int, float],
 ) -> int:
-    """First transfer, in order, that starts before what it reads has arrived; -1 for none."""
+    """Find the first transfer that starts before what it reads has arrived; -1 for none.
+
+    A copied chunk is there from its first arrival; a sum is whole when all that was added in
+    earlier steps has arrived.
+    """
     read, written, filled, order = slots
     reducing, slack_s = shape
     ready_s = np.where(filled, 0.0, np.inf)

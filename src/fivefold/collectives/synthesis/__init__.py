@@ -16,8 +16,9 @@ from fivefold.collectives.synthesis._k_synchronous import (
 )
 from fivefold.collectives.synthesis._matching import matching
 from fivefold.collectives.synthesis._search_result import SearchResult
-from fivefold.collectives.synthesis._sketch import Sketch, SwitchSketch
-from fivefold.collectives.synthesis._sketch_library import (
+from fivefold.collectives.synthesis._sketch import (
+    Sketch,
+    SwitchSketch,
     published_sketch,
     published_sketch_names,
 )

@@ -16,15 +16,7 @@ Status = Literal["optimal", "found", "infeasible", "unknown"]
 
 @dataclass(frozen=True)
 class CpOutcome:
-    """What the solver said.
-
-    Args:
-        status: "optimal" (also for a mere question that was answered yes), "found" (a solution
-            without proof that it is best), "infeasible" (a proof) or "unknown" (out of time).
-        solver: The solver, for the values of variables.
-        bound: Best proved bound of the objective, 0 where there is none.
-        solver_s: Wall-clock time of the search.
-    """
+    """What the solver said."""
 
     status: Status
     solver: Any
@@ -51,11 +43,7 @@ def _cp_model() -> Any:
 
 
 def new_model() -> Any:
-    """An empty CP-SAT model.
-
-    Raises:
-        UnsupportedError: OR-Tools is not installed.
-    """
+    """An empty CP-SAT model."""
     return _cp_model().CpModel()
 
 
@@ -67,18 +55,7 @@ def solve(
     gap: float = 0.0,
     progress: Callable[[float, float, float], None] | None = None,
 ) -> CpOutcome:
-    """Run CP-SAT on a model.
-
-    Args:
-        model: Of ``new_model``.
-        time_limit_s: Wall-clock limit; 0 or less: the answer is "unknown" at once.
-        seed: Seed of the random choices.
-        gap: Relative gap of the objective at which to stop.
-        progress: Called with (seconds, objective, bound) at each better solution.
-
-    Raises:
-        UnsupportedError: OR-Tools is not installed.
-    """
+    """Run CP-SAT on a model."""
     cp_model = _cp_model()
     solver = cp_model.CpSolver()
     time_limit_s = min(time_limit_s, time_left_s())

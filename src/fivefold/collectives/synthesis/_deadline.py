@@ -27,12 +27,7 @@ class OutOfTime(InfeasibleError):  # noqa: N818 - what happened, not whose fault
 
 @contextmanager
 def time_limit(limit_s: float | None, *, slack_s: float = 0.0) -> Iterator[None]:
-    """Within it ``check_time`` raises once the time and the slack are over.
-
-    Args:
-        limit_s: Seconds from now; None for no limit but that outside.
-        slack_s: Seconds beyond it.
-    """
+    """Within it ``check_time`` raises once the time and the slack are over."""
     outer = _LIMIT.get()
     own = math.inf if limit_s is None else limit_s
     token = _LIMIT.set(min(outer, (time.perf_counter() + own + slack_s, own)))
@@ -57,11 +52,7 @@ def time_left_s() -> float:
 
 
 def check_time() -> None:
-    """Do nothing while there is time.
-
-    Raises:
-        OutOfTime: There is none left.
-    """
+    """Do nothing while there is time."""
     ends_s, limit_s = _LIMIT.get()
     if time.perf_counter() > ends_s:
         raise OutOfTime(

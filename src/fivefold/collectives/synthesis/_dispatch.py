@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from fivefold._compiler import njit
 from fivefold.collectives.schedules import Schedule
-from fivefold.collectives.synthesis._events import pop_event, push_event
 from fivefold.errors import ConfigurationError
 
 _WINDOW = 256
@@ -23,21 +22,7 @@ _WINDOW = 256
 
 
 def dispatch(schedule: Schedule, *, size_bytes: float, by_load: bool = False) -> Schedule:
-    """The same transfers with times in the serial model, listed by their starts.
-
-    Args:
-        schedule: A schedule of copies with routes in which no rank gets a chunk twice; the order
-            of its transfers is their priority.
-        size_bytes: Size of the collective.
-        by_load: Whether a port prefers, among what it could send, the transfer over the link that
-            has most left to carry; false for the order listed.
-
-    Returns:
-        The schedule, without steps.
-
-    Raises:
-        ConfigurationError: The schedule sums, has no routes or no topology.
-    """
+    """The same transfers with times in the serial model, listed by their starts."""
     topology = schedule.topology
     if schedule.collective.reducing or topology is None or schedule.route_offsets is None:
         message = "only copies with routes in a topology can be dispatched"
@@ -278,3 +263,37 @@ def _run(
             if item >= 0:
                 for place in range(after[item], after[item + 1]):
                     _insert(queues, ends, port_of[members[place]], members[place])
+
+
+@njit
+def push_event(heap: tuple[Any, Any], size: int, time_s: float, item: int) -> int:
+    """Put an event into a heap of this size; gives the new size."""
+    times_s, items = heap
+    place = size
+    while place > 0:
+        above = (place - 1) >> 1
+        if times_s[above] <= time_s:
+            break
+        times_s[place], items[place] = times_s[above], items[above]
+        place = above
+    times_s[place], items[place] = time_s, item
+    return size + 1
+
+
+@njit
+def pop_event(heap: tuple[Any, Any], size: int) -> int:
+    """Remove the first event, which stands at place 0; gives the new size."""
+    times_s, items = heap
+    size -= 1
+    time_s, item = times_s[size], items[size]
+    place = 0
+    while 2 * place + 1 < size:
+        below = 2 * place + 1
+        if below + 1 < size and times_s[below + 1] < times_s[below]:
+            below += 1
+        if times_s[below] >= time_s:
+            break
+        times_s[place], items[place] = times_s[below], items[below]
+        place = below
+    times_s[place], items[place] = time_s, item
+    return size

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,18 +22,18 @@ from fivefold.collectives.schedules import (
     verify,
     with_times,
 )
-from fivefold.collectives.synthesis._bound import bound_of
-from fivefold.collectives.synthesis._cache import cache_key, load, store
 from fivefold.collectives.synthesis._deadline import SLACK_S, time_left_s, time_limit
-from fivefold.collectives.synthesis._methods import METHODS, SHARES, in_auto
-from fivefold.collectives.synthesis._request import Request
+from fivefold.collectives.synthesis._methods import METHODS, SHARES, Request, in_auto
+from fivefold.collectives.synthesis._search_result import bound_of
 from fivefold.collectives.synthesis._sketch import Sketch
 from fivefold.errors import (
     ConfigurationError,
     FivefoldError,
     InfeasibleError,
+    StorageError,
     UnsupportedError,
 )
+from fivefold.files import read_json, write_atomically
 from fivefold.network.topology import Topology
 
 _LOG = logging.getLogger(__name__)
@@ -293,11 +295,7 @@ class _Search:
         return cache_key(parts)
 
     def run(self) -> Synthesis:
-        """Ask the methods.
-
-        Raises:
-            InfeasibleError: Nothing was found.
-        """
+        """Ask the methods."""
         names = list(METHODS) if self.method == "auto" else [self.method]
         for name in names:
             left_out = in_auto(name, self.request) if self.method == "auto" else None
@@ -361,3 +359,40 @@ class _Search:
         )
         timed = with_times(schedule, timing).replaced(topology=request.topology)
         return Synthesis(timed, timing.total_s, self.bound, method, solver_s, (), cached)
+
+
+_VERSION = 1
+
+
+def cache_key(parts: Mapping[str, Any]) -> str:
+    """A name for a question: 32 hexadecimal digits."""
+    text = json.dumps({"version": _VERSION, **parts}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def load(folder: Path, key: str) -> tuple[Schedule, dict[str, Any]] | None:
+    """The schedule of a key and what was noted with it; None where there is none that is whole."""
+    path = folder / f"{key}.json"
+    try:
+        record = read_json(path)
+        if record["version"] != _VERSION:
+            return None
+        return Schedule.from_json(record["schedule"]), dict(record["notes"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, FivefoldError) as error:
+        _LOG.warning("ignoring the damaged cache file %s: %s", path, error)
+        return None
+
+
+def store(folder: Path, key: str, schedule: Schedule, notes: Mapping[str, Any]) -> Path:
+    """Write a schedule; a reader sees the old file or the new one, never a part."""
+    path = folder / f"{key}.json"
+    record = {"version": _VERSION, "schedule": schedule.to_json(), "notes": dict(notes)}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(record))
+    except OSError as error:
+        message = f"the cache {folder} cannot be written: {error}"
+        raise StorageError(message, hint="give another cache folder, or cache=None") from error
+    return path

@@ -23,17 +23,7 @@ UNREACHABLE = 1 << 40
 
 @dataclass(frozen=True)
 class Instance:
-    """A collective on logical links, without prices.
-
-    Args:
-        num_ranks: Number of ranks N.
-        sources: Source rank of each logical link, int32 [L].
-        targets: Target rank of each logical link, int32 [L].
-        resources: Numbers of the shared resources (physical links) on each logical link's route.
-        num_resources: How many resources there are.
-        holders: For each chunk the ranks that hold it at the start.
-        wanted: For each chunk the ranks that must hold it at the end.
-    """
+    """A collective on logical links, without prices."""
 
     num_ranks: int
     sources: NDArray[np.int32]
@@ -53,30 +43,10 @@ class Instance:
         """Number of chunks."""
         return len(self.holders)
 
-    def links_into(self) -> list[list[int]]:
-        """For each rank the logical links that end there."""
-        into: list[list[int]] = [[] for _ in range(self.num_ranks)]
-        for link, target in enumerate(self.targets.tolist()):
-            into[target].append(link)
-        return into
-
-    def users_of_resources(self) -> list[list[int]]:
-        """For each resource the logical links that use it."""
-        users: list[list[int]] = [[] for _ in range(self.num_resources)]
-        for link, resources in enumerate(self.resources):
-            for resource in resources:
-                users[resource].append(link)
-        return users
-
 
 @dataclass(frozen=True)
 class Reach:
-    """When a chunk can be where: the window that no schedule can leave.
-
-    Args:
-        earliest: Least time after which rank v can hold chunk c, int64 [chunks, ranks].
-        remaining: Least time from v holding c to some rank that wants it; 0 where v wants it.
-    """
+    """When a chunk can be where: the window that no schedule can leave."""
 
     earliest: NDArray[np.int64]
     remaining: NDArray[np.int64]
@@ -108,15 +78,7 @@ class Reach:
 
 
 def reach(instance: Instance, times: Sequence[int] | NDArray[np.int64]) -> Reach:
-    """Shortest times of all chunks to and from all ranks.
-
-    Args:
-        instance: The collective and its links.
-        times: Time from the start of a transfer to its arrival, per logical link, positive.
-
-    Raises:
-        InfeasibleError: Some rank wants a chunk that cannot reach it.
-    """
+    """Shortest times of all chunks to and from all ranks."""
     distances = _all_distances(instance, np.asarray(times, np.int64))
     shape = (instance.num_chunks, instance.num_ranks)
     earliest, remaining = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
@@ -150,16 +112,7 @@ def _all_distances(instance: Instance, times: NDArray[np.int64]) -> NDArray[np.i
 
 
 class Orbits:
-    """Which (chunk, link) and (chunk, rank) pairs a group of symmetries makes equal.
-
-    Args:
-        instance: The collective and its links.
-        permutations: Permutations of the ranks; each must map links to links and chunks to
-            chunks. None or empty: every pair is an orbit of its own.
-
-    Raises:
-        ConfigurationError: A permutation is none, or does not fit the links or the chunks.
-    """
+    """Which (chunk, link) and (chunk, rank) pairs a group of symmetries makes equal."""
 
     def __init__(
         self, instance: Instance, permutations: Sequence[NDArray[np.int32]] | None = None
@@ -203,11 +156,7 @@ def _merge(labels: NDArray[np.int64], maps: list[NDArray[np.int64]]) -> NDArray[
 
 
 def map_links(instance: Instance, permutation: NDArray[np.int32]) -> NDArray[np.int64]:
-    """The logical link that each logical link becomes; parallel ones keep their order.
-
-    Raises:
-        ConfigurationError: A link becomes one that does not exist.
-    """
+    """The logical link that each logical link becomes; parallel ones keep their order."""
     places: dict[tuple[int, int], list[int]] = {}
     ends = list(zip(instance.sources.tolist(), instance.targets.tolist(), strict=True))
     for link, pair in enumerate(ends):
@@ -224,11 +173,7 @@ def map_links(instance: Instance, permutation: NDArray[np.int32]) -> NDArray[np.
 
 
 def map_chunks(instance: Instance, permutation: NDArray[np.int32]) -> NDArray[np.int64]:
-    """The chunk that each chunk becomes: by who holds and who wants it, then by number.
-
-    Raises:
-        ConfigurationError: The permutation is none, or a chunk becomes one that does not exist.
-    """
+    """The chunk that each chunk becomes: by who holds and who wants it, then by number."""
     if sorted(np.asarray(permutation).tolist()) != list(range(instance.num_ranks)):
         message = f"{list(permutation)} is no permutation of {instance.num_ranks} ranks"
         raise ConfigurationError(message)
@@ -248,15 +193,7 @@ def map_chunks(instance: Instance, permutation: NDArray[np.int32]) -> NDArray[np
 
 
 def prune(instance: Instance, transfers: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Drop transfers that nobody needs.
-
-    Args:
-        instance: The collective and its links.
-        transfers: (time, chunk, link); each rank receives a chunk at most once.
-
-    Returns:
-        The needed ones in the order of time.
-    """
+    """Drop transfers that nobody needs."""
     kept = []
     needed = {(chunk, rank) for chunk, ranks in enumerate(instance.wanted) for rank in ranks}
     for time, chunk, link in sorted(transfers, reverse=True):

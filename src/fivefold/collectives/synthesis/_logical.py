@@ -28,17 +28,7 @@ _LARGEST_CAPACITY = 10_000  # units per round; beyond it the capacities have no 
 
 @dataclass(frozen=True)
 class Logical:
-    """A collective on the logical links of a topology, with prices.
-
-    Args:
-        collective: What is to be done; it copies and does not sum.
-        topology: Where.
-        instance: Chunks, logical links and the physical links that they share.
-        latencies_s: Latency of each logical link.
-        capacities_bytes_per_s: Rate of each resource (physical link).
-        crosses: Whether each logical link leaves its box (host).
-        boxes: Ranks of each box.
-    """
+    """A collective on the logical links of a topology, with prices."""
 
     collective: Collective
     topology: Topology
@@ -57,11 +47,7 @@ class Logical:
         return np.asarray(1.0 / np.array(narrowest, np.float64))
 
     def chunk_bytes(self, size_bytes: float) -> float:
-        """Size of every chunk.
-
-        Raises:
-            ConfigurationError: The chunks differ in size.
-        """
+        """Size of every chunk."""
         sizes = np.unique(self.collective.chunk_bytes(size_bytes))
         if len(sizes) > 1:
             message = f"chunks of {sizes[0]:.0f} to {sizes[-1]:.0f} bytes"
@@ -85,17 +71,7 @@ def logical_of(
     allow: Callable[[int, int], bool] | None = None,
     boxes: Sequence[Sequence[int]] | None = None,
 ) -> Logical:
-    """Chunks, holders, receivers and logical links of a collective that copies.
-
-    Args:
-        collective: A collective that does not sum.
-        topology: Its ranks are those of the collective.
-        allow: Says whether a logical link (source rank, target rank) may be used; None: all.
-        boxes: Ranks of each box; None: by host.
-
-    Raises:
-        ConfigurationError: The collective sums, or ranks of collective and topology differ.
-    """
+    """Chunks, holders, receivers and logical links of a collective that copies."""
     if collective.reducing:
         message = f"{collective.name} sums"
         raise ConfigurationError(message, hint="solve its inverse on the reversed topology")
@@ -151,16 +127,7 @@ def schedule_of(
     name: str,
     attributes: dict[str, Any],
 ) -> Schedule:
-    """The schedule of (chunk, logical link) pairs in their order.
-
-    Args:
-        logical: What was solved.
-        transfers: Chunk and logical link of each transfer.
-        steps: Step of each transfer; None for none.
-        times_s: Start and end of each transfer; None for none.
-        name: The algorithm.
-        attributes: What else is to be kept.
-    """
+    """The schedule of (chunk, logical link) pairs in their order."""
     instance = logical.instance
     links = np.array([link for _, link in transfers], np.int64)
     routes = [instance.resources[link] for link in links.tolist()]
@@ -183,14 +150,7 @@ def schedule_of(
 
 
 def integer_capacities(topology: Topology) -> tuple[NDArray[np.int64], float]:
-    """Capacities as whole multiples of their largest common divisor.
-
-    Returns:
-        The multiples, and the unit in bytes per second.
-
-    Raises:
-        ConfigurationError: The capacities have no common divisor that is not tiny.
-    """
+    """Capacities as whole multiples of their largest common divisor."""
     rates = [Fraction(float(rate)) for rate in topology.capacities_bytes_per_s]
     if not rates:
         return np.zeros(0, np.int64), 1.0
@@ -209,17 +169,7 @@ def by_inversion(
     topology: Topology,
     find: Callable[[Collective, Topology], Schedule],
 ) -> Schedule:
-    """Solve a collective that may sum with a search that only copies.
-
-    Args:
-        collective: Any collective.
-        topology: Where.
-        find: Solves a collective that copies.
-
-    Raises:
-        ConfigurationError: The collective sums in a way that has no inverse.
-        InfeasibleError: A sum needs every rank, and the topology is not connected.
-    """
+    """Solve a collective that may sum with a search that only copies."""
     if not collective.reducing:
         return find(collective, topology)
     if collective.name == "all_reduce":

@@ -33,15 +33,16 @@ from fivefold.collectives.synthesis._deadline import (
     off_the_clock,
     time_limit,
 )
-from fivefold.collectives.synthesis._matching_fabric import build_fabric, build_neighbourhoods
-from fivefold.collectives.synthesis._matching_kernel import DONE, match, new_loop
-from fivefold.collectives.synthesis._matching_state import (
+from fivefold.collectives.synthesis._matching_fabric import (
     Fabric,
     Holdings,
     Neighbourhoods,
     Rules,
     Transfers,
+    build_fabric,
+    build_neighbourhoods,
 )
+from fivefold.collectives.synthesis._matching_kernel import DONE, match, new_loop
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import Topology
 

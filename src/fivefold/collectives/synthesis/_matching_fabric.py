@@ -6,7 +6,7 @@ box among boxes. Where all links are equal there is one, and it is everybody.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,6 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from fivefold._compiler import njit
-from fivefold.collectives.synthesis._matching_state import Fabric, Ints, Longs, Neighbourhoods
 from fivefold.network.topology import Topology
 
 _MOST_LEVELS = 4
@@ -145,3 +144,64 @@ def hops_through_switches(
                     queue[last] = before
                     last += 1
     return hops
+
+
+Ints = NDArray[np.int32]
+Longs = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Words = NDArray[np.uint64]
+
+
+class Fabric(NamedTuple):
+    """The network as the loop sees it."""
+
+    sources: Ints
+    targets: Ints
+    costs: Floats
+    rank_of_node: Ints
+    ports: Ints
+    port_offsets: Longs
+    wish_offsets: Longs
+    wishes: Ints
+    out_offsets: Longs
+    out_links: Ints
+    last_offsets: Longs
+    last_links: Ints
+    hops: NDArray[np.int16]
+
+
+class Neighbourhoods(NamedTuple):
+    """Sets of ranks joined by fast links, coarser and coarser; level 0 are the single ranks."""
+
+    member: Ints
+    offsets: Longs
+    counts: Ints
+    rates: Floats
+
+
+class Holdings(NamedTuple):
+    """Bit sets of chunks."""
+
+    held: Words
+    taken: Words
+
+
+class Transfers(NamedTuple):
+    """What is decided, in order of start; the arrays have room for all of it."""
+
+    chunks: Ints
+    ports: Ints
+    ends: Ints
+    times: Floats
+    route_offsets: Longs
+    route_links: Ints
+
+
+class Rules(NamedTuple):
+    """How to decide."""
+
+    num_chunks: int
+    chunk_bytes: float
+    seed: int
+    fresh_only: bool
+    deadline_s: float

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fivefold._compiler import njit
-from fivefold.collectives.synthesis._events import pop_event, push_event
-from fivefold.collectives.synthesis._matching_state import Floats, Longs, Words
+from fivefold.collectives.synthesis._dispatch import pop_event, push_event
+from fivefold.collectives.synthesis._matching_fabric import Floats, Longs, Words
 
 _ONE = np.uint64(1)
 _ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
@@ -147,20 +147,7 @@ def _last_link_free(fabric: Any, free_s: Any, now_s: float, rank: int) -> bool:
 
 
 class Loop(NamedTuple):
-    """What changes while time passes.
-
-    Args:
-        free_s: When each link is free.
-        heap: Events, times and items: an arriving transfer, or -1 - link where a link is free
-            before what it carried arrives.
-        queue: Ports to be served now.
-        queued: The last turn in which each port was queued.
-        idle: Ports that found nothing in this turn.
-        path: Room for one route.
-        state: Of the random numbers.
-        numbers: Events in the heap, ports in the queue, idle ports, transfers decided, turn.
-        port_of_link: Port that each link is, -1 for none.
-    """
+    """What changes while time passes."""
 
     free_s: Floats
     heap: tuple[Floats, Longs]
@@ -341,20 +328,7 @@ def match(
     fabric: Any, near: Any, holdings: Any, transfers: Any, rules: Any, loop: Any,
     clock: tuple[float, int],
 ) -> float:  # fmt: skip
-    """Decide transfers for some turns, so that the caller can look at the clock in between.
-
-    Args:
-        fabric: The network.
-        near: Neighbourhoods; the counts must be those of ``holdings`` and are changed.
-        holdings: Who has what; changed.
-        transfers: Room for the result.
-        rules: How to decide.
-        loop: Of ``new_loop``; changed.
-        clock: What the last call returned, 0 at first, and how many turns to take.
-
-    Returns:
-        The time at which to go on; -1 where every chunk has arrived or nothing can be sent.
-    """
+    """Decide transfers for some turns, so that the caller can look at the clock in between."""
     now_s, turns = clock
     for _ in range(turns):
         _serve_queue(fabric, near, holdings, transfers, loop, rules, now_s)

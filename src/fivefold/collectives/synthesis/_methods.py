@@ -9,13 +9,25 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.collectives.algorithms import available_algorithms, build_algorithm
-from fivefold.collectives.schedules import Collective, bandwidth_bound
+from fivefold.collectives.schedules import (
+    COLLECTIVES,
+    Collective,
+    CostModel,
+    Schedule,
+    bandwidth_bound,
+    broadcast,
+    compose_all_reduce,
+    evaluate,
+    named_collective,
+    reduce,
+)
 from fivefold.collectives.synthesis._flow_schedule import all_to_all_flow
 from fivefold.collectives.synthesis._instance import reach
 from fivefold.collectives.synthesis._k_synchronous import k_synchronous
@@ -25,8 +37,7 @@ from fivefold.collectives.synthesis._logical import (
     logical_of,
 )
 from fivefold.collectives.synthesis._matching import matching
-from fivefold.collectives.synthesis._pipelined import pipelined_all_reduce, roots_of
-from fivefold.collectives.synthesis._request import Candidate, Request
+from fivefold.collectives.synthesis._sketch import Sketch
 from fivefold.collectives.synthesis._sketched import derive_sketch, rotation
 from fivefold.collectives.synthesis._slotted import SlotModel, slotted
 from fivefold.collectives.synthesis._taccl import taccl
@@ -244,3 +255,151 @@ def in_auto(method: str, request: Request) -> str | None:
     if method == "k_synchronous" and len(set(request.topology.latencies_s.tolist())) > 1:
         return "knows one latency only"
     return None
+
+
+_EVERY_ROOT = 8  # ranks up to which every one is tried as the root
+_SOME_ROOTS = 3
+
+
+def pipelined_all_reduce(
+    collective: Collective, topology: Topology, *, root: int, size_bytes: float
+) -> Schedule:
+    """Reduce to a root and broadcast from it, overlapping."""
+    if collective.name != "all_reduce":
+        message = f"{collective.name} is no all-reduce"
+        raise ConfigurationError(message, hint="use method='trees'")
+    ranks, chunks = collective.num_ranks, collective.num_chunks
+    packing = spanning_trees(topology, root=root)
+    collect = packing.to_schedule(reduce(ranks, chunks, root=root), size_bytes=size_bytes)
+    spread = packing.to_schedule(broadcast(ranks, chunks, root=root), size_bytes=size_bytes)
+    return overlapped(collect, spread, topology, size_bytes=size_bytes)
+
+
+def overlapped(
+    collect: Schedule, spread: Schedule, topology: Topology, *, size_bytes: float
+) -> Schedule:
+    """The second schedule behind the first, each chunk as soon as its sum is complete."""
+    first = evaluate(collect, topology, size_bytes=size_bytes)
+    second = evaluate(spread, topology, size_bytes=size_bytes)
+    chunks = collect.collective.num_chunks
+    if not chunks:
+        return compose_all_reduce(collect, spread)
+    done_s, needed_s = np.zeros(chunks), np.full(chunks, np.inf)
+    np.maximum.at(done_s, collect.chunks, first.ends_s)
+    np.minimum.at(needed_s, spread.chunks, second.starts_s)
+    # Equal chunks are alike: what is summed first is spread first. (A reduce is a broadcast run
+    # backwards, so that without this the first sum would be the last to be asked for.)
+    numbers = np.arange(chunks, dtype=np.int32)
+    if np.ptp(collect.collective.chunk_weights) == 0:
+        numbers[np.argsort(needed_s, kind="stable")] = np.argsort(done_s, kind="stable")
+        needed_s = needed_s[np.argsort(numbers)]
+        spread = spread.replaced(chunks=numbers[spread.chunks])
+    # Each chunk waits for its own sum only; a whole tree is shifted, so its order stays.
+    lag_s = np.maximum(done_s - needed_s, 0.0)
+    later_s = second.starts_s + lag_s[spread.chunks]
+    whole = compose_all_reduce(_listed(collect, first.starts_s), _listed(spread, later_s))
+    starts_s = np.concatenate([np.sort(first.starts_s), np.sort(later_s)])
+    halves = np.repeat([0, 1], [collect.num_transfers, spread.num_transfers])
+    order = np.lexsort((halves, starts_s))
+    return _reordered(whole, order).replaced(topology=topology, name="pipelined all-reduce")
+
+
+def _listed(schedule: Schedule, starts_s: NDArray[np.float64]) -> Schedule:
+    """The transfers in the order of their starts, without times and steps."""
+    plain = schedule.replaced(starts_s=None, ends_s=None, steps=None, attributes={})
+    return _reordered(plain, np.argsort(starts_s, kind="stable"))
+
+
+def _reordered(schedule: Schedule, order: NDArray[np.int64]) -> Schedule:
+    offsets, links = schedule.route_offsets, schedule.route_links
+    if offsets is not None and links is not None:
+        lengths = np.diff(offsets)[order]
+        turned = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        within = np.arange(turned[-1]) - np.repeat(turned[:-1], lengths)
+        links = links[np.repeat(offsets[:-1][order], lengths) + within]
+        offsets = turned
+    return schedule.replaced(
+        chunks=schedule.chunks[order],
+        sources=schedule.sources[order],
+        targets=schedule.targets[order],
+        reduces=schedule.reduces[order],
+        steps=None,
+        route_offsets=offsets,
+        route_links=links,
+    )
+
+
+def roots_of(topology: Topology) -> Iterator[int]:
+    """Ranks to try as the root: all of few, else those with the widest links each way."""
+    nodes, rates = topology.rank_nodes, topology.capacities_bytes_per_s
+    width = [
+        min(
+            float(rates[topology.in_links(int(node))].sum()),
+            float(rates[topology.out_links(int(node))].sum()),
+        )
+        for node in nodes
+    ]
+    order = np.argsort(-np.array(width), kind="stable")
+    count = len(order) if len(order) <= _EVERY_ROOT else _SOME_ROOTS
+    yield from (int(rank) for rank in order[:count])
+
+
+Candidate = tuple[Schedule, float]
+"""A schedule and the seconds of its solver."""
+
+_FINEST = 0.25  # chunks that take less than this share of the latency are not worth their cost
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A collective on a topology, for a size, under a deadline."""
+
+    collective: Collective
+    free: bool
+    topology: Topology
+    size_bytes: float
+    model: CostModel
+    sketch: Sketch | None
+    deadline_s: float
+    seed: int
+    progress: Callable[[str], None] | None
+
+    def left_s(self, share: float = 1.0) -> float:
+        """A share of the time that is left; 0 where none is."""
+        return max((self.deadline_s - time.perf_counter()) * share, 0.0)
+
+    def say(self, line: str) -> None:
+        """Report progress."""
+        if self.progress is not None:
+            self.progress(line)
+
+    def with_chunks(self, count: int) -> Collective:
+        """The collective with ``count`` chunks where there was one."""
+        plain = self.collective
+        if count == 1:
+            return plain
+        ranks = plain.num_ranks if plain.name == "all_reduce" else 1
+        root = plain.root if plain.root is not None else 0
+        return named_collective(plain.name, plain.num_ranks, chunks=count * ranks, root=root)
+
+    def chunkings(self, *, most: int) -> Iterator[tuple[int, Collective]]:
+        """The collective in 1, 2, 4, ... chunks where that is free, as far as it can pay."""
+        yield 1, self.collective
+        if not self.free or self.collective.name not in COLLECTIVES:
+            return
+        count = 2
+        while count <= min(most, self._finest()):
+            yield count, self.with_chunks(count)
+            count *= 2
+
+    def _finest(self) -> int:
+        chunk_bytes = float(np.max(self.collective.chunk_bytes(self.size_bytes), initial=0.0))
+        rates = self.topology.capacities_bytes_per_s
+        latencies = self.topology.latencies_s
+        if not len(rates) or chunk_bytes <= 0:
+            return 1
+        latency_s = float(np.median(latencies))
+        if latency_s <= 0:
+            return 1 << 20
+        sending_s = chunk_bytes / float(np.min(rates))
+        return int(sending_s / (latency_s * _FINEST))

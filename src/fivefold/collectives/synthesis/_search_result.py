@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from fivefold.collectives.schedules import Collective, Schedule, verify
+from fivefold.collectives.schedules import Bound, Collective, Schedule, lower_bound, verify
 from fivefold.collectives.synthesis._logical import by_inversion
 from fivefold.errors import InfeasibleError
 from fivefold.network.topology import Topology
@@ -74,13 +74,7 @@ def answer(
     topology: Topology,
     find: Callable[[Collective, Topology], tuple[Schedule, float]],
 ) -> SearchResult:
-    """Run a search that only copies on any collective; verify what it finds.
-
-    Args:
-        collective: Any collective.
-        topology: Where.
-        find: Returns a schedule and the solver's seconds, or raises ``NoSchedule``.
-    """
+    """Run a search that only copies on any collective; verify what it finds."""
     spent_s = [0.0]
 
     def timed(part: Collective, place: Topology) -> Schedule:
@@ -94,3 +88,17 @@ def answer(
         return SearchResult(no.status, None, spent_s[0], str(no))
     verify(schedule, topology=topology)
     return SearchResult("found", schedule, spent_s[0], "found and verified")
+
+
+def bound_of(collective: Collective, topology: Topology, size_bytes: float) -> Bound:
+    """The best bound, or none where some ranks cannot reach others but nobody asks them to."""
+    try:
+        return lower_bound(collective, topology, size_bytes)
+    except InfeasibleError:
+        for chunk in range(collective.num_chunks):
+            for holder in collective.holders(chunk).tolist():
+                for receiver in collective.receivers(chunk).tolist():
+                    if holder != receiver and (collective.reducing or collective.single_source):
+                        topology.shortest_route(holder, receiver)
+        reason = "the topology is not connected both ways, and the bounds need that"
+        return Bound(seconds=0.0, kind="none", reason=reason)

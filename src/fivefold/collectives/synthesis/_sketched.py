@@ -25,15 +25,7 @@ _CHEAP_CONNECTIONS = 2_000  # logical links between boxes that a router can look
 
 @dataclass(frozen=True)
 class Sketched:
-    """What a sketch makes of a collective on a topology.
-
-    Args:
-        logical: The logical links that the sketch leaves, with prices.
-        sketch: The sketch.
-        symmetries: Permutations of the ranks, one for each symmetry.
-        policies: For each logical link +1 (its connection costs), -1 (it pays) or 0.
-        allowed: For each chunk and link whether the chunk may go there, bool [chunks, links].
-    """
+    """What a sketch makes of a collective on a topology."""
 
     logical: Logical
     sketch: Sketch
@@ -48,15 +40,7 @@ class Sketched:
 
 
 def rotation(offset: int, size: int, *, num_ranks: int) -> NDArray[np.int32]:
-    """The permutation r -> (r mod size + offset) mod size + (r div size) * size.
-
-    Raises:
-        ConfigurationError: The ranks are not a multiple of ``size``.
-
-    Examples:
-        >>> rotation(1, 2, num_ranks=4).tolist()
-        [1, 0, 3, 2]
-    """
+    """The permutation r -> (r mod size + offset) mod size + (r div size) * size."""
     if num_ranks % size:
         message = f"symmetry [{offset}, {size}] does not divide {num_ranks} ranks"
         raise ConfigurationError(message, hint="give a size that divides the number of ranks")
@@ -65,17 +49,7 @@ def rotation(offset: int, size: int, *, num_ranks: int) -> NDArray[np.int32]:
 
 
 def sketched(collective: Collective, topology: Topology, sketch: Sketch) -> Sketched:
-    """Apply a sketch.
-
-    Args:
-        collective: A collective that copies.
-        topology: Its ranks are numbered box by box.
-        sketch: What to keep to.
-
-    Raises:
-        ConfigurationError: The sketch does not fit the topology or the collective.
-        InfeasibleError: The sketch leaves no way for some chunk.
-    """
+    """Apply a sketch."""
     count = topology.num_ranks
     if count % sketch.boxes:
         message = f"sketch {sketch.name!r} is for {sketch.boxes} boxes, but there are {count} ranks"

@@ -25,13 +25,12 @@ from fivefold.collectives.schedules import (
     verify,
     with_times,
 )
-from fivefold.collectives.synthesis._bound import bound_of
 from fivefold.collectives.synthesis._deadline import SLACK_S, OutOfTime, time_limit
 from fivefold.collectives.synthesis._logical import by_inversion, schedule_of
+from fivefold.collectives.synthesis._search_result import bound_of
 from fivefold.collectives.synthesis._sketch import Sketch
 from fivefold.collectives.synthesis._sketched import Sketched, derive_sketch, sketched
-from fivefold.collectives.synthesis._taccl_ordering import Timed, best_order
-from fivefold.collectives.synthesis._taccl_prices import Prices, prices_of
+from fivefold.collectives.synthesis._taccl_ordering import Prices, Timed, best_order, prices_of
 from fivefold.collectives.synthesis._taccl_routing import (
     Routing,
     candidates,

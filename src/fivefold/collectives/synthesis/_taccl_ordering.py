@@ -12,24 +12,20 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fivefold.collectives.synthesis._deadline import check_time
 from fivefold.collectives.synthesis._instance import Instance
+from fivefold.collectives.synthesis._logical import Logical
 from fivefold.collectives.synthesis._sketched import Sketched
-from fivefold.collectives.synthesis._taccl_prices import Prices
 
 
 @dataclass(frozen=True)
 class Timed:
-    """Transfers with whole-number times.
-
-    Args:
-        moves: (chunk, link) of each transfer.
-        starts: Start of each.
-        length: When the last has arrived.
-    """
+    """Transfers with whole-number times."""
 
     moves: tuple[tuple[int, int], ...]
     starts: tuple[int, ...]
@@ -57,15 +53,7 @@ def best_order(
     time_limit_s: float = 2.0,
     seed: int = 0,
 ) -> Timed:
-    """The best of several list schedules.
-
-    Args:
-        sketch: The sketch on its topology.
-        prices: Times of one chunk.
-        moves: A routing.
-        time_limit_s: Time for further random priorities; the plain ones always run.
-        seed: Seed of the random ones.
-    """
+    """The best of several list schedules."""
     deadline_s = time.perf_counter() + time_limit_s
     instance = sketch.logical.instance
     parents = parents_of(instance, moves)
@@ -164,3 +152,43 @@ def _list_schedule(
             ready[child] = arrival
             heapq.heappush(heap, (arrival, priority[child], child))
     return Timed(tuple(moves), tuple(starts), length)
+
+
+_UNITS_PER_SHORTEST = 2_000  # so that rounding is far below what any model of a link is worth
+_MOST_UNITS = 20_000_000  # per transfer: beyond it sums could leave what solvers handle well
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Whole units of time per logical link."""
+
+    unit_s: float
+    latencies: NDArray[np.int64]
+    sends: NDArray[np.int64]
+    busy: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def delays(self) -> NDArray[np.int64]:
+        """From the start of one chunk to its arrival, int64 [links]."""
+        return np.asarray(np.maximum(self.latencies + self.sends, 1), np.int64)
+
+
+def prices_of(logical: Logical, *, size_bytes: float) -> Prices:
+    """The prices of one chunk."""
+    chunk_bytes = logical.chunk_bytes(size_bytes)
+    sends_s = chunk_bytes * logical.seconds_per_byte()
+    whole_s = logical.latencies_s + sends_s
+    positive = whole_s[whole_s > 0]
+    shortest_s = float(positive.min()) if len(positive) else 1.0
+    longest_s = float(positive.max()) if len(positive) else 1.0
+    unit_s = max(shortest_s / _UNITS_PER_SHORTEST, longest_s / _MOST_UNITS)
+    latencies = np.rint(logical.latencies_s / unit_s).astype(np.int64)
+    rates = logical.capacities_bytes_per_s
+    busy = tuple(
+        tuple(
+            max(int(latency) + round(chunk_bytes / float(rates[resource]) / unit_s), 1)
+            for resource in resources
+        )
+        for latency, resources in zip(latencies, logical.instance.resources, strict=True)
+    )
+    return Prices(unit_s, latencies, np.rint(sends_s / unit_s).astype(np.int64), busy)

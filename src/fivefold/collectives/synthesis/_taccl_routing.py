@@ -19,8 +19,7 @@ from fivefold.collectives.synthesis._cp import CpOutcome, new_model, solve
 from fivefold.collectives.synthesis._deadline import check_time
 from fivefold.collectives.synthesis._instance import UNREACHABLE, Instance, Orbits, prune
 from fivefold.collectives.synthesis._sketched import Sketched
-from fivefold.collectives.synthesis._taccl_ordering import Timed
-from fivefold.collectives.synthesis._taccl_prices import Prices
+from fivefold.collectives.synthesis._taccl_ordering import Prices, Timed
 
 _POLICY_WEIGHT = 0.01  # of one chunk's time per connection, as TACCL weighs it
 
@@ -41,11 +40,7 @@ class Routing:
 
 
 def candidates(sketch: Sketched, *, detour: int = 0) -> NDArray[np.bool_]:
-    """Links that a chunk may take: those on its shortest paths in hops, and ``detour`` more.
-
-    Returns:
-        bool [chunks, links].
-    """
+    """Links that a chunk may take: those on its shortest paths in hops, and ``detour`` more."""
     instance = sketch.logical.instance
     kept = np.zeros(sketch.allowed.shape, np.bool_)
     for chunk in range(instance.num_chunks):
@@ -359,20 +354,7 @@ def route_and_order(
     time_limit_s: float,
     seed: int = 0,
 ) -> tuple[Timed | None, bool]:
-    """Choose the links and the times of all chunks at once, which TACCL does one after the other.
-
-    Args:
-        sketch: The sketch on its topology; one that does not order a sender's own chunks.
-        prices: Times of one chunk.
-        below: The schedule must be shorter than this.
-        detour: Hops beyond the shortest path that a chunk may take.
-        time_limit_s: Limit of the solver.
-        seed: Seed of the solver.
-
-    Returns:
-        The schedule, None where none was found, and whether that is the best there is: of
-        schedules with one chunk a message and paths no longer than these.
-    """
+    """Choose links and times of all chunks at once, where TACCL does one after the other."""
     instance = sketch.logical.instance
     model = _Model(sketch, prices, candidates(sketch, detour=detour), Orbits(instance, ()))
     begins = model.add_order()

@@ -17,21 +17,14 @@ from fivefold.collectives.synthesis._cp import CpOutcome, new_model, solve
 from fivefold.collectives.synthesis._deadline import check_time
 from fivefold.collectives.synthesis._instance import Instance, Orbits
 from fivefold.collectives.synthesis._sketched import Sketched
-from fivefold.collectives.synthesis._taccl_ordering import Timed, parents_of
-from fivefold.collectives.synthesis._taccl_prices import Prices
+from fivefold.collectives.synthesis._taccl_ordering import Prices, Timed, parents_of
 
 _LARGEST_MESSAGE = 6  # chunks, as in TACCL
 
 
 @dataclass(frozen=True)
 class Messages:
-    """A timed schedule whose chunks may travel together.
-
-    Args:
-        timed: The transfers; those of one message have equal starts.
-        arrivals: When each transfer has arrived.
-        solver_s: Time of the solver.
-    """
+    """A timed schedule whose chunks may travel together."""
 
     timed: Timed
     arrivals: tuple[int, ...]
@@ -122,17 +115,7 @@ def improve_order(
     seed: int = 0,
     progress: Callable[[float, float, float], None] | None = None,
 ) -> tuple[Timed, bool]:
-    """A schedule no longer than the one given, and whether it is the best for these routes.
-
-    Args:
-        sketch: The sketch on its topology.
-        prices: Times of one chunk.
-        timed: A schedule of the routes.
-        symmetric: Whether only symmetric schedules are looked at (the routes must be symmetric).
-        time_limit_s: Limit of the solver.
-        seed: Seed of the solver.
-        progress: Called with (seconds, length, bound) at each shorter schedule.
-    """
+    """A schedule no longer than the one given, and whether it is the best for these routes."""
     instance = sketch.logical.instance
     orbits = Orbits(instance, sketch.symmetries if symmetric else ())
     shop = _Shop(sketch, prices, timed, orbits)
@@ -247,18 +230,7 @@ def join_messages(
     time_limit_s: float = 10.0,
     seed: int = 0,
 ) -> Messages:
-    """Let consecutive chunks between boxes travel together where that is shorter.
-
-    Args:
-        sketch: The sketch on its topology.
-        prices: Times of one chunk.
-        timed: A schedule; its order on every link is kept.
-        time_limit_s: Limit of the solver.
-        seed: Seed of the solver.
-
-    Returns:
-        A schedule no longer than the one given.
-    """
+    """Let consecutive chunks between boxes travel together where that is shorter."""
     timed = _in_order(timed)
     delays = prices.delays
     plain = tuple(

@@ -8,7 +8,7 @@ only, for building a graph costs more than solving one. This module knows no tre
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -36,17 +36,7 @@ _LARGEST_CAPACITY = 1 << 36
 
 @dataclass(frozen=True)
 class Network:
-    """Nodes and capacitated arcs; arc i is link i of the topology it was made from.
-
-    Args:
-        num_nodes: Number of nodes, compute nodes and switches.
-        terminals: Node of each rank, in order of ranks.
-        tails: Source node of each arc, int64.
-        heads: Target node of each arc, int64.
-        capacities: Whole numbers of ``unit``, int64.
-        latencies_s: Latency of each arc.
-        unit: Bytes per second of capacity 1.
-    """
+    """Nodes and capacitated arcs; arc i is link i of the topology it was made from."""
 
     num_nodes: int
     terminals: Longs
@@ -78,15 +68,7 @@ class Network:
 
 
 def integer_network(topology: Topology) -> Network:
-    """The topology with its capacities as the smallest whole numbers of one common unit.
-
-    Args:
-        topology: Any topology.
-
-    Returns:
-        The network. Capacities that share no unit near them are rounded down, by 2e-11 of the
-        largest at most.
-    """
+    """The topology with its capacities as the smallest whole numbers of one common unit."""
     rates = [Fraction(rate) for rate in topology.capacities_bytes_per_s.tolist()]
     unit = Fraction(1)
     if rates:
@@ -108,17 +90,7 @@ def integer_network(topology: Topology) -> Network:
 
 
 class FlowSolver:
-    """Maximum flows on arcs that stay while their capacities change.
-
-    Examples:
-        >>> solver = FlowSolver()
-        >>> arcs = solver.add([0, 1], [1, 2], [3, 2])
-        >>> solver.flow(0, 2)
-        2
-        >>> solver.set(arcs[1], 5)
-        >>> solver.flow(0, 2)
-        3
-    """
+    """Maximum flows on arcs that stay while their capacities change."""
 
     def __init__(self) -> None:
         self._solver = max_flow.SimpleMaxFlow()
@@ -148,3 +120,73 @@ class FlowSolver:
         status = self._solver.solve(source, target)
         assert status == self._solver.OPTIMAL, f"max-flow ended with {status}"
         return int(self._solver.optimal_flow())
+
+
+@dataclass(frozen=True)
+class FixedRate:
+    """A number of trees per root and the time of one tree's unit."""
+
+    k: int
+    u: Fraction
+
+    def capacities(self, network: Network) -> Longs:
+        """How many trees each arc may be in."""
+        numerator, denominator = self.u.numerator, self.u.denominator
+        counts = [value * numerator // denominator for value in network.capacities.tolist()]
+        return np.array(counts, np.int64)
+
+
+def least_rate(network: Network, roots: Sequence[int], *, k: int, bound: Fraction) -> FixedRate:
+    """The least U for k trees at each root."""
+    suffices = _sufficiency(network, [k * root for root in roots])
+    low, high = Fraction(0), k * bound
+    while not suffices(high):
+        low, high = high, 2 * high
+    high = _largest_change(network, high)
+    while True:
+        middle = (low + high) / 2
+        change = _largest_change(network, middle)
+        if change > low and suffices(change):
+            high = change
+        elif change > low or _smallest_change(network, middle) < high:
+            low = middle
+        else:  # nothing changes between the two
+            return FixedRate(k, high)
+
+
+def next_rate(network: Network, rate: FixedRate, *, fine: bool) -> FixedRate:
+    """A rate about 3 % slower, or 25 %: the next change of a floor from there on."""
+    slower = Fraction(33, 32) if fine else Fraction(5, 4)
+    return FixedRate(rate.k, _smallest_change(network, rate.u * slower))
+
+
+def _largest_change(network: Network, u: Fraction) -> Fraction:
+    """The largest multiple of some 1 / capacity that is at most u."""
+    distinct = np.unique(network.capacities).tolist()
+    return max(Fraction(math.floor(u * value), value) for value in distinct)
+
+
+def _smallest_change(network: Network, u: Fraction) -> Fraction:
+    """The smallest multiple of some 1 / capacity that exceeds u."""
+    distinct = np.unique(network.capacities).tolist()
+    return min(Fraction(math.floor(u * value) + 1, value) for value in distinct)
+
+
+def _sufficiency(network: Network, roots: list[int]) -> Callable[[Fraction], bool]:
+    """Tells of a U whether every rank can be reached by all trees of all roots."""
+    solver = FlowSolver()
+    arcs = solver.add(network.tails.tolist(), network.heads.tolist(), network.capacities.tolist())
+    source, terminals = network.num_nodes, network.terminals.tolist()
+    solver.add([source] * len(terminals), terminals, roots)
+    needed = sum(roots)
+
+    def suffices(u: Fraction) -> bool:
+        for arc, count in zip(arcs, FixedRate(1, u).capacities(network).tolist(), strict=True):
+            solver.set(arc, count)
+        for place, node in enumerate(terminals):
+            if solver.flow(source, node) < needed:
+                terminals.insert(0, terminals.pop(place))  # it will fail first the next time too
+                return False
+        return True
+
+    return suffices

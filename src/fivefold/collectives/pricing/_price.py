@@ -1,0 +1,135 @@
+"""One question, three fidelities: how long a collective takes for a group, at a size."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, get_args
+
+import numpy as np
+
+from fivefold.collectives.pricing._closed_form import collective_time_s
+from fivefold.collectives.pricing._fabric import Group
+from fivefold.collectives.pricing._from_topology import fabric_from_topology
+from fivefold.errors import ConfigurationError
+from fivefold.network.topology import Topology
+
+if TYPE_CHECKING:
+    from fivefold.collectives.schedules import Schedule
+
+Fidelity = Literal["closed_form", "schedule", "simulation"]
+_ALGORITHMS = {
+    "all_reduce": "ring",
+    "all_gather": "ring",
+    "reduce_scatter": "ring",
+    "all_to_all": "pairwise",
+}
+
+
+def price_s(
+    topology: Topology,
+    kind: str,
+    *,
+    size_bytes: float,
+    group: Group | None = None,
+    fidelity: Fidelity = "closed_form",
+    algorithm: str | None = None,
+) -> float:
+    """Return how long a collective takes for a group of ranks, with its sister groups at work.
+
+    * ``"closed_form"``: tiers of the topology and NCCL's formulas, microseconds each. For searches;
+      they ask `collective_time_s` with arrays, and with tiers that were measured. It takes a ring
+      through every adapter of a node, and the faster of ring and tree for an all-reduce.
+    * ``"schedule"``: the algorithm's transfers walked over the graph, each as soon as its chunk and
+      its links are free (`evaluate`, slotted). For choosing and making algorithms: it sees which
+      link each transfer takes, and how often messages wait for one another.
+    * ``"simulation"``: the same transfers as flows that share links max-min fairly (`evaluate`,
+      fluid). For what contends: sister groups, other jobs, links that several messages share.
+
+    For large messages, on hosts that leave by one link, closed form and simulation of an
+    all-gather, reduce-scatter or all-to-all are equal where groups divide a host or hold whole
+    ones, and the walked schedule takes up to twice as long, where messages wait for one another.
+    A ring's all-reduce takes up to twice the closed form, which may take a tree. For groups
+    astride of hosts the closed form gives every member only its own share of the host's link,
+    which is too little where sister groups leave theirs unused: up to the ranks of a host.
+
+    Args:
+        topology: The network, with as many ranks on every host.
+        kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"`` or ``"all_to_all"``.
+        size_bytes: The buffer, the gathered output, the input, or what one rank holds before an
+            all-to-all.
+        group: Who takes part; None for all ranks.
+        fidelity: One of the three above.
+        algorithm: What the schedule is built by; None for rings, or pairwise for an all-to-all.
+
+    Returns:
+        Seconds; 0 for a group of one.
+
+    Raises:
+        ConfigurationError: There is no such kind or fidelity, or the group does not fit.
+        InfeasibleError: The topology is not connected.
+
+    Examples:
+        >>> from fivefold.network.topology import switch
+        >>> network = switch(4, bandwidth="1 GB/s", latency="0 s")
+        >>> price_s(network, "all_gather", size_bytes=4e9, fidelity="schedule")
+        3.0
+    """
+    if kind not in _ALGORITHMS or fidelity not in get_args(Fidelity):
+        raise ConfigurationError(
+            f"there is no price of {kind!r} in the fidelity {fidelity!r}",
+            hint=f"kinds are {', '.join(_ALGORITHMS)}; fidelities {', '.join(get_args(Fidelity))}",
+        )
+    who = Group(size=topology.num_ranks) if group is None else group
+    if who.size < 2:
+        return 0.0
+    if fidelity == "closed_form":
+        fabric = fabric_from_topology(topology, efficiency=1.0, base_s=0.0, hop_s=0.0)
+        return collective_time_s(fabric, kind, size_bytes=size_bytes, group=who)
+    from fivefold.collectives.schedules import evaluate  # noqa: PLC0415 - compiles, searches do not
+
+    schedule = _of_all_groups(topology, kind, who, algorithm or _ALGORITHMS[kind])
+    model: Literal["slotted", "fluid"] = "slotted" if fidelity == "schedule" else "fluid"
+    return evaluate(schedule, topology, size_bytes=size_bytes, model=model).total_s
+
+
+def _of_all_groups(topology: Topology, kind: str, group: Group, algorithm: str) -> Schedule:
+    """The same algorithm in every group of an axis, side by side."""
+    from fivefold.collectives.algorithms import build_algorithm  # noqa: PLC0415 - as above
+    from fivefold.collectives.schedules import (  # noqa: PLC0415 - as above
+        Collective,
+        Schedule,
+        named_collective,
+    )
+
+    ranks = group.size * group.stride if group.ranks is None else group.ranks
+    first = np.arange(ranks)
+    first = first[first // group.stride % group.size == 0]
+    first = first[first + (group.size - 1) * group.stride < ranks]
+    if ranks > topology.num_ranks or not first.size:
+        raise ConfigurationError(
+            f"{group} does not fit into {topology.num_ranks} ranks",
+            hint="size times stride, and ranks, are at most those of the topology",
+        )
+    members = first[:, None] + group.stride * np.arange(group.size)
+    part = build_algorithm(algorithm, named_collective(kind, group.size))
+    one, count = part.collective, len(members)
+    chunks = np.arange(count)[:, None] * one.num_chunks
+    collective = Collective(
+        name="custom",
+        num_ranks=topology.num_ranks,
+        num_chunks=one.num_chunks * count,
+        reducing=one.reducing,
+        pre_chunks=(chunks + one.pre_chunks).reshape(-1),
+        pre_ranks=members[:, one.pre_ranks].reshape(-1),
+        post_chunks=(chunks + one.post_chunks).reshape(-1),
+        post_ranks=members[:, one.post_ranks].reshape(-1),
+    )
+    return Schedule(
+        collective=collective,
+        chunks=(chunks + part.chunks).reshape(-1),
+        sources=members[:, part.sources].reshape(-1),
+        targets=members[:, part.targets].reshape(-1),
+        reduces=np.tile(part.reduces, count),
+        steps=np.tile(part.steps, count),
+        topology=topology,
+        name=algorithm,
+    )

@@ -1,0 +1,96 @@
+"""The three prices of a collective hold together, and the world's own properties hold for each."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fivefold.collectives.pricing import Group, price_s
+from fivefold.errors import ConfigurationError
+from fivefold.network.topology import Link, Node, Topology, switch
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+FIDELITIES = ("closed_form", "schedule", "simulation")
+
+
+def hosts(count, ranks, inner, outer, slow=1.0):
+    """Hosts of ranks on a switch, which leave by one link; that of the first host is slower."""
+    nodes = [Node(f"gpu{h}.{i}", "gpu", host=f"h{h}") for h in range(count) for i in range(ranks)]
+    nodes += [Node(f"inner{h}", "switch", host=f"h{h}") for h in range(count)]
+    rates = {(f"gpu{h}.{i}", f"inner{h}"): inner for h in range(count) for i in range(ranks)}
+    rates |= {(f"inner{h}", "core"): outer * (1.0 if h else slow) for h in range(count)}
+    links = [
+        Link(*ends, bandwidth_bytes_per_s=rate)
+        for pair, rate in rates.items()
+        for ends in (pair, pair[::-1])
+    ]
+    return Topology("hosts", [*nodes, Node("core", "switch")], links)
+
+
+@st.composite
+def cases(draw):
+    count, ranks = draw(st.integers(2, 4)), draw(st.sampled_from([1, 2, 4]))
+    size = draw(st.integers(2, count * ranks))
+    strides = [s for s in (1, 2, ranks) if size * s <= count * ranks]
+    group = Group(size=size, stride=draw(st.sampled_from(strides)), ranks=count * ranks)
+    return count, ranks, group
+
+
+def is_astride(ranks, group):
+    block = group.size * group.stride
+    aligned = ranks % group.stride == 0 and (block % ranks == 0 or ranks % block == 0)
+    return group.stride < ranks and not aligned
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=cases(), kind=st.sampled_from(KINDS), ratio=st.sampled_from([1, 2, 4, 16]))
+def test_the_three_prices_hold_together(case, kind, ratio):
+    count, ranks, group = case
+    network = hosts(count, ranks, 8e9, 8e9 * ranks / ratio)
+    formula, walked, simulated = (
+        price_s(network, kind, size_bytes=1e9, group=group, fidelity=fidelity)
+        for fidelity in FIDELITIES
+    )
+    near = 1 + 1e-6
+    assert simulated / near <= walked <= 2 * simulated
+    most = 2 if kind == "all_reduce" else near  # a tree may send half of what the ring does
+    least = ranks if is_astride(ranks, group) else near
+    assert formula / least <= simulated <= formula * most
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    case=cases(),
+    kind=st.sampled_from(KINDS),
+    fidelity=st.sampled_from(FIDELITIES),
+    slow=st.floats(0.05, 1.0),
+)
+def test_a_slower_link_never_makes_it_faster(case, kind, fidelity, slow):
+    count, ranks, group = case
+    fast = price_s(hosts(count, ranks, 8e9, 4e9), kind, size_bytes=1e9, group=group)
+    prices = [
+        price_s(network, kind, size_bytes=1e9, group=group, fidelity=fidelity)
+        for network in (hosts(count, ranks, 8e9, 4e9), hosts(count, ranks, 8e9, 4e9, slow))
+    ]
+    assert prices[1] >= prices[0] * (1 - 1e-3)
+    assert 0 < fast < math.inf
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fidelity", FIDELITIES)
+def test_a_link_of_a_byte_a_second_hurts_whoever_crosses_it(kind, fidelity):
+    network = hosts(2, 2, 8e9, 4e9, slow=1 / 4e9)
+    assert price_s(network, kind, size_bytes=1e6, fidelity=fidelity) > 1e2
+    inside = Group(size=2, ranks=4)
+    assert price_s(network, kind, size_bytes=1e6, group=inside, fidelity=fidelity) < 1e-3
+
+
+def test_what_has_no_price_is_refused():
+    network = switch(4)
+    assert price_s(network, "all_reduce", size_bytes=1e6, group=Group(size=1)) == 0
+    for change in ({"kind": "gossip"}, {"fidelity": "guess"}):
+        with pytest.raises(ConfigurationError, match="no price"):
+            price_s(network, **{"kind": "all_gather", "size_bytes": 1.0} | change)
+    with pytest.raises(ConfigurationError, match="does not fit into 4 ranks"):
+        price_s(network, "all_gather", size_bytes=1.0, group=Group(size=8), fidelity="simulation")
