@@ -97,6 +97,13 @@ def test_positions_ranks_and_repetition(dataset):
         assert ids_of(loader) == whole[2:]
         with pytest.raises(CheckpointError, match="seed"):
             loader.load_state_dict(state | {"seed": 4})
+    with HeteroLoader(dataset, "paper", ids=[0, 1, 2, 3, 4], **options) as loader:
+        state = loader.state_dict()
+    with (  # as many, one of them another
+        HeteroLoader(dataset, "paper", ids=[0, 1, 2, 3, 5], **options) as loader,
+        pytest.raises(CheckpointError, match="ids"),
+    ):
+        loader.load_state_dict(state)
     shares = []
     for rank in (0, 1):
         with HeteroLoader(dataset, "paper", rank=rank, world_size=2, **options) as loader:

@@ -211,7 +211,7 @@ class OnlineLoader(_SampledLoader[MiniBatch]):
         return {
             "topology": self._sampler.topology.fingerprint,
             "fanouts": list(self._sampler.fanouts),
-            "ids": f"{len(self._ids)} {zlib.crc32(self._ids.tobytes()):08x}",
+            "ids": _name_of_ids(self._ids),
             "batch_size": self._batch_size,
             "resample": self._resample,
             **self._settings.identity(),
@@ -230,6 +230,10 @@ class OnlineLoader(_SampledLoader[MiniBatch]):
             stage_s=self._stage_s(self._pipeline),
             wait_s=self._wait_s(self._pipeline),
         )
+
+
+def _name_of_ids(ids: Ids) -> str:
+    return f"{len(ids)} {zlib.crc32(ids.tobytes()):08x}"
 
 
 def _check_features(features: str | npt.NDArray[Any], num_nodes: int) -> None:
@@ -347,7 +351,7 @@ class HeteroLoader(_SampledLoader[HeteroMiniBatch]):
             "topology": self._sampler.topology.fingerprint,
             "fanouts": [[list(kind), list(n)] for kind, n in self._sampler.fanouts.items()],
             "input_type": self._input_type,
-            "ids": len(self._ids),
+            "ids": _name_of_ids(self._ids),
             "batch_size": self._batch_size,
             **self._settings.identity(),
         }
