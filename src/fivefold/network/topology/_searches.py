@@ -1,10 +1,9 @@
-"""Shortest routes of single pairs, found from both ends at once; compiled.
+"""Dijkstra on arrays, compiled, from one end or from both; costs are whole (ticks, links) pairs.
 
 For a pair in a large network the whole tree of its source is a waste: two searches that meet see a
 small part of the network. They go on until their radii together exceed the distance; then every
 link of every shortest route has its ends seen by the forward search, or both by the backward one,
-or crosses from the first to the second, so that the choice among equals is the same as in
-``_shortest``, which knows the whole tree.
+or crosses from the first to the second, so both kinds of search choose alike among equals.
 """
 
 from __future__ import annotations
@@ -16,11 +15,77 @@ import numpy.typing as npt
 
 from fivefold._compiler import njit
 from fivefold.network.topology._graph import IntArray
-from fivefold.network.topology._shortest import LongArray, rise, sink
+
+LongArray = npt.NDArray[np.int64]
+
+
+@njit
+def _before(ticks: Any, hops: Any, a: int, b: int) -> bool:
+    """Return whether node a is nearer than node b; equals are ordered by index."""
+    if ticks[a] != ticks[b]:
+        return bool(ticks[a] < ticks[b])
+    if hops[a] != hops[b]:
+        return bool(hops[a] < hops[b])
+    return a < b
+
+
+@njit
+def _rise(heap: Any, places: Any, ticks: Any, hops: Any, place: int) -> None:
+    """Move a node of a heap up to where it belongs."""
+    node = heap[place]
+    while place > 0:
+        above = (place - 1) // 2
+        if not _before(ticks, hops, node, heap[above]):
+            break
+        heap[place] = heap[above]
+        places[heap[place]] = place
+        place = above
+    heap[place] = node
+    places[node] = place
+
+
+@njit
+def _sink(heap: Any, places: Any, ticks: Any, hops: Any, size: int) -> None:
+    """Move the first node of a heap down to where it belongs."""
+    node = heap[0]
+    place = 0
+    while 2 * place + 1 < size:
+        below = 2 * place + 1
+        if below + 1 < size and _before(ticks, hops, heap[below + 1], heap[below]):
+            below += 1
+        if not _before(ticks, hops, heap[below], node):
+            break
+        heap[place] = heap[below]
+        places[heap[place]] = place
+        place = below
+    heap[place] = node
+    places[node] = place
+
 
 # One side of a search: ticks, hops and place of each node, the heap, [its size, number of touched
 # nodes], and the touched nodes, which alone are reset for the next pair. A place of -1 is unseen,
 # -2 settled. The links of a side: offsets by node, links, the far end and the ticks of each link.
+
+
+@njit
+def _side(num_nodes: int) -> Any:
+    ticks = np.full(num_nodes, -1, np.int64)
+    hops = np.full(num_nodes, -1, np.int64)
+    places = np.full(num_nodes, -1, np.int64)
+    heap = np.zeros(num_nodes, np.int64)
+    return ticks, hops, places, heap, np.zeros(2, np.int64), np.zeros(num_nodes, np.int64)
+
+
+@njit
+def _begin(side: Any, node: int) -> None:
+    ticks, hops, places, heap, state, touched = side
+    for index in range(state[1]):
+        places[touched[index]] = -1
+        ticks[touched[index]] = -1
+        hops[touched[index]] = -1
+    heap[0], places[node], ticks[node], hops[node] = node, 0, 0, 0
+    state[0], state[1] = 1, 1
+    touched[0] = node
 
 
 @njit
@@ -33,7 +98,7 @@ def _settle(side: Any, links: Any, blocked: Any, end: int) -> Any:
     state[0] -= 1
     if state[0] > 0:
         heap[0] = heap[state[0]]
-        sink(heap, places, ticks, hops, state[0])
+        _sink(heap, places, ticks, hops, state[0])
     if blocked[node] and node != end:
         return node
     for position in range(offsets[node], offsets[node + 1]):
@@ -51,20 +116,121 @@ def _settle(side: Any, links: Any, blocked: Any, end: int) -> Any:
         elif through > ticks[target] or (through == ticks[target] and length >= hops[target]):
             continue
         ticks[target], hops[target] = through, length
-        rise(heap, places, ticks, hops, places[target])
+        _rise(heap, places, ticks, hops, places[target])
     return node
 
 
 @njit
-def _begin(side: Any, node: int) -> None:
-    ticks, hops, places, heap, state, touched = side
-    for index in range(state[1]):
-        places[touched[index]] = -1
-        ticks[touched[index]] = -1
-        hops[touched[index]] = -1
-    heap[0], places[node], ticks[node], hops[node] = node, 0, 0, 0
-    state[0], state[1] = 1, 1
-    touched[0] = node
+def shortest_distances(
+    offsets: IntArray,
+    links: IntArray,
+    link_targets: IntArray,
+    link_ticks: LongArray,
+    blocked: npt.NDArray[np.bool_],
+    source: int,
+) -> tuple[LongArray, IntArray]:
+    """Return (ticks, hops) of each node from a source, or -1; blocked nodes end paths."""
+    # The loop of _settle without what only pairs need: a sixth faster for whole trees.
+    num_nodes = len(offsets) - 1
+    ticks = np.full(num_nodes, -1, np.int64)
+    hops = np.full(num_nodes, -1, np.int32)
+    heap = np.empty(num_nodes, np.int32)
+    places = np.full(num_nodes, -1, np.int32)  # -1 unseen, -2 done, else its place in the heap
+    heap[0], places[source], ticks[source], hops[source] = source, 0, 0, 0
+    size = 1
+    while size > 0:
+        node = heap[0]
+        places[node] = -2
+        size -= 1
+        if size > 0:
+            heap[0] = heap[size]
+            _sink(heap, places, ticks, hops, size)
+        if blocked[node] and node != source:
+            continue
+        for position in range(offsets[node], offsets[node + 1]):
+            link = links[position]
+            target = link_targets[link]
+            if places[target] == -2:
+                continue
+            through, length = ticks[node] + link_ticks[link], hops[node] + 1
+            if places[target] == -1:
+                places[target] = size
+                heap[size] = target
+                size += 1
+            elif through > ticks[target] or (through == ticks[target] and length >= hops[target]):
+                continue
+            ticks[target], hops[target] = through, length
+            _rise(heap, places, ticks, hops, places[target])
+    return ticks, hops
+
+
+@njit
+def _choose(
+    graph: tuple[IntArray, IntArray, IntArray, LongArray],
+    costs: tuple[LongArray, LongArray, IntArray, npt.NDArray[np.bool_]],
+    ends: tuple[int, int],
+    wanted: int,
+) -> tuple[int, int]:
+    """Choose the wanted one of the links by which a node is reached best, and count such links.
+
+    A node's links are sorted, the widest first; narrower ones than the first that serves are not
+    considered.
+    """
+    offsets, in_links, link_sources, widths = graph
+    link_ticks, ticks, hops, blocked = costs
+    source, node = ends
+    equals, found, width = 0, -1, np.int64(-1)
+    for position in range(offsets[node], offsets[node + 1]):
+        link = in_links[position]
+        previous = link_sources[link]
+        if hops[previous] < 0 or hops[previous] + 1 != hops[node]:
+            continue
+        if ticks[previous] + link_ticks[link] != ticks[node]:
+            continue
+        if blocked[previous] and previous != source:
+            continue
+        if equals > 0 and widths[link] != width:
+            break
+        width = widths[link]
+        if equals == wanted:
+            found = link
+        equals += 1
+    return found, equals
+
+
+@njit
+def walk_back(
+    graph: tuple[IntArray, IntArray, IntArray, LongArray],
+    costs: tuple[LongArray, LongArray, IntArray, npt.NDArray[np.bool_]],
+    source: int,
+    targets: IntArray,
+    selectors: IntArray,
+) -> IntArray:
+    """Walk routes from a source to targets, one behind the other, by distances already known.
+
+    Where several links are equally good the widest go first, and of those the selector's lowest
+    digit decides, to the base of their
+    number; the rest of the selector decides farther up.
+    """
+    link_sources, hops = graph[2], costs[2]
+    total = 0
+    for target in targets:
+        total += hops[target]
+    found = np.empty(total, np.int32)
+    end = 0
+    for route in range(len(targets)):
+        node, digits = targets[route], selectors[route]
+        end += hops[node]
+        place = end
+        while node != source:
+            link, equals = _choose(graph, costs, (source, node), 0)
+            if equals > 1:
+                link, _ = _choose(graph, costs, (source, node), digits % equals)
+                digits //= equals
+            place -= 1
+            found[place] = link
+            node = link_sources[link]
+    return found
 
 
 @njit
@@ -98,7 +264,7 @@ def _search(forward: Any, backward: Any, out: Any, into: Any, blocked: Any, ends
 
 @njit
 def _is_entered(forward: Any, backward: Any, into: Any, blocked: Any, goal: Any, node: int) -> bool:
-    """Whether a shortest route enters a node of the backward search from the forward one."""
+    """Return whether a shortest route enters a node of the backward search from the forward one."""
     source, _, best_ticks, best_hops, _, _ = goal
     for position in range(into[0][node], into[0][node + 1]):
         link = into[1][position]
@@ -159,7 +325,7 @@ def _spread(backward: Any, out: Any, blocked: Any, goal: Any, size: int) -> None
 
 @njit
 def _is_on_route(forward: Any, backward: Any, step: Any, goal: Any) -> bool:
-    """Whether a link into a node of a shortest route is on a shortest route as well."""
+    """Return whether a link into a node of a shortest route is on a shortest route as well."""
     source, target, best_ticks, best_hops, good, _ = goal
     previous, node, ticks = step
     back_known = backward[2][node] == -2 or node == target
@@ -180,7 +346,7 @@ def _is_on_route(forward: Any, backward: Any, step: Any, goal: Any) -> bool:
 def _pick(
     forward: Any, backward: Any, into: Any, blocked: Any, goal: Any, at: Any
 ) -> tuple[int, int]:
-    """The wanted one of the links into a node that are on shortest routes, and their number."""
+    """Pick the wanted one of the links into a node on shortest routes, and count them."""
     node, wanted = at
     source = goal[0]
     equals, found, width = 0, -1, np.int64(-1)
@@ -201,15 +367,6 @@ def _pick(
 
 
 @njit
-def _side(num_nodes: int) -> Any:
-    ticks = np.full(num_nodes, -1, np.int64)
-    hops = np.full(num_nodes, -1, np.int64)
-    places = np.full(num_nodes, -1, np.int64)
-    heap = np.zeros(num_nodes, np.int64)
-    return ticks, hops, places, heap, np.zeros(2, np.int64), np.zeros(num_nodes, np.int64)
-
-
-@njit
 def meeting_routes(
     out: tuple[IntArray, IntArray, IntArray, LongArray],
     into: tuple[IntArray, IntArray, IntArray, LongArray, LongArray],
@@ -217,20 +374,7 @@ def meeting_routes(
     pairs: tuple[IntArray, IntArray],
     selectors: IntArray,
 ) -> tuple[LongArray, IntArray, int]:
-    """Shortest routes of pairs of nodes, one behind the other.
-
-    Args:
-        out: Offsets by node, links, targets of the links, ticks of the links: leaving a node.
-        into: The same for entering a node, with the sources of the links; sorted, the widest
-            first, and the width class of each link.
-        blocked: Nodes that may begin or end a route only.
-        pairs: Source and target nodes.
-        selectors: Per pair, decides among equals as in ``walk_back``.
-
-    Returns:
-        Where each route begins (one more than pairs), the links, and the first pair without a
-        route or -1.
-    """
+    """Find shortest routes of pairs of nodes, one behind the other."""
     sources, targets = pairs
     num_nodes = len(out[0]) - 1
     forward, backward = _side(num_nodes), _side(num_nodes)

@@ -1,4 +1,4 @@
-"""Switched clusters in tiers: leaf-spine, k-ary fat-tree, and the general three-tier Clos.
+"""Switched clusters: leaf-spine, fat-tree, Clos, and rail fabrics (equal GPUs one switch apart).
 
 Rates of the fabric follow from the hosts' ports: at an oversubscription of 1 a switch has as much
 capacity upwards as downwards.
@@ -12,11 +12,13 @@ from functools import cached_property
 from typing import Literal
 
 from fivefold.errors import ConfigurationError
-from fivefold.network.topology._build import Builder, Wire, check_count
-from fivefold.network.topology._hosts import HostSpec, add_host
-from fivefold.network.topology._regular import DEFAULT_BANDWIDTH
+from fivefold.network.topology._build import Builder, HostSpec, Wire, add_host, check_count
+from fivefold.network.topology._direct import DEFAULT_BANDWIDTH
+from fivefold.network.topology._elements import NodeKind
 from fivefold.network.topology._topology import Topology
 from fivefold.units import parse_bytes_per_s
+
+EIGHT_GPUS = HostSpec(gpus=8)
 
 
 @dataclass(frozen=True)
@@ -27,10 +29,6 @@ class Port:
         bandwidth: Rate of the link in each direction.
         latency: Of this link and of all links of the fabric.
         oversubscription: A rack switch's capacity downwards over that upwards.
-
-    Examples:
-        >>> Port("25 GB/s", oversubscription=2).uplink(8, uplinks=4).bandwidth
-        25000000000.0
     """
 
     bandwidth: str | float = DEFAULT_BANDWIDTH
@@ -43,7 +41,7 @@ class Port:
         return Wire(self.bandwidth, self.latency)
 
     def uplink(self, ports_below: float, *, uplinks: int) -> Wire:
-        """Each of a switch's uplinks, where so many host ports lie below it."""
+        """Return each of a switch's uplinks, where so many host ports lie below it."""
         below = ports_below * parse_bytes_per_s(self.bandwidth)
         return Wire(below / uplinks / self.oversubscription, self.latency)
 
@@ -61,7 +59,7 @@ def leaf_spine(
     latency: str | float = 0.0,
     oversubscription: float = 1.0,
 ) -> Topology:
-    """Hosts on leaf switches, every leaf on every spine.
+    """Build hosts on leaf switches, every leaf on every spine.
 
     Args:
         hosts: Number of hosts, dealt to the leaves in order, as evenly as can be.
@@ -85,17 +83,15 @@ def leaf_spine(
     check_oversubscription(oversubscription)
     port, spec, builder = Port(bandwidth, latency, oversubscription), host or HostSpec(), Builder()
     shares = [_share(hosts, leaves, leaf) for leaf in range(leaves)]
-    tops: list[tuple[str, Wire]] = []
+    tops: list[str] = []
     first = 0
     for leaf, count in enumerate(shares):
         places = [(f"host{first + index}", spec) for index in range(count)]
         first += count
-        switch = _add_rack(builder, f"leaf{leaf}", places, port)
-        # All uplinks are those of a full rack, so that racks differ in hosts only.
-        tops.append((switch, port.uplink(max(shares) * spec.ports, uplinks=spines)))
-    for spine in builder.row("spine", spines, kind="core"):
-        for switch, wire in tops:
-            builder.join(switch, spine, wire)
+        tops.append(_add_rack(builder, f"leaf{leaf}", places, port))
+    # All uplinks are those of a full rack, so that racks differ in hosts only.
+    uplink = port.uplink(max(shares) * spec.ports, uplinks=spines)
+    _add_tier(builder, "spine", spines, kind="core", below=tops, wire=uplink)
     return builder.done(f"leaf_spine:{hosts}x{leaves}x{spines}")
 
 
@@ -107,7 +103,7 @@ def fat_tree(
     latency: str | float = 0.0,
     oversubscription: float = 1.0,
 ) -> Topology:
-    """The k-ary fat-tree: k pods of k/2 racks with k/2 hosts, (k/2)^2 core switches.
+    """Build the k-ary fat-tree: k pods of k/2 racks with k/2 hosts, (k/2)^2 core switches.
 
     Aggregation switch j of each pod is on cores j k/2 to (j+1) k/2 - 1.
 
@@ -159,7 +155,7 @@ def clos(
     planes: Literal["split", "full"] = "split",
     name: str = "",
 ) -> Topology:
-    """A three-tier Clos: pods of racks of hosts, aggregation switches per pod, core switches.
+    """Build a three-tier Clos: pods of racks of hosts, aggregation switches per pod, core switches.
 
     Args:
         shape: Pods, racks per pod, hosts per rack.
@@ -206,17 +202,7 @@ def add_clos(
     fabric: tuple[int, int, str],
     port: Port,
 ) -> None:
-    """Add pods of racks of named hosts and the switches above them.
-
-    Args:
-        builder: Where to add.
-        pods: Pod name to rack name to hosts.
-        fabric: Aggregation switches per pod, core switches, and ``split`` or ``full``.
-        port: Rates.
-
-    Raises:
-        ConfigurationError: The fabric does not fit together.
-    """
+    """Add pods of racks of named hosts and the switches above them."""
     aggs, cores, planes = fabric
     check_count("aggs", aggs)
     check_count("cores", cores)
@@ -238,10 +224,7 @@ def add_clos(
     switches: list[list[str]] = []
     for pod, rack_hosts in pods.items():
         tors = [_add_rack(builder, rack, hosts, port) for rack, hosts in rack_hosts.items()]
-        switches.append(builder.row(f"{pod}/agg", aggs, kind="agg"))
-        for agg in switches[-1]:
-            for tor in tors:
-                builder.join(tor, agg, to_agg)
+        switches.append(_add_tier(builder, f"{pod}/agg", aggs, kind="agg", below=tors, wire=to_agg))
     for core, name in enumerate(builder.row("core", cores, kind="core")):
         for row in switches:
             for agg in [row[core // per_agg]] if planes == "split" else row:
@@ -249,11 +232,7 @@ def add_clos(
 
 
 def check_oversubscription(value: float) -> None:
-    """Refuse an oversubscription that is not a positive number.
-
-    Raises:
-        ConfigurationError: It is not.
-    """
+    """Refuse an oversubscription that is not a positive number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
         raise ConfigurationError(
             f"oversubscription must be a positive number; got {value!r}",
@@ -271,5 +250,161 @@ def _add_rack(
     return switch
 
 
+def _add_rails(
+    builder: Builder, prefix: str, ports: Sequence[Sequence[str]], wire: Wire
+) -> list[str]:
+    """Add a switch for each port number, with that port of every host on it."""
+    rails = builder.row(prefix, len(ports[0]), kind="tor")
+    for ends in ports:
+        for rail, end in zip(rails, ends, strict=True):
+            builder.join(end, rail, wire)
+    return rails
+
+
+def _add_tier(
+    builder: Builder, prefix: str, number: int, *, kind: NodeKind, below: Sequence[str], wire: Wire
+) -> list[str]:
+    """Add switches, each joined to all of those below."""
+    tops = builder.row(prefix, number, kind=kind)
+    for top in tops:
+        for name in below:
+            builder.join(name, top, wire)
+    return tops
+
+
 def _share(total: int, parts: int, part: int) -> int:
     return total // parts + (part < total % parts)
+
+
+def rail_only(
+    hosts: int,
+    *,
+    host: HostSpec = EIGHT_GPUS,
+    bandwidth: str | float = DEFAULT_BANDWIDTH,
+    latency: str | float = 0.0,
+) -> Topology:
+    """Build one switch per rail and no spine: GPUs of different rails meet inside hosts only.
+
+    Args:
+        hosts: Number of hosts.
+        host: What a host is like; its ports are the rails.
+        bandwidth: Of each port.
+        latency: Of each link outside the hosts.
+
+    Returns:
+        The topology.
+
+    References:
+        Wang et al.: Rail-only, arXiv 2307.12169.
+
+    Examples:
+        >>> fabric = rail_only(4)
+        >>> fabric.num_ranks, len(fabric.shortest_route(0, 8)), len(fabric.shortest_route(0, 9))
+        (32, 2, 4)
+    """
+    check_count("hosts", hosts)
+    builder, wire = Builder(), Wire(bandwidth, latency)
+    ports = [add_host(builder, f"host{index}", host) for index in range(hosts)]
+    _add_rails(builder, "rail", ports, wire)
+    return builder.done(f"rail_only:{hosts}")
+
+
+def rail_optimized(
+    hosts: int,
+    *,
+    spines: int,
+    hosts_per_pod: int | None = None,
+    host: HostSpec = EIGHT_GPUS,
+    bandwidth: str | float = DEFAULT_BANDWIDTH,
+    latency: str | float = 0.0,
+    oversubscription: float = 1.0,
+) -> Topology:
+    """Build one leaf switch per rail and pod, and every leaf on every spine.
+
+    Args:
+        hosts: Number of hosts.
+        spines: Spine switches.
+        hosts_per_pod: Hosts that share leaf switches; None for all.
+        host: What a host is like; its ports are the rails.
+        bandwidth: Of each port.
+        latency: Of each link outside the hosts.
+        oversubscription: A leaf's capacity downwards over that upwards.
+
+    Returns:
+        The topology.
+
+    Examples:
+        >>> fabric = rail_optimized(4, spines=4, hosts_per_pod=2)
+        >>> fabric.num_ranks, fabric.num_nodes, len(fabric.shortest_route(0, 8))
+        (32, 56, 2)
+    """
+    check_count("hosts", hosts)
+    check_count("spines", spines)
+    per_pod = hosts if hosts_per_pod is None else hosts_per_pod
+    check_count("hosts_per_pod", per_pod)
+    check_oversubscription(oversubscription)
+    builder, port = Builder(), Port(bandwidth, latency, oversubscription)
+    ports = [add_host(builder, f"host{index}", host) for index in range(hosts)]
+    leaves: list[str] = []
+    for pod, first in enumerate(range(0, hosts, per_pod)):
+        leaves += _add_rails(builder, f"pod{pod}/rail", ports[first : first + per_pod], port.wire)
+    uplink = port.uplink(min(per_pod, hosts), uplinks=spines)
+    _add_tier(builder, "spine", spines, kind="core", below=leaves, wire=uplink)
+    return builder.done(f"rail_optimized:{hosts}")
+
+
+def dual_plane(
+    hosts: int,
+    *,
+    hosts_per_segment: int,
+    aggs_per_plane: int,
+    host: HostSpec = EIGHT_GPUS,
+    bandwidth: str | float = DEFAULT_BANDWIDTH,
+    latency: str | float = 0.0,
+    oversubscription: float = 1.0,
+) -> Topology:
+    """Build two planes: each port is split over a pair of rail switches, one in each plane.
+
+    The planes meet in the hosts only. This is the pod of Alibaba HPN 7.0 (there: 128 hosts of 8
+    NICs with two 200 Gbit/s ports per segment, 60 aggregation switches per plane).
+
+    Args:
+        hosts: Number of hosts.
+        hosts_per_segment: Hosts that share rail switches.
+        aggs_per_plane: Aggregation switches in each plane.
+        host: What a host is like; its ports are the rails.
+        bandwidth: Of each port, half of it in each plane.
+        latency: Of each link outside the hosts.
+        oversubscription: A rail switch's capacity downwards over that upwards.
+
+    Returns:
+        The topology.
+
+    References:
+        Qian et al.: Alibaba HPN, SIGCOMM 2024.
+
+    Examples:
+        >>> fabric = dual_plane(4, hosts_per_segment=2, aggs_per_plane=2)
+        >>> fabric.num_ranks, len(fabric.shortest_route(0, 8)), len(fabric.shortest_route(0, 24))
+        (32, 2, 4)
+    """
+    for what, value in (
+        ("hosts", hosts),
+        ("hosts_per_segment", hosts_per_segment),
+        ("aggs_per_plane", aggs_per_plane),
+    ):
+        check_count(what, value)
+    check_oversubscription(oversubscription)
+    builder, half = Builder(), Port(parse_bytes_per_s(bandwidth) / 2, latency, oversubscription)
+    ports = [add_host(builder, f"host{index}", host) for index in range(hosts)]
+    switches: tuple[list[str], list[str]] = ([], [])
+    for segment, first in enumerate(range(0, hosts, hosts_per_segment)):
+        for plane in range(len(switches)):
+            prefix = f"segment{segment}/plane{plane}/rail"
+            own = ports[first : first + hosts_per_segment]
+            switches[plane].extend(_add_rails(builder, prefix, own, half.wire))
+    uplink = half.uplink(min(hosts_per_segment, hosts), uplinks=aggs_per_plane)
+    for plane, in_plane in enumerate(switches):
+        prefix = f"plane{plane}/agg"
+        _add_tier(builder, prefix, aggs_per_plane, kind="agg", below=in_plane, wire=uplink)
+    return builder.done(f"dual_plane:{hosts}")

@@ -1,4 +1,4 @@
-"""A switch in a process of its own, for tests, benchmarks and launchers."""
+"""An aggregating switch in a process of its own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 from typing import Any, Self
 
 from fivefold.errors import CommunicationError
-from fivefold.network.aggregation._pool import SwitchState
+from fivefold.network.aggregation import SwitchState
 
 _START_S = 30.0
 _END_S = 10.0
@@ -25,11 +25,6 @@ class SwitchProcess:
 
     Raises:
         CommunicationError: It did not start.
-
-    Examples:
-        >>> with SwitchProcess(slots=8) as switch:
-        ...     switch.address.partition(":")[0]
-        '127.0.0.1'
     """
 
     def __init__(self, **options: Any) -> None:

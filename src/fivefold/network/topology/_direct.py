@@ -1,4 +1,4 @@
-"""Regular graphs of compute nodes: rings, meshes, tori, cubes, and the single switch.
+"""Graphs of directly joined nodes: rings, meshes, tori, cubes, the single switch, the dragonfly.
 
 Every neighbouring pair has one link each way. A dimension of size 2 has one link, wrapped or not,
 and one of size 1 has none.
@@ -20,7 +20,7 @@ DEFAULT_BANDWIDTH = "25 GB/s"
 def ring(
     num_ranks: int, *, bandwidth: str | float = DEFAULT_BANDWIDTH, latency: str | float = 0.0
 ) -> Topology:
-    """A cycle of ranks, links both ways; two ranks have one link each way.
+    """Build a cycle of ranks, links both ways; two ranks have one link each way.
 
     Args:
         num_ranks: Number of ranks, from 1.
@@ -40,7 +40,7 @@ def ring(
 def line(
     num_ranks: int, *, bandwidth: str | float = DEFAULT_BANDWIDTH, latency: str | float = 0.0
 ) -> Topology:
-    """A chain of ranks, links both ways.
+    """Build a chain of ranks, links both ways.
 
     Args:
         num_ranks: Number of ranks, from 1.
@@ -49,10 +49,6 @@ def line(
 
     Returns:
         The topology.
-
-    Examples:
-        >>> line(8).num_links
-        14
     """
     return _grid("line", (num_ranks,), wrap=False, wire=Wire(bandwidth, latency))
 
@@ -63,7 +59,7 @@ def mesh(
     bandwidth: str | float | Sequence[str | float] = DEFAULT_BANDWIDTH,
     latency: str | float = 0.0,
 ) -> Topology:
-    """A grid without wrap-around; rank = position in row-major order of ``shape``.
+    """Build a grid without wrap-around; rank = position in row-major order of ``shape``.
 
     Args:
         shape: Ranks along each dimension, such as ``(4, 4)``.
@@ -86,7 +82,7 @@ def torus(
     bandwidth: str | float | Sequence[str | float] = DEFAULT_BANDWIDTH,
     latency: str | float = 0.0,
 ) -> Topology:
-    """A grid with wrap-around; rank = position in row-major order of ``shape``.
+    """Build a grid with wrap-around; rank = position in row-major order of ``shape``.
 
     Args:
         shape: Ranks along each dimension, such as ``(4, 4, 4)``.
@@ -106,7 +102,7 @@ def torus(
 def hypercube(
     dimensions: int, *, bandwidth: str | float = DEFAULT_BANDWIDTH, latency: str | float = 0.0
 ) -> Topology:
-    """Ranks 0 to 2^d - 1; those whose numbers differ in one bit are neighbours.
+    """Build ranks 0 to 2^d - 1; those whose numbers differ in one bit are neighbours.
 
     Args:
         dimensions: Number of bits d; 0 is a single rank.
@@ -115,10 +111,6 @@ def hypercube(
 
     Returns:
         The topology.
-
-    Examples:
-        >>> hypercube(3).num_ranks, hypercube(3).num_links
-        (8, 24)
     """
     check_count("dimensions of a hypercube", dimensions, low=0)
     builder, wire = Builder(), Wire(bandwidth, latency)
@@ -132,7 +124,7 @@ def hypercube(
 def fully_connected(
     num_ranks: int, *, bandwidth: str | float = DEFAULT_BANDWIDTH, latency: str | float = 0.0
 ) -> Topology:
-    """A link each way between every two ranks.
+    """Build a link each way between every two ranks.
 
     Args:
         num_ranks: Number of ranks, from 1.
@@ -141,10 +133,6 @@ def fully_connected(
 
     Returns:
         The topology.
-
-    Examples:
-        >>> fully_connected(4).num_links
-        12
     """
     check_count("num_ranks", num_ranks)
     builder, wire = Builder(), Wire(bandwidth, latency)
@@ -156,7 +144,7 @@ def fully_connected(
 def star(
     num_ranks: int, *, bandwidth: str | float = DEFAULT_BANDWIDTH, latency: str | float = 0.0
 ) -> Topology:
-    """Rank 0 in the middle, a link each way to every other rank; no switch.
+    """Build rank 0 in the middle, a link each way to every other rank; no switch.
 
     Args:
         num_ranks: Number of ranks, the middle one included, from 1.
@@ -165,10 +153,6 @@ def star(
 
     Returns:
         The topology.
-
-    Examples:
-        >>> star(5).num_links
-        8
     """
     check_count("num_ranks", num_ranks)
     builder, wire = Builder(), Wire(bandwidth, latency)
@@ -181,7 +165,7 @@ def star(
 def switch(
     num_ranks: int, *, bandwidth: str | float = DEFAULT_BANDWIDTH, latency: str | float = 0.0
 ) -> Topology:
-    """Ranks on one non-blocking switch; a message passes two links.
+    """Build ranks on one non-blocking switch; a message passes two links.
 
     Args:
         num_ranks: Number of ranks, from 1.
@@ -235,3 +219,95 @@ def _grid(name: str, shape: Sequence[int], *, wrap: bool, wire: Wire | list[Wire
                 neighbour = rank + (forward - place[axis]) * strides[axis]
                 builder.join(names[rank], names[neighbour], wires[axis])
     return builder.done(f"{name}:{'x'.join(map(str, shape))}")
+
+
+def dragonfly(
+    routers_per_group: int,
+    *,
+    ranks_per_router: int | None = None,
+    global_links: int | None = None,
+    groups: int | None = None,
+    bandwidth: str | float = DEFAULT_BANDWIDTH,
+    latency: str | float = 0.0,
+    global_latency: str | float | None = None,
+) -> Topology:
+    """Build ranks on routers, routers of a group all joined, groups joined by global links.
+
+    Global link i of a group leads to the group i + 1 further on (modulo the number of groups), in
+    rounds where there are more links than other groups; links that would leave groups unequally
+    joined are left out. Unbalanced values are allowed; the balanced dragonfly has
+    ``routers_per_group = 2 ranks_per_router = 2 global_links``, which are the defaults.
+
+    Args:
+        routers_per_group: Routers in each group, a.
+        ranks_per_router: Ranks at each router, p; None for a/2 (at least 1).
+        global_links: Global links at each router, h; None for a/2 (at least 1).
+        groups: Groups, 1 to a h + 1; None for the most.
+        bandwidth: Of each link.
+        latency: Of each link at and between the routers of a group.
+        global_latency: Of each global link; None for ``latency``.
+
+    Returns:
+        The topology.
+
+    Raises:
+        ConfigurationError: There are more groups than global links can join.
+
+    References:
+        Kim, Dally, Scott, Abts: Technology-driven, highly-scalable dragonfly topology, ISCA 2008.
+
+    Examples:
+        >>> network = dragonfly(4)
+        >>> network.num_ranks, network.num_nodes, network.is_connected()
+        (72, 108, True)
+    """
+    a = routers_per_group
+    check_count("routers_per_group", a)
+    p = max(a // 2, 1) if ranks_per_router is None else ranks_per_router
+    h = max(a // 2, 1) if global_links is None else global_links
+    for what, value in (("ranks_per_router", p), ("global_links", h)):
+        check_count(what, value)
+    most = a * h + 1
+    number = most if groups is None else groups
+    check_count("groups", number)
+    if number > most:
+        raise ConfigurationError(
+            f"{a} routers with {h} global links each join at most {most} groups; got {number}",
+            hint="use fewer groups, or more routers or global links",
+        )
+    builder, near = Builder(), Wire(bandwidth, latency)
+    far = Wire(bandwidth, latency if global_latency is None else global_latency)
+    routers = [_add_group(builder, group, (a, p), near) for group in range(number)]
+    if number > 1:
+        _join_groups(builder, routers, global_links=h, wire=far)
+    return builder.done(f"dragonfly:{a},p={p},h={h},g={number}")
+
+
+def _add_group(builder: Builder, group: int, size: tuple[int, int], wire: Wire) -> list[str]:
+    num_routers, num_ranks = size
+    routers = []
+    for router in range(num_routers):
+        name = f"group{group}/router{router}"
+        ranks = builder.row(f"{name}/gpu", num_ranks)
+        routers.append(builder.node(name, "switch"))
+        for rank in ranks:
+            builder.join(rank, routers[-1], wire)
+    for first, second in itertools.combinations(routers, 2):
+        builder.join(first, second, wire)
+    return routers
+
+
+def _join_groups(
+    builder: Builder, routers: list[list[str]], *, global_links: int, wire: Wire
+) -> None:
+    number = len(routers)
+    rounds = len(routers[0]) * global_links // (number - 1)
+    for turn, (first, second) in itertools.product(
+        range(rounds), itertools.combinations(range(number), 2)
+    ):
+        # Both ends count their own links: the partner's distance is the rest of the circle.
+        there = turn * (number - 1) + (second - first) - 1
+        back = turn * (number - 1) + number - (second - first) - 1
+        builder.join(
+            routers[first][there // global_links], routers[second][back // global_links], wire
+        )
