@@ -187,7 +187,7 @@ def run(topology: Topology, jobs: Sequence[JobSpec], plan: ClusterPlan) -> Mappi
         spec = LabSpec.of_topology(topology, mtu=MTU, **lab_options(topology, jobs, plan))
         result = run_lab(spec, execution_command(order), timeout_s=300.0, stream=False).check()
         for node in spec.aggregators:
-            counts = result.sums.get(node, {})
+            counts = result.aggregation.get(node, {})
             if not counts.get("hits") or counts["misses"] or counts["expired"]:
                 raise RuntimeError(f"{node} did not sum all chunks: {counts}")
         return read_measurements(result.ranks[0].stdout().splitlines())

@@ -241,7 +241,7 @@ class Reached:
 def taccl_runs(*, quick: bool) -> Iterator[BenchmarkRow]:
     """TACCL's instances: length in its model, and seconds until it was reached."""
     for sketch, name, boxes, connections, make, final, peer_s in TACCL_RUNS:
-        profile = TacclProfile.published(name)
+        profile = TacclProfile.load(name)
         topology = profile.to_topology(
             boxes=boxes,
             connections=connections,

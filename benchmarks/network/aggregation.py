@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.results_file import BenchmarkRow, median_and_spread, write_results
 from fivefold.lab import LabSpec, run_lab
-from fivefold.network.aggregation import AggregationSwitch, aggregation_time_s, read_switch_state
+from fivefold.network.aggregation import AggregationSwitch, read_switch_state
 from fivefold.units import parse_bytes_per_s
 
 RESULTS = Path(__file__).parents[1] / "results" / "network" / "aggregation.json"
@@ -72,14 +72,10 @@ def _rows(workers: int, measured: dict[str, Any]) -> list[BenchmarkRow]:
     size_bytes = measured["size_bytes"]
     case = f"{workers} workers at 200 Mbit/s, {size_bytes >> 20} MiB"
     rate = parse_bytes_per_s(RATE) * _TCP_SHARE
-    predicted_s = aggregation_time_s(
-        size_bytes,
-        line_rate_bytes_per_s=rate,
-        slots=WINDOW,
-        payload_bytes=SLOT_BYTES,
-        # A chunk is whole in the switch before its sum leaves it: one passes a link once more.
-        round_trip_s=statistics.median(measured["few_s"]) + SLOT_BYTES / rate,
-    )
+    # A chunk is whole in the switch before its sum leaves it: one passes a link once more.
+    round_trip_s = statistics.median(measured["few_s"]) + SLOT_BYTES / rate
+    # SwitchML's model: the round trip, and the bytes at line rate or at that of the window.
+    predicted_s = round_trip_s + size_bytes / min(rate, WINDOW * SLOT_BYTES / round_trip_s)
     switch_s, spread = median_and_spread(measured["switch_s"])
     hosts_s, _ = median_and_spread(measured["hosts_s"])
     gloo_s, _ = median_and_spread(measured["gloo_s"])

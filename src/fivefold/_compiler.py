@@ -1,6 +1,6 @@
 """The compiler of hot loops (numba), with one clear error where it is not installed.
 
-Every room takes its decorator from here and nothing else of this file's kind exists.
+Every package takes its decorator from here and nothing else of this file's kind exists.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ PATIENCE_S = 10.0  # a turn takes milliseconds; who was stopped in the middle of
 
 
 def njit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """``numba.njit`` without the GIL and kept on disk, also right after one file changed.
+    """Compile like ``numba.njit`` without the GIL, kept on disk, also right after one file changed.
 
     Without the GIL, so that threads run loops side by side; kept on disk, for a compilation takes
     seconds and is the same in every process. Numba looks only at the file of the function itself
     when it decides whether what is kept is still good, but compiled code contains what it calls
-    from other files. So the stamp is made of all files of a room that hold compiled code.
+    from other files. So the stamp is made of all files of a package that hold compiled code.
 
     Processes take turns at what is kept: numba writes which file holds which argument types before
     it writes that file, and of two processes that add types to one function at the same moment
@@ -46,14 +46,14 @@ def njit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     made = numba.njit(function, nogil=True, cache=True, **options)
     kept = getattr(getattr(made, "_cache", None), "_cache_file", None)
     if kept is not None and hasattr(kept, "_source_stamp"):
-        room = _room_of(Path(inspect.getfile(function)))
-        kept._source_stamp = (_stamp_of(room), kept._source_stamp)  # noqa: SLF001 - no public way
+        package = _package_of(Path(inspect.getfile(function)))
+        kept._source_stamp = (_stamp_of(package), kept._source_stamp)  # noqa: SLF001 - no public way
         kept.load, kept.save = _in_turn(kept, "load"), _in_turn(kept, "save")
     return made
 
 
 def _in_turn(kept: Any, name: str) -> Callable[..., Any]:
-    """A method of a function's files, run by one process at a time for each folder of them."""
+    """Return a method that one process at a time runs for each folder of a function's files."""
     method, folder = getattr(kept, name), Path(kept._cache_path)  # noqa: SLF001 - no public way
 
     @functools.wraps(method)
@@ -87,15 +87,15 @@ def _is_ours(lock: IO[bytes]) -> bool:
     return True
 
 
-def _room_of(file: Path) -> Path:
-    package = Path(__file__).parent
-    return package / file.relative_to(package).parts[0] if file.is_relative_to(package) else file
+def _package_of(file: Path) -> Path:
+    root = Path(__file__).parent
+    return root / file.relative_to(root).parts[0] if file.is_relative_to(root) else file
 
 
 @functools.cache
-def _stamp_of(room: Path) -> str:
+def _stamp_of(package: Path) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    for file in sorted(room.rglob("*.py")) if room.is_dir() else [room]:
+    for file in sorted(package.rglob("*.py")) if package.is_dir() else [package]:
         content = file.read_bytes()
         if b"fivefold._compiler" in content:
             digest.update(content)

@@ -54,30 +54,15 @@ def _rebuild(kind: type[FivefoldError], message: str, hint: str | None) -> Fivef
 
 
 class ConfigurationError(FivefoldError, ValueError):
-    """An argument, a configuration key or a combination of them is not allowed.
-
-    Examples:
-        >>> issubclass(ConfigurationError, ValueError)
-        True
-    """
+    """An argument, a configuration key or a combination of them is not allowed."""
 
 
 class DataError(FivefoldError, ValueError):
-    """Input data is missing, empty, of the wrong kind or damaged.
-
-    Examples:
-        >>> issubclass(DataError, ValueError)
-        True
-    """
+    """Input data is missing, empty, of the wrong kind or damaged."""
 
 
 class CheckpointError(FivefoldError, OSError):
-    """A checkpoint could not be written, or none that is whole could be read.
-
-    Examples:
-        >>> issubclass(CheckpointError, OSError)
-        True
-    """
+    """A checkpoint could not be written, or none that is whole could be read."""
 
     def __str__(self) -> str:
         # OSError renders two arguments as "[Errno ...]"; a checkpoint error has no errno.
@@ -85,54 +70,29 @@ class CheckpointError(FivefoldError, OSError):
 
 
 class CommunicationError(FivefoldError, ConnectionError):
-    """A collective failed or timed out; names rank, step and collective.
-
-    Examples:
-        >>> issubclass(CommunicationError, ConnectionError)
-        True
-    """
+    """A collective failed or timed out; names rank, step and collective."""
 
     def __str__(self) -> str:
         return FivefoldError.__str__(self)
 
 
 class StorageError(FivefoldError, OSError):
-    """The disk did not do what was asked: an I/O error, a short read or write, no space left.
-
-    Examples:
-        >>> issubclass(StorageError, OSError)
-        True
-    """
+    """The disk did not do what was asked: an I/O error, a short read or write, no space left."""
 
     def __str__(self) -> str:
         return FivefoldError.__str__(self)  # as CheckpointError: there is no errno to show
 
 
 class ReplicaMismatchError(FivefoldError, RuntimeError):
-    """Replicas that must be equal bit for bit are not; names the ranks that differ.
-
-    Examples:
-        >>> issubclass(ReplicaMismatchError, RuntimeError)
-        True
-    """
+    """Replicas that must be equal bit for bit are not; names the ranks that differ."""
 
 
 class NonFiniteError(FivefoldError, ArithmeticError):
-    """Training gave not-a-number or infinity on every rank; names ranks, round and parameters.
-
-    Examples:
-        >>> issubclass(NonFiniteError, ArithmeticError)
-        True
-    """
+    """Training gave not-a-number or infinity on every rank; names ranks, round and parameters."""
 
 
 class UnsupportedError(FivefoldError, RuntimeError):
-    """This machine lacks something that the request needs (a permission, a tool, a device).
-
-    Examples:
-        >>> issubclass(UnsupportedError, RuntimeError)
-        True
-    """
+    """This machine lacks something that the request needs (a permission, a tool, a device)."""
 
 
 class InfeasibleError(FivefoldError, ValueError):

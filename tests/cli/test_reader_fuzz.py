@@ -356,7 +356,7 @@ def readers():
     from fivefold.collectives.synthesis import Sketch
     from fivefold.gnn import training as gnn
     from fivefold.gnn.storage import DiskProfile
-    from fivefold.network.topology import load_taccl_profile
+    from fivefold.network.topology import TacclProfile
     from fivefold.strategy import load_model
     from fivefold.train import load_config
 
@@ -371,7 +371,7 @@ def readers():
         "sketch": (SKETCH, "toml", Sketch.from_toml),
         "taccl-sketch": (TACCL_SKETCH, "json", Sketch.from_taccl),
         "taccl-profile": (
-            TACCL_PROFILE, "json", lambda p: load_taccl_profile(p, chunk_bytes="1 MB", boxes=2)
+            TACCL_PROFILE, "json", lambda p: TacclProfile.load(p, chunk_bytes="1 MB").to_topology(boxes=2)
         ),
         "hugging-face": (HUGGING_FACE, "json", lambda p: load_model(str(p))),
         "cluster-plan": (ClusterPlan({}).to_json(), "json", text_of(ClusterPlan.from_json)),

@@ -18,8 +18,8 @@ from fivefold.codesign import (
 )
 from fivefold.codesign._described import ModelJob, job_from_plan
 from fivefold.codesign._iteration import iteration_of
+from fivefold.codesign._jobs import Split, mesh_ranks
 from fivefold.codesign._single import alone_iteration_s, plan_single
-from fivefold.codesign._splits import Split, mesh_ranks
 from fivefold.codesign._traffic import phases_of
 from fivefold.codesign._workloads import load_jobs
 from fivefold.collectives.pricing import FabricSpec, Tier

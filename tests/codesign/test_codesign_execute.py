@@ -176,7 +176,7 @@ def _measured(tmp_path, topology, jobs, plan):
                          log_folder=tmp_path / "logs")  # fmt: skip
     except UnsupportedError as error:
         pytest.skip(f"this machine cannot make the links: {error.message}")
-    return read_measurements(result.check().ranks[0].stdout().splitlines()), result.sums
+    return read_measurements(result.check().ranks[0].stdout().splitlines()), result.aggregation
 
 
 def sized(name, ranks, compute_s, size_bytes):

@@ -11,6 +11,7 @@ from fivefold.codesign import (
     JobPlan,
     JobSpec,
     PlanningOptions,
+    Split,
     check_jobs,
     decisions_to_json,
     null_plan,
@@ -33,7 +34,8 @@ from fivefold.network.topology import (
     line,
     switch,
 )
-from fivefold.tasks import LayerCost
+from fivefold.strategy import ParallelPlan
+from fivefold.tasks import IterationDemand, LayerCost
 
 
 def job(name="a", ranks=(0, 1), layers=1, size=10**9, **more):
@@ -193,6 +195,32 @@ def test_every_mask_is_seen_in_the_log():
         for record in found.decisions:
             assert all(getattr(flags, allowed[tag]) for tag in record.co_designs)
         assert bool(found.decisions) or found.plan == found.baseline
+
+
+def test_layers_are_those_of_the_first_split_unless_given():
+    with pytest.raises(ConfigurationError, match="needs a name, ranks and layers"):
+        JobSpec(job_id="a", ranks=(0, 1))
+    plan = ParallelPlan(global_batch=2, data=2)
+    demand = IterationDemand(
+        segments=2, micro_batches=1, forward_s=0.1, backward_s=0.2, messages=()
+    )
+    split = Split(
+        name="d2", plan=plan, demand=demand, ranks=(0, 1), nominal_s=1.0, memory_bytes=1.0
+    )
+    assert len(JobSpec(job_id="a", ranks=(0, 1), splits=(split,)).layers) == 2
+    own = job().layers
+    assert JobSpec(job_id="a", ranks=(0, 1), layers=own, splits=(split,)).layers == own
+
+
+@pytest.mark.parametrize(("slots", "expected"), [(10_000, 2000), (500, 500)])
+def test_slots_cover_a_round_trip_to_the_root(slots, expected):
+    """A link of 1 GB/s, 1 ms long, fills 2000 slots of 1 kB before the first sum is back."""
+    topology = switch(3, bandwidth="1 GB/s", latency="1 ms").with_aggregation(
+        Aggregation(slots=slots, slot_bytes=1000), kinds=("switch",)
+    )
+    flags = CoDesigns(host_net=True)
+    plan = plan_cluster(topology, [job(ranks=(0, 1, 2))], flags).plan.jobs["a"]
+    assert (plan.algorithm, plan.slots) == ("in_network", expected)
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ def test_classes_survive_the_trip_to_the_supervisor():
         aggregators={"switch0": {"slots": 4}},
     )
     assert LabSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
-    assert spec.describe() == "3 hosts on switch:3, 4 classes, sums in switch0"
+    assert spec.describe() == "3 hosts on switch:3, 4 classes, aggregation in switch0"
 
 
 def _without(name):

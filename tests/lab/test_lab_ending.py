@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import signal
 
-from fivefold.lab._ending import Ending
+from fivefold.lab._supervisor import Ending
 
 
 def _ending(*, timeout_s: float | None = None) -> Ending:

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.lab import LabSpec
-from fivefold.lab._fabric import Conditions, Fabric, Link
-from fivefold.lab._relay import build_fabric
+from fivefold.lab._relay import Conditions, Fabric, Link, build_fabric
 
 _RATE = 1000.0  # bytes per second
 

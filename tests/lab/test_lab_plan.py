@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.lab import LabSpec
-from fivefold.lab._environment import LabFacts, Rendezvous, rank_environment
+from fivefold.lab._job import LabFacts, Rendezvous, rank_environment
 from fivefold.lab._plan import Step, plan_bridge, plan_relay
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError, UnsupportedError
 from fivefold.lab import LabSpec, run_lab
-from fivefold.lab._environment import LabFacts, Rendezvous, rank_environment
+from fivefold.lab._job import LabFacts, Rendezvous, rank_environment
 from fivefold.lab._plan_topology import plan_topology
 from fivefold.network.topology import parse_topology, ring, switch
 
@@ -121,7 +121,7 @@ def test_all_hosts_reach_a_switch_that_sums_by_the_fewest_links(node):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"aggregators": {"gpu0": {}}}, "no switch 'gpu0' that could sum"),
+        ({"aggregators": {"gpu0": {}}}, "no switch 'gpu0' that could aggregate"),
         ({"aggregators": {"switch0": {"slot": 3}}}, "has no option 'slot'"),
     ],
 )
@@ -221,23 +221,25 @@ def test_the_switch_itself_sums_and_where_it_dies_the_hosts_do(tmp_path, how):
     assert told[0][0] == [7, 7]
     if how == "stay":
         assert told[0][1] == [7, 7]
-        assert result.sums["leaf1"]["hits"] == 14
-        assert result.sums["leaf1"]["slots_free"] == 16
+        assert result.aggregation["leaf1"]["hits"] == 14
+        assert result.aggregation["leaf1"]["slots_free"] == 16
     else:
         assert told[0][1][1] == 0
-        assert result.sums == {}
+        assert result.aggregation == {}
 
 
 @pytest.mark.lab
 @pytest.mark.usefixtures("bridge_works")
 def test_a_bridge_sums_too_and_bad_options_end_the_run(tmp_path):
     spec = LabSpec(hosts=2, rate="80Mbit/s", aggregators={"switch": {"slot_bytes": "7B"}})
-    with pytest.raises(UnsupportedError, match="the summing switch switch did not start: error:"):
+    with pytest.raises(
+        UnsupportedError, match="the aggregating switch switch did not start: error:"
+    ):
         run_lab(spec, ["true"], stream=False, log_folder=tmp_path / "bad")
     spec = LabSpec(hosts=2, rate="80Mbit/s", aggregators={"switch": {}})
     command = [sys.executable, "-c", textwrap.dedent(_SUM), "stay"]
     result = run_lab(spec, command, timeout_s=60, stream=False, log_folder=tmp_path / "l").check()
-    assert result.sums["switch"]["hits"] == 14
+    assert result.aggregation["switch"]["hits"] == 14
 
 
 def test_the_relay_has_no_switch_that_sums(monkeypatch):
@@ -252,5 +254,5 @@ def test_the_relay_has_no_switch_that_sums(monkeypatch):
         "fivefold.lab._run.probe_capabilities", lambda: Capabilities("root", tuple(works))
     )
     spec = LabSpec(delay="1ms", aggregators={"switch": {}})
-    with pytest.raises(UnsupportedError, match="no switch that sums"):
+    with pytest.raises(UnsupportedError, match="no aggregating switch"):
         choose_means(spec, allow_unshaped=True)

@@ -9,28 +9,19 @@ import os
 import sys
 import time
 import traceback
-from pathlib import Path
 
 assert os.environ["TRITON_INTERPRET"] == "1"
-sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 from group_cases import CASES as GROUP_CASES
-from moe_oracle import expected, operands, relative
 
 from fivefold.errors import FivefoldError
-from fivefold.moe import (
-    ACTIVATIONS,
-    ExchangeConfig,
-    ExpertExchange,
-    Router,
-    VirtualHeap,
-    fused_moe,
-    route,
-)
-from fivefold.moe._exchange_layout import heap_layout
-from fivefold.moe._exchange_sync_triton import QUEUES
-from fivefold.moe._fused import forward_fused
+from fivefold.moe import ExchangeConfig, ExpertExchange, Router, VirtualHeap, fused_moe, route
+from fivefold.moe.kernels.launch import forward_fused
+from fivefold.moe.kernels.sync import QUEUES
+from fivefold.moe.operator import ACTIVATIONS
+from fivefold.moe.parallel._config import heap_layout
+from oracles.experts import expected, operands, relative
 
 torch.set_num_threads(1)
 CASES = {}
@@ -80,7 +71,7 @@ def spoil(exchange):
     """Rows and tables of earlier calls become NaN or nonsense; words that count stay."""
     exchange._scratch.fill_(0xFF)
     sections = heap_layout(exchange.config).sections
-    first, last = sections["at_weights"][0], sections["at_shadow"][0]
+    first, last = sections["weights"][0], sections["shadow"][0]
     exchange.heap.own[:, first:last] = 0xFF
 
 
@@ -225,21 +216,21 @@ def every_row_has_the_writer_that_its_index_says():
     exchange(**given, num_tokens=[4, 9, 8, 3])
     config, sections = exchange.config, heap_layout(exchange.config).sections
     owners = {}
-    for name in ("at_shadow", "at_return_shadow"):
+    for name in ("shadow", "return_shadow"):
         first, count, _ = sections[name]
         owners[name] = exchange.heap.own[:, first : first + 4 * count].view(torch.int32)
     cell, local = config.cell_rows, config.local_experts
     ids = given["topk_ids"].split([4, 9, 8, 3])
     for target in range(4):
         # receive[source, local expert, place]
-        found = owners["at_shadow"][target].view(4, local, cell)
+        found = owners["shadow"][target].view(4, local, cell)
         for source in range(4):
             for expert in range(local):
                 rows = int((ids[source] == target * local + expert).sum())
                 assert bool((found[source, expert, :rows] == 4 + source + 1).all())
                 assert not bool(found[source, expert, rows:].any())
         # returned[writer, its local expert, place], one word per column tile
-        back = owners["at_return_shadow"][target].view(4, local, cell, -1)
+        back = owners["return_shadow"][target].view(4, local, cell, -1)
         for writer in range(4):
             written = back[writer][back[writer] > 0]
             assert bool((written == 4 + writer + 1).all())
@@ -334,7 +325,7 @@ def a_gate_that_does_not_fit():
 def a_second_writer_is_found():
     given = operands((8, 16, 16, 4, 2), dtype=torch.float32)
     exchange = exchange_for(given, 2)
-    first, count, _ = heap_layout(exchange.config).sections["at_shadow"]
+    first, count, _ = heap_layout(exchange.config).sections["shadow"]
     exchange.heap.own[:, first : first + 4 * count].view(torch.int32).fill_(1 * 2 + 1 + 1)
     return {"refused": refusal(lambda: exchange(**given))}
 

@@ -18,15 +18,14 @@ import traceback
 from pathlib import Path
 
 assert os.environ["TRITON_INTERPRET"] == "1"
-sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 from group_cases import with_gradients
-from moe_oracle import expected, operands, relative
 
 from fivefold.errors import CommunicationError
 from fivefold.moe import ExchangeConfig, ExpertExchange, MoE, MoEConfig, Router
-from fivefold.moe._heap import SharedMemoryHeap
+from fivefold.moe.parallel._heaps import SharedMemoryHeap
+from oracles.experts import expected, operands, relative
 
 torch.set_num_threads(1)
 TIMEOUT_S = 200.0  # for ranks that come late on a busy machine

@@ -5,7 +5,6 @@ float64.
 """
 
 import torch
-from moe_oracle import TOLERANCE, operands, relative
 
 from fivefold.errors import FivefoldError
 from fivefold.moe import (
@@ -17,7 +16,8 @@ from fivefold.moe import (
     VirtualHeap,
     fused_moe,
 )
-from fivefold.moe._exchange_layout import heap_layout
+from fivefold.moe.parallel._config import heap_layout
+from oracles.experts import TOLERANCE, operands, relative
 
 CASES = {}
 
@@ -58,7 +58,7 @@ def spoil(group):
     """Rows of earlier calls become NaN; words that count stay."""
     group._scratch.fill_(0xFF)
     sections = heap_layout(group.config).sections
-    first, last = sections["at_weights"][0], sections["at_shadow"][0]
+    first, last = sections["weights"][0], sections["shadow"][0]
     group.heap.own[:, first:last] = 0xFF
 
 

@@ -10,18 +10,17 @@ import os
 import sys
 import time
 import traceback
-from pathlib import Path
 
 assert os.environ["TRITON_INTERPRET"] == "1"
-sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from moe_oracle import cancelling, expected, operands, relative
 
 from fivefold.errors import FivefoldError
-from fivefold.moe import ACTIVATIONS, Workspace, backends, fused_moe
-from fivefold.moe._fused import forward_fused, forward_split
-from fivefold.moe._sync_triton import COUNTED, TICKET
+from fivefold.moe import Workspace, backends, fused_moe
+from fivefold.moe.kernels.launch import forward_fused, forward_split
+from fivefold.moe.kernels.sync import COUNTED, QUEUES
+from fivefold.moe.operator import ACTIVATIONS
+from oracles.experts import cancelling, expected, operands, relative
 
 torch.set_num_threads(1)
 CASES = {}
@@ -188,7 +187,7 @@ def same_bits_for_all_grids_launches_and_memory():
 def a_wait_without_end_is_an_error():
     given = operands((40, 16, 16, 3, 2), dtype=torch.float32)
     workspace = dirty(given)
-    workspace.control[TICKET.value] = 1  # as if someone had taken the first counting task and died
+    workspace.control[QUEUES.value] = 1  # as if someone had taken the first counting task and died
     found = refusal(lambda: run(given, workspace=workspace))
     clean = not workspace.control.any()
     return {"refused": found, "holds": clean and not workspace.control[COUNTED.value]}

@@ -1,24 +1,18 @@
 """The backward's kernels against float64 autograd, in Triton's CPU interpreter; what is kept."""
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from fivefold.moe import ACTIVATIONS, MoE, MoEConfig, fused_moe
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from moe_oracle import operands
+from fivefold.moe import MoE, MoEConfig, fused_moe
+from fivefold.moe.operator import ACTIVATIONS
+from oracles.children import check_case, lines_of
+from oracles.experts import operands
 
 HERE = Path(__file__).parent
-TOLERANCE = {"bfloat16": 5e-3, "float16": 1e-3}
-ACCURATE = [
+LIMITS = {"bfloat16": 5e-3, "float16": 1e-3}
+CASES = [
     "one token",
     "every expert",
     "more experts than used",
@@ -28,8 +22,7 @@ ACCURATE = [
     "all sizes one",
     "expert of exactly one tile",
     *ACTIVATIONS,
-    "bfloat16",
-    "float16",
+    *LIMITS,
     "gelu with weights on the input",
     "gelu with weights on the input, kept",
     "swiglu with weights on the input",
@@ -41,57 +34,30 @@ ACCURATE = [
     "weights of zero",
     "strided operands and other types",
     "bad values stay where they are",
+    "counts over more chunks than are read at a time",
     "weights in double precision",
     "as the operator",
-]
-HOLDING = [
     "all dropped",
     "no tokens",
-    "ranges over more chunks than are read at a time",
     "same bits for all grids runs and kept or not",
     "well formed custom ops",
     "gradients are those of the kernels own forward",
 ]
-without_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed"
-)
 
 
 @pytest.fixture(scope="module")
 def interpreted():
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(HERE / "backward_cases.py")],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
-    return {line["case"]: line for line in lines}
+    pytest.importorskip("triton")
+    return lines_of(HERE / "backward_cases.py", key="case", interpreted=True)
 
 
-@without_triton
-@pytest.mark.parametrize("name", ACCURATE)
-def test_equals_autograd_of_one_by_one(interpreted, name):
-    found = interpreted[name]
-    assert "failed" not in found, found["failed"]
-    assert found["error"] < TOLERANCE.get(name, 2e-6)
+@pytest.mark.parametrize("name", CASES)
+def test_equals_autograd_of_one_by_one_and_holds_what_it_says(interpreted, name):
+    check_case(interpreted[name], LIMITS)
 
 
-@without_triton
-@pytest.mark.parametrize("name", HOLDING)
-def test_holds(interpreted, name):
-    found = interpreted[name]
-    assert "failed" not in found, found["failed"]
-    assert found["holds"]
-
-
-@without_triton
 def test_every_case_is_looked_at(interpreted):
-    assert set(interpreted) == {*ACCURATE, *HOLDING}
+    assert set(interpreted) == set(CASES)
 
 
 def leaves(shape, activation="swiglu", **options):

@@ -8,15 +8,8 @@ import torch
 import torch.distributed as dist
 
 from fivefold.errors import ConfigurationError
-from fivefold.moe import (
-    ExpertGroup,
-    MoE,
-    MoEConfig,
-    Router,
-    load_balancing_loss,
-    route,
-    router_z_loss,
-)
+from fivefold.moe import ExpertGroup, MoE, MoEConfig, Router, route
+from fivefold.moe.routing import load_balancing_loss, router_z_loss
 
 TOKENS = (5, 0, 7, 2)  # by rank
 

@@ -1,17 +1,13 @@
 """The operator against one token and one expert at a time, in float64; gradients; bad input."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from fivefold.errors import ConfigurationError, DataError, UnsupportedError
-from fivefold.moe import ACTIVATIONS, Activation, Workspace, backends, experts_one_by_one, fused_moe
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from moe_oracle import TOLERANCE, cancelling, expected, operands, relative
+from fivefold.moe import Workspace, fused_moe
+from fivefold.moe.operator import ACTIVATIONS, Activation
+from fivefold.moe.operator import backend as registry
+from oracles.experts import TOLERANCE, cancelling, expected, experts_one_by_one, operands, relative
 
 GRID = [  # T, H, I, E, K
     (1, 4, 6, 3, 1),
@@ -254,10 +250,8 @@ def test_a_workspace_must_fit_whatever_the_backend(change, message):
 def test_a_backend_with_other_bits_is_not_deterministic(monkeypatch):
     from dataclasses import replace
 
-    from fivefold.moe import _backends
-
-    loose = replace(_backends._BACKENDS[-1], name="loose", deterministic=False)
-    monkeypatch.setattr(_backends, "_BACKENDS", (loose, *_backends._BACKENDS))
+    loose = replace(registry._BACKENDS[-1], name="loose", deterministic=False)
+    monkeypatch.setattr(registry, "_BACKENDS", (loose, *registry._BACKENDS))
     given = operands((5, 8, 4, 4, 2))
     with pytest.raises(UnsupportedError, match="'loose' does not give the same bits"):
         fused_moe(**given, backend="loose")
@@ -275,12 +269,10 @@ def test_no_zeros_for_a_derivative_in_forward_mode():
 def test_backends_say_why_they_are_missing(monkeypatch):
     from dataclasses import replace
 
-    from fivefold.moe import _backends
-
-    real = _backends._BACKENDS[-1]
+    real = registry._BACKENDS[-1]
     absent = replace(real, name="absent", missing=lambda _: "no such thing here")
-    monkeypatch.setattr(_backends, "_BACKENDS", (absent, real))
-    assert backends() == {"absent": "no such thing here", "reference": None}
+    monkeypatch.setattr(registry, "_BACKENDS", (absent, real))
+    assert registry.backends() == {"absent": "no such thing here", "reference": None}
     given = operands((5, 8, 4, 4, 2))
     with pytest.raises(UnsupportedError, match="'absent' cannot work here: no such thing here"):
         fused_moe(**given, backend="absent")
@@ -305,7 +297,7 @@ def test_many_small_experts_at_once_give_what_one_after_the_other_gives(
         return [found.detach(), *(leaf.grad for leaf in leaves.values())]
 
     at_once = outputs()
-    monkeypatch.setattr("fivefold.moe._expert_products._is_grouped", lambda _: False)
+    monkeypatch.setattr("fivefold.moe.operator._products._is_grouped", lambda _: False)
     one_by_one = outputs()
     for found, wanted in zip(at_once, one_by_one, strict=True):
         assert found.is_contiguous()

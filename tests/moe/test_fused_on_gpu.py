@@ -1,16 +1,10 @@
 """The kernel on a real GPU: real tiles, real concurrency. Skipped where there is none."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from fivefold.moe import Workspace, backends, fused_moe
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from moe_oracle import TOLERANCE, expected, operands, relative
+from oracles.experts import TOLERANCE, expected, operands, relative
 
 missing = backends("cuda")["fused"]
 if missing is not None:

@@ -1,8 +1,5 @@
 """The exchange between virtual ranks on a real GPU. Skipped where there is none."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -16,10 +13,7 @@ from fivefold.moe import (
     fused_moe,
     route,
 )
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from moe_oracle import TOLERANCE, expected, operands, relative
+from oracles.experts import TOLERANCE, expected, operands, relative
 
 missing = backends("cuda")["fused"]
 if missing is not None:

@@ -1,17 +1,12 @@
 """The layer and the operator within torch: compiled, on meta, as fake tensors, under autocast."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from fivefold.moe import MoE, MoEConfig, Router, drop_beyond_capacity, fused_moe
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from moe_oracle import operands
+from fivefold.moe import MoE, MoEConfig, Router, fused_moe
+from fivefold.moe.routing import drop_beyond_capacity
+from oracles.experts import operands
 
 ROUTERS = {
     "softmax": {},

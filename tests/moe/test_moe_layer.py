@@ -12,17 +12,17 @@ from torch.optim.swa_utils import AveragedModel
 
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.moe import (
-    ACTIVATIONS,
-    LAYOUTS,
     MoE,
     MoEConfig,
     Router,
     convert_checkpoint,
-    experts_one_by_one,
     export_checkpoint,
     open_checkpoint,
     route,
 )
+from fivefold.moe.checkpoints import LAYOUTS
+from fivefold.moe.operator import ACTIVATIONS
+from oracles.experts import experts_one_by_one
 
 
 def layer_of(**options):

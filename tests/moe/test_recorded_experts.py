@@ -2,8 +2,6 @@
 
 import copy
 import io
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,14 +9,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from fivefold.errors import ConfigurationError, UnsupportedError
-from fivefold.moe import ACTIVATIONS, fused_moe
-from fivefold.moe import _assignments as assignments
-from fivefold.moe import _expert_products as products
-from fivefold.moe import _large_memory as memory
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from moe_oracle import expected, operands, relative
+from fivefold.moe import fused_moe
+from fivefold.moe.operator import ACTIVATIONS
+from fivefold.moe.operator import _assignments as assignments
+from fivefold.moe.operator import _large_memory as memory
+from fivefold.moe.operator import _products as products
+from oracles.experts import expected, operands, relative
 
 FLOATS = ("x", "w13", "w2", "topk_weights", "b13", "b2")
 WAYS = {  # T, H, I, E, K

@@ -8,15 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError, DataError
-from fivefold.moe import (
-    Router,
+from fivefold.moe import Router, route, updated_selection_bias
+from fivefold.moe.routing import (
     Routing,
     capacity_for,
     drop_beyond_capacity,
     load_balancing_loss,
-    route,
     router_z_loss,
-    updated_selection_bias,
 )
 
 

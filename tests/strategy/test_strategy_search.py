@@ -116,6 +116,21 @@ def test_bounds_lose_nothing(model):
     assert [one.memory for one in quick.front] == [one.memory for one in whole.front]
 
 
+def test_bounds_leave_plans_that_fit_only_with_activations_on_the_host():
+    wide = space(tensor=(1,), pipeline=(1,), micro_batch=(2,), zero=(3,), recompute=("none",))
+    moved = [
+        search_plans(GPT, A100.device, A100.fabric,
+                     space=dataclasses.replace(wide, offload=(flag,))).best[0].memory.total_bytes
+        for flag in (False, True)
+    ]  # fmt: skip
+    tight = dataclasses.replace(A100.device, memory_bytes=(moved[0] + moved[1]) / 2)
+    quick, whole = (
+        search_plans(GPT, tight, A100.fabric, space=wide, bounds=b).best[0] for b in (True, False)
+    )
+    assert quick == whole
+    assert quick.memory.host_bytes > 0
+
+
 def test_the_front_is_what_no_other_plan_beats():
     found = search_plans(GPT, A100.device, A100.fabric, space=space(), front=True).front
     times = np.array([one.time_s for one in found])

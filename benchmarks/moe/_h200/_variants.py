@@ -11,7 +11,8 @@ import torch
 
 from benchmarks.moe._h200._cases import Case
 from benchmarks.moe._h200._operands import Operands
-from fivefold.moe import Workspace, activation_named, backends, fused_moe
+from fivefold.moe import Workspace, backends, fused_moe
+from fivefold.moe.operator import activation_named
 
 __all__ = [
     "LIGER",

@@ -56,7 +56,7 @@ def run_in_the_lab(
     if set(found) != {job.job_id for job in jobs}:
         message = "the run ended without measurements"
         raise CommunicationError(message, hint="look at the logs that the lab names")
-    return Measured(found, result.sums)
+    return Measured(found, result.aggregation)
 
 
 def run_saved(path: Path, *, timeout_s: float) -> None:

@@ -14,15 +14,7 @@ from fivefold.cli._options import BandwidthOption, JsonOption, LatencyOption, To
 from fivefold.cli._outputs import require_picture, write_json
 from fivefold.errors import DataError, InfeasibleError
 from fivefold.files import read_json
-from fivefold.network.topology import (
-    Topology,
-    draw_topology,
-    generator_names,
-    generator_usage,
-    machine_names,
-    machine_source,
-    taccl_profile_names,
-)
+from fivefold.network.topology import Topology, catalogue, draw_topology
 from fivefold.runs import write_text
 from fivefold.units import format_bytes_per_s, format_duration_s
 
@@ -41,9 +33,9 @@ def _group() -> None:
 
 def list_command(*, as_json: JsonOption = False) -> None:
     """Name the machines, generators and profiles that can be given as TOPOLOGY."""
-    machines = {name: machine_source(name) for name in machine_names()}
-    generators = dict(generator_usage(name) for name in generator_names())
-    profiles = [f"taccl:{name}" for name in taccl_profile_names()]
+    known = catalogue()
+    machines, generators = dict(known.machines), dict(known.generators.values())
+    profiles = [f"taccl:{name}" for name in known.profiles]
     if as_json:
         write_json({"machines": machines, "generators": generators, "profiles": profiles})
         return

@@ -21,7 +21,7 @@ from fivefold.codesign._execute import (
     read_order,
     write_order,
 )
-from fivefold.codesign._jobs import JobSpec, check_jobs
+from fivefold.codesign._jobs import JobSpec, Split, check_jobs
 from fivefold.codesign._modules import best_alone_plan, null_plan
 from fivefold.codesign._msccl import msccl_programs
 from fivefold.codesign._page import plan_page
@@ -29,7 +29,6 @@ from fivefold.codesign._page_ablation import ablation_page
 from fivefold.codesign._pictures import draw_ablation, timeline_of
 from fivefold.codesign._plans import ClusterPlan, JobPlan
 from fivefold.codesign._records import DecisionRecord, decisions_to_json
-from fivefold.codesign._splits import Split
 from fivefold.codesign._workloads import Placement, load_jobs, place_jobs, synthetic_jobs
 
 __all__ = [

@@ -41,10 +41,6 @@ class AblationRow:
         jobs_worse_than_best: The same against B1.
         jobs: Jobs over all seeds.
         seeds: Number of seeds.
-
-    Examples:
-        >>> AblationRow.__name__
-        'AblationRow'
     """
 
     label: str

@@ -44,10 +44,6 @@ class PlanningOptions:
 
     Raises:
         ConfigurationError: A number is below one.
-
-    Examples:
-        >>> PlanningOptions(budget=10).guard
-        True
     """
 
     guard: bool = True
@@ -167,12 +163,7 @@ class Arbiter:
         plans: Mapping[str, ClusterPlan],
         splits: Mapping[str, Sequence[JobPlan]] | None = None,
     ) -> None:
-        """Take the best of what single jobs planned, then share the network among them.
-
-        Args:
-            plans: What jobs planned for themselves, by what they were allowed to use.
-            splits: Of each job, its best plan for each other way to split it.
-        """
+        """Take the best of what single jobs planned, then share the network among them."""
         for name, plan in plans.items():
             taken = self.consider("coordinator", f"what each job planned with {name}", plan)
             routes = routed(self.topology, self.jobs, plan, policy="intensity")

@@ -49,10 +49,6 @@ def chakra_traces(
 
     References:
         https://github.com/mlcommons/chakra, schema/protobuf/et_def.proto.
-
-    Examples:
-        >>> chakra_traces.__name__
-        'chakra_traces'
     """
     schema = _schema()
     files: dict[str, bytes] = {}

@@ -38,10 +38,6 @@ class Outcome:
         completion_s: By job, seconds from its arrival to the end of its last iteration.
         iteration_s: By job, mean seconds of an iteration.
         result: The simulation.
-
-    Examples:
-        >>> Outcome({"a": 2.0}, {"a": 1.0}, None).completion_s["a"]
-        2.0
     """
 
     completion_s: Mapping[str, float]
@@ -100,11 +96,7 @@ def run_plan(
 
 
 def compile_job(topology: Topology, job: JobSpec, plan: JobPlan) -> list[SimulatorTask]:
-    """Tasks of one iteration of a job.
-
-    Raises:
-        InfeasibleError: The plan is not possible on this cluster.
-    """
+    """Tasks of one iteration of a job."""
     return _Compiler(topology, job, plan).tasks()
 
 

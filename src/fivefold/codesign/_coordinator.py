@@ -37,10 +37,6 @@ class CoDesignResult:
         outcome: The full simulation of the plan.
         baseline_outcome: The full simulation of the baseline.
         simulations: How many simulations planning took.
-
-    Examples:
-        >>> CoDesignResult.__name__
-        'CoDesignResult'
     """
 
     plan: ClusterPlan

@@ -12,9 +12,8 @@ import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from fivefold.codesign._jobs import JobSpec
+from fivefold.codesign._jobs import JobSpec, Split, mesh_ranks
 from fivefold.codesign._plans import JobPlan
-from fivefold.codesign._splits import Split, mesh_ranks
 from fivefold.collectives.pricing import FabricSpec, collective_time_s, fabric_from_topology
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import Topology
@@ -49,13 +48,6 @@ class ModelJob:
         iterations: How many it does.
         arrival_s: When it arrives.
         weight: How much a second of it counts.
-
-    Examples:
-        >>> from fivefold.strategy import SearchSpace, load_cluster, named_model
-        >>> job = Job(model=named_model("llama3-8b"),
-        ...           space=SearchSpace(num_gpus=8, global_batch=8))
-        >>> ModelJob(job_id="a", job=job, devices=load_cluster("h100-nemo")).iterations
-        1
     """
 
     job_id: str

@@ -39,10 +39,6 @@ class Order:
         jobs: The jobs.
         plan: Their plans.
         channels: Names of each job's communications, in the order in which they are made.
-
-    Examples:
-        >>> Order("", (), ClusterPlan({}), {}).jobs
-        ()
     """
 
     topology: str
@@ -141,10 +137,6 @@ def write_order(
     Raises:
         InfeasibleError: The plan is not possible on this cluster.
         UnsupportedError: The plan cannot be run.
-
-    Examples:
-        >>> write_order.__name__
-        'write_order'
     """
     check_executable(jobs, plan, topology=topology)
     record = [

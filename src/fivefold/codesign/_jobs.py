@@ -1,15 +1,62 @@
-"""Jobs on a shared cluster: what each computes and reduces, where it runs, when it arrives."""
+"""Jobs on a shared cluster: what each computes and reduces, where it runs, when it arrives.
+
+A job may have several ways to split its model, as layer 1 hands them down. A split is one plan of
+``fivefold.strategy`` laid on the job's ranks: position 0 of its mesh on the first rank, the tensor
+axis innermost, so that tensor groups stay inside hosts.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fivefold.codesign._splits import Split
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import Topology
-from fivefold.tasks import LayerCost
+from fivefold.strategy import ParallelPlan, axis_groups
+from fivefold.tasks import IterationDemand, LayerCost
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """One way to split a job.
+
+    Attributes:
+        name: Degrees and switches in a few words.
+        plan: Its degrees and switches.
+        demand: What a rank computes and sends.
+        ranks: Ranks of the topology, in the order of the mesh.
+        nominal_s: Layer 1's own prediction of an iteration, from nominal constants.
+        memory_bytes: On the fullest GPU.
+        reached: Shares of a link's rate that collectives and messages (all-to-all, stage to
+            stage) reach, between ranks of a host and between hosts, as the devices' file has it.
+    """
+
+    name: str
+    plan: ParallelPlan
+    demand: IterationDemand
+    ranks: tuple[int, ...]
+    nominal_s: float
+    memory_bytes: float
+    reached: tuple[tuple[float, float], tuple[float, float]] = ((1.0, 1.0), (1.0, 1.0))
+
+    def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
+        """Ranks of each group of an axis."""
+        return groups_over(self.plan, axis, self.ranks)
+
+    @property
+    def layers(self) -> tuple[LayerCost, ...]:
+        """The same as layers: compute of all micro-batches, and what is reduced once."""
+        demand = self.demand
+        reduced = sum(m.size_bytes for m in demand.messages if m.phase == "reduce")
+        rest_s = (demand.bubble_s + demand.optimizer_s + demand.overhead_s) / demand.segments
+        layer = LayerCost(
+            forward_s=demand.micro_batches * demand.forward_s + rest_s,
+            backward_s=demand.micro_batches * demand.backward_s,
+            gradient_bytes=reduced,
+        )
+        return (layer,) * demand.segments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,11 +208,7 @@ def check_jobs(topology: Topology, jobs: Sequence[JobSpec]) -> None:
 
 
 def check_ranks(topology: Topology, job_id: str, ranks: Sequence[int]) -> None:
-    """Refuse ranks that the cluster does not have.
-
-    Raises:
-        InfeasibleError: It has not.
-    """
+    """Refuse ranks that the cluster does not have."""
     outside = [rank for rank in ranks if not 0 <= rank < topology.num_ranks]
     if outside:
         raise InfeasibleError(
@@ -173,3 +216,35 @@ def check_ranks(topology: Topology, job_id: str, ranks: Sequence[int]) -> None:
             f"{topology.num_ranks - 1}",
             hint="give the job fewer ranks, or plan for a larger cluster",
         )
+
+
+@functools.lru_cache(maxsize=4096)
+def groups_over(
+    plan: ParallelPlan, axis: str, ranks: tuple[int, ...]
+) -> tuple[tuple[int, ...], ...]:
+    """Ranks of each group of an axis of a mesh that lies on some ranks."""
+    return tuple(tuple(ranks[place] for place in group) for group in axis_groups(plan, axis))
+
+
+def mesh_ranks(
+    topology: Topology, ranks: Sequence[int], *, tensor: int, who: str = "the job"
+) -> tuple[int, ...]:
+    """The ranks in an order that keeps each tensor group inside a host."""
+    if tensor == 1:
+        return tuple(ranks)
+    hosts: dict[str, list[int]] = {}
+    for rank in ranks:
+        host = topology.host_of(rank)
+        hosts.setdefault(f"rank {rank}" if host is None else host, []).append(rank)
+    sizes = {len(own) for own in hosts.values()}
+    broken = [name for name, own in hosts.items() if len(own) % tensor]
+    wide = len(sizes) == 1 and tensor % next(iter(sizes)) == 0  # whole hosts make a group
+    if broken and not wide:
+        fitting = max(d for d in range(1, tensor) if all(size % d == 0 for size in sizes))
+        raise InfeasibleError(
+            f"{who} would split layers over {tensor} GPUs, but has {len(hosts[broken[0]])} of "
+            f"them on host {broken[0]!r}: a tensor group would lie across hosts",
+            hint=f"split layers over {fitting}, or give it a multiple of {tensor} GPUs on each "
+            "host",
+        )
+    return tuple(rank for own in hosts.values() for rank in own)

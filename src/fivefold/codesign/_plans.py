@@ -37,10 +37,6 @@ class JobPlan:
             takes the shortest route.
         priority: Layer 4: class, 0 the most urgent.
         shift_s: Layer 4: by how much the job begins later.
-
-    Examples:
-        >>> JobPlan(order=(0, 1)).algorithm
-        'ring'
     """
 
     order: tuple[int, ...]
@@ -90,13 +86,7 @@ def _job_plan(values: dict[str, Any]) -> JobPlan:
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """The plans of all jobs.
-
-    Examples:
-        >>> plan = ClusterPlan({"a": JobPlan(order=(0, 1))})
-        >>> ClusterPlan.from_json(plan.to_json()) == plan
-        True
-    """
+    """The plans of all jobs."""
 
     jobs: Mapping[str, JobPlan]
 

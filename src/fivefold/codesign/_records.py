@@ -22,14 +22,6 @@ class DecisionRecord:
         inputs: What was used, as message.field and the layer that owns it.
         co_designs: The co-designs that let those inputs through.
         round: Planning round.
-
-    Examples:
-        >>> record = DecisionRecord(
-        ...     layer="tasks", entity="a", decision="fifo",
-        ...     alternatives={}, inputs=(), co_designs=(),
-        ... )
-        >>> record.round
-        0
     """
 
     layer: Layer

@@ -67,17 +67,7 @@ class SinglePlan:
 def plan_single(
     topology: Topology, job: JobSpec, start: JobPlan, co_designs: CoDesigns
 ) -> SinglePlan:
-    """Plan layers 1 to 3 of one job, as if it were alone.
-
-    Args:
-        topology: The cluster.
-        job: The job.
-        start: Its plan so far; always one of the alternatives.
-        co_designs: What may be used.
-
-    Returns:
-        The plan, and who decided what.
-    """
+    """Plan layers 1 to 3 of one job, as if it were alone."""
     if not co_designs.vertical:
         return _by_rule(topology, job, start, co_designs)
     weighed = list(_weighed(topology, job, start, co_designs))

@@ -100,18 +100,7 @@ def spread_trees(
     loads: Mapping[int, float] | None = None,
     free: Mapping[str, int] | None = None,
 ) -> TreeChoice | None:
-    """Roots tree by tree, each where the busiest link of its tree has least to carry.
-
-    Args:
-        topology: The cluster.
-        job: The job.
-        plan: Its plan: the split and the order of ranks.
-        loads: Bytes per second that others put on links; None for nothing.
-        free: Slots that are left at each switch; None for all.
-
-    Returns:
-        The choice; None where some tree finds no root with a slot left.
-    """
+    """Roots tree by tree, each where the busiest link of its tree has least to carry."""
     columns = summed_columns(topology, job, plan)
     if not columns:
         return None

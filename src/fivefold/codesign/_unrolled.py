@@ -49,20 +49,7 @@ class Window:
 def unrolled(
     topology: Topology, jobs: Sequence[JobSpec], plan: ClusterPlan, outcome: Outcome
 ) -> Window | None:
-    """Simulate as many iterations as a window needs in which all jobs run.
-
-    Args:
-        topology: The cluster.
-        jobs: The jobs.
-        plan: Their plans.
-        outcome: The full simulation: how long iterations take.
-
-    Returns:
-        The window; None where one iteration of all jobs has too many tasks to be drawn.
-
-    Raises:
-        InfeasibleError: The plan is not possible on this cluster.
-    """
+    """Simulate as many iterations as a window needs in which all jobs run."""
     begins_s = {j.job_id: j.arrival_s + plan.jobs[j.job_id].shift_s for j in jobs}
     length_s = _SHOWN * max(outcome.iteration_s.values())
     once = {job.job_id: compile_job(topology, job, plan.jobs[job.job_id]) for job in jobs}

@@ -262,11 +262,7 @@ def synthetic_jobs(
 
 
 def _check_job(job: _Job, source: str) -> None:
-    """Refuse what cannot be meant.
-
-    Raises:
-        ConfigurationError: It is not said where it runs or what, or it is said twice.
-    """
+    """Refuse what cannot be meant."""
     if (job.ranks is None) == (job.gpus is None):
         raise ConfigurationError(
             f"job {job.id!r} must name its ranks or its number of gpus (in {source})",
@@ -288,12 +284,7 @@ def _check_job(job: _Job, source: str) -> None:
 
 
 def _modelled(topology: Topology, job: _Job, ranks: Sequence[int], path: Path) -> JobSpec:
-    """A job that is described by a model and devices.
-
-    Raises:
-        ConfigurationError: A name or key is not known.
-        InfeasibleError: No plan fits its ranks.
-    """
+    """A job that is described by a model and devices."""
     assert job.devices is not None, "checked before"
     check_ranks(topology, job.id, ranks)
     beside = path.parent / job.devices

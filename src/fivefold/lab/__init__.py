@@ -5,11 +5,9 @@ rate, a delay, jitter and loss. Knows nothing of training and never imports torc
 """
 
 from fivefold.lab._capabilities import Capabilities, Capability, probe_capabilities
-from fivefold.lab._classes import class_tos
-from fivefold.lab._clean import CleanReport, clean_lab
-from fivefold.lab._result import LabResult, RankResult
-from fivefold.lab._run import run_lab
-from fivefold.lab._spec import LabSpec
+from fivefold.lab._run import LabResult, RankResult, run_lab
+from fivefold.lab._spec import LabSpec, class_tos
+from fivefold.lab._state import CleanReport, clean_lab
 
 __all__ = [
     "Capabilities",

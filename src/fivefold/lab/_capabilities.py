@@ -61,10 +61,6 @@ class Capability:
         works: Whether a trial succeeded.
         reason: What the trial said, where it failed.
         fix: What would make it work.
-
-    Examples:
-        >>> Capability("tbf", "rates", works=True).reason is None
-        True
     """
 
     name: str
@@ -81,10 +77,6 @@ class Capabilities:
     Args:
         isolation: ``"root"``, ``"user namespaces"`` or None where no namespaces can be made.
         items: One entry per thing tried.
-
-    Examples:
-        >>> Capabilities(None, ()).shaping
-        'none'
     """
 
     isolation: str | None
@@ -117,40 +109,19 @@ class Capabilities:
 
 
 def find_tool(name: str) -> str | None:
-    """Path of a system tool, also where an ordinary user's PATH leaves out ``sbin``.
-
-    Examples:
-        >>> find_tool("no-such-tool") is None
-        True
-    """
+    """Return the path of a system tool, also where an ordinary user's PATH leaves out ``sbin``."""
     return shutil.which(name, path=f"{os.environ.get('PATH', '')}:{_SYSTEM_FOLDERS}")
 
 
 def isolation_command(isolation: str) -> list[str]:
-    """The command that runs what follows it in private namespaces.
-
-    Args:
-        isolation: ``"root"`` or ``"user namespaces"``.
-
-    Returns:
-        The arguments, to be followed by a command.
-
-    Examples:
-        >>> "--user" in isolation_command("user namespaces")
-        True
-    """
+    """Return the command that runs what follows it in private namespaces."""
     extra = _AS_USER if isolation == "user namespaces" else ()
     return [find_tool("unshare") or "unshare", *extra, *_ISOLATE]
 
 
 @cache
 def probe_capabilities() -> Capabilities:
-    """Try everything; takes about a tenth of a second, once per process.
-
-    Examples:
-        >>> probe_capabilities().shaping in ("none", "rate", "rate, delay, jitter, loss")
-        True
-    """
+    """Try everything; takes about a tenth of a second, once per process."""
     isolation, reason = _probe_isolation()
     items = [
         Capability(

@@ -34,14 +34,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def new_network_namespace() -> int:
-    """Make a network namespace; it lives as long as the returned descriptor.
-
-    Returns:
-        A descriptor of the new namespace; the caller's namespace is as before.
-
-    Raises:
-        OSError: The kernel refuses.
-    """
+    """Make a network namespace; it lives as long as the returned descriptor."""
     home = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
         _call("unshare", _CLONE_NEWNET)
@@ -54,11 +47,7 @@ def new_network_namespace() -> int:
 
 @contextmanager
 def entered(namespace_fd: int | None) -> Iterator[None]:
-    """Run the body, and what it starts, in another network namespace; None stays.
-
-    Raises:
-        OSError: The kernel refuses.
-    """
+    """Run the body, and what it starts, in another network namespace; None stays."""
     if namespace_fd is None:
         yield
         return
@@ -79,14 +68,6 @@ def become_host(namespace_fd: int, *, name: str, folder: Path) -> None:
     Takes the network namespace, a host name of its own, an ``/etc/hosts`` that knows the cluster
     and a ``/sys`` that shows the host's interfaces. The last two are conveniences: where the
     kernel forbids their mounts, the process runs without them.
-
-    Args:
-        namespace_fd: The host's network namespace.
-        name: The host's name.
-        folder: Holds the file ``hosts`` and an empty folder ``sys``.
-
-    Raises:
-        OSError: The kernel refuses one of the namespaces.
     """
     _call("setns", namespace_fd, _CLONE_NEWNET)
     _call("unshare", _CLONE_NEWNS | _CLONE_NEWUTS)
@@ -99,20 +80,12 @@ def become_host(namespace_fd: int, *, name: str, folder: Path) -> None:
 
 
 def die_with_parent(signal_number: int) -> None:
-    """Have the kernel send this process a signal when its parent ends.
-
-    Raises:
-        OSError: The signal number is not one.
-    """
+    """Have the kernel send this process a signal when its parent ends."""
     _call("prctl", _PR_SET_PDEATHSIG, signal_number, 0, 0, 0)
 
 
 def become_subreaper() -> None:
-    """Adopt the orphans among all later descendants.
-
-    Raises:
-        OSError: The kernel does not know the call.
-    """
+    """Adopt the orphans among all later descendants."""
     _call("prctl", _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
@@ -121,12 +94,6 @@ def open_tun(name: str) -> int:
 
     Packets carry a ten-byte virtio header, which lets the kernel leave out TCP checksums: the
     relay passes it on unchanged.
-
-    Returns:
-        Its non-blocking descriptor; the device lives as long as it is open.
-
-    Raises:
-        OSError: There is no ``/dev/net/tun``, or it may not be used.
     """
     fd = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     try:

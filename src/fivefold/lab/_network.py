@@ -1,31 +1,47 @@
 """Makes the planned network real, inside the supervisor's private namespaces.
 
 Hosts are network namespaces held open by descriptors of this process: nothing is registered
-anywhere, so the kernel removes them when the process ends, however it ends.
+anywhere, so the kernel removes them when the process ends, however it ends. Aggregating switches
+run ``python -m fivefold.network.aggregation`` in the namespaces of their nodes. One that dies is
+not started again: its clients sum by themselves. Their output is in the log folder.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fivefold.errors import UnsupportedError
 from fivefold.lab._capabilities import find_tool
 from fivefold.lab._linux import entered, new_network_namespace, open_tun
-from fivefold.lab._plan import SWITCH, Step, host_name, plan_bridge, plan_relay
-from fivefold.lab._plan_topology import plan_topology
+from fivefold.lab._plan import (
+    AGGREGATOR_PORT,
+    SWITCH,
+    Step,
+    aggregator_address,
+    host_name,
+    plan_bridge,
+    plan_relay,
+)
+from fivefold.lab._plan_topology import namespace_of, plan_topology
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from fivefold.lab._spec import LabSpec
+
 
 _STEP_TIMEOUT_S = 30.0
 _RELAY_END_S = 2.0
+_START_S = 60.0  # a loaded machine may take seconds to import
+_TURN_S = 0.05
+_END_S = 3.0
 
 
 @dataclass
@@ -44,11 +60,7 @@ class Network:
     _tools: dict[str, str] = field(default_factory=dict)
 
     def apply(self, steps: list[Step]) -> None:
-        """Carry out a plan.
-
-        Raises:
-            UnsupportedError: A step failed; names the command and what it said.
-        """
+        """Carry out a plan."""
         for step in steps:
             self._apply_step(step)
 
@@ -85,7 +97,7 @@ class Network:
             )
 
     def fd_of(self, namespace: str) -> int | None:
-        """Descriptor of a namespace; None for the supervisor's own, where the switch is."""
+        """Return the descriptor of a namespace; None for the supervisor's own, the switch's."""
         if namespace == SWITCH:
             return None
         if namespace.startswith("node"):
@@ -102,20 +114,7 @@ class Network:
 
 
 def build_network(spec: LabSpec, *, means: str | None, counts_path: Path) -> Network:
-    """Make hosts and links.
-
-    Args:
-        spec: The cluster.
-        means: ``"relay"``, what ends with ``"+netem"``, or anything else for a bridge with
-            rates only.
-        counts_path: Where the relay writes its counts when it ends.
-
-    Returns:
-        The network; it lives as long as this process.
-
-    Raises:
-        UnsupportedError: The kernel or a tool refuses a step.
-    """
+    """Make hosts and links."""
     try:
         network = Network([new_network_namespace() for _ in range(spec.hosts)])
         if spec.topology is not None and means is not None:
@@ -155,3 +154,89 @@ def _start_relay(network: Network, spec: LabSpec, counts_path: Path) -> subproce
     for fd in tun_fds:
         os.close(fd)
     return relay
+
+
+class Aggregators:
+    """All aggregating switches of a run.
+
+    Args:
+        spec: The cluster.
+        network: Its namespaces.
+        folder: Gets ``aggregation-NODE.out`` and ``.err``.
+        control_fd: Waiting ends early where this becomes readable.
+    """
+
+    def __init__(self, spec: LabSpec, network: Network, folder: Path, *, control_fd: int) -> None:
+        self._processes = {
+            node: _aggregator(spec, network, folder, node) for node in sorted(spec.aggregators)
+        }
+        end_s = time.monotonic() + _START_S
+        for node, process in self._processes.items():
+            out = _output(folder, node)
+            while not out.stat().st_size:
+                if process.poll() is not None or time.monotonic() > end_s:
+                    raise UnsupportedError(
+                        f"the aggregating switch {node} did not start: {_last_words(folder, node)}",
+                        hint="check its options; the messages are in the log folder",
+                    )
+                if select.select([control_fd], (), (), _TURN_S)[0]:
+                    return  # the run is to end; the supervisor reads why
+
+    def end(self) -> None:
+        """Let them write their counts and end."""
+        for process in self._processes.values():
+            if process.poll() is None:
+                process.terminate()
+        for process in self._processes.values():
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def read_counts(folder: Path, nodes: list[str]) -> dict[str, dict[str, int]]:
+    """Return what each aggregating switch counted; a switch that died has no entry."""
+    found: dict[str, dict[str, int]] = {}
+    for node in nodes:
+        with suppress(OSError, ValueError):
+            last = json.loads(_output(folder, node).read_text(encoding="utf-8").splitlines()[-1])
+            if "hits" in last:
+                found[node] = last
+    return found
+
+
+def _aggregator(
+    spec: LabSpec, network: Network, folder: Path, node: str
+) -> subprocess.Popen[bytes]:
+    options: dict[str, Any] = {
+        "host": aggregator_address(spec, node),
+        "port": AGGREGATOR_PORT,
+        **spec.aggregators[node],
+    }
+    words = [
+        word
+        for name, value in options.items()
+        for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
+    namespace = SWITCH if spec.topology is None else namespace_of(spec, node)
+    with (
+        _output(folder, node).open("wb") as out,
+        _output(folder, node).with_suffix(".err").open("wb") as err,
+        entered(network.fd_of(namespace)),
+    ):
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "fivefold.network.aggregation", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+        )
+
+
+def _output(folder: Path, node: str) -> Path:
+    # Names of nodes may have slashes in them, as host0/nic1 has.
+    return folder / f"aggregation-{node.replace('/', '-')}.out"
+
+
+def _last_words(folder: Path, node: str) -> str:
+    text = _output(folder, node).with_suffix(".err").read_text(encoding="utf-8", errors="replace")
+    return " ".join(text.split()[-60:]) or "no answer in time"

@@ -1,23 +1,29 @@
 """The relay: one process that carries every packet between the hosts' TUN devices.
 
-For machines whose kernel has no ``netem``. It reads packets, asks the fabric (``_fabric``) when
-each one arrives, and writes it out then. Started by the supervisor inside the private namespaces
+For machines whose kernel has no ``netem``. Started by the supervisor inside the private namespaces
 as ``python -m fivefold.lab._relay JOB``; ends with SIGTERM, which makes it write its counts.
+
+``Fabric`` is the network in virtual time. A packet waits in its sender's uplink queue, is
+serialised at the uplink's rate, then waits for and passes the receiver's downlink (cut-through: an
+idle downlink of the same rate adds nothing), and is then on its way for the one-way delay. Queues
+are drop-tail. Packets between two hosts never overtake one another, whatever the jitter. The
+fabric reads no clock: the time is the caller's.
 """
 
 from __future__ import annotations
 
+import heapq
 import json
 import os
+import random
 import select
 import signal
 import sys
 import time
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from fivefold.lab._fabric import Conditions, Fabric, Link
 from fivefold.lab._linux import VNET_HEADER_BYTES
 from fivefold.lab._plan import BURST_S, FRAME_OVERHEAD_BYTES, queue_bytes, relay_mtu
 from fivefold.lab._spec import LabSpec
@@ -31,13 +37,164 @@ _PRIORITY = -10
 _FULL_RATE_BYTES_PER_S = 12.5e9
 
 
-def build_fabric(spec: LabSpec) -> Fabric:
-    """The fabric of a specification.
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """What every path has in common.
 
-    Examples:
-        >>> build_fabric(LabSpec(hosts=2, rate="200Mbit/s", delay="5ms")).next_event_s() is None
-        True
+    Args:
+        delay_s: One-way delay.
+        jitter_s: Half the width of the delay's uniform distribution.
+        loss: Probability of losing a packet.
+        burst_s: How much unused link time a link may make up for, as a token bucket does; covers
+            the time by which the caller's clock runs late.
+        seed: Seed of jitter and loss.
     """
+
+    delay_s: float = 0.0
+    jitter_s: float = 0.0
+    loss: float = 0.0
+    burst_s: float = 0.0
+    seed: int = 0
+
+
+@dataclass
+class FabricCounts:
+    """What happened to the packets."""
+
+    delivered: int = 0
+    delivered_bytes: int = 0
+    dropped_at_queue: int = 0
+    lost: int = 0
+
+
+class Link:
+    """One direction of one host's link: a first-in first-out queue of a fixed rate.
+
+    Args:
+        rate_bytes_per_s: The rate; None is unlimited.
+        queue_bytes: What the queue holds before it drops.
+    """
+
+    def __init__(self, rate_bytes_per_s: float | None, *, queue_bytes: int) -> None:
+        self._s_per_byte = 0.0 if rate_bytes_per_s is None else 1.0 / rate_bytes_per_s
+        self._queue_s = queue_bytes * self._s_per_byte
+        self._free_at_s = float("-inf")
+
+    def serialisation_s(self, size_bytes: int) -> float:
+        """Return the time that a packet of this size occupies the link."""
+        return size_bytes * self._s_per_byte
+
+    def admit(self, at_s: float, size_bytes: int, *, burst_s: float = 0.0) -> float | None:
+        """Queue a packet whose first byte is there at ``at_s``."""
+        start_s = max(self._free_at_s, at_s - burst_s)
+        if start_s - at_s > self._queue_s:
+            return None
+        self._free_at_s = start_s + size_bytes * self._s_per_byte
+        return max(self._free_at_s, at_s)
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """A packet that has arrived."""
+
+    destination: int
+    packet: bytes
+
+
+@dataclass(order=True)
+class _Event:
+    at_s: float
+    number: int
+    source: int = field(compare=False)
+    destination: int = field(compare=False)
+    size_bytes: int = field(compare=False)
+    packet: bytes = field(compare=False)
+    at_switch: bool = field(compare=False)
+
+
+class Fabric:
+    """All links and all packets under way between the hosts.
+
+    Args:
+        uplinks: One link per host, towards the switch.
+        downlinks: One link per host, from the switch.
+        conditions: Delay, jitter and loss.
+    """
+
+    def __init__(
+        self, uplinks: list[Link], downlinks: list[Link], *, conditions: Conditions
+    ) -> None:
+        self.counts = FabricCounts()
+        self._uplinks = uplinks
+        self._downlinks = downlinks
+        self._conditions = conditions
+        # Seeded noise, nothing secret.
+        self._random = random.Random(conditions.seed)  # noqa: S311 - not for cryptography
+        self._events: list[_Event] = []
+        self._number = 0
+        self._last_arrival_s: dict[tuple[int, int], float] = {}
+
+    def send(
+        self, now_s: float, *, source: int, destination: int, packet: bytes, size_bytes: int
+    ) -> None:
+        """Take a packet from a host at time ``now_s``; times must not go back."""
+        link, burst_s = self._uplinks[source], self._conditions.burst_s
+        finished_s = link.admit(now_s, size_bytes, burst_s=burst_s)
+        if finished_s is None:
+            self.counts.dropped_at_queue += 1
+            return
+        self._push(_Event(finished_s, 0, source, destination, size_bytes, packet, at_switch=True))
+
+    def next_event_s(self) -> float | None:
+        """Return when :meth:`advance` has something to do; None while nothing is under way."""
+        return self._events[0].at_s if self._events else None
+
+    def advance(self, now_s: float) -> list[Delivery]:
+        """Let time pass up to ``now_s``."""
+        arrived: list[Delivery] = []
+        events = self._events
+        while events and events[0].at_s <= now_s:
+            event = heapq.heappop(events)
+            if event.at_switch:
+                self._leave_switch(event)
+            else:
+                arrived.append(Delivery(event.destination, event.packet))
+                self.counts.delivered += 1
+                self.counts.delivered_bytes += event.size_bytes
+        return arrived
+
+    def _leave_switch(self, event: _Event) -> None:
+        conditions = self._conditions
+        if conditions.loss > 0 and self._random.random() < conditions.loss:
+            self.counts.lost += 1
+            return
+        # The packet's first byte reached the switch one uplink serialisation before its last.
+        first_byte_s = event.at_s - self._uplinks[event.source].serialisation_s(event.size_bytes)
+        finished_s = self._downlinks[event.destination].admit(
+            first_byte_s, event.size_bytes, burst_s=conditions.burst_s
+        )
+        if finished_s is None:
+            self.counts.dropped_at_queue += 1
+            return
+        delay_s = conditions.delay_s
+        if conditions.jitter_s > 0:
+            delay_s += self._random.uniform(-conditions.jitter_s, conditions.jitter_s)
+        path = (event.source, event.destination)
+        arrival_s = max(
+            max(finished_s, event.at_s) + delay_s, self._last_arrival_s.get(path, float("-inf"))
+        )
+        self._last_arrival_s[path] = arrival_s
+        event.at_s, event.at_switch = arrival_s, False
+        self._push(event)
+
+    def _push(self, event: _Event) -> None:
+        self._number += 1
+        event.number = self._number
+        heapq.heappush(self._events, event)
+
+
+def build_fabric(spec: LabSpec) -> Fabric:
+    """Return the fabric of a specification."""
     conditions = Conditions(
         delay_s=spec.delay_s,
         jitter_s=spec.jitter_s,
@@ -49,14 +206,7 @@ def build_fabric(spec: LabSpec) -> Fabric:
 
 
 def main(arguments: list[str]) -> None:
-    """Relay until SIGTERM.
-
-    Args:
-        arguments: One JSON object: ``spec``, ``tun_fds`` (one per host) and ``counts_path``.
-
-    Raises:
-        SystemExit: At SIGTERM, with 0.
-    """
+    """Relay until SIGTERM."""
     job = json.loads(arguments[0])
     with suppress(OSError):  # only root may; without it, busy ranks make the relay a little late
         os.setpriority(os.PRIO_PROCESS, 0, _PRIORITY)

@@ -17,19 +17,17 @@ import sys
 import tempfile
 import threading
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fivefold.errors import ConfigurationError, UnsupportedError
+from fivefold.errors import CommunicationError, ConfigurationError, UnsupportedError
 from fivefold.lab._capabilities import find_tool, isolation_command, probe_capabilities
-from fivefold.lab._environment import LabFacts
-from fivefold.lab._job import Job
+from fivefold.lab._job import Job, LabFacts
+from fivefold.lab._network import read_counts
 from fivefold.lab._plan import address_of, host_name
-from fivefold.lab._result import LabResult, RankResult
 from fivefold.lab._spec import LabSpec
 from fivefold.lab._state import make_run_folder, remove_run_folder, write_state
-from fivefold.lab._summing import read_counts
 from fivefold.units import format_duration_s
 
 if TYPE_CHECKING:
@@ -37,8 +35,108 @@ if TYPE_CHECKING:
 
     from fivefold.lab._capabilities import Capability
 
+
+_SIGNAL_EXIT = 128
+_TIMEOUT_EXIT = 124  # as the tool `timeout` has it
+_TAIL_LINES = 15
 _logger = logging.getLogger(__name__)
 _END_WAIT_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankResult:
+    """How one rank ended.
+
+    Args:
+        rank: Global rank.
+        host: Index of its host.
+        exit_code: Its exit code; minus the signal's number where a signal ended it.
+        wall_s: From the start of the ranks to its end.
+        stdout_path: File with what it wrote to standard output.
+        stderr_path: File with what it wrote to standard error.
+    """
+
+    rank: int
+    host: int
+    exit_code: int
+    wall_s: float
+    stdout_path: Path
+    stderr_path: Path
+
+    def stdout(self) -> str:
+        """Return what it wrote to standard output.
+
+        Raises:
+            OSError: The file is gone.
+        """
+        return self.stdout_path.read_text(encoding="utf-8", errors="replace")
+
+    def stderr(self) -> str:
+        """Return what it wrote to standard error.
+
+        Raises:
+            OSError: The file is gone.
+        """
+        return self.stderr_path.read_text(encoding="utf-8", errors="replace")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabResult:
+    """How a run ended.
+
+    Args:
+        ranks: One entry per rank.
+        first_failed_rank: The rank that failed first; None where all ended with 0.
+        timed_out: Whether the time limit ended the run.
+        wall_s: From the start of the ranks to the end of the last.
+        log_folder: Folder of the ranks' output.
+        lab: The cluster as the ranks saw it in ``FIVEFOLD_LAB``.
+        aggregation: What each aggregating switch counted, as
+            :class:`fivefold.network.aggregation.SwitchState` names it; a switch that died is not
+            there.
+    """
+
+    ranks: tuple[RankResult, ...]
+    first_failed_rank: int | None
+    timed_out: bool
+    wall_s: float
+    log_folder: Path
+    lab: dict[str, Any]
+    aggregation: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    @property
+    def exit_code(self) -> int:
+        """What a shell would show: 0, 124 after the time limit, else the first failing rank's."""
+        if self.timed_out:
+            return _TIMEOUT_EXIT
+        if self.first_failed_rank is None:
+            return 0
+        code = self.ranks[self.first_failed_rank].exit_code
+        return _SIGNAL_EXIT - code if code < 0 else code
+
+    def check(self) -> LabResult:
+        """Raise where a rank failed.
+
+        Returns:
+            This result, where all ranks ended with 0.
+
+        Raises:
+            CommunicationError: The run failed; the message ends with the failing rank's last lines.
+        """
+        if self.exit_code == 0:
+            return self
+        if self.first_failed_rank is None:
+            raise CommunicationError(
+                f"the lab's time limit ended the run after {self.wall_s:.1f} s"
+            )
+        failed = self.ranks[self.first_failed_rank]
+        tail = "\n".join(failed.stderr().splitlines()[-_TAIL_LINES:])
+        limit = "; the time limit ended the run" if self.timed_out else ""
+        raise CommunicationError(
+            f"rank {failed.rank} on host{failed.host} ended with {failed.exit_code}{limit}; "
+            f"its last lines were:\n{tail}",
+            hint=f"all output is in {self.log_folder}",
+        )
 
 
 def run_lab(
@@ -104,23 +202,7 @@ def run_lab(
 
 
 def choose_means(spec: LabSpec, *, allow_unshaped: bool) -> tuple[str | None, str | None]:
-    """How this machine makes such links.
-
-    Args:
-        spec: The cluster.
-        allow_unshaped: Whether no shaping at all is an answer.
-
-    Returns:
-        ``"tbf"``, ``"htb"`` (with classes), either with ``"+netem"``, or ``"relay"``, and
-        None; or None and the reason.
-
-    Raises:
-        UnsupportedError: The machine cannot do it.
-
-    Examples:
-        >>> choose_means(LabSpec(hosts=2), allow_unshaped=True)
-        (None, 'no rate, delay or loss was asked for')
-    """
+    """Choose how this machine makes such links."""
     able = probe_capabilities()
     # Over loopback there is no switch in which something could be summed.
     allow_unshaped = allow_unshaped and not spec.aggregators
@@ -140,7 +222,7 @@ def choose_means(spec: LabSpec, *, allow_unshaped: bool) -> tuple[str | None, st
         elif not able["netem"].works:
             raise UnsupportedError(
                 "delay, jitter and loss are made by the relay here, which has no classes and no "
-                f"switch that sums; netem: {able['netem'].reason}",
+                f"aggregating switch; netem: {able['netem'].reason}",
                 hint="leave out delay and loss, or load the kernel module 'sch_netem'",
             )
     missing = []
@@ -208,11 +290,7 @@ class _Run:
         self._supervisor_code = process.returncode
 
     def result(self) -> LabResult:
-        """What came of it.
-
-        Raises:
-            UnsupportedError: The relay or the supervisor ended early.
-        """
+        """Return what came of the run."""
         if self._relay_died:
             msg = "the relay ended early, so the links were gone"
             raise UnsupportedError(
@@ -244,7 +322,7 @@ class _Run:
             wall_s=max(rank.wall_s for rank in ranks),
             log_folder=folder,
             lab=facts.to_dict(),
-            sums=read_counts(folder, list(self._spec.aggregators)),
+            aggregation=read_counts(folder, list(self._spec.aggregators)),
         )
 
     def _start(self, control_fd: int, event_fd: int) -> subprocess.Popen[bytes]:

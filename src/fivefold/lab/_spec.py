@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from fivefold.errors import ConfigurationError
 from fivefold.files import parse_toml
-from fivefold.lab._classes import MAX_CLASSES
 from fivefold.units import (
     format_bytes_per_s,
     format_duration_s,
@@ -26,6 +25,8 @@ from fivefold.units import (
 if TYPE_CHECKING:
     from fivefold.network.topology import Topology
 
+MAX_CLASSES = 8  # what the three bits of a class selector tell apart, and htb's priorities
+_SELECTOR_SHIFT = 5
 _MAX_HOSTS = 253  # addresses 10.77.0.1 to 10.77.0.253 of one /24 network
 _MAPPINGS = ("host_rates", "host_classes", "aggregators", "routes")
 _MIN_RATE_BYTES_PER_S = 1000.0  # one full frame then takes 1.5 s; below that TCP only times out
@@ -64,7 +65,7 @@ class LabSpec:
             the others get what it leaves, and a hundredth of the rate for themselves.
         host_classes: Class of all that a host sends; what comes from other hosts and is not
             marked (``class_tos``) goes last.
-        aggregators: Switches that sum chunks for their hosts, by the topology's node (``"switch"``
+        aggregators: Switches that aggregate for their hosts, by the topology's node (``"switch"``
             without one), with options of ``python -m fivefold.network.aggregation``: ``slots``,
             ``slot_bytes``, ``sharing``, ``expire``.
         routes: Links of the topology that packets from one host to another take, by the two hosts;
@@ -150,7 +151,7 @@ class LabSpec:
         for node, options in self.aggregators.items():
             if node not in able:
                 raise ConfigurationError(
-                    f"there is no switch {node!r} that could sum",
+                    f"there is no switch {node!r} that could aggregate",
                     hint=f"the switches are {', '.join(able) or 'none: hosts are joined directly'}",
                 )
             if not isinstance(options, Mapping):
@@ -161,12 +162,12 @@ class LabSpec:
             unknown = [name for name in options if name not in _AGGREGATOR_OPTIONS]
             if unknown:
                 raise ConfigurationError(
-                    f"a summing switch has no option {unknown[0]!r}",
+                    f"an aggregating switch has no option {unknown[0]!r}",
                     hint=f"its options are {', '.join(_AGGREGATOR_OPTIONS)}",
                 )
 
     def _switches(self) -> list[str]:
-        """Names of the nodes that are no hosts."""
+        """Return the names of the nodes that are no hosts."""
         if not self.aggregators:
             return []
         if self.topology is None:
@@ -227,7 +228,7 @@ class LabSpec:
 
     @classmethod
     def of_topology(cls, topology: Any, **fields: Any) -> LabSpec:
-        """The cluster that a topology describes, one host for each rank.
+        """Describe a cluster by a topology, one host for each rank.
 
         Args:
             topology: A :class:`fivefold.network.topology.Topology`.
@@ -281,18 +282,13 @@ class LabSpec:
         return any(self.rate_of(host) is not None for host in range(self.hosts))
 
     def rate_of(self, host: int) -> float | None:
-        """Rate of one host's link in bytes per second; None is unlimited."""
+        """Return the rate of one host's link in bytes per second; None is unlimited."""
         if host in self.host_rates:
             return parse_bytes_per_s(self.host_rates[host])
         return self.rate_bytes_per_s
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as JSON can hold them.
-
-        Examples:
-            >>> LabSpec.from_dict(LabSpec(hosts=3).to_dict()) == LabSpec(hosts=3)
-            True
-        """
+        """Return all fields as JSON can hold them."""
         plain = {name: getattr(self, name) for name in self.__dataclass_fields__}
         for name in _BY_HOST:
             plain[name] = [list(item) for item in plain[name].items()]
@@ -302,18 +298,13 @@ class LabSpec:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> LabSpec:
-        """Read back what :meth:`to_dict` wrote.
-
-        Examples:
-            >>> LabSpec.from_dict({"hosts": 4, "host_rates": [[1, "1Mbit/s"]]}).rate_of(1)
-            125000.0
-        """
+        """Read back what :meth:`to_dict` wrote."""
         read: dict[str, Any] = {name: dict(fields.get(name, [])) for name in _BY_HOST}
         read["routes"] = {(a, b): tuple(links) for a, b, *links in fields.get("routes", [])}
         return cls(**{**fields, **read})
 
     def describe(self) -> str:
-        """One line for people.
+        """Describe the cluster in one line.
 
         Examples:
             >>> LabSpec(hosts=2, rate="200Mbit/s", delay="5ms", loss=0.01).describe()
@@ -339,8 +330,35 @@ class LabSpec:
         if self.classes > 1:
             parts.append(f"{self.classes} classes")
         if self.aggregators:
-            parts.append(f"sums in {', '.join(sorted(self.aggregators))}")
+            parts.append(f"aggregation in {', '.join(sorted(self.aggregators))}")
         return ", ".join(parts)
+
+
+def class_tos(priority: int, classes: int) -> int:
+    """Return the value of ``IP_TOS`` with which a socket puts its packets into a class.
+
+    The last class has the value of packets that nobody marked: 0.
+
+    Args:
+        priority: The class, 0 the most urgent.
+        classes: How many there are.
+
+    Returns:
+        The byte.
+
+    Raises:
+        ConfigurationError: There is no such class.
+
+    Examples:
+        >>> [class_tos(priority, 3) for priority in range(3)]
+        [64, 32, 0]
+    """
+    if not 1 <= classes <= MAX_CLASSES or not 0 <= priority < classes:
+        raise ConfigurationError(
+            f"there is no class {priority} among {classes}",
+            hint=f"links have 1 to {MAX_CLASSES} classes, numbered from 0",
+        )
+    return classes - 1 - priority << _SELECTOR_SHIFT
 
 
 def _name_of(topology: str) -> str:

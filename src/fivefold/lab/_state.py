@@ -1,18 +1,23 @@
-"""What a run leaves in the user's runtime folder while it is under way.
+"""What a run leaves in the user's runtime folder, and the removal of leftovers.
 
 One folder per run with ``state.json``: the lab's process and its supervisor, each by process id
-and start time, because ids are used again. A run removes its folder when it ends; what remains is
-for ``clean``.
+and start time, because ids are used again. A run removes its folder when it ends. Its processes
+and namespaces end with its supervisor, and that with the lab's process; so there is normally
+nothing but the folder of a run that was killed. ``clean_lab`` trusts nothing of that: it looks,
+ends what still runs without an owner, and says what it did.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
+import signal
 import stat
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,28 +28,22 @@ from fivefold.files import write_atomically
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+
 _START_TIME_FIELD = 19  # of /proc/PID/stat, counted after the command's closing bracket
+_END_WAIT_S = 10.0
+_YOUNG_S = 60.0
 
 
 @dataclass(frozen=True)
 class ProcessId:
-    """A process, told apart from a later one with the same id.
-
-    Examples:
-        >>> ProcessId.of(os.getpid()).alive
-        True
-    """
+    """A process, told apart from a later one with the same id."""
 
     pid: int
     start_ticks: int
 
     @classmethod
     def of(cls, pid: int) -> ProcessId:
-        """Identify a running process.
-
-        Raises:
-            ProcessLookupError: There is none with this id.
-        """
+        """Identify a running process."""
         ticks = _start_ticks(pid)
         if ticks is None:
             raise ProcessLookupError(pid)
@@ -89,18 +88,7 @@ class RunState:
 
 
 def runtime_folder() -> Path:
-    """The user's folder for runs under way, made if need be.
-
-    Returns:
-        A folder below ``$XDG_RUNTIME_DIR``, or else below the system's temporary folder.
-
-    Raises:
-        UnsupportedError: The folder belongs to someone else.
-
-    Examples:
-        >>> runtime_folder().is_dir()
-        True
-    """
+    """Return the user's folder for runs under way, made if need be."""
     session = os.environ.get("XDG_RUNTIME_DIR", "")
     if session and os.access(session, os.W_OK | os.X_OK):
         folder = Path(session) / "fivefold-lab"
@@ -116,14 +104,7 @@ def runtime_folder() -> Path:
 
 
 def make_run_folder(hosts: Sequence[tuple[str, str]]) -> Path:
-    """Make a run's private folder.
-
-    Args:
-        hosts: Address and name of each host, for the hosts' ``/etc/hosts``.
-
-    Returns:
-        The folder.
-    """
+    """Make a run's private folder."""
     folder = Path(tempfile.mkdtemp(prefix="run-", dir=runtime_folder()))
     (folder / "sys").mkdir()
     lines = ["127.0.0.1\tlocalhost"]
@@ -135,16 +116,7 @@ def make_run_folder(hosts: Sequence[tuple[str, str]]) -> Path:
 
 
 def write_state(folder: Path, command: Sequence[str], *, supervisor_pid: int | None) -> None:
-    """Write ``state.json``, whole or not at all.
-
-    Args:
-        folder: The run's folder.
-        command: What the ranks run.
-        supervisor_pid: The supervisor, once there is one.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Write ``state.json``, whole or not at all."""
     supervisor = None
     if supervisor_pid is not None and (ticks := _start_ticks(supervisor_pid)) is not None:
         supervisor = ProcessId(supervisor_pid, ticks)
@@ -180,3 +152,72 @@ def _without_proc(pid: int) -> int | None:
     except PermissionError:
         pass
     return 0
+
+
+@dataclass(frozen=True)
+class CleanReport:
+    """What was found.
+
+    Args:
+        removed: One line for each thing that was removed.
+        active: One line for each run that is under way and was left alone.
+        failed: One line for each thing that could not be removed.
+    """
+
+    removed: tuple[str, ...]
+    active: tuple[str, ...]
+    failed: tuple[str, ...]
+
+
+def clean_lab() -> CleanReport:
+    """Remove what runs of this user left behind; runs under way are left alone.
+
+    Returns:
+        What was removed, what is active and what could not be removed.
+
+    Raises:
+        UnsupportedError: The runtime folder belongs to someone else.
+    """
+    removed: list[str] = []
+    active: list[str] = []
+    failed: list[str] = []
+    for folder in sorted(runtime_folder().glob("run-*")):
+        state = RunState.read(folder)
+        if state is None and _is_young(folder):
+            active.append(f"{folder.name}: just being set up")
+        elif state is not None and state.lab.alive:
+            active.append(f"{folder.name}: process {state.lab.pid} runs {_short(state.command)}")
+        elif state is not None and not _end_supervisor(state.supervisor, removed):
+            failed.append(f"{folder.name}: supervisor {state.supervisor} does not end")
+        else:
+            remove_run_folder(folder)
+            what = "damaged state" if state is None else f"run of {_short(state.command)}"
+            removed.append(f"{folder.name}: folder of a {what}")
+    return CleanReport(tuple(removed), tuple(active), tuple(failed))
+
+
+def _end_supervisor(supervisor: ProcessId | None, removed: list[str]) -> bool:
+    if supervisor is None or not supervisor.alive:
+        return True
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(supervisor.pid, signal.SIGKILL)
+    deadline_s = time.monotonic() + _END_WAIT_S
+    while supervisor.alive:
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(0.02)
+    removed.append(f"supervisor process {supervisor.pid}, with its ranks and namespaces")
+    return True
+
+
+def _is_young(folder: Path) -> bool:
+    # A run writes its state right after making its folder.
+    try:
+        return time.time() - folder.stat().st_mtime < _YOUNG_S
+    except FileNotFoundError:
+        return True
+
+
+def _short(command: tuple[str, ...]) -> str:
+    text = shlex.join(command)
+    return text if len(text) <= 60 else text[:57] + "..."

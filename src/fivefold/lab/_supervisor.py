@@ -15,24 +15,26 @@ import json
 import os
 import resource
 import select
+import selectors
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 from fivefold.errors import FivefoldError
-from fivefold.lab._ending import Ending
-from fivefold.lab._environment import LabFacts, Rendezvous, rank_environment
-from fivefold.lab._job import Job
+from fivefold.lab._job import Job, LabFacts, Rendezvous, rank_environment
 from fivefold.lab._linux import become_host, become_subreaper, die_with_parent
-from fivefold.lab._network import Network, build_network
+from fivefold.lab._network import Aggregators, Network, build_network
 from fivefold.lab._plan import host_name
-from fivefold.lab._pump import Pump, Stream
 from fivefold.lab._spec import LabSpec
-from fivefold.lab._summing import SummingSwitches
 
+_CHUNK_BYTES = 1 << 16
+_MAX_LINE_BYTES = 1 << 16
 _FIRST_PROCESS = 1
 _LONGEST_SLEEP_S = 1.0
 _PUMP_END_S = 5.0
@@ -41,6 +43,148 @@ _MAX_FILES = 65_536
 _LIFELINE_CUT = 137
 _LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 _COLOURS = (36, 33, 35, 32, 34, 31)
+
+
+class Ending:
+    """The rules by which a run ends.
+
+    Args:
+        ranks: Number of ranks.
+        started_s: Start on the caller's clock.
+        timeout_s: Longest run; None has no limit.
+        grace_s: The grace period.
+    """
+
+    def __init__(
+        self, ranks: int, *, started_s: float, timeout_s: float | None, grace_s: float
+    ) -> None:
+        self.running = set(range(ranks))
+        self.first_failure: int | None = None
+        self.timed_out = False
+        self._grace_s = grace_s
+        self._timeout_at_s = None if timeout_s is None else started_s + timeout_s
+        self._terminate_at_s: float | None = None
+        self._kill_at_s: float | None = None
+
+    def rank_ended(self, now_s: float, *, rank: int, code: int) -> None:
+        """Note that a rank has ended with an exit code."""
+        self.running.discard(rank)
+        if code != 0 and self.first_failure is None:
+            self.first_failure = rank
+            if self._kill_at_s is None and self._terminate_at_s is None:
+                self._terminate_at_s = now_s + self._grace_s
+
+    def stop(self, now_s: float) -> None:
+        """Ask the run to stop."""
+        if self._kill_at_s is None:
+            self._terminate_at_s = now_s
+
+    def kill(self, now_s: float) -> None:
+        """End the run without waiting any longer."""
+        self._terminate_at_s = None
+        self._kill_at_s = now_s
+
+    @property
+    def next_s(self) -> float | None:
+        """When :meth:`due` has to be asked next, if nothing happens before; None is never."""
+        times = (self._timeout_at_s, self._terminate_at_s, self._kill_at_s)
+        return min((at_s for at_s in times if at_s is not None), default=None)
+
+    def due(self, now_s: float) -> signal.Signals | None:
+        """Return the signal that the ranks still running get now, if any."""
+        if self._timeout_at_s is not None and now_s >= self._timeout_at_s:
+            self._timeout_at_s = None
+            self.timed_out = True
+            self.stop(now_s)
+        if self._terminate_at_s is not None and now_s >= self._terminate_at_s:
+            self._terminate_at_s = None
+            self._kill_at_s = now_s + self._grace_s
+            return signal.SIGTERM
+        if self._kill_at_s is not None and now_s >= self._kill_at_s:
+            self._kill_at_s = now_s + self._grace_s
+            return signal.SIGKILL
+        return None
+
+
+@dataclass(kw_only=True)
+class Stream:
+    """One pipe and where its contents go.
+
+    Args:
+        source: Read end of the pipe, unbuffered; the pump closes it.
+        path: File that gets every byte.
+        sink_fd: Descriptor that gets the lines as well; None for the file only.
+        prefix: Put before each line at the sink; empty passes bytes on unchanged.
+    """
+
+    source: IO[bytes]
+    path: Path
+    sink_fd: int | None
+    prefix: bytes = b""
+    _pending: bytes = field(default=b"", init=False)
+
+    def show(self, data: bytes) -> None:
+        """Pass data on to the sink; whole lines only where there is a prefix."""
+        if self.sink_fd is None:
+            return
+        if not self.prefix:
+            self._write(data)
+            return
+        *lines, self._pending = (self._pending + data).split(b"\n")
+        if len(self._pending) > _MAX_LINE_BYTES:
+            lines.append(self._pending)
+            self._pending = b""
+        self._write(b"".join(self.prefix + line + b"\n" for line in lines))
+
+    def end(self) -> None:
+        """Pass on a last line that has no end."""
+        if self._pending:
+            self.show(b"\n")
+
+    def _write(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view and self.sink_fd is not None:
+            try:
+                view = view[os.write(self.sink_fd, view) :]
+            except BlockingIOError:  # someone made the terminal non-blocking
+                select.select((), [self.sink_fd], ())
+            except OSError:  # the reader has gone: the file still gets everything
+                self.sink_fd = None
+
+
+class Pump:
+    """A thread that empties streams until all have ended."""
+
+    def __init__(self, streams: list[Stream]) -> None:
+        self._selector = selectors.DefaultSelector()
+        for stream in streams:
+            file_fd = os.open(stream.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            self._selector.register(stream.source, selectors.EVENT_READ, (stream, file_fd))
+        self._thread = threading.Thread(target=self._run, name="log pump", daemon=True)
+
+    def start(self) -> None:
+        """Begin to read."""
+        self._thread.start()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait until every pipe has ended, at most so long; return whether they have."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while self._selector.get_map():
+            for key, _ in self._selector.select():
+                stream, file_fd = key.data
+                data = os.read(stream.source.fileno(), _CHUNK_BYTES)
+                if data:
+                    with suppress(OSError):  # a full disk must not stop the ranks
+                        os.write(file_fd, data)
+                    stream.show(data)
+                else:
+                    stream.end()
+                    self._selector.unregister(stream.source)
+                    stream.source.close()
+                    os.close(file_fd)
 
 
 class Supervisor:
@@ -52,7 +196,7 @@ class Supervisor:
         self._control_fd = control_fd
         self._event_fd = event_fd
         self._network: Network | None = None
-        self._summing: SummingSwitches | None = None
+        self._aggregators: Aggregators | None = None
         self._ranks: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}
         self._wake_fd = _wake_on_child()
         self._started_s = time.monotonic()
@@ -63,18 +207,13 @@ class Supervisor:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
     def run(self) -> None:
-        """Build, run, end.
-
-        Raises:
-            FivefoldError: The network could not be made.
-            OSError: The command could not be started.
-        """
+        """Build, run, end."""
         job = self._job
         if job.isolated:
             counts_path = Path(job.log_folder) / "relay.json"
             self._network = build_network(self._spec, means=job.means, counts_path=counts_path)
             if self._spec.aggregators:
-                self._summing = SummingSwitches(
+                self._aggregators = Aggregators(
                     self._spec, self._network, Path(job.log_folder), control_fd=self._control_fd
                 )
         self._started_s = time.monotonic()
@@ -91,8 +230,8 @@ class Supervisor:
             self._watch(ending)
         if self._network is not None:
             self._network.end_relay()
-        if self._summing is not None:
-            self._summing.end()
+        if self._aggregators is not None:
+            self._aggregators.end()
         self._kill_leftovers()
         self._drain(pump, ending)
         self._emit("end", timed_out=ending.timed_out)
@@ -232,14 +371,7 @@ class Supervisor:
 
 
 def main(arguments: list[str]) -> None:
-    """Run the job that the control pipe brings.
-
-    Args:
-        arguments: Descriptors of the control and the event pipe.
-
-    Raises:
-        SystemExit: The run could not start; the event pipe says why.
-    """
+    """Run the job that the control pipe brings."""
     control_fd, event_fd = int(arguments[0]), int(arguments[1])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # Requests come over the control pipe. A handler, because ranks would inherit SIG_IGN.

@@ -1,9 +1,9 @@
 """Layer 5: what carries the traffic, from GPU to core switch.
 
-The rooms, each importing only those before it: ``topology`` (one graph, its files, the named
+Its packages, each importing only those before it: ``topology`` (one graph, its files, the named
 machines and the generators), ``profiling`` (alpha and beta of real links), ``simulation`` (who gets
-which rate, and when each flow ends) and ``aggregation`` (switches that sum). They are loaded when
-first used.
+which rate, and when each flow ends) and ``aggregation`` (a software switch that sums, and the
+ranks' half of it). They are loaded when first used.
 """
 
 from __future__ import annotations

@@ -179,13 +179,11 @@ def check_tables(
     Examples:
         >>> class Run(BaseModel):
         ...     steps: Positive = 1
-        >>> class Settings(BaseModel):
-        ...     run: Run = Run()
         >>> try:
-        ...     check_tables({"run": {"steps": 0}}, Settings, source="a.toml")
+        ...     check_tables({"steps": 0}, Run, source="a.toml")
         ... except ConfigurationError as error:
         ...     print(error.message)
-        run.steps must be at least 1; got 0 (in a.toml)
+        steps must be at least 1; got 0 (in a.toml)
     """
     try:
         return schema.model_validate(tables)
@@ -279,7 +277,7 @@ def _about(schema: type[BaseModel], key: str) -> str | None:
 
 
 def _sections(schema: type[BaseModel], prefix: str = "") -> dict[str, dict[str, Any]]:
-    """Keys by the dotted name of their table, also of tables within tables."""
+    """Return the keys by the dotted name of their table, also of tables within tables."""
     found: dict[str, dict[str, Any]] = {}
     for name, field in schema.model_fields.items():
         for kind in typing.get_args(field.annotation) or (field.annotation,):
@@ -290,7 +288,7 @@ def _sections(schema: type[BaseModel], prefix: str = "") -> dict[str, dict[str, 
 
 
 def _items(schema: type[BaseModel], key: str) -> str | None:
-    """How many numbers a list of a fixed length takes, in words; None where it may have any."""
+    """Return how many numbers a list must have, in words; None where it may have any."""
     section, _, name = _ITEM.sub("", key).rpartition(".")
     arguments = typing.get_args(_annotation(schema, section, name))
     if typing.get_origin(_annotation(schema, section, name)) is not tuple or ... in arguments:

@@ -33,7 +33,7 @@ def run_facts() -> dict[str, Any]:
 
 
 def _command(argv: list[str]) -> list[str]:
-    """The command line as a person would type it, without this machine's paths to programs."""
+    """Return the command line as a person would type it, without paths to programs."""
     program = Path(argv[0]).name
     if program == "_worker.py":  # started by the launcher of `fivefold train --nproc`
         return ["fivefold", "train", *argv[1:]]
@@ -86,7 +86,7 @@ def _loopback() -> str | None:
 
 
 def _counters(interface: str | None) -> tuple[int, int] | None:
-    """Bytes sent and received by an interface since it came up."""
+    """Return the bytes sent and received by an interface since it came up."""
     if interface is None or not _NETWORK_FILE.exists():
         return None
     for line in _NETWORK_FILE.read_text(encoding="utf-8").splitlines():

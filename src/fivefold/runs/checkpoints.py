@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from fivefold.errors import CheckpointError, ConfigurationError
-from fivefold.files import parse_json
+from fivefold.files import parse_json, sync_folder
 from fivefold.runs.ranks import Ranks
 from fivefold.units import format_bytes
 
@@ -362,7 +362,7 @@ def _publish(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
         json.dump(manifest, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
-    _sync_folder(partial)
+    sync_folder(partial)
     if final.exists():  # a damaged one of the same step, which was skipped on resume
         replaced = final.with_name(f"{final.name}-replaced{_PARTIAL}")
         final.rename(replaced)
@@ -370,16 +370,7 @@ def _publish(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
         shutil.rmtree(replaced, ignore_errors=True)
     else:
         partial.rename(final)
-    _sync_folder(final.parent)
-
-
-def _sync_folder(path: Path) -> None:
-    # Without it a rename may be on disk before the names of the files in the folder.
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_folder(final.parent)
 
 
 def _prune(output: Path, *, newest_step: int, keep: int) -> None:

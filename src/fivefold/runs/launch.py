@@ -73,7 +73,7 @@ def launch_ranks(
 
 
 def _local_store() -> TCPStore:
-    """Where the ranks meet; only this machine reaches it."""
+    """Make the store where the ranks meet; only this machine reaches it."""
     listener = socket.create_server(("127.0.0.1", 0))
     return TCPStore(
         "127.0.0.1",

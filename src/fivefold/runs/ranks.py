@@ -224,7 +224,7 @@ def _pick_device(device: str, local_rank: int) -> torch.device:
 
 
 def _attempt_store(rank: int, world_size: int, *, timeout_s: float) -> Store | None:
-    """A store with no keys of earlier starts; None where torch makes a new one itself."""
+    """Return a store with no keys of earlier starts; None where torch makes a new one itself."""
     address = os.environ.get(STORE_VARIABLE)
     if address is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -255,7 +255,7 @@ def name_attempt(store: Store, rank: int, world_size: int, *, timeout_s: float) 
 
 
 def _welcomed(store: Store, other: int, name: str) -> bool:
-    """Rank 0: answer the newest token of a rank; whether the rank has taken the name."""
+    """Answer the newest token of a rank, on rank 0; return whether the rank has taken the name."""
     token = _read(store, f"token/{other}")
     if token is not None:
         store.set(f"answer/{other}", f"{token} {name}")
@@ -263,7 +263,7 @@ def _welcomed(store: Store, other: int, name: str) -> bool:
 
 
 def _welcome(store: Store, rank: int, token: str) -> str | None:
-    """Another rank: show the token; the name, once rank 0 has answered it."""
+    """Show the token, on another rank; return the name once rank 0 has answered it."""
     store.set(f"token/{rank}", token)
     answered, _, name = (_read(store, f"answer/{rank}") or "").partition(" ")
     if answered != token:

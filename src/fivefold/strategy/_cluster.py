@@ -20,7 +20,7 @@ from typing import Any
 from fivefold.collectives.pricing import FabricSpec, Tier, fabric_from_topology
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.files import read_toml
-from fivefold.network.topology import generator_names, machine_names, parse_topology
+from fivefold.network.topology import catalogue, parse_topology
 from fivefold.strategy._device import DeviceSpec
 from fivefold.units import parse_bytes, parse_bytes_per_s, parse_duration_s
 
@@ -50,10 +50,6 @@ class Cluster:
         device: The GPU with its stack.
         fabric: The tiers.
         num_gpus: How many there are; None where it does not matter.
-
-    Examples:
-        >>> load_cluster("a100-megatron").fabric.gpus_per_node
-        8
     """
 
     name: str
@@ -192,7 +188,8 @@ def _reached(fabric: FabricSpec, known: Mapping[str, Mapping[str, Any]]) -> Fabr
 
 
 def _unknown(name: str) -> ConfigurationError:
-    if name.partition(":")[0].replace("-", "_") in {*machine_names(), *generator_names()}:
+    known = catalogue()
+    if name.partition(":")[0].replace("-", "_") in {*known.machines, *known.generators}:
         return ConfigurationError(
             f"{name!r} is a network, and a plan needs the GPU and its software as well",
             hint=f'write a TOML file with base = "h100-nemo" (or another GPU and stack) and '
@@ -207,11 +204,7 @@ def _unknown(name: str) -> ConfigurationError:
 
 
 def check_keys(table: Mapping[str, Any], allowed: set[str], *, where: str) -> None:
-    """Refuse unknown keys, with the nearest known one as a hint.
-
-    Raises:
-        ConfigurationError: A key is unknown.
-    """
+    """Refuse unknown keys, with the nearest known one as a hint."""
     if not isinstance(table, Mapping):
         raise ConfigurationError(
             f"{where} must be a table; got {table!r:.60}", hint="write a table and its keys below"
@@ -226,11 +219,7 @@ def check_keys(table: Mapping[str, Any], allowed: set[str], *, where: str) -> No
 
 
 def check_types(values: Mapping[str, Any], kind: type, *, where: str) -> None:
-    """Refuse values that the fields of a dataclass do not take.
-
-    Raises:
-        ConfigurationError: A value is of another type.
-    """
+    """Refuse values that the fields of a dataclass do not take."""
     hints = typing.get_type_hints(kind)
     for name, value in values.items():
         if name in hints and not _fits(value, hints[name]):
@@ -287,11 +276,7 @@ def _build(kind: type, fields: Mapping[str, Any], *, where: str) -> Any:
 
 
 def require_fields(kind: type, values: Mapping[str, Any], *, where: str) -> None:
-    """Refuse a table that lacks a field without a default.
-
-    Raises:
-        ConfigurationError: A field is missing.
-    """
+    """Refuse a table that lacks a field without a default."""
     fields = dataclasses.fields(kind)
     missing = [
         field.name

@@ -34,12 +34,6 @@ class Job:
         model: What is trained.
         space: Which plans are looked at.
         plan: A plan to be judged instead of searched for, or None.
-
-    Examples:
-        >>> from fivefold.strategy import named_model
-        >>> Job(model=named_model("llama3-8b"),
-        ...     space=SearchSpace(num_gpus=8, global_batch=16)).plan is None
-        True
     """
 
     model: ModelSpec

@@ -111,15 +111,7 @@ def layer_cost(
     model: ModelSpec, device: DeviceSpec, fabric: FabricSpec, *, key: LayerKey,
     expert_layer: bool = False,
 ) -> LayerCost:  # fmt: skip
-    """Cost of one layer.
-
-    Args:
-        model: The model.
-        device: The GPU.
-        fabric: The tiers.
-        key: The plan's settings.
-        expert_layer: The layer's feed-forward part is a mixture of experts.
-    """
+    """Cost of one layer."""
     operators = layer_operators(model, key.shape(device), expert_layer=expert_layer)
     stored = sum(op.stored_bytes for op in operators)
     scores = sum(op.stored_bytes for op in operators if op.scores)

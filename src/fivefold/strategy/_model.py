@@ -27,10 +27,6 @@ class MixtureOfExperts:
 
     Raises:
         ConfigurationError: A count is not positive, or ``top_k`` is more than the experts.
-
-    Examples:
-        >>> MixtureOfExperts(num_experts=8, top_k=2, expert_ffn=14336).top_k
-        2
     """
 
     num_experts: int
@@ -58,10 +54,6 @@ class LatentAttention:
         rope_dim: Width of the rotary part of a head's key, shared by all heads.
         value_dim: Width of a head's value; the query's non-rotary part is the model's head_dim.
 
-    Examples:
-        >>> LatentAttention(q_rank=1536, kv_rank=512, rope_dim=64, value_dim=128).kv_rank
-        512
-
     References:
         DeepSeek-V2, arXiv 2405.04434, section 2.1.
     """
@@ -86,10 +78,6 @@ class ConvolutionStage:
         outputs: Channels that leave each block.
         inputs: Channels that enter the first block.
         size: Height and width of the output in pixels.
-
-    Examples:
-        >>> ConvolutionStage(blocks=3, width=64, outputs=256, inputs=64, size=56).blocks
-        3
     """
 
     blocks: int

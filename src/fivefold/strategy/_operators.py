@@ -29,10 +29,6 @@ class LayerShape:
         sequence_parallel: Norms and dropouts are split over the tensor group too.
         fused_attention: Scores are never stored.
         imbalance: Tokens that this rank's experts get, over the mean.
-
-    Examples:
-        >>> LayerShape(micro_batch=4, tensor=8).sequence_split
-        1
     """
 
     micro_batch: int
@@ -68,10 +64,6 @@ class Operator:
         message: ``"tensor"``, ``"context"`` or ``"expert"``: the group of a message.
         message_bytes: Size of that message, as the collective counts it.
         kernels: Kernels in forward, for the host's share.
-
-    Examples:
-        >>> Operator(name="projection", kind="gemm", m=2048, n=1024, k=1024).kernels
-        1
     """
 
     name: str
@@ -93,21 +85,7 @@ class Operator:
 def layer_operators(
     model: ModelSpec, shape: LayerShape, *, expert_layer: bool = False
 ) -> tuple[Operator, ...]:
-    """Forward operators of one layer on one GPU.
-
-    Args:
-        model: The model; for a convolution network a mean block.
-        shape: The GPU's share.
-        expert_layer: The layer's feed-forward part is a mixture of experts.
-
-    Examples:
-        >>> gpt = ModelSpec(name="22B", num_layers=48, hidden=6144, num_heads=64, seq_len=2048,
-        ...                 vocab=51200)
-        >>> shape = LayerShape(micro_batch=4, tensor=8, sequence_parallel=True)
-        >>> stored = sum(op.stored_bytes for op in layer_operators(gpt, shape))
-        >>> abs(stored / (2048 * 4 * 6144 / 8) - (34 + 5 * 64 * 2048 / 6144)) < 1e-9
-        True
-    """
+    """Forward operators of one layer on one GPU."""
     if model.stages:
         return _convolution_operators(model, shape)
     attention = _latent_operators if model.latent is not None else _attention_operators
@@ -357,14 +335,7 @@ def _convolution_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operato
 
 
 def head_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ...]:
-    """Last norm, head and loss, with the vocabulary split over the tensor group.
-
-    Examples:
-        >>> gpt = ModelSpec(name="22B", num_layers=48, hidden=6144, num_heads=64, seq_len=2048,
-        ...                 vocab=51200)
-        >>> [op.name for op in head_operators(gpt, LayerShape(micro_batch=1))]
-        ['last norm', 'head', 'loss']
-    """
+    """Last norm, head and loss, with the vocabulary split over the tensor group."""
     tokens = tokens_of(model, shape) if model.embeds_tokens else float(shape.micro_batch)
     columns = model.vocab / shape.tensor
     logits = 4.0 * tokens * columns

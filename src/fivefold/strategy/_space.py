@@ -61,11 +61,6 @@ class SearchSpace:
         orders: Of the axes.
         tau: Iterations between synchronisations; more than 1 changes convergence.
         dtypes: Of products.
-
-    Examples:
-        >>> space = SearchSpace(num_gpus=8, global_batch=8)
-        >>> space.tensor is None, space.tau
-        (True, (1,))
     """
 
     num_gpus: int
@@ -230,12 +225,7 @@ def _schedules(model: ModelSpec, space: SearchSpace, stages: int) -> list[tuple[
 
 @dataclass(frozen=True)
 class Pattern:
-    """What of an outer choice decides which switches mean something.
-
-    Examples:
-        >>> Pattern(split=True, copies=False, overlaps=True, sequences=True, shards=(None,)).split
-        True
-    """
+    """What of an outer choice decides which switches mean something."""
 
     split: bool
     copies: bool

@@ -103,11 +103,7 @@ class PlanTable:
 
 
 def encode(name: str, value: Any) -> int:
-    """The number that stands for a setting.
-
-    Raises:
-        ConfigurationError: The setting is unknown.
-    """
+    """The number that stands for a setting."""
     if name in _WORDS:
         if value not in _WORDS[name]:
             message = f"{name}={value!r} is unknown"

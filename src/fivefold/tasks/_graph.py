@@ -28,10 +28,6 @@ class ComputeTask:
 
     Raises:
         ConfigurationError: A value is not allowed.
-
-    Examples:
-        >>> ComputeTask(task_id="forward 0", duration_s=2e-3).resource
-        'compute'
     """
 
     task_id: str

@@ -25,10 +25,6 @@ class BucketCost:
         size_bytes: Bytes that are all-reduced.
         ready_s: When its gradients are there, in seconds from the start of the backward pass.
         forward_s: Seconds of the forward pass of its layers.
-
-    Examples:
-        >>> BucketCost(size_bytes=4_000_000, ready_s=0.1, forward_s=0.05).forward_s
-        0.05
     """
 
     size_bytes: int
@@ -44,10 +40,6 @@ class SendOrder:
         chunks: Bucket and number of the chunk within it.
         chunk_bytes: Largest chunk; None for whole buckets.
         predicted_s: Seconds of an iteration from the start of one backward pass to the next.
-
-    Examples:
-        >>> SendOrder(((0, 0), (1, 0)), None, 1.0).chunks[0]
-        (0, 0)
     """
 
     chunks: tuple[tuple[int, int], ...]

@@ -23,18 +23,7 @@ ByteScheduler). ``"all_to_all_first"``: all-to-all before anything else (Lina).
 
 
 def communication_keys(graph: TaskGraph, ordering: Ordering) -> dict[str, float]:
-    """The key of each communication; the smallest goes first.
-
-    Args:
-        graph: The tasks.
-        ordering: What decides.
-
-    Returns:
-        Keys by name.
-
-    Raises:
-        ConfigurationError: There is no such ordering.
-    """
+    """The key of each communication; the smallest goes first."""
     if not is_ordering(ordering):
         known = ", ".join(get_args(Ordering))
         raise ConfigurationError(f"there is no ordering {ordering!r}", hint=f"there are {known}")

@@ -21,10 +21,6 @@ class TaskSpan:
         start_s: Seconds from the start of the graph.
         end_s: The same.
         chunk: Number of the chunk; 0 for whole tasks.
-
-    Examples:
-        >>> TaskSpan("forward 0", "compute", 0.0, 1.5).duration_s
-        1.5
     """
 
     task_id: str
@@ -47,15 +43,6 @@ class TaskSchedule:
         graph: What was scheduled.
         spans: Stretches in the order in which they start.
         ordering: What decided.
-
-    Examples:
-        >>> from fivefold.tasks import ComputeTask, schedule_tasks
-        >>> graph = TaskGraph((
-        ...     ComputeTask(task_id="a", duration_s=1.0),
-        ...     ComputeTask(task_id="b", duration_s=2.0, depends_on=("a",)),
-        ... ))
-        >>> schedule_tasks(graph).end_s
-        3.0
     """
 
     graph: TaskGraph

@@ -85,11 +85,7 @@ class ChunkSender:
         return torch.split(buffer, max(1, self._chunk_bytes // buffer.element_size()))
 
     def set_chunk_bytes(self, chunk_bytes: int | None) -> None:
-        """Change the chunk size; nothing may be on its way.
-
-        Raises:
-            ConfigurationError: Chunks are still to be sent.
-        """
+        """Change the chunk size; nothing may be on its way."""
         with self._changed:
             if self._order or self._ready:
                 message = "the chunk size was changed while chunks were on their way"

@@ -13,7 +13,7 @@ _turns = itertools.count()
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nothing listens on, nor is likely to take before its user does.
+    """Return a port of 127.0.0.1 that nothing listens on or is likely to take before its user.
 
     The kernel hands the ports of its own range to everyone who asks for any port, and to every
     connection, so one of those may be gone by the time that a server starts. This one is from
@@ -24,10 +24,6 @@ def free_port() -> int:
 
     Raises:
         OSError: Every port below the kernel's range is in use.
-
-    Examples:
-        >>> free_port() != free_port()
-        True
     """
     span = max(_end() - _LOWEST, 1)
     for _ in range(span):
@@ -45,7 +41,7 @@ def free_port() -> int:
 
 
 def _end() -> int:
-    """Where the kernel's own range begins; Linux's default where it cannot be asked."""
+    """Return where the kernel's own range begins; Linux's default where it cannot be asked."""
     try:
         return int(_RANGE_FILE.read_text().split()[0])
     except OSError:

@@ -98,7 +98,7 @@ class InMemoryTransport:
         self.world_size = board.world_size
 
     def prepare(self, payloads: Sequence[torch.Tensor], *, fragment: int) -> None:
-        """Nothing is kept between all-reduces."""
+        """Do nothing: nothing is kept between all-reduces."""
 
     def launch(
         self, payloads: Sequence[torch.Tensor], *, metadata: torch.Tensor, fragment: int, what: str
@@ -112,11 +112,11 @@ class InMemoryTransport:
         return _InMemoryAllReduce(self._board, number, tensors, what=what)
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing is kept between all-reduces."""
+        """Return nothing: nothing is kept between all-reduces."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing is kept between all-reduces."""
+        """Do nothing: nothing is kept between all-reduces."""
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         """Overwrite the tensors with rank 0's."""

@@ -62,7 +62,7 @@ class Corpus:
 
 
 def load_corpus(data: DataConfig, tokenizer: Tokenizer) -> Corpus:
-    r"""Tokens of the configured text, from the cache or built now.
+    r"""Load the tokens of the configured text, from the cache or built now.
 
     Every rank may call this at the same time: one of them builds, the others wait and read.
 
@@ -146,7 +146,7 @@ def _build(
 
 
 def _held_out(names: list[str], fraction: float) -> set[str]:
-    """Names of the validation files: those whose hash is below the fraction.
+    """Return the names of the validation files: those whose hash is below the fraction.
 
     With few files the hash may leave a split empty; then it gets the one file whose hash is
     nearest, so that any folder with two files can be trained on.
@@ -188,7 +188,7 @@ def _require_length(split: str, num_tokens: int, data: DataConfig) -> None:
 
 
 def _with_progress(files: list[SourceFile]) -> Iterable[SourceFile]:
-    """The files, with a progress bar where reading them takes long."""
+    """Yield the files, with a progress bar where reading them takes long."""
     total = sum(file.size_bytes for file in files)
     if total < _PROGRESS_AFTER_BYTES:
         yield from files
@@ -219,7 +219,7 @@ class SourceFile:
 
 
 def resolve_source(spec: str) -> Path:
-    """Folder of a configuration's ``data.path``."""
+    """Return the folder of a configuration's ``data.path``."""
     root = Path(sysconfig.get_path("stdlib")) if spec == "stdlib" else Path(spec).expanduser()
     hint = 'set data.path to a folder of text files, or to "stdlib" for the Python library'
     if not root.exists():
@@ -230,7 +230,7 @@ def resolve_source(spec: str) -> Path:
 
 
 def find_files(root: Path, *, library: bool) -> list[SourceFile]:
-    """All files below a folder that are not empty, sorted by name.
+    """List all files below a folder that are not empty, sorted by name.
 
     Hidden files and folders are left out, links to folders are not followed.
     """
@@ -252,7 +252,7 @@ def find_files(root: Path, *, library: bool) -> list[SourceFile]:
 
 
 def is_text(path: Path) -> bool:
-    """Whether a file is UTF-8 without NUL characters; reads it in pieces."""
+    """Return whether a file is UTF-8 without NUL characters; reads it in pieces."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         for piece in _raw_pieces(path):
@@ -266,7 +266,7 @@ def is_text(path: Path) -> bool:
 
 
 def read_pieces(path: Path) -> Iterator[bytes]:
-    """Content of a text file in pieces that end at a line's end.
+    """Yield the content of a text file in pieces that end at a line's end.
 
     A line longer than a piece (about 1 MiB) is kept whole, so that a tokenizer never sees a cut
     character or word.

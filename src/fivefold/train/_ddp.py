@@ -179,7 +179,7 @@ class DataParallelMethod:
                 self._experts.take_flights()
 
     def state_dict(self) -> dict[str, Any]:
-        """The totals; DDP itself keeps no state between steps."""
+        """Return the totals; DDP itself keeps no state between steps."""
         return {"totals": self.totals.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -187,7 +187,7 @@ class DataParallelMethod:
         self.totals.load_state_dict(state["totals"])
 
     def take_spans(self) -> list[Span]:
-        """Spans since the last call."""
+        """Return the spans since the last call."""
         taken, self._spans = self._spans, []
         return taken
 
@@ -225,7 +225,7 @@ class DataParallelMethod:
             self._note("experts' gradients", start_s, now_s, payload_bytes=payload, sent_bytes=sent)
 
     def _note(self, name: str, start_s: float, end_s: float, **size: int) -> None:
-        """A blocking exchange: all of its flight is a wait."""
+        """Record a blocking exchange: all of it is a wait."""
         span = Span(lane="flight", name=name, start_s=start_s, end_s=end_s, details=size)
         self._spans += [Span(lane="wait", name=name, start_s=start_s, end_s=end_s), span]
         self.totals.in_flight_s += end_s - start_s
@@ -235,7 +235,7 @@ class DataParallelMethod:
         self.totals.collectives += 1
 
     def _ring_bytes(self, num_bytes: int) -> int:
-        """What a ring all-reduce sends per rank; DDP's backend does not say."""
+        """Return what a ring all-reduce sends per rank; DDP's backend does not say."""
         world_size = self._ranks.world_size
         return 2 * (world_size - 1) * num_bytes // world_size
 
@@ -382,12 +382,12 @@ class ScheduledDataParallelMethod(DataParallelMethod):
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """The totals; what is on its way is applied first."""
+        """Return the totals; what is on its way is applied first."""
         self._finish("the gradients before a checkpoint")
         return super().state_dict()
 
     def take_spans(self) -> list[Span]:
-        """Spans since the last call: a flight per chunk, a wait where this rank stood still."""
+        """Return the spans since the last call: one per chunk, and waits."""
         landed = [
             Span(
                 lane="flight",

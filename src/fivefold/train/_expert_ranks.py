@@ -23,14 +23,8 @@ import torch
 import torch.distributed as dist
 
 from fivefold.errors import ConfigurationError, UnsupportedError
-from fivefold.moe import (
-    ExchangeConfig,
-    ExchangeFlight,
-    ExpertExchange,
-    ExpertGroup,
-    TorchSymmetricHeap,
-    backends,
-)
+from fivefold.moe import ExchangeConfig, ExpertExchange, ExpertGroup, TorchSymmetricHeap, backends
+from fivefold.moe.parallel import ExchangeFlight
 from fivefold.runs.ranks import Ranks
 from fivefold.train._config import MixtureConfig, ModelConfig, TrainConfig
 from fivefold.train._mixture import expert_width
@@ -102,7 +96,7 @@ class ExpertRanks:
         return self.group if self.one_sided is None else self.one_sided.exchange
 
     def take_flights(self) -> list[ExchangeFlight]:
-        """Exchanges since the last call."""
+        """Return the exchanges since the last call."""
         flights = self.group.take_flights()
         return flights if self.one_sided is None else [*flights, self.one_sided.take_flight()]
 
@@ -164,7 +158,7 @@ def is_one_sided(config: TrainConfig, ranks: Ranks) -> bool:
 
 
 def _problem(moe: MixtureConfig, device: torch.device) -> str | None:
-    """Why this rank cannot take part, or None where it can."""
+    """Say why this rank cannot take part; None where it can."""
     if moe.capacity_factor is not None:
         return "with model.moe.capacity_factor the ranks do not see one another's loads"
     if not moe.recompute:
@@ -197,7 +191,7 @@ def open_exchange(config: TrainConfig, ranks: Ranks, group: dist.ProcessGroup) -
 
 
 def exchange_sizes(config: TrainConfig, device: torch.device) -> ExchangeConfig:
-    """What the exchange of a run is made for."""
+    """Return the sizes that the exchange of a run is made for."""
     moe = config.model.moe
     assert moe is not None, "as above"
     bf16 = choose_precision(config.optim.precision, device) == "bf16"
@@ -244,7 +238,7 @@ class OneSided:
         self._told = (0, 0)
 
     def take_flight(self) -> ExchangeFlight:
-        """What went to other ranks since the last call; raises what went wrong in the kernels.
+        """Return what went to other ranks since the last call; raise the kernels' errors.
 
         Its times are those of this call: what passes within a kernel has no begin and no end here.
         """

@@ -309,11 +309,11 @@ class _Run:
     # -- between steps --------------------------------------------------------------------------
 
     def wall_s(self) -> float:
-        """Seconds of training so far, over resumes."""
+        """Return the seconds of training so far, over resumes."""
         return self._wall_before_s + time.perf_counter() - self._started_s
 
     def tokens(self, step: int) -> int:
-        """Tokens that all ranks read until a step."""
+        """Return the tokens that all ranks read until a step."""
         optim = self.config.optim
         per_rank = optim.batch_size * optim.accumulation * self.config.data.sequence_length
         return step * per_rank * self.ranks.world_size

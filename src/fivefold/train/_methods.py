@@ -37,7 +37,7 @@ class LanguageModel(Protocol):
     """What the trainer needs of a model, beside being a ``torch.nn.Module``."""
 
     def loss(self, inputs_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:  # noqa: N803 - shape suffixes
-        """Mean loss in nats per token."""
+        """Return the mean loss in nats per token."""
         ...
 
 
@@ -56,7 +56,7 @@ class CommunicationTotals:
         self.collectives = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The sums, for a checkpoint."""
+        """Return the sums, for a checkpoint."""
         return dict(vars(self))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -64,7 +64,7 @@ class CommunicationTotals:
         vars(self).update(state)
 
     def record(self) -> dict[str, Any]:
-        """The ``communication`` entry of result.json."""
+        """Return the ``communication`` entry of result.json."""
         overlap = None
         if self.in_flight_s > 0:
             overlap = max(0.0, 1.0 - self.exposed_wait_s / self.in_flight_s)
@@ -113,7 +113,7 @@ class Method(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """State for a checkpoint, beside the model's and the optimizer's."""
+        """Return the state for a checkpoint, beside the model's and the optimizer's."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -121,20 +121,20 @@ class Method(Protocol):
         ...
 
     def take_spans(self) -> list[Span]:
-        """Spans since the last call, on the lanes "flight", "wait" and "boundary"."""
+        """Return the spans since the last call, on the lanes "flight", "wait" and "boundary"."""
         ...
 
     def statistics(self) -> SyncStatistics | None:
-        """The outer engine's own record; None for other methods."""
+        """Return the outer engine's own record; None for other methods."""
         ...
 
     def take_decisions(self) -> list[TauDecision]:
-        """Changes of tau since the last call."""
+        """Return the changes of tau since the last call."""
         ...
 
 
 def plain_update(optimizer: torch.optim.Optimizer) -> None:
-    """The optimizer's step where all gradients are there."""
+    """Do the optimizer's step where all gradients are there."""
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
@@ -180,7 +180,7 @@ class NoMethod:
         return contextlib.nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
-        """The totals."""
+        """Return the totals."""
         return {"totals": self.totals.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -209,7 +209,7 @@ def require_peers(config: SyncConfig, *, world_size: int) -> None:
 
 
 def method_label(config: SyncConfig, tasks: TasksConfig | None = None) -> str:
-    """Name of a method for people, with what sets it apart."""
+    """Return the name of a method for people, with what sets it apart."""
     details = [] if config.tau is None else [f"tau {config.tau}"]
     if config.fragments is not None:
         details.append(f"{config.fragments} fragments")

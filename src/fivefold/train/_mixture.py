@@ -20,19 +20,19 @@ _MULTIPLE = 16  # of inner widths: the vector width in float32, so products have
 
 
 def mixture_blocks(config: ModelConfig) -> frozenset[int]:
-    """Blocks that have a mixture: every so many-th, counted from the last."""
+    """Return the blocks that have a mixture: every so many-th, counted from the last."""
     if config.moe is None:
         return frozenset()
     return frozenset(range(config.layers - 1, -1, -config.moe.every))
 
 
 def dense_width(width: int) -> int:
-    """Inner width of a dense feed-forward layer: 8/3 of a token's width, rounded up."""
+    """Return the inner width of a dense feed-forward layer: 8/3 of a token's width, rounded up."""
     return -(-8 * width // (3 * _MULTIPLE)) * _MULTIPLE
 
 
 def expert_width(config: MixtureConfig, width: int) -> int:
-    """Inner width of an expert: as configured, or so that a token's work is the dense layer's."""
+    """Return an expert's inner width: as configured, or for the work of the dense layer."""
     active = config.top_k + config.shared
     even = -(-dense_width(width) // (active * _MULTIPLE)) * _MULTIPLE
     return config.expert_width or even
@@ -41,7 +41,7 @@ def expert_width(config: MixtureConfig, width: int) -> int:
 def make_mixture(
     config: MixtureConfig, *, width: int, group: ExpertGroup | ExpertExchange | None
 ) -> MoE:
-    """One layer, with undrawn parameters."""
+    """Make one layer, with undrawn parameters."""
     inner = expert_width(config, width)
     router = Router(
         top_k=config.top_k,
@@ -151,7 +151,7 @@ class Mixtures:
         self.exchange_s += seconds
 
     def take_interval(self) -> dict[str, Any]:
-        """What happened since the last call, for a line of metrics."""
+        """Return what happened since the last call, for a line of metrics."""
         routed, kept = self._interval_2LE.tolist()
         since = {name: count - self._told[name] for name, count in self.bytes.items()}
         self._interval_2LE.zero_()
@@ -163,7 +163,7 @@ class Mixtures:
         }
 
     def record(self) -> dict[str, Any]:
-        """Totals of the run, for result.json."""
+        """Return the totals of the run, for result.json."""
         routed, kept = self._total_2LE.tolist()
         return {
             "blocks": list(self.layers),
@@ -179,7 +179,7 @@ class Mixtures:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters, for a checkpoint; the biases are with the model."""
+        """Return the counters, for a checkpoint; the biases are with the model."""
         return {
             "interval": self._interval_2LE.clone(),
             "total": self._total_2LE.clone(),
@@ -197,6 +197,6 @@ class Mixtures:
 
 
 def _imbalance(load: list[int]) -> float:
-    """Largest load over the mean one: 1 where even, E where one expert has all."""
+    """Return the largest load over the mean one: 1 where even, E where one expert has all."""
     total = sum(load)
     return max(load) * len(load) / total if total else math.nan

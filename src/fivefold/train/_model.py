@@ -105,7 +105,7 @@ class Transformer(nn.Module):
         self._initialise(seed)
 
     def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """Logits of the next token at each position.
+        """Return the logits of the next token at each position.
 
         Args:
             tokens_BT: int64 tokens; T is at most ``sequence_length``.
@@ -137,7 +137,7 @@ class Transformer(nn.Module):
         return F.linear(x_BTD, self.embedding_VD)
 
     def loss(self, inputs_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-        """Mean cross entropy of the targets, in nats per token.
+        """Return the mean cross entropy of the targets, in nats per token.
 
         Goes through ``forward`` of this module and not of a wrapper around it: under a wrapper
         that hooks its own forward (DDP), call the wrapper and ``token_loss``.
@@ -253,7 +253,7 @@ class _Block(nn.Module):
 
 
 def token_loss(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy in nats per token."""
+    """Return the mean cross entropy in nats per token."""
     logits = logits_BTV.flatten(0, 1)
     if logits.dtype in {torch.bfloat16, torch.float16}:
         logits = logits.float()
@@ -277,7 +277,7 @@ def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, *, epsilon: float) -> torc
 
 
 def rotary_tables(length: int, head_width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of the rotation of each pair at each position.
+    """Return the cosines and sines of the rotation of each pair at each position.
 
     Pair j at position t turns by ``t * 10000^(-2j / K)``.
     """
@@ -289,7 +289,7 @@ def rotary_tables(length: int, head_width: int) -> tuple[torch.Tensor, torch.Ten
 def split_rotated_heads(
     qkv_BTC: torch.Tensor, cos_TJ: torch.Tensor, sin_TJ: torch.Tensor, *, heads: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values of a fused projection, the first two rotated by position.
+    """Return the queries, keys and values of a fused projection, the first two rotated by position.
 
     Column j of a head is paired with column j + J.
     """

@@ -100,7 +100,7 @@ class OuterMethod(NoMethod):
         return self._sync.global_parameters()
 
     def state_dict(self) -> dict[str, Any]:
-        """The engine's state and the totals."""
+        """Return the engine's state and the totals."""
         state = {"sync": self._sync.state_dict()}
         self._collect_all_reduces()
         return state | {"totals": self.totals.state_dict()}
@@ -112,16 +112,16 @@ class OuterMethod(NoMethod):
         self.take_decisions()  # those of before are in the metrics
 
     def take_spans(self) -> list[Span]:
-        """Spans since the last call."""
+        """Return the spans since the last call."""
         taken, self._spans = self._spans, []
         return taken
 
     def statistics(self) -> SyncStatistics | None:
-        """The engine's own record."""
+        """Return the engine's own record."""
         return self._sync.statistics()
 
     def take_decisions(self) -> list[TauDecision]:
-        """Changes of tau since the last call, or since the checkpoint that was loaded."""
+        """Return changes of tau since the last call, or since the checkpoint that was loaded."""
         made = [d for d in self._sync.tau_decisions() if d.round > self._told_round]
         self._told_round = made[-1].round if made else self._told_round
         return made
@@ -167,7 +167,7 @@ def _all_reduce_name(all_reduce: AllReduceRecord) -> str:
 
 
 def make_rule(config: SyncConfig) -> OuterRule:
-    """The configured outer rule."""
+    """Return the configured outer rule."""
     given = {name: getattr(config, name) for name in _RULE_KEYS}
     settings = {name: value for name, value in given.items() if value is not None}
     if config.clip is not None:

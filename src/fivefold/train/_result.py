@@ -66,7 +66,7 @@ class RunResult:
     moe: dict[str, Any] | None = None
 
     def summary(self) -> str:
-        """One line for people."""
+        """Return one line for people."""
         waited_s = self.seconds["exposed_communication"]
         parts = [f"{self.steps} steps in {self.wall_s:.1f} s", f"{waited_s:.1f} s of waiting"]
         if self.bits_per_byte is not None:
@@ -74,7 +74,7 @@ class RunResult:
         return f"{self.label}: {self.reason}, {', '.join(parts)}; {self.output}"
 
     def record(self) -> dict[str, Any]:
-        """Content of result.json."""
+        """Return the content of result.json."""
         values = dataclasses.asdict(self)
         del values["output"]
         return {"schema": 1, **values}
@@ -83,7 +83,7 @@ class RunResult:
 def run_manifest(
     config: TrainConfig, *, world_size: int, num_parameters: int, precision: str
 ) -> dict[str, Any]:
-    """Content of a run's manifest.json."""
+    """Return the content of a run's manifest.json."""
     lab = json.loads(os.environ.get(_LAB_VARIABLE, "null"))
     return {
         "schema": 1,

@@ -82,7 +82,7 @@ class ShardedSampler:
             )
 
     def batch_starts(self, step: int) -> np.ndarray:
-        """First token of each window that this rank reads at a step.
+        """Return the first token of each window that this rank reads at a step.
 
         Args:
             step: Micro-batch number since the beginning of training, from 0. With gradient
@@ -120,7 +120,7 @@ def sequential_starts(
     rank: int,
     world_size: int,
 ) -> list[np.ndarray]:
-    """Fixed batches for validation, evenly spread over the tokens and disjoint by rank.
+    """Return fixed batches for validation, evenly spread over the tokens and disjoint by rank.
 
     The ``num_batches * batch_size`` windows (or as many as there are) do not depend on the
     number of ranks, so the same validation is done on 1 rank and on 8. Rank r takes every
@@ -190,7 +190,7 @@ def _mix(*words: int) -> int:
 
 
 def _permute(places: np.ndarray, *, size: int, key: int) -> np.ndarray:
-    """Image of some places under a keyed permutation of ``range(size)``."""
+    """Return the image of some places under a keyed permutation of ``range(size)``."""
     half_bits = max(1, -(-(size - 1).bit_length() // 2))
     result = _feistel(places, half_bits=half_bits, key=key)
     # The network permutes a power of 4 that is at least size and below 4 * size; walking on from

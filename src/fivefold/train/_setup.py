@@ -64,7 +64,7 @@ def load_equal_data(config: DataConfig, ranks: Ranks) -> tuple[Tokenizer, Corpus
 
 
 def make_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW; weight decay acts on matrices only, since a norm's scale has no reason to shrink."""
+    """Make AdamW; weight decay acts on matrices only: a norm's scale has no reason to shrink."""
     optim = config.optim
     matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     scales = [parameter for parameter in model.parameters() if parameter.dim() < 2]
@@ -76,7 +76,7 @@ def make_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.A
 
 
 def describe_run(config: TrainConfig, *, data_fingerprint: str) -> dict[str, Any]:
-    """What must be equal for a resumed run to continue the run that wrote a checkpoint.
+    """Describe what decides the parameters and must be equal for a run to be resumed.
 
     Paths, intervals, devices and timeouts may change; whatever decides the parameters may not.
     """

@@ -52,7 +52,7 @@ class Span:
 
 
 def subtract(start_s: float, end_s: float, *, holes: Iterable[Span]) -> list[tuple[float, float]]:
-    """The parts of an interval that no hole covers, in order."""
+    """Return the parts of an interval that no hole covers, in order."""
     pieces = []
     at_s = start_s
     for hole in sorted(holes, key=lambda span: span.start_s):
@@ -65,7 +65,7 @@ def subtract(start_s: float, end_s: float, *, holes: Iterable[Span]) -> list[tup
 
 
 def union_s(spans: Iterable[Span]) -> float:
-    """Seconds that at least one of the spans covers."""
+    """Return the seconds that at least one of the spans covers."""
     total_s, until_s = 0.0, float("-inf")
     for span in sorted(spans, key=lambda span: span.start_s):
         total_s += max(0.0, span.end_s - max(span.start_s, until_s))
@@ -121,7 +121,7 @@ class SpanRecorder:
             self._line(line | {"start_s": span.start_s, "end_s": span.end_s, **span.details})
 
     def categories(self, wall_s: float) -> dict[str, float]:
-        """Seconds per category; with ``other`` they sum to the wall time."""
+        """Return the seconds per category; with ``other`` they sum to the wall time."""
         named = {category: self.seconds[lane] for lane, category in CATEGORIES.items()}
         return named | {"other": wall_s - sum(named.values())}
 

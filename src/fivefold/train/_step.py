@@ -125,7 +125,7 @@ class StepRunner:
 def cosine_with_warmup(
     step: int, *, lr: float, warmup_steps: int, steps: int, min_lr_fraction: float
 ) -> float:
-    """Learning rate of one optimizer step.
+    """Return the learning rate of one optimizer step.
 
     With W warmup steps of S, f the last fraction, and t the step counted from 0:
     ``lr * (t + 1) / W`` for t < W, and after that
@@ -161,7 +161,7 @@ def choose_precision(wished: str, device: torch.device) -> str:
 
 
 def autocast_context(precision: str, device: torch.device) -> AbstractContextManager[object]:
-    """Context of forward passes; parameters, gradients and optimizer stay in float32."""
+    """Return the context of forward passes; parameters and optimizer stay in float32."""
     if precision == "fp32":
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=torch.bfloat16)

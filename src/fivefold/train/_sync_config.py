@@ -211,7 +211,7 @@ class SyncConfig(Section):
 
 
 def keys_of_method(method: str) -> frozenset[str]:
-    """The keys that a method takes; all keys where there is no such method."""
+    """Return the keys that a method takes; all keys where there is no such method."""
     takes = _METHODS.get(method, SyncConfig.model_fields)
     return frozenset({"method", *takes})
 

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from fivefold.errors import DataError
+from fivefold.files import sync_folder
 
 _BLOCK_BYTES = 1 << 24
 _MOST_BLOCKS_CHECKED = 64  # 1 GiB: below a second, and a truncation shows in the size anyway
@@ -36,7 +37,7 @@ _logger = logging.getLogger(__name__)
 
 
 def cache_folder(spec: str) -> Path:
-    """Folder of a configuration's ``data.cache``, made if it is not there."""
+    """Return the folder of a configuration's ``data.cache``, made if it is not there."""
     if spec != "auto":
         return _made(Path(spec).expanduser())
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 - Path.home() raises where there is no home
@@ -163,15 +164,11 @@ def _replace(temporary: Path, target: Path, dtype: np.dtype[Any]) -> None:
                 target.rename(Path(grave) / "cache")
             with contextlib.suppress(FileExistsError):
                 temporary.rename(target)
-    descriptor = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_folder(target.parent)
 
 
 def _open(path: Path, dtype: np.dtype[Any]) -> tuple[dict[str, np.ndarray], dict[str, Any]] | None:
-    """The cache, or None if it is missing or damaged."""
+    """Return the cache, or None if it is missing or damaged."""
     if not path.exists():
         return None
     try:

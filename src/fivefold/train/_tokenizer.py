@@ -46,11 +46,11 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: bytes | str) -> np.ndarray:
-        """Tokens of a text (bytes are UTF-8), without a document end."""
+        """Return the tokens of a text (bytes are UTF-8), without a document end."""
         ...
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Text of tokens; the document end gives nothing."""
+        """Return the text of tokens; the document end gives nothing."""
         ...
 
 
@@ -70,7 +70,7 @@ class ByteTokenizer:
     fingerprint = "bytes-1"
 
     def encode(self, text: bytes | str) -> np.ndarray:
-        """Tokens of a text: its UTF-8 bytes.
+        """Return the tokens of a text: its UTF-8 bytes.
 
         Args:
             text: Text, or its bytes.
@@ -85,7 +85,7 @@ class ByteTokenizer:
         return np.frombuffer(text.encode() if isinstance(text, str) else text, dtype=np.uint8)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Text of tokens; bytes that are not UTF-8 (a cut character) become U+FFFD.
+        """Return the text of tokens; bytes that are not UTF-8 (a cut character) become U+FFFD.
 
         Args:
             tokens: Token numbers.
@@ -133,7 +133,7 @@ class HuggingFaceTokenizer:
         self.fingerprint = f"tokenizers-1-{digest}"
 
     def encode(self, text: bytes | str) -> np.ndarray:
-        """Tokens of a text, without special tokens.
+        """Return the tokens of a text, without special tokens.
 
         Args:
             text: Text, or its UTF-8 bytes.
@@ -152,7 +152,7 @@ class HuggingFaceTokenizer:
         return np.asarray(tokens, dtype=np.uint32)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Text of tokens.
+        """Return the text of tokens.
 
         Args:
             tokens: Token numbers.
@@ -169,7 +169,7 @@ class HuggingFaceTokenizer:
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
-    """Tokenizer of a configuration's ``data.tokenizer``.
+    """Return the tokenizer of a configuration's ``data.tokenizer``.
 
     Args:
         spec: ``"bytes"``, or the path of a ``tokenizer.json`` or of the folder that holds one.

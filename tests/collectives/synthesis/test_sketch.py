@@ -124,7 +124,7 @@ def test_reversing_twice_gives_the_same_connections():
 def test_published_sketches_fit_the_published_profiles():
     for name in published_sketch_names():
         sketch = published_sketch(name)
-        profile = TacclProfile.published("dgx2_1KB" if "dgx2" in name else "ndv2_1MB")
+        profile = TacclProfile.load("dgx2_1KB" if "dgx2" in name else "ndv2_1MB")
         connections = sketch.connections if sketch.connections != "all" else "relay"
         topology = profile.to_topology(boxes=sketch.boxes, connections=connections)
         found = sketched(all_gather(topology.num_ranks), topology, sketch)
@@ -140,7 +140,7 @@ def test_relays_leave_only_their_links_between_boxes():
 
 
 def test_chunks_leave_a_box_only_through_their_sender():
-    topology = TacclProfile.published("dgx2_1KB").to_topology(boxes=2, connections="direct-map")
+    topology = TacclProfile.load("dgx2_1KB").to_topology(boxes=2, connections="direct-map")
     found = sketched(all_gather(32), topology, published_sketch("sk2-dgx2-n2"))
     instance = found.logical.instance
     for chunk in range(32):

@@ -52,7 +52,7 @@ TACCL_FINALS = [
 
 
 def profiled(profile, boxes, connections):
-    published = TacclProfile.published(profile)
+    published = TacclProfile.load(profile)
     topology = published.to_topology(boxes=boxes, connections=connections, as_solved=True)
     return topology, published.chunk_bytes, published.time_scale * 1e6
 

@@ -15,8 +15,9 @@ from torch import nn
 from fivefold.collectives import execution
 from fivefold.collectives.execution import CollectiveError, configure
 from fivefold.errors import ConfigurationError
-from fivefold.network.aggregation import AggregationOptions, SwitchProcess, ordered_sum
+from fivefold.network.aggregation import AggregationOptions, ordered_sum
 from fivefold.testing import run_processes
+from helpers.switch_process import SwitchProcess
 
 pytestmark = [pytest.mark.distributed, pytest.mark.alone]
 

@@ -16,10 +16,10 @@ from hypothesis import settings
 from fivefold.network.aggregation import (
     AggregationClient,
     AggregationOptions,
-    SwitchProcess,
     parse_address,
     read_switch_state,
 )
+from helpers.switch_process import SwitchProcess
 
 pytestmark = [pytest.mark.distributed, pytest.mark.alone]
 

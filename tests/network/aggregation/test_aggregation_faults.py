@@ -18,11 +18,11 @@ from fivefold.errors import CommunicationError
 from fivefold.network.aggregation import (
     AggregationClient,
     AggregationOptions,
-    SwitchProcess,
     ordered_sum,
     read_switch_state,
 )
 from fivefold.testing import run_processes
+from helpers.switch_process import SwitchProcess
 
 pytestmark = [pytest.mark.distributed, pytest.mark.alone]
 

@@ -23,13 +23,13 @@ from fivefold.network.aggregation import (
     AggregationClient,
     AggregationOptions,
     AggregationSwitch,
-    SwitchProcess,
     ordered_sum,
     read_switch_state,
 )
 from fivefold.network.aggregation._elements import DTYPES, OrderedSum, stored_as
 from fivefold.network.aggregation._pool import SlotPool
 from fivefold.network.aggregation._wire import Frame, FrameReader, FrameWriter, Kind
+from helpers.switch_process import SwitchProcess
 
 pytestmark = pytest.mark.alone
 

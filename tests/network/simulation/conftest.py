@@ -1,16 +1,10 @@
-"""The exact reference is a module beside the tests; the compiler runs once, before the first."""
-
-import sys
-from pathlib import Path
+"""The compiler runs once, before the first test and outside of any test's own time."""
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _compiled():
-    """Compile the loops outside of any test's own time."""
     from fivefold.network.simulation import Compute, Flow, max_min_rates, simulate
     from fivefold.network.topology import line
 

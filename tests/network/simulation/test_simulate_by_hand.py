@@ -8,8 +8,8 @@ from fivefold.network.simulation import (
     AggregationRequest,
     Compute,
     Flow,
+    FlowRoutes,
     FlowTable,
-    Routes,
     simulate,
 )
 from fivefold.network.topology import (
@@ -230,7 +230,7 @@ def test_nodes_that_only_pass_on_need_no_adder():
     request = AggregationRequest(
         "s", {"a": "nic", "nic": "tor", "b": "tor"}, ["a", "b"], 100.0, slots=4
     )
-    assert request.summing == ("tor",)
+    assert request.aggregators == ("tor",)
     assert simulate(topology, [request]).total_s == pytest.approx(10.0)
 
 
@@ -238,7 +238,8 @@ def test_tables_and_tasks_by_name_are_the_same():
     topology = ring(4, bandwidth=3.0, latency=0.5)
     tasks = [flow_of(topology, rank, rank, (rank + 2) % 4, 5.0 + rank) for rank in range(4)]
     table = FlowTable.build(
-        sizes=[task.size_bytes for task in tasks], routes=Routes.of([task.route for task in tasks])
+        sizes=[task.size_bytes for task in tasks],
+        routes=FlowRoutes.of([task.route for task in tasks]),
     )
     by_name, by_table = simulate(topology, tasks), simulate(topology, table)
     np.testing.assert_array_equal(by_name.finish_s, by_table.finish_s)
@@ -269,7 +270,7 @@ def test_a_tolerance_keeps_close_to_the_exact_times():
 def test_a_hundred_thousand_equal_flows_are_one_event_each_way():
     topology = line(2, bandwidth=1e9)
     count = 100_000
-    routes = Routes(np.arange(count + 1), np.zeros(count, np.int32))
+    routes = FlowRoutes(np.arange(count + 1), np.zeros(count, np.int32))
     result = simulate(topology, FlowTable.build(sizes=np.full(count, 1e4), routes=routes))
     assert result.total_s == pytest.approx(1.0, rel=1e-9)
     assert result.solves == 2

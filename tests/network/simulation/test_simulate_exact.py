@@ -4,12 +4,12 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from exact_fluid import exact_times
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.network.simulation import Compute, Flow, simulate
 from fivefold.network.topology import Link, Node, Topology
+from oracles.exact_fluid import exact_times
 
 NODES = 3
 

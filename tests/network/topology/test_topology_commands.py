@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from fivefold.cli import main
 from fivefold.cli._topology import app
-from fivefold.network.topology import Topology, generator_names, machine_names, parse_topology
+from fivefold.network.topology import Topology, catalogue, parse_topology
 
 
 @pytest.fixture
@@ -19,11 +19,11 @@ def call():
 
 
 def test_list_names_everything_that_can_be_given(call):
-    text = call("list").stdout
-    for name in (*machine_names(), *generator_names(), "lingjun:", "taccl:ndv2_1MB", ".toml"):
+    text, known = call("list").stdout, catalogue()
+    for name in (*known.machines, *known.generators, "lingjun:", "taccl:ndv2_1MB", ".toml"):
         assert name in text
     table = json.loads(call("list", "--json").stdout)
-    assert set(table["machines"]) == set(machine_names())
+    assert set(table["machines"]) == set(known.machines)
     for example in table["generators"]:
         if not example.startswith("clos"):
             parse_topology(example)

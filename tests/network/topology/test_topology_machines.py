@@ -13,12 +13,9 @@ from scipy.sparse.csgraph import maximum_flow
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.network.topology import (
     TacclProfile,
-    load_taccl_profile,
-    machine_names,
-    machine_source,
+    catalogue,
     named_topology,
     parse_topology,
-    taccl_profile_names,
 )
 
 
@@ -135,9 +132,9 @@ def test_a_nic_has_the_same_latency_among_many_boxes():
 
 
 def test_every_machine_says_where_it_is_from():
-    for name in machine_names():
-        assert len(machine_source(name)) > 40
-        assert named_topology(name).source == machine_source(name)
+    for name, source in catalogue().machines.items():
+        assert len(source) > 40
+        assert named_topology(name).source == source
     with pytest.raises(ConfigurationError, match="did you mean 'dgx_a100'"):
         named_topology("dgx-a100")
     with pytest.raises(ConfigurationError, match="boxes"):
@@ -157,8 +154,8 @@ def test_every_machine_says_where_it_is_from():
     ],
 )
 def test_a_profile_gives_its_authors_times(name, pair, step_us):
-    profile = TacclProfile.published(name)
-    machine = load_taccl_profile(name)
+    profile = TacclProfile.load(name)
+    machine = TacclProfile.load(name).to_topology()
     route = list(machine.shortest_route(*pair))
     slowest = machine.capacities_bytes_per_s[route].min()
     time_s = machine.latencies_s[route].sum() + profile.chunk_bytes / slowest
@@ -166,17 +163,17 @@ def test_a_profile_gives_its_authors_times(name, pair, step_us):
 
 
 def test_latencies_as_the_solver_of_taccl_sees_them():
-    machine = load_taccl_profile("ndv2_1MB", boxes=2, as_solved=True)
+    machine = TacclProfile.load("ndv2_1MB").to_topology(boxes=2, as_solved=True)
     assert sorted(set(np.round(machine.latencies_s * 1e6, 9).tolist())) == [0.0, 2.0]
 
 
 def test_nics_are_divided_among_connections():
-    relay = load_taccl_profile("ndv2_1MB", boxes=2)
-    direct = load_taccl_profile("ndv2_1MB", boxes=2, connections="direct-map")
+    relay = TacclProfile.load("ndv2_1MB").to_topology(boxes=2)
+    direct = TacclProfile.load("ndv2_1MB").to_topology(boxes=2, connections="direct-map")
     rates = [x.bandwidth_bytes_per_s for x in direct.links if x.source[:4] != x.target[:4]]
     assert len(rates) == 16
     assert min(relay.capacities_bytes_per_s) == pytest.approx(8 * rates[0])
-    own = load_taccl_profile("dgx2_1MB", boxes=3, connections={0: [1, 2]})
+    own = TacclProfile.load("dgx2_1MB").to_topology(boxes=3, connections={0: [1, 2]})
     between = [(x.source, x.target) for x in own.links if x.source[:4] != x.target[:4]]
     assert len(between) == 3 * 2 * 2
 
@@ -195,13 +192,13 @@ def test_a_profile_from_a_file(tmp_path):
     }
     path = tmp_path / "pair.json"
     path.write_text(json.dumps(table))
-    found = load_taccl_profile(path, chunk_bytes="1 MB")
+    found = TacclProfile.load(path, chunk_bytes="1 MB").to_topology()
     # Matrices are [target][source].
     rates = {(link.source, link.target): link.bandwidth_bytes_per_s for link in found.links}
     assert rates == {("gpu1", "gpu0"): pytest.approx(1e11), ("gpu0", "gpu1"): pytest.approx(5e10)}
-    assert load_taccl_profile(table, chunk_bytes="1 MB") == found
+    assert TacclProfile.load(table, chunk_bytes="1 MB").to_topology() == found
     with pytest.raises(ConfigurationError, match="what size"):
-        load_taccl_profile(path)
+        TacclProfile.load(path).to_topology()
 
 
 @pytest.mark.parametrize(
@@ -225,19 +222,19 @@ def test_damaged_profiles(change, words):
         "remote_invbw": 107,
     }
     with pytest.raises(DataError, match=words):
-        load_taccl_profile({**table, **change}, chunk_bytes="1 MiB")
+        TacclProfile.load({**table, **change}, chunk_bytes="1 MiB").to_topology()
 
 
 def test_wrong_names_of_profiles(tmp_path):
     with pytest.raises(ConfigurationError, match=r"no published TACCL profile 'ndv3'.*ndv2_1MB"):
-        load_taccl_profile("ndv3")
+        TacclProfile.load("ndv3").to_topology()
     with pytest.raises(ConfigurationError, match="connections is 'ring'"):
-        load_taccl_profile("ndv2_1MB", boxes=2, connections="ring")
+        TacclProfile.load("ndv2_1MB").to_topology(boxes=2, connections="ring")
     with pytest.raises(ConfigurationError, match="GPU 8"):
-        load_taccl_profile("ndv2_1MB", boxes=2, connections={8: [0]})
+        TacclProfile.load("ndv2_1MB").to_topology(boxes=2, connections={8: [0]})
     (tmp_path / "list.json").write_text("[]")
     with pytest.raises(DataError, match="no table"):
-        load_taccl_profile(tmp_path / "list.json", chunk_bytes=1024)
+        TacclProfile.load(tmp_path / "list.json", chunk_bytes=1024).to_topology()
     with pytest.raises(DataError, match="does not exist"):
-        load_taccl_profile(tmp_path / "none.json", chunk_bytes=1024)
-    assert len(taccl_profile_names()) == 5
+        TacclProfile.load(tmp_path / "none.json", chunk_bytes=1024).to_topology()
+    assert len(catalogue().profiles) == 5

@@ -16,7 +16,6 @@ from fivefold.network.topology import (
     HostSpec,
     Link,
     Node,
-    Router,
     Topology,
     _routes,
     fat_tree,
@@ -117,7 +116,7 @@ def check_both_ways(topology, *, through_ranks):
 
 
 def answers_of(topology, *, through_ranks):
-    router, found = Router(topology), []
+    router, found = _routes.Router(topology), []
     for pair in itertools.product(range(topology.num_ranks), repeat=2):
         try:
             found.append(router.route(*pair, through_ranks=through_ranks))

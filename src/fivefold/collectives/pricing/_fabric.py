@@ -36,10 +36,6 @@ class Tier:
 
     Raises:
         ConfigurationError: A bandwidth or count is not positive, or a time negative.
-
-    Examples:
-        >>> Tier(name="node", gpus=8, bandwidth_bytes_per_s=300e9, hop_s=3e-6).gpus
-        8
     """
 
     name: str

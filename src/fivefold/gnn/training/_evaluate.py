@@ -95,7 +95,7 @@ class Evaluator:
 def _share(
     dataset: Dataset, ids: npt.NDArray[np.int64], *, limit: int, ranks: Ranks
 ) -> npt.NDArray[np.int64]:
-    """A rank's share of at most limit labelled nodes, spread evenly over all of them."""
+    """Return a rank's share of at most limit labelled nodes, spread evenly over all of them."""
     known = ids[dataset.labels[ids] >= 0]
     if len(known) > limit:
         known = known[np.linspace(0, len(known) - 1, limit).astype(np.int64)]

@@ -41,7 +41,7 @@ class RunInference:
     step: int
 
     def record(self) -> dict[str, Any]:
-        """Content of inference.json."""
+        """Return the content of inference.json."""
         layers = [dataclasses.asdict(layer) for layer in self.outputs.layers]
         path = str(self.outputs.path)
         return {
@@ -62,7 +62,7 @@ def infer_run(
     backend: Backend = "auto",
     progress: Callable[[int, int], None] | None = None,
 ) -> RunInference:
-    """Class scores of all nodes of a run's graph by its newest checkpoint, out of core.
+    """Compute the class scores of all nodes by a run's newest checkpoint, out of core.
 
     Args:
         run: The run's folder.
@@ -119,7 +119,7 @@ def infer_run(
 
 
 def load_model(config: GnnConfig, dataset: Dataset) -> tuple[LayeredModel, int]:
-    """The model of a run's newest checkpoint, in evaluation mode, and its optimizer step.
+    """Load the model of a run's newest checkpoint, in evaluation mode, and its step.
 
     Args:
         config: The run's configuration.

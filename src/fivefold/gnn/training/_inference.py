@@ -76,7 +76,7 @@ class LayerReport:
     seconds: float
 
     def line(self) -> str:
-        """One line for people."""
+        """Return one line for people."""
         if not self.ranges:
             return f"layer {self.layer}: was done before"
         ways = {"by sequential passes": self.swept, "by gathering": self.gathered}
@@ -106,7 +106,7 @@ class InferenceResult:
     layers: tuple[LayerReport, ...]
 
     def explain(self) -> str:
-        """A line per layer."""
+        """Return a line per layer."""
         return "\n".join(layer.line() for layer in self.layers)
 
 
@@ -122,7 +122,7 @@ def infer_layers(  # noqa: PLR0913 - independent options, each with a default
     backend: Backend = "auto",
     progress: Callable[[int, int], None] | None = None,
 ) -> InferenceResult:
-    """Outputs of all nodes from all of their in-neighbours, out of core.
+    """Compute the outputs of all nodes from all of their in-neighbours, out of core.
 
     Equals ``model(x, edge_index)`` over the whole graph, to the rounding of float32 sums.
 
@@ -200,7 +200,7 @@ class _LayerFiles:
         return {"model": self.model, "layer": number}
 
     def newest(self, features: Container) -> tuple[int, Container]:
-        """The last layer that is complete, and its outputs; (0, the features) where none is."""
+        """Return the last complete layer and its outputs; (0, the features) where none is."""
         for number in range(self.num_layers, 0, -1):
             path = self.path(number)
             if not path.exists():
@@ -377,7 +377,7 @@ class _LayerWork:
 
 
 def _identity(model: LayeredModel, dataset: Dataset) -> str:
-    """Digest of whatever decides the outputs."""
+    """Return the digest of whatever decides the outputs."""
     digest = hashlib.sha256(f"{model.name} {dataset.fingerprint}".encode())
     for name, value in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(value.shape)}".encode())
@@ -399,7 +399,7 @@ def _done_before(number: int) -> LayerReport:
 
 
 def _profitable_gap_bytes(profile: DiskProfile) -> int:
-    """The longest gap that costs less to read through than another request does."""
+    """Return the longest gap that costs less to read through than another request does."""
     request_s = profile.seconds(2, 2 * PAGE_BYTES) - profile.seconds(1, 2 * PAGE_BYTES)
     page_s = (profile.seconds(2, 66 * PAGE_BYTES) - profile.seconds(2, 2 * PAGE_BYTES)) / 64
     return int(request_s / page_s) * PAGE_BYTES if page_s > 0 else 0

@@ -35,14 +35,14 @@ class Aggregate:
 
     @classmethod
     def empty(cls, targets: int, parts: LayerParts) -> Aggregate:
-        """Room for some targets; norms in float64, which counts any number of neighbours."""
+        """Return room for some targets; norms in float64, which counts any number of neighbours."""
         return cls(
             sums=np.zeros((targets, parts.width), np.float32),
             norms=np.zeros((targets, parts.extra), np.float64),
         )
 
     def first(self, targets: int) -> Aggregate:
-        """The first places, cleared."""
+        """Return the first places, cleared."""
         part = Aggregate(sums=self.sums[:targets], norms=self.norms[:targets])
         part.sums.fill(0)
         part.norms.fill(0)
@@ -50,7 +50,7 @@ class Aggregate:
 
     @staticmethod
     def bytes_per_target(parts: LayerParts) -> int:
-        """What one target takes."""
+        """Return the bytes that one target takes."""
         return 4 * parts.width + 8 * parts.extra
 
 
@@ -67,7 +67,7 @@ class LayerParts(Protocol):
     needs_own_at_finish: bool
 
     def messages(self, rows: Tensor) -> tuple[Float32, Float32]:
-        """Values [S, width] and scores [S, heads] of source rows [S, in_dim]."""
+        """Return the values [S, width] and scores [S, heads] of source rows [S, in_dim]."""
         ...
 
     def begin(self, aggregate: Aggregate, start: int, own: Tensor) -> None:
@@ -81,12 +81,12 @@ class LayerParts(Protocol):
         ...
 
     def finish(self, aggregate: Aggregate, places: slice, own: Tensor | None) -> Tensor:
-        """Outputs [T, out_dim] of the targets at some places of the aggregate."""
+        """Return the outputs [T, out_dim] of the targets at some places of the aggregate."""
         ...
 
 
 def take_apart(model: LayeredModel) -> list[LayerParts]:
-    """The layers of a model."""
+    """Return the layers of a model."""
     kinds: dict[type[LayeredModel], type[Any]] = {GraphSAGE: _Sage, GCN: _Gcn, GAT: _Gat}
     kind = kinds.get(type(model))
     if kind is None:
@@ -224,7 +224,7 @@ def fill_keys(
     drops_loops: bool,
     keys: Int64,
 ) -> int:
-    """Keys of the in-edges ``edges = (low, high)``, whose sources are given; their number.
+    """Fill in the keys of the in-edges ``edges = (low, high)``; return their number.
 
     ``targets`` is the target that counts as place 0, and the one that edge low belongs to.
     """
@@ -244,7 +244,7 @@ def fill_keys(
 def reading_cost(
     keys: Int64, shift: int, row_bytes: int, page_bytes: int, gap_bytes: int
 ) -> tuple[int, int, int]:
-    """Distinct sources of sorted keys, and requests and bytes of reading them page by page.
+    """Count distinct sources of sorted keys, and requests and bytes of reading them by pages.
 
     Reads that are at most gap_bytes apart count as one that reads through the gap.
     """
@@ -269,7 +269,7 @@ def reading_cost(
 
 @njit
 def next_rows(keys: Int64, start: int, shift: int, limit: int, rows: Int64) -> Pair:
-    """Distinct sources from a position on, into rows; stops where rows are full or at limit.
+    """Fill in distinct sources from a position on; stop where rows are full or at limit.
 
     Returns how many, and the position after their last edge.
     """

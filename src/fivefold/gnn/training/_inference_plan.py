@@ -101,7 +101,7 @@ def share_memory(
 
 
 def _bytes_per_chunk_row(parts: LayerParts, row_bytes: int) -> int:
-    """Bytes that a row of a chunk takes on its way.
+    """Return the bytes that a row of a chunk takes on its way.
 
     As it is stored three times (one is read ahead, one is picked), in float32, as a message with
     what scores take, and the reader's bookkeeping.
@@ -113,7 +113,7 @@ def _bytes_per_chunk_row(parts: LayerParts, row_bytes: int) -> int:
 
 
 def ranges(indptr: Int64, shares: Shares, *, first: int = 0) -> Iterator[Piece]:
-    """Ranges of targets from a node on, each as long as sums and edges allow, at least one node.
+    """Yield ranges of targets, each as long as sums and edges allow, at least one node.
 
     A node with more in-edges than fit is a range of its own, whose edges come in several parts.
     """
@@ -178,14 +178,14 @@ class RowStream:
         self._reader.close()
 
     def sequence(self, first: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """Consecutive rows as (place of the first one, their float32 rows)."""
+        """Yield consecutive rows as (place of the first one, their float32 rows)."""
         size = len(self._buffers[0])
         chunks = (_Chunk(low=low, count=min(size, stop - low)) for low in range(first, stop, size))
         for chunk, raw in self._ahead(chunks):
             yield chunk.low, _float32(raw)
 
     def sources(self, keys: Int64, shift: int, reading: Reading) -> Iterator[tuple[Int64, Tensor]]:
-        """The sources of sorted keys as (the keys of these sources, their float32 rows)."""
+        """Yield the sources of sorted keys as (the keys of these sources, their float32 rows)."""
         for chunk, raw in self._ahead(self._chunks(keys, shift, sweeps=reading.way == "sweep")):
             picked = raw if chunk.count == len(chunk.rows) else raw[chunk.rows - chunk.low]
             yield chunk.keys, _float32(picked)
@@ -203,7 +203,7 @@ class RowStream:
             position = stop
 
     def _ahead(self, chunks: Iterator[_Chunk]) -> Iterator[tuple[_Chunk, npt.NDArray[Any]]]:
-        """Each chunk with its raw rows, while the next one is being read."""
+        """Yield each chunk with its raw rows, while the next one is being read."""
         waiting: tuple[_Chunk, Future[npt.NDArray[Any]]] | None = None
         for number, chunk in enumerate(chunks):
             # The buffer was handed out two chunks ago; whoever had it has asked for the next since.

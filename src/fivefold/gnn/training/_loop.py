@@ -136,7 +136,7 @@ def train_graph(config: GnnConfig, *, show: Callable[[str], None] | None = None)
 
 
 def _first_epoch(config: GnnConfig) -> int:
-    """The epoch that training begins in, which decides the round of samples."""
+    """Return the epoch that training begins in, which decides the round of samples."""
     if not config.sampling.refresh_every_epochs or config.run.resume == "never":
         return 0
     found = newest_checkpoint(config.run.output)
@@ -321,7 +321,7 @@ class _Run:
     # -- one step -------------------------------------------------------------------------------
 
     def _batches(self) -> Iterator[MiniBatch]:
-        """The rest of the epoch; waiting for a batch counts as "data"."""
+        """Yield the rest of the epoch; waiting for a batch counts as "data"."""
         if self.position == 0:
             self._change_round()
             self.source.loader.set_epoch(self.epoch)

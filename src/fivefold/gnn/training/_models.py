@@ -48,7 +48,7 @@ class GCNConv(torch.nn.Module):
         edge_index: Tensor,
         size: tuple[int, int] | None = None,
     ) -> Tensor:
-        """Outputs [T, out_dim] of the targets; the edges must hold one self-loop of each."""
+        """Return outputs [T, out_dim] of the targets; the edges must hold one self-loop of each."""
         rows, targets = pair  # [N, in_dim], [T, in_dim]
         if self.lin.out_features < self.lin.in_features:  # the narrower side has less to gather
             weight = self.lin.weight
@@ -106,7 +106,7 @@ class LayeredModel(torch.nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Tensor, graph: Graph) -> Tensor:
-        """Class scores: of all nodes given an ``edge_index``, of the seeds given blocks.
+        """Return the class scores: of all nodes given an ``edge_index``, of the seeds given blocks.
 
         Args:
             x: Features [N, in_dim]; any dtype that converts to the parameters'.
@@ -135,13 +135,13 @@ class LayeredModel(torch.nn.Module):
         return rows
 
     def between(self, targets: Tensor, layer: int) -> Tensor:
-        """What follows the convolution of a layer: ReLU and dropout, nothing after the last."""
+        """Apply ReLU and dropout after the convolution of a layer; nothing after the last."""
         return targets if layer == self.num_layers - 1 else self.dropout(targets.relu())
 
     def _edges(
         self, edge_index: Tensor, num_targets: int, target_rows: Tensor | None = None
     ) -> Tensor:
-        """The edges; where the model adds self-loops, exactly one of every target."""
+        """Return the edges; where the model adds self-loops, exactly one of every target."""
         if not self.adds_self_loops:
             return edge_index
         numbers = torch.arange(num_targets, device=edge_index.device)
@@ -299,7 +299,7 @@ def make_model(
 
 
 def as_layered(model: torch.nn.Module) -> LayeredModel:
-    """A model of ours with the convolutions of one of PyTorch Geometric."""
+    """Return a model of ours with the convolutions of one of PyTorch Geometric."""
     if isinstance(model, LayeredModel):
         return model
     kind: Any = type(model)
@@ -329,7 +329,7 @@ def _taken_over(model: Any) -> LayeredModel:
 
 
 def _unusual(model: Any) -> Iterator[str]:
-    """Options that make other equations, in the words of PyG's arguments."""
+    """Yield options that make other equations, in the words of PyG's arguments."""
     if not isinstance(model.in_channels, int):
         yield "in_channels of two numbers"
     if model.jk_mode is not None:

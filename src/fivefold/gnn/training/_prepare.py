@@ -70,7 +70,7 @@ def prepare(
 
 
 def prepared_folder(config: GnnConfig) -> Path:
-    """Folder of samples, plans and packed rows."""
+    """Return the folder of samples, plans and packed rows."""
     return config.data.path / "prepared" if config.data.store == "auto" else Path(config.data.store)
 
 
@@ -193,7 +193,7 @@ class _Preparation:
 
 @contextlib.contextmanager
 def _in_terms_of_the_file() -> Iterator[None]:
-    """What the planner refuses, with the names of the configuration file."""
+    """Rename what the planner refuses as the configuration file names it."""
     try:
         yield
     except InfeasibleError as error:
@@ -250,7 +250,7 @@ class Rounds:
         self.prepared: Prepared | None = None
 
     def number_of(self, epoch: int) -> int:
-        """The round that an epoch belongs to."""
+        """Return the round that an epoch belongs to."""
         return epoch // self._every if self._every else 0
 
     def open(
@@ -261,7 +261,7 @@ class Rounds:
         show: Callable[[str], None] | None = None,
         accept: Callable[[str], None] | None = None,
     ) -> Prepared:
-        """The store for an epoch; waits for it, or makes it.
+        """Return the store for an epoch; waits for it, or makes it.
 
         ``progress``, ``show`` and ``accept`` are those of ``prepare``.
         """

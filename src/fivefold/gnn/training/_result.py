@@ -15,6 +15,7 @@ from fivefold.gnn.training._models import LayeredModel
 from fivefold.runs import run_facts
 from fivefold.units import format_duration_s
 
+_CATEGORIES = ("compute", "data", "validation", "checkpoint")
 _MODEL_NAMES = {"sage": "GraphSAGE", "gat": "GAT", "gcn": "GCN"}
 _MODE_NAMES = {"disk": "packed on disk", "memory": "in memory", "online": "online from disk"}
 
@@ -58,7 +59,7 @@ class GnnResult:
     parameters_sha256: str
 
     def summary(self) -> str:
-        """One line for people."""
+        """Return one line for people."""
         text = f"{self.label}: {self.reason}, {self.epochs} epochs, {self.steps} steps in "
         text += format_duration_s(self.wall_s)
         if self.valid_accuracy is not None and self.test_accuracy is not None:
@@ -66,21 +67,21 @@ class GnnResult:
         return f"{text}; {self.output}"
 
     def record(self) -> dict[str, Any]:
-        """Content of result.json."""
+        """Return the content of result.json."""
         values = dataclasses.asdict(self)
         del values["output"]
         return {"schema": 1, "kind": "gnn", **values}
 
 
 def run_label(config: GnnConfig) -> str:
-    """Model and mode, for people."""
+    """Return the model and mode, for people."""
     return f"{_MODEL_NAMES[config.model.name]}, {_MODE_NAMES[config.run.mode]}"
 
 
 def run_manifest(
     config: GnnConfig, dataset: Dataset, model: LayeredModel, *, world_size: int
 ) -> dict[str, Any]:
-    """Content of a run's manifest.json."""
+    """Return the content of a run's manifest.json."""
     return {
         "schema": 1,
         "kind": "gnn",
@@ -134,7 +135,7 @@ class EpochTally:
         return self.right / max(1, self.nodes)
 
     def take_recent(self) -> dict[str, Any]:
-        """Loss, accuracy and seeds since the last call."""
+        """Return the loss, accuracy and seeds since the last call."""
         nodes = self.nodes - self.logged_nodes
         loss = (self.loss_sum - self.logged_loss_sum) / max(1, nodes)
         accuracy = (self.right - self.logged_right) / max(1, nodes)
@@ -143,11 +144,8 @@ class EpochTally:
         return {"loss": loss, "accuracy": accuracy, "nodes": nodes}
 
     def record(self) -> dict[str, Any]:
-        """The sums, to be restored from."""
+        """Return the sums, to be restored from."""
         return dataclasses.asdict(self)
-
-
-CATEGORIES = ("compute", "data", "validation", "checkpoint")
 
 
 class Clock:
@@ -155,7 +153,7 @@ class Clock:
 
     def __init__(self, seconds: dict[str, float] | None = None) -> None:
         before = seconds or {}
-        self._seconds = {name: before.get(name, 0.0) for name in CATEGORIES}
+        self._seconds = {name: before.get(name, 0.0) for name in _CATEGORIES}
         self._before_s = sum(before.values())
         self._started_s = time.perf_counter()
 
@@ -169,10 +167,10 @@ class Clock:
             self._seconds[category] += time.perf_counter() - started_s
 
     def wall_s(self) -> float:
-        """Seconds since the run's first beginning, pauses not counted."""
+        """Return the seconds since the run's first beginning, pauses not counted."""
         return self._before_s + time.perf_counter() - self._started_s
 
     def record(self) -> dict[str, float]:
-        """Seconds by category; "other" is what none of them is."""
+        """Return the seconds by category; "other" is what none of them is."""
         rest = max(0.0, self.wall_s() - sum(self._seconds.values()))
         return {**self._seconds, "other": rest}

@@ -13,7 +13,7 @@ from fivefold.runs.checkpoints import find_checkpoint
 
 
 def describe_run(config: GnnConfig, *, data: str) -> dict[str, Any]:
-    """What must be equal for a run to go on from a checkpoint, beside the plan's order.
+    """Describe what decides the parameters and must be equal for a run to be resumed.
 
     The number of epochs may change, so that a finished run can be made longer.
     """

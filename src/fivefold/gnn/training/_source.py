@@ -24,14 +24,14 @@ class BatchSource:
     store: PackedStore | None = None
 
     def __len__(self) -> int:
-        """Batches per epoch of this rank."""
+        """Return the batches per epoch of this rank."""
         return len(self.loader)
 
     def __iter__(self) -> Iterator[MiniBatch]:
         return iter(self.loader)
 
     def state_dict(self) -> dict[str, Any]:
-        """Place in the epoch: after the batches that were handed out."""
+        """Return the place in the epoch: after the batches that were handed out."""
         return dict(self.loader.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -58,7 +58,7 @@ def make_source(
     features: npt.NDArray[Any] | None,
     store: PackedStore | None,
 ) -> BatchSource:
-    """The loader of a mode."""
+    """Make the loader of a mode."""
     loader = config.loader
     place: dict[str, Any] = {
         "form": loader.form,
@@ -93,7 +93,7 @@ def make_source(
 
 
 def counts_of(statistics: LoaderStatistics) -> dict[str, Any]:
-    """The counts of a loader that add up over parts of a run."""
+    """Return the counts of a loader that add up over parts of a run."""
     return {
         "rows": {level: int(rows) for level, rows in statistics.rows.items()},
         "row_bytes": int(statistics.row_bytes),
@@ -108,7 +108,7 @@ def counts_of(statistics: LoaderStatistics) -> dict[str, Any]:
 
 
 def add_counts(first: dict[str, Any] | None, second: dict[str, Any]) -> dict[str, Any]:
-    """The sum of two records of counts."""
+    """Return the sum of two records of counts."""
     if first is None:
         return second
     total: dict[str, Any] = {}

@@ -15,14 +15,7 @@ from fivefold.units import parse_bytes, parse_duration_s
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Serve; writes the address as one line of JSON when it is ready, its counts at the end.
-
-    Args:
-        arguments: Words of the command line; None takes the process's.
-
-    Returns:
-        The exit code.
-    """
+    """Serve; writes the address as one line of JSON when it is ready, its counts at the end."""
     given = _parser().parse_args(arguments)
     try:
         switch = AggregationSwitch(

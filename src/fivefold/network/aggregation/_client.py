@@ -44,7 +44,7 @@ class HostGroup(Protocol):
     """
 
     def minimum(self, flags: np.ndarray) -> np.ndarray:
-        """Element-wise minimum over all ranks of an array of ``uint8``."""
+        """Return the element-wise minimum over all ranks of an array of ``uint8``."""
         ...
 
     def sum(self, values: np.ndarray, dtype: str) -> np.ndarray:
@@ -64,10 +64,6 @@ class AggregationOptions:
 
     Raises:
         ConfigurationError: A value is out of range.
-
-    Examples:
-        >>> AggregationOptions(window=8).retry_every
-        16
     """
 
     window: int = 32
@@ -92,10 +88,6 @@ class AggregationOutcome:
         chunks: Chunks of the buffer; 0 where the switch was not asked.
         summed: Chunks that the switch summed.
         reason: Why the hosts summed the rest, as far as this rank knows; None where it did all.
-
-    Examples:
-        >>> AggregationOutcome(4, 3, "no slot was free").fallback
-        1
     """
 
     chunks: int
@@ -125,9 +117,6 @@ class AggregationClient:
     Raises:
         CommunicationError: The hosts cannot talk to one another.
         ConfigurationError: The rank is not one of the job's, or the address is none.
-
-    Examples:
-        See `HostGroup` for one rank, ``docs/guides/aggregation.md`` for several.
     """
 
     def __init__(
@@ -336,6 +325,6 @@ class AggregationClient:
 
 
 def _twice(label: int) -> np.ndarray:
-    """A label and its complement, whose minima over all ranks show whether all have the same."""
+    """Return a label and its complement: their minima over all ranks show whether all agree."""
     number = np.frombuffer(label.to_bytes(_LABEL_BYTES, "little"), np.uint8)
     return np.concatenate([number, 255 - number])

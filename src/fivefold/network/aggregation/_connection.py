@@ -64,7 +64,7 @@ class Exchange:
         return (self._states == _SUMMED).astype(np.uint8)
 
     def next_frame(self) -> Frame | None:
-        """The next chunk to send; None after the last."""
+        """Return the next chunk to send; None after the last."""
         while self._next < self.chunks and self._states[self._next] != _OPEN:
             self._next += 1
         if self._next == self.chunks:
@@ -77,11 +77,7 @@ class Exchange:
         return Frame(Kind.DATA, part, self.dtype, chunk, self.sequence, len(self.own))
 
     def place(self, frame: Frame, length: int) -> memoryview | None:
-        """Memory for a frame that comes: sums go where they belong.
-
-        Raises:
-            CommunicationError: The switch sent a chunk that there is not.
-        """
+        """Return memory for a frame that comes: sums go where they belong."""
         if frame.kind is not Kind.RESULT or frame.sequence != self.sequence:
             return None
         if frame.chunk >= self.chunks or len(self._part(self.own, frame.chunk)) != length:
@@ -89,11 +85,7 @@ class Exchange:
         return self._part(self.results, frame.chunk)
 
     def take(self, frame: Frame) -> None:
-        """Note what came.
-
-        Raises:
-            CommunicationError: The switch says something that makes no sense.
-        """
+        """Note what came."""
         if frame.sequence < self.sequence:
             return  # of a collective that all ranks have left
         if frame.kind is Kind.GONE:
@@ -123,9 +115,6 @@ class Connection:
         address: The switch's ``host:port``.
         said: Job, rank, size, window and sequence.
         timeout_s: Longest wait for connection and answer.
-
-    Raises:
-        CommunicationError: The switch does not answer, or refuses the job.
     """
 
     def __init__(self, address: str, said: dict[str, Any], *, timeout_s: float) -> None:
@@ -147,15 +136,7 @@ class Connection:
         return None if self._exchange is None else self._exchange.place(frame, length)
 
     def run(self, exchange: Exchange, *, timeout_s: float) -> bool:
-        """Exchange all chunks, or as many as the switch sums.
-
-        Args:
-            exchange: What goes out and comes back; its ``lost`` says why it ended early.
-            timeout_s: Longest silence of the switch.
-
-        Returns:
-            Whether the connection can be used for the next collective.
-        """
+        """Exchange all chunks, or as many as the switch sums."""
         self._exchange = exchange
         heard_s = time.monotonic()
         try:

@@ -28,30 +28,14 @@ _BFLOAT16_NAN = 0x7FC0
 
 
 def stored_as(dtype: str) -> Any:
-    """Numpy type in which elements of a type are stored.
-
-    Args:
-        dtype: One of `DTYPES`.
-
-    Raises:
-        UnsupportedError: There is no such sum.
-    """
+    """Return the numpy type in which elements of a type are stored."""
     if dtype not in _KINDS:
         raise UnsupportedError(f"{dtype} cannot be summed", hint=f"use one of {', '.join(DTYPES)}")
     return np.dtype(_KINDS[dtype][0])
 
 
 def dtype_name(array: np.ndarray, dtype: str | None) -> str:
-    """Name of an array's element type, checked.
-
-    Args:
-        array: The array.
-        dtype: What the caller says; None reads it from the array.
-
-    Raises:
-        ConfigurationError: The two do not agree.
-        UnsupportedError: There is no such sum.
-    """
+    """Return the name of an array's element type, checked."""
     name = dtype or array.dtype.name
     if array.dtype != stored_as(name):
         raise ConfigurationError(
@@ -68,13 +52,6 @@ class OrderedSum:
     Args:
         dtype: One of `DTYPES`.
         parts: Number of parts.
-
-    Examples:
-        >>> total = OrderedSum("int32", 2)
-        >>> total.add(1, np.array([5], np.int32)), total.add(0, np.array([2], np.int32))
-        (False, True)
-        >>> total.result()
-        array([7], dtype=int32)
     """
 
     def __init__(self, dtype: str, parts: int) -> None:
@@ -90,15 +67,7 @@ class OrderedSum:
         return [rank for rank in range(self._next, self._parts) if rank not in self._early]
 
     def add(self, rank: int, values: np.ndarray) -> bool:
-        """Take a rank's part.
-
-        Args:
-            rank: Whose it is.
-            values: Its elements; kept, not copied.
-
-        Returns:
-            Whether all parts are in.
-        """
+        """Take a rank's part."""
         self._early[rank] = values
         while self._next in self._early:
             part = _widened(self._early.pop(self._next), self._dtype)
@@ -111,7 +80,7 @@ class OrderedSum:
         return self._next == self._parts
 
     def result(self) -> np.ndarray:
-        """The sum, in the type in which it is stored."""
+        """Return the sum, in the type in which it is stored."""
         assert self._total is not None, "there are parts"
         return _narrowed(self._total, self._dtype)
 

@@ -39,10 +39,6 @@ class SwitchState:
         hits: Chunks that were summed.
         misses: Chunks that were refused for want of a slot.
         expired: Chunks that were given up because parts did not come.
-
-    Examples:
-        >>> SlotPool(slots=8, slot_bytes=1024).state().slots_free
-        8
     """
 
     slots_total: int
@@ -55,7 +51,7 @@ class SwitchState:
     expired: int = 0
 
     def to_dict(self) -> dict[str, int]:
-        """As JSON can hold it."""
+        """Return the state as JSON can hold it."""
         return asdict(self)
 
 
@@ -84,9 +80,6 @@ class SlotPool:
         slot_bytes: Longest chunk.
         sharing: ``"dynamic"`` or ``"reserved"``.
         expire_s: Longest time that a chunk waits for its parts.
-
-    Raises:
-        ConfigurationError: A value is out of range.
     """
 
     def __init__(
@@ -115,22 +108,7 @@ class SlotPool:
     # -- jobs ----------------------------------------------------------------------------------
 
     def join(self, job: str, rank: int, *, size: int, window: int, sequence: int) -> int:
-        """Let a rank of a job in.
-
-        Args:
-            job: Name of the job.
-            rank: The rank.
-            size: Ranks of the job.
-            window: Chunks that it would have under way at a time.
-            sequence: Number of its next collective.
-
-        Returns:
-            Chunks that it may have under way.
-
-        Raises:
-            ConfigurationError: The job has another size, or the numbers make no sense.
-            InfeasibleError: No slot is left to reserve.
-        """
+        """Let a rank of a job in."""
         if size < 1 or not 0 <= rank < size or window < 1 or sequence < 0:
             raise ConfigurationError(f"rank {rank} of {size} cannot join with window {window}")
         entry = self._jobs.get(job)
@@ -154,7 +132,7 @@ class SlotPool:
         return min(window, entry.reserved or self._slots)
 
     def leave(self, job: str, rank: int) -> list[Reply]:
-        """A rank is gone: its job's chunks cannot be ended; the others are told."""
+        """Let a rank go: its job's chunks cannot be ended, and the others are told."""
         entry = self._jobs[job]
         entry.ranks.discard(rank)
         entry.slots.clear()
@@ -167,17 +145,7 @@ class SlotPool:
     # -- chunks --------------------------------------------------------------------------------
 
     def contribute(self, job: str, rank: int, frame: Frame, *, now_s: float) -> list[Reply]:
-        """Take a rank's part of a chunk.
-
-        Args:
-            job: Name of the job.
-            rank: Whose part it is.
-            frame: The part.
-            now_s: Time, for `expire`.
-
-        Returns:
-            What to tell whom.
-        """
+        """Take a rank's part of a chunk."""
         entry = self._jobs[job]
         if frame.sequence > entry.sequence:
             entry.sequence = frame.sequence
@@ -220,7 +188,7 @@ class SlotPool:
         return replies
 
     def state(self) -> SwitchState:
-        """What the switch reports."""
+        """Return what the switch reports."""
         return SwitchState(
             slots_total=self._slots,
             slots_free=self._free(),

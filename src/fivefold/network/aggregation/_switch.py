@@ -101,7 +101,7 @@ class AggregationSwitch:
         return f"{host}:{port}"
 
     def state(self) -> SwitchState:
-        """Slots, jobs, hits and misses."""
+        """Return slots, jobs, hits and misses."""
         return self._pool.state()
 
     def start(self) -> None:
@@ -242,7 +242,7 @@ class AggregationSwitch:
 
 
 def _read_join(said: Any) -> tuple[str, dict[str, int]]:
-    """Job and numbers of a JOIN, as large as they can be meant."""
+    """Return the job and numbers of a JOIN, as large as they can be meant."""
     said = said if isinstance(said, dict) else {}
     job = said.get("job")
     if not isinstance(job, str) or len(job) > _LONGEST_NAME:

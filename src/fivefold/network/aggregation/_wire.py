@@ -60,15 +60,11 @@ class Frame:
 
     @classmethod
     def of_text(cls, kind: Kind, content: Any, **fields: Any) -> Frame:
-        """A frame whose payload is JSON."""
+        """Make a frame whose payload is JSON."""
         return cls(kind, json.dumps(content).encode(), **fields)
 
     def content(self) -> Any:
-        """What JSON the payload holds.
-
-        Raises:
-            CommunicationError: It holds none.
-        """
+        """Return the JSON that the payload holds."""
         try:
             return json.loads(bytes(self.payload))
         except (ValueError, RecursionError) as error:
@@ -137,12 +133,7 @@ class FrameReader:
         self._filled = 0
 
     def read(self, connection: socket.socket) -> Frame | None:
-        """The next frame, or None where it is not all here yet.
-
-        Raises:
-            CommunicationError: What came is no frame.
-            ConnectionResetError: The peer is gone.
-        """
+        """Return the next frame, or None where it is not all here yet."""
         while True:
             while self._filled < len(self._target):
                 try:
@@ -175,17 +166,13 @@ class FrameReader:
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Host and port of a switch's address.
+    """Return the host and port of a switch's address.
 
     Args:
         text: ``"host:port"``.
 
     Raises:
         ConfigurationError: It is no such text.
-
-    Examples:
-        >>> parse_address("10.77.0.5:5000")
-        ('10.77.0.5', 5000)
     """
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdigit() or not 0 < int(port) < 1 << 16:

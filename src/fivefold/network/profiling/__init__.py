@@ -1,14 +1,13 @@
 """Measured links: alpha and beta between running ranks, alone and under contention.
 
-Importing this room loads no torch; :func:`profile_links` does when it is called for.
+Importing this package loads no torch; :func:`profile_links` does when it is called for.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fivefold.network.profiling._fit import LineFit, fit_line
-from fivefold.network.profiling._profile import Contention, Profile
+from fivefold.network.profiling._profile import Contention, LineFit, Profile, fit_line
 
 if TYPE_CHECKING:
     from fivefold.network.profiling._measure import DEFAULT_SIZES_BYTES, profile_links

@@ -102,7 +102,7 @@ def _contention(probe: _Probe, hosts: tuple[str, ...], repetitions: int) -> Cont
     ranks = range(probe.size)
 
     def rate(flows: list[tuple[int, int]]) -> float:
-        """Bytes per second over all of these transfers at once."""
+        """Return bytes per second over all of these transfers at once."""
         return float(probe.guarded(probe.crowd, 0, 0, (flows, repetitions)))
 
     out = [rate([(rank, other) for other in ranks if other != rank]) for rank in ranks]
@@ -145,11 +145,7 @@ class _Probe:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
     def agree(self, arguments: Any) -> tuple[str, ...]:
-        """Hosts of all ranks, once all have the same arguments.
-
-        Raises:
-            ConfigurationError: They have not; names the rank.
-        """
+        """Return the hosts of all ranks, once all have the same arguments."""
         gathered: list[Any] = [None] * self.size
         dist.all_gather_object(gathered, (arguments, socket.gethostname()), group=self.group)
         for rank, (theirs, _) in enumerate(gathered):
@@ -161,11 +157,7 @@ class _Probe:
         return tuple(host for _, host in gathered)
 
     def guarded(self, measure: Any, source: int, target: int, arguments: Any) -> Any:
-        """Run a measurement and hand its result, found by one rank, to all.
-
-        Raises:
-            CommunicationError: A peer was lost or too slow.
-        """
+        """Run a measurement and hand its result, found by one rank, to all."""
         try:
             found = [measure(source, target, *arguments)]
             dist.broadcast_object_list(found, src=self._global(source), group=self.group)
@@ -191,7 +183,7 @@ class _Probe:
     def pair(
         self, source: int, target: int, sizes: tuple[int, ...], repetitions: int
     ) -> list[float] | None:
-        """Median one-way times of each size, on the sender; None elsewhere."""
+        """Return the median one-way times of each size, on the sender; None elsewhere."""
         empty_s = self._exchange(source, target, 1, _SMALL_TIMES * repetitions)
         times = [
             self._exchange(
@@ -219,7 +211,7 @@ class _Probe:
     def crowd(
         self, _source: int, _target: int, flows: list[tuple[int, int]], repetitions: int
     ) -> float:
-        """Bytes per second over all flows at once: from a common start to the last arrival."""
+        """Return bytes per second over all flows, from a common start to the last arrival."""
         spent = []
         into = {a: self._buffer(self.largest) for a, b in flows if b == self.rank}
         for _ in range(min(repetitions, 3) + 1):

@@ -1,22 +1,97 @@
-"""What was measured between ranks, and the topology that explains it."""
+"""Alpha and beta of measured links, and the topology that explains them.
+
+T(n) = alpha + beta n is fitted as a line that no outlier bends: beta is the median slope over all
+pairs of sizes in the upper half, where bandwidth dominates (Theil and Sen); alpha is what the
+smallest sizes take beyond beta. Where a link lets a burst through before it is slow, as token
+buckets do, beta is still the rate of the link, and the residuals show the burst.
+
+References:
+    P. K. Sen, Estimates of the regression coefficient based on Kendall's tau, JASA 1968.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from fivefold.errors import DataError
-from fivefold.network.profiling._fit import LineFit, fit_line
 from fivefold.network.topology import Link, Node, Topology
 
 FloatArray = npt.NDArray[np.float64]
 # A rank that sends to all at once and gets less than this times its best pair has one port.
 _ONE_PORT = 1.5
 _NEAR_BEST = 0.9
+
+
+class LineFit(NamedTuple):
+    """A fitted link.
+
+    Attributes:
+        alpha_s: Time of an empty message.
+        beta_s_per_byte: Time of each further byte.
+        residuals: (measured - fitted) / the larger of both, of each size: from -1 to 1.
+    """
+
+    alpha_s: float
+    beta_s_per_byte: float
+    residuals: tuple[float, ...]
+
+
+def fit_line(sizes_bytes: npt.ArrayLike, times_s: npt.ArrayLike) -> LineFit:
+    """Fit alpha and beta.
+
+    Args:
+        sizes_bytes: At least two different sizes.
+        times_s: Time of each.
+
+    Returns:
+        Alpha (at least 0), beta (at least 0) and relative residuals.
+
+    Raises:
+        DataError: There are fewer than two sizes, or a time is not a number above zero.
+
+    Examples:
+        >>> fit = fit_line([0, 1000, 2000, 4000], [1e-6, 2e-6, 3e-6, 5e-6])
+        >>> round(fit.alpha_s, 12), round(fit.beta_s_per_byte, 15)
+        (1e-06, 1e-09)
+    """
+    sizes, times = np.asarray(sizes_bytes, np.float64), np.asarray(times_s, np.float64)
+    if sizes.shape != times.shape or np.unique(sizes).size < 2:
+        raise DataError(
+            f"a line needs times at two different sizes or more; got {sizes.tolist()}",
+            hint="measure for example 1 KB and 1 MB",
+        )
+    if not (np.isfinite(times).all() and (times > 0).all()):
+        raise DataError(f"times must be more than zero; got {times.tolist()}")
+    order = np.argsort(sizes)
+    sizes, times = sizes[order], times[order]
+    upper = slice(min(sizes.size // 2, sizes.size - 2), None)
+    beta = _median_slope(sizes[upper], times[upper])
+    if beta <= 0.0:  # noise was larger than the differences: the whole range is the longest lever
+        beta = max(0.0, float((times[-1] - times[0]) / (sizes[-1] - sizes[0])))
+    small = times[: max(1, sizes.size // 3)] - beta * sizes[: max(1, sizes.size // 3)]
+    alpha = max(0.0, float(np.median(small)))
+    fitted = alpha + beta * sizes
+    residuals = np.empty(sizes.size)
+    residuals[order] = (times - fitted) / np.maximum(times, fitted)
+    return LineFit(alpha, beta, tuple(residuals.tolist()))
+
+
+def _median_slope(sizes: npt.NDArray[np.float64], times: npt.NDArray[np.float64]) -> float:
+    low, high = np.triu_indices(sizes.size, 1)
+    apart = sizes[high] > sizes[low]
+    low, high = low[apart], high[apart]
+    slopes = (times[high] - times[low]) / (sizes[high] - sizes[low])
+    # Long levers are worth more: each slope counts by the distance that it spans.
+    order = np.argsort(slopes)
+    weights = np.cumsum((sizes[high] - sizes[low])[order])
+    middle = int(np.searchsorted(weights, weights[-1] / 2.0))
+    return float(slopes[order][middle])
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -28,11 +103,6 @@ class Contention:
         in_bytes_per_s: What each rank receives when all others send to it; float64 [ranks].
         all_bytes_per_s: What each rank sends when all send to all.
         host_out_bytes_per_s: What each host sends to the others when all its ranks do; by host.
-
-    Examples:
-        >>> Contention(out_bytes_per_s=np.ones(2), in_bytes_per_s=np.ones(2), all_bytes_per_s=1.0,
-        ...            host_out_bytes_per_s={}).all_bytes_per_s
-        1.0
     """
 
     out_bytes_per_s: FloatArray
@@ -75,8 +145,12 @@ class Profile:
         shape = (self.num_ranks, self.num_ranks, len(self.sizes_bytes))
         if self.times_s.shape != shape:
             raise DataError(f"times_s must have shape {shape}; got {self.times_s.shape}")
-        fits = [[self._fit(a, b) for b in range(shape[1])] for a in range(shape[0])]
-        object.__setattr__(self, "_fits", fits)
+        _ = self._fits  # refuses data that no line fits
+
+    @cached_property
+    def _fits(self) -> list[list[LineFit]]:
+        ranks = range(self.num_ranks)
+        return [[self._fit(source, target) for target in ranks] for source in ranks]
 
     def _fit(self, source: int, target: int) -> LineFit:
         if source == target:
@@ -104,12 +178,11 @@ class Profile:
         return self._table(lambda fit: fit.residuals)
 
     def _table(self, read: Any) -> FloatArray:
-        fits: list[list[LineFit]] = getattr(self, "_fits")  # noqa: B009 - set in __post_init__
-        return np.array([[read(fit) for fit in row] for row in fits], np.float64)
+        return np.array([[read(fit) for fit in row] for row in self._fits], np.float64)
 
     def predict_s(self, source: int, target: int, size_bytes: float) -> float:
-        """Time of one message between two ranks, by the fitted line."""
-        fit: LineFit = getattr(self, "_fits")[source][target]  # noqa: B009 - as above
+        """Return the time of one message between two ranks, by the fitted line."""
+        fit = self._fits[source][target]
         return fit.alpha_s + fit.beta_s_per_byte * size_bytes
 
     @property
@@ -119,7 +192,7 @@ class Profile:
             return 1.0 / self.beta_s_per_byte
 
     def shares_one_port(self) -> bool:
-        """Whether a rank's transfers share its port, rather than have links of their own.
+        """Return whether a rank's transfers share its port, rather than have links of their own.
 
         Decided by contention: a rank that sends to all others at once is as fast as to one.
         Without that measurement, or with two ranks, the answer is True.
@@ -139,7 +212,7 @@ class Profile:
         return np.where(np.isinf(self.rates_bytes_per_s), bounds, self.rates_bytes_per_s)
 
     def _between(self, values: FloatArray) -> FloatArray:
-        """What concerns two ranks, without the diagonal."""
+        """Return what concerns two ranks, without the diagonal."""
         return values[~np.eye(self.num_ranks, dtype=bool)]
 
     @staticmethod
@@ -147,7 +220,7 @@ class Profile:
         return np.where(np.eye(len(values), dtype=bool), -np.inf, values)
 
     def to_topology(self, name: str = "profiled") -> Topology:
-        """The topology that explains the measurements.
+        """Return the topology that explains the measurements.
 
         One rank a host, or all on one: ranks that share one port are joined by a switch, each by
         the rate of its port; others by a direct link for each ordered pair. Several ranks on
@@ -160,13 +233,6 @@ class Profile:
         Returns:
             The topology; its source says how it came about. Where times did not grow with the size,
             the link gets the largest size over its time, which is less than its rate.
-
-        Examples:
-            >>> times = np.full((2, 2, 2), 1e-3) * [1, 2]
-            >>> profile = Profile(hosts=("a", "b"), backend="gloo", sizes_bytes=(1000, 2000),
-            ...                   times_s=times)
-            >>> profile.to_topology().num_links
-            2
         """
         kind: Any = "gpu" if self.backend == "nccl" else "cpu"
         nodes = [Node(f"rank{r}", kind, host=host) for r, host in enumerate(self.hosts)]
@@ -239,7 +305,7 @@ class Profile:
         return nodes, links
 
     def to_dict(self) -> dict[str, Any]:
-        """All that was measured and fitted, as JSON can hold it."""
+        """Return all that was measured and fitted, as JSON can hold it."""
         found: dict[str, Any] = {
             "hosts": list(self.hosts),
             "backend": self.backend,
@@ -260,7 +326,7 @@ class Profile:
 
 
 def _best(rates: FloatArray) -> float:
-    """The port's rate: the middle of the pairs that no slower partner held back."""
+    """Return the port's rate: the middle of the pairs that no slower partner held back."""
     return float(np.median(rates[rates >= _NEAR_BEST * rates.max()]))
 
 
@@ -268,12 +334,6 @@ def split_latencies(alpha_s: FloatArray) -> tuple[FloatArray, FloatArray]:
     """Share each pair's latency out to the way up and the way down.
 
     The least squares of alpha[a, b] = up[a] + down[b], with the sum split evenly between the two.
-
-    Args:
-        alpha_s: Float64 [ranks, ranks]; the diagonal and NaN are left out.
-
-    Returns:
-        The way up and the way down of each rank, at least 0.
     """
     count = len(alpha_s)
     known = ~np.isnan(alpha_s) & ~np.eye(count, dtype=bool)

@@ -1,18 +1,17 @@
 """The fluid simulator: max-min fair rates of flows over paths, event by event."""
 
-from fivefold.network.simulation._rates import Routes, max_min_rates
+from fivefold.network.simulation._rates import FlowRoutes, max_min_rates
 from fivefold.network.simulation._result import RateRecord, SimulationResult, Span
 from fivefold.network.simulation._simulate import simulate
-from fivefold.network.simulation._table import FlowTable
-from fivefold.network.simulation._tasks import AggregationRequest, Compute, Flow
+from fivefold.network.simulation._tasks import AggregationRequest, Compute, Flow, FlowTable
 
 __all__ = [
     "AggregationRequest",
     "Compute",
     "Flow",
+    "FlowRoutes",
     "FlowTable",
     "RateRecord",
-    "Routes",
     "SimulationResult",
     "Span",
     "max_min_rates",

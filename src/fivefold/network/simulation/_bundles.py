@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fivefold._compiler import njit
-from fivefold.network.simulation._records import (
+from fivefold.network.simulation._state import (
     BLANK,
     BUNDLE,
     COUNTERS,
@@ -68,19 +68,7 @@ class Bundles(NamedTuple):
 def form_bundles(
     routes: Incidence, capacities: Any, *, keys: Any, groups: Any, weights: Any
 ) -> Bundles:
-    """Bundle flows.
-
-    Args:
-        routes: Links of each flow, in any order; a link may be listed more than once.
-        capacities: Bytes per second of each link.
-        keys: Flows with different keys never share a bundle; int64 [flows]. A negative key marks
-            a row that is no flow.
-        groups: Coupled flows have the same number here, others -1; int64 [flows].
-        weights: Rate of each flow is weight times level; float64 [flows].
-
-    Returns:
-        The bundles.
-    """
+    """Bundle flows."""
     merged = _merged(routes, len(capacities))
     kept = _undominated(merged, np.asarray(capacities), _transposed(merged, len(capacities)))
     reduced = _without(merged, kept)
@@ -103,17 +91,7 @@ def form_bundles(
 
 
 def make_loads(bundles: Bundles, capacities: Any, *, priorities: Any, queue_room: int) -> Loads:
-    """The solver's arrays, with no member under way.
-
-    Args:
-        bundles: From :func:`form_bundles`.
-        capacities: Bytes per second of each link.
-        priorities: Class of each bundle, from 0.
-        queue_room: Room for further heaps behind those of the bundles.
-
-    Returns:
-        The arrays; heaps of bundles and queues begin where their records say.
-    """
+    """Make the solver's arrays, with no member under way."""
     num_links, num_bundles = len(capacities), len(bundles.first_rows)
     entry_links = bundles.entries.links
     records = np.zeros(num_bundles + 1, BUNDLE)
@@ -151,7 +129,7 @@ def _table_size(rows: int) -> int:
 
 @njit
 def _merged(routes: Incidence, num_links: int) -> Incidence:
-    """Each link once a row, ascending, its amounts added."""
+    """Merge what a row lists twice: each link once, ascending, its amounts added."""
     offsets = np.zeros_like(routes.offsets)
     links = np.empty_like(routes.links)
     amounts = np.empty_like(routes.amounts)
@@ -177,7 +155,7 @@ def _merged(routes: Incidence, num_links: int) -> Incidence:
 
 @njit
 def _transposed(routes: Incidence, num_links: int) -> Incidence:
-    """Rows of each link; the field ``links`` holds rows here."""
+    """Return the rows of each link; the field ``links`` holds rows here."""
     offsets = np.zeros(num_links + 1, np.int64)
     for link in routes.links:
         offsets[link + 1] += 1
@@ -196,8 +174,8 @@ def _transposed(routes: Incidence, num_links: int) -> Incidence:
 
 @njit
 def _undominated(routes: Incidence, capacities: Any, by_link: Incidence) -> Any:
-    """Whether each link can be the first to fill up."""
-    kept = np.ones(capacities.size, np.uint8)
+    """Return whether each link can be the first to fill up."""
+    kept = np.ones(capacities.size, np.bool_)
     for link in range(capacities.size):
         start, end = by_link.offsets[link], by_link.offsets[link + 1]
         if start == end:
@@ -211,14 +189,14 @@ def _undominated(routes: Incidence, capacities: Any, by_link: Incidence) -> Any:
         for at in range(routes.offsets[shortest], routes.offsets[shortest + 1]):
             other = routes.links[at]
             if _covers(routes, capacities, by_link, (link, other)):
-                kept[link] = 0
+                kept[link] = False
                 break
     return kept
 
 
 @njit
 def _covers(routes: Incidence, capacities: Any, by_link: Incidence, pair: tuple[int, int]) -> bool:
-    """Whether the second link fills up no later than the first, whatever the flows do."""
+    """Return whether the second link fills up no later than the first, whatever the flows do."""
     link, other = pair
     mine = by_link.offsets[link + 1] - by_link.offsets[link]
     others = by_link.offsets[other + 1] - by_link.offsets[other]
@@ -238,20 +216,10 @@ def _covers(routes: Incidence, capacities: Any, by_link: Incidence, pair: tuple[
     return not equal or other < link
 
 
-@njit
 def _without(routes: Incidence, kept: Any) -> Incidence:
-    offsets = np.zeros_like(routes.offsets)
-    links = np.empty_like(routes.links)
-    amounts = np.empty_like(routes.amounts)
-    size = 0
-    for row in range(routes.offsets.size - 1):
-        for at in range(routes.offsets[row], routes.offsets[row + 1]):
-            if kept[routes.links[at]]:
-                links[size] = routes.links[at]
-                amounts[size] = routes.amounts[at]
-                size += 1
-        offsets[row + 1] = size
-    return Incidence(offsets, links[:size].copy(), amounts[:size].copy())
+    stays = kept[routes.links]
+    offsets = np.concatenate([[0], np.cumsum(stays)]).astype(np.int64)[routes.offsets]
+    return Incidence(offsets, routes.links[stays], routes.amounts[stays])
 
 
 @njit
@@ -312,7 +280,7 @@ def _classes(routes: Incidence, keys: Any, groups: Any, table: Any) -> Any:
 
 @njit
 def _entries(routes: Incidence, member_offsets: Any, members: Any, num_links: int) -> Any:
-    """The links of each bundle, and for each flow which of these entries it loads."""
+    """Return the links of each bundle, and for each flow which of these entries it loads."""
     row_entries = np.empty(routes.links.size, np.int64)
     links = np.empty(routes.links.size, np.int32)
     offsets = np.zeros(member_offsets.size, np.int64)

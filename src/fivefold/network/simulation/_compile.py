@@ -1,4 +1,4 @@
-"""From tasks by name to arrays: ids become positions, and every reference is checked."""
+"""From tasks by name to arrays: ids become positions, every reference is checked, trees planned."""
 
 from __future__ import annotations
 
@@ -9,20 +9,119 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from fivefold.errors import ConfigurationError
-from fivefold.network.simulation._aggregation import Tree, plan_tree
+from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.simulation._bundles import Incidence
-from fivefold.network.simulation._rates import Routes
-from fivefold.network.simulation._table import FlowTable
-from fivefold.network.simulation._tasks import AggregationRequest, Compute, Flow, Task
+from fivefold.network.simulation._rates import FlowRoutes
+from fivefold.network.simulation._tasks import AggregationRequest, Compute, Flow, FlowTable, Task
 
 if TYPE_CHECKING:
     from fivefold.network.topology import Topology
 
 
+@dataclass(frozen=True)
+class Tree:
+    """A request in terms of links and switches.
+
+    Attributes:
+        route: Every link of the tree, up and (for an all-reduce) down, then the adders as links
+            behind the real ones.
+        latency_s: From the last byte sent to the last received.
+        pool_rate_bytes_per_s: What the slots allow: pool over round trip; ``inf`` without latency.
+        slots: (switch ability, slots) of each aggregating switch.
+    """
+
+    route: tuple[int, ...]
+    latency_s: float
+    pool_rate_bytes_per_s: float
+    slots: tuple[tuple[int, float], ...]
+
+
+def plan_tree(topology: Topology, request: AggregationRequest) -> Tree:
+    """Find a request's links, latency, rate and slots."""
+    edges = request.tree.items()
+    up = {child: _link(topology, request, (child, parent)) for child, parent in edges}
+    down = {child: _link(topology, request, (parent, child)) for child, parent in edges}
+    links = [*up.values(), *(down.values() if request.broadcast else ())]
+    numbers = {ability.node: number for number, ability in enumerate(topology.switches)}
+    impossible = _why_impossible(topology, request, numbers)
+    if impossible is not None:
+        if request.fallback is None:
+            raise InfeasibleError(
+                f"request {request.request_id!r} can never run: {impossible}",
+                hint="give it a fallback, fewer slots or another tree",
+            )
+        # One slot of a switch that has none: the fallback always runs.
+        return Tree(tuple(links), 0.0, np.inf, ((len(topology.switches), 1.0),))
+    # Adders at line rate limit nothing.
+    adders = [
+        topology.num_links + numbers[node] for node in request.aggregators if _adds(topology, node)
+    ]
+    rise = max(_path_s(topology, request, (up, leaf)) for leaf in request.leaves)
+    fall = max(_path_s(topology, request, (down, leaf)) for leaf in request.leaves)
+    return Tree(
+        route=(*links, *adders),
+        latency_s=rise + fall if request.broadcast else rise,
+        pool_rate_bytes_per_s=_pool_rate(topology, request, rise + fall),
+        slots=tuple((numbers[node], float(request.slots)) for node in request.aggregators),
+    )
+
+
+def _link(topology: Topology, request: AggregationRequest, ends: tuple[str, str]) -> int:
+    source, target = topology.index(ends[0]), topology.index(ends[1])
+    leaving = topology.out_links(source)
+    found = leaving[topology.link_targets[leaving] == target]
+    if not found.size:
+        raise ConfigurationError(
+            f"request {request.request_id!r}: there is no link {ends[0]!r} -> {ends[1]!r}",
+            hint="a tree's edges are links of the topology, both ways",
+        )
+    return int(found[np.argmax(topology.capacities_bytes_per_s[found])])
+
+
+def _why_impossible(
+    topology: Topology, request: AggregationRequest, numbers: dict[str, int]
+) -> str | None:
+    for node in request.aggregators:
+        pool = topology.switches[numbers[node]].aggregation if node in numbers else None
+        if pool is None:
+            return f"{node!r} does not aggregate"
+        if request.slots > pool.slots:
+            return f"{node!r} has {pool.slots} slots, not {request.slots}"
+        if request.dtype is not None and pool.dtypes and request.dtype not in pool.dtypes:
+            return f"{node!r} cannot add {request.dtype}"
+    return None
+
+
+def _adds(topology: Topology, node: str) -> bool:
+    pool = topology.ability_of(node).aggregation
+    return pool is not None and pool.rate_bytes_per_s is not None
+
+
+def _path_s(
+    topology: Topology, request: AggregationRequest, path: tuple[dict[str, int], str]
+) -> float:
+    links, node = path
+    total = 0.0
+    while node in request.tree:
+        total += float(topology.latencies_s[links[node]])
+        node = request.tree[node]
+    return total
+
+
+def _pool_rate(topology: Topology, request: AggregationRequest, round_trip_s: float) -> float:
+    if round_trip_s == 0.0:
+        return float("inf")
+    sizes = [
+        pool.slot_bytes
+        for node in request.aggregators
+        if (pool := topology.ability_of(node).aggregation) is not None
+    ]
+    return request.slots * min(sizes) / round_trip_s
+
+
 @dataclass(frozen=True, eq=False)
 class Requests:
-    """Slots and fallbacks of in-network sums, beside a table.
+    """Slots and fallbacks of in-network aggregations, beside a table.
 
     Attributes:
         slots: Slots that each task takes; ``links`` holds switches, ``amounts`` slots.
@@ -40,7 +139,7 @@ class Requests:
 
     @classmethod
     def none(cls, tasks: int) -> Requests:
-        """No task asks for a sum."""
+        """Return the slots and fallbacks of tasks of which none asks for a sum."""
         empty = _incidence([], tasks)
         nothing = np.zeros(0, np.int64)
         return cls(empty, empty, np.full(tasks, -1, np.int64), nothing, np.zeros(0))
@@ -49,20 +148,7 @@ class Requests:
 def compile_tasks(
     topology: Topology, tasks: Iterable[Task]
 ) -> tuple[FlowTable, Requests, tuple[Hashable, ...]]:
-    """Check tasks against a topology and turn them into arrays.
-
-    Args:
-        topology: Whose links the routes use.
-        tasks: Flows, computations and in-network sums.
-
-    Returns:
-        The table, the slots and fallbacks, and the names of the jobs by number.
-
-    Raises:
-        ConfigurationError: A task is of the wrong type, an id repeats or is unknown, a route does
-            not lead from source to target, or a fallback depends on others.
-        InfeasibleError: A sum cannot be made where it is asked for, and has no fallback.
-    """
+    """Check tasks against a topology and turn them into arrays."""
     listed = list(tasks)
     for task in listed:
         if not isinstance(task, Flow | Compute | AggregationRequest):
@@ -139,7 +225,7 @@ def _table(topology: Topology, every: list[Any], known: tuple[Any, ...]) -> Flow
 
     return FlowTable.build(
         sizes=column(_size_of),
-        routes=Routes.of(routes),
+        routes=FlowRoutes.of(routes),
         names=names,
         dependencies=column(lambda task: [positions[name] for name in task.depends_on]),
         is_compute=column(lambda task: isinstance(task, Compute)),

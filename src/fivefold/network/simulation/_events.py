@@ -11,13 +11,13 @@ Ends never begin another task in the same call: they put it into the queue. So n
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from fivefold._compiler import njit
-from fivefold.network.simulation._book import carry, enter_links, exit_links, log_level
 from fivefold.network.simulation._filling import change_bundle, join_entry, leave_entry, resolve
-from fivefold.network.simulation._heap import pop_pair, push_pair, remove_event, schedule_event
-from fivefold.network.simulation._records import (
+from fivefold.network.simulation._state import (
     ASKED,
     EVENTS,
     IN_LINE,
@@ -31,8 +31,16 @@ from fivefold.network.simulation._records import (
     TICKETS,
     WAITS,
     World,
+    pop_pair,
+    push_pair,
+    remove_event,
+    schedule_event,
 )
 
+# Columns of World.book.
+FLOWS, BUSY_SINCE_S, BUSY_S, DEMAND, OVER_SINCE_S, OVER_S, CARRIED_BYTES = range(7)
+BOOK_COLUMNS = 7
+_OVER = 1e-9  # demand above capacity by less is rounding
 # States of a task.
 WAITING, SCHEDULED, QUEUED, RUNNING, ENDING, ENDED, SKIPPED = 0, 1, 2, 3, 4, 5, 6
 # What ended the loop.
@@ -42,6 +50,78 @@ _SAME = 1e-12
 _LOOSE = 0.5  # of the tolerance: how late, relative to the time, an end may change rates
 _QUEUE_CLASS = 2.0**40  # tickets of one priority stay below those of the next
 _JOINED = 1  # bundles change before the solver's rounds begin
+
+
+@njit
+def carry(world: World, task: int, size_bytes: float) -> None:
+    """Count bytes on every link of a flow's route."""
+    for at in range(world.tasks[task].first_use, world.tasks[task + 1].first_use):
+        use = world.uses[at]
+        world.book[use.link, CARRIED_BYTES] += size_bytes * use.amount
+
+
+@njit
+def enter_links(world: World, task: int, now_s: float) -> None:
+    """Count a flow that gets under way on its links."""
+    alone = world.tasks[task].alone
+    for at in range(world.tasks[task].first_use, world.tasks[task + 1].first_use):
+        use = world.uses[at]
+        row = world.book[use.link]
+        row[FLOWS] += 1
+        if row[FLOWS] == 1:
+            row[BUSY_SINCE_S] = now_s
+        row[DEMAND] += alone * use.amount
+        over = row[DEMAND] > world.loads.links[use.link].capacity * (1.0 + _OVER)
+        if over and row[OVER_SINCE_S] < 0.0:
+            row[OVER_SINCE_S] = now_s
+
+
+@njit
+def exit_links(world: World, task: int, now_s: float) -> None:
+    """Take a flow that has sent its last byte off its links."""
+    alone = world.tasks[task].alone
+    for at in range(world.tasks[task].first_use, world.tasks[task + 1].first_use):
+        use = world.uses[at]
+        row = world.book[use.link]
+        row[FLOWS] -= 1
+        row[DEMAND] -= alone * use.amount
+        if row[FLOWS] == 0:
+            row[BUSY_S] += now_s - row[BUSY_SINCE_S]
+            row[DEMAND] = 0.0
+        over = row[DEMAND] > world.loads.links[use.link].capacity * (1.0 + _OVER)
+        if not over and row[OVER_SINCE_S] >= 0.0:
+            row[OVER_S] += now_s - row[OVER_SINCE_S]
+            row[OVER_SINCE_S] = -1.0
+
+
+@njit
+def log_level(world: World, bundle: int, now_s: float) -> None:
+    """Record a change of level, where there is a log."""
+    if world.log.size > 0:
+        entry = world.log[world.loads.counts[LOGGED]]
+        entry.time_s = now_s
+        entry.bundle = bundle
+        entry.level = world.loads.bundles[bundle].level
+        world.loads.counts[LOGGED] += 1
+
+
+@njit
+def close_books(world: World, now_s: float, moved_bytes: Any) -> None:
+    """Count what is still under way when a simulation stops early, up to ``now_s``."""
+    for number in range(world.loads.bundles.size - 1):
+        bundle = world.loads.bundles[number]
+        virtual = bundle.virtual + bundle.level * (now_s - bundle.updated_s)
+        for place in range(bundle.first_member, bundle.first_member + bundle.members):
+            task = world.loads.heaps[place].id
+            left = max(0.0, world.loads.heaps[place].key - virtual) * world.tasks[task].weight
+            moved_bytes[task] = world.tasks[task].size - left
+            carry(world, task, moved_bytes[task])
+    for link in range(world.book.shape[0]):
+        row = world.book[link]
+        if row[FLOWS] > 0:
+            row[BUSY_S] += now_s - row[BUSY_SINCE_S]
+        if row[OVER_SINCE_S] >= 0.0:
+            row[OVER_S] += now_s - row[OVER_SINCE_S]
 
 
 @njit

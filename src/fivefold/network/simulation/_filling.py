@@ -16,8 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from fivefold._compiler import njit
-from fivefold.network.simulation._heap import pop_pair, push_pair
-from fivefold.network.simulation._records import (
+from fivefold.network.simulation._state import (
     CAPPED,
     DIRTY,
     FILLED,
@@ -28,6 +27,8 @@ from fivefold.network.simulation._records import (
     SOLVES,
     TOUCHED,
     Loads,
+    pop_pair,
+    push_pair,
 )
 
 _NOTHING = 1e-12  # of a capacity: what rounding leaves of a link that is full
@@ -54,7 +55,7 @@ def _mark_dirty(loads: Loads, link: int) -> None:
 
 @njit
 def join_entry(loads: Loads, entry: int, usage: float) -> None:
-    """One more member of the entry's bundle uses the entry's link."""
+    """Count one more member of the entry's bundle on the entry's link."""
     link = loads.entries[entry].link
     if loads.entries[entry].count == 0:
         _move_entry(loads, entry, loads.links[link].first_entry + loads.links[link].active)
@@ -66,7 +67,7 @@ def join_entry(loads: Loads, entry: int, usage: float) -> None:
 
 @njit
 def leave_entry(loads: Loads, entry: int, usage: float) -> None:
-    """One member less."""
+    """Count one member less."""
     link = loads.entries[entry].link
     loads.entries[entry].count -= 1
     loads.entries[entry].usage -= usage
@@ -79,7 +80,7 @@ def leave_entry(loads: Loads, entry: int, usage: float) -> None:
 
 @njit
 def change_bundle(loads: Loads, bundle: int, mark: int) -> None:
-    """The bundle's level must be found anew."""
+    """Have the bundle's level found anew."""
     if not loads.bundles[bundle].inside:
         loads.bundles[bundle].inside = mark
         loads.bundles[bundle].before = loads.bundles[bundle].level
@@ -172,7 +173,7 @@ def _open_bundle(loads: Loads, bundle: int, round_mark: int) -> None:
 
 @njit
 def _residual(loads: Loads, link: int, priority: int) -> float:
-    """What higher classes, and bundles of this one that stand still, leave of a link."""
+    """Return what higher classes, and bundles of this one that stand still, leave of a link."""
     used = 0.0
     first, capacity = loads.links[link].first_entry, loads.links[link].capacity
     for place in range(first, first + loads.links[link].active):
@@ -266,7 +267,7 @@ def _grow(loads: Loads) -> bool:
 
 @njit
 def _survey(loads: Loads, link: int) -> None:
-    """Per class of one link: load up to and with it, highest level, lowest level it limits."""
+    """Sum up a link per class: load up to it, highest level, lowest level that the link limits."""
     for priority in range(loads.classes.size):
         loads.classes[priority].load = 0.0
         loads.classes[priority].highest = 0.0

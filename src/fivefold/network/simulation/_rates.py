@@ -13,14 +13,14 @@ from fivefold._compiler import njit
 from fivefold.errors import ConfigurationError
 from fivefold.network.simulation._bundles import Bundles, Incidence, form_bundles, make_loads
 from fivefold.network.simulation._filling import change_bundle, join_entry, resolve
-from fivefold.network.simulation._records import Loads
+from fivefold.network.simulation._state import Loads
 from fivefold.network.topology import Routes as RankRoutes
 
 FloatArray = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
-class Routes:
+class FlowRoutes:
     """The links of many flows, one after the other.
 
     Args:
@@ -33,7 +33,7 @@ class Routes:
         ConfigurationError: The arrays do not fit together.
 
     Examples:
-        >>> routes = Routes.of([[0, 1], [], [2]])
+        >>> routes = FlowRoutes.of([[0, 1], [], [2]])
         >>> routes.offsets.tolist(), routes.links.tolist(), len(routes)
         ([0, 2, 2, 3], [0, 1, 2], 3)
     """
@@ -53,7 +53,7 @@ class Routes:
             msg = "the offsets of routes must rise from 0 to the number of entries"
             raise ConfigurationError(
                 msg,
-                hint="build them with Routes.of([[0, 1], [2]])",
+                hint="build them with FlowRoutes.of([[0, 1], [2]])",
             )
         if self.amounts is not None:
             amounts = np.array(self.amounts, np.float64, order="C")
@@ -69,16 +69,16 @@ class Routes:
         return self.offsets.size - 1
 
     @classmethod
-    def of(cls, routes: Sequence[Sequence[int]]) -> Routes:
-        """Routes from one list of links for each flow."""
+    def of(cls, routes: Sequence[Sequence[int]]) -> FlowRoutes:
+        """Make routes from one list of links for each flow."""
         offsets = np.concatenate([[0], np.cumsum([len(route) for route in routes], dtype=np.int64)])
         links = np.fromiter((link for route in routes for link in route), np.int32)
         return cls(offsets.astype(np.int64), links)
 
     @classmethod
-    def from_any(cls, routes: Routes | RankRoutes | Sequence[Sequence[int]]) -> Routes:
-        """Routes from themselves, from ``topology.routes()``, or from lists."""
-        if isinstance(routes, Routes):
+    def from_any(cls, routes: FlowRoutes | RankRoutes | Sequence[Sequence[int]]) -> FlowRoutes:
+        """Make routes from themselves, from ``topology.routes()``, or from lists."""
+        if isinstance(routes, FlowRoutes):
             return routes
         if isinstance(routes, RankRoutes):
             return cls(routes.offsets, routes.links)
@@ -106,7 +106,7 @@ class Routes:
 
 
 def max_min_rates(
-    routes: Routes | RankRoutes | Sequence[Sequence[int]],
+    routes: FlowRoutes | RankRoutes | Sequence[Sequence[int]],
     capacities_bytes_per_s: npt.ArrayLike,
     *,
     caps_bytes_per_s: npt.ArrayLike | None = None,
@@ -114,7 +114,7 @@ def max_min_rates(
     priorities: npt.ArrayLike | None = None,
     groups: npt.ArrayLike | None = None,
 ) -> FloatArray:
-    """Rates at which no flow can gain without taking from one that has no more.
+    """Return the rates at which no flow can gain without taking from one that has no more.
 
     Water is filled into all flows together, in proportion to their weights; a link that fills up
     stops its flows, and the rest goes on. Exact up to rounding.
@@ -144,7 +144,7 @@ def max_min_rates(
         >>> max_min_rates([[0], [0]], [10.0], priorities=[0, 1], caps_bytes_per_s=[7, 9]).tolist()
         [7.0, 3.0]
     """
-    table = Routes.from_any(routes)
+    table = FlowRoutes.from_any(routes)
     capacities = positive_array("capacities_bytes_per_s", capacities_bytes_per_s, None)
     table.check(len(capacities))
     count = len(table)
@@ -175,23 +175,7 @@ def bundle_flows(
     groups: npt.NDArray[np.int64],
     flows: npt.NDArray[np.bool_] | None = None,
 ) -> tuple[Bundles, npt.NDArray[np.int64]]:
-    """Bundles of flows and their priority classes.
-
-    Args:
-        routes: Links of each row.
-        capacities: Bytes per second of each link.
-        weights: As in :func:`max_min_rates`.
-        caps: As there.
-        priorities: As there.
-        groups: As there.
-        flows: Which rows are flows; None is all.
-
-    Returns:
-        The bundles, and the class of each, counted from 0.
-
-    Raises:
-        ConfigurationError: Flows of one group have different priorities.
-    """
+    """Form the bundles of flows and their priority classes."""
     ranks = np.unique(priorities, return_inverse=True)[1]
     _check_groups(groups, ranks)
     groups = np.where(groups < 0, -1, np.unique(np.maximum(groups, -1), return_inverse=True)[1])
@@ -206,12 +190,8 @@ def bundle_flows(
 
 
 def positive_array(name: str, values: npt.ArrayLike, size: int | None) -> FloatArray:
-    """Float64 values that are all more than zero.
-
-    Raises:
-        ConfigurationError: They are not, or not as many as asked for.
-    """
-    array = _sized(name, np.asarray(values, np.float64), size)
+    """Return float64 values, checked to be more than zero."""
+    array = sized_array(name, np.asarray(values, np.float64), size)
     if not _all_positive(array):
         raise ConfigurationError(
             f"{name} must all be more than zero", hint="leave out what carries nothing"
@@ -220,18 +200,14 @@ def positive_array(name: str, values: npt.ArrayLike, size: int | None) -> FloatA
 
 
 def whole_array(name: str, values: npt.ArrayLike, size: int) -> npt.NDArray[np.int64]:
-    """Int64 values.
-
-    Raises:
-        ConfigurationError: They are no whole numbers, or not as many as asked for.
-    """
-    array = _sized(name, np.asarray(values), size)
+    """Return int64 values, checked to be whole."""
+    array = sized_array(name, np.asarray(values), size)
     if array.dtype.kind not in "iu" and not (array.size == 0 or np.all(array == np.rint(array))):
         raise ConfigurationError(f"{name} must be whole numbers")
     return np.array(array, np.int64, order="C")
 
 
-def _sized(name: str, array: Any, size: int | None) -> Any:
+def sized_array(name: str, array: Any, size: int | None) -> Any:
     if size is not None and array.ndim == 0:
         return np.full(size, array)
     if array.ndim != 1 or (size is not None and array.size != size):

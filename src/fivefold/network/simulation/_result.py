@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fivefold.errors import ConfigurationError
-from fivefold.network.simulation._table import FlowTable
+from fivefold.network.simulation._tasks import FlowTable
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -26,10 +26,6 @@ class Span(NamedTuple):
         start_s: When it began.
         sent_s: When its last byte had been sent, or its work was done.
         finish_s: When its last byte had arrived.
-
-    Examples:
-        >>> Span("a", "flow", -1, 0.0, 1.0, 1.5).finish_s
-        1.5
     """
 
     name: Hashable
@@ -74,19 +70,12 @@ class SimulationResult:
         over_capacity_s: How long the flows on it would, each alone, have asked for more than it
             has: what queues and congestion marks would show; float64 [links].
         iteration_finish_s: End of every iteration, by job.
-        waits: In-network sums that had to wait for slots.
-        refusals: In-network sums whose fallback ran.
+        waits: In-network aggregations that had to wait for slots.
+        refusals: In-network aggregations whose fallback ran.
         events: Number of events that were processed.
         solves: Number of times that rates were solved.
         filled: Bundles whose level was found anew, over all solves.
         rates: Changes of rate, where they were recorded.
-
-    Examples:
-        >>> from fivefold.network.simulation import Compute, simulate
-        >>> from fivefold.network.topology import ring
-        >>> tasks = [Compute("a", 1.0), Compute("b", 2.0, depends_on=["a"])]
-        >>> simulate(ring(2, bandwidth="1 GB/s"), tasks).total_s
-        3.0
     """
 
     table: FlowTable
@@ -113,7 +102,7 @@ class SimulationResult:
         return {self.table.name_of(task): task for task in range(len(self.table))}
 
     def position_of(self, name: Hashable) -> int:
-        """Position of a task by its id.
+        """Return the position of a task by its id.
 
         Raises:
             ConfigurationError: There is no such task.
@@ -123,15 +112,15 @@ class SimulationResult:
         return self._positions[name]
 
     def start_of(self, name: Hashable) -> float:
-        """When a task began."""
+        """Return when a task began."""
         return float(self.start_s[self.position_of(name)])
 
     def finish_of(self, name: Hashable) -> float:
-        """When a task ended."""
+        """Return when a task ended."""
         return float(self.finish_s[self.position_of(name)])
 
     def job_finish_s(self, job: Hashable) -> float:
-        """When the last iteration of a job ended.
+        """Return when the last iteration of a job ended.
 
         Raises:
             ConfigurationError: There is no such job.
@@ -143,7 +132,7 @@ class SimulationResult:
         return float(self.iteration_finish_s[job][-1])
 
     def timeline(self) -> Iterator[Span]:
-        """Every task that began, in order of its start."""
+        """Yield every task that began, in order of its start."""
         for task in np.argsort(self.start_s, kind="stable").tolist():
             if np.isnan(self.start_s[task]):
                 return
@@ -157,7 +146,7 @@ class SimulationResult:
             )
 
     def rates_of(self, name: Hashable) -> tuple[FloatArray, FloatArray]:
-        """A flow's rate over time.
+        """Return a flow's rate over time.
 
         Args:
             name: Its id.
@@ -171,7 +160,7 @@ class SimulationResult:
         return self._rates_at(self.position_of(name))
 
     def link_rates(self, link: int) -> tuple[FloatArray, FloatArray]:
-        """The load of a link over time.
+        """Return the load of a link over time.
 
         Args:
             link: Its index.

@@ -6,30 +6,52 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
+from fivefold._compiler import njit
 from fivefold.errors import ConfigurationError, InfeasibleError
-from fivefold.network.simulation._book import BUSY_S, CARRIED_BYTES, OVER_S, close_books
-from fivefold.network.simulation._build import build_world
+from fivefold.network.simulation._bundles import Bundles, make_loads
 from fivefold.network.simulation._compile import Requests, compile_tasks
-from fivefold.network.simulation._events import LOG_FULL, SKIPPED, STOPPED, release_roots, run
-from fivefold.network.simulation._records import (
+from fivefold.network.simulation._events import (
+    BOOK_COLUMNS,
+    BUSY_S,
+    CARRIED_BYTES,
+    LOG_FULL,
+    OVER_S,
+    OVER_SINCE_S,
+    SKIPPED,
+    STOPPED,
+    close_books,
+    release_roots,
+    run,
+)
+from fivefold.network.simulation._rates import bundle_flows
+from fivefold.network.simulation._result import RateRecord, SimulationResult
+from fivefold.network.simulation._state import (
     EVENTS,
     FILLED,
+    JOB,
+    LINK_USE,
     LOG,
     LOGGED,
+    PROCESSOR,
     REFUSALS,
     ROUNDING,
+    ROW,
+    SLOT_NEED,
     SOLVES,
+    SWITCH,
+    TASK,
     WAITS,
     World,
+    empty_queue,
 )
-from fivefold.network.simulation._result import RateRecord, SimulationResult
-from fivefold.network.simulation._table import FlowTable
-from fivefold.network.simulation._tasks import AggregationRequest, Task
+from fivefold.network.simulation._tasks import AggregationRequest, FlowTable, Task
 
 if TYPE_CHECKING:
     from fivefold.network.topology import Topology
 
+IntArray = npt.NDArray[np.int64]
 _NAMED_IN_ERRORS = 5
 _LOG_ROOM = 65_536
 
@@ -44,7 +66,7 @@ def simulate(
     record_rates: bool = False,
     tolerance: float = 0.0,
 ) -> SimulationResult:
-    """Run flows, computations and in-network sums, and say when each ends.
+    """Run flows, computations and in-network aggregations, and say when each ends.
 
     At every moment rates are max-min fair within a priority class, and a class gets only what
     higher ones leave. A flow ends when its last byte has been sent, plus the sum of its route's
@@ -54,7 +76,7 @@ def simulate(
         topology: Links and switches.
         flows: Tasks, by name or as arrays.
         until_s: When to stop; None runs to the end.
-        aggregation: In-network sums, for a call whose flows are all flows.
+        aggregation: In-network aggregations, for a call whose flows are all flows.
         iterations: How often each job repeats its tasks, by job or for all. The next iteration
             starts when the last task of this one has ended; release times only hold back the
             first. Times of tasks are then those of the last iteration.
@@ -86,7 +108,7 @@ def simulate(
         table, requests, jobs = compile_tasks(topology, [*flows, *aggregation])
     else:
         if aggregation:
-            table_hint = "give all tasks as a list, or flows as a table without in-network sums"
+            table_hint = "give all tasks as a list, or flows as a table without aggregation"
             msg = "aggregation needs tasks by name"
             raise ConfigurationError(msg, hint=table_hint)
         flows.routes.check(topology.num_links)
@@ -94,7 +116,7 @@ def simulate(
         jobs = tuple(range(int(flows.jobs.max(initial=-1)) + 1))
     repeats = _iterations(iterations, jobs)
     _check_jobs(table, repeats)
-    world = build_world(topology, table, requests, iterations=repeats)
+    world = _build_world(topology, table, requests, iterations=repeats)
     world = world._replace(loads=world.loads._replace(tolerance=_checked_tolerance(tolerance)))
     release_roots(world)
     end_s = np.inf if until_s is None else float(until_s)
@@ -112,9 +134,7 @@ def simulate(
     )
 
 
-def _iterations(
-    iterations: int | Mapping[Hashable, int], jobs: tuple[Hashable, ...]
-) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _iterations(iterations: int | Mapping[Hashable, int], jobs: tuple[Hashable, ...]) -> IntArray:
     if isinstance(iterations, Mapping):
         unknown = [job for job in iterations if job not in jobs]
         if unknown:
@@ -140,8 +160,8 @@ def _checked_tolerance(tolerance: float) -> float:
     return max(float(tolerance), ROUNDING)
 
 
-def _check_jobs(table: FlowTable, repeats: np.ndarray[Any, np.dtype[np.int64]]) -> None:
-    """A repeated task has no single end that another job could wait for."""
+def _check_jobs(table: FlowTable, repeats: IntArray) -> None:
+    """Refuse to wait for a repeated task of another job: it has no single end."""
     waiting = np.repeat(np.arange(len(table)), np.diff(table.dependency_offsets))
     own, other = table.jobs[waiting], table.jobs[table.dependencies]
     often = np.append(repeats, 1)  # the last is for tasks without a job
@@ -223,4 +243,173 @@ def _result(
         solves=int(counts[SOLVES]),
         filled=int(counts[FILLED]),
         rates=records,
+    )
+
+
+def _build_world(
+    topology: Topology, table: FlowTable, requests: Requests, *, iterations: IntArray
+) -> World:
+    """Make the state, with nothing released yet."""
+    adders = requests.adder_rates_bytes_per_s
+    capacities = np.concatenate([topology.capacities_bytes_per_s, adders])
+    latencies = np.concatenate([topology.latencies_s, np.zeros(len(adders))])
+    bundles, classes = bundle_flows(
+        table.routes.incidence,
+        capacities,
+        weights=table.weights,
+        caps=table.rate_caps_bytes_per_s,
+        priorities=table.priorities,
+        groups=table.groups,
+        flows=~table.is_compute,
+    )
+    queues, _ = _grouped(table.processors, int(table.processors.max(initial=-1)) + 1)
+    loads = make_loads(bundles, capacities, priorities=classes, queue_room=int(queues[-1]))
+    _mark_caps(loads.bundles, bundles, table)
+    others, offsets = _others(table, requests, len(iterations))
+    tasks = _tasks(table, requests, (bundles, capacities, latencies, offsets))
+    _require_no_circle(tasks, others, table)
+    first_queue = len(loads.heaps) - int(queues[-1])
+    processors = np.zeros(len(queues), PROCESSOR)
+    processors["first_place"] = first_queue + queues
+    switches = np.zeros(len(requests.free_slots), SWITCH)
+    switches["free"] = requests.free_slots
+    book = np.zeros((len(capacities), BOOK_COLUMNS))
+    book[:, OVER_SINCE_S] = -1.0
+    return World(
+        loads=loads,
+        tasks=tasks,
+        uses=_records(LINK_USE, link=table.routes.links, amount=table.routes.incidence.amounts),
+        rows=_records(ROW, entry=bundles.row_entries, usage=bundles.row_usages),
+        others=others,
+        slots=_records(SLOT_NEED, switch=requests.slots.links, slots=requests.slots.amounts),
+        events=empty_queue(len(table) + len(bundles.first_rows)),
+        jobs=_jobs(iterations, offsets[2]),
+        iteration_finish_s=np.full(int(iterations.sum()), np.nan),
+        processors=processors,
+        switches=switches,
+        book=book,
+        log=np.zeros(0, LOG),
+    )
+
+
+def _records(kind: Any, **columns: Any) -> Any:
+    size = len(next(iter(columns.values())))
+    made = np.zeros(size, kind)
+    for name, values in columns.items():
+        made[name] = values
+    return made
+
+
+def _grouped(keys: Any, count: int) -> tuple[IntArray, IntArray]:
+    """Return offsets by key, and positions in order of their keys; negative keys are left out."""
+    order = np.argsort(keys, kind="stable")
+    order = order[np.searchsorted(keys[order], 0) :]
+    offsets = np.zeros(count + 1, np.int64)
+    np.cumsum(np.bincount(keys[order], minlength=count), out=offsets[1:])
+    return offsets, order
+
+
+def _mark_caps(records: Any, bundles: Bundles, table: FlowTable) -> None:
+    levels = table.rate_caps_bytes_per_s / table.weights
+    lowest, highest = np.full(len(records), np.inf), np.zeros(len(records))
+    members = bundles.of_row >= 0
+    np.minimum.at(lowest, bundles.of_row[members], levels[members])
+    np.maximum.at(highest, bundles.of_row[members], levels[members])
+    records["caps_differ"] = lowest < highest
+
+
+def _others(
+    table: FlowTable, requests: Requests, num_jobs: int
+) -> tuple[npt.NDArray[np.int32], tuple[IntArray, IntArray, IntArray]]:
+    """Return dependents, fallbacks, then tasks of jobs, in one array; and where each begins."""
+    waiting = np.repeat(np.arange(len(table)), np.diff(table.dependency_offsets))
+    dependents, order = _grouped(table.dependencies, len(table))
+    jobs, members = _grouped(table.jobs, num_jobs)
+    fallbacks = dependents[-1] + requests.fallbacks.offsets
+    parts = [waiting[order], requests.fallbacks.links, members]
+    others = np.concatenate(parts).astype(np.int32)
+    return others, (dependents, fallbacks, jobs + fallbacks[-1])
+
+
+def _tasks(table: FlowTable, requests: Requests, made: tuple[Any, ...]) -> Any:
+    bundles, capacities, latencies, (dependents, fallbacks, _) = made
+    count, routes = len(table), table.routes.incidence
+    flows = np.repeat(np.arange(count), np.diff(routes.offsets))
+    summed = np.bincount(flows, latencies[routes.links], count)
+    own = np.where(np.isnan(table.latencies_s), summed, table.latencies_s)
+    alone = table.rate_caps_bytes_per_s.copy()
+    np.minimum.at(alone, flows, capacities[routes.links] / routes.amounts)
+    tasks = np.zeros(count + 1, TASK)
+    one = tasks[:count]
+    one["size"], one["weight"] = table.sizes, table.weights
+    one["latency_s"] = np.where(table.is_compute, 0.0, own)
+    one["cap_level"], one["alone"] = table.rate_caps_bytes_per_s / table.weights, alone
+    one["release_s"], one["is_compute"] = table.releases_s, table.is_compute
+    for name in ("start_s", "sent_s", "finish_s"):
+        one[name] = np.nan
+    one["needs"] = np.diff(table.dependency_offsets) + (requests.fallback_of >= 0)
+    one["pending"] = one["needs"]
+    one["bundle"], one["job"] = bundles.of_row, table.jobs
+    one["processor"], one["fallback_of"] = table.processors, requests.fallback_of
+    one["priority"] = np.unique(table.priorities, return_inverse=True)[1]
+    tasks["first_use"], tasks["first_row"] = routes.offsets, bundles.row_offsets
+    tasks["first_dependent"], tasks["first_fallback"] = dependents, fallbacks
+    tasks["first_slot"] = requests.slots.offsets
+    return tasks
+
+
+def _jobs(iterations: IntArray, offsets: IntArray) -> Any:
+    jobs = np.zeros(len(iterations) + 1, JOB)
+    jobs["first_task"] = offsets
+    jobs["first_iteration"][1:] = np.cumsum(iterations)
+    jobs["iterations"][:-1] = iterations
+    jobs["left"][:-1] = np.diff(offsets)
+    return jobs
+
+
+@njit
+def _open_tasks(tasks: Any, others: Any) -> Any:
+    """Open dependencies of each task after all that can ever start has ended."""
+    pending = tasks["needs"][:-1].copy()
+    stack = np.empty(pending.size, np.int64)
+    size = 0
+    for task in range(pending.size):
+        if pending[task] == 0:
+            stack[size] = task
+            size += 1
+    while size > 0:
+        size -= 1
+        task = stack[size]
+        for which in range(2):
+            first, end = tasks[task].first_dependent, tasks[task + 1].first_dependent
+            if which == 1:
+                first, end = tasks[task].first_fallback, tasks[task + 1].first_fallback
+            for at in range(first, end):
+                pending[others[at]] -= 1
+                if pending[others[at]] == 0:
+                    stack[size] = others[at]
+                    size += 1
+    return pending
+
+
+def _require_no_circle(tasks: Any, others: Any, table: FlowTable) -> None:
+    stuck = _open_tasks(tasks, others) > 0
+    if not stuck.any():
+        return
+    # Every stuck task waits for a stuck one, so going back comes round. A fallback that only
+    # waits for its request has none: begin where there is one.
+    waiting = np.repeat(np.arange(len(table)), np.diff(table.dependency_offsets))
+    held = stuck[waiting] & stuck[table.dependencies]
+    before = dict(zip(waiting[held].tolist(), table.dependencies[held].tolist(), strict=True))
+    task = next(iter(before))
+    path: dict[int, int] = {}
+    while task in before and task not in path:
+        path[task] = len(path)
+        task = before[task]
+    circle = [table.name_of(found) for found in list(path)[path.get(task, 0) :]]
+    shown = ", ".join(repr(name) for name in circle[:_NAMED_IN_ERRORS])
+    more = f" and {len(circle) - _NAMED_IN_ERRORS} more" if len(circle) > _NAMED_IN_ERRORS else ""
+    raise ConfigurationError(
+        f"tasks wait for one another in a circle: {shown}{more}",
+        hint="take one of these dependencies away",
     )

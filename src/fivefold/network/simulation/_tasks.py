@@ -1,7 +1,4 @@
-"""What can be simulated: flows, computation, and sums made inside the network.
-
-Plain checked values for people; large sets are given as arrays (``FlowTable``).
-"""
+"""What can be simulated: flows, computation and in-network aggregation, one by one or as arrays."""
 
 from __future__ import annotations
 
@@ -11,7 +8,25 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from fivefold.errors import ConfigurationError
+from fivefold.network.simulation._rates import FlowRoutes, positive_array, sized_array, whole_array
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+_NEUTRAL: dict[str, float] = {
+    "is_compute": 0,
+    "latencies_s": np.nan,
+    "weights": 1.0,
+    "rate_caps_bytes_per_s": np.inf,
+    "priorities": 0,
+    "groups": -1,
+    "jobs": -1,
+    "releases_s": 0.0,
+    "processors": -1,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +39,7 @@ class _Released:
     job: Hashable | None = None
 
     def _check_release(self, name: str) -> None:
-        check_number(f"{name}: release_s", self.release_s, low=0.0)
+        _check_number(f"{name}: release_s", self.release_s, low=0.0)
         if isinstance(self.depends_on, str):
             raise ConfigurationError(
                 f"{name}: depends_on must be a list of ids; got {self.depends_on!r}",
@@ -76,10 +91,10 @@ class Flow(_Released):
     def __post_init__(self) -> None:
         name = f"flow {self.flow_id!r}"
         self._check_release(name)
-        check_number(f"{name}: size_bytes", self.size_bytes, low=0.0)
-        check_positive(f"{name}: weight", self.weight)
+        _check_number(f"{name}: size_bytes", self.size_bytes, low=0.0)
+        _check_positive(f"{name}: weight", self.weight)
         if self.rate_cap_bytes_per_s is not None:
-            check_positive(f"{name}: rate_cap_bytes_per_s", self.rate_cap_bytes_per_s)
+            _check_positive(f"{name}: rate_cap_bytes_per_s", self.rate_cap_bytes_per_s)
 
 
 @dataclass(frozen=True)
@@ -111,7 +126,7 @@ class Compute(_Released):
     def __post_init__(self) -> None:
         name = f"task {self.task_id!r}"
         self._check_release(name)
-        check_number(f"{name}: duration_s", self.duration_s, low=0.0)
+        _check_number(f"{name}: duration_s", self.duration_s, low=0.0)
 
 
 @dataclass(frozen=True)
@@ -161,7 +176,7 @@ class AggregationRequest(_Released):
     def __post_init__(self) -> None:
         name = f"request {self.request_id!r}"
         self._check_release(name)
-        check_number(f"{name}: size_bytes", self.size_bytes, low=0.0)
+        _check_number(f"{name}: size_bytes", self.size_bytes, low=0.0)
         if isinstance(self.slots, bool) or not isinstance(self.slots, int) or self.slots < 1:
             raise ConfigurationError(
                 f"{name}: slots must be a whole number from 1; got {self.slots!r}"
@@ -206,7 +221,7 @@ class AggregationRequest(_Released):
         return next(iter(set(self.tree.values()) - set(self.tree)))
 
     @property
-    def summing(self) -> tuple[str, ...]:
+    def aggregators(self) -> tuple[str, ...]:
         """The nodes that add, in order of name: the root, and where two or more streams meet.
 
         A node with one child that contributes nothing itself only forwards.
@@ -220,12 +235,8 @@ class AggregationRequest(_Released):
 Task = Flow | Compute | AggregationRequest
 
 
-def check_number(name: str, value: Any, *, low: float) -> None:
-    """Refuse what is not a finite number from ``low`` up.
-
-    Raises:
-        ConfigurationError: It is not.
-    """
+def _check_number(name: str, value: Any, *, low: float) -> None:
+    """Refuse what is not a finite number from ``low`` up."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     number = number or type(value).__module__ == "numpy"
     if not number or not math.isfinite(value) or value < low:
@@ -234,12 +245,159 @@ def check_number(name: str, value: Any, *, low: float) -> None:
         )
 
 
-def check_positive(name: str, value: Any) -> None:
-    """Refuse what is not a finite number above zero.
-
-    Raises:
-        ConfigurationError: It is not.
-    """
-    check_number(name, value, low=0.0)
+def _check_positive(name: str, value: Any) -> None:
+    """Refuse what is not a finite number above zero."""
+    _check_number(name, value, low=0.0)
     if value <= 0:
         raise ConfigurationError(f"{name} must be more than zero; got {value!r}")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class FlowTable:
+    """Tasks by position, one array a property. Build it with :meth:`build`.
+
+    Attributes:
+        sizes: Bytes of a flow, seconds of a computation; float64 [tasks].
+        is_compute: Whether each is a computation; bool [tasks].
+        routes: Links of each flow; computations have none.
+        latencies_s: From the last byte sent to the last received; NaN is the sum over the route.
+        weights: Share of a full link; float64 [tasks].
+        rate_caps_bytes_per_s: Highest rate, ``inf`` for none; float64 [tasks].
+        priorities: Lower comes first; int64 [tasks].
+        groups: Coupled flows have the same number; -1 is none; int64 [tasks].
+        jobs: Number of the job; -1 is none; int64 [tasks].
+        releases_s: Earliest start; float64 [tasks].
+        processors: Number of the processor of a computation; -1 is none; int64 [tasks].
+        dependency_offsets: Slice of ``dependencies`` of each task; int64 [tasks + 1].
+        dependencies: Tasks that must end first; int64.
+        names: Ids of the tasks; None is their positions.
+
+    Examples:
+        >>> table = FlowTable.build(sizes=[100.0, 50.0], routes=[[0], [0]], dependencies=[[], [0]])
+        >>> len(table), table.dependencies.tolist()
+        (2, [0])
+    """
+
+    sizes: FloatArray
+    is_compute: npt.NDArray[np.bool_]
+    routes: FlowRoutes
+    latencies_s: FloatArray
+    weights: FloatArray
+    rate_caps_bytes_per_s: FloatArray
+    priorities: IntArray
+    groups: IntArray
+    jobs: IntArray
+    releases_s: FloatArray
+    processors: IntArray
+    dependency_offsets: IntArray
+    dependencies: IntArray
+    names: tuple[Hashable, ...] | None = None
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def name_of(self, task: int) -> Hashable:
+        """Return the id of a task by position."""
+        return task if self.names is None else self.names[task]
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        sizes: npt.ArrayLike,
+        routes: Any,
+        dependencies: Any = None,
+        names: tuple[Hashable, ...] | None = None,
+        **columns: npt.ArrayLike,
+    ) -> FlowTable:
+        """Check and complete the arrays.
+
+        Args:
+            sizes: Bytes of each flow, seconds of each computation.
+            routes: A :class:`FlowRoutes`, what ``topology.routes()`` returns, or one list of links
+                for each task.
+            dependencies: A pair of arrays (offsets, tasks), or one list for each task; None is
+                no dependency.
+            names: Ids of the tasks.
+            **columns: Any other attribute of this class, one value for each task or one for all;
+                what is left out takes its neutral value.
+
+        Returns:
+            The table.
+
+        Raises:
+            ConfigurationError: A column is unknown, has the wrong length or a value out of range,
+                or the dependencies form a circle.
+        """
+        size = _at_least_zero("sizes", sizes, None)
+        unknown = set(columns) - set(_NEUTRAL)
+        if unknown:
+            raise ConfigurationError(
+                f"a flow table has no column {min(unknown)!r}",
+                hint=f"its columns are {', '.join(_NEUTRAL)}",
+            )
+        given = {key: columns.get(key, neutral) for key, neutral in _NEUTRAL.items()}
+        count = len(size)
+        offsets, needed = _dependency_arrays(dependencies, count)
+        table = FlowRoutes.from_any(routes)
+        if len(table) != count:
+            raise ConfigurationError(f"there are {count} sizes and {len(table)} routes")
+        cap = "rate_caps_bytes_per_s"
+        return cls(
+            sizes=size,
+            is_compute=whole_array("is_compute", given["is_compute"], count).astype(np.bool_),
+            routes=table,
+            latencies_s=_latencies(given["latencies_s"], count),
+            weights=positive_array("weights", given["weights"], count),
+            rate_caps_bytes_per_s=positive_array(cap, given[cap], count),
+            priorities=whole_array("priorities", given["priorities"], count),
+            groups=whole_array("groups", given["groups"], count),
+            jobs=whole_array("jobs", given["jobs"], count),
+            releases_s=_at_least_zero("releases_s", given["releases_s"], count),
+            processors=whole_array("processors", given["processors"], count),
+            dependency_offsets=offsets,
+            dependencies=needed,
+            names=names,
+        )
+
+
+def _at_least_zero(name: str, values: npt.ArrayLike, size: int | None) -> FloatArray:
+    array = sized_array(name, np.asarray(values, np.float64), size)
+    wrong = np.flatnonzero(~(np.isfinite(array) & (array >= 0)))
+    if wrong.size:
+        raise ConfigurationError(
+            f"{name} of task {wrong[0]} is {array[wrong[0]]}",
+            hint="use finite numbers from 0 up",
+        )
+    return np.array(array, np.float64, order="C")
+
+
+def _latencies(values: npt.ArrayLike, count: int) -> FloatArray:
+    array = np.asarray(values, np.float64)
+    known = np.nan_to_num(array, nan=0.0)
+    _at_least_zero("latencies_s", known, count)
+    return np.full(count, array) if array.ndim == 0 else np.array(array, order="C")
+
+
+def _dependency_arrays(given: Any, count: int) -> tuple[IntArray, IntArray]:
+    if given is None:
+        return np.zeros(count + 1, np.int64), np.zeros(0, np.int64)
+    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], np.ndarray):
+        offsets = np.array(given[0], np.int64, order="C")
+        needed = np.array(given[1], np.int64, order="C")
+    else:
+        lengths = [len(tasks) for tasks in given]
+        offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
+        needed = np.fromiter((task for tasks in given for task in tasks), np.int64)
+    if offsets.size != count + 1 or offsets[-1] != needed.size or np.any(np.diff(offsets) < 0):
+        raise ConfigurationError(
+            f"dependencies must have one list for each of the {count} tasks",
+            hint="an empty list is a task that waits for none",
+        )
+    wrong = np.flatnonzero((needed < 0) | (needed >= count))
+    if wrong.size:
+        task = int(np.searchsorted(offsets, wrong[0], side="right")) - 1
+        raise ConfigurationError(
+            f"task {task} waits for task {needed[wrong[0]]}, but there are {count} tasks"
+        )
+    return offsets, needed

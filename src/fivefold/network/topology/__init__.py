@@ -1,17 +1,8 @@
 """The graph of GPUs, switches, NICs and links: model, files, named machines, pictures."""
 
-from fivefold.network.topology._clusters import Port, clos, fat_tree, leaf_spine
-from fivefold.network.topology._dragonfly import dragonfly
-from fivefold.network.topology._draw import draw_topology
-from fivefold.network.topology._elements import Aggregation, Link, Node, NodeKind, SwitchAbility
-from fivefold.network.topology._graph import Adjacency
-from fivefold.network.topology._hosts import HostSpec
-from fivefold.network.topology._lingjun import load_lingjun
-from fivefold.network.topology._machines import machine_names, machine_source, named_topology
-from fivefold.network.topology._parse import generator_names, generator_usage, parse_topology
-from fivefold.network.topology._rails import dual_plane, rail_only, rail_optimized
-from fivefold.network.topology._rank_graph import RankGraph
-from fivefold.network.topology._regular import (
+from fivefold.network.topology._build import HostSpec
+from fivefold.network.topology._direct import (
+    dragonfly,
     fully_connected,
     hypercube,
     line,
@@ -21,8 +12,26 @@ from fivefold.network.topology._regular import (
     switch,
     torus,
 )
-from fivefold.network.topology._routes import Router, Routes
-from fivefold.network.topology._taccl import TacclProfile, load_taccl_profile, taccl_profile_names
+from fivefold.network.topology._draw import draw_topology
+from fivefold.network.topology._elements import Aggregation, Link, Node, NodeKind, SwitchAbility
+from fivefold.network.topology._fabrics import (
+    Port,
+    clos,
+    dual_plane,
+    fat_tree,
+    leaf_spine,
+    rail_only,
+    rail_optimized,
+)
+from fivefold.network.topology._graph import Adjacency
+from fivefold.network.topology._machines import (
+    load_lingjun,
+    named_topology,
+)
+from fivefold.network.topology._rank_graph import RankGraph
+from fivefold.network.topology._routes import Routes
+from fivefold.network.topology._taccl import TacclProfile
+from fivefold.network.topology._text import catalogue, parse_topology
 from fivefold.network.topology._topology import Topology
 
 __all__ = [
@@ -34,26 +43,21 @@ __all__ = [
     "NodeKind",
     "Port",
     "RankGraph",
-    "Router",
     "Routes",
     "SwitchAbility",
     "TacclProfile",
     "Topology",
+    "catalogue",
     "clos",
     "dragonfly",
     "draw_topology",
     "dual_plane",
     "fat_tree",
     "fully_connected",
-    "generator_names",
-    "generator_usage",
     "hypercube",
     "leaf_spine",
     "line",
     "load_lingjun",
-    "load_taccl_profile",
-    "machine_names",
-    "machine_source",
     "mesh",
     "named_topology",
     "parse_topology",
@@ -62,6 +66,5 @@ __all__ = [
     "ring",
     "star",
     "switch",
-    "taccl_profile_names",
     "torus",
 ]

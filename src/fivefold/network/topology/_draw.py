@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from fivefold.errors import ConfigurationError, UnsupportedError
+from fivefold.network.topology._graph import FloatArray
 from fivefold.network.topology._layout import Layout, lay_out
 from fivefold.network.topology._topology import Topology
-from fivefold.network.topology._views import FloatArray
 from fivefold.units import format_bytes, format_bytes_per_s
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ def _draw_plain(
     *,
     alpha: float,
 ) -> None:
-    """Links without loads: one line for both directions, an arrow where there is only one."""
+    """Draw one line for both directions of a link, an arrow where there is only one."""
     starts, stops, wraps = geometry
     both = {tuple(pair) for pair in ends.tolist()}
     alone = np.array([(second, first) not in both for first, second in ends.tolist()])
@@ -208,7 +208,7 @@ def _lines(axes: Axes, lines: Any, widths: FloatArray, **style: Any) -> Any:
 def _merged(
     topology: Topology, layout: Layout, loads: FloatArray | None
 ) -> tuple[npt.NDArray[np.int64], FloatArray, FloatArray | None]:
-    """Links between the same two marks as one: capacities added, bytes added, shares at most."""
+    """Merge links between the same two marks: capacities added, bytes added, shares at most."""
     marks = np.array(layout.marks, np.int64)
     pairs = np.column_stack([marks[topology.link_sources], marks[topology.link_targets]])
     outside = pairs[:, 0] != pairs[:, 1]
@@ -229,7 +229,7 @@ def _is_wrap(starts: FloatArray, stops: FloatArray) -> npt.NDArray[np.bool_]:
 
 
 def _stubs(starts: FloatArray, stops: FloatArray, *, aside: float = _ASIDE) -> FloatArray:
-    """Wrap-around links as short lines: all that leave the grid, then all that come back."""
+    """Return wrap-around links as short lines: all that leave the grid, then all that come back."""
     steps = stops - starts
     steps = 0.35 * steps / np.maximum(np.hypot(*steps.T), 1e-9)[:, None]
     shift = aside / 0.35 * np.column_stack([-steps[:, 1], steps[:, 0]])  # right of the way out
@@ -240,7 +240,7 @@ def _stubs(starts: FloatArray, stops: FloatArray, *, aside: float = _ASIDE) -> F
 
 
 def _curves(starts: FloatArray, stops: FloatArray) -> FloatArray:
-    """Lines from start to stop that keep to the right, as seen from the start."""
+    """Return lines from start to stop that keep to the right, as seen from the start."""
     steps = stops - starts
     right = np.column_stack([steps[:, 1], -steps[:, 0]])
     right *= (_ASIDE / np.maximum(np.hypot(*right.T), 1e-9))[:, None]

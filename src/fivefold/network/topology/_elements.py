@@ -33,10 +33,6 @@ class Node:
 
     Raises:
         ConfigurationError: The name is empty or the kind unknown.
-
-    Examples:
-        >>> Node("gpu0", "gpu", host="box0").is_rank, Node("leaf1", "tor").is_rank
-        (True, False)
     """
 
     name: str
@@ -142,10 +138,6 @@ class Aggregation:
 
     Raises:
         ConfigurationError: A value is out of range.
-
-    Examples:
-        >>> Aggregation(slots=128, slot_bytes=256).pool_bytes
-        32768
     """
 
     slots: int
@@ -173,11 +165,6 @@ class Aggregation:
             )
         object.__setattr__(self, "dtypes", tuple(self.dtypes))
 
-    @property
-    def pool_bytes(self) -> int:
-        """Size of all slots together."""
-        return self.slots * self.slot_bytes
-
 
 @dataclass(frozen=True, slots=True)
 class SwitchAbility:
@@ -186,11 +173,7 @@ class SwitchAbility:
     Args:
         node: Its name.
         multicast: Whether it copies one incoming chunk to several outgoing links.
-        aggregation: Its summing unit; None where it has none.
-
-    Examples:
-        >>> SwitchAbility("nvswitch0", multicast=True).aggregation is None
-        True
+        aggregation: Its aggregation unit; None where it has none.
     """
 
     node: str

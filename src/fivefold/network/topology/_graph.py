@@ -1,30 +1,34 @@
-"""Reachability on a graph in arrays. Knows nothing of what nodes and links are."""
+"""Arrays of links by node, and what can be reached over them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float64]
+_Array = TypeVar("_Array", bound=npt.NDArray[Any])
+
+
+def frozen(array: _Array) -> _Array:
+    """Return the array itself, from now on read-only."""
+    array.flags.writeable = False
+    return array
 
 
 @dataclass(frozen=True)
 class Adjacency:
-    """The links at each node: those of node n are ``links[offsets[n]:offsets[n + 1]]``.
-
-    Examples:
-        >>> group_by(np.array([1, 0, 1], np.int32), num_groups=2).of(1).tolist()
-        [0, 2]
-    """
+    """The links at each node: those of node n are ``links[offsets[n]:offsets[n + 1]]``."""
 
     offsets: IntArray
     links: IntArray
 
     def of(self, node: int) -> IntArray:
-        """Indices of the links at one node, ascending."""
+        """Return the indices of the links at one node, ascending."""
         return self.links[self.offsets[node] : self.offsets[node + 1]]
 
 
@@ -40,7 +44,7 @@ def group_by(keys: IntArray, *, num_groups: int) -> Adjacency:
 def reachable(
     adjacency: Adjacency, ends: IntArray, *, start: Iterable[int]
 ) -> npt.NDArray[np.bool_]:
-    """Which nodes can be reached from ``start``, following links to their ``ends``."""
+    """Return which nodes can be reached from ``start``, following links to their ``ends``."""
     num_nodes = len(adjacency.offsets) - 1
     seen = np.zeros(num_nodes, np.bool_)
     frontier = np.fromiter(start, np.int64)

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from fivefold.network.topology._graph import FloatArray
 from fivefold.network.topology._topology import Topology
-from fivefold.network.topology._views import FloatArray
 
 _GRID_NAME = re.compile(r"(?:mesh|torus):(\d+(?:x\d+)+)\b")
 _DETAILED_NODES = 150  # beyond, a host is one mark
@@ -95,7 +95,7 @@ def _circle(number: int, *, radius: float | None = None) -> FloatArray:
 
 
 def _among_themselves(topology: Topology, fabric: Sequence[int]) -> bool:
-    """Whether switches of one tier are joined to each other, as in a dragonfly."""
+    """Return whether switches of one tier are joined to each other, as in a dragonfly."""
     tier = np.full(topology.num_nodes, -1)
     tier[list(fabric)] = [_TIERS.get(topology.nodes[node].kind, 0) for node in fabric]
     first, second = tier[topology.link_sources], tier[topology.link_targets]
@@ -164,7 +164,7 @@ def _tiers(topology: Topology, fabric: Sequence[int]) -> Layout:
 
 
 def _place_block(rack: Sequence[_Unit], layout: Layout, left: float, *, many: bool) -> float:
-    """Hosts of one rack as marks, several rows deep where there are many; gives the right end."""
+    """Place hosts of one rack as marks, several rows deep where many; return the right end."""
     columns = math.ceil(math.sqrt(len(rack))) if many else len(rack)
     for index, unit in enumerate(rack):
         row, column = divmod(index, columns)
@@ -177,7 +177,7 @@ def _place_block(rack: Sequence[_Unit], layout: Layout, left: float, *, many: bo
 def _place_inside(
     topology: Topology, unit: _Unit, layout: Layout, left: float
 ) -> tuple[float, float]:
-    """All devices of a host; gives the width and height that it takes."""
+    """Place all devices of a host; return the width and height that it takes."""
     ranks = [n for n in unit.nodes if topology.nodes[n].is_rank]
     others: dict[str, list[int]] = {}
     for node in unit.nodes:
@@ -217,7 +217,7 @@ def _spread(nodes: Sequence[int], layout: Layout, left: float, size: tuple[float
 def _place_fabric(
     topology: Topology, fabric: Sequence[int], layout: Layout, corner: tuple[float, float]
 ) -> None:
-    """Each tier above the one below, every switch over the middle of what hangs on it."""
+    """Place each tier above the one below, every switch over the middle of what hangs on it."""
     right, height = corner
     width = max(right - 1.0, 1.0)
     tiers: dict[int, list[int]] = {}

@@ -1,18 +1,21 @@
-"""Machines that people have: boxes of GPUs, alone or several joined as their vendors do.
+"""Machines that people have, from published descriptions, and the Lingjun data set of hosts.
 
-Each is written down from a published description, which the topology's ``source`` names. Where
-sources differ, the docstring of the machine says how.
+Each topology's ``source`` names what it was written down from.
 """
 
 from __future__ import annotations
 
+import csv
 import difflib
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
-from fivefold.errors import ConfigurationError
-from fivefold.network.topology._build import Builder, Wire, check_count
+from fivefold.errors import ConfigurationError, DataError
+from fivefold.network.topology._build import Builder, HostSpec, Wire, check_count
 from fivefold.network.topology._elements import Aggregation, SwitchAbility
+from fivefold.network.topology._fabrics import Port, add_clos
 from fivefold.network.topology._topology import Topology
 
 # Physical links between two devices, in each direction.
@@ -23,6 +26,15 @@ _MI250_XGMI = """
 0-1:4 0-4:2 0-8:1 1-5:1 1-9:1 1-10:1 2-3:4 2-6:1 2-9:1 2-10:1 3-7:2 3-11:1 4-5:4 4-6:1 5-6:1 5-7:1
 6-7:4 8-9:4 8-12:2 9-13:1 10-11:4 10-14:1 11-15:2 12-13:4 12-14:1 13-14:1 13-15:1 14-15:4
 """
+# NVLink SHARP of the third NVSwitch generation. Slots and slot size are not published; the pool is
+# taken as large enough never to bind.
+_NVLS = Aggregation(slots=1 << 20, slot_bytes=16, dtypes=("float16", "bfloat16", "float32"))
+_LINGJUN_COLUMNS = ("ip", "DSW", "PSW", "ASW")
+_LEAST_DIGITS = 8
+# Assumptions, for the data says nothing: 8 GPUs on NVLink and 4 NICs of 200 Gbit/s, a pair of GPUs
+# and a NIC under each PCIe switch.
+LINGJUN_HOST = HostSpec(gpus=8, nics=4, nvlink="300 GB/s", pcie="32 GB/s")
+LINGJUN_PORT = Port("25 GB/s", "1 us")
 
 
 def _pairs(table: str) -> list[tuple[int, int, int]]:
@@ -38,13 +50,13 @@ DGX1_PAIRS = _pairs(_DGX1_NVLINKS)
 
 
 def named_topology(name: str, *, boxes: int = 1) -> Topology:
-    """A machine by name, one box or several joined by its network.
+    """Return a machine by name, one box or several joined by its network.
 
     Nodes of several boxes are named ``box1/gpu3``, those of a single box ``gpu3``. Ranks are
     numbered box by box.
 
     Args:
-        name: One of :func:`machine_names`.
+        name: One of those that :func:`catalogue` lists.
         boxes: Number of boxes.
 
     Returns:
@@ -72,38 +84,15 @@ def named_topology(name: str, *, boxes: int = 1) -> Topology:
     return builder.done(label, source=machine.source)
 
 
-def machine_names() -> tuple[str, ...]:
-    """The machines that :func:`named_topology` knows.
-
-    Examples:
-        >>> "dgx1" in machine_names()
-        True
-    """
-    return tuple(_MACHINES)
-
-
-def machine_source(name: str) -> str:
-    """Where a machine's figures come from, in a sentence or two.
-
-    Raises:
-        ConfigurationError: The name is unknown.
-
-    Examples:
-        >>> "NVLink" in machine_source("dgx1")
-        True
-    """
-    return _machine(name).source
-
-
 def _machine(name: str) -> _Machine:
-    if name not in _MACHINES:
-        near = difflib.get_close_matches(str(name), list(_MACHINES), n=1, cutoff=0.4)
+    if name not in MACHINES:
+        near = difflib.get_close_matches(str(name), list(MACHINES), n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ConfigurationError(
             f"there is no machine named {name!r}",
-            hint=f"{hint}the machines are {', '.join(_MACHINES)}",
+            hint=f"{hint}the machines are {', '.join(MACHINES)}",
         )
-    return _MACHINES[name]
+    return MACHINES[name]
 
 
 def _inside(box: int, boxes: int) -> tuple[str, str]:
@@ -113,7 +102,7 @@ def _inside(box: int, boxes: int) -> tuple[str, str]:
 def _wired_box(
     table: str, wire: Wire, *, device: str = "gpu"
 ) -> Callable[[Builder, str, str], list[str]]:
-    """A box whose devices are joined by direct links."""
+    """Return what adds a box whose devices are joined by direct links."""
     pairs = _pairs(table)
     size = 1 + max(second for _, second, _ in pairs)
 
@@ -130,7 +119,7 @@ def _wired_box(
 def _switched_box(
     size: int, wire: Wire, *, sums: bool = False
 ) -> Callable[[Builder, str, str], list[str]]:
-    """A box whose GPUs sit on one non-blocking NVSwitch plane."""
+    """Return what adds a box whose GPUs sit on one non-blocking NVSwitch plane."""
 
     def add(builder: Builder, prefix: str, host: str) -> list[str]:
         names = builder.row(f"{prefix}gpu", size, host=host)
@@ -147,7 +136,7 @@ def _switched_box(
 def _relay(
     pairs: list[tuple[int, int]], wire: Wire, *, switched: Wire
 ) -> Callable[[Builder, list[list[str]]], None]:
-    """A sender of each box to a receiver of each other box.
+    """Return what joins a sender of each box to a receiver of each other box.
 
     Two boxes are joined by links, more by a switch for each pair of sender and receiver, so that a
     NIC has its rate once, however many boxes there are.
@@ -170,7 +159,7 @@ def _relay(
 
 
 def _planes(count: int, wire: Wire) -> Callable[[Builder, list[list[str]]], None]:
-    """GPU i of every box on switch i mod ``count``."""
+    """Return what joins GPU i of every box to switch i mod ``count``."""
 
     def add(builder: Builder, boxes: list[list[str]]) -> None:
         planes = builder.row("ib", count, kind="tor")
@@ -202,11 +191,7 @@ class _Machine:
     source: str
 
 
-# NVLink SHARP of the third NVSwitch generation. Slots and slot size are not published; the pool is
-# taken as large enough never to bind.
-_NVLS = Aggregation(slots=1 << 20, slot_bytes=16, dtypes=("float16", "bfloat16", "float32"))
-
-_MACHINES: Mapping[str, _Machine] = {
+MACHINES: Mapping[str, _Machine] = {
     "dgx1": _Machine(
         _wired_box(_DGX1_NVLINKS, Wire("25 GB/s")),
         _dgx1_fabric,
@@ -256,3 +241,111 @@ _MACHINES: Mapping[str, _Machine] = {
         " differs: GCDs 2i and 2i + 1 share a 25 GB/s NIC.",
     ),
 }
+
+
+def load_lingjun(
+    path: str | Path,
+    *,
+    host: HostSpec = LINGJUN_HOST,
+    port: Port = LINGJUN_PORT,
+    aggs: int = 8,
+    cores: int = 32,
+    pods: Collection[str] | None = None,
+) -> Topology:
+    r"""Build the cluster that a Lingjun ``topo.csv`` describes.
+
+    Hosts are numbered pod by pod and rack by rack, in the order of the file within a rack; a host
+    is named ``P8/S14/0c9d9de1``: pod, rack, first digits of its hashed address.
+
+    Args:
+        path: The CSV file.
+        host: What each host is like (assumed).
+        port: Rate and latency of a port, and the rack switches' oversubscription (assumed).
+        aggs: Aggregation switches per pod (assumed).
+        cores: Core switches, a multiple of ``aggs`` (assumed).
+        pods: Only these pods (PSW labels); None for all.
+
+    Returns:
+        The topology.
+
+    Raises:
+        DataError: The file is missing, has other columns, repeats a host, or holds no host.
+        ConfigurationError: A pod is not in the file.
+
+    References:
+        Cao et al.: Crux, SIGCOMM 2024; data: alibaba/alibaba-lingjun-dataset-2023 on GitHub.
+
+    Examples:
+        >>> import tempfile
+        >>> file = Path(tempfile.mkdtemp()) / "topo.csv"
+        >>> _ = file.write_text("ip,DSW,PSW,ASW\na1,G6,P8,S1\nb2,G6,P8,S2\nc3,G6,P10,S1\n")
+        >>> load_lingjun(file).num_ranks, load_lingjun(file, pods=["P8"]).num_ranks
+        (24, 16)
+    """
+    file = Path(path)
+    rows = _lingjun_rows(file)
+    if pods is not None:
+        _check_pods(pods, {row["PSW"] for row in rows})
+        rows = [row for row in rows if row["PSW"] in pods]
+    rows.sort(key=lambda row: (_natural(row["PSW"]), _natural(row["ASW"])))
+    names = _short_names([row["ip"] for row in rows], file)
+    places: dict[str, dict[str, list[tuple[str, HostSpec]]]] = {}
+    for row in rows:
+        rack = f"{row['PSW']}/{row['ASW']}"
+        in_pod = places.setdefault(row["PSW"], {})
+        in_pod.setdefault(rack, []).append((f"{rack}/{names[row['ip']]}", host))
+    builder = Builder()
+    add_clos(builder, places, fabric=(aggs, cores, "split"), port=port)
+    source = (
+        f"Alibaba Lingjun 2023 data set ({file.name}, {len(rows)} hosts), published with Crux, "
+        f"SIGCOMM 2024. Assumed, not in the data: {host.gpus} GPUs and {host.ports} ports per "
+        f"host, {port.bandwidth} and {port.latency} per port, {aggs} aggregation switches per pod, "
+        f"{cores} core switches, oversubscription {port.oversubscription:g}"
+    )
+    return builder.done("lingjun", source=source)
+
+
+def _lingjun_rows(file: Path) -> list[dict[str, str]]:
+    try:
+        with file.open(newline="", encoding="utf-8") as stream:
+            reader = csv.DictReader(stream)
+            missing = [name for name in _LINGJUN_COLUMNS if name not in (reader.fieldnames or ())]
+            if missing:
+                raise DataError(
+                    f"{file} has no column {', '.join(missing)}",
+                    hint=f"a Lingjun topology file has the columns {', '.join(_LINGJUN_COLUMNS)}",
+                )
+            rows = list(reader)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{file} cannot be read: {error}", hint="name a topo.csv file") from None
+    for number, row in enumerate(rows, start=2):
+        if not all((row[name] or "").strip() for name in _LINGJUN_COLUMNS):
+            raise DataError(f"{file} has an incomplete row in line {number}")
+    if not rows:
+        raise DataError(f"{file} holds no host", hint="its rows are hosts")
+    return rows
+
+
+def _check_pods(wanted: Collection[str], known: set[str]) -> None:
+    unknown = sorted(set(wanted) - known)
+    if unknown or not wanted:
+        raise ConfigurationError(
+            f"there is no pod {', '.join(unknown) or '(none named)'} in the file",
+            hint=f"its pods are {', '.join(sorted(known, key=_natural))}",
+        )
+
+
+def _natural(label: str) -> tuple[str, int, str]:
+    letters, digits = re.fullmatch(r"(\D*)(\d*).*", label, re.DOTALL).groups()  # type: ignore[union-attr]
+    return letters, int(digits or -1), label
+
+
+def _short_names(addresses: list[str], file: Path) -> Mapping[str, str]:
+    if len(set(addresses)) != len(addresses):
+        twice = next(one for one in addresses if addresses.count(one) > 1)
+        raise DataError(f"{file} names host {twice} more than once", hint="one row per host")
+    for length in range(_LEAST_DIGITS, 1 + max(_LEAST_DIGITS, *map(len, addresses))):
+        short = {address: address[:length] for address in addresses}
+        if len(set(short.values())) == len(short):
+            return short
+    return {address: address for address in addresses}

@@ -54,11 +54,11 @@ class RankGraph:
         return len(self.sources)
 
     def route(self, edge: int) -> IntArray:
-        """Physical links of one logical link, in order."""
+        """Return the physical links of one logical link, in order."""
         return self.route_links[self.route_offsets[edge] : self.route_offsets[edge + 1]]
 
     def is_direct(self, edge: int) -> bool:
-        """Whether it is one physical link."""
+        """Return whether it is one physical link."""
         return int(self.route_offsets[edge + 1] - self.route_offsets[edge]) == 1
 
     @cached_property
@@ -72,7 +72,7 @@ class RankGraph:
         return group_by(self.targets, num_groups=self._num_ranks)
 
     def between(self, rank_a: int, rank_b: int) -> IntArray:
-        """Logical links from one rank to another."""
+        """Return the logical links from one rank to another."""
         leaving = self.outgoing.of(rank_a)
         found: IntArray = leaving[self.targets[leaving] == rank_b]
         return found
@@ -83,7 +83,7 @@ class RankGraph:
 
 
 def build_rank_graph(topology: Topology) -> RankGraph:
-    """All logical links of a topology; the routes through switches are the shortest ones."""
+    """Find all logical links of a topology; routes through switches are the shortest ones."""
     ranks_at_ends = (
         topology.is_rank[topology.link_sources] & topology.is_rank[topology.link_targets]
     )

@@ -58,7 +58,7 @@ class Routes:
         return len(self.sources)
 
     def of(self, route: int) -> IntArray:
-        """Link indices of one route."""
+        """Return the link indices of one route."""
         return self.links[self.offsets[route] : self.offsets[route + 1]]
 
 
@@ -67,11 +67,6 @@ class Router:
 
     Args:
         topology: The network.
-
-    Examples:
-        >>> from fivefold.network.topology import line
-        >>> Router(line(3)).distances(0)[1].tolist()
-        [0, 1, 2]
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -88,7 +83,7 @@ class Router:
         self._entering: IntArray = enter.links[order]
 
     def route(self, rank_a: int, rank_b: int, *, through_ranks: bool = True) -> tuple[int, ...]:
-        """Links from one rank to another, see :meth:`Topology.shortest_route`."""
+        """Return the links from one rank to another, see :meth:`Topology.shortest_route`."""
         found = self.routes([rank_a], [rank_b], through_ranks=through_ranks)
         return tuple(found.links.tolist())
 
@@ -99,7 +94,7 @@ class Router:
         *,
         through_ranks: bool = True,
     ) -> Routes:
-        """Routes of many pairs, see :meth:`Topology.routes`."""
+        """Return the routes of many pairs, see :meth:`Topology.routes`."""
         first, last = self._pairs(sources, targets)
         lengths = np.zeros(len(first), np.int64)
         pieces: list[tuple[npt.NDArray[np.int64], IntArray]] = []
@@ -123,8 +118,8 @@ class Router:
     def distances(
         self, rank: int, *, through_ranks: bool = True
     ) -> tuple[npt.NDArray[np.int64], IntArray]:
-        """Ticks of latency and number of links from a rank to each node; -1 is unreachable."""
-        from fivefold.network.topology._shortest import (  # noqa: PLC0415 - brings numba
+        """Return the ticks of latency and number of links from a rank to each node, or -1."""
+        from fivefold.network.topology._searches import (  # noqa: PLC0415 - brings numba
             shortest_distances,
         )
 
@@ -147,7 +142,7 @@ class Router:
         return found
 
     def eccentricities_s(self) -> npt.NDArray[np.float64]:
-        """Largest latency from each rank to any rank; infinite where one cannot be reached."""
+        """Return the largest latency from each rank to any; infinite where one is cut off."""
         topology = self._topology
         found = np.zeros(topology.num_ranks)
         if not self._ticks.any() and topology.is_connected():
@@ -160,7 +155,7 @@ class Router:
         return found
 
     def seconds(self, ticks: int) -> float:
-        """A sum of ticks in seconds."""
+        """Return a sum of ticks in seconds."""
         return ticks / self._ticks_per_s
 
     @property
@@ -198,7 +193,7 @@ class Router:
         targets: IntArray,
         through_ranks: bool,  # noqa: FBT001 - passed on
     ) -> tuple[IntArray, IntArray]:
-        from fivefold.network.topology._shortest import walk_back  # noqa: PLC0415 - brings numba
+        from fivefold.network.topology._searches import walk_back  # noqa: PLC0415 - brings numba
 
         topology = self._topology
         ticks, hops = self.distances(rank, through_ranks=through_ranks)
@@ -221,7 +216,7 @@ class Router:
         last: IntArray,
         through_ranks: bool,  # noqa: FBT001 - passed on
     ) -> tuple[npt.NDArray[np.int64], IntArray]:
-        from fivefold.network.topology._meeting import (  # noqa: PLC0415 - brings numba
+        from fivefold.network.topology._searches import (  # noqa: PLC0415 - brings numba
             meeting_routes,
         )
 
@@ -239,7 +234,7 @@ class Router:
         return np.diff(offsets), links
 
     def _selectors(self, sources: IntArray, targets: IntArray) -> IntArray:
-        """What decides among equals: the target where switches are, else a hash of the pair.
+        """Return what decides among equals: the target where switches are, else a hash of the pair.
 
         In a grid of ranks the target alone would send all its traffic through the same neighbour.
         """
@@ -282,7 +277,7 @@ def _gathered(
     lengths: npt.NDArray[np.int64],
     pieces: list[tuple[npt.NDArray[np.int64], IntArray]],
 ) -> Routes:
-    """Routes found in pieces, in the order that they were asked for."""
+    """Put routes found in pieces into the order that they were asked for."""
     offsets = np.zeros(len(first) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     links_of_all = np.empty(offsets[-1], np.int32)

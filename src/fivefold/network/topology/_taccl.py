@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,7 +47,7 @@ class TacclProfile:
         time_scale: What the authors multiplied microseconds by.
 
     Examples:
-        >>> profile = TacclProfile.published("ndv2_1MB")
+        >>> profile = TacclProfile.load("ndv2_1MB")
         >>> profile.alpha, profile.betas[1][0], profile.chunk_bytes
         (0.3, 23, 1048576)
     """
@@ -66,38 +66,43 @@ class TacclProfile:
     time_scale: float = 1.0
 
     @classmethod
-    def published(cls, name: str) -> TacclProfile:
-        """One of the five profiles that TACCL was published with.
-
-        Raises:
-            ConfigurationError: The name is unknown.
-        """
-        if name not in _PUBLISHED:
-            raise ConfigurationError(
-                f"there is no published TACCL profile {name!r}",
-                hint=f"they are {', '.join(_PUBLISHED)}",
-            )
-        keys, chunk_bytes, time_scale = _PUBLISHED[name]
-        table = {"name": name, **keys}
-        return cls.from_json(table, chunk_bytes=chunk_bytes, time_scale=time_scale)
-
-    @classmethod
-    def from_json(
-        cls, table: Mapping[str, Any], *, chunk_bytes: str | float, time_scale: float = 1.0
+    def load(
+        cls,
+        source: str | Path | Mapping[str, Any],
+        *,
+        chunk_bytes: str | float | None = None,
+        time_scale: float = 1.0,
     ) -> TacclProfile:
-        """Read the tables of one of TACCL's JSON files.
+        """Load a profile: a published one by name, a JSON file of TACCL's, or its content.
 
         Args:
-            table: The file's content.
-            chunk_bytes: Size of the chunk that the times are for, such as ``"1 MiB"``.
-            time_scale: What microseconds were multiplied by.
+            source: A name such as ``ndv2_1MB``, a path, or a mapping.
+            chunk_bytes: Size of the chunk that the times are for, such as ``"1 MiB"``; needed
+                unless published.
+            time_scale: What microseconds were multiplied by; known for the published ones.
 
         Returns:
             The profile.
 
         Raises:
-            DataError: A key is missing, or a matrix has the wrong shape.
+            ConfigurationError: The name is unknown, or ``chunk_bytes`` is missing.
+            DataError: The file cannot be read, a key is missing, or a matrix has the wrong shape.
         """
+        named = isinstance(source, str) and not source.endswith(".json")
+        if named and (source in PUBLISHED or not Path(str(source)).exists()):
+            if source not in PUBLISHED:
+                raise ConfigurationError(
+                    f"there is no published TACCL profile {source!r}",
+                    hint=f"they are {', '.join(PUBLISHED)}",
+                )
+            keys, own_bytes, time_scale = PUBLISHED[str(source)]
+            table: Mapping[str, Any] = {"name": source, **keys}
+            chunk_bytes = own_bytes if chunk_bytes is None else chunk_bytes
+        else:
+            table = source if isinstance(source, Mapping) else _read_json(Path(source))
+        if chunk_bytes is None:
+            message = "a TACCL profile gives times for one chunk and does not say of what size"
+            raise ConfigurationError(message, hint='say it, such as chunk_bytes="1 MiB"')
         for key in _REQUIRED:
             value = table.get(key)
             if not isinstance(value, int | float) or not 0 <= value < math.inf:
@@ -133,7 +138,7 @@ class TacclProfile:
         connections: Connections = "relay",
         as_solved: bool = False,
     ) -> Topology:
-        """The topology of one or several boxes.
+        """Return the topology of one or several boxes.
 
         A NIC that serves several connections is divided among them beforehand, as TACCL does
         it: each gets the time of a NIC times connections per NIC.
@@ -226,65 +231,6 @@ class TacclProfile:
         return table
 
 
-def load_taccl_profile(
-    source: str | Path | Mapping[str, Any],
-    *,
-    chunk_bytes: str | float | None = None,
-    time_scale: float = 1.0,
-    boxes: int = 1,
-    connections: Connections = "relay",
-    as_solved: bool = False,
-) -> Topology:
-    """The topology of a TACCL profile: a published one by name, a JSON file, or its content.
-
-    Args:
-        source: A name such as ``ndv2_1MB``, a path, or a mapping.
-        chunk_bytes: Size of the chunk that the times are for; needed unless published.
-        time_scale: What microseconds were multiplied by; known for the published ones.
-        boxes: Number of boxes.
-        connections: Who sends to whom between boxes, see :meth:`TacclProfile.to_topology`.
-        as_solved: Latencies as TACCL's solver sees them.
-
-    Returns:
-        The topology.
-
-    Raises:
-        ConfigurationError: The name is unknown, or ``chunk_bytes`` is missing.
-        DataError: The file cannot be read or is no profile.
-
-    Examples:
-        >>> machine = load_taccl_profile("ndv2_1MB", boxes=2)
-        >>> machine.num_ranks, f"{machine.latencies_s.max():.1e}"
-        (16, '2.6e-06')
-    """
-    if isinstance(source, str) and source in _PUBLISHED:
-        profile = TacclProfile.published(source)
-        if chunk_bytes is not None:
-            profile = replace(profile, chunk_bytes=parse_bytes(chunk_bytes))
-    else:
-        if isinstance(source, str) and not source.endswith(".json") and not Path(source).exists():
-            return TacclProfile.published(source).to_topology()  # says which there are
-        if chunk_bytes is None:
-            message = "a TACCL profile gives times for one chunk and does not say of what size"
-            raise ConfigurationError(
-                message,
-                hint='say it, such as chunk_bytes="1 MiB"',
-            )
-        table = source if isinstance(source, Mapping) else _read_json(Path(source))
-        profile = TacclProfile.from_json(table, chunk_bytes=chunk_bytes, time_scale=time_scale)
-    return profile.to_topology(boxes=boxes, connections=connections, as_solved=as_solved)
-
-
-def taccl_profile_names() -> tuple[str, ...]:
-    """The profiles that :func:`load_taccl_profile` knows by name.
-
-    Examples:
-        >>> taccl_profile_names()
-        ('dgx2_1KB', 'dgx2_1MB', 'ndv2_1KB', 'ndv2_32KB', 'ndv2_1MB')
-    """
-    return tuple(_PUBLISHED)
-
-
 def _read_json(path: Path) -> Mapping[str, Any]:
     table = read_json(path, what="TACCL profile")
     if not isinstance(table, dict):
@@ -354,7 +300,7 @@ def _keys(*values: Any) -> Mapping[str, Any]:
 
 # Values of the authors' files; the sizes are inferred (the ratios of the times fit binary sizes),
 # and so are the scales (the smaller profiles' alphas are multiples of the 1 MB one's).
-_PUBLISHED: Mapping[str, tuple[Mapping[str, Any], int, float]] = {
+PUBLISHED: Mapping[str, tuple[Mapping[str, Any], int, float]] = {
     "dgx2_1KB": (_keys(16, 8, 30, [1], [31], 260, 10.25, 270), 1024, 100),
     "dgx2_1MB": (_keys(16, 8, 0.3, [8], [8], 2.6, 105, 107), 1 << 20, 1),
     "ndv2_1KB": (_keys(8, 1, 30, [2.24, 4.5], [32.25, 34.5], 260, 10.25, 270.25), 1024, 100),

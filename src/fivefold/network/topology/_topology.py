@@ -1,34 +1,40 @@
 """The one graph of a cluster, from GPU to core switch: immutable, checked, in arrays and by name.
 
-Nodes and links are kept as they were given; solvers and simulators read the arrays. Compute nodes
-in their order are the ranks. Both views number the same things: link i is ``links[i]`` and row i
-of every link array. This module knows neither files nor pictures nor routes' algorithms.
+Compute nodes in their order are the ranks. Arrays and names number the same things: link i is
+``links[i]`` and row i of every link array.
 """
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from fivefold.errors import ConfigurationError, InfeasibleError
-from fivefold.network.topology._changes import (
-    changed_links,
-    joined_names,
-    renamed_links,
-    scaled_links,
+from fivefold.network.topology._elements import (
+    COMPUTE_KINDS,
+    Aggregation,
+    Link,
+    Node,
+    SwitchAbility,
 )
-from fivefold.network.topology._checks import all_of, check_topology, listed
-from fivefold.network.topology._elements import Aggregation, Link, Node, SwitchAbility
-from fivefold.network.topology._graph import reachable
-from fivefold.network.topology._views import FloatArray, TopologyViews, frozen
+from fivefold.network.topology._graph import (
+    Adjacency,
+    FloatArray,
+    IntArray,
+    frozen,
+    group_by,
+    reachable,
+)
 from fivefold.units import parse_bytes_per_s, parse_duration_s
 
 if TYPE_CHECKING:
@@ -36,8 +42,79 @@ if TYPE_CHECKING:
     from fivefold.network.topology._routes import Router, Routes
 
 
+_Element = TypeVar("_Element")
+_NAMED_IN_ERRORS = 5
+
+
+def _check_topology(
+    name: str,
+    nodes: Sequence[Node],
+    links: Sequence[Link],
+    switches: Sequence[SwitchAbility],
+) -> None:
+    """Check names, links' ends and switch abilities."""
+    if not isinstance(name, str) or not name:
+        raise ConfigurationError(f"a topology needs a name; got {name!r}")
+    known = {node.name: node for node in nodes}
+    _check_unique((node.name for node in nodes), f"topology {name!r} has several nodes named")
+    if not any(node.is_rank for node in nodes):
+        raise ConfigurationError(
+            f"topology {name!r} has no compute node",
+            hint="at least one node must be of kind gpu or cpu",
+        )
+    for link in links:
+        for end in (link.source, link.target):
+            if end not in known:
+                raise ConfigurationError(
+                    f"link {link.source!r} -> {link.target!r} ends at {end!r}, "
+                    f"which is no node of topology {name!r}",
+                    hint=_nearest_node(end, known),
+                )
+    for ability in switches:
+        node = known.get(ability.node)
+        if node is None or node.is_rank:
+            what = "no node of the topology" if node is None else "a compute node"
+            raise ConfigurationError(
+                f"switches names {ability.node!r}, which is {what}",
+                hint="only nodes that forward can be switches"
+                if node
+                else _nearest_node(ability.node, known),
+            )
+    _check_unique((ability.node for ability in switches), "switches says several times")
+
+
+def _nearest_node(name: object, known: Collection[str]) -> str:
+    """Return a hint for a name that is no node."""
+    near = difflib.get_close_matches(str(name), list(known), n=1)
+    return f"did you mean {near[0]!r}?" if near else f"its nodes are {_listed(list(known))}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return the first few of many names."""
+    shown = ", ".join(repr(name) for name in names[:_NAMED_IN_ERRORS])
+    return f"{shown}, ..." if len(names) > _NAMED_IN_ERRORS else shown
+
+
+def _tuple_of(kind: type[_Element], values: Iterable[Any], what: str) -> tuple[_Element, ...]:
+    """Return the values as a tuple of one class."""
+    found = tuple(values)
+    wrong = next((value for value in found if not isinstance(value, kind)), None)
+    if wrong is not None:
+        raise ConfigurationError(
+            f"{what} of a topology must be {kind.__name__} objects; got {wrong!r}",
+            hint=f"write {kind.__name__}(...)",
+        )
+    return found
+
+
+def _check_unique(names: Iterable[str], complaint: str) -> None:
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
+    if twice:
+        raise ConfigurationError(f"{complaint} {_listed(twice)}", hint="name each of them once")
+
+
 @dataclass(frozen=True, eq=False, repr=False)
-class Topology(TopologyViews):
+class Topology:
     """Nodes joined by directed links.
 
     Two topologies are equal when their nodes, links and switch abilities are; the name and the
@@ -79,14 +156,14 @@ class Topology(TopologyViews):
     ) -> None:
         fields = {
             "name": name,
-            "nodes": all_of(Node, nodes, "nodes"),
-            "links": all_of(Link, links, "links"),
-            "switches": all_of(SwitchAbility, switches, "switches"),
+            "nodes": _tuple_of(Node, nodes, "nodes"),
+            "links": _tuple_of(Link, links, "links"),
+            "switches": _tuple_of(SwitchAbility, switches, "switches"),
             "source": source,
         }
         for key, value in fields.items():
             object.__setattr__(self, key, value)
-        check_topology(self.name, self.nodes, self.links, self.switches)
+        _check_topology(self.name, self.nodes, self.links, self.switches)
 
     # Cached views are made anew in another process: arrays would come back writable.
     def __reduce__(self) -> tuple[Any, ...]:
@@ -105,7 +182,134 @@ class Topology(TopologyViews):
             f"{self.num_ranks} ranks)"
         )
 
-    # Counts and names
+    # Counts, names and arrays: node n is ``nodes[n]`` and link i is ``links[i]``
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes of any kind."""
+        return len(self.nodes)
+
+    @property
+    def num_links(self) -> int:
+        """Number of links, parallel ones of one entry counted once."""
+        return len(self.links)
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of compute nodes."""
+        return len(self.ranks)
+
+    @cached_property
+    def ranks(self) -> tuple[str, ...]:
+        """Names of the compute nodes; the position is the rank."""
+        return tuple(node.name for node in self.nodes if node.is_rank)
+
+    @cached_property
+    def _index(self) -> dict[str, int]:
+        return {node.name: index for index, node in enumerate(self.nodes)}
+
+    def index(self, name: str) -> int:
+        """Return the node index of a name.
+
+        Raises:
+            ConfigurationError: There is no such node.
+        """
+        if name not in self._index:
+            raise ConfigurationError(
+                f"{name!r} is no node of topology {self.name!r}",
+                hint=_nearest_node(name, self._index),
+            )
+        return self._index[name]
+
+    def node_of_rank(self, rank: int) -> int:
+        """Return the node index of a rank.
+
+        Raises:
+            ConfigurationError: There is no such rank.
+        """
+        return int(self.rank_nodes[self._checked_rank(rank)])
+
+    def _checked_rank(self, rank: int) -> int:
+        if not 0 <= rank < self.num_ranks:
+            raise ConfigurationError(
+                f"topology {self.name!r} has no rank {rank}",
+                hint=f"its ranks are 0 to {self.num_ranks - 1}",
+            )
+        return int(rank)
+
+    @cached_property
+    def rank_nodes(self) -> IntArray:
+        """Node index of each rank, int32 [num_ranks]."""
+        return frozen(np.flatnonzero(self.is_rank).astype(np.int32))
+
+    @cached_property
+    def is_rank(self) -> npt.NDArray[np.bool_]:
+        """Whether each node computes, bool [num_nodes]."""
+        return frozen(np.array([node.kind in COMPUTE_KINDS for node in self.nodes], np.bool_))
+
+    @cached_property
+    def rank_of_node(self) -> IntArray:
+        """Rank of each node, -1 where it only forwards, int32 [num_nodes]."""
+        ranks = np.full(self.num_nodes, -1, np.int32)
+        ranks[self.rank_nodes] = np.arange(self.num_ranks, dtype=np.int32)
+        return frozen(ranks)
+
+    @cached_property
+    def link_sources(self) -> IntArray:
+        """Node index of each link's source, int32 [num_links]."""
+        index = self._index
+        return frozen(np.array([index[link.source] for link in self.links], np.int32))
+
+    @cached_property
+    def link_targets(self) -> IntArray:
+        """Node index of each link's target, int32 [num_links]."""
+        index = self._index
+        return frozen(np.array([index[link.target] for link in self.links], np.int32))
+
+    @cached_property
+    def link_counts(self) -> IntArray:
+        """Number of physical links of each link, int32 [num_links]."""
+        return frozen(np.array([link.count for link in self.links], np.int32))
+
+    @cached_property
+    def _bandwidths_bytes_per_s(self) -> FloatArray:
+        rates = [link.bandwidth_bytes_per_s for link in self.links]
+        return frozen(np.array(rates, np.float64))
+
+    @cached_property
+    def capacities_bytes_per_s(self) -> FloatArray:
+        """Rate of each link, its physical links together, float64 [num_links]."""
+        return frozen(self.link_counts * self._bandwidths_bytes_per_s)
+
+    @cached_property
+    def latencies_s(self) -> FloatArray:
+        """Latency of each link, float64 [num_links]."""
+        return frozen(np.array([link.latency_s for link in self.links], np.float64))
+
+    @cached_property
+    def outgoing(self) -> Adjacency:
+        """Links that leave each node, as arrays."""
+        return group_by(self.link_sources, num_groups=self.num_nodes)
+
+    @cached_property
+    def incoming(self) -> Adjacency:
+        """Links that enter each node, as arrays."""
+        return group_by(self.link_targets, num_groups=self.num_nodes)
+
+    def out_links(self, node: int | str) -> IntArray:
+        """Return the indices of the links that leave a node (index or name), ascending."""
+        return self.outgoing.of(self.index(node) if isinstance(node, str) else node)
+
+    def in_links(self, node: int | str) -> IntArray:
+        """Return the indices of the links that enter a node (index or name), ascending."""
+        return self.incoming.of(self.index(node) if isinstance(node, str) else node)
+
+    def direct_links(self, rank_a: int, rank_b: int) -> IntArray:
+        """Return the indices of the links from one rank to another without a stop between."""
+        target = self.node_of_rank(rank_b)
+        leaving = self.out_links(self.node_of_rank(rank_a))
+        found: IntArray = leaving[self.link_targets[leaving] == target]
+        return found
 
     @cached_property
     def fingerprint(self) -> str:
@@ -121,7 +325,7 @@ class Topology(TopologyViews):
         return digest.hexdigest()
 
     def host_of(self, rank: int) -> str | None:
-        """Machine of a rank; None where its node names none."""
+        """Return the machine of a rank; None where its node names none."""
         return self.nodes[self.node_of_rank(rank)].host
 
     @cached_property
@@ -135,14 +339,14 @@ class Topology(TopologyViews):
         return {host: tuple(ranks) for host, ranks in found.items()}
 
     def ability_of(self, node: int | str) -> SwitchAbility:
-        """What a forwarding node can do; the plain ability where none is stated."""
+        """Return what a forwarding node can do; the plain ability where none is stated."""
         name = self.nodes[node].name if isinstance(node, int | np.integer) else node
         return next((a for a in self.switches if a.node == name), SwitchAbility(name))
 
     # Reachability and routes
 
     def is_connected(self) -> bool:
-        """Whether every rank can reach every other."""
+        """Return whether every rank can reach every other."""
         forward, backward = self._reach_of_first_rank()
         return bool(forward.all() and backward.all())
 
@@ -159,7 +363,7 @@ class Topology(TopologyViews):
             if lost:
                 raise InfeasibleError(
                     f"topology {self.name!r} is disconnected: {len(lost)} of {self.num_ranks} "
-                    f"ranks {verb} {self.ranks[0]!r}: {listed(lost)}",
+                    f"ranks {verb} {self.ranks[0]!r}: {_listed(lost)}",
                     hint="add the links that are missing, or plan for a subset of the ranks",
                 )
 
@@ -179,7 +383,7 @@ class Topology(TopologyViews):
     def shortest_route(
         self, rank_a: int, rank_b: int, *, through_ranks: bool = True
     ) -> tuple[int, ...]:
-        """Links from one rank to another: least latency, then fewest links.
+        """Return the links from one rank to another: least latency, then fewest links.
 
         Among equals the destination decides, so that different destinations use different ones
         of equal switches and links; between ranks without switches a hash of the pair does.
@@ -205,7 +409,7 @@ class Topology(TopologyViews):
         *,
         through_ranks: bool = True,
     ) -> Routes:
-        """Shortest routes of many pairs of ranks at once, as arrays.
+        """Find shortest routes of many pairs of ranks at once, as arrays.
 
         Args:
             sources: Ranks, one per route; None for all ordered pairs of different ranks.
@@ -232,22 +436,22 @@ class Topology(TopologyViews):
         return build_rank_graph(self)
 
     def rank_graph(self) -> RankGraph:
-        """The links there are between ranks: direct ones, and routes through switches only."""
+        """Return the links between ranks: direct ones, and routes through switches only."""
         return self._rank_graph
 
     # Other topologies from this one
 
     def reversed(self) -> Topology:
-        """Every link turned round; link indices stay."""
+        """Turn every link round; link indices stay."""
         turned = [replace(link, source=link.target, target=link.source) for link in self.links]
         return self._changed(f"{self.name} reversed", links=turned)
 
     def with_links(self, links: Iterable[Link]) -> Topology:
-        """The same nodes with other links."""
+        """Return the same nodes with other links."""
         return self._changed(self.name, links=links)
 
     def without_links(self, indices: Collection[int]) -> Topology:
-        """Without some links, such as those that failed; the others move up."""
+        """Leave out some links, such as those that failed; the others move up."""
         gone = {range(self.num_links)[index] for index in indices}
         kept = [link for index, link in enumerate(self.links) if index not in gone]
         return self._changed(self.name, links=kept)
@@ -262,7 +466,7 @@ class Topology(TopologyViews):
         count: int | None = None,
         both_ways: bool = True,
     ) -> Topology:
-        """The link between two nodes with another bandwidth, latency or count: a slow edge.
+        """Give the link between two nodes another bandwidth, latency or count: a slow edge.
 
         Args:
             source: Name of the node it leaves.
@@ -283,18 +487,29 @@ class Topology(TopologyViews):
             "latency_s": None if latency is None else parse_duration_s(latency),
             "count": count,
         }
+        new = {key: value for key, value in values.items() if value is not None}
         ends = self.nodes[self.index(source)].name, self.nodes[self.index(target)].name
-        changed = changed_links(self.links, ends, both_ways=both_ways, values=values)
+        wanted = {ends, ends[::-1]} if both_ways else {ends}
+        matches = [(link.source, link.target) in wanted for link in self.links]
+        if not any(matches):
+            raise ConfigurationError(
+                f"there is no link {ends[0]!r} -> {ends[1]!r} to change",
+                hint="name two nodes that a link joins",
+            )
+        changed = [
+            replace(link, **new) if match else link  # type: ignore[arg-type]
+            for link, match in zip(self.links, matches, strict=True)
+        ]
         return self._changed(self.name, links=changed)
 
     def with_switches(self, switches: Iterable[SwitchAbility]) -> Topology:
-        """The same graph with other switch abilities, in place of all it had."""
+        """Return the same graph with other switch abilities, in place of all it had."""
         return Topology(self.name, self.nodes, self.links, switches=switches, source=self.source)
 
     def with_aggregation(
         self, aggregation: Aggregation, *, kinds: Collection[str] = ("tor",), multicast: bool = True
     ) -> Topology:
-        """Every switch of some kinds able to sum (and to copy); others stay as they are.
+        """Make every switch of some kinds able to sum (and to copy); others stay as they are.
 
         Raises:
             ConfigurationError: No switch is of these kinds.
@@ -312,27 +527,42 @@ class Topology(TopologyViews):
     def renamed(
         self, name: str | None = None, *, nodes: Mapping[str, str] | None = None
     ) -> Topology:
-        """Another name, and other names for nodes, given as old to new.
+        """Give another name, and other names to nodes, given as old to new.
 
         Raises:
             ConfigurationError: An old name is no node, or new names collide.
         """
         names = {old: new for old, new in (nodes or {}).items() if self.index(old) >= 0}
+        links = [
+            replace(
+                link,
+                source=names.get(link.source, link.source),
+                target=names.get(link.target, link.target),
+            )
+            for link in self.links
+        ]
         return Topology(
             name or self.name,
             [replace(node, name=names.get(node.name, node.name)) for node in self.nodes],
-            renamed_links(self.links, names),
+            links,
             switches=[replace(one, node=names.get(one.node, one.node)) for one in self.switches],
             source=self.source,
         )
 
     def scaled(self, *, bandwidth: float = 1.0, latency: float = 1.0) -> Topology:
-        """All bandwidths and all latencies times a factor each."""
-        links = scaled_links(self.links, bandwidth=bandwidth, latency=latency)
+        """Multiply all bandwidths and all latencies by a factor each."""
+        links = [
+            replace(
+                link,
+                bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * bandwidth,
+                latency_s=link.latency_s * latency,
+            )
+            for link in self.links
+        ]
         return self._changed(self.name, links=links)
 
     def subset(self, ranks: Iterable[int]) -> Topology:
-        """Only some ranks, numbered in the order given, and the switches that still join them.
+        """Keep only some ranks, numbered in the order given, and the switches that still join them.
 
         Other ranks are gone, also as relays; the result may be disconnected.
 
@@ -350,16 +580,20 @@ class Topology(TopologyViews):
             raise ConfigurationError(f"subset names a rank twice: {[*map(int, ranks)]}")
         keep = ~self.is_rank
         keep[wanted] = True
-        inside = keep[self.link_sources] & keep[self.link_targets]
-        links = [self.links[index] for index in np.flatnonzero(inside).tolist()]
+        inside = np.flatnonzero(keep[self.link_sources] & keep[self.link_targets])
+        for ends in (
+            (self.link_sources[inside], self.link_targets[inside]),
+            (self.link_targets[inside], self.link_sources[inside]),
+        ):
+            onward = group_by(ends[0], num_groups=self.num_nodes)
+            keep &= reachable(onward, ends[1], start=wanted)
         first = [self.nodes[index] for index in wanted]
-        joined = joined_names(first, links)
-        switches = [node for node in self.nodes if not node.is_rank and node.name in joined]
+        switches = [self.nodes[index] for index in np.flatnonzero(keep & ~self.is_rank).tolist()]
         kept = {node.name for node in [*first, *switches]}
         return Topology(
             f"{self.name} ({len(first)} of {self.num_ranks} ranks)",
             [*first, *switches],
-            [link for link in links if link.source in kept and link.target in kept],
+            [link for link in self.links if link.source in kept and link.target in kept],
             switches=[ability for ability in self.switches if ability.node in kept],
             source=self.source,
         )
@@ -382,13 +616,13 @@ class Topology(TopologyViews):
         Raises:
             ConfigurationError: The file is missing, is not TOML, or describes no topology.
         """
-        from fivefold.network.topology._toml import read_topology  # noqa: PLC0415 - a cycle
+        from fivefold.network.topology._text import read_topology  # noqa: PLC0415 - a cycle
 
         return read_topology(source)
 
     def to_toml(self) -> str:
-        """The topology as TOML text; :meth:`from_toml` reads it back, equal to the last bit."""
-        from fivefold.network.topology._toml import format_topology  # noqa: PLC0415 - a cycle
+        """Write TOML text; :meth:`from_toml` reads it back, equal to the last bit."""
+        from fivefold.network.topology._text import format_topology  # noqa: PLC0415 - a cycle
 
         return format_topology(self)
 

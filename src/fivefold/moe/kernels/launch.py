@@ -1,0 +1,423 @@
+"""The host's side of the kernels on one rank: tiles, memory, descriptors, launches.
+
+``forward_fused`` is one launch, ``forward_split`` the same tasks as five launches (the honest
+ablation: what does one launch buy?), ``backward_fused`` up to twelve, ordered by the stream. Triton
+is loaded when one is called. Nothing here waits for the device, except in debug mode
+(``FIVEFOLD_MOE_DEBUG=1``) and in Triton's interpreter, where waits are bounded and looked at.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from fivefold.errors import CommunicationError, ConfigurationError
+from fivefold.moe.kernels.arguments import (
+    GatedFunction,
+    Operands,
+    Sizes,
+    Tables,
+    Tiles,
+    backward_tiles_for,
+    debugging,
+    interpreting,
+    sizes_for,
+    tiles_for,
+    wait_limit_ns,
+)
+from fivefold.moe.kernels.workspace import CHUNK_SLOTS, Layout, Workspace, layout_for
+
+DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
+_OLDEST_TRITON = (3, 6)
+_OPTIONS = {"enable_fp_fusion": True}  # triton 3.9 warns where it is not said
+
+
+@cache
+def _triton_problem() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed: pip install 'fivefold[moe]'"
+    found = importlib.metadata.version("triton")
+    if tuple(int(part) for part in found.split(".")[:2]) < _OLDEST_TRITON:
+        return f"it needs triton 3.6 or newer, found {found}"
+    return None
+
+
+def missing_fused(device: torch.device) -> str | None:
+    """Why the kernel cannot work on a device, or None where it can."""
+    return _triton_problem() or (
+        _problem_of_cuda(device) if device.type == "cuda" else _problem_of_other(device)
+    )
+
+
+def _problem_of_other(device: torch.device) -> str | None:
+    if device.type != "cpu":
+        return f"it needs a CUDA device; {device.type} is none"
+    if interpreting():
+        return None
+    return "it needs a CUDA device (for tests, TRITON_INTERPRET=1 runs it on the CPU, slowly)"
+
+
+def _problem_of_cuda(device: torch.device) -> str | None:
+    if interpreting():
+        return "TRITON_INTERPRET=1 is set, which is for tests on the CPU"
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 9:
+        return f"it needs compute capability 9.0 or more; {device} has {major}.{minor}"
+    return None
+
+
+def start(kernel: Any, programs: int, known: dict[str, Any], warps: int) -> None:
+    """Launch a kernel with what it asks for, by name."""
+    arguments = {name: known[name] for name in kernel.arg_names}
+    kernel[programs,](**arguments, **_OPTIONS, num_warps=warps)
+
+
+def on(device: torch.device) -> Any:
+    """The context of launches on a device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """How many programs run at a time."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def descriptor(weight: torch.Tensor, columns: int, depth: int) -> Any:
+    """A weight for the tensor memory accelerator, in blocks."""
+    # By name: triton is optional and has no types.
+    kind = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
+    return kind.from_tensor(weight.view(-1, weight.shape[2]), [columns, depth])
+
+
+def lag_for(tiles: Tiles, intermediate: int, programs: int) -> int:
+    """Steps by which the second product trails: two waves of first products lie between."""
+    in_a_step = tiles.group * -(-intermediate // tiles.columns)
+    return max(1, -(-2 * programs // in_a_step))
+
+
+def combine_columns_for(tiles: Tiles, hidden: int, blocks: int, programs: int) -> int:
+    """Columns of a combining task: with few tokens a few programs would do it all, so fewer."""
+    steps = -(-hidden // tiles.combine_columns)
+    return min(steps, max(1, steps * blocks // (4 * programs))) * tiles.combine_columns
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """One call, made ready for launches: the kernels' arguments by name, and their numbers."""
+
+    known: dict[str, Any]
+    sizes: Sizes
+    tiles: Tiles
+    layout: Layout
+
+    def per_tile(self, width: int, columns: int) -> int:
+        """Tasks of a launch over the most row tiles there can be."""
+        padded = -(-self.layout.max_tiles // self.tiles.group) * self.tiles.group
+        return padded * -(-width // columns)
+
+
+def _prepare(  # noqa: PLR0913 - the operator's own operands
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    activation: GatedFunction,
+    b13: torch.Tensor | None = None,
+    b2: torch.Tensor | None = None,
+    weight_on_input: bool = False,
+    precision: str = "ieee",
+    hidden: torch.Tensor | None = None,
+    workspace: Workspace | None = None,
+    backward: bool = False,
+) -> _Call:
+    if w2.numel() == 0:
+        raise ConfigurationError(
+            f"w2 has shape {tuple(w2.shape)}: the kernel needs an expert with an inner size",
+            hint='use backend="reference"',
+        )
+    w13, w2 = w13.contiguous(), w2.contiguous()
+    experts, width, inner = w2.shape
+    interpreted = interpreting()
+    # The tensor memory accelerator wants multiples of 16 bytes.
+    aligned = all(
+        w.data_ptr() % 16 == 0 and w.shape[2] * w.dtype.itemsize % 16 == 0 for w in (w13, w2)
+    )
+    how: dict[str, Any] = {
+        "precision": precision,
+        "by_descriptor": aligned,
+        "interpreted": interpreted,
+    }
+    if backward:
+        tiles = backward_tiles_for(x.dtype, **how)
+    else:
+        tiles = tiles_for(x.dtype, gated=activation.gated, **how)
+    shape: dict[str, Any] = {
+        "hidden": width,
+        "intermediate": inner,
+        "num_experts": experts,
+        "top_k": ids.shape[1],
+    }
+    layout = layout_for(
+        num_tokens=len(x),
+        **shape,
+        dtype=x.dtype,
+        tile_rows=tiles.rows,
+        chunk_slots=CHUNK_SLOTS[interpreted],
+    )
+    if workspace is None:
+        scratch = torch.empty(layout.scratch_bytes, dtype=torch.uint8, device=x.device)
+    else:
+        workspace.check(layout, x.device)
+        scratch = workspace.scratch
+    memory = layout.cut(scratch)
+    optional = (None if bias is None else bias.contiguous() for bias in (b13, b2))
+    given = Operands(x.contiguous(), ids.contiguous(), weights.contiguous(), *optional)
+    sizes = sizes_for(
+        tiles,
+        dtype=x.dtype,
+        activation=activation,
+        **shape,
+        weight_on_input=weight_on_input,
+        **how,
+    )
+    known = {
+        "given": given,
+        "w13": w13,
+        "w2": w2,
+        "t": Tables(*(memory.pop(name) for name in Tables._fields)),
+        **memory,
+        "hidden": hidden,
+        "num_tokens": len(x),
+        "num_slots": ids.numel(),
+        "max_tiles": layout.max_tiles,
+        "S": sizes,
+    }
+    return _Call(known=known, sizes=sizes, tiles=tiles, layout=layout)
+
+
+def _forward(*operands: torch.Tensor, programs: int, **options: Any) -> _Call:
+    call = _prepare(*operands, **options)
+    x, tiles, sizes = operands[0], call.tiles, call.sizes
+    if sizes.TMA:
+        call.known["w13"] = descriptor(call.known["w13"], tiles.columns, tiles.depth)
+        call.known["w2"] = descriptor(call.known["w2"], tiles.second_columns, tiles.depth)
+    blocks = -(-len(x) // tiles.combine_tokens)
+    call.known.update(
+        given=call.known["given"]._replace(out=_like(x)),
+        max_lag=lag_for(tiles, sizes.I, programs),
+        combine_columns=combine_columns_for(tiles, sizes.H, blocks, programs),
+        limit_ns=wait_limit_ns(),
+    )
+    return call
+
+
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+def _programs_on(device: torch.device) -> int:
+    return 3 if interpreting() else multiprocessors(device)
+
+
+def forward_fused(
+    *operands: torch.Tensor,
+    workspace: Workspace | None = None,
+    programs: int | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """Compute the operator in one launch; ids out of range are dropped like -1.
+
+    The result does not depend on ``programs``, of which None is one per multiprocessor. W13 x goes
+    to ``hidden`` [T K, rows of w13], by rows, where that is given.
+    """
+    x, ids = operands[0], operands[3]
+    if x.numel() == 0 or ids.numel() == 0:
+        return torch.zeros_like(x, memory_format=torch.contiguous_format)
+    from fivefold.moe.kernels._forward import moe_kernel  # noqa: PLC0415 - optional
+
+    programs = _programs_on(x.device) if programs is None else programs
+    call = _forward(*operands, workspace=workspace, programs=programs, **options)
+    words = call.layout.control_words
+    control = (
+        torch.zeros(words, dtype=torch.int32, device=x.device)
+        if workspace is None
+        else workspace.control
+    )
+    with on(x.device):
+        start(moe_kernel, programs, call.known | {"control": control}, call.tiles.warps)
+    _look_for_errors(control)
+    out: torch.Tensor = call.known["given"].out
+    return out
+
+
+def _look_for_errors(control: torch.Tensor) -> None:
+    if not (interpreting() or debugging()):
+        return
+    from fivefold.moe.kernels.sync import ERROR  # noqa: PLC0415 - optional
+
+    if int(control[ERROR.value]):
+        control.zero_()
+        message = "the mixture-of-experts kernel gave up waiting for a task with a lower ticket"
+        raise CommunicationError(
+            message, hint="the workspace was dirty or shared by two calls at a time, or it is a bug"
+        )
+
+
+def forward_split(
+    *operands: torch.Tensor, workspace: Workspace | None = None, **options: Any
+) -> torch.Tensor:
+    """``forward_fused`` in five launches, ordered by their borders instead of flags."""
+    x, ids = operands[0], operands[3]
+    if x.numel() == 0 or ids.numel() == 0:
+        return torch.zeros_like(x, memory_format=torch.contiguous_format)
+    from fivefold.moe.kernels import _forward as kernels  # noqa: PLC0415 - optional
+
+    programs = _programs_on(x.device)
+    call = _forward(*operands, workspace=workspace, programs=programs, **options)
+    tiles, sizes = call.tiles, call.sizes
+    parts = -(-sizes.H // call.known["combine_columns"])
+    launches = {
+        kernels.count_kernel: call.layout.num_chunks,
+        kernels.place_kernel: call.layout.num_chunks,
+        kernels.first_kernel: call.per_tile(sizes.I, tiles.columns),
+        kernels.second_kernel: call.per_tile(sizes.H, tiles.second_columns),
+        kernels.combine_kernel: -(-len(x) // tiles.combine_tokens) * parts,
+    }
+    with on(x.device):
+        for kernel, tasks in launches.items():
+            start(kernel, tasks, call.known, tiles.warps)
+    out: torch.Tensor = call.known["given"].out
+    return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Launch:
+    """One kernel, how many tasks it has, and what its arguments are called otherwise."""
+
+    kernel: Any
+    tasks: int
+    other: dict[str, Any]
+
+
+def backward_fused(
+    gradient: torch.Tensor,
+    *operands: torch.Tensor,
+    hidden: torch.Tensor | None = None,
+    programs: int | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of x, w13, w2, weights, b13 and b2; the same bits every time.
+
+    The rows are placed as in the forward; z = W13 x is computed again unless ``hidden`` has it.
+    ``programs`` is the most of a launch of the new kernels; the result does not depend on it.
+    """
+    x, w13, w2, ids, weights = operands
+    leaves = (x, w13, w2, weights, options.get("b13"), options.get("b2"))
+    if x.numel() == 0 or ids.numel() == 0:
+        return tuple(
+            None if t is None else torch.zeros_like(t, memory_format=torch.contiguous_format)
+            for t in leaves
+        )
+    found = tuple(None if t is None else _like(t) for t in leaves)
+    call = _prepare(*operands, **options, backward=True)
+    _add_backward(call, gradient.contiguous(), hidden)
+    with on(x.device):
+        for launch in _launches(call, found, kept=hidden is not None):
+            names = launch.kernel.arg_names
+            grid = launch.tasks
+            if "tasks" in names and programs is not None:
+                grid = min(grid, programs)
+            known = call.known | {"tasks": launch.tasks} | launch.other
+            start(launch.kernel, grid, known, call.tiles.warps)
+    return found
+
+
+def _add_backward(call: _Call, gradient: torch.Tensor, hidden: torch.Tensor | None) -> None:
+    """What the backward's kernels take besides."""
+    known, tiles, sizes = call.known, call.tiles, call.sizes
+    x, ids = known["given"].x, known["given"].ids
+    w13, w2 = known["w13"], known["w2"]
+    known |= {"w13_deep": w13, "w2_deep": w2}
+    if sizes.TMA:
+        known |= {
+            "w13": descriptor(w13, tiles.columns, tiles.depth),
+            "w13_deep": descriptor(w13, tiles.depth, tiles.second_columns),
+            "w2_deep": descriptor(w2, tiles.depth, tiles.columns),
+        }
+    parts = -(-sizes.I // tiles.columns)
+    d_hidden = torch.empty(ids.numel(), w13.shape[1], dtype=x.dtype, device=x.device)
+    known |= {
+        "gradient": gradient,
+        "weights": known["given"].weights,
+        "ranges": torch.empty(2, len(w2), dtype=torch.int32, device=x.device),
+        "partial": torch.empty(parts * ids.numel(), dtype=torch.float32, device=x.device),
+        "d_hidden": d_hidden,
+        # In place where it is computed here: what was kept may be asked for again.
+        "hidden": d_hidden if hidden is None else hidden,
+    }
+
+
+def _launches(
+    call: _Call, found: tuple[torch.Tensor | None, ...], *, kept: bool
+) -> Iterator[_Launch]:
+    from fivefold.moe.kernels import _backward as backward  # noqa: PLC0415 - optional
+    from fivefold.moe.kernels import _forward as forward  # noqa: PLC0415 - optional
+
+    known, tiles, sizes = call.known, call.tiles, call.sizes
+    d_x, d_w13, d_w2, d_weights, d_b13, d_b2 = found
+    given: Operands = known["given"]
+    for kernel in (forward.count_kernel, forward.place_kernel):
+        yield _Launch(kernel=kernel, tasks=call.layout.num_chunks, other={})
+    yield _Launch(kernel=backward.ranges_kernel, tasks=1, other={})
+    first = call.per_tile(sizes.I, tiles.columns)
+    if not kept:
+        yield _Launch(kernel=forward.first_kernel, tasks=first, other={"inner": None})
+    yield _Launch(kernel=backward.hidden_gradient_kernel, tasks=first, other={})
+    tasks = call.per_tile(sizes.H, tiles.second_columns)
+    yield _Launch(kernel=backward.token_gradient_kernel, tasks=tasks, other={})
+    of_w2 = {"left": known["gradient"], "right": known["inner"], "out": d_w2}
+    of_w13 = {"left": known["d_hidden"], "right": given.x, "out": d_w13}
+    for other in (
+        of_w2 | {"GATHER_LEFT": True, "WEIGHTED": False},
+        of_w13 | {"GATHER_LEFT": False, "WEIGHTED": sizes.WEIGHT_ON_INPUT},
+    ):
+        experts, rows, columns = other["out"].shape
+        tasks = experts * -(-rows // tiles.rows) * -(-columns // tiles.second_columns)
+        other |= {"P": rows, "Q": columns}
+        yield _Launch(kernel=backward.weight_gradient_kernel, tasks=tasks, other=other)
+    of_b2 = {"source": known["gradient"], "out": d_b2}
+    of_b13 = {"source": known["d_hidden"], "out": d_b13}
+    for other in (
+        of_b2 | {"GATHER": True, "WEIGHTED": not sizes.WEIGHT_ON_INPUT},
+        of_b13 | {"GATHER": False, "WEIGHTED": False},
+    ):
+        if other["out"] is not None:
+            experts, width = other["out"].shape
+            tasks = experts * -(-width // tiles.columns)
+            other |= {"N": width}
+            yield _Launch(kernel=backward.bias_gradient_kernel, tasks=tasks, other=other)
+    tasks = -(-given.ids.numel() // tiles.combine_tokens)
+    other = {"out": d_weights}
+    yield _Launch(kernel=backward.routing_gradient_kernel, tasks=tasks, other=other)
+    # A weight on the output is in d_hidden already; one on the input comes in here.
+    other = {
+        "given": given._replace(out=d_x),
+        "S": replace(sizes, WEIGHT_ON_INPUT=not sizes.WEIGHT_ON_INPUT),
+        "combine_columns": tiles.combine_columns,
+    }
+    blocks = -(-len(given.x) // tiles.combine_tokens)
+    tasks = blocks * -(-sizes.H // tiles.combine_columns)
+    yield _Launch(kernel=forward.combine_kernel, tasks=tasks, other=other)

@@ -1,0 +1,369 @@
+"""The operator as torch knows it: a custom op with a schema, shapes without values, and gradients.
+
+``fused_moe`` is what users call. Below it ``fivefold::fused_moe`` and its backward are registered
+with ``torch.library``, so that ``torch.compile`` sees one opaque call whatever the backend, and the
+number of tokens may change without compiling again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fivefold.errors import ConfigurationError, UnsupportedError
+from fivefold.moe.kernels.workspace import Workspace
+from fivefold.moe.operator.activations import ACTIVATIONS, Activation, activation_named
+from fivefold.moe.operator.backend import Backend, backend_for
+from fivefold.moe.operator.groups import OperatorGroup
+from fivefold.moe.operator.operands import (
+    Precision,
+    as_autocast,
+    check_forward_mode,
+    check_operands,
+    check_precision,
+    check_transforms,
+    check_values,
+    check_weight_on_input,
+    is_eager,
+)
+from fivefold.moe.routing.capacity import DropPolicy, check_capacity, drop_beyond_capacity
+from fivefold.moe.routing.router import is_plain
+
+_Optional = torch.Tensor | None
+
+
+@torch.library.custom_op("fivefold::fused_moe", mutates_args=())
+def _forward(  # noqa: PLR0913, PLR0917 - a schema: every operand in its place
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    b13: torch.Tensor | None,
+    b2: torch.Tensor | None,
+    activation: str,
+    weight_on_input: bool,  # noqa: FBT001 - a schema has no keyword-only arguments here
+    backend: str,
+    precision: str = "ieee",
+    control: torch.Tensor | None = None,
+    scratch: torch.Tensor | None = None,
+    keep_hidden: bool = False,  # noqa: FBT001, FBT002 - as above
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # The workspace is written to, and the schema does not say so: control is left as it was found,
+    # what lies in scratch means nothing, and an op that says so could have no gradients.
+    found = backend_for(backend, x)
+    workspace = None
+    if control is not None and scratch is not None:
+        workspace = Workspace(control=control, scratch=scratch)
+    hidden = _hidden_like(x, w13, ids, keep=keep_hidden)
+    output = found.forward(
+        x,
+        w13,
+        w2,
+        ids,
+        weights,
+        activation=activation_named(activation),
+        b13=b13,
+        b2=b2,
+        weight_on_input=weight_on_input,
+        precision=precision,
+        workspace=workspace,
+        hidden=hidden if keep_hidden else None,
+    )
+    return output, hidden
+
+
+def _hidden_like(
+    x: torch.Tensor, w13: torch.Tensor, ids: torch.Tensor, *, keep: bool
+) -> torch.Tensor:
+    """Room for what the backward needs of the first product; empty where nothing is kept."""
+    return x.new_empty((ids.numel() if keep else 0, w13.shape[1]))
+
+
+@_forward.register_fake
+def _forward_shape(  # noqa: PLR0913, PLR0917 - as above
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    b13: torch.Tensor | None,
+    b2: torch.Tensor | None,
+    activation: str,
+    weight_on_input: bool,  # noqa: FBT001 - as above
+    backend: str,
+    precision: str = "ieee",
+    control: torch.Tensor | None = None,
+    scratch: torch.Tensor | None = None,
+    keep_hidden: bool = False,  # noqa: FBT001, FBT002 - as above
+) -> tuple[torch.Tensor, torch.Tensor]:
+    del w2, weights, b13, b2, activation, weight_on_input, backend, precision, control, scratch
+    output = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return output, _hidden_like(x, w13, ids, keep=keep_hidden)
+
+
+@torch.library.custom_op("fivefold::fused_moe_backward", mutates_args=())
+def _backward(  # noqa: PLR0913, PLR0917 - as above
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    b13: torch.Tensor | None,
+    b2: torch.Tensor | None,
+    activation: str,
+    weight_on_input: bool,  # noqa: FBT001 - as above
+    backend: str,
+    precision: str = "ieee",
+    hidden: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    found = backend_for(backend, x).backward(
+        gradient.contiguous(),
+        x,
+        w13,
+        w2,
+        ids,
+        weights,
+        activation=activation_named(activation),
+        b13=b13,
+        b2=b2,
+        weight_on_input=weight_on_input,
+        precision=precision,
+        hidden=hidden,
+    )
+    return [g.contiguous() for g in found if g is not None]
+
+
+@_backward.register_fake
+def _backward_shapes(  # noqa: PLR0913, PLR0917 - as above
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    b13: torch.Tensor | None,
+    b2: torch.Tensor | None,
+    *_options: Any,
+) -> list[torch.Tensor]:
+    del gradient, ids
+    like = [tensor for tensor in (x, w13, w2, weights, b13, b2) if tensor is not None]
+    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in like]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    x, w13, w2, ids, weights, b13, b2, activation, weight_on_input, backend, *more = inputs
+    precision, kept = more[0], more[-1]
+    hidden = output[1]
+    ctx.mark_non_differentiable(hidden)
+    ctx.set_materialize_grads(False)  # or the kept values would get a gradient of zeros
+    ctx.save_for_backward(x, w13, w2, ids, weights, b13, b2, hidden if kept else None)
+    ctx.options = (activation, weight_on_input, backend, precision)
+
+
+def _gradients(ctx: Any, gradient: _Optional, _of_hidden: None) -> tuple[_Optional, ...]:
+    if gradient is None:  # nothing downstream depends on the output
+        return (None,) * 14
+    *saved, hidden = ctx.saved_tensors
+    found = iter(_backward(gradient, *saved, *ctx.options, hidden))
+    d_x, d_w13, d_w2, d_weights = (next(found) for _ in range(4))
+    d_b13, d_b2 = (None if bias is None else next(found) for bias in saved[5:7])
+    return d_x, d_w13, d_w2, None, d_weights, d_b13, d_b2, *(None,) * 7
+
+
+_forward.register_autograd(_gradients, setup_context=_keep)
+
+
+def fused_moe(  # noqa: PLR0913 - an operator's operands and options, all but five by name
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    *,
+    activation: str | Activation = "swiglu",
+    b13: torch.Tensor | None = None,
+    b2: torch.Tensor | None = None,
+    weight_on_input: bool = False,
+    capacity: int | None = None,
+    drop_policy: DropPolicy = "position",
+    deterministic: bool = True,
+    backend: str = "auto",
+    precision: Precision = "ieee",
+    workspace: Workspace | None = None,
+    group: OperatorGroup | None = None,
+    recompute: bool = True,
+    check: bool | None = None,
+) -> torch.Tensor:
+    """Send every token through its experts and add up the weighted results.
+
+    y[t] = sum_k weight[t, k] * (W2[e] f(W13[e] x[t] + b13[e]) + b2[e]) with e = topk_ids[t, k], the
+    sum over k in order and in float32 at least. Differentiable in all but the ids; deterministic.
+    Under torch.autocast the operands are cast to its type first, as those of torch's products.
+
+    Args:
+        x: Tokens, [T, H]; T may be 0.
+        w13: First weights, [E, 2I, H] (gate rows, then up rows) for gated activations, else
+            [E, I, H].
+        w2: Second weights, [E, H, I].
+        topk_ids: Experts of each token, int32 or int64 [T, K]; -1 drops an assignment.
+        topk_weights: [T, K].
+        activation: A key of ``ACTIVATIONS``; or one of your own, for "reference", outside of graphs
+            and groups.
+        b13: [E, 2I] or [E, I]; None for none.
+        b2: [E, H]; None for none.
+        weight_on_input: Give the experts weight * x instead of weighing their outputs. The weight
+            multiplies W13 x, in float32 at least and before the bias: no backend rounds
+            weight * x to 16 bits.
+        capacity: Most tokens per expert; None drops nothing.
+        drop_policy: Who is dropped beyond the capacity, see ``drop_beyond_capacity``.
+        deterministic: Ask for the same bits every time, forward and backward. Every backend gives
+            them, so False changes nothing; a backend that does not would be refused.
+        backend: ``"auto"``, or a name of ``backends()``.
+        precision: The least that float32 products may be on a GPU: ``"ieee"``; ``"tf32x3"``, three
+            TF32 products for nearly the same; ``"tf32"``, 10 bits of mantissa. ``"reference"``
+            leaves this to torch's own switch. Without effect on other data types.
+        workspace: Memory for the kernels, of this call's ``Workspace.size`` or more, which is
+            checked for every backend; None takes some for this call.
+        group: Ranks that share the experts out and reach each other's memory; None: all experts are
+            here. The ids are then among all ranks' experts, w13, w2 and biases those of this rank
+            (a virtual heap: of all), and the call and its backward are collective. A capacity is
+            that of a rank's own tokens. See ``ExpertExchange``.
+        recompute: Compute the first product again in the backward. False keeps it, T K rows of
+            ``w13``'s height, where a gradient may be asked for: more memory, less work.
+        check: Look at the values of ids and weights; None: on the CPU only, since it waits for the
+            device.
+
+    Returns:
+        [T, H], in x's data type.
+
+    Raises:
+        CommunicationError: A rank of the group did not answer in time.
+        ConfigurationError: Shapes, data types, devices, ids or options do not fit.
+        DataError: A weight is NaN; or a rank of the group would get more rows than it has room for.
+        UnsupportedError: The backend is not available here, says why; or a derivative is wanted in
+            forward mode, or inside of torch.func's transformations.
+
+    References:
+        FlashMoE, arXiv 2506.04667; the layouts are those of transformers' fused experts.
+
+    Examples:
+        >>> x, w13, w2 = torch.ones(1, 2), torch.ones(3, 4, 2), torch.ones(3, 2, 2)
+        >>> ids, weights = torch.tensor([[0, 2]]), torch.tensor([[0.25, 0.75]])
+        >>> fused_moe(x, w13, w2, ids, weights, activation="reglu").tolist()  # 2 * (2 * 2)
+        [[8.0, 8.0]]
+    """
+    kind = activation_named(activation)
+    check_precision(precision)
+    capacity = check_capacity(capacity, drop_policy)
+    if isinstance(x, torch.Tensor):
+        floats = as_autocast((x, w13, w2, b13, b2), x.device.type)
+        x, w13, w2, b13, b2 = floats
+        check_forward_mode((*floats, topk_weights))
+        check_transforms((*floats, topk_ids, topk_weights))
+    options = {
+        "activation": kind.name,
+        "b13": b13,
+        "b2": b2,
+        "weight_on_input": weight_on_input,
+        "precision": precision,
+    }
+    if group is not None:
+        _check_own(kind, "between the ranks of a group", refused=True)
+        _check_group(group, workspace, recompute=recompute)
+        how = {"backend": backend, "capacity": capacity, "drop_policy": drop_policy, "check": check}
+        return group.fused_moe(x, w13, w2, topk_ids, topk_weights, **options, **how)
+    check_operands(x, w13, w2, topk_ids, topk_weights, activation=kind, b13=b13, b2=b2)
+    check_weight_on_input(topk_ids, weight_on_input=weight_on_input)
+    if is_plain(x) and (check or (check is None and x.device.type == "cpu")):
+        check_values(topk_ids, topk_weights, len(w2))
+    if workspace is not None:
+        _check_workspace(workspace, x, w2, topk_ids.shape[1])
+    chosen = _chosen(backend, x, deterministic=deterministic)
+    _check_own(kind, f"on backend {chosen.name!r}", refused=chosen.recorded is None)
+    if capacity is not None and x.device.type != "meta":
+        room = {"num_experts": len(w2), "capacity": capacity}
+        kept = drop_beyond_capacity(topk_ids, topk_weights, **room, policy=drop_policy)
+        topk_ids = topk_ids.masked_fill(~kept, -1)
+    operands = (x, w13, w2, topk_ids, topk_weights)
+    return _computed(chosen, operands, kind, options, workspace, recompute=recompute)
+
+
+def _computed(
+    chosen: Backend,
+    operands: tuple[torch.Tensor, ...],
+    kind: Activation,
+    options: dict[str, Any],
+    workspace: Workspace | None,
+    *,
+    recompute: bool,
+) -> torch.Tensor:
+    b13, b2 = options["b13"], options["b2"]
+    floats = (*operands[:3], operands[4], b13, b2)
+    wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in floats)
+    if is_eager((*operands, b13, b2)):
+        # Nobody looks at the graph: without the price of torch's dispatch.
+        more = options | {"activation": kind, "workspace": workspace}
+        if not wanted:
+            return chosen.forward(*operands, **more)
+        if chosen.recorded is not None:
+            return chosen.recorded(*operands, **more, recompute=recompute)
+    _check_own(kind, "in graphs and transformations", refused=True)
+    result: torch.Tensor = _forward(
+        *operands,
+        b13,
+        b2,
+        options["activation"],
+        options["weight_on_input"],
+        chosen.name,
+        options["precision"],
+        None if workspace is None else workspace.control,
+        None if workspace is None else workspace.scratch,
+        wanted and not recompute,
+    )[0]
+    return result
+
+
+def _chosen(backend: str, x: torch.Tensor, *, deterministic: bool) -> Backend:
+    chosen = backend_for(backend, x)
+    if deterministic and not chosen.deterministic:
+        raise UnsupportedError(
+            f"backend {chosen.name!r} does not give the same bits every time",
+            hint="use another backend, or deterministic=False",
+        )
+    return chosen
+
+
+def _check_own(kind: Activation, where: str, *, refused: bool) -> None:
+    """Refuse an activation that only Python knows where others have to know it by name."""
+    if refused and ACTIVATIONS.get(kind.name) is not kind:
+        raise UnsupportedError(
+            f"the activation {kind.name!r} is none of ACTIVATIONS, and cannot be had {where}",
+            hint='use backend="reference", outside of torch.compile and without a group',
+        )
+
+
+def _check_workspace(workspace: Any, x: torch.Tensor, w2: torch.Tensor, top_k: int) -> None:
+    if not isinstance(workspace, Workspace):
+        raise ConfigurationError(
+            f"workspace is a {type(workspace).__name__}", hint="Workspace.allocate makes one"
+        )
+    if not torch.compiler.is_compiling():  # sizes in a graph may be unknown; backends look again
+        workspace.check_call(x, w2, top_k)
+
+
+def _check_group(group: Any, workspace: Workspace | None, *, recompute: bool) -> None:
+    if not isinstance(group, OperatorGroup):
+        raise ConfigurationError(
+            f"group is a {type(group).__name__}; it must be an ExpertExchange",
+            hint="ExpertExchange(config, heap) reaches its ranks one-sided; a layer also takes an "
+            "ExpertGroup: MoE(config, ExpertGroup(process_group))",
+        )
+    if workspace is not None:
+        message = "a group brings memory of its own"
+        raise ConfigurationError(message, hint="leave workspace None")
+    if not recompute:
+        message = "between the ranks of a group nothing is kept for the backward"
+        raise UnsupportedError(message, hint="use recompute=True")

@@ -1,0 +1,267 @@
+"""Checks of an operator's operands: every mistake is named before anything is computed."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+
+from fivefold.errors import ConfigurationError, DataError, UnsupportedError
+from fivefold.moe.operator.activations import Activation
+from fivefold.moe.routing.router import PLAIN_TYPES, is_plain
+
+Precision = Literal["ieee", "tf32x3", "tf32"]
+PRECISIONS: tuple[Precision, ...] = ("ieee", "tf32x3", "tf32")
+"""Arithmetic for float32, best first."""
+
+_ID_TYPES = (torch.int32, torch.int64)
+_FLOAT_TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def is_eager(tensors: tuple[Any, ...]) -> bool:
+    """Whether a call is just computed: nobody traces, compiles, counts or transforms it.
+
+    Args:
+        tensors: Operands; None for those that there are not.
+
+    Returns:
+        False where torch must see one operator.
+    """
+    return (
+        all(tensor is None or type(tensor) in PLAIN_TYPES for tensor in tensors)
+        and is_plain(tensors[0])
+        and torch._C._len_torch_dispatch_stack() == 0  # noqa: SLF001 - no public name for it
+        and not torch._C._are_functorch_transforms_active()  # noqa: SLF001 - as above
+    )
+
+
+def as_autocast(tensors: tuple[Any, ...], device: str) -> tuple[Any, ...]:
+    """Floating-point tensors in the type of torch.autocast where it is on, as torch's products do.
+
+    Args:
+        tensors: Tensors, and None.
+        device: Its type.
+
+    Returns:
+        The same, cast.
+    """
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return tensors
+    kind = torch.get_autocast_dtype(device)
+    return tuple(
+        t.to(kind) if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in tensors
+    )
+
+
+def check_forward_mode(tensors: tuple[Any, ...]) -> None:
+    """Refuse derivatives in forward mode: torch would take those of a custom op for zeros.
+
+    Args:
+        tensors: Operands.
+
+    Raises:
+        UnsupportedError: One has a tangent.
+    """
+    mode: Any = torch.autograd.forward_ad  # untyped in torch
+    if getattr(mode, "_current_level", -1) < 0 or torch.compiler.is_compiling():
+        return
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and mode.unpack_dual(tensor).tangent is not None:
+            message = "fused_moe has no derivative in forward mode"
+            raise UnsupportedError(message, hint="use backward()")
+
+
+def check_transforms(tensors: tuple[Any, ...]) -> None:
+    """Refuse the transformations of torch.func, of which an opaque operator knows nothing.
+
+    Args:
+        tensors: Operands.
+
+    Raises:
+        UnsupportedError: One is inside of vmap, grad or another transformation.
+    """
+    active = torch._C._are_functorch_transforms_active  # noqa: SLF001 - no public name for it
+    if torch.compiler.is_compiling() or not active():
+        return
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # noqa: SLF001 - as above
+    if any(isinstance(tensor, torch.Tensor) and wrapped(tensor) for tensor in tensors):
+        message = "fused_moe does not work inside of torch.func's vmap, grad and the like"
+        hint = "use backward(), with a batch folded into the tokens"
+        raise UnsupportedError(message, hint=hint)
+
+
+def check_operands(  # noqa: PLR0913 - the operator's own operands
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    activation: Activation,
+    b13: torch.Tensor | None,
+    b2: torch.Tensor | None,
+) -> None:
+    """Check shapes, data types and devices, without looking at values.
+
+    Args:
+        x: [T, H].
+        w13: [E, 2I, H] or [E, I, H].
+        w2: [E, H, I].
+        ids: [T, K].
+        weights: [T, K].
+        activation: Says whether ``w13`` has two halves.
+        b13: [E, 2I] or [E, I], or None.
+        b2: [E, H], or None.
+
+    Raises:
+        ConfigurationError: They do not fit together.
+    """
+    _check_tensors({"x": x, "w13": w13, "w2": w2, "topk_ids": ids, "topk_weights": weights})
+    if x.ndim != 2 or w13.ndim != 3 or w2.ndim != 3:
+        raise ConfigurationError(
+            f"x, w13 and w2 have shapes {tuple(x.shape)}, {tuple(w13.shape)}, {tuple(w2.shape)}",
+            hint="they are [tokens, hidden], [experts, rows, hidden], [experts, hidden, inner]",
+        )
+    experts, hidden, inner = w2.shape
+    if 0 in (experts, hidden, inner):
+        raise ConfigurationError(
+            f"w2 has shape {tuple(w2.shape)}: experts, hidden and inner size must be positive",
+            hint="only the number of tokens may be 0",
+        )
+    expected = {
+        "x": (x, (x.shape[0], hidden)),
+        "w13": (w13, (experts, activation.width(inner), hidden)),
+        "weights": (weights, tuple(ids.shape)),
+        "b13": (b13, (experts, activation.width(inner))),
+        "b2": (b2, (experts, hidden)),
+    }
+    for name, (tensor, shape) in expected.items():
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise ConfigurationError(
+                f"{name} has shape {tuple(tensor.shape)}, but w2 {tuple(w2.shape)} and activation "
+                f"{activation.name!r} make it {shape}",
+                hint="a gated activation has 2 * inner rows in w13, gate rows first",
+            )
+    if ids.ndim != 2 or ids.shape[0] != x.shape[0]:
+        raise ConfigurationError(
+            f"topk_ids has shape {tuple(ids.shape)}, x has {x.shape[0]} tokens",
+            hint="topk_ids is [tokens, top_k]",
+        )
+    if ids.dtype not in _ID_TYPES:
+        raise ConfigurationError(f"topk_ids has dtype {ids.dtype}", hint="use int32 or int64")
+    floats = {"x": x, "w13": w13, "w2": w2, "b13": b13, "b2": b2}
+    _check_alike(floats)
+    if not weights.is_floating_point():
+        raise ConfigurationError(f"topk_weights has dtype {weights.dtype}", hint="use float32")
+    for name, tensor in {"topk_ids": ids, "topk_weights": weights, **floats}.items():
+        if tensor is not None and tensor.device != x.device:
+            raise ConfigurationError(
+                f"{name} is on {tensor.device}, x on {x.device}", hint="move them to one device"
+            )
+
+
+def _check_tensors(given: dict[str, Any]) -> None:
+    for name, tensor in given.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ConfigurationError(
+                f"{name} is a {type(tensor).__name__}", hint="it must be a torch.Tensor"
+            )
+
+
+def _check_alike(floats: dict[str, torch.Tensor | None]) -> None:
+    x = floats["x"]
+    assert x is not None, "x is always there"
+    if x.dtype not in _FLOAT_TYPES:
+        raise ConfigurationError(
+            f"x has dtype {x.dtype}", hint="use bfloat16, float16, float32 or float64"
+        )
+    for name, tensor in floats.items():
+        if tensor is not None and tensor.dtype != x.dtype:
+            raise ConfigurationError(
+                f"{name} has dtype {tensor.dtype}, x has {x.dtype}",
+                hint="cast them to one type, or run under torch.autocast",
+            )
+
+
+def check_ids(ids: torch.Tensor, num_experts: int) -> None:
+    """Check that experts exist and that no token has one twice; waits for the device.
+
+    Args:
+        ids: [T, K]; -1 for none.
+        num_experts: E.
+
+    Raises:
+        ConfigurationError: One is out of range or stands twice.
+    """
+    if ids.numel() == 0:
+        return
+    smallest, largest = int(ids.min()), int(ids.max())
+    if smallest < -1 or largest >= num_experts:
+        raise ConfigurationError(
+            f"topk_ids holds {smallest if smallest < -1 else largest}, there are {num_experts} "
+            "experts",
+            hint="use 0 to experts - 1, and -1 for a dropped assignment",
+        )
+    ordered = torch.sort(ids, dim=-1).values
+    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    if bool(twice.any()):
+        token = int(twice.any(dim=-1).nonzero()[0, 0])
+        raise ConfigurationError(
+            f"token {token} is routed to an expert twice: {ids[token].tolist()}",
+            hint="the experts of a token are distinct",
+        )
+
+
+def check_values(ids: torch.Tensor, weights: torch.Tensor, num_experts: int) -> None:
+    """``check_ids``, and that the weights are numbers; waits for the device.
+
+    Args:
+        ids: [T, K]; -1 for none.
+        weights: [T, K].
+        num_experts: E.
+
+    Raises:
+        ConfigurationError: As ``check_ids``.
+        DataError: A weight is NaN.
+    """
+    check_ids(ids, num_experts)
+    if bool(torch.isnan(weights.detach().sum())):  # one pass where all is well
+        bad = torch.isnan(weights)
+        if bool(bad.any()):  # and not infinities of both signs
+            token = int(bad.any(dim=-1).nonzero()[0, 0])
+            raise DataError(
+                f"topk_weights of token {token} hold NaN: {weights[token].tolist()}",
+                hint="look for a diverged router before this call",
+            )
+
+
+def check_weight_on_input(ids: torch.Tensor, *, weight_on_input: bool) -> None:
+    """Check that tokens can take their weights with them.
+
+    Args:
+        ids: [T, K].
+        weight_on_input: Whether they do.
+
+    Raises:
+        ConfigurationError: They have several.
+    """
+    if weight_on_input and ids.shape[1] != 1:
+        raise ConfigurationError(
+            f"weight_on_input needs top_k 1; got {ids.shape[1]}",
+            hint="with more experts per token the weights belong to the outputs",
+        )
+
+
+def check_precision(precision: str) -> None:
+    """Check the name of an arithmetic for float32.
+
+    Args:
+        precision: One of ``PRECISIONS``.
+
+    Raises:
+        ConfigurationError: It is none.
+    """
+    if precision not in PRECISIONS:
+        raise ConfigurationError(
+            f"there is no precision {precision!r}", hint=f"use {', '.join(PRECISIONS)}"
+        )

@@ -1,0 +1,304 @@
+"""Which experts a token goes to and with what weight: every common router as one function.
+
+Shapes: T tokens, E experts, K experts per token. Ties go to the lower expert number, so that a
+routing is a function of the logits alone, on every device.
+
+References: Shazeer et al. 2017, arXiv 1701.06538 (top-k); Fedus et al. 2021, arXiv 2101.03961
+(auxiliary loss); Zoph et al. 2022, arXiv 2202.08906 (z loss); DeepSeek-V2, arXiv 2405.04434
+(group-limited) and DeepSeek-V3, arXiv 2412.19437 (sigmoid scores, selection bias).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+
+from fivefold.errors import ConfigurationError, DataError
+from fivefold.moe.routing.capacity import counts_of
+from fivefold.moe.routing.families import router_options
+
+Score = Literal["softmax", "topk_softmax", "sigmoid", "topk_sigmoid", "sqrtsoftplus"]
+_SCORES = frozenset(get_args(Score))
+GroupScore = Literal["max", "top2_sum"]
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+_SMALL = 1e-20  # keeps a token whose scores all underflowed from dividing by zero
+
+
+def is_plain(x: torch.Tensor) -> bool:
+    """Whether a tensor has values to look at now: not while compiling, not fake, not on meta."""
+    return type(x) in PLAIN_TYPES and x.device.type != "meta" and not torch.compiler.is_compiling()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Router:
+    """How logits become a routing.
+
+    Attributes:
+        top_k: Experts per token, K.
+        score: ``"softmax"``: probabilities over all experts, then the K largest.
+            ``"topk_softmax"``: the K largest logits, then a softmax over these. ``"sigmoid"``,
+            ``"sqrtsoftplus"``: independent scores, then the K largest. ``"topk_sigmoid"``: the K
+            largest logits, then their sigmoids: as "sigmoid", but for a selection bias.
+        normalize: Divide the K weights by their sum; without effect for ``"topk_softmax"``.
+        groups: Equal groups of consecutive experts.
+        top_groups: How many of them a token may use.
+        group_score: What a group is chosen by: its largest score, or the sum of its two largest.
+        scale: Factor on all weights.
+        epsilon: Added to the sum that weights are divided by.
+
+    Raises:
+        ConfigurationError: A number is out of range.
+
+    Examples:
+        >>> Router(top_k=2, score="sigmoid", groups=4, top_groups=2).top_k
+        2
+    """
+
+    top_k: int
+    score: Score = "softmax"
+    normalize: bool = True
+    groups: int = 1
+    top_groups: int = 1
+    group_score: GroupScore = "max"
+    scale: float = 1.0
+    epsilon: float = _SMALL
+
+    @classmethod
+    def from_config(cls, config: Any) -> Router:
+        """Make the router of a model of Hugging Face transformers.
+
+        Args:
+            config: Its configuration, such as ``model.config``. DeepSeek-V4's router is that of its
+                layers without hashing.
+
+        Returns:
+            A router whose routing is that of the model's own block.
+
+        Raises:
+            ConfigurationError: It is no configuration of transformers, or lacks a number.
+            UnsupportedError: The family is not known, or its router does more than this one.
+
+        Examples:
+            >>> from transformers import DeepseekV3Config  # doctest: +SKIP
+            >>> Router.from_config(DeepseekV3Config()).group_score  # doctest: +SKIP
+            'top2_sum'
+        """
+        return cls(**router_options(config))
+
+    def __post_init__(self) -> None:
+        if self.top_k < 1:
+            raise ConfigurationError(f"top_k must be at least 1; got {self.top_k}")
+        if self.score not in _SCORES:
+            raise ConfigurationError(
+                f"score is {self.score!r}", hint=f"use {', '.join(get_args(Score))}"
+            )
+        if self.group_score not in {"max", "top2_sum"}:
+            raise ConfigurationError(
+                f"group_score is {self.group_score!r}", hint='use "max" or "top2_sum"'
+            )
+        if not math.isfinite(self.scale):
+            raise ConfigurationError(f"scale must be a finite number; got {self.scale}")
+        if not 0.0 <= self.epsilon < math.inf:
+            raise ConfigurationError(f"epsilon must not be negative; got {self.epsilon}")
+        if not 1 <= self.top_groups <= self.groups:
+            raise ConfigurationError(
+                f"top_groups must be between 1 and groups={self.groups}; got {self.top_groups}"
+            )
+
+    def check_experts(self, num_experts: int) -> None:
+        """Check it against a number of experts.
+
+        Args:
+            num_experts: E.
+
+        Raises:
+            ConfigurationError: They do not fit.
+        """
+        if num_experts % self.groups:
+            raise ConfigurationError(
+                f"{num_experts} experts cannot be cut into {self.groups} equal groups",
+                hint="choose a number of groups that divides the number of experts",
+            )
+        reachable = num_experts // self.groups * self.top_groups
+        if self.top_k > reachable:
+            raise ConfigurationError(
+                f"top_k is {self.top_k}, but a token can reach {reachable} experts only",
+                hint="lower top_k, or raise top_groups or the number of experts",
+            )
+        if self.group_score == "top2_sum" and num_experts // self.groups < 2:
+            message = 'group_score "top2_sum" needs two experts in each group'
+            raise ConfigurationError(message, hint='use "max"')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """What a router decided.
+
+    Attributes:
+        ids_TK: Experts of each token by descending score, int64; distinct within a token.
+        weights_TK: Their weights, in the logits' data type (at least float32).
+        scores_TE: Scores of all experts, for the losses: probabilities for the softmax routers,
+            sigmoids or the like otherwise.
+    """
+
+    ids_TK: torch.Tensor  # noqa: N815 - shape suffix
+    weights_TK: torch.Tensor  # noqa: N815 - shape suffix
+    scores_TE: torch.Tensor  # noqa: N815 - shape suffix
+
+    @property
+    def load_E(self) -> torch.Tensor:  # noqa: N802 - shape suffix
+        """Tokens per expert, int64 [E]."""
+        return counts_of(self.ids_TK, self.scores_TE.shape[1])
+
+    def detached(self) -> Routing:
+        """Return the same routing without its graph."""
+        return Routing(
+            ids_TK=self.ids_TK,
+            weights_TK=self.weights_TK.detach(),
+            scores_TE=self.scores_TE.detach(),
+        )
+
+
+def route(
+    logits: torch.Tensor, router: Router, *, selection_bias: torch.Tensor | None = None
+) -> Routing:
+    """Choose experts and weights from router logits; differentiable in the weights and scores.
+
+    Args:
+        logits: Shape [T, E]; computed with in float32 at least.
+        router: How.
+        selection_bias: Shape [E]; added to the scores for choosing only, not to the weights
+            (auxiliary-loss-free balancing).
+
+    Returns:
+        The routing.
+
+    Raises:
+        ConfigurationError: Shapes or the router do not fit.
+        DataError: A logit is not a number (looked at on the CPU only, and not while compiling:
+            elsewhere it would wait for the device).
+
+    Examples:
+        >>> logits = torch.tensor([[0.0, 2.0, 1.0]])
+        >>> routing = route(logits, Router(top_k=2))
+        >>> routing.ids_TK.tolist(), round(float(routing.weights_TK.sum()), 6)
+        ([[1, 2]], 1.0)
+    """
+    if logits.ndim != 2:
+        raise ConfigurationError(f"logits must be [tokens, experts]; got {tuple(logits.shape)}")
+    num_experts = logits.shape[1]
+    router.check_experts(num_experts)
+    if selection_bias is not None and selection_bias.shape != (num_experts,):
+        raise ConfigurationError(
+            f"selection_bias must be [{num_experts}]; got {tuple(selection_bias.shape)}"
+        )
+    if is_plain(logits) and logits.device.type == "cpu" and bool(torch.isnan(logits).any()):
+        message = "router logits hold NaN"
+        raise DataError(message, hint="look for a diverged router or input before this layer")
+    values = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    scores = _scores(values, router.score)
+    wanted = values if router.score.startswith("topk") else scores
+    choice = wanted.detach()
+    if selection_bias is not None:
+        choice = choice + selection_bias.detach().to(choice)
+    if router.groups > 1:
+        choice = _limited_to_groups(choice, router)
+    ids = torch.sort(choice, dim=-1, descending=True, stable=True).indices[:, : router.top_k]
+    return Routing(ids_TK=ids, weights_TK=_weights(wanted.gather(1, ids), router), scores_TE=scores)
+
+
+def _scores(values: torch.Tensor, score: Score) -> torch.Tensor:
+    if score in {"sigmoid", "topk_sigmoid"}:
+        return torch.sigmoid(values)
+    if score == "sqrtsoftplus":
+        return torch.nn.functional.softplus(values).sqrt()
+    return torch.softmax(values, dim=-1)
+
+
+def _weights(chosen: torch.Tensor, router: Router) -> torch.Tensor:
+    if router.score == "topk_softmax":
+        return torch.softmax(chosen, dim=-1) * router.scale
+    if router.score == "topk_sigmoid":
+        chosen = torch.sigmoid(chosen)
+    if router.normalize:
+        chosen = chosen / (chosen.sum(dim=-1, keepdim=True) + router.epsilon)
+    return chosen * router.scale
+
+
+def _limited_to_groups(choice: torch.Tensor, router: Router) -> torch.Tensor:
+    size = choice.shape[1] // router.groups
+    grouped = choice.view(len(choice), router.groups, size)
+    if router.group_score == "max":
+        worth = grouped.amax(dim=-1)
+    else:
+        worth = grouped.topk(2, dim=-1).values.sum(dim=-1)
+    best = torch.sort(worth, dim=-1, descending=True, stable=True).indices[:, : router.top_groups]
+    closed = torch.ones_like(worth, dtype=torch.bool).scatter_(1, best, value=False)
+    return grouped.masked_fill(closed.unsqueeze(-1), float("-inf")).view_as(choice)
+
+
+def load_balancing_loss(routing: Routing, *, load: torch.Tensor | None = None) -> torch.Tensor:
+    """The auxiliary loss E * sum_e f_e P_e; 1 where the load is even, E where one expert has all.
+
+    f_e is the share of all assignments that go to expert e (a constant for the gradient), P_e the
+    mean score of e, with the scores of a token normalised to one. Multiply it by K to compare with
+    implementations that divide by the number of tokens instead of assignments.
+
+    Args:
+        routing: A routing.
+        load: Assignments per expert that f_e is the share of, [E]; None: this routing's own. With
+            those of all ranks the mean of the ranks' losses is the loss of the whole batch.
+
+    Returns:
+        A scalar; without tokens 0, with a graph, so that an empty rank's backward pass runs along
+        with its peers'.
+    """
+    num_tokens, num_experts = routing.scores_TE.shape
+    if num_tokens == 0:
+        return routing.scores_TE.sum()
+    counts = (routing.load_E if load is None else load).to(routing.scores_TE.dtype)
+    share = counts / counts.sum()
+    scores = routing.scores_TE
+    probabilities = scores / (scores.sum(dim=-1, keepdim=True) + _SMALL)
+    return num_experts * torch.dot(share, probabilities.mean(dim=0))
+
+
+def router_z_loss(logits: torch.Tensor) -> torch.Tensor:
+    """Mean over the tokens of logsumexp(logits) squared: keeps router logits small.
+
+    Args:
+        logits: Shape [T, E].
+
+    Returns:
+        A scalar; without tokens 0, with a graph.
+    """
+    values = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if len(values) == 0:
+        return values.sum()
+    return torch.logsumexp(values, dim=-1).square().mean()
+
+
+def updated_selection_bias(
+    bias: torch.Tensor, load: torch.Tensor, *, rate: float = 1e-3
+) -> torch.Tensor:
+    """One step of balancing without an auxiliary loss: raise what is underused, lower the rest.
+
+    bias + rate * sign(mean(load) - load), DeepSeek-V3, section 2.1.2.
+
+    Args:
+        bias: Shape [E].
+        load: Tokens per expert over the step, summed over all ranks, shape [E].
+        rate: Size of the step.
+
+    Returns:
+        The new bias.
+
+    Examples:
+        >>> updated_selection_bias(torch.zeros(2), torch.tensor([3, 1]), rate=0.5).tolist()
+        [-0.5, 0.5]
+    """
+    load = load.to(bias)
+    return bias + rate * torch.sign(load.mean() - load)

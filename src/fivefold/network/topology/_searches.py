@@ -1,0 +1,404 @@
+"""Dijkstra on arrays, compiled, from one end or from both; costs are whole (ticks, links) pairs.
+
+For a pair in a large network the whole tree of its source is a waste: two searches that meet see a
+small part of the network. They go on until their radii together exceed the distance; then every
+link of every shortest route has its ends seen by the forward search, or both by the backward one,
+or crosses from the first to the second, so both kinds of search choose alike among equals.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fivefold._compiler import njit
+from fivefold.network.topology._graph import IntArray
+
+LongArray = npt.NDArray[np.int64]
+
+
+@njit
+def _before(ticks: Any, hops: Any, a: int, b: int) -> bool:
+    """Return whether node a is nearer than node b; equals are ordered by index."""
+    if ticks[a] != ticks[b]:
+        return bool(ticks[a] < ticks[b])
+    if hops[a] != hops[b]:
+        return bool(hops[a] < hops[b])
+    return a < b
+
+
+@njit
+def _rise(heap: Any, places: Any, ticks: Any, hops: Any, place: int) -> None:
+    """Move a node of a heap up to where it belongs."""
+    node = heap[place]
+    while place > 0:
+        above = (place - 1) // 2
+        if not _before(ticks, hops, node, heap[above]):
+            break
+        heap[place] = heap[above]
+        places[heap[place]] = place
+        place = above
+    heap[place] = node
+    places[node] = place
+
+
+@njit
+def _sink(heap: Any, places: Any, ticks: Any, hops: Any, size: int) -> None:
+    """Move the first node of a heap down to where it belongs."""
+    node = heap[0]
+    place = 0
+    while 2 * place + 1 < size:
+        below = 2 * place + 1
+        if below + 1 < size and _before(ticks, hops, heap[below + 1], heap[below]):
+            below += 1
+        if not _before(ticks, hops, heap[below], node):
+            break
+        heap[place] = heap[below]
+        places[heap[place]] = place
+        place = below
+    heap[place] = node
+    places[node] = place
+
+
+# One side of a search: ticks, hops and place of each node, the heap, [its size, number of touched
+# nodes], and the touched nodes, which alone are reset for the next pair. A place of -1 is unseen,
+# -2 settled. The links of a side: offsets by node, links, the far end and the ticks of each link.
+
+
+@njit
+def _side(num_nodes: int) -> Any:
+    ticks = np.full(num_nodes, -1, np.int64)
+    hops = np.full(num_nodes, -1, np.int64)
+    places = np.full(num_nodes, -1, np.int64)
+    heap = np.zeros(num_nodes, np.int64)
+    return ticks, hops, places, heap, np.zeros(2, np.int64), np.zeros(num_nodes, np.int64)
+
+
+@njit
+def _begin(side: Any, node: int) -> None:
+    ticks, hops, places, heap, state, touched = side
+    for index in range(state[1]):
+        places[touched[index]] = -1
+        ticks[touched[index]] = -1
+        hops[touched[index]] = -1
+    heap[0], places[node], ticks[node], hops[node] = node, 0, 0, 0
+    state[0], state[1] = 1, 1
+    touched[0] = node
+
+
+@njit
+def _settle(side: Any, links: Any, blocked: Any, end: int) -> Any:
+    """Settle the nearest open node of one search and open its neighbours; gives the node."""
+    ticks, hops, places, heap, state, touched = side
+    offsets, by_node, far_ends, link_ticks = links[0], links[1], links[2], links[3]
+    node = heap[0]
+    places[node] = -2
+    state[0] -= 1
+    if state[0] > 0:
+        heap[0] = heap[state[0]]
+        _sink(heap, places, ticks, hops, state[0])
+    if blocked[node] and node != end:
+        return node
+    for position in range(offsets[node], offsets[node + 1]):
+        link = by_node[position]
+        target = far_ends[link]
+        if places[target] == -2:
+            continue
+        through, length = ticks[node] + link_ticks[link], hops[node] + 1
+        if places[target] == -1:
+            places[target] = state[0]
+            heap[state[0]] = target
+            state[0] += 1
+            touched[state[1]] = target
+            state[1] += 1
+        elif through > ticks[target] or (through == ticks[target] and length >= hops[target]):
+            continue
+        ticks[target], hops[target] = through, length
+        _rise(heap, places, ticks, hops, places[target])
+    return node
+
+
+@njit
+def shortest_distances(
+    offsets: IntArray,
+    links: IntArray,
+    link_targets: IntArray,
+    link_ticks: LongArray,
+    blocked: npt.NDArray[np.bool_],
+    source: int,
+) -> tuple[LongArray, IntArray]:
+    """Return (ticks, hops) of each node from a source, or -1; blocked nodes end paths."""
+    # The loop of _settle without what only pairs need: a sixth faster for whole trees.
+    num_nodes = len(offsets) - 1
+    ticks = np.full(num_nodes, -1, np.int64)
+    hops = np.full(num_nodes, -1, np.int32)
+    heap = np.empty(num_nodes, np.int32)
+    places = np.full(num_nodes, -1, np.int32)  # -1 unseen, -2 done, else its place in the heap
+    heap[0], places[source], ticks[source], hops[source] = source, 0, 0, 0
+    size = 1
+    while size > 0:
+        node = heap[0]
+        places[node] = -2
+        size -= 1
+        if size > 0:
+            heap[0] = heap[size]
+            _sink(heap, places, ticks, hops, size)
+        if blocked[node] and node != source:
+            continue
+        for position in range(offsets[node], offsets[node + 1]):
+            link = links[position]
+            target = link_targets[link]
+            if places[target] == -2:
+                continue
+            through, length = ticks[node] + link_ticks[link], hops[node] + 1
+            if places[target] == -1:
+                places[target] = size
+                heap[size] = target
+                size += 1
+            elif through > ticks[target] or (through == ticks[target] and length >= hops[target]):
+                continue
+            ticks[target], hops[target] = through, length
+            _rise(heap, places, ticks, hops, places[target])
+    return ticks, hops
+
+
+@njit
+def _choose(
+    graph: tuple[IntArray, IntArray, IntArray, LongArray],
+    costs: tuple[LongArray, LongArray, IntArray, npt.NDArray[np.bool_]],
+    ends: tuple[int, int],
+    wanted: int,
+) -> tuple[int, int]:
+    """Choose the wanted one of the links by which a node is reached best, and count such links.
+
+    A node's links are sorted, the widest first; narrower ones than the first that serves are not
+    considered.
+    """
+    offsets, in_links, link_sources, widths = graph
+    link_ticks, ticks, hops, blocked = costs
+    source, node = ends
+    equals, found, width = 0, -1, np.int64(-1)
+    for position in range(offsets[node], offsets[node + 1]):
+        link = in_links[position]
+        previous = link_sources[link]
+        if hops[previous] < 0 or hops[previous] + 1 != hops[node]:
+            continue
+        if ticks[previous] + link_ticks[link] != ticks[node]:
+            continue
+        if blocked[previous] and previous != source:
+            continue
+        if equals > 0 and widths[link] != width:
+            break
+        width = widths[link]
+        if equals == wanted:
+            found = link
+        equals += 1
+    return found, equals
+
+
+@njit
+def walk_back(
+    graph: tuple[IntArray, IntArray, IntArray, LongArray],
+    costs: tuple[LongArray, LongArray, IntArray, npt.NDArray[np.bool_]],
+    source: int,
+    targets: IntArray,
+    selectors: IntArray,
+) -> IntArray:
+    """Walk routes from a source to targets, one behind the other, by distances already known.
+
+    Where several links are equally good the widest go first, and of those the selector's lowest
+    digit decides, to the base of their
+    number; the rest of the selector decides farther up.
+    """
+    link_sources, hops = graph[2], costs[2]
+    total = 0
+    for target in targets:
+        total += hops[target]
+    found = np.empty(total, np.int32)
+    end = 0
+    for route in range(len(targets)):
+        node, digits = targets[route], selectors[route]
+        end += hops[node]
+        place = end
+        while node != source:
+            link, equals = _choose(graph, costs, (source, node), 0)
+            if equals > 1:
+                link, _ = _choose(graph, costs, (source, node), digits % equals)
+                digits //= equals
+            place -= 1
+            found[place] = link
+            node = link_sources[link]
+    return found
+
+
+@njit
+def _search(forward: Any, backward: Any, out: Any, into: Any, blocked: Any, ends: Any) -> Any:
+    """Run both searches until all shortest routes are known; gives the distance, -1 for none."""
+    source, target = ends
+    _begin(forward, source)
+    _begin(backward, target)
+    best_ticks, best_hops = np.int64(-1), np.int64(-1)
+    while forward[4][0] > 0 and backward[4][0] > 0:
+        a, b = forward[3][0], backward[3][0]
+        low_ticks, low_hops = forward[0][a] + backward[0][b], forward[1][a] + backward[1][b]
+        if best_hops >= 0 and (
+            low_ticks > best_ticks or (low_ticks == best_ticks and low_hops > best_hops)
+        ):
+            break
+        # The smaller frontier goes first; the other catches up when it has grown.
+        if forward[4][0] <= backward[4][0]:
+            node = _settle(forward, out, blocked, source)
+            own, other = forward, backward
+        else:
+            node = _settle(backward, into, blocked, target)
+            own, other = backward, forward
+        if other[1][node] < 0 or (blocked[node] and node not in (source, target)):
+            continue
+        ticks, hops = own[0][node] + other[0][node], own[1][node] + other[1][node]
+        if best_hops < 0 or ticks < best_ticks or (ticks == best_ticks and hops < best_hops):
+            best_ticks, best_hops = ticks, hops
+    return best_ticks, best_hops
+
+
+@njit
+def _is_entered(forward: Any, backward: Any, into: Any, blocked: Any, goal: Any, node: int) -> bool:
+    """Return whether a shortest route enters a node of the backward search from the forward one."""
+    source, _, best_ticks, best_hops, _, _ = goal
+    for position in range(into[0][node], into[0][node + 1]):
+        link = into[1][position]
+        previous = into[2][link]
+        if previous != source and (forward[2][previous] != -2 or blocked[previous]):
+            continue
+        ticks = forward[0][previous] + into[3][link] + backward[0][node]
+        hops = forward[1][previous] + 1 + backward[1][node]
+        if ticks == best_ticks and hops == best_hops:
+            return True
+    return False
+
+
+@njit
+def _mark(forward: Any, backward: Any, out: Any, into: Any, blocked: Any, goal: Any) -> None:
+    """Mark the nodes of the backward search that lie on a shortest route, as far as the target."""
+    source, target, best_ticks, best_hops, good, stack = goal
+    size = 0
+    for index in range(backward[4][1]):
+        node = backward[5][index]
+        good[node] = False
+        if backward[2][node] != -2 and node != target:
+            continue
+        if forward[2][node] == -2 or node == source:
+            ticks, hops = forward[0][node], forward[1][node]
+            good[node] = (
+                ticks + backward[0][node] == best_ticks and hops + backward[1][node] == best_hops
+            )
+        else:
+            good[node] = _is_entered(forward, backward, into, blocked, goal, node)
+        if good[node]:
+            stack[size] = node
+            size += 1
+    _spread(backward, out, blocked, goal, size)
+
+
+@njit
+def _spread(backward: Any, out: Any, blocked: Any, goal: Any, size: int) -> None:
+    """Mark what the marked nodes on the stack lead to on their way to the target."""
+    source, target, _, _, good, stack = goal
+    while size > 0:
+        size -= 1
+        node = stack[size]
+        if blocked[node] and node != source:
+            continue
+        for position in range(out[0][node], out[0][node + 1]):
+            link = out[1][position]
+            onward = out[2][link]
+            if (backward[2][onward] != -2 and onward != target) or good[onward]:
+                continue
+            if backward[0][node] != out[3][link] + backward[0][onward]:
+                continue
+            if backward[1][node] == backward[1][onward] + 1:
+                good[onward] = True
+                stack[size] = onward
+                size += 1
+
+
+@njit
+def _is_on_route(forward: Any, backward: Any, step: Any, goal: Any) -> bool:
+    """Return whether a link into a node of a shortest route is on a shortest route as well."""
+    source, target, best_ticks, best_hops, good, _ = goal
+    previous, node, ticks = step
+    back_known = backward[2][node] == -2 or node == target
+    if forward[2][previous] == -2 or previous == source:
+        if back_known:
+            total = forward[0][previous] + ticks + backward[0][node]
+            length = forward[1][previous] + 1 + backward[1][node]
+            return bool(total == best_ticks and length == best_hops)
+        tight = forward[0][previous] + ticks == forward[0][node]
+        return bool(tight and forward[1][previous] + 1 == forward[1][node])
+    if not back_known or backward[2][previous] != -2 or not good[previous]:
+        return False
+    tight = backward[0][previous] == ticks + backward[0][node]
+    return bool(tight and backward[1][previous] == backward[1][node] + 1)
+
+
+@njit
+def _pick(
+    forward: Any, backward: Any, into: Any, blocked: Any, goal: Any, at: Any
+) -> tuple[int, int]:
+    """Pick the wanted one of the links into a node on shortest routes, and count them."""
+    node, wanted = at
+    source = goal[0]
+    equals, found, width = 0, -1, np.int64(-1)
+    for position in range(into[0][node], into[0][node + 1]):
+        link = into[1][position]
+        previous = into[2][link]
+        if blocked[previous] and previous != source:
+            continue
+        if not _is_on_route(forward, backward, (previous, node, into[3][link]), goal):
+            continue
+        if equals > 0 and into[4][link] != width:  # sorted, the widest first
+            break
+        width = into[4][link]
+        if equals == wanted:
+            found = link
+        equals += 1
+    return found, equals
+
+
+@njit
+def meeting_routes(
+    out: tuple[IntArray, IntArray, IntArray, LongArray],
+    into: tuple[IntArray, IntArray, IntArray, LongArray, LongArray],
+    blocked: npt.NDArray[np.bool_],
+    pairs: tuple[IntArray, IntArray],
+    selectors: IntArray,
+) -> tuple[LongArray, IntArray, int]:
+    """Find shortest routes of pairs of nodes, one behind the other."""
+    sources, targets = pairs
+    num_nodes = len(out[0]) - 1
+    forward, backward = _side(num_nodes), _side(num_nodes)
+    good, stack = np.zeros(num_nodes, np.bool_), np.zeros(num_nodes, np.int64)
+    offsets = np.zeros(len(sources) + 1, np.int64)
+    found = np.empty(8 * len(sources) + 64, np.int32)
+    for pair in range(len(sources)):
+        source, target = np.int64(sources[pair]), np.int64(targets[pair])
+        ticks, hops = _search(forward, backward, out, into, blocked, (source, target))
+        if hops < 0:
+            return offsets, found, pair
+        offsets[pair + 1] = offsets[pair] + hops
+        while offsets[pair + 1] > len(found):
+            found = np.concatenate((found, np.empty_like(found)))
+        goal = (source, target, ticks, hops, good, stack)
+        _mark(forward, backward, out, into, blocked, goal)
+        node, digits, place = target, np.int64(selectors[pair]), offsets[pair + 1]
+        while node != source:
+            link, equals = _pick(forward, backward, into, blocked, goal, (node, 0))
+            if equals > 1:
+                wanted = digits % equals
+                link, _ = _pick(forward, backward, into, blocked, goal, (node, wanted))
+                digits //= equals
+            place -= 1
+            found[place] = link
+            node = np.int64(into[2][link])
+    return offsets, found[: offsets[-1]], -1

@@ -1,0 +1,529 @@
+"""Topologies as text: one line such as ``torus:4x4``, and TOML files.
+
+A file holds ``nodes``, ``links`` and ``switches`` as lists of small tables; ``generate`` begins
+with a topology in one line of text, and ``changes`` gives links other values. Every quantity has a
+unit, and numbers are written so that reading them gives the same float to the last bit.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fivefold.errors import ConfigurationError, FivefoldError
+from fivefold.files import parse_toml, read_toml
+from fivefold.network.topology._build import HostSpec
+from fivefold.network.topology._direct import (
+    dragonfly,
+    fully_connected,
+    hypercube,
+    line,
+    mesh,
+    ring,
+    star,
+    switch,
+    torus,
+)
+from fivefold.network.topology._elements import Aggregation, Link, Node, SwitchAbility
+from fivefold.network.topology._fabrics import (
+    Port,
+    clos,
+    dual_plane,
+    fat_tree,
+    leaf_spine,
+    rail_only,
+    rail_optimized,
+)
+from fivefold.network.topology._machines import MACHINES, load_lingjun, named_topology
+from fivefold.network.topology._taccl import PUBLISHED, TacclProfile
+from fivefold.network.topology._topology import Topology
+from fivefold.units import parse_bytes, parse_bytes_per_s, parse_duration_s
+
+_MOST_DIGITS = 18  # of a count; what is longer is no number, and refused as such
+_HOST_KEYS = tuple(field.name for field in fields(HostSpec))
+_PORT_KEYS = tuple(field.name for field in fields(Port))
+_TOP_KEYS = ("name", "source", "generate", "nodes", "links", "switches", "changes")
+_NODE_KEYS = ("name", "kind", "host")
+_LINK_KEYS = ("source", "target", "bandwidth", "latency", "count", "both_ways")
+_CHANGE_KEYS = ("source", "target", "bandwidth", "latency", "count", "both_ways", "remove")
+_SWITCH_KEYS = ("node", "multicast", "aggregation")
+_AGGREGATION_KEYS = ("slots", "slot_size", "rate", "dtypes")
+_RATES = (("TB/s", 1e12), ("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3))
+_TIMES = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
+
+
+@dataclass(frozen=True)
+class _Generator:
+    build: Callable[..., Topology]
+    example: str
+
+    @property
+    def first(self) -> str:
+        """Name of the argument that needs no key."""
+        return next(iter(inspect.signature(self.build).parameters))
+
+
+_GENERATORS: Mapping[str, _Generator] = {
+    example.partition(":")[0]: _Generator(build, example)
+    for build, example in (
+        (ring, "ring:8"),
+        (line, "line:8"),
+        (mesh, "mesh:4x4"),
+        (torus, "torus:4x4x4"),
+        (hypercube, "hypercube:6"),
+        (fully_connected, "fully_connected:8"),
+        (star, "star:8"),
+        (switch, "switch:8"),
+        (fat_tree, "fat_tree:8,gpus=8,nics=4"),
+        (leaf_spine, "leaf_spine:16,leaves=4,spines=2"),
+        (clos, "clos:4x8x16,aggs=8,cores=32,gpus=8"),
+        (rail_optimized, "rail_optimized:16,spines=8"),
+        (rail_only, "rail_only:16"),
+        (dual_plane, "dual_plane:16,hosts_per_segment=8,aggs_per_plane=4"),
+        (dragonfly, "dragonfly:4"),
+    )
+}
+
+
+class Catalogue(NamedTuple):
+    """What :func:`parse_topology` knows by name.
+
+    Attributes:
+        machines: Where the figures of each machine come from, by name.
+        generators: An example of each generator's spelling and one line about it, by name.
+        profiles: TACCL's published profiles.
+    """
+
+    machines: Mapping[str, str]
+    generators: Mapping[str, tuple[str, str]]
+    profiles: tuple[str, ...]
+
+
+def catalogue() -> Catalogue:
+    """Return all that :func:`parse_topology` knows by name.
+
+    Returns:
+        Machines, generators and profiles.
+
+    Examples:
+        >>> catalogue().generators["hypercube"][0]
+        'hypercube:6'
+    """
+    generators = {}
+    for name, generator in _GENERATORS.items():
+        summary = (inspect.getdoc(generator.build) or "").partition("\n")[0]
+        summary = summary.removeprefix("Build ")
+        generators[name] = generator.example, summary[:1].upper() + summary[1:]
+    machines = {name: machine.source for name, machine in MACHINES.items()}
+    return Catalogue(machines, generators, tuple(PUBLISHED))
+
+
+def parse_topology(
+    text: str, *, bandwidth: str | float | None = None, latency: str | float | None = None
+) -> Topology:
+    """Make a topology from one line of text.
+
+    ``NAME:VALUE,KEY=VALUE,...`` calls a generator (``torus:4x4``, ``leaf_spine:16,leaves=4,
+    spines=2,gpus=8``), the keys being its arguments and those of :class:`HostSpec`;
+    ``MACHINE:BOXES`` is a named machine (``dgx_a100:2``), ``taccl:PROFILE:BOXES`` one of TACCL's
+    profiles, ``lingjun:PATH`` a Lingjun file, and anything that ends in ``.toml`` a topology file.
+
+    Args:
+        text: The line.
+        bandwidth: Of the links that the generator's ``bandwidth`` means; only for generators.
+        latency: Of those links; only for generators.
+
+    Returns:
+        The topology.
+
+    Raises:
+        ConfigurationError: The line says no topology.
+
+    Examples:
+        >>> parse_topology("torus:4x4", bandwidth="50 GB/s").num_links
+        64
+        >>> parse_topology("dgx_h100:2").num_ranks, parse_topology("fat_tree:4,gpus=2").num_ranks
+        (16, 32)
+    """
+    name, _, rest = text.strip().partition(":")
+    if name in _GENERATORS:
+        return _generate(name, rest, {"bandwidth": bandwidth, "latency": latency})
+    if bandwidth is not None or latency is not None:
+        raise ConfigurationError(
+            f"bandwidth and latency of {text!r} are given by what it describes",
+            hint=f"only generators take them: {', '.join(_GENERATORS)}",
+        )
+    if name in MACHINES:
+        return named_topology(name, boxes=_count(rest or "1", text))
+    if name == "lingjun":
+        return load_lingjun(rest)
+    if name == "taccl":
+        profile, _, boxes = rest.partition(":")
+        return TacclProfile.load(profile).to_topology(boxes=_count(boxes or "1", text))
+    if text.endswith(".toml") or Path(text).is_file():
+        return read_topology(Path(text))
+    raise _unknown(name)
+
+
+def _generate(name: str, rest: str, given: Mapping[str, str | float | None]) -> Topology:
+    generator = _GENERATORS[name]
+    accepted = _accepted(generator)
+    values: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    for position, part in enumerate(rest.split(",") if rest else ()):
+        key, equals, value = part.strip().partition("=")
+        if not equals:
+            if position:
+                raise ConfigurationError(
+                    f"{part!r} in {name}:{rest} has no key", hint=f"write {generator.example}"
+                )
+            key, value = generator.first, key
+        if key not in accepted:
+            near = difflib.get_close_matches(key, accepted, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ConfigurationError(
+                f"{name} takes no {key!r}", hint=f"{hint}it takes {', '.join(accepted)}"
+            )
+        values[key] = _value(value.strip())
+    if generator.first not in values:
+        raise ConfigurationError(
+            f"{name} needs its {generator.first}", hint=f"write {generator.example}"
+        )
+    return _call(generator, values)
+
+
+def _accepted(generator: _Generator) -> list[str]:
+    own = list(inspect.signature(generator.build).parameters)
+    for key, expanded in (("host", _HOST_KEYS), ("port", _PORT_KEYS)):
+        if key in own:
+            own.remove(key)
+            own += [one for one in expanded if one not in own]
+    return own
+
+
+def _call(generator: _Generator, values: dict[str, Any]) -> Topology:
+    parameters = inspect.signature(generator.build).parameters
+    own = {key: value for key, value in values.items() if key in parameters}
+    first = own.pop(generator.first)
+    if generator.first == "shape" and not isinstance(first, tuple):
+        first = (first,)
+    if generator.build is clos:
+        if len(first) != 3:
+            message = "clos needs pods x racks x hosts"
+            raise ConfigurationError(message, hint=f"write {generator.example}")
+        own["port"] = Port(**{key: value for key, value in values.items() if key in _PORT_KEYS})
+    host = {key: value for key, value in values.items() if key in _HOST_KEYS}
+    if host and "host" in parameters:
+        default = parameters["host"].default or HostSpec()
+        own["host"] = HostSpec(**{**{k: getattr(default, k) for k in _HOST_KEYS}, **host})
+    missing = [
+        key
+        for key, parameter in parameters.items()
+        if parameter.default is parameter.empty and key not in own and key != generator.first
+    ]
+    if missing:
+        name = generator.example.partition(":")[0]
+        message = f"{name} also needs {', '.join(missing)}"
+        raise ConfigurationError(message, hint=f"write {generator.example}")
+    return generator.build(first, **own)
+
+
+def _value(text: str) -> int | float | str | tuple[int, ...]:
+    """Read a whole number, a shape such as 4x4, a plain number, or text such as 25GB/s."""
+    sizes = text.split("x")
+    if all(size.isdecimal() and len(size) <= _MOST_DIGITS for size in sizes):
+        return int(text) if len(sizes) == 1 else tuple(map(int, sizes))
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _count(text: str, whole: str) -> int:
+    if not text.isdecimal() or len(text) > _MOST_DIGITS:
+        raise ConfigurationError(
+            f"{text!r:.40} in {whole!r:.60} is no number of boxes", hint="write dgx_a100:2"
+        )
+    return int(text)
+
+
+def _unknown(name: str) -> ConfigurationError:
+    known = [*MACHINES, *_GENERATORS, "lingjun", "taccl"]
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return ConfigurationError(
+        f"{name!r} is no topology",
+        hint=f"{hint}name a machine ({', '.join(MACHINES)}), a generator "
+        f"({', '.join(_GENERATORS)}), lingjun:PATH, taccl:{'|'.join(PUBLISHED)} or a "
+        ".toml file",
+    )
+
+
+def read_topology(source: str | Path) -> Topology:
+    """Read a topology from a file or from text, see :meth:`Topology.from_toml`."""
+    if isinstance(source, str) and ("\n" in source or "=" in source):
+        place, default_name = "the topology's text", ""
+        tables = parse_toml(source, where=place)
+    else:
+        place, default_name = f"topology file {source}", Path(source).stem
+        tables = read_toml(source, what="topology file")
+    try:
+        return _topology(tables, default_name=default_name)
+    except FivefoldError as error:
+        raise type(error)(f"{place}: {error.message}", hint=error.hint) from None
+
+
+def format_topology(topology: Topology) -> str:
+    """Write a topology as TOML, see :meth:`Topology.to_toml`."""
+    lines = [f"name = {_quoted(topology.name)}"]
+    if topology.source:
+        lines.append(f"source = {_quoted(topology.source)}")
+    lines += ["", "nodes = [", *map(_node_line, topology.nodes), "]"]
+    lines += ["", "links = [", *map(_link_line, topology.links), "]"]
+    for ability in topology.switches:
+        lines += ["", *_switch_lines(ability)]
+    return "\n".join(lines) + "\n"
+
+
+def _topology(tables: Mapping[str, Any], *, default_name: str) -> Topology:
+    _check_keys(tables, _TOP_KEYS, "the file")
+    base = _generated(tables)
+    nodes = [
+        Node(
+            _text(entry, "name", place),
+            _text(entry, "kind", place),  # type: ignore[arg-type]  # Node checks it
+            _text(entry, "host", place) if "host" in entry else None,
+        )
+        for entry, place in _entries(tables, "nodes", _NODE_KEYS)
+    ]
+    links = [
+        link
+        for entry, place in _entries(tables, "links", _LINK_KEYS)
+        for link in _links(entry, place)
+    ]
+    switches = [
+        _switch(entry, place) for entry, place in _entries(tables, "switches", _SWITCH_KEYS)
+    ]
+    name = _text(tables, "name", "the file") if "name" in tables else default_name or "topology"
+    source = _text(tables, "source", "the file") if "source" in tables else ""
+    if base is not None:
+        described = {ability.node for ability in switches}
+        nodes, links = [*base.nodes, *nodes], [*base.links, *links]
+        switches = [*(one for one in base.switches if one.node not in described), *switches]
+        source = source or base.source
+    found = Topology(name, nodes, links, switches=switches, source=source)
+    for entry, place in _entries(tables, "changes", _CHANGE_KEYS):
+        found = _changed(found, entry, place)
+    return found
+
+
+def _generated(tables: Mapping[str, Any]) -> Topology | None:
+    if "generate" not in tables:
+        return None
+    text = _text(tables, "generate", "the file")
+    if text.endswith(".toml") or Path(text).is_file():  # a file that names itself never ends
+        raise ConfigurationError(
+            f"generate names the file {text!r}", hint='write a generator, such as "torus:4x4"'
+        )
+    return parse_topology(text)
+
+
+def _changed(topology: Topology, entry: Mapping[str, Any], place: str) -> Topology:
+    """Apply one of the ``changes``; both directions unless it says otherwise."""
+    ends = _text(entry, "source", place), _text(entry, "target", place)
+    both_ways, remove = (
+        _boolean(entry, key, place, default=key == "both_ways") for key in ("both_ways", "remove")
+    )
+    values = {
+        key: _quantity(entry, key, place, example)
+        for key, example in (("bandwidth", "25 GB/s"), ("latency", "1 us"))
+        if key in entry
+    }
+    if remove == bool(values or "count" in entry):
+        raise ConfigurationError(
+            f"{place} must either change something or remove the link",
+            hint='write bandwidth = "1 GB/s", or remove = true',
+        )
+    if not remove:
+        return topology.with_changed_link(
+            *ends, **values, count=entry.get("count"), both_ways=both_ways
+        )
+    gone = {ends, ends[::-1]} if both_ways else {ends}
+    kept = [link for link in topology.links if (link.source, link.target) not in gone]
+    if len(kept) == topology.num_links:
+        message = f"{place}: there is no link {ends[0]!r} -> {ends[1]!r} to remove"
+        raise ConfigurationError(message, hint=_near_links(topology, ends))
+    return topology.with_links(kept)
+
+
+def _near_links(topology: Topology, ends: tuple[str, str]) -> str:
+    """Return what leads from the node, or that there is no such node."""
+    if ends[0] not in {node.name for node in topology.nodes}:
+        return f"there is no node {ends[0]!r} either"
+    targets = sorted({link.target for link in topology.links if link.source == ends[0]})
+    return f"from {ends[0]!r} links lead to {', '.join(targets[:6]) or 'nowhere'}"
+
+
+def _links(entry: Mapping[str, Any], place: str) -> Iterator[Link]:
+    ends = _text(entry, "source", place), _text(entry, "target", place)
+    both_ways = _boolean(entry, "both_ways", place, default=False)
+    for first, second in (ends, ends[::-1]) if both_ways else (ends,):
+        yield Link(
+            first,
+            second,
+            bandwidth_bytes_per_s=parse_bytes_per_s(
+                _quantity(entry, "bandwidth", place, "25 GB/s")
+            ),
+            latency_s=parse_duration_s(
+                _quantity({"latency": "0 s", **entry}, "latency", place, "1 us")
+            ),
+            count=entry.get("count", 1),
+        )
+
+
+def _switch(entry: Mapping[str, Any], place: str) -> SwitchAbility:
+    node = _text(entry, "node", place)
+    multicast = _boolean(entry, "multicast", place, default=False)
+    if "aggregation" not in entry:
+        return SwitchAbility(node, multicast=multicast)
+    table, place = entry["aggregation"], f"{place}.aggregation"
+    if not isinstance(table, dict):
+        raise ConfigurationError(f"{place} must be a table; got {table!r}")
+    _check_keys(table, _AGGREGATION_KEYS, place)
+    _require(table, "slots", place)
+    rate = (
+        parse_bytes_per_s(_quantity(table, "rate", place, "25 GB/s")) if "rate" in table else None
+    )
+    return SwitchAbility(
+        node,
+        multicast=multicast,
+        aggregation=Aggregation(
+            slots=table["slots"],
+            slot_bytes=parse_bytes(_quantity(table, "slot_size", place, "256 B")),
+            rate_bytes_per_s=rate,
+            dtypes=table.get("dtypes", ()),
+        ),
+    )
+
+
+def _entries(
+    tables: Mapping[str, Any], key: str, allowed: tuple[str, ...]
+) -> Iterator[tuple[Mapping[str, Any], str]]:
+    entries = tables.get(key, [])
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise ConfigurationError(
+            f"{key} must be a list of tables; got {str(entries)[:60]}",
+            hint=f"write {key} = [{{ ... }}, ...] or [[{key}]]",
+        )
+    for position, entry in enumerate(entries):
+        place = f"{key}[{position}]"
+        _check_keys(entry, allowed, place)
+        yield entry, place
+
+
+def _check_keys(table: Mapping[str, Any], allowed: tuple[str, ...], place: str) -> None:
+    for key in table:
+        if key not in allowed:
+            near = difflib.get_close_matches(key, allowed, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ConfigurationError(
+                f"{place} has the unknown key {key!r}",
+                hint=f"{hint}the keys are {', '.join(allowed)}",
+            )
+
+
+def _require(table: Mapping[str, Any], key: str, place: str) -> Any:
+    if key not in table:
+        raise ConfigurationError(f"{place} has no {key}", hint=f"add {key} = ...")
+    return table[key]
+
+
+def _text(table: Mapping[str, Any], key: str, place: str) -> str:
+    value = _require(table, key, place)
+    if not isinstance(value, str):
+        raise ConfigurationError(f"{place}: {key} must be text in quotes; got {value!r}")
+    return value
+
+
+def _boolean(table: Mapping[str, Any], key: str, place: str, *, default: bool) -> bool:
+    value = table.get(key, default)
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{place}: {key} must be true or false; got {value!r}")
+    return value
+
+
+def _quantity(table: Mapping[str, Any], key: str, place: str, example: str) -> str:
+    """Return a quantity as text; plain numbers are refused, for a file must say its units."""
+    value = _require(table, key, place)
+    if not isinstance(value, str) or not any(letter.isalpha() for letter in value.strip()[-1:]):
+        raise ConfigurationError(
+            f"{place}: {key} must have a unit; got {value!r}", hint=f'write it as "{example}"'
+        )
+    return value
+
+
+def _quoted(text: str) -> str:
+    # JSON's escapes are TOML's, but for DEL, which TOML wants escaped as well.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _node_line(node: Node) -> str:
+    host = f", host = {_quoted(node.host)}" if node.host is not None else ""
+    return f"  {{ name = {_quoted(node.name)}, kind = {_quoted(node.kind)}{host} }},"
+
+
+def _link_line(link: Link) -> str:
+    parts = [
+        f"source = {_quoted(link.source)}",
+        f"target = {_quoted(link.target)}",
+        f'bandwidth = "{_rate(link.bandwidth_bytes_per_s)}"',
+    ]
+    if link.latency_s > 0:
+        parts.append(f'latency = "{_time(link.latency_s)}"')
+    if link.count > 1:
+        parts.append(f"count = {link.count}")
+    return f"  {{ {', '.join(parts)} }},"
+
+
+def _switch_lines(ability: SwitchAbility) -> Iterator[str]:
+    yield "[[switches]]"
+    yield f"node = {_quoted(ability.node)}"
+    yield f"multicast = {str(ability.multicast).lower()}"
+    if (unit := ability.aggregation) is not None:
+        yield "[switches.aggregation]"
+        yield f"slots = {unit.slots}"
+        yield f'slot_size = "{unit.slot_bytes} B"'
+        if unit.rate_bytes_per_s is not None:
+            yield f'rate = "{_rate(unit.rate_bytes_per_s)}"'
+        if unit.dtypes:
+            yield f"dtypes = [{', '.join(map(_quoted, unit.dtypes))}]"
+
+
+def _rate(bytes_per_s: float) -> str:
+    for unit, scale in _RATES:
+        if bytes_per_s >= scale:
+            text = f"{_shortest(bytes_per_s / scale)} {unit}"
+            if parse_bytes_per_s(text) == bytes_per_s:
+                return text
+    return f"{_shortest(bytes_per_s)} B/s"
+
+
+def _time(seconds: float) -> str:
+    for unit, scale in _TIMES:
+        if seconds >= scale:
+            text = f"{_shortest(seconds / scale)} {unit}"
+            if len(text) < 12 and parse_duration_s(text) == seconds:
+                return text
+            rounded = f"{seconds / scale:.6g} {unit}"
+            if parse_duration_s(rounded) == seconds:
+                return rounded
+    return f"{_shortest(seconds)} s"
+
+
+def _shortest(number: float) -> str:
+    text = repr(float(number))
+    return text.removesuffix(".0")

@@ -1,0 +1,243 @@
+"""Compiles kernels for a GPU that is not there, by the host's own launches: a child process.
+
+    python offline.py forward|backward|exchange
+
+Prints one line of JSON per kernel. ptxas and the disassembler are in triton's wheel, so the machine
+code, its registers, spills and shared memory, and the spelling of its synchronisation can be looked
+at on any machine. Operands lie on torch's device "meta"; a launch is compiled instead of started.
+This says nothing about speed.
+"""
+
+import contextlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from fivefold.moe import ExchangeConfig, ExpertExchange, Router, VirtualHeap, fused_moe
+from fivefold.moe.kernels import launch as launches
+from fivefold.moe.kernels.launch import backward_fused, forward_fused, forward_split
+from fivefold.moe.operator import ACTIVATIONS
+from fivefold.moe.operator.backend import Backend
+from fivefold.moe.parallel import SymmetricHeap
+from fivefold.moe.parallel import _autograd as autograd
+from fivefold.moe.parallel import _launch as exchange_launches
+
+BF16, FP32 = {"dtype": torch.bfloat16}, {"dtype": torch.float32}
+ODD = {"hidden": 1001, "intermediate": 333}
+MANY = {"activation": "geglu", "intermediate": 768, "experts": 128, "top_k": 8}
+FORWARD = {
+    "bf16 swiglu": BF16,
+    "bf16 relu": BF16 | {"activation": "relu"},
+    "fp32 relu tf32": FP32 | {"activation": "relu", "precision": "tf32"},
+    "fp32 swiglu tf32": FP32 | {"precision": "tf32"},
+    "fp32 swiglu tf32x3": FP32 | {"precision": "tf32x3"},
+    "fp32 relu ieee": FP32 | {"activation": "relu"},
+    "bf16 swiglu, odd sizes": BF16 | ODD,
+    "bf16 geglu, 128 experts, 8 each": BF16 | MANY | {"biases": False},
+}
+BACKWARD = {
+    "": BF16,
+    ", bf16 geglu, 128 experts, 8 each": BF16 | MANY,
+    ", bf16, weights on the input": BF16 | {"weight_on_input": True, "top_k": 1},
+    ", fp32 tf32": FP32 | {"precision": "tf32"},
+    ", fp32 ieee": FP32,
+    ", bf16, odd sizes": BF16 | ODD,
+}
+LAUNCHES = ["count", "place", "ranges", "hidden", "d_hidden", "d_x", "d_w2", "d_w13", "d_b2"]
+LAUNCHES += ["d_b13", "d_weights", "combine"]
+SIZES = {"hidden": 2048, "intermediate": 2048, "top_k": 2, "max_tokens": 8192}
+EXCHANGE = {
+    "compact, bf16 swiglu, 8 ranks": {"ranks": 8, "experts": 64},
+    "DeepSeek-V3, 8 ranks, with the gate": {
+        "ranks": 8,
+        "experts": 256,
+        "hidden": 7168,
+        "top_k": 8,
+    },
+    "capacity, bf16 relu, 8 ranks": {
+        "ranks": 8,
+        "experts": 64,
+        "activation": "relu",
+        "capacity": 1024,
+    },
+    "compact, fp32 swiglu in tf32, 4 virtual ranks": {
+        "ranks": 4,
+        "experts": 8,
+        "dtype": torch.float32,
+        "precision": "tf32",
+    },
+}
+GATE = Router(top_k=8, score="sigmoid", groups=8, top_groups=4, group_score="top2_sum", scale=2.5)
+
+
+NOBODY = Backend(  # computes the experts between the two halves of an exchange
+    name="nobody",
+    forward=lambda x, *_operands, **_options: x,
+    backward=lambda _g, x, w13, w2, _ids, weight, *, b13, b2, **_: (x, w13, w2, weight, b13, b2),
+    missing=lambda _device: None,
+)
+
+
+class Hopper:
+    """As much of a driver as a compilation needs."""
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, _device):
+        return 0
+
+
+@contextlib.contextmanager
+def compiled_instead():
+    """Compile what is launched within; gives (name of the kernel, compiled kernel) in order."""
+    found = []
+
+    def run(kernel, *args, grid, warmup, **options):
+        del warmup
+        made = start(kernel, *args, grid=grid, warmup=True, **options)
+        found.append((kernel.__name__, made))
+
+    start = triton.JITFunction.run
+    driver.set_active(Hopper())
+    with (
+        mock.patch.object(triton.JITFunction, "run", run),
+        mock.patch.object(launches, "multiprocessors", return_value=132),
+        mock.patch.object(exchange_launches, "multiprocessors", return_value=132),
+        mock.patch.object(exchange_launches, "missing_fused", return_value=None),
+    ):
+        yield found
+
+
+def show(name, kernel):
+    tool = triton.knobs.nvidia.cuobjdump.path
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(kernel.asm["cubin"])
+        usage, code = (
+            subprocess.run([tool, option, path], capture_output=True, text=True, check=True).stdout
+            for option in ("-res-usage", "-sass")
+        )
+    numbers = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    instructions = re.findall(
+        r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", code, re.MULTILINE
+    )
+    line = {
+        "variant": name,
+        "registers": numbers["REG"],
+        "spilled_bytes": numbers["STACK"] + numbers["LOCAL"],
+        "shared_bytes": int(kernel.metadata.shared),
+        "instructions": Counter(instruction.split(".")[0] for instruction in instructions),
+        "products": sorted({i for i in instructions if i.startswith(("HGMMA", "HMMA"))}),
+        "ptx": kernel.asm["ptx"],
+    }
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()
+
+
+def operands(sizes):
+    """A call's operands by place, and its options."""
+    sizes = {"hidden": 2048, "intermediate": 2048, "experts": 32, "top_k": 2} | sizes
+    kind = ACTIVATIONS[sizes.get("activation", "swiglu")]
+    hidden, inner, experts, top_k = (
+        sizes[name] for name in ("hidden", "intermediate", "experts", "top_k")
+    )
+    rows, tokens = kind.width(inner), 4096
+
+    def empty(*shape, dtype=sizes["dtype"]):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    positional = [
+        empty(tokens, hidden),
+        empty(experts, rows, hidden),
+        empty(experts, hidden, inner),
+        empty(tokens, top_k, dtype=torch.int64),
+        empty(tokens, top_k, dtype=torch.float32),
+    ]
+    options = {name: sizes[name] for name in ("precision", "weight_on_input") if name in sizes}
+    if sizes.get("biases", True):
+        options |= {"b13": empty(experts, rows), "b2": empty(experts, hidden)}
+    return positional, options | {"activation": kind}
+
+
+def forward():
+    for name, sizes in FORWARD.items():
+        given, options = operands(sizes)
+        with compiled_instead() as found:
+            forward_fused(*given, **options)
+        show(name, found[0][1])
+    given, options = operands(BF16)
+    with compiled_instead() as found:
+        forward_split(*given, **options)
+    for name, kernel in found:
+        show(name, kernel)
+
+
+def backward():
+    shown = {"d_hidden", "d_x", "d_w13", "d_w2"}
+    for title, sizes in BACKWARD.items():
+        given, options = operands(sizes)
+        with compiled_instead() as found:
+            backward_fused(given[0], *given, **options)
+        for name, (_, kernel) in zip(LAUNCHES, found, strict=True):
+            if name in shown or (not title and name not in {"count", "place", "combine"}):
+                show(name + title, kernel)
+    given, options = operands(BF16)
+    kept = torch.empty(given[3].numel(), len(given[1][0]), dtype=torch.bfloat16, device="meta")
+    with compiled_instead() as found:
+        forward_fused(*given, hidden=kept, **options)
+    show("forward that keeps", found[0][1])
+
+
+def exchange_of(config, *, virtual):
+    if virtual:
+        heap = VirtualHeap(config.ranks, nbytes=config.heap_bytes(), device="meta")
+    else:
+        own = torch.empty(1, config.heap_bytes(), dtype=torch.uint8, device="meta")
+        heap = SymmetricHeap(own, [0] * config.ranks, first_rank=0)
+    made = ExpertExchange(config, heap)
+    here = config.local_experts * heap.num_local
+    sizes = {"experts": here, "hidden": config.hidden, "intermediate": config.intermediate}
+    more = {"dtype": config.dtype, "activation": config.activation, "top_k": config.top_k}
+    given, options = operands(sizes | more)
+    return made, given, {name: options[name] for name in ("b13", "b2")}
+
+
+def exchange():
+    for name, sizes in EXCHANGE.items():
+        with compiled_instead() as found:
+            config = ExchangeConfig(**(SIZES | sizes))
+            made, given, biases = exchange_of(config, virtual="virtual" in name)
+            if "gate" in name:
+                gate = torch.empty(config.experts, config.hidden, dtype=config.dtype, device="meta")
+                bias = torch.empty(config.experts, device="meta")
+                made.routed(*given[:3], gate, GATE, selection_bias=bias, **biases)
+            else:
+                made(*given, **biases)
+        show(name, found[0][1])
+    with compiled_instead() as found:
+        config = ExchangeConfig(**SIZES, ranks=8, experts=64, training=True)
+        made, given, biases = exchange_of(config, virtual=False)
+        leaves = [t.requires_grad_(t.is_floating_point()) for t in given]
+        with mock.patch.object(autograd, "backend_for", return_value=NOBODY):
+            fused_moe(*leaves, **biases, group=made).sum().backward()
+    kernels = dict(found)
+    for name in ("scatter_kernel", "gather_kernel"):
+        show(f"8 ranks, bf16, backward: {name}", kernels[name])
+
+
+if __name__ == "__main__":
+    {"forward": forward, "backward": backward, "exchange": exchange}[sys.argv[1]]()

@@ -1,0 +1,169 @@
+"""The kernels compiled for sm_90a without a GPU: what is in the machine code, and what it takes."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from oracles.children import lines_of
+
+pytest.importorskip("triton")
+
+SHARED_LIMIT_BYTES = 227 * 1024  # of a program on an H100 or H200
+FORWARD = {  # variant: the tensor-core instruction that must be there
+    "bf16 swiglu": "HGMMA.64x128x16.F32.BF16",
+    "bf16 relu": "HGMMA.64x256x16.F32.BF16",
+    "fp32 relu tf32": "HGMMA.64x128x8.F32.TF32",
+    "fp32 swiglu tf32": "HGMMA.64x64x8.F32.TF32",
+    "fp32 swiglu tf32x3": "HGMMA.64x32x8.F32.TF32",
+    "fp32 relu ieee": None,
+    "bf16 swiglu, odd sizes": "HGMMA.64x32x16.F32.BF16",
+    "bf16 geglu, 128 experts, 8 each": "HGMMA.64x128x16.F32.BF16",
+}
+SPLIT = ["count_kernel", "place_kernel", "first_kernel", "second_kernel", "combine_kernel"]
+BACKWARD = {
+    "hidden": "HGMMA.64x128x16.F32.BF16",
+    "d_hidden": "HGMMA.64x128x16.F32.BF16",
+    "d_x": "HGMMA.64x256x16.F32.BF16",
+    "d_w13": "HGMMA.64x256x16.F32.BF16",
+    "d_w2": "HGMMA.64x256x16.F32.BF16",
+    "d_hidden, bf16 geglu, 128 experts, 8 each": "HGMMA.64x128x16.F32.BF16",
+    "d_hidden, bf16, weights on the input": "HGMMA.64x128x16.F32.BF16",
+    "d_w13, bf16, weights on the input": "HGMMA.64x256x16.F32.BF16",
+    "d_hidden, fp32 tf32": "HGMMA.64x64x8.F32.TF32",
+    "d_x, fp32 tf32": "HGMMA.64x128x8.F32.TF32",
+    "d_w13, fp32 tf32": "HGMMA.64x128x8.F32.TF32",
+    "d_w2, fp32 tf32": "HGMMA.64x128x8.F32.TF32",
+    "d_hidden, bf16, odd sizes": "HGMMA.64x32x16.F32.BF16",
+    "d_x, bf16, odd sizes": "HGMMA.64x32x16.F32.BF16",
+    "d_w13, bf16, odd sizes": "HGMMA.64x32x16.F32.BF16",
+    "d_w2, bf16, odd sizes": "HGMMA.64x32x16.F32.BF16",
+    "forward that keeps": "HGMMA.64x128x16.F32.BF16",
+    "d_hidden, fp32 ieee": None,
+    "d_x, fp32 ieee": None,
+    "d_w13, fp32 ieee": None,
+    "d_w2, fp32 ieee": None,
+}
+SMALL = ["ranges", "d_b13", "d_b2", "d_weights"]
+EXCHANGE = {
+    "compact, bf16 swiglu, 8 ranks": "HGMMA.64x128x16.F32.BF16",
+    "DeepSeek-V3, 8 ranks, with the gate": "HGMMA.64x128x16.F32.BF16",
+    "capacity, bf16 relu, 8 ranks": "HGMMA.64x128x16.F32.BF16",
+    "compact, fp32 swiglu in tf32, 4 virtual ranks": "HGMMA.64x128x8.F32.TF32",
+}
+CUT = [f"8 ranks, bf16, backward: {name}" for name in ("scatter_kernel", "gather_kernel")]
+VARIANTS = {
+    "forward": [*FORWARD, *SPLIT],
+    "backward": [*BACKWARD, *SMALL],
+    "exchange": [*EXCHANGE, *CUT],
+}
+ALL = [(part, variant) for part, variants in VARIANTS.items() for variant in variants]
+RELEASE = r"(?:atom|red)\.global\.(?:gpu|sys)\.(?:release|acq_rel)"
+ACQUIRE = r"(?:ld|atom)\.global\.(?:gpu|sys)\.(?:acquire|acq_rel)"
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    script = Path(__file__).parent / "offline.py"
+    cache = str(tmp_path_factory.mktemp("triton"))
+    options = {"key": "variant", "interpreted": False, "TRITON_CACHE_DIR": cache}
+    return {part: lines_of(script, part, **options) for part in VARIANTS}
+
+
+def test_every_variant_is_looked_at(compiled):
+    assert {part: set(found) for part, found in compiled.items()} == {
+        part: set(variants) for part, variants in VARIANTS.items()
+    }
+
+
+@pytest.mark.parametrize(("part", "variant"), ALL)
+def test_fits_the_machine_without_spills(compiled, part, variant, record_property, capsys):
+    found = compiled[part][variant]
+    for name in ("registers", "spilled_bytes", "shared_bytes", "products"):
+        record_property(name, found[name])
+    with capsys.disabled():
+        size = f"{found['registers']} registers, {found['shared_bytes']} bytes shared"
+        sys.stdout.write(f"\n  {variant}: {size}, {' '.join(found['products'])} ")
+    assert found["spilled_bytes"] == 0
+    assert not {"STL", "LDL"} & set(found["instructions"])
+    assert found["registers"] <= (64 if variant in SMALL else 255)
+    assert found["shared_bytes"] <= SHARED_LIMIT_BYTES
+    assert "ld.global.nc" not in found["ptx"]  # may not see what this launch wrote
+
+
+@pytest.mark.parametrize(
+    ("part", "variant"),
+    [(part, variant) for part, variant in ALL if variant in FORWARD | BACKWARD | EXCHANGE],
+)
+def test_uses_tensor_cores_and_asynchronous_copies(compiled, part, variant):
+    found, wanted = compiled[part][variant], (FORWARD | BACKWARD | EXCHANGE)[variant]
+    if wanted is None:  # ieee float32 has no tensor core: ordinary multiply-adds
+        assert not found["products"]
+        assert found["instructions"]["FFMA"] > (500 if part == "forward" else 200)
+    else:
+        assert wanted in found["products"]
+    if "odd" in variant:
+        assert "UTMALDG" not in found["instructions"]
+    elif wanted is not None:
+        by_descriptor = not variant.startswith(("d_w13", "d_w2"))  # those read rows only
+        assert ("UTMALDG" in found["instructions"]) is by_descriptor
+        assert found["instructions"]["LDGSTS"] > 0  # gathered or received rows
+
+
+@pytest.mark.parametrize("variant", FORWARD)
+def test_hands_data_over_by_release_and_acquire(compiled, variant):
+    ptx = compiled["forward"][variant]["ptx"]
+    releases, acquires = check_barriers(ptx)
+    assert releases == 5  # counted, placed, first product, second product; left
+    assert acquires >= 5  # the waits for them
+    assert "globaltimer" not in ptx  # nothing looks at the clock
+
+
+def test_the_backward_adds_nothing_up_atomically(compiled):
+    for variant, found in compiled["backward"].items():
+        if variant != "forward that keeps":  # tickets and flags
+            assert not {"ATOMG", "ATOM", "RED", "REDG"} & set(found["instructions"]), variant
+
+
+@pytest.mark.parametrize("variant", EXCHANGE)
+def test_rows_move_in_wide_accesses(compiled, variant):
+    ptx = compiled["exchange"][variant]["ptx"]
+    copies = re.findall(r"cp\.async\.c[ag]\.shared\.global .*?(0x[0-9a-f]+)", ptx)
+    assert set(copies) == {"0x10"}  # 16 bytes each
+    assert len(re.findall(r"st\.global\.v4", ptx)) >= 8  # dispatched and returned rows
+
+
+@pytest.mark.parametrize("variant", [*EXCHANGE, *CUT])
+def test_ranks_hand_over_by_release_and_acquire_at_system_scope(compiled, variant):
+    ptx = compiled["exchange"][variant]["ptx"]
+    check_barriers(ptx)
+    assert "globaltimer" in ptx  # waits end
+    assert "nanosleep" in ptx
+    assert len(re.findall(r"st\.global\.v4", ptx)) >= 1  # rows, 16 bytes at a time
+    words = len(re.findall(r"atom\.global\.sys\.release\.exch\.b64", ptx))
+    polls = len(re.findall(r"atom\.global\.sys\.acquire\.add\.u64", ptx))
+    returns = len(re.findall(r"red\.global\.sys\.release\.add\.u32", ptx))
+    back = len(re.findall(r"atom\.global\.sys\.acquire\.add\.u32", ptx))
+    if "gather" not in variant:
+        assert words >= 2  # announced, dispatched
+        assert polls >= (2 if "capacity" in variant else 4)  # counts, rows: and in a loop
+    if "scatter" not in variant:
+        assert returns >= 2  # a source's first and second row tile
+        assert back >= 2
+
+
+def check_barriers(ptx):
+    """A barrier stands between stores and the release, and between the acquire and loads."""
+    lines = ptx.splitlines()
+    releases = [place for place, line in enumerate(lines) if re.search(RELEASE, line)]
+    acquires = [place for place, line in enumerate(lines) if re.search(ACQUIRE, line)]
+    before = r"bar\.sync|st\.global|st\.shared"
+    after = r"bar\.sync|ld\.global(?!\.gpu|\.sys)|cp\.async\.c"
+    for place in releases:
+        near = next(line for line in reversed(lines[:place]) if re.search(before, line))
+        assert "bar.sync" in near, lines[place]
+    for place in acquires:
+        near = next(line for line in lines[place + 1 :] if re.search(after, line))
+        assert "bar.sync" in near, lines[place]
+    return len(releases), len(acquires)
