@@ -27,7 +27,7 @@ from fivefold.units import (
         ("1.5GB", 15 * 10**8),
         ("8 Mbit", 10**6),
         ("8Mb", 10**6),
-        ("512", 512),
+        ("0", 0),
         (7, 7),
         ("1e3 kB", 10**6),
         (" 2 TiB ", 2 * 2**40),
@@ -45,7 +45,7 @@ def test_sizes(text, size_bytes):
         ("25 GB/s", 25e9),
         ("1Gbit/s", 125e6),
         ("64 KiB/s", 65536.0),
-        ("100", 100.0),
+        (100, 100.0),
     ],
 )
 def test_rates(text, rate):
@@ -67,6 +67,22 @@ def test_durations(text, duration_s):
 def test_refusals_show_the_value_and_an_example(parse, text):
     with pytest.raises(ConfigurationError, match=r"is not a .*write a number with its unit"):
         parse(text)
+
+
+@pytest.mark.parametrize(
+    ("parse", "hint"),
+    [
+        (parse_bytes, "write '16 B' or '16 MB'"),
+        (parse_bytes_per_s, "write '16 Mbit/s' or '16 MB/s'"),
+        (parse_duration_s, "write '16 s' or '16 ms'"),
+    ],
+)
+def test_a_text_without_a_unit_is_refused_with_its_likely_readings(parse, hint):
+    with pytest.raises(ConfigurationError, match="'16' has no unit") as caught:
+        parse("16")
+    assert caught.value.hint == hint
+    assert parse(16) == 16
+    assert parse("0") == 0
 
 
 def test_a_size_is_no_rate_and_a_rate_no_size():

@@ -36,6 +36,11 @@ _PREFIXES = {
 # Small units as exponents: "5e-6" is read exactly, 5 * 1e-6 is not.
 _EXPONENTS = {"ns": -9, "us": -6, "µs": -6, "ms": -3, "s": 0}
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+_READINGS = {  # of a text without a unit, the two that are meant most often
+    "size": ("B", "MB"),
+    "rate": ("Mbit/s", "MB/s"),
+    "duration": ("s", "ms"),
+}
 _BITS_PER_BYTE = 8
 _NUMBER = r"(?P<number>[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?|\.[0-9]+)"
 _SIZE = re.compile(rf"{_NUMBER}\s*(?P<prefix>[kKMGT]i?)?(?P<unit>B|bytes?|bits?|b)")
@@ -44,16 +49,17 @@ _TIME = re.compile(rf"{_NUMBER}\s*(?P<unit>ns|us|µs|ms|s|min|h)")
 
 
 def parse_bytes(text: str | float) -> int:
-    """Read a size such as ``"10 MB"``, ``"4MiB"`` or a plain number of bytes.
+    """Read a size such as ``"10 MB"`` or ``"4MiB"``, or take a number of bytes.
 
     Args:
-        text: Size with unit, or a number that is already in bytes.
+        text: Size with unit, or a number (no text) that is already in bytes.
 
     Returns:
         The size in bytes, rounded to the nearest integer.
 
     Raises:
-        ConfigurationError: The text is not a size, or it is negative or not finite.
+        ConfigurationError: The text is not a size or has no unit, or it is negative or not
+            finite.
 
     Examples:
         >>> parse_bytes("1.5 MB"), parse_bytes("4KiB"), parse_bytes("8 kbit")
@@ -63,16 +69,17 @@ def parse_bytes(text: str | float) -> int:
 
 
 def parse_bytes_per_s(text: str | float) -> float:
-    """Read a rate such as ``"200Mbit/s"``, ``"25 GB/s"`` or a number of bytes per second.
+    """Read a rate such as ``"200Mbit/s"``, or take a number of bytes per second.
 
     Args:
-        text: Rate with unit, or a number that is already in bytes per second.
+        text: Rate with unit, or a number (no text) that is already in bytes per second.
 
     Returns:
         The rate in bytes per second.
 
     Raises:
-        ConfigurationError: The text is not a rate, or it is negative or not finite.
+        ConfigurationError: The text is not a rate or has no unit, or it is negative or not
+            finite.
 
     Examples:
         >>> parse_bytes_per_s("200 Mbit/s"), parse_bytes_per_s("1.5GB/s")
@@ -82,16 +89,17 @@ def parse_bytes_per_s(text: str | float) -> float:
 
 
 def parse_duration_s(text: str | float) -> float:
-    """Read a duration such as ``"5 us"``, ``"1.5ms"``, ``"2 min"`` or a number of seconds.
+    """Read a duration such as ``"5 us"`` or ``"2 min"``, or take a number of seconds.
 
     Args:
-        text: Duration with unit, or a number that is already in seconds.
+        text: Duration with unit, or a number (no text) that is already in seconds.
 
     Returns:
         The duration in seconds.
 
     Raises:
-        ConfigurationError: The text is not a duration, or it is negative or not finite.
+        ConfigurationError: The text is not a duration or has no unit, or it is negative or not
+            finite.
 
     Examples:
         >>> parse_duration_s("5 ms"), parse_duration_s(2)
@@ -166,6 +174,10 @@ def _plain_number(text: str | float, *, kind: str, example: str) -> float:
         value = float(text)
     except (OverflowError, TypeError, ValueError):
         value = math.nan
+    if isinstance(text, str) and math.isfinite(value) and value > 0:
+        number = text.strip()
+        hint = " or ".join(f"'{number} {unit}'" for unit in _READINGS[kind])
+        raise ConfigurationError(f"{text!r:.60} has no unit", hint=f"write {hint}")
     return _finite(value, text, kind, example)
 
 
