@@ -2,9 +2,11 @@
 
 import ast
 import doctest
+import graphlib
 import importlib
 import inspect
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -131,6 +133,61 @@ def test_each_layer_stands_on_the_one_below(below):
     above = LAYERS[LAYERS.index(below) + 1]
     files = (PACKAGE / above).rglob("*.py")
     assert any(room_of(module) == below for path in files for module in imports_of(path))
+
+
+def modules():
+    """Every file of the package by its dotted name."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+
+
+def test_no_file_imports_a_private_name_of_another():
+    found = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno} imports {alias.name}"
+        for _, path in modules()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fivefold")
+        for alias in node.names
+        if alias.name.startswith("_") and f"{node.module}.{alias.name}" not in dict(modules())
+    ]
+    assert found == []
+
+
+def test_files_do_not_import_in_circles():
+    """What stands at the top of a file, outside ``if TYPE_CHECKING``."""
+    files = dict(modules())
+    graph = {}
+    for name, path in files.items():
+        graph[name] = set()
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ImportFrom) and node.module in files:
+                inner = {f"{node.module}.{alias.name}" for alias in node.names}
+                graph[name] |= inner & set(files) or {node.module}
+    try:
+        list(graphlib.TopologicalSorter(graph).static_order())
+    except graphlib.CycleError as error:
+        pytest.fail(f"a circle: {' -> '.join(error.args[1])}")
+
+
+def test_files_stay_short():
+    """At most 700 lines, kernels 900: what is longer holds more than one concept."""
+    long = {
+        str(path.relative_to(PACKAGE)): lines
+        for _, path in modules()
+        if (lines := len(path.read_text().splitlines()))
+        > (900 if "kernel" in str(path.relative_to(PACKAGE)) else 700)
+    }
+    assert long == {}
+
+
+def test_the_page_of_the_architecture_names_files_that_exist():
+    root = PACKAGE.parents[1]
+    if not (root / "docs").is_dir():
+        root = Path(__file__).parents[1]
+    named = re.findall(r"`(src/fivefold/[^`]+[.]py)`", (root / "docs/architecture.md").read_text())
+    assert len(named) >= 10
+    assert [name for name in named if not (root / name).is_file()] == []
 
 
 @pytest.mark.parametrize("room", PUBLIC)
