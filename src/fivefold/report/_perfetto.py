@@ -37,14 +37,6 @@ def trace_events(ranks: Sequence[RankTrace]) -> list[dict[str, Any]]:
 
     Returns:
         Metadata first, then the events of all ranks in the order of time.
-
-    Examples:
-        >>> from fivefold.report._files import write_text_atomically
-    from fivefold.report._records import RankTrace, Span
-        >>> span = Span("compute", "step 1", 100.0, 100.5)
-        >>> event = trace_events([RankTrace(0, (span,))])[-1]
-        >>> event["ph"], event["ts"], event["dur"]
-        ('X', 0.0, 500000.0)
     """
     start_s = min((span.start_s for rank in ranks for span in rank.spans), default=0.0)
     metadata: list[dict[str, Any]] = []

@@ -36,8 +36,7 @@ class InNetworkTree:
         slots: Slots that it may use at each switch.
 
     Examples:
-        >>> from fivefold.network.simulation import AggregationRequest
-    from fivefold.network.topology import Aggregation, SwitchAbility, Topology, switch
+        >>> from fivefold.network.topology import Aggregation, SwitchAbility, Topology, switch
         >>> plain = switch(4, bandwidth="1 GB/s", latency="1 us")
         >>> hub = next(node.name for node in plain.nodes if not node.is_rank)
         >>> able = SwitchAbility(hub, aggregation=Aggregation(slots=1024, slot_bytes=1024))
@@ -120,7 +119,7 @@ class InNetworkTree:
         loads[[*self.up_links.values(), *self.down_links.values()]] = size_bytes
         return loads
 
-    def request(self, request_id: str, size_bytes: float, **options: Any) -> Any:
+    def request(self, request_id: str, size_bytes: float, **options: Any) -> AggregationRequest:
         """Return the same all-reduce as an `AggregationRequest` of `fivefold.network.simulation`.
 
         Args:
@@ -156,8 +155,7 @@ def in_network_tree(
         InfeasibleError: No tree of aggregating switches joins the ranks; says why.
 
     Examples:
-        >>> from fivefold.network.simulation import AggregationRequest
-    from fivefold.network.topology import star
+        >>> from fivefold.network.topology import star
         >>> in_network_tree(star(3))
         Traceback (most recent call last):
         fivefold.errors.InfeasibleError: no switch of topology 'star:3' aggregates; ...

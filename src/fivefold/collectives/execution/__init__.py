@@ -6,8 +6,7 @@ Importing this package registers the backend: ``init_process_group(backend="five
 from fivefold.collectives.execution._aggregation import GlooHosts
 from fivefold.collectives.execution._backend import BACKEND, FivefoldGroup, register_backend
 from fivefold.collectives.execution._calls import CollectiveError
-from fivefold.collectives.execution._choose import Choice, choose
-from fivefold.collectives.execution._cost import LinkClock, predict_s
+from fivefold.collectives.execution._choose import Choice, LinkClock, choose, predict_s
 from fivefold.collectives.execution._settings import (
     Settings,
     configure,

@@ -23,8 +23,7 @@ import torch
 
 from fivefold.collectives.execution._aggregation import SwitchRoute
 from fivefold.collectives.execution._calls import CallKind, CallLog, CollectiveError
-from fivefold.collectives.execution._choose import Choice, choose, size_class
-from fivefold.collectives.execution._cost import LinkClock
+from fivefold.collectives.execution._choose import Choice, LinkClock, choose, size_class
 from fivefold.collectives.execution._plan import RankPlan, plan_rank
 from fivefold.collectives.execution._run import ReceiveThreads, RunContext, run_in_rounds, run_plan
 from fivefold.collectives.execution._settings import (

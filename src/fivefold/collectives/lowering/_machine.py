@@ -7,6 +7,7 @@ numbers, and it is the reference that execution between processes is compared wi
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
@@ -26,7 +27,7 @@ _REDUCTIONS: dict[str, Callable[[_Array, _Array], _Array]] = {
 }
 
 
-class Machine(Generic[_Values]):
+class Machine(ABC, Generic[_Values]):
     """Carries out a program's operations one after another, on values of any kind.
 
     What a memory cell holds, and what adding means, is for those who inherit to say.
@@ -66,17 +67,17 @@ class Machine(Generic[_Values]):
         """Return the memory cells of an operation's slots."""
         return self.program.slots(executed.rank)[buffer][offset : offset + executed.operation.count]
 
+    @abstractmethod
     def read(self, executed: Executed, buffer: Buffer, offset: int) -> _Values:
         """Return what an operation's slots hold."""
-        raise NotImplementedError
 
+    @abstractmethod
     def write(self, executed: Executed, buffer: Buffer, offset: int, values: _Values) -> None:
         """Put values into an operation's slots."""
-        raise NotImplementedError
 
+    @abstractmethod
     def add(self, executed: Executed, first: _Values, second: _Values, /) -> _Values:
         """Return the sum of two operands."""
-        raise NotImplementedError
 
 
 def interpret(

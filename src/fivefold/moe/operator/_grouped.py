@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -51,12 +52,27 @@ class Call:
     w13: torch.Tensor
     w2: torch.Tensor
     weights: torch.Tensor
-    b13: torch.Tensor | None
-    b2: torch.Tensor | None
-    activation: Activation
-    weight_on_input: bool
     order: Assignments
     blocks: tuple[Block, ...]
+    activation: Activation
+    b13: torch.Tensor | None = None
+    b2: torch.Tensor | None = None
+    weight_on_input: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        x: torch.Tensor,
+        w13: torch.Tensor,
+        w2: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        **options: Any,
+    ) -> Call:
+        """Put the assignments of a call in order."""
+        order = sort_assignments(ids, len(w2))
+        blocks = cut(order, x.dtype)
+        return cls(x=x, w13=w13, w2=w2, weights=weights, order=order, blocks=blocks, **options)
 
     def forward(self, kept: list[torch.Tensor] | None = None) -> torch.Tensor:
         """Compute the output, [T, H].
@@ -246,36 +262,14 @@ def _as_given(x: torch.Tensor) -> AbstractContextManager[object]:
     return nullcontext()
 
 
-def forward_grouped(  # noqa: PLR0913 - the operator's own operands
-    x: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    *,
-    activation: Activation,
-    b13: torch.Tensor | None = None,
-    b2: torch.Tensor | None = None,
-    weight_on_input: bool = False,
-    hidden: torch.Tensor | None = None,
+def forward_grouped(
+    *operands: torch.Tensor, hidden: torch.Tensor | None = None, **options: Any
 ) -> torch.Tensor:
-    """Compute what ``experts_one_by_one`` does, block by block; same arguments.
+    """Compute the operator block by block, from x, w13, w2, ids and weights.
 
     What the activation takes goes to ``hidden`` [T K, rows of w13], where that is not None.
     """
-    order = sort_assignments(ids, len(w2))
-    call = Call(
-        x=x,
-        w13=w13,
-        w2=w2,
-        weights=weights,
-        b13=b13,
-        b2=b2,
-        activation=activation,
-        weight_on_input=weight_on_input,
-        order=order,
-        blocks=cut(order, x.dtype),
-    )
+    call = Call.of(*operands, **options)
     if hidden is None:
         return call.forward()
     kept: list[torch.Tensor] = []
@@ -285,50 +279,16 @@ def forward_grouped(  # noqa: PLR0913 - the operator's own operands
     return output
 
 
-def backward_grouped(  # noqa: PLR0913 - the operator's own operands
+def backward_grouped(
     gradient: torch.Tensor,
-    x: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    *,
-    activation: Activation,
-    b13: torch.Tensor | None = None,
-    b2: torch.Tensor | None = None,
-    weight_on_input: bool = False,
+    *operands: torch.Tensor,
     hidden: torch.Tensor | None = None,
+    **options: Any,
 ) -> Gradients:
-    """Gradients of ``forward_grouped``.
+    """Gradients of ``forward_grouped``: of x, w13, w2, weights, b13 and b2.
 
-    Args:
-        gradient: Of the output, [T, H].
-        x: As in the forward.
-        w13: As in the forward.
-        w2: As in the forward.
-        ids: As in the forward.
-        weights: As in the forward.
-        activation: As in the forward.
-        b13: As in the forward.
-        b2: As in the forward.
-        weight_on_input: As in the forward.
-        hidden: What the forward put there; None: it is computed again.
-
-    Returns:
-        Gradients of x, w13, w2, weights, b13 and b2; None where there is no bias.
+    ``hidden`` is what the forward put there; None: it is computed again.
     """
-    order = sort_assignments(ids, len(w2))
-    call = Call(
-        x=x,
-        w13=w13,
-        w2=w2,
-        weights=weights,
-        b13=b13,
-        b2=b2,
-        activation=activation,
-        weight_on_input=weight_on_input,
-        order=order,
-        blocks=cut(order, x.dtype),
-    )
+    call = Call.of(*operands, **options)
     kept = None if hidden is None else [hidden[block.rows] for block in call.blocks]
     return call.backward(gradient, kept)

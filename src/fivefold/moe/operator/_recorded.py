@@ -13,10 +13,8 @@ from typing import Any
 import torch
 
 from fivefold.errors import UnsupportedError
-from fivefold.moe.operator._assignments import Assignments, sort_assignments
+from fivefold.moe.operator._assignments import Assignments
 from fivefold.moe.operator._grouped import Call, Gradients
-from fivefold.moe.operator._products import cut
-from fivefold.moe.operator.activations import Activation
 
 _Optional = torch.Tensor | None
 
@@ -32,56 +30,34 @@ class _Recorded(torch.autograd.Function):
         b13: _Optional,
         b2: _Optional,
         ids: torch.Tensor,
-        options: tuple[Activation, bool, bool],
+        options: dict[str, Any],
+        recompute: bool,  # noqa: FBT001 - as above
     ) -> torch.Tensor:
-        activation, weight_on_input, recompute = options
-        order = sort_assignments(ids, len(w2))
-        call = Call(
-            x=x,
-            w13=w13,
-            w2=w2,
-            weights=weights,
-            b13=b13,
-            b2=b2,
-            activation=activation,
-            weight_on_input=weight_on_input,
-            order=order,
-            blocks=cut(order, x.dtype),
-        )
+        call = Call.of(x, w13, w2, ids, weights, b13=b13, b2=b2, **options)
         kept: list[torch.Tensor] = []
         output = call.forward(None if recompute else kept)
+        order = call.order
         rows = (order.slots, order.tokens, order.places, order.ends)
         ctx.save_for_backward(x, w13, w2, weights, b13, b2, *rows, *kept)
         ctx.options, ctx.stops, ctx.blocks = options, order.stops, call.blocks
+        ctx.recompute = recompute
         ctx.set_materialize_grads(False)
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: _Optional) -> tuple[_Optional, ...]:
         if gradient is None:  # nothing downstream depends on the output
-            return (None,) * 8
+            return (None,) * 9
         x, w13, w2, weights, b13, b2, slots, tokens, places, ends, *kept = ctx.saved_tensors
-        activation, weight_on_input, recompute = ctx.options
         order = Assignments(slots=slots, tokens=tokens, places=places, ends=ends, stops=ctx.stops)
-        call = Call(
-            x=x,
-            w13=w13,
-            w2=w2,
-            weights=weights,
-            b13=b13,
-            b2=b2,
-            activation=activation,
-            weight_on_input=weight_on_input,
-            order=order,
-            blocks=ctx.blocks,
-        )
+        operands = {"x": x, "w13": w13, "w2": w2, "weights": weights, "b13": b13, "b2": b2}
+        call = Call(**operands, order=order, blocks=ctx.blocks, **ctx.options)
         wanted = ctx.needs_input_grad[:6]
         with torch.no_grad():
-            found = call.backward(gradient.contiguous(), None if recompute else kept, wanted)
+            found = call.backward(gradient.contiguous(), None if ctx.recompute else kept, wanted)
         if torch.is_grad_enabled():  # somebody wants to differentiate these in turn
-            operands = (gradient, x, w13, w2, weights, b13, b2)
-            found = _Last.apply(found, *operands)  # type: ignore[no-untyped-call]
-        return (*found, None, None)
+            found = _Last.apply(found, gradient, *operands.values())  # type: ignore[no-untyped-call]
+        return (*found, None, None, None)
 
 
 class _Last(torch.autograd.Function):
@@ -106,29 +82,15 @@ def recorded_grouped(  # noqa: PLR0913 - the operator's own operands
     ids: torch.Tensor,
     weights: torch.Tensor,
     *,
-    activation: Activation,
-    b13: torch.Tensor | None = None,
-    b2: torch.Tensor | None = None,
-    weight_on_input: bool = False,
+    b13: _Optional = None,
+    b2: _Optional = None,
     recompute: bool = True,
+    **options: Any,
 ) -> torch.Tensor:
-    """``forward_grouped``, recorded for ``backward()``; same arguments.
+    """``forward_grouped``, recorded for ``backward()``.
 
-    Args:
-        x: As in ``forward_grouped``.
-        w13: As in ``forward_grouped``.
-        w2: As in ``forward_grouped``.
-        ids: As in ``forward_grouped``.
-        weights: As in ``forward_grouped``.
-        activation: As in ``forward_grouped``.
-        b13: As in ``forward_grouped``.
-        b2: As in ``forward_grouped``.
-        weight_on_input: As in ``forward_grouped``.
-        recompute: Compute what the activation takes again in the backward, instead of keeping it.
-
-    Returns:
-        [T, H].
+    ``recompute`` says whether what the activation takes is computed again in the backward.
     """
-    options = (activation, weight_on_input, recompute)
-    found: torch.Tensor = _Recorded.apply(x, w13, w2, weights, b13, b2, ids, options)  # type: ignore[no-untyped-call]
+    given = (x, w13, w2, weights, b13, b2, ids, options, recompute)
+    found: torch.Tensor = _Recorded.apply(*given)  # type: ignore[no-untyped-call]
     return found
