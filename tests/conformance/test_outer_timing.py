@@ -147,7 +147,7 @@ def test_balance_gives_slow_ranks_fewer_steps_and_drains_whatever_is_open(clock)
     ],
     ids=lambda rule: rule.name,
 )
-def test_a_all_reduce_that_stalls_is_waited_for_and_counted_and_never_skipped(rule, clock):
+def test_an_all_reduce_that_stalls_is_waited_for_and_counted_and_never_skipped(rule, clock):
     def final(transport, all_reduce_s):
         worker = Worker(Timed(transport, clock, all_reduce_s), rule)
         for step in range(25):

@@ -141,7 +141,7 @@ print("end")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["forgotten", "collected", "alone"])
-def test_a_program_may_end_with_a_all_reduce_under_way(tmp_path, how):
+def test_a_program_may_end_with_an_all_reduce_under_way(tmp_path, how):
     script = tmp_path / "leave.py"
     script.write_text(LEAVING)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}

@@ -83,7 +83,7 @@ def test_the_communication_thread_uses_this_ranks_device(monkeypatch):
     assert chosen == [3, "run"]
 
 
-def test_a_all_reduce_that_never_lands_is_an_error_with_a_name(monkeypatch):
+def test_an_all_reduce_that_never_lands_is_an_error_with_a_name(monkeypatch):
     """NCCL's wait only orders streams, and a stream that waits for a dead peer has no end."""
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     fragment = Fragment.__new__(Fragment)
@@ -102,7 +102,7 @@ def test_a_step_waits_for_its_own_stream_and_not_for_the_device(monkeypatch):
     runner = StepRunner.__new__(StepRunner)
     optim = SimpleNamespace(grad_clip=1.0, lr=0.1, warmup_steps=0, min_lr_fraction=0.1)
     runner._config = SimpleNamespace(optim=optim, run=SimpleNamespace(steps=10))
-    runner._world = SimpleNamespace(device=SimpleNamespace(type="cuda"))
+    runner._ranks = SimpleNamespace(device=SimpleNamespace(type="cuda"))
     method = SimpleNamespace(clip_gradients=lambda _: 1.0, update=lambda _: None)
     runner._parts = SimpleNamespace(method=method, optimizer=SimpleNamespace(param_groups=[{}]))
     runner._forward_backward = lambda _: torch.zeros(())

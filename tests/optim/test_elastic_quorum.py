@@ -85,7 +85,7 @@ def test_members_keep_their_slots_and_newcomers_have_a_source_with_the_state(bal
 
 
 @given(quorums())
-def test_a_all_reduce_counts_only_with_every_vote_of_those_who_go_on(ballots):
+def test_an_all_reduce_counts_only_with_every_vote_of_those_who_go_on(ballots):
     decision = decide(ballots)
     votes = [b.arrived for b in ballots if not b.joining and b.turn == decision.turn]
     assert decision.committed == (bool(votes) and all(votes))

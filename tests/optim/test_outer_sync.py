@@ -383,7 +383,7 @@ def test_subgroups_synchronise_among_themselves_only():
 @pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.distributed
-def test_leaving_with_a_all_reduce_under_way_ends_cleanly(tmp_path):
+def test_leaving_with_an_all_reduce_under_way_ends_cleanly(tmp_path):
     script = tmp_path / "leave.py"
     script.write_text(
         "import torch, torch.distributed as dist\n"

@@ -118,7 +118,7 @@ def same(ours, theirs):
 
 @pytest.mark.parametrize("kind", ["fsdp2", "zero"])
 @pytest.mark.parametrize("codec", ["fp32", "int8"])
-def test_resume_in_the_middle_of_a_all_reduce_is_bit_exact(tmp_path, kind, codec):
+def test_resume_in_the_middle_of_an_all_reduce_is_bit_exact(tmp_path, kind, codec):
     def work(_):
         outcome = {}
         for name, rule in RULES.items():

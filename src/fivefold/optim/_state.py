@@ -24,7 +24,7 @@ from fivefold.optim._statistics import StatisticsMeter
 from fivefold.optim._transport import PendingAllReduce, Transport
 from fivefold.optim._update import Number
 
-_FORMAT = 4
+_FORMAT = 5
 
 SHARED_BUFFERS = ("anchor", "momentum")
 """Buffers that are equal on all workers between boundaries."""
