@@ -9,7 +9,7 @@ import pytest
 METHODS = ["ddp", "co2", "slowmo", "local_sgd"]
 TIMEOUT_S = 6.0
 # A dead or stopped peer is noticed within the timeout; the rest is a slow machine's scheduling.
-SLACK_S = 24.0  # a rank that was still connecting tries a second time, after a pause
+SLACK_S = 54.0  # a rank that was still connecting tries a second time; seen at a load of 20
 
 
 @pytest.fixture(scope="module")
