@@ -37,12 +37,17 @@ def pytest_make_parametrize_id(config, val, argname):  # noqa: ARG001 - pytest's
     return None
 
 
+# Each sets up for a minute or more: begun last, they would keep one worker when others are done.
+LONG = {"test_moe_offline.py", "test_moe_exchange.py", "test_backward_kernel.py"}
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by markers
 def pytest_collection_modifyitems(items):
     bad = [item.nodeid for item in items if not (item.name.isprintable() and len(item.name) < 120)]
     if bad:
         message = f"{len(bad)} names of tests are not printable or have 120 characters or more"
         raise pytest.UsageError(f"{message}, {bad[0]!a} among them: give the parameters ids=")
+    items.sort(key=lambda item: item.path.name not in LONG)
     for item in items:
         if any(item.get_closest_marker(name) for name in ("distributed", "lab")):
             item.add_marker("alone")

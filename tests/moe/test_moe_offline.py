@@ -2,6 +2,7 @@
 
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -73,7 +74,9 @@ def compiled(tmp_path_factory):
     script = Path(__file__).parent / "offline.py"
     cache = str(tmp_path_factory.mktemp("triton"))
     options = {"key": "variant", "interpreted": False, "TRITON_CACHE_DIR": cache}
-    return {part: lines_of(script, part, **options) for part in VARIANTS}
+    with ThreadPoolExecutor() as pool:
+        found = pool.map(lambda part: lines_of(script, part, **options), VARIANTS)
+        return dict(zip(VARIANTS, found, strict=True))
 
 
 def test_every_variant_is_looked_at(compiled):
