@@ -312,3 +312,12 @@ def test_the_room_is_light():
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "text", ["ring:4,bandwidth=25", "switch:4,latency=5", "fat_tree:4,gpus=2,nvlink=450e9"]
+)
+def test_a_quantity_in_one_line_names_its_unit(text):
+    with pytest.raises(ConfigurationError, match="has no unit") as caught:
+        parse_topology(text)
+    assert text.rpartition("=")[2] in caught.value.hint

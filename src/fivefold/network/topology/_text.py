@@ -49,6 +49,9 @@ _HOST_KEYS = tuple(field.name for field in fields(HostSpec))
 _PORT_KEYS = tuple(field.name for field in fields(Port))
 _TOP_KEYS = ("name", "source", "generate", "nodes", "links", "switches", "changes")
 _NODE_KEYS = ("name", "kind", "host")
+_QUANTITIES = frozenset(
+    {"bandwidth", "latency", "global_latency", "nvlink", "nvlink_latency", "pcie", "pcie_latency"}
+)
 _LINK_KEYS = ("source", "target", "bandwidth", "latency", "count", "both_ways")
 _CHANGE_KEYS = ("source", "target", "bandwidth", "latency", "count", "both_ways", "remove")
 _SWITCH_KEYS = ("node", "multicast", "aggregation")
@@ -188,7 +191,8 @@ def _generate(name: str, rest: str, given: Mapping[str, str | float | None]) -> 
             raise ConfigurationError(
                 f"{name} takes no {key!r}", hint=f"{hint}it takes {', '.join(accepted)}"
             )
-        values[key] = _value(value.strip())
+        # Quantities stay text: a number would be taken as bytes per second, or seconds.
+        values[key] = value.strip() if key in _QUANTITIES else _value(value.strip())
     if generator.first not in values:
         raise ConfigurationError(
             f"{name} needs its {generator.first}", hint=f"write {generator.example}"
