@@ -16,6 +16,12 @@ _START_S = 30.0
 _END_S = 10.0
 
 
+def _text(name: str, value: Any) -> str:
+    """An option's value with the unit that a number of it is in."""
+    unit = {"slot_bytes": "B", "expire": "s"}.get(name, "")
+    return str(value) if isinstance(value, str) else f"{value}{unit}"
+
+
 class SwitchProcess:
     """A switch that runs as a child process until it is stopped, killed, or left.
 
@@ -31,7 +37,7 @@ class SwitchProcess:
         words = [
             word
             for name, value in options.items()
-            for word in (f"--{name.replace('_', '-')}", str(value))
+            for word in (f"--{name.replace('_', '-')}", _text(name, value))
         ]
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "fivefold.network.aggregation", *words],

@@ -157,7 +157,6 @@ def train_a_layer(folder, rank, ranks):
     if rank == 1:
         return {"error": worst, "loads": loads}
     group.timeout_s = 1.0
-    group._known["limit_ns"] = 10**9
     began = time.monotonic()
     try:
         output.sum().backward()

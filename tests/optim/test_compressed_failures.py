@@ -126,10 +126,10 @@ transport.launch([payload], metadata=metadata, fragment=0, what="first").wait()
 if how == "forgotten":
     transport.launch([payload], metadata=metadata, fragment=0, what="second")
 elif how == "collected":
-    all-reduce = transport.launch([payload], metadata=metadata, fragment=0, what="second")
+    all_reduce = transport.launch([payload], metadata=metadata, fragment=0, what="second")
     del transport
     all_reduce.wait()
-    del all-reduce
+    del all_reduce
 elif how == "alone":
     if rank == 1:
         time.sleep(20)

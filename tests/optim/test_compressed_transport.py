@@ -347,10 +347,10 @@ for codec in ("fp32", "bf16", "int8", "int4"):
     metadata = torch.zeros(3, dtype=torch.float64)
     dist.barrier()
     before = sent()
-    all-reduce = transport.launch([payload], metadata=metadata, fragment=0, what="sum")
+    all_reduce = transport.launch([payload], metadata=metadata, fragment=0, what="sum")
     all_reduce.wait()
     dist.barrier()
-    rows[codec] = (all-reduce.sent_bytes, sent() - before)
+    rows[codec] = (all_reduce.sent_bytes, sent() - before)
 if dist.get_rank() == 0:
     print(json.dumps(rows))
 """

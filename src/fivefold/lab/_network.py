@@ -205,6 +205,9 @@ def read_counts(folder: Path, nodes: list[str]) -> dict[str, dict[str, int]]:
     return found
 
 
+_UNITS = {"slot_bytes": "B", "expire": "s"}  # of the switch's options, where they are numbers
+
+
 def _aggregator(
     spec: LabSpec, network: Network, folder: Path, node: str
 ) -> subprocess.Popen[bytes]:
@@ -216,7 +219,10 @@ def _aggregator(
     words = [
         word
         for name, value in options.items()
-        for word in (f"--{name.replace('_', '-')}", str(value))
+        for word in (
+            f"--{name.replace('_', '-')}",
+            str(value) + _UNITS.get(name, "") * (not isinstance(value, str)),
+        )
     ]
     namespace = SWITCH if spec.topology is None else namespace_of(spec, node)
     with (

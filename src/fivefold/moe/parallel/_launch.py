@@ -115,7 +115,7 @@ class ExchangeLaunches:
                 control_words=private.control_words,
                 max_tiles=private.max_tiles,
                 max_rows=config.room_rows,
-                limit_ns=int(self.timeout_s * 1e9),
+                limit_ns=None,
                 num_return_counts=sections["return_counts"][1],
             ),
             "inner": tables["inner"],
@@ -177,7 +177,9 @@ class ExchangeLaunches:
         tiles, heap = self.config.tiles, self.heap
         blocks = -(-max(counts) // tiles.combine_tokens) * heap.num_local
         columns = combine_columns_for(tiles, self.config.hidden, blocks, programs)
-        shared = self._known["launch"]._replace(token_first=self._offsets(counts))
+        shared = self._known["launch"]._replace(
+            token_first=self._offsets(counts), limit_ns=int(self.timeout_s * 1e9)
+        )
         known = self._known | {"launch": shared, "combine_columns": columns} | given
         with on(heap.device):
             start(kernel, programs, known, tiles.warps)
