@@ -179,7 +179,7 @@ def ablate_command(  # noqa: PLR0913 - each option is a parameter
 
 
 def read_network(text: str) -> Topology:
-    """The network that ``--cluster`` names.
+    """Return the network that ``--cluster`` names.
 
     Raises:
         ArgumentError: There is no such network.
@@ -226,7 +226,7 @@ def write_page(page: Page, path: Path) -> None:
 
 
 def typed_command() -> str:
-    """The command line of this process, as one would type it again."""
+    """Return the command line of this process, as one would type it again."""
     return shlex.join(["fivefold", *sys.argv[1:]])
 
 

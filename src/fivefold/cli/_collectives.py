@@ -150,7 +150,7 @@ def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
 
 
 def _each_line_once() -> Callable[[str], None]:
-    """What writes progress; methods that try several chunkings would repeat themselves."""
+    """Return what writes progress; methods that try several chunkings would repeat themselves."""
     said: set[str] = set()
 
     def say(line: str) -> None:
@@ -177,7 +177,7 @@ def _search(
 
 
 def _sketch_of(text: str) -> Sketch:
-    """A sketch from a file, or a published one by its name."""
+    """Return a sketch from a file, or a published one by its name."""
     path = Path(text)
     if path.suffix == ".toml":
         return Sketch.from_toml(path)

@@ -27,7 +27,7 @@ SizeOption = Annotated[str, typer.Option(help="Size of the collective, such as 1
 
 
 def read_algorithm(file: Path) -> Schedule | Program:
-    """A schedule or a program from a file, whichever form it has.
+    """Return a schedule or a program from a file, whichever form it has.
 
     Raises:
         DataError: The file cannot be read.
@@ -43,7 +43,7 @@ def read_algorithm(file: Path) -> Schedule | Program:
 
 
 def read_only_schedule(file: Path) -> Schedule:
-    """A schedule from a file.
+    """Return a schedule from a file.
 
     Raises:
         ConfigurationError: The file holds a program.
@@ -90,12 +90,12 @@ def show_facts(facts: dict[str, Any], *, as_json: bool) -> None:
 
 
 def plain_name(name: str) -> str:
-    """A key as people read it."""
+    """Return a key as people read it."""
     return name.removesuffix("_s").replace("_", " ")
 
 
 def value_text(name: str, value: Any) -> str:
-    """A value as people read it."""
+    """Return a value as people read it."""
     if name.endswith("_s") and isinstance(value, float):
         return format_duration_s(value)
     return f"{value:.1%}" if name == "gap" else str(value)

@@ -84,11 +84,11 @@ class Asked:
 
     @property
     def name(self) -> str:
-        """The collective as it is written in text."""
+        """Return the collective as it is written in text."""
         return self.collective.replace("_", "-")
 
     def command(self, output: str) -> str:
-        """The command that makes a file of the answer."""
+        """Return the command that makes a file of the answer."""
         words = ["fivefold", "collectives", "synthesize", self.collective, self.topology]
         words += ["--size", self.size, "--method", self.method, "--time-limit", self.time_limit]
         words += ["--model", self.model] * (self.model != "serial")
@@ -108,7 +108,7 @@ def used_shares(network: Topology, timing: Timing) -> NDArray[np.float64]:
 
 
 def loads_title(network: Topology, timing: Timing) -> str:
-    """What the picture of the links shows."""
+    """Return what the picture of the links shows."""
     shares = used_shares(network, timing)
     busiest = f", the busiest carries {format_bytes(float(timing.link_bytes.max(initial=0.0)))}"
     return (
@@ -332,7 +332,7 @@ def _caveats(network: Topology) -> tuple[str, ...]:
 
 
 def _reason(bound: Bound, network: Topology) -> str:
-    """The bound's certificate in words."""
+    """Return the bound's certificate in words."""
     if not bound.reason:
         return ""
     reason = bound.reason[0].lower() + bound.reason[1:]

@@ -85,13 +85,13 @@ def fastest_ranges(prices: Prices, *kinds: str) -> tuple[tuple[str, str], ...]:
 
 
 def _fastest(rivals: list[Price], place: int) -> Price:
-    """The first that is as fast as any; rounding decides nothing."""
+    """Return the first that is as fast as any; rounding decides nothing."""
     least_s = min(price.times_s[place] for price in rivals) * (1 + _EQUAL)
     return next(price for price in rivals if price.times_s[place] <= least_s)
 
 
 def _crossing(before: Price, after: Price, span: tuple[float, float]) -> float:
-    """The size at which the second becomes as fast as the first."""
+    """Return the size at which the second becomes as fast as the first."""
     low, high = span
     for _ in range(_HALVINGS):
         middle = math.sqrt(low * high)
@@ -110,7 +110,7 @@ def _sizes(size_bytes: float, points: int) -> tuple[float, ...]:
 
 
 def _rivals(found: Schedule, network: Topology) -> dict[str, Schedule]:
-    """The library's algorithms that fit, but for the one that was found."""
+    """Return the library's algorithms that fit, but for the one that was found."""
     asked = found.collective
     root = 0 if asked.root is None else asked.root
     try:

@@ -53,7 +53,7 @@ def _one_line(text: str) -> str:
 
 
 def _see_help() -> str:
-    """Where the command that was called is explained."""
+    """Return where the command that was called is explained."""
     words = ["fivefold"]
     for word in sys.argv[1:3]:
         if not word.isalpha():

@@ -288,7 +288,7 @@ def _open(folder: Path) -> Dataset | HeteroDataset:
 
 
 def _with_totals(show: Callable[[str, int, int], None]) -> Callable[[str, int, int], None]:
-    """Where nobody knows how much there is, the rest counts as one."""
+    """Count the rest as one where nobody knows how much there is."""
 
     def tell(stage: str, done: int, total: int) -> None:
         show(stage, done, total or done + 1)

@@ -221,7 +221,7 @@ def _links_of(topology: str, rate: str | None) -> dict[str, Any]:
 
 
 def _is_plan(command: list[str]) -> bool:
-    """Whether a plan is to be run; no program is called so."""
+    """Return whether a plan is to be run; no program is called so."""
     return len(command) == 1 and command[0].endswith(".json")
 
 

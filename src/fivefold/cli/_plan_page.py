@@ -47,7 +47,7 @@ def split_page(
     words: tuple[Callable[[Prediction], str], Callable[[Prediction], str]],
     command: str,
 ) -> Page:
-    """The page of a search, or of one plan that was judged.
+    """Return the page of a search, or of one plan that was judged.
 
     Args:
         job: The job.
@@ -152,7 +152,7 @@ def _memories(best: Sequence[Prediction], labels: Sequence[str], capacity_bytes:
 
 
 def _settings(plan: ParallelPlan) -> DataTable:
-    """What is not as by default, and the sizes."""
+    """Return what is not as by default, and the sizes."""
     rows = tuple(
         (field.name.replace("_", " "), str(value))
         for field in dataclasses.fields(plan)

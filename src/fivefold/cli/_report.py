@@ -61,7 +61,7 @@ def _write(report: Report, page: Path) -> Path:
 
 
 def _common_folder(runs: list[Path]) -> Path:
-    """The given folder; for several, the deepest one above them all."""
+    """Return the given folder; for several, the deepest one above them all."""
     if len(runs) == 1:
         return runs[0]
     resolved = [run.resolve().parts for run in runs]

@@ -134,7 +134,7 @@ def _read_loads(path: Path | None) -> Any:
 
 
 def _cut_off(topology: Topology) -> str | None:
-    """Which ranks cannot be reached, or cannot reach; None where all is well."""
+    """Return which ranks cannot be reached, or cannot reach; None where all is well."""
     try:
         topology.require_connected()
     except InfeasibleError as error:

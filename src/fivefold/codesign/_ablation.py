@@ -120,7 +120,7 @@ def _of_seed(
     seed: int,
     how: tuple[PlanningOptions | None, Callable[[], None]],
 ) -> dict[str, _Sample]:
-    """All combinations, B1, and all four on top of it, for the jobs of one seed."""
+    """Return all combinations, B1, and all four on top of it, for the jobs of one seed."""
     options, tell = how
     best = dict(run_plan(topology, jobs, best_alone_plan(topology, jobs, seed=seed)).completion_s)
     found: dict[str, _Sample] = {}

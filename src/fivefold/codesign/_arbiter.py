@@ -155,7 +155,7 @@ class Arbiter:
 
     @property
     def best(self) -> Prediction:
-        """The last plan that was accepted."""
+        """Return the last plan that was accepted."""
         return self.history[-1]
 
     def improve(
@@ -264,7 +264,7 @@ class Arbiter:
                 )  # fmt: skip
 
     def _rerouted(self, plan: ClusterPlan, name: str) -> ClusterPlan:
-        """The plan with paths of one job by the load of all."""
+        """Return the plan with paths of one job by the load of all."""
         found = routed(self.topology, self.jobs, plan, policy="least_loaded")
         return plan.changed(name, paths=found.jobs[name].paths)
 
@@ -308,7 +308,7 @@ class Arbiter:
         return columns is not None and (single or self.co_designs.intra_inter)
 
     def _loads(self, *, without: str) -> dict[int, float]:
-        """Bytes per second that the other jobs put on each link, over their iterations."""
+        """Return bytes per second that the other jobs put on each link, over their iterations."""
         loads: dict[int, float] = {}
         for job in self.jobs:
             if job.job_id == without:

@@ -118,7 +118,7 @@ def _nodes(schema: Any, topology: Topology, job: JobSpec, plan: JobPlan, group: 
 
 
 def _before(schedule: TaskSchedule) -> Mapping[str, tuple[str, ...]]:
-    """What each communication follows on its channel."""
+    """Return what each communication follows on its channel."""
     found: dict[str, tuple[str, ...]] = {}
     last: dict[str, str] = {}
     for name in communication_order(schedule):

@@ -57,5 +57,5 @@ class CoDesigns:
             yield cls(**dict(zip(names, flags, strict=True)))
 
     def __contains__(self, other: CoDesigns) -> bool:
-        """Whether all that the other lets through is let through here as well."""
+        """Return whether all that the other lets through is let through here as well."""
         return all(mine or not its for mine, its in zip(astuple(self), astuple(other), strict=True))

@@ -144,7 +144,7 @@ class _Compiler:
         self._ends: dict[str, Hashable] = {}  # of each task, what stands for its end
 
     def tasks(self) -> list[SimulatorTask]:
-        """The iteration."""
+        """Return the iteration."""
         graph = self._schedule.graph
         # A channel takes one communication at a time, in the planned order.
         before: dict[str, str] = {}
@@ -251,7 +251,7 @@ class _Compiler:
         ]
 
     def _sum(self, phase: Phase, name: tuple[Hashable, ...], start: Hashable) -> Hashable:
-        """A sum in the network; a ring of the same ranks where slots are short."""
+        """Return a sum in the network; a ring of the same ranks where slots are short."""
         assert phase.tree is not None, "asked for trees only"
         leaves = [edge[0] for edge in phase.edges]
         number = len(leaves)

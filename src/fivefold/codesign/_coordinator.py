@@ -167,7 +167,7 @@ def _arbitrate(
 def _judging_longer(
     jobs: Sequence[JobSpec], options: PlanningOptions, floor: Outcome
 ) -> PlanningOptions | None:
-    """The options with all iterations and as large a budget as their simulation allows."""
+    """Return the options with all iterations and as large a budget as their simulation allows."""
     most = max(job.iterations for job in jobs)
     assert floor.result is not None, "run_plan simulates"
     budget = min(options.budget, int(_MOST_EVENTS // max(1, floor.result.events)))
@@ -186,7 +186,7 @@ class _Singles:
 
 
 def _nominal(jobs: Sequence[JobSpec]) -> list[DecisionRecord]:
-    """What layer 1 decided where the baseline was kept."""
+    """Return what layer 1 decided where the baseline was kept."""
     return [nominal_record(job) for job in jobs if job.splits]
 
 
@@ -202,12 +202,12 @@ def _other_splits(
 
 @functools.lru_cache(maxsize=4)
 def _outcome(topology: Topology, jobs: tuple[JobSpec, ...], plan: ClusterPlan) -> Outcome:
-    """The full simulation; an ablation asks for that of the baseline again and again."""
+    """Return the full simulation; an ablation asks for that of the baseline again and again."""
     return run_plan(topology, jobs, plan)
 
 
 def _own(outcome: Outcome) -> Outcome:
-    """A copy that the caller may change without changing what is remembered."""
+    """Return a copy that the caller may change without changing what is remembered."""
     return replace(
         outcome, completion_s=dict(outcome.completion_s), iteration_s=dict(outcome.iteration_s)
     )

@@ -59,7 +59,7 @@ class ModelJob:
 
 
 def job_from_plan(topology: Topology, described: ModelJob, ranks: Sequence[int]) -> JobSpec:
-    """A job of the cluster, with the ways to split it that layer 1 holds to be best.
+    """Return a job of the cluster, with the ways to split it that layer 1 holds to be best.
 
     Args:
         topology: The cluster.
@@ -147,7 +147,7 @@ def _fastest(job: Job, devices: Cluster, fabric: FabricSpec) -> Sequence[Predict
 
 
 def _of_different_mesh(best: Iterable[Prediction], most: int) -> list[Prediction]:
-    """The fastest of each mesh."""
+    """Return the fastest of each mesh."""
     found: dict[tuple[int, ...], Prediction] = {}
     for one in best:
         found.setdefault(_mesh(one.plan), one)
@@ -155,13 +155,13 @@ def _of_different_mesh(best: Iterable[Prediction], most: int) -> list[Prediction
 
 
 def _mesh(plan: ParallelPlan) -> tuple[int, ...]:
-    """What decides the messages: degrees, and what ZeRO sends instead of sums."""
+    """Return what decides the messages: degrees, and what ZeRO sends instead of sums."""
     return (plan.data, plan.tensor, plan.pipeline, plan.context, plan.expert, plan.zero)
 
 
 @functools.lru_cache(maxsize=32)
 def _tiers(topology: Topology) -> FabricSpec | None:
-    """What layer 1 can know of the topology; None where its hosts are unequal."""
+    """Return what layer 1 can know of the topology; None where its hosts are unequal."""
     try:
         return fabric_from_topology(topology)
     except ConfigurationError:
@@ -205,7 +205,7 @@ def _priced_alike(
     model: ModelSpec, devices: Cluster, fabric: FabricSpec, plan: ParallelPlan,
     demand: IterationDemand,
 ) -> IterationDemand:  # fmt: skip
-    """The demand with what layer 1 counts and its tasks have no place for.
+    """Return the demand with what layer 1 counts and its tasks have no place for.
 
     Such are messages of the other stages while a pipeline fills, and compute that is slower beside
     communication. At layer 1's prices of collectives the tasks then take layer 1's time.

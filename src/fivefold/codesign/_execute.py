@@ -81,7 +81,7 @@ def check_executable(jobs: Sequence[JobSpec], plan: ClusterPlan, *, topology: To
 
 
 def lab_options(topology: Topology, jobs: Sequence[JobSpec], plan: ClusterPlan) -> dict[str, Any]:
-    """What the emulated cluster needs besides the topology.
+    """Return what the emulated cluster needs besides the topology.
 
     Args:
         topology: The cluster.
@@ -220,7 +220,7 @@ def _read_job(entry: Mapping[str, Any]) -> JobSpec:
 
 
 def execution_command(path: Path) -> list[str]:
-    """What every host runs, from the file that `write_order` wrote.
+    """Return what every host runs, from the file that `write_order` wrote.
 
     Examples:
         >>> execution_command(Path("order.json"))[1:]
@@ -306,7 +306,7 @@ def _pool(topology: Topology, root: str) -> dict[str, int]:
 
 
 def _routes(topology: Topology, plan: JobPlan) -> list[tuple[tuple[int, int], tuple[int, ...]]]:
-    """The way of every edge of a ring."""
+    """Return the way of every edge of a ring."""
     if plan.algorithm == "in_network" or len(plan.order) == 1:
         return []
     edges = zip(plan.order, (*plan.order[1:], plan.order[0]), strict=True)

@@ -56,7 +56,7 @@ class _Rank:
         self._failed: list[BaseException] = []
 
     def run(self, start_s: float) -> float:
-        """All iterations from a moment of the monotonic clock; mean seconds of one."""
+        """Run all iterations from a moment of the monotonic clock; return mean seconds of one."""
         sender = threading.Thread(target=self._send_all, daemon=True)
         sender.start()
         _sleep_until(start_s)
@@ -124,7 +124,7 @@ def _sleep_until(moment_s: float) -> None:
 
 
 def _reduction(job: JobSpec, plan: JobPlan, rank: int) -> Reduce:
-    """How this job reduces, warmed up; all its ranks call it together."""
+    """Return how this job reduces, warmed up; all its ranks call it together."""
     import torch  # noqa: PLC0415 - planning needs no torch
 
     if len(job.ranks) == 1:

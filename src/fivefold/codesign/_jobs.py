@@ -47,7 +47,7 @@ class Split:
 
     @property
     def layers(self) -> tuple[LayerCost, ...]:
-        """The same as layers: compute of all micro-batches, and what is reduced once."""
+        """Return the same as layers: compute of all micro-batches, and what is reduced once."""
         demand = self.demand
         reduced = sum(m.size_bytes for m in demand.messages if m.phase == "reduce")
         rest_s = (demand.bubble_s + demand.optimizer_s + demand.overhead_s) / demand.segments
@@ -132,7 +132,7 @@ class JobSpec:
         return self.compute_s > 0 or (sends and len(self.ranks) > 1) or bool(self.splits)
 
     def split_as(self, number: int) -> JobSpec:
-        """The job as one of its splits has it; a job without splits as it is.
+        """Return the job as one of its splits has it; a job without splits as it is.
 
         Args:
             number: Which split.
@@ -154,17 +154,17 @@ class JobSpec:
 
     @property
     def mesh(self) -> Split | None:
-        """The split that holds; None for a job that is given by its layers."""
+        """Return the split that holds; None for a job that is given by its layers."""
         return self.splits[0] if self.splits else None
 
     @property
     def compute_s(self) -> float:
-        """Seconds of compute per iteration."""
+        """Return seconds of compute per iteration."""
         return sum(layer.forward_s + layer.backward_s for layer in self.layers)
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes that an iteration reduces."""
+        """Return bytes that an iteration reduces."""
         return sum(layer.gradient_bytes for layer in self.layers)
 
 
@@ -229,7 +229,7 @@ def groups_over(
 def mesh_ranks(
     topology: Topology, ranks: Sequence[int], *, tensor: int, who: str = "the job"
 ) -> tuple[int, ...]:
-    """The ranks in an order that keeps each tensor group inside a host."""
+    """Return the ranks in an order that keeps each tensor group inside a host."""
     if tensor == 1:
         return tuple(ranks)
     hosts: dict[str, list[int]] = {}

@@ -106,7 +106,7 @@ def local_order(topology: Topology, ranks: Sequence[int]) -> tuple[int, ...]:
 
 
 def job_traffic(topology: Topology, job: JobSpec, plan: JobPlan) -> JobTraffic:
-    """What a job's iteration puts on the network, as layer 4 sees it: bytes per edge.
+    """Return what a job's iteration puts on the network, as layer 4 sees it: bytes per edge.
 
     Sums in the network have no paths to choose and are left out.
     """
@@ -141,7 +141,7 @@ def routed(
     policy: RoutePolicy,
     seed: int = 0,
 ) -> ClusterPlan:
-    """The plan with paths for all jobs, chosen together."""
+    """Return the plan with paths for all jobs, chosen together."""
     traffic = [job_traffic(topology, job, plan.jobs[job.job_id]) for job in jobs]
     routing = route_flows(topology, traffic, policy=policy, seed=seed)
     paths: Mapping[str, dict[tuple[int, int], tuple[int, ...]]] = {
@@ -158,7 +158,7 @@ def routed(
 def routed_one_by_one(
     topology: Topology, jobs: Sequence[JobSpec], plan: ClusterPlan, *, seed: int = 0
 ) -> ClusterPlan:
-    """The plan with paths by load, each job as if it were alone."""
+    """Return the plan with paths by load, each job as if it were alone."""
     for job in jobs:
         alone = ClusterPlan({job.job_id: plan.jobs[job.job_id]})
         chosen = routed(topology, [job], alone, policy="least_loaded", seed=seed)

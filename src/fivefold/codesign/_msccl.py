@@ -15,7 +15,7 @@ from fivefold.network.topology import Topology
 
 
 def msccl_programs(topology: Topology, job: JobSpec, plan: JobPlan) -> Mapping[str, str]:
-    """What layer 3 chose for a job, for an NCCL that has MSCCL.
+    """Return what layer 3 chose for a job, for an NCCL that has MSCCL.
 
     Args:
         topology: The cluster: whose ranks sit in one host.

@@ -57,7 +57,7 @@ def plan_page(
     measured: Mapping[str, float] | None = None,
     command: str = "",
 ) -> Page:
-    """The page of a planned cluster, and of its execution where one was measured.
+    """Return the page of a planned cluster, and of its execution where one was measured.
 
     Args:
         topology: The cluster.
@@ -148,7 +148,7 @@ def _finding(
 def _errors(
     jobs: Sequence[JobSpec], found: CoDesignResult, measured: Mapping[str, float]
 ) -> list[float]:
-    """How far each job's measured iteration is off the predicted one, as a share."""
+    """Return how far each job's measured iteration is off the predicted one, as a share."""
     return [abs(measured[j.job_id] / found.outcome.iteration_s[j.job_id] - 1) for j in jobs]
 
 
@@ -205,7 +205,7 @@ def _job_table(topology: Topology, jobs: Sequence[JobSpec], found: CoDesignResul
 
 
 def _compute_s(topology: Topology, job: JobSpec, plan: JobPlan) -> float:
-    """Seconds per iteration in which a rank of the job computes, whatever it waits for."""
+    """Return seconds per iteration in which a rank of the job computes, whatever it waits for."""
     graph = schedule_iteration(job, plan, alone_quote(topology, job, plan)).graph
     return sum(task.duration_s for task in graph.compute if not task.task_id.startswith("wait"))
 
@@ -240,7 +240,7 @@ def _job_bars(topology: Topology, jobs: Sequence[JobSpec], found: CoDesignResult
 
 
 def _most_changed(jobs: Sequence[JobSpec], found: CoDesignResult) -> list[JobSpec]:
-    """The jobs to draw, in their own order."""
+    """Return the jobs to draw, in their own order."""
 
     def changed(job: JobSpec) -> float:
         before = found.baseline_outcome.iteration_s[job.job_id]

@@ -11,7 +11,7 @@ from fivefold.report import DataTable, Page, PageSection, RangeChart, RangeRow
 
 
 def ablation_page(rows: Sequence[AblationRow], *, cluster: str, command: str = "") -> Page:
-    """The page of an ablation: what each combination of co-designs buys.
+    """Return the page of an ablation: what each combination of co-designs buys.
 
     Args:
         rows: What ``ablate`` found.

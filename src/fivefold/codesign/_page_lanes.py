@@ -98,7 +98,7 @@ def link_timeline(window: Window, jobs: Sequence[JobSpec], topology: Topology) -
 
 
 def _largest(jobs: Sequence[JobSpec]) -> list[JobSpec]:
-    """The jobs to draw, in their own order."""
+    """Return the jobs to draw, in their own order."""
     size = {job.job_id: (-len(job.ranks), place) for place, job in enumerate(jobs)}
     chosen = {job.job_id for job in sorted(jobs, key=lambda j: size[j.job_id])[:_MOST_JOBS]}
     return [job for job in jobs if job.job_id in chosen]
@@ -153,7 +153,7 @@ def _span(key: tuple[int, str, bool], start_s: float, end_s: float) -> LaneSpan:
 
 
 def _waits(computed: Sequence[LaneSpan], window: Window) -> list[LaneSpan]:
-    """What lies between one layer and the next: nothing else holds compute up."""
+    """Return what lies between one layer and the next: nothing else holds compute up."""
     gaps = []
     least_s = 1e-6 * (window.end_s - window.start_s)
     for before, after in pairwise(computed):
@@ -175,7 +175,7 @@ def _kinds_of(lanes: Iterable[TimelineLane]) -> tuple[tuple[str, str], ...]:
 
 
 def _layers(job: JobSpec, window: Window, times: Times) -> Folded | None:
-    """The first iteration of a job that begins within the window, else its last."""
+    """Return the first iteration of a job that begins within the window, else its last."""
     begins = {
         number: min(ends[0] for (n, *_), ends in times.items() if n == number)
         for number in {number for number, *_ in times}
@@ -196,7 +196,7 @@ def _layers(job: JobSpec, window: Window, times: Times) -> Folded | None:
 
 
 def _layer_lanes(spans: Sequence[LaneSpan]) -> tuple[tuple[TimelineLane, ...], int]:
-    """A row per layer, and how many layers were left out."""
+    """Return a row per layer, and how many layers were left out."""
     rows: dict[int, list[LaneSpan]] = {}
     for span in spans:
         for layer in _layers_of(span):

@@ -18,7 +18,7 @@ _NO_CHANGE = 5e-4
 
 
 def change(ratio: float) -> str:
-    """A ratio as a change in percent; none where it would round to none."""
+    """Return a ratio as a change in percent; none where it would round to none."""
     if abs(ratio - 1) < _NO_CHANGE:
         return "0 %"
     return f"{100 * (ratio - 1):+.1f} %"
@@ -48,7 +48,7 @@ def flow_words(plan: JobPlan, baseline: JobPlan) -> str:
 
 
 def choice_log(records: Sequence[DecisionRecord]) -> DecisionLog:
-    """The decision log for a page."""
+    """Return the decision log for a page."""
     return DecisionLog(decisions=tuple(_choice(record) for record in records))
 
 

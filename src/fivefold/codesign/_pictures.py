@@ -14,7 +14,7 @@ from fivefold.errors import DataError, UnsupportedError
 
 
 def timeline_of(outcome: Outcome) -> dict[str, Any]:
-    """The last iteration of every job as a Chrome trace, which Perfetto opens.
+    """Return the last iteration of every job as a Chrome trace, which Perfetto opens.
 
     One process per job, a thread for compute and one for each kind of flow.
 

@@ -74,7 +74,7 @@ class JobPlan:
         )  # fmt: skip
 
     def root_of(self, tree: int) -> str:
-        """The root of one of the job's trees."""
+        """Return the root of one of the job's trees."""
         found = self.roots[tree] if self.roots else self.root
         assert found is not None, "only asked for sums in the network"
         return found
@@ -108,11 +108,11 @@ class ClusterPlan:
         return tuple((name, plan.key) for name, plan in sorted(self.jobs.items()))
 
     def changed(self, job_id: str, **changes: Any) -> ClusterPlan:
-        """The same with other decisions for one job."""
+        """Return the same with other decisions for one job."""
         return ClusterPlan({**self.jobs, job_id: replace(self.jobs[job_id], **changes)})
 
     def to_json(self) -> str:
-        """The plan as text that ``from_json`` reads."""
+        """Return the plan as text that ``from_json`` reads."""
         jobs = {}
         for name, plan in self.jobs.items():
             record = {key: getattr(plan, key) for key in plan.__dataclass_fields__}

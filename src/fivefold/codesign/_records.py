@@ -34,7 +34,7 @@ class DecisionRecord:
 
 
 def decisions_to_json(records: Iterable[DecisionRecord]) -> str:
-    """The log as JSON, one object per line.
+    """Return the log as JSON, one object per line.
 
     Args:
         records: The decisions in order.

@@ -67,7 +67,7 @@ def _at_reached_rate(
 
 
 def job_groups(job: JobSpec, plan: JobPlan, axis: str) -> tuple[tuple[int, ...], ...]:
-    """The groups of an axis (empty: all ranks), each in the order of the plan's ring."""
+    """Return the groups of an axis (empty: all ranks), each in the order of the plan's ring."""
     if not axis or job.mesh is None:
         return (plan.order,)
     place = {rank: number for number, rank in enumerate(plan.order)}
@@ -76,7 +76,7 @@ def job_groups(job: JobSpec, plan: JobPlan, axis: str) -> tuple[tuple[int, ...],
 
 
 def _sent(job: JobSpec, axis: str, size_bytes: float, *, back: bool) -> list[list[Phase]]:
-    """Every stage to the next one, or to the one before."""
+    """Return what every stage sends to the next one, or to the one before."""
     if job.mesh is None:
         return []
     chains = job.mesh.groups(axis)

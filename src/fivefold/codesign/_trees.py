@@ -43,7 +43,7 @@ class TreeChoice:
         return ", ".join(different[:4]) + (", ..." if len(different) > 4 else "")
 
     def changes(self) -> dict[str, object]:
-        """What it changes in a job's plan."""
+        """Return what it changes in a job's plan."""
         return {
             "algorithm": "in_network",
             "root": self.roots[0],
@@ -144,7 +144,7 @@ def free_slots(
 
 
 def job_trees(topology: Topology, job: JobSpec, plan: JobPlan) -> list[Tree]:
-    """The trees of a job that sums in the network."""
+    """Return the trees of a job that sums in the network."""
     columns = summed_columns(topology, job, plan) or []
     trees = [aggregation_tree(topology, c, plan.root_of(i)) for i, c in enumerate(columns)]
     return [tree for tree in trees if tree is not None]

@@ -81,7 +81,7 @@ def unrolled(
 
 
 def _iterations(job: JobSpec, begin_s: float, until_s: float, outcome: Outcome) -> int:
-    """How many iterations a job has begun until a moment, one more for safety."""
+    """Return how many iterations a job has begun until a moment, one more for safety."""
     if begin_s >= until_s:
         return 0
     started = math.ceil((until_s - begin_s) / outcome.iteration_s[job.job_id]) + 1

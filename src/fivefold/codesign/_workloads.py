@@ -284,7 +284,7 @@ def _check_job(job: _Job, source: str) -> None:
 
 
 def _modelled(topology: Topology, job: _Job, ranks: Sequence[int], path: Path) -> JobSpec:
-    """A job that is described by a model and devices."""
+    """Return a job that is described by a model and devices."""
     assert job.devices is not None, "checked before"
     check_ranks(topology, job.id, ranks)
     beside = path.parent / job.devices

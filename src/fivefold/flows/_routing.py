@@ -47,7 +47,7 @@ class Routing:
 
     @cached_property
     def jobs(self) -> Mapping[str, JobTraffic]:
-        """The jobs by name."""
+        """Return the jobs by name."""
         return {job.job_id: job for job in self.traffic}
 
     def link_bytes(self, job_id: str) -> FloatArray:
@@ -305,7 +305,7 @@ class JobTraffic:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that send or receive, ascending."""
+        """Return the ranks that send or receive, ascending."""
         return tuple(sorted({rank for flow in self.flows for rank in (flow.source, flow.target)}))
 
     @property

@@ -218,7 +218,7 @@ def _components(jobs_of: Sequence[set[str]]) -> list[set[str]]:
 
 
 def _loop_free(jobs_of: Sequence[set[str]]) -> bool:
-    """Whether the bipartite graph of jobs and links is a forest."""
+    """Return whether the bipartite graph of jobs and links is a forest."""
     graph: nx.Graph = nx.Graph()
     for number, members in enumerate(jobs_of):
         graph.add_edges_from((("link", number), ("job", name)) for name in members)

@@ -216,14 +216,10 @@ def _aggregator(
         "port": AGGREGATOR_PORT,
         **spec.aggregators[node],
     }
-    words = [
-        word
-        for name, value in options.items()
-        for word in (
-            f"--{name.replace('_', '-')}",
-            str(value) + _UNITS.get(name, "") * (not isinstance(value, str)),
-        )
-    ]
+    words: list[str] = []
+    for name, value in options.items():
+        unit = "" if isinstance(value, str) else _UNITS.get(name, "")
+        words += [f"--{name.replace('_', '-')}", f"{value}{unit}"]
     namespace = SWITCH if spec.topology is None else namespace_of(spec, node)
     with (
         _output(folder, node).open("wb") as out,

@@ -266,17 +266,17 @@ class LabSpec:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks over all hosts."""
+        """Return the number of ranks over all hosts."""
         return self.hosts * self.nproc_per_host
 
     @property
     def delays_or_loses(self) -> bool:
-        """Whether the path needs more than a rate: netem or the relay."""
+        """Return whether the path needs more than a rate: netem or the relay."""
         return self.delay_s > 0 or self.loss > 0
 
     @property
     def shapes(self) -> bool:
-        """Whether anything at all is asked of the links."""
+        """Return whether anything at all is asked of the links."""
         if self.topology is not None or self.delays_or_loses:
             return True
         return any(self.rate_of(host) is not None for host in range(self.hosts))

@@ -51,7 +51,7 @@ class ProcessId:
 
     @property
     def alive(self) -> bool:
-        """Whether this very process still runs."""
+        """Return whether this very process still runs."""
         return _start_ticks(self.pid) == self.start_ticks
 
 

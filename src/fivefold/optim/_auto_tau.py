@@ -208,7 +208,7 @@ class TauController:
 
     @property
     def decisions(self) -> tuple[TauDecision, ...]:
-        """The last 64 decisions, oldest first."""
+        """Return the last 64 decisions, oldest first."""
         return tuple(self._log.decisions)
 
     @property
@@ -511,7 +511,7 @@ class StepBalance:
         self.steps, self.sums, self.rounds = list(steps), list(sums), rounds
 
     def _is_far_off(self, shares: Sequence[float]) -> bool:
-        """Whether a rank is off by more than a step and more than a quarter of its steps."""
+        """Return whether a rank is off by more than a step and more than a quarter of its steps."""
         pairs = zip(shares, self.steps, strict=True)
         return any(abs(share - steps) > max(1.0, steps / 4) for share, steps in pairs)
 

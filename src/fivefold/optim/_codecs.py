@@ -46,7 +46,7 @@ class Codec(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """What ``named_codec`` and the logs call it."""
+        """Return what ``named_codec`` and the logs call it."""
 
     @property
     def granule(self) -> int:
@@ -55,7 +55,7 @@ class Codec(ABC):
 
     @abstractmethod
     def encoded_bytes(self, num_elements: int) -> int:
-        """Bytes on the wire of this many elements, scales included."""
+        """Return bytes on the wire of this many elements, scales included."""
 
     @abstractmethod
     def encode_with_feedback_(

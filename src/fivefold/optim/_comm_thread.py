@@ -61,7 +61,7 @@ class Job:
 
     @property
     def issued(self) -> bool:
-        """Whether it has been carried out; on CUDA its work may still be under way."""
+        """Return whether it has been carried out; on CUDA its work may still be under way."""
         return self._issued.is_set()
 
     def wait(self, thread_is_alive: Callable[[], bool]) -> None:

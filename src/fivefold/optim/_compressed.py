@@ -42,7 +42,7 @@ _SMALLEST_BUCKET_BYTES = 2**20
 
 
 def ring_bytes(payload_bytes: int, *, world_size: int) -> int:
-    """Bytes that each rank sends in a ring all-reduce: 2 (G - 1) / G times the payload."""
+    """Return bytes that each rank sends in a ring all-reduce: 2 (G - 1) / G times the payload."""
     return round(2 * (world_size - 1) * payload_bytes / world_size)
 
 
@@ -81,7 +81,7 @@ class _Bucket:
 
     @property
     def sent_bytes(self) -> int:
-        """All slices but the own one to their owners, then the own one to all the others."""
+        """Send all slices but the own one to their owners, then the own one to all the others."""
         return sum(self.wire_bytes) - self.own_bytes + (len(self.wire_bytes) - 1) * self.own_bytes
 
     @property
@@ -179,7 +179,7 @@ class CompressedExchange:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The residuals, by fragment and payload, as live tensors."""
+        """Return the residuals, by fragment and payload, as live tensors."""
         return {
             str(fragment): {
                 str(index): {"sent": part.sent, "owned": part.owned}

@@ -50,7 +50,7 @@ class PeerStateHolder(Protocol):
     """What a worker can hand to a newcomer and take from a peer; ``OuterSync`` is one."""
 
     def peer_state(self) -> dict[str, Any]:
-        """The state that all workers share, as of the launch that is being made."""
+        """Return the state that all workers share, as of the launch that is being made."""
         ...
 
     def load_peer_state(self, state: dict[str, Any]) -> None:
@@ -132,7 +132,7 @@ class ElasticTransport:
 
     @property
     def world_size(self) -> int:
-        """Number of slots, whether taken or not."""
+        """Return the number of slots, whether taken or not."""
         return self._capacity
 
     @property

@@ -30,7 +30,7 @@ class Lighthouse:
 
     @property
     def port(self) -> int:
-        """The port that it listens on."""
+        """Return the port that it listens on."""
         return _port_of(self._server) if self._gate is None else self._gate.port
 
     def close(self) -> None:
@@ -130,7 +130,7 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only processes of this machine reach an address."""
+    """Return whether only processes of this machine reach an address."""
     return all(ipaddress.ip_address(address).is_loopback for address in _addresses(host))
 
 
@@ -157,7 +157,7 @@ class HostGate:
 
     @property
     def port(self) -> int:
-        """The port that others come in at."""
+        """Return the port that others come in at."""
         return int(self._listener.getsockname()[1])
 
     def close(self) -> None:

@@ -54,7 +54,7 @@ class Ballot:
 
     @property
     def joining(self) -> bool:
-        """Whether the worker has no part in the job yet."""
+        """Return whether the worker has no part in the job yet."""
         return self.turn == JOINING
 
     def to_data(self) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def _start(applicants: Sequence[Ballot]) -> Decision:
 
 
 def _extend(history: str, *events: object) -> str:
-    """The digest of a history and what happened then."""
+    """Return the digest of a history and what happened then."""
     text = repr((history, *events))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

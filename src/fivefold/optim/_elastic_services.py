@@ -87,7 +87,7 @@ class ElasticServices:
 
     @property
     def state_address(self) -> str:
-        """Where others fetch this worker's state."""
+        """Return where others fetch this worker's state."""
         return self._state_server.address
 
     def vote(self, ballot: Ballot, *, what: str) -> Decision:
@@ -308,7 +308,7 @@ class _StateServer:
 
 
 def _own_address(url: str) -> str:
-    """The address from which this machine reaches the lighthouse."""
+    """Return the address from which this machine reaches the lighthouse."""
     host, _, port = url.removeprefix("http://").rpartition(":")
     try:
         family, kind, _, _, target = socket.getaddrinfo(

@@ -427,7 +427,7 @@ class Fragment(FragmentState):
         return self._shared.inner_lr() if self._others_lr is None else self._others_lr
 
     def _step_s(self, now_s: float) -> float:
-        """Seconds per local step since the last launch; 0 where that is not known."""
+        """Return seconds per local step since the last launch; 0 where that is not known."""
         steps = self.schedule.ended_steps
         if self._round_began_s is None or steps == 0:
             return 0.0

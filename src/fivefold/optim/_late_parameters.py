@@ -52,7 +52,7 @@ class LateParameters:
         self.announced = 0.0
 
     def all_announced(self, values: list[float]) -> bool:
-        """Whether all ranks announced the same parameters."""
+        """Return whether all ranks announced the same parameters."""
         if len(set(values)) == 1:
             self._different_rounds = 0
             return values[0] != 0.0

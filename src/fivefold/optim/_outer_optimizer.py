@@ -79,7 +79,7 @@ class OuterOptimizer(OuterRule):
 
     @property
     def delayed(self) -> bool:
-        """Whether the all-reduce runs behind the next round."""
+        """Return whether the all-reduce runs behind the next round."""
         return self.hidden
 
 

@@ -95,7 +95,7 @@ class OuterRule:
 
     @property
     def penalty(self) -> StalenessPenalty:
-        """The staleness penalty as an object, whatever form it was given in."""
+        """Return the staleness penalty as an object, whatever form it was given in."""
         return named_penalty(self.staleness)
 
     @property
@@ -112,7 +112,7 @@ class OuterRule:
 
     @property
     def delayed(self) -> bool:
-        """Whether a round's result arrives while later local steps are being done."""
+        """Return whether a round's result arrives while later local steps are being done."""
         return False
 
     @property
@@ -122,7 +122,7 @@ class OuterRule:
 
     @property
     def keeps_local(self) -> bool:
-        """Whether replicas differ between boundaries even without local steps."""
+        """Return whether replicas differ between boundaries even without local steps."""
         return self.merge in {"pull", "correct"}
 
     @property

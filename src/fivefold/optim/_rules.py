@@ -75,7 +75,7 @@ class CO2(OuterRule):
 
     @property
     def delayed(self) -> bool:
-        """The all-reduce runs behind the next round."""
+        """Return True: the all-reduce runs behind the next round."""
         return True
 
 
@@ -114,7 +114,7 @@ class DelayCorrected(OuterRule):
 
     @property
     def delayed(self) -> bool:
-        """The all-reduce runs behind the next round."""
+        """Return True: the all-reduce runs behind the next round."""
         return True
 
 
@@ -164,12 +164,12 @@ class OverlapLocalSGD(OuterRule):
 
     @property
     def delayed(self) -> bool:
-        """The all-reduce runs behind the next round."""
+        """Return True: the all-reduce runs behind the next round."""
         return True
 
     @property
     def local_share(self) -> float:
-        """What remains of the worker's own parameters."""
+        """Return what remains of the worker's own parameters."""
         return 1.0 - self.pull
 
 
@@ -228,7 +228,7 @@ class EagerDiLoCo(OuterRule):
 
     @property
     def delayed(self) -> bool:
-        """The all-reduce runs behind the next round."""
+        """Return True: the all-reduce runs behind the next round."""
         return True
 
 
@@ -292,7 +292,7 @@ class StreamingDiLoCo(OuterRule):
 
     @property
     def delayed(self) -> bool:
-        """The all-reduces run behind local steps."""
+        """Return True: the all-reduces run behind local steps."""
         return True
 
     @property

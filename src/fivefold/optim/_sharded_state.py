@@ -102,7 +102,7 @@ class StateForm:
     # -- tensors ----------------------------------------------------------------------------------
 
     def _entries(self, state: dict[str, Any]) -> dict[str, dict[str, Any]]:
-        """Every tensor's buffers by its name in the model."""
+        """Return every tensor's buffers by its name in the model."""
         names = self._names()
         entries: dict[str, dict[str, Any]] = {}
         for fragment in self.fragments:
@@ -154,7 +154,7 @@ class StateForm:
         }
 
     def _wrap(self, tensor: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
-        """The view of this rank's part as a part of the whole."""
+        """Return the view of this rank's part as a part of the whole."""
         if isinstance(tensor, DTensor):
             return _sharded_like(view, tensor.device_mesh, tensor.placements, tensor.shape)
         whole = view.view(1) if view.dim() == 0 else view
@@ -187,7 +187,7 @@ class StateForm:
         return f"{self._worker_key}-rank-{place}-of-{self._num_shards}"
 
     def _totals(self, plain: dict[str, Any]) -> dict[str, Any]:
-        """The numbers with norms of the whole model instead of this rank's part."""
+        """Return the numbers with norms of the whole model instead of this rank's part."""
 
         def total(values: list[float]) -> list[float]:
             if self.worker is None:
@@ -197,7 +197,7 @@ class StateForm:
         return _with_norms(copy.deepcopy(plain), total)
 
     def _shares(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The reverse: equal shares, whose sum over the ranks is the whole again."""
+        """Return the reverse: equal shares, whose sum over the ranks is the whole again."""
         factor = self._num_shards**-0.5
         return _with_norms(state, lambda values: [value * factor for value in values])
 
@@ -236,7 +236,7 @@ def _unwrapped(value: Any) -> Any:
 
 
 def _without_tensors(state: dict[str, Any]) -> dict[str, Any]:
-    """The state without buffers and the transport's part; copied, as counters go on."""
+    """Return the state without buffers and the transport's part; copied, as counters go on."""
     plain = {key: value for key, value in state.items() if key not in {"transport", "fragments"}}
     plain["fragments"] = {}
     for index, part in state["fragments"].items():

@@ -102,12 +102,12 @@ class WorkerGroup:
 
     @property
     def placements(self) -> tuple[Shard, ...]:
-        """How the outer state lies on the mesh, where it is split here."""
+        """Return how the outer state lies on the mesh, where it is split here."""
         return (Shard(0),)
 
     @property
     def share(self) -> RowShare:
-        """Which rows of each local tensor this rank's outer state covers."""
+        """Return which rows of each local tensor this rank's outer state covers."""
         return RowShare(self.place, self.size) if self.splits else RowShare()
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:

@@ -16,7 +16,7 @@ from fivefold.optim._transport import Transport
 
 
 def may_lose(transport: Transport) -> bool:
-    """Whether all-reduces of a transport may be lost, so that their work must be kept."""
+    """Return whether all-reduces of a transport may be lost, so that their work must be kept."""
     return bool(getattr(transport, "may_lose", False))
 
 

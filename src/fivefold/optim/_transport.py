@@ -81,7 +81,7 @@ class Transport(Protocol):
 
     @property
     def world_size(self) -> int:
-        """Number of ranks that are summed over."""
+        """Return the number of ranks that are summed over."""
         ...
 
     def prepare(self, payloads: Sequence[torch.Tensor], *, fragment: int) -> None:
@@ -185,12 +185,12 @@ class ProcessGroupTransport:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks in the group."""
+        """Return the number of ranks in the group."""
         return dist.get_world_size(self._group)
 
     @property
     def global_ranks(self) -> tuple[int, ...]:
-        """The group's ranks as the default group numbers them."""
+        """Return the group's ranks as the default group numbers them."""
         return tuple(dist.get_process_group_ranks(self._group))
 
     def prepare(self, payloads: Sequence[torch.Tensor], *, fragment: int) -> None:
@@ -234,7 +234,7 @@ class ProcessGroupTransport:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The residuals of the codec, live; nothing where payloads travel as they are.
+        """Return the residuals of the codec, live; nothing where payloads travel as they are.
 
         Call it when all all-reduces have been waited for.
         """

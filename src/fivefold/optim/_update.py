@@ -87,7 +87,7 @@ class PieceStatistics:
             self.extremes += torch.aminmax(payload)
 
     def all_finite(self) -> bool:
-        """Whether all elements that were looked at are finite."""
+        """Return whether all elements that were looked at are finite."""
         return not self.extremes or bool(torch.stack(self.extremes).isfinite().all())
 
 

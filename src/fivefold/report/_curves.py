@@ -245,7 +245,7 @@ def _sent(run: Run, colour: str) -> list[Curve]:
 
 
 def _sent_by_spans(run: Run) -> list[tuple[int, float]]:
-    """What rank 0's messages add up to, for methods that keep no totals of their own."""
+    """Return what rank 0's messages add up to, for methods that keep no totals of their own."""
     messages = round_points(run.ranks[0]) if run.ranks else []
     sent = accumulate(point.sent_bytes or 0 for point in messages)
     return [(point.step, total / 1e6) for point, total in zip(messages, sent, strict=True)]
@@ -278,7 +278,7 @@ def _whole_rounds(rank: RankTrace) -> list[RoundPoint]:
 
 
 def _varies(by_rank: Sequence[Sequence[RoundPoint]]) -> bool:
-    """Whether rounds differ in length, the partial one at the end aside."""
+    """Return whether rounds differ in length, the partial one at the end aside."""
     return len({point.local_steps for points in by_rank for point in points[:-1]}) > 1
 
 

@@ -75,7 +75,7 @@ class DataCounts(_Record):
 
     @property
     def amplification(self) -> float | None:
-        """Bytes read per byte of cold rows; None where nothing was cold."""
+        """Return bytes read per byte of cold rows; None where nothing was cold."""
         return self.bytes_read / self.cold_bytes if self.cold_bytes else None
 
 
@@ -182,7 +182,7 @@ class GraphRun:
 
     @property
     def status(self) -> Status:
-        """How the run ended: in order, on request, or not (yet)."""
+        """Return how the run ended: in order, on request, or not (yet)."""
         if self.end is not None:
             return "stopped" if self.end.reason == "stopped" else "finished"
         return "unfinished"

@@ -98,17 +98,17 @@ class GraphSummary:
     best_epoch: int | None
 
     def record(self) -> dict[str, Any]:
-        """The figures as plain values, for JSON."""
+        """Return the figures as plain values, for JSON."""
         return {**asdict(self), "data": self.data.model_dump()}
 
 
 def summarise_graph_runs(runs: Sequence[GraphRun]) -> list[GraphSummary]:
-    """The figures of each run."""
+    """Return the figures of each run."""
     return [_summarise(run) for run in runs]
 
 
 def graph_headline(summaries: Sequence[GraphSummary]) -> str:
-    """The finding in a sentence or two.
+    """Return the finding in a sentence or two.
 
     The subject is the first run from packed rows, else the first run; beside its accuracy stands
     that of the best run of another mode.
@@ -459,7 +459,7 @@ def _level_bars(summaries: Sequence[GraphSummary]) -> BarChart:
 
 
 def _levels(summaries: Sequence[GraphSummary]) -> Kinds:
-    """The levels that served any run."""
+    """Return the levels that served any run."""
     used = {level for run in summaries for level, rows in run.data.rows.items() if rows}
     return tuple((level, name) for level, name in LEVEL_NAMES.items() if level in used)
 
@@ -528,7 +528,7 @@ def _facts(runs: Sequence[GraphRun]) -> DataTable:
 
 
 def _origins(runs: Sequence[GraphRun]) -> list[PagePart]:
-    """The runs' configurations and the commands that started them."""
+    """Return the runs' configurations and the commands that started them."""
     parts: list[PagePart] = [
         Folded(
             title=f"config.toml of {run.label}",

@@ -108,7 +108,7 @@ def _complete(process: int, thread: int, span: Span, start_s: float) -> dict[str
 
 
 def _counters(rank: RankTrace, start_s: float) -> list[dict[str, Any]]:
-    """What adds up or changes over the run, as tracks of numbers."""
+    """Return what adds up or changes over the run, as tracks of numbers."""
     messages = round_points(rank)
     sent_bytes = list(accumulate(point.sent_bytes or 0 for point in messages))
     launched_s = [point.launched_s for point in messages]

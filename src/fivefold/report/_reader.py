@@ -237,7 +237,7 @@ def _read_graph_run(path: Path, name: str) -> GraphRun:
 
 
 def _prepared(points: list[PreparePoint]) -> PreparePoint:
-    """The work of the first time that took any, and the newest plan."""
+    """Return the work of the first time that took any, and the newest plan."""
     if not points:
         return PreparePoint()
     worked = max(points, key=lambda point: sum(point.seconds.values()))
@@ -400,7 +400,7 @@ def _read_rank(rank: int, path: Path, notes: list[str]) -> RankTrace:
 
 
 def _rank_end(record: dict[str, Any], where: str) -> tuple[LinkBytes | None, int]:
-    """The link's counters, and how many spans the rank had no room for."""
+    """Return the link's counters, and how many spans the rank had no room for."""
     counters = record.get("link_bytes")
     link = _validated(counters, LinkBytes, where=where) if counters else None
     return link, int(record.get("spans_dropped", 0))
@@ -444,7 +444,7 @@ def _read_text(path: Path) -> str | None:
 
 
 def _damaged(path: Path | str, problem: str) -> DataError:
-    """The error for a file that is not what it should be."""
+    """Return the error for a file that is not what it should be."""
     return DataError(
         f"{path} {problem}", hint="the file is damaged: copy the run again, or leave it out"
     )

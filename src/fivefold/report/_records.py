@@ -287,7 +287,7 @@ class Run:
 
     @property
     def status(self) -> Status:
-        """How the run ended: in order, on request, or not (yet)."""
+        """Return how the run ended: in order, on request, or not (yet)."""
         if self.metrics.end is not None:
             return "stopped" if self.metrics.end.reason == "stopped" else "finished"
         return "unfinished" if self.result is None else "finished"

@@ -38,7 +38,7 @@ class Report:
     graph_summaries: tuple[GraphSummary, ...] = ()
 
     def to_json(self) -> str:
-        """The figures as JSON, for programs."""
+        """Return the figures as JSON, for programs."""
         values = {
             "headline": self.headline,
             "caveats": list(self.caveats),

@@ -55,7 +55,7 @@ def timeline_section(runs: Sequence[Run]) -> PageSection | None:
 
 
 def _cycle_s(run: Run) -> float | None:
-    """Seconds between two rounds; between two steps where the method has no rounds."""
+    """Return seconds between two rounds; between two steps where the method has no rounds."""
     starts = _cycle_starts(run)
     gaps = [after - before for before, after in pairwise(starts) if after > before]
     return statistics.median(gaps) if gaps else None

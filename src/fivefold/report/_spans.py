@@ -45,12 +45,12 @@ class RankOverlap(BaseModel):
 
     @property
     def hidden_s(self) -> float:
-        """Seconds in flight that were not waited for."""
+        """Return seconds in flight that were not waited for."""
         return max(0.0, self.in_flight_s - self.seconds["exposed_communication"])
 
     @property
     def fraction(self) -> float:
-        """The overlap fraction: hidden seconds over seconds in flight."""
+        """Return the overlap fraction: hidden seconds over seconds in flight."""
         return self.hidden_s / self.in_flight_s
 
 
@@ -75,7 +75,7 @@ def measure_overlap(trace: RankTrace) -> RankOverlap | None:
 
 
 def overlap_of_ranks(ranks: Sequence[RankOverlap]) -> float | None:
-    """The overlap fraction of several ranks together; None without any."""
+    """Return the overlap fraction of several ranks together; None without any."""
     in_flight_s = sum(rank.in_flight_s for rank in ranks)
     return sum(rank.hidden_s for rank in ranks) / in_flight_s if in_flight_s > 0 else None
 
@@ -92,7 +92,7 @@ def _union(spans: Iterable[Span]) -> list[_Interval]:
 
 
 def _common_s(first: Sequence[_Interval], second: Sequence[_Interval]) -> float:
-    """Seconds that two lists of separate intervals have in common."""
+    """Return seconds that two lists of separate intervals have in common."""
     total_s = 0.0
     i = j = 0
     while i < len(first) and j < len(second):

@@ -135,7 +135,7 @@ def validation_curve(run: Run) -> list[tuple[float, float]]:
 
 
 def final_bits_per_byte(run: Run) -> float | None:
-    """The run's final validation: of the result, else the last one there is."""
+    """Return the run's final validation: of the result, else the last one there is."""
     if run.result is not None and run.result.bits_per_byte is not None:
         return run.result.bits_per_byte
     return run.metrics.validation[-1].bits_per_byte if run.metrics.validation else None
@@ -241,7 +241,7 @@ def _waits(run: Run) -> dict[str, float] | None:
 
 
 def _communication_seconds(run: Run) -> tuple[float | None, float | None]:
-    """Seconds in flight and exposed on rank 0; None where there was no communication."""
+    """Return seconds in flight and exposed on rank 0; None where there was no communication."""
     if run.result is not None and run.result.communication is not None:
         communication = run.result.communication
         if communication.collectives or communication.in_flight_s:

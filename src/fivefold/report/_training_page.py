@@ -81,7 +81,7 @@ def report_text(report: Report) -> Page:
 
 
 def _tiles(summaries: Sequence[RunSummary]) -> list[tuple[str, str, str]]:
-    """The few figures to see first: value, what it is, of which run."""
+    """Return the few figures to see first: value, what it is, of which run."""
     tried = [run for run in summaries if run.method != "none"]
     compared = [run for run in tried if not run.is_plain_ddp] or tried
     if not compared:

@@ -63,7 +63,7 @@ class Ranks:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which writes the shared files."""
+        """Return whether this is rank 0, which writes the shared files."""
         return self.rank == 0
 
     @property

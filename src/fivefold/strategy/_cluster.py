@@ -82,7 +82,7 @@ def named_clusters() -> tuple[str, ...]:
 
 
 def load_cluster(source: str | Path) -> Cluster:
-    """A known cluster, or one from a TOML file.
+    """Return a known cluster, or one from a TOML file.
 
     Args:
         source: A name of ``named_clusters()`` or a path.
@@ -98,7 +98,7 @@ def load_cluster(source: str | Path) -> Cluster:
 
 
 def _load(source: str | Path, *, bases: tuple[str, ...]) -> Cluster:
-    """A cluster, and the files through which its base was reached."""
+    """Return a cluster, and the files through which its base was reached."""
     if str(source) in bases:
         message = f"the base of {bases[-1]} is {source}, which is made from it"
         raise ConfigurationError(message, hint="name another base, such as 'h100-nemo'")
@@ -291,6 +291,6 @@ def require_fields(kind: type, values: Mapping[str, Any], *, where: str) -> None
 
 
 def _key_of(name: str) -> str:
-    """How a file writes a field."""
+    """Return how a file writes a field."""
     keys = {field: key for texts in (_TEXT_TIER, _TEXT_DEVICE) for key, field in texts.items()}
     return keys.get(name, name)

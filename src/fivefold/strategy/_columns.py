@@ -53,11 +53,11 @@ class Columns:
         )
 
     def group(self, size: Ints, stride: Ints) -> Groups:
-        """The groups of an axis of every plan's mesh."""
+        """Return the groups of an axis of every plan's mesh."""
         return Groups(size=size, stride=stride, ranks=self.num_gpus)
 
     def time_s(self, kind: str, size_bytes: Floats, group: Groups) -> Floats:
-        """Seconds of a collective of each plan."""
+        """Return seconds of a collective of each plan."""
         return collective_time_s(self.fabric, kind, size_bytes=size_bytes, group=group)
 
     @functools.cached_property

@@ -55,7 +55,7 @@ class TimeUse:
 
     @property
     def total_s(self) -> float:
-        """The iteration."""
+        """Return the iteration."""
         return float(sum(getattr(self, name) for name in self.__dataclass_fields__))
 
 
@@ -79,7 +79,7 @@ class Prediction:
 
     @property
     def time_s(self) -> float:
-        """Seconds of an iteration."""
+        """Return seconds of an iteration."""
         return self.time.total_s
 
 
@@ -154,7 +154,7 @@ def _layer_of(columns: Columns) -> dict[str, Floats]:
 
 
 def _time_parts(columns: Columns) -> dict[str, Floats]:
-    """The fields of ``TimeUse`` for every plan of a table."""
+    """Return the fields of ``TimeUse`` for every plan of a table."""
     table, head, layer = columns.table, columns.head, _layer_of(columns)
     times = _time_columns(columns, layer)
     m, layers = columns.micro_batches, np.max(columns.counts, axis=0)
@@ -255,7 +255,7 @@ def _mean_stage(columns: Columns, layer: dict[str, Floats]) -> list[Floats]:
 
 
 def _schedule_columns(columns: Columns, mean: list[Floats]) -> tuple[Floats, Floats]:
-    """The bubble, and messages per pair of stages."""
+    """Return the bubble, and messages per pair of stages."""
     t = columns.table
     bubble_s, messages = np.zeros(len(t)), np.zeros(len(t))
     for schedule in t.words("schedule"):

@@ -26,7 +26,7 @@ _MOST_SEGMENTS = 4
 
 
 def axis_groups(plan: ParallelPlan, axis: str) -> tuple[tuple[int, ...], ...]:
-    """The groups of an axis, by position in the mesh.
+    """Return the groups of an axis, by position in the mesh.
 
     Args:
         plan: The plan.
@@ -53,7 +53,7 @@ def axis_groups(plan: ParallelPlan, axis: str) -> tuple[tuple[int, ...], ...]:
 def plan_demand(
     model: ModelSpec, device: DeviceSpec, plan: ParallelPlan, *, gpus_per_node: int = 8
 ) -> IterationDemand:
-    """What a plan computes and sends.
+    """Return what a plan computes and sends.
 
     Args:
         model: What is trained.
@@ -136,7 +136,7 @@ def _operators(
 def _layer_messages(
     model: ModelSpec, device: DeviceSpec, plan: ParallelPlan, *, share: float, segments: int
 ) -> tuple[Message, ...]:
-    """What ``share`` mean layers send per micro-batch, axis by axis."""
+    """Return what ``share`` mean layers send per micro-batch, axis by axis."""
     sizes: dict[str, float] = {}
     for weight, operators in _operators(model, device, plan):
         for op in operators:
@@ -191,7 +191,7 @@ def _state_messages(columns: Columns, plan: ParallelPlan, *, segments: int) -> t
 
 
 def _sharded(plan: ParallelPlan, axis: str, *, gradient: int, parameter: int) -> list[Message]:
-    """What ZeRO sends instead of an all-reduce: once, or for every micro-batch."""
+    """Return what ZeRO sends instead of an all-reduce: once, or for every micro-batch."""
     if plan.group(axis).size == 1:
         return []
     scatter = Message(

@@ -70,7 +70,7 @@ def load_job(path: Path | str, *, cluster: Cluster | None = None) -> Job:
 def job_from_table(
     table: Mapping[str, Any], *, where: str, folder: Path, cluster: Cluster | None = None
 ) -> Job:
-    """A job from the keys of a job file.
+    """Return a job from the keys of a job file.
 
     Args:
         table: As in ``load_job``.
@@ -170,7 +170,7 @@ def _build(kind: type, values: Mapping[str, Any], *, where: str) -> Any:
 
 
 def plan_to_toml(plan: ParallelPlan) -> str:
-    """A plan as the ``[plan]`` table of a job file.
+    """Return a plan as the ``[plan]`` table of a job file.
 
     Examples:
         >>> print(plan_to_toml(ParallelPlan(global_batch=8, data=4)).splitlines()[1])

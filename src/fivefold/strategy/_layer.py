@@ -44,7 +44,7 @@ class LayerKey:
 
     @classmethod
     def of(cls, plan: ParallelPlan) -> LayerKey:
-        """The key of a plan."""
+        """Return the key of a plan."""
         return cls(
             micro_batch=plan.micro_batch, tensor=plan.tensor, context=plan.context,
             expert=plan.expert,
@@ -55,7 +55,7 @@ class LayerKey:
         )  # fmt: skip
 
     def shape(self, device: DeviceSpec) -> LayerShape:
-        """The GPU's share of a layer."""
+        """Return the GPU's share of a layer."""
         return LayerShape(
             micro_batch=self.micro_batch, tensor=self.tensor, context=self.context,
             expert=self.expert, sequence_parallel=self.sequence_parallel,

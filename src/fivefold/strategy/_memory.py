@@ -44,7 +44,7 @@ class MemoryUse:
 
     @property
     def total_bytes(self) -> float:
-        """All that is on the device."""
+        """Return all that is on the device."""
         return (
             self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
             + self.activations_bytes + self.working_bytes + self.reserved_bytes
@@ -67,7 +67,7 @@ def memory_use(columns: Columns) -> MemoryUse:
 
 
 def fullest_bytes(columns: Columns) -> Floats:
-    """Bytes on the fullest GPU of every plan."""
+    """Return bytes on the fullest GPU of every plan."""
     first, middle, last = (_total_bytes(stage_bytes(columns, stage)) for stage in range(3))
     return np.maximum(np.maximum(first, np.where(columns.table.pipeline > 2, middle, 0.0)), last)
 

@@ -315,7 +315,7 @@ def _visit_message(model: ModelSpec, shape: LayerShape, visits: float) -> tuple[
 
 
 def _convolution_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ...]:
-    """A mean residual block: each stage's products, weighted by its share of the blocks."""
+    """Return a mean residual block: each stage's products, weighted by its share of the blocks."""
     ops: list[Operator] = []
     for stage in model.stages:
         share = stage.blocks / model.num_layers

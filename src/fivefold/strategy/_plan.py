@@ -129,7 +129,7 @@ class ParallelPlan:
         return self.data * self.context if self.shard is None else self.shard
 
     def group(self, axis: str) -> Group:
-        """The ranks of one axis: their number and how far they lie apart.
+        """Return the ranks of one axis: their number and how far they lie apart.
 
         Args:
             axis: ``"tensor"``, ``"context"``, ``"data"`` (with context), ``"expert"``,
@@ -161,7 +161,7 @@ class ParallelPlan:
 
 
 def _contradiction(plan: ParallelPlan) -> tuple[str, str] | None:
-    """The first rule that the plan breaks, and the remedy."""
+    """Return the first rule that the plan breaks, and the remedy."""
     unit = plan.data * plan.micro_batch
     replicas = plan.data * plan.context
     rules = (

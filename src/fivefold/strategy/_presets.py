@@ -125,7 +125,7 @@ def named_models() -> tuple[str, ...]:
 
 
 def named_model(name: str) -> ModelSpec:
-    """A known model.
+    """Return a known model.
 
     Raises:
         ConfigurationError: The name is unknown.
@@ -235,7 +235,7 @@ def _latent(config: Mapping[str, Any]) -> LatentAttention | None:
 
 
 def load_model(source: str, *, seq_len: int | None = None) -> ModelSpec:
-    """A model by preset name, or from a Hugging Face ``config.json``.
+    """Return a model by preset name, or from a Hugging Face ``config.json``.
 
     Args:
         source: A name of ``named_models()``, a ``config.json`` or the folder that holds one.

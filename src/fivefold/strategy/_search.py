@@ -87,7 +87,7 @@ class _Found:
 
     @property
     def worst_s(self) -> float:
-        """The time that a plan must beat to be kept."""
+        """Return the time that a plan must beat to be kept."""
         return float(self.times[-1]) if len(self.times) == self.top else np.inf
 
     def look_at(self, table: PlanTable, *, front: bool) -> None:
@@ -135,7 +135,7 @@ class _Found:
                 self.front.append((*point, table.plan(int(rows[i]))))
 
     def beats(self, time_s: float, memory_bytes: float, *, front: bool) -> bool:
-        """Whether what was found makes plans with these bounds pointless."""
+        """Return whether what was found makes plans with these bounds pointless."""
         if time_s < self.worst_s:
             return False
         return not front or any(t <= time_s and m <= memory_bytes for t, m, _ in self.front)
@@ -349,7 +349,7 @@ def _bytes_bounds(found: _Found, space: SearchSpace) -> Floats:
 
 
 def _fits(found: _Found, space: SearchSpace) -> bool:
-    """Whether any plan of a space fits in memory."""
+    """Return whether any plan of a space fits in memory."""
     outer = outer_choices(found.model, space, fabric=found.fabric)
     if not outer.plans:
         return False

@@ -138,13 +138,13 @@ class Outer:
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors, in order."""
+    """Return all divisors, in order."""
     small = [i for i in range(1, int(number**0.5) + 1) if number % i == 0]
     return sorted({*small, *(number // i for i in small)})
 
 
 def outer_choices(model: ModelSpec, space: SearchSpace, *, fabric: FabricSpec) -> Outer:
-    """Every combination of degrees, micro-batch and schedule that can run the model.
+    """Return every combination of degrees, micro-batch and schedule that can run the model.
 
     Tensor groups lie inside nodes, unless the space names their degrees.
     """
@@ -235,7 +235,7 @@ class Pattern:
 
     @classmethod
     def of(cls, model: ModelSpec, space: SearchSpace, plan: ParallelPlan) -> Pattern:
-        """The pattern of an outer choice."""
+        """Return the pattern of an outer choice."""
         replicas = plan.data * plan.context
         return cls(
             split=plan.tensor > 1,
@@ -299,7 +299,7 @@ def _layer_switches(space: SearchSpace, pattern: Pattern) -> list[tuple[Any, ...
 
 
 def block_table(plans: list[ParallelPlan], inner: dict[str, npt.NDArray[np.int64]]) -> PlanTable:
-    """All combinations of some outer choices with one set of switches."""
+    """Return all combinations of some outer choices with one set of switches."""
     outer = PlanTable.of(plans)
     count = len(inner["recompute"])
     columns = {name: np.repeat(column, count) for name, column in outer.columns.items()}

@@ -71,7 +71,7 @@ class PlanTable:
 
     @classmethod
     def of(cls, plans: Iterable[ParallelPlan]) -> PlanTable:
-        """A table of the given plans."""
+        """Return a table of the given plans."""
         listed = list(plans)
         return cls(
             {
@@ -81,7 +81,7 @@ class PlanTable:
         )
 
     def take(self, chosen: npt.NDArray[Any]) -> PlanTable:
-        """The plans of a mask or of row numbers."""
+        """Return the plans of a mask or of row numbers."""
         return PlanTable({name: column[chosen] for name, column in self.columns.items()})
 
     def plan(self, row: int) -> ParallelPlan:
@@ -93,17 +93,17 @@ class PlanTable:
         return ParallelPlan(**{name: decode(name, int(self.columns[name][row])) for name in _NAMES})
 
     def is_word(self, name: str, *words: str) -> npt.NDArray[np.bool_]:
-        """Which rows have one of the words in a column."""
+        """Return which rows have one of the words in a column."""
         numbers = [encode(name, word) for word in words]
         return np.isin(self.columns[name], numbers)
 
     def words(self, name: str) -> list[str]:
-        """Which words occur in a column."""
+        """Return which words occur in a column."""
         return [_WORDS[name][number] for number in np.unique(self.columns[name])]
 
 
 def encode(name: str, value: Any) -> int:
-    """The number that stands for a setting."""
+    """Return the number that stands for a setting."""
     if name in _WORDS:
         if value not in _WORDS[name]:
             message = f"{name}={value!r} is unknown"
@@ -113,7 +113,7 @@ def encode(name: str, value: Any) -> int:
 
 
 def decode(name: str, number: int) -> Any:
-    """The setting that a number stands for."""
+    """Return the setting that a number stands for."""
     if name in _WORDS:
         return _WORDS[name][number]
     if name in _FLAGS:

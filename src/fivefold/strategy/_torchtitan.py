@@ -199,5 +199,5 @@ def _more(plan: ParallelPlan) -> list[str]:
 
 
 def _clean(name: str) -> str:
-    """A name that can stand in a docstring."""
+    """Return a name that can stand in a docstring."""
     return name.replace("\\", "/").replace('"', "'")

@@ -16,7 +16,7 @@ from fivefold.strategy._plan import ParallelPlan
 
 
 def trainer_config(model: ModelSpec, plan: ParallelPlan) -> str:
-    """A configuration file of ``fivefold train`` for a model and a plan.
+    """Return a configuration file of ``fivefold train`` for a model and a plan.
 
     Args:
         model: The model.

@@ -90,11 +90,11 @@ class CommunicationTask:
 
     @property
     def duration_s(self) -> float:
-        """Seconds where it is sent in one piece."""
+        """Return seconds where it is sent in one piece."""
         return self.time_s(self.size_bytes)
 
     def time_s(self, size_bytes: float) -> float:
-        """Seconds of a chunk.
+        """Return seconds of a chunk.
 
         Args:
             size_bytes: Bytes of the chunk.
@@ -167,12 +167,12 @@ class TaskGraph:
 
     @cached_property
     def by_id(self) -> dict[str, Task]:
-        """The tasks by name."""
+        """Return the tasks by name."""
         return {task.task_id: task for task in self.tasks}
 
     @cached_property
     def followers(self) -> dict[str, tuple[str, ...]]:
-        """Which tasks wait for each, in the order of the program."""
+        """Return which tasks wait for each, in the order of the program."""
         found: dict[str, list[str]] = {task.task_id: [] for task in self.tasks}
         for task in self.tasks:
             for name in dict.fromkeys(task.depends_on):
@@ -205,17 +205,17 @@ class TaskGraph:
 
     @property
     def compute(self) -> tuple[ComputeTask, ...]:
-        """The compute tasks."""
+        """Return the compute tasks."""
         return tuple(task for task in self.tasks if isinstance(task, ComputeTask))
 
     @property
     def communication(self) -> tuple[CommunicationTask, ...]:
-        """The communication tasks."""
+        """Return the communication tasks."""
         return tuple(task for task in self.tasks if isinstance(task, CommunicationTask))
 
     @cached_property
     def tails_s(self) -> dict[str, float]:
-        """Seconds from each task's start to the end of the longest chain that it begins."""
+        """Return seconds from each task's start to the end of the longest chain that it begins."""
         tails: dict[str, float] = {}
         for name in reversed(self.order):
             after = max((tails[follower] for follower in self.followers[name]), default=0.0)
@@ -223,7 +223,7 @@ class TaskGraph:
         return tails
 
     def critical_path(self) -> tuple[float, tuple[str, ...]]:
-        """The longest chain, as if every task had a resource of its own.
+        """Return the longest chain, as if every task had a resource of its own.
 
         Returns:
             Its seconds, a lower bound of any schedule, and its names from first to last.

@@ -113,11 +113,11 @@ class ScheduledReduction:
 
     @property
     def order(self) -> SendOrder | None:
-        """The planned order; None where buckets go as they become ready."""
+        """Return the planned order; None where buckets go as they become ready."""
         return self._order
 
     def sent(self) -> list[SentChunk]:
-        """The all-reduces since the last call, with their times."""
+        """Return the all-reduces since the last call, with their times."""
         taken, self._sender.sent = self._sender.sent, []
         return taken
 
@@ -130,7 +130,7 @@ class ScheduledReduction:
         return taken
 
     def measured(self) -> list[BucketCost]:
-        """What this rank saw of each bucket in the last whole backward pass."""
+        """Return what this rank saw of each bucket in the last whole backward pass."""
         entered = sorted(self._entered_s.items(), key=lambda item: item[1])
         ends_s = [start_s for _, start_s in entered[1:]] + [self._forward_ends_s]
         forward_s = {
@@ -229,7 +229,7 @@ class ScheduledReduction:
         ordering: Ordering,
         chunk_bytes: int | None,
     ) -> SendOrder | ConfigurationError:
-        """The plan, or what is wrong, for the other ranks must hear of it too."""
+        """Return the plan, or what is wrong, for the other ranks must hear of it too."""
         if not self._sizes:
             message = "no backward pass was seen yet"
             return ConfigurationError(message, hint="train a step or two, then plan")
@@ -341,7 +341,7 @@ class ScheduledReduction:
 
 
 def _mean_cost(sent: list[SentChunk]) -> float:
-    """Seconds per byte while anything was on its way."""
+    """Return seconds per byte while anything was on its way."""
     if not sent:
         message = "nothing was sent since sent() was last called"
         raise ConfigurationError(message, hint="train a step, or give cost_s_per_byte")

@@ -107,7 +107,7 @@ def rotated_iteration(
 
 
 def bucket_is_full(bucket_bytes: int | None, held_bytes: int) -> bool:
-    """Whether gradients that wait are sent now: None always, 0 never."""
+    """Return whether gradients that wait are sent now: None always, 0 never."""
     return bucket_bytes is None or 0 < bucket_bytes <= held_bytes
 
 

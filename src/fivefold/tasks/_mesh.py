@@ -72,7 +72,7 @@ class IterationDemand:
 
     @property
     def compute_s(self) -> float:
-        """Seconds of an iteration in which the rank does not wait for links."""
+        """Return seconds of an iteration in which the rank does not wait for links."""
         once_s = self.segments * (self.forward_s + self.backward_s)
         return self.micro_batches * once_s + self.bubble_s + self.optimizer_s + self.overhead_s
 

@@ -104,7 +104,7 @@ def _graph(
     *,
     overlap_forward: bool,
 ) -> TaskGraph:
-    """A backward pass, the reductions, and the forward pass behind it."""
+    """Return a backward pass, the reductions, and the forward pass behind it."""
     last = len(buckets) - 1
     tasks: list[Task] = []
     ready_s = 0.0

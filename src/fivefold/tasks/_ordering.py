@@ -23,7 +23,7 @@ ByteScheduler). ``"all_to_all_first"``: all-to-all before anything else (Lina).
 
 
 def communication_keys(graph: TaskGraph, ordering: Ordering) -> dict[str, float]:
-    """The key of each communication; the smallest goes first."""
+    """Return the key of each communication; the smallest goes first."""
     if not is_ordering(ordering):
         known = ", ".join(get_args(Ordering))
         raise ConfigurationError(f"there is no ordering {ordering!r}", hint=f"there are {known}")
@@ -37,7 +37,7 @@ def communication_keys(graph: TaskGraph, ordering: Ordering) -> dict[str, float]
 
 
 def is_ordering(name: str) -> bool:
-    """Whether an ordering of that name exists."""
+    """Return whether an ordering of that name exists."""
     return name in get_args(Ordering)
 
 

@@ -80,7 +80,7 @@ class TaskSchedule:
 
     @cached_property
     def exposed_s(self) -> Mapping[str, float]:
-        """Seconds for which compute stood still, by the communication that it waited for.
+        """Return seconds for which compute stood still, by the communication that it waited for.
 
         A gap on a compute resource is charged to the communication whose end allowed the task
         behind the gap to start; gaps that other compute tasks caused are charged to nobody.
@@ -98,7 +98,7 @@ class TaskSchedule:
 
     @property
     def exposed_by_kind_s(self) -> Mapping[str, float]:
-        """The same, summed over tasks of one kind."""
+        """Return the same, summed over tasks of one kind."""
         found: dict[str, float] = {}
         for task in self.graph.communication:
             found[task.kind] = found.get(task.kind, 0.0) + self.exposed_s[task.task_id]
@@ -118,7 +118,7 @@ class TaskSchedule:
 
     @cached_property
     def slack_s(self) -> Mapping[str, float]:
-        """How much later each task could end without the whole ending later.
+        """Return how much later each task could end without the whole ending later.
 
         The order on each resource is kept.
         """

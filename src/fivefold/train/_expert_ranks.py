@@ -92,7 +92,7 @@ class ExpertRanks:
 
     @property
     def for_layers(self) -> ExpertGroup | ExpertExchange:
-        """What the layers send their tokens by."""
+        """Return what the layers send their tokens by."""
         return self.group if self.one_sided is None else self.one_sided.exchange
 
     def take_flights(self) -> list[ExchangeFlight]:

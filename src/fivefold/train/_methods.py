@@ -176,7 +176,7 @@ class NoMethod:
         """Nothing to do."""
 
     def evaluation(self) -> AbstractContextManager[None]:
-        """The rank's own parameters."""
+        """Return the rank's own parameters."""
         return contextlib.nullcontext()
 
     def state_dict(self) -> dict[str, Any]:

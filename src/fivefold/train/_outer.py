@@ -96,7 +96,7 @@ class OuterMethod(NoMethod):
         self._timed(self._sync.finalize, name="drain")
 
     def evaluation(self) -> AbstractContextManager[None]:
-        """The anchor, which is equal on all ranks; a partial round is not in it."""
+        """Return the anchor, which is equal on all ranks; a partial round is not in it."""
         return self._sync.global_parameters()
 
     def state_dict(self) -> dict[str, Any]:

@@ -32,12 +32,12 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, the document end included."""
+        """Return the number of tokens, the document end included."""
         ...
 
     @property
     def document_end(self) -> int:
-        """The token between two documents."""
+        """Return the token between two documents."""
         ...
 
     @property

@@ -18,7 +18,7 @@ def _travelling(chunks: Ints, sources: Ints, targets: Ints) -> tuple[Ints, Ints,
 
 
 def direct_exchange_moves(n: int, chunks: Ints, sources: Ints, targets: Ints) -> Moves:
-    """All chunks in one step; each rank's list begins with its next neighbour."""
+    """Return all chunks in one step; each rank's list begins with its next neighbour."""
     chunks, sources, targets = _travelling(chunks, sources, targets)
     order = np.argsort((targets - sources) % np.int32(n), kind="stable")
     return moves_of(chunks[order], sources[order], targets[order], 0)
@@ -35,7 +35,7 @@ def pairwise_exchange_moves(n: int, chunks: Ints, sources: Ints, targets: Ints) 
 def bruck_exchange_moves(
     n: int, chunks: Ints, sources: Ints, targets: Ints, *, radix: int = 2
 ) -> Moves:
-    """A chunk travels digit by digit of the distance it has to go, written to a radix."""
+    """Send a chunk digit by digit of the distance it has to go, written to a radix."""
     chunks, sources, targets = _travelling(chunks, sources, targets)
     distance = (targets - sources) % np.int32(n)
     here = sources.copy()
@@ -75,7 +75,7 @@ def grouped_exchange_moves(chunks: Ints, sources: Ints, targets: Ints, groups: l
 
 
 def binomial_exchange_moves(n: int, chunks: Ints, sources: Ints, targets: Ints) -> Moves:
-    """A scatter or gather over a binomial tree: the farthest half leaves the root first."""
+    """Return a scatter or gather over a binomial tree: the farthest half leaves the root first."""
     chunks, sources, targets = _travelling(chunks, sources, targets)
     if not chunks.size:
         return moves_of([], [], [], [])

@@ -40,12 +40,12 @@ def _along(chunks: Ints, owners: Ints, *, reach: int, sign: int, n: int) -> Move
 
 
 def ring_moves(n: int, owners: Ints) -> Moves:
-    """Every chunk goes once round the ring 0, 1, ..., n - 1."""
+    """Send every chunk once round the ring 0, 1, ..., n - 1."""
     return _along(np.arange(owners.size, dtype=np.int32), owners, reach=n - 1, sign=1, n=n)
 
 
 def bidirectional_ring_moves(n: int, owners: Ints) -> Moves:
-    """Every chunk goes half way round in each direction.
+    """Send every chunk half way round in each direction.
 
     With n even one direction is one hop longer; it changes from one chunk of a rank to the next.
     """
@@ -114,7 +114,7 @@ def bruck_moves(n: int, owners: Ints) -> Moves:
 
 
 def pat_moves(n: int, owners: Ints, *, most_chunks: int | None = None) -> Moves:
-    """A binomial tree for each owner, far ranks first, so that long ways carry few chunks.
+    """Return a binomial tree for each owner, far ranks first, so that long ways carry few chunks.
 
     A message carries at most ``most_chunks`` chunks of different owners: the upper part of the
     trees takes a logarithmic number of steps, the rest goes one edge of the subtrees at a time.
@@ -137,7 +137,7 @@ def pat_moves(n: int, owners: Ints, *, most_chunks: int | None = None) -> Moves:
 
 
 def binomial_moves(n: int, owners: Ints) -> Moves:
-    """A binomial tree from each owner; chunks of one owner are pipelined."""
+    """Return a binomial tree from each owner; chunks of one owner are pipelined."""
     plain = pat_moves(n, owners)
     return moves_of(
         plain.chunks, plain.sources, plain.targets, plain.steps + _stagger(owners)[plain.chunks]
@@ -145,7 +145,7 @@ def binomial_moves(n: int, owners: Ints) -> Moves:
 
 
 def direct_moves(n: int, owners: Ints) -> Moves:
-    """Every owner sends to every other rank in one step, nearest rank number first."""
+    """Let every owner send to every other rank in one step, nearest rank number first."""
     offsets = np.arange(1, n, dtype=np.int32)[:, None]
     chunks = np.arange(owners.size, dtype=np.int32)
     return moves_of(chunks[None, :], owners[None, :], (owners[None, :] + offsets) % np.int32(n), 0)

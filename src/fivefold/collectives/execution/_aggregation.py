@@ -112,7 +112,7 @@ class SwitchRoute:
         )
 
     def takes(self, name: str, tensor: torch.Tensor, operation: Any) -> bool:
-        """Whether such a collective goes through the switch: the same on all ranks."""
+        """Return whether such a collective goes through the switch: the same on all ranks."""
         return (
             name == "all_reduce"
             and operation in _SUMS

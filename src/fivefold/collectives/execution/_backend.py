@@ -39,7 +39,7 @@ class FivefoldGroup(Collectives, _ProcessGroup):
         return self.engine.rank
 
     def getSize(self) -> int:  # noqa: N802 - torch's name
-        """Number of ranks."""
+        """Return the number of ranks."""
         return self.engine.size
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name

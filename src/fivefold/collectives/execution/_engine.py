@@ -186,7 +186,7 @@ class Engine:
             _log.log(level if self.rank == 0 else logging.DEBUG, "fivefold: %s", message)
 
     def can_combine(self, tensor: torch.Tensor, operation: Any) -> bool:
-        """Whether the engine's algorithms can reduce such tensors in this way."""
+        """Return whether the engine's algorithms can reduce such tensors in this way."""
         kind = _kind_of(operation)
         # Torch does not say how a mean of integers is rounded: backends differ, or refuse it.
         divisible = kind != _Operations.AVG or tensor.is_floating_point()
@@ -323,7 +323,7 @@ class Engine:
         return choice is None or choice.program is not None
 
     def _has_own(self, call: Call) -> bool:
-        """Whether an algorithm may run a call: the same on all ranks."""
+        """Return whether an algorithm may run a call: the same on all ranks."""
         nothing = call.agreed and not call.size_bytes
         asked = self._settings.algorithm_of(call.name)
         return self.size > 1 and not nothing and (asked != "inner" or self._switch is not None)
@@ -389,7 +389,7 @@ class Engine:
         return plan, choice
 
     def _all_see(self, call: Call) -> bool:
-        """Whether the call has the same size on all ranks, which tell each other."""
+        """Return whether the call has the same size on all ranks, which tell each other."""
         mine = torch.full((self.size,), call.size_bytes, device=call.inputs.device)
         theirs = torch.empty_like(mine)
         exchange = inner_method(self.inner(mine.device.type), "alltoall_base", "all_to_all_single")

@@ -299,7 +299,7 @@ class ReadyTasks:
 
     @property
     def is_done(self) -> bool:
-        """Whether every task is done."""
+        """Return whether every task is done."""
         return self._left == 0
 
     def next(self) -> int | None:
@@ -307,7 +307,7 @@ class ReadyTasks:
         return heapq.heappop(self._ready) if self._ready else None
 
     def may_be_written(self, at: int) -> bool:
-        """Whether nothing earlier uses the memory of a task any more."""
+        """Return whether nothing earlier uses the memory of a task any more."""
         return not self._unmet[at]
 
     def arrived(self, at: int) -> None:

@@ -191,7 +191,7 @@ def topology_of(settings: Settings, world_size: int) -> tuple[Topology, bool]:
 
 
 def runs_own(settings: Settings, collective: str | None = None) -> bool:
-    """Whether a collective may run by an algorithm of its own; None asks for any collective.
+    """Return whether a collective may run by an algorithm of its own; None asks for any collective.
 
     All-to-alls do so only where an algorithm is named or registered: their sizes may differ from
     rank to rank, so that the ranks have to tell each other first, and of the library's algorithms

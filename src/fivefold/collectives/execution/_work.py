@@ -50,11 +50,11 @@ class FivefoldWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether it is over, well or not."""
+        """Return whether it is over, well or not."""
         return self._done.is_set()
 
     def is_success(self) -> bool:
-        """Whether it is over and well."""
+        """Return whether it is over and well."""
         return self._done.is_set() and self._error is None
 
     def exception(self) -> Any:
@@ -108,11 +108,11 @@ class InnerWork(dist.Work):
             raise self._explain(failed, by_inner=True) from error
 
     def is_completed(self) -> bool:
-        """Whether it is over, well or not."""
+        """Return whether it is over, well or not."""
         return bool(self._work.is_completed())
 
     def is_success(self) -> bool:
-        """Whether it is over and well."""
+        """Return whether it is over and well."""
         return bool(self._work.is_success())
 
     def exception(self) -> Any:
@@ -159,7 +159,7 @@ class WorkQueue:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a job is in the thread, or waits for it."""
+        """Return whether a job is in the thread, or waits for it."""
         return self._waiting > 0
 
     def submit(self, job: Job, work: FivefoldWork, *, in_thread: bool) -> None:

@@ -136,7 +136,7 @@ class _Layout:
         self.destination[sender.rank, sender.block, sender.step] = slot
 
     def channel(self, rank: int, queue: Queue) -> int:
-        """Number of the rank's channel that carries the queue."""
+        """Return the number of the rank's channel that carries the queue."""
         return self.queues_of[rank].index(queue)
 
 

@@ -50,32 +50,32 @@ class OpKind(StrEnum):
 
     @property
     def sends(self) -> bool:
-        """Whether it puts chunks into the queue to the block's send peer."""
+        """Return whether it puts chunks into the queue to the block's send peer."""
         return self in _SENDS
 
     @property
     def receives(self) -> bool:
-        """Whether it takes chunks from the queue of the block's receive peer."""
+        """Return whether it takes chunks from the queue of the block's receive peer."""
         return self in _RECEIVES
 
     @property
     def reduces(self) -> bool:
-        """Whether it adds."""
+        """Return whether it adds."""
         return self in _REDUCES
 
     @property
     def reads_source(self) -> bool:
-        """Whether it reads its source slots."""
+        """Return whether it reads its source slots."""
         return self in _READS
 
     @property
     def reads_target(self) -> bool:
-        """Whether it reads its target slots: a local reduction adds to them."""
+        """Return whether it reads its target slots: a local reduction adds to them."""
         return self is OpKind.REDUCE
 
     @property
     def writes_target(self) -> bool:
-        """Whether it writes its target slots."""
+        """Return whether it writes its target slots."""
         return self in _WRITES
 
 
@@ -148,12 +148,12 @@ class RankProgram:
 
     @property
     def num_slots(self) -> int:
-        """Number of slots over all buffers."""
+        """Return the number of slots over all buffers."""
         return self.input_slots + self.output_slots + self.scratch_slots
 
     @property
     def num_operations(self) -> int:
-        """Number of operations over all blocks."""
+        """Return the number of operations over all blocks."""
         return sum(len(block.operations) for block in self.blocks)
 
 
@@ -210,7 +210,7 @@ class Program:
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return len(self.ranks)
 
     @property
@@ -220,7 +220,7 @@ class Program:
 
     @property
     def num_operations(self) -> int:
-        """Number of operations over all ranks."""
+        """Return the number of operations over all ranks."""
         return sum(rank.num_operations for rank in self.ranks)
 
     def blocks(self) -> Iterator[tuple[int, int, ThreadBlock]]:

@@ -136,7 +136,7 @@ class _Rings:
         return worst_s
 
     def most(self, name: str) -> Floats:
-        """The largest value of a constant over the tiers crossed."""
+        """Return the largest value of a constant over the tiers crossed."""
         most = np.zeros(self.size.shape)
         for tier, crossed in zip(self.tiers, self.crossed, strict=True):
             most = np.where(crossed, np.maximum(most, getattr(tier, name)), most)
@@ -144,7 +144,7 @@ class _Rings:
 
     @functools.cached_property
     def rate(self) -> Floats:
-        """What the narrowest tier carries of a ring."""
+        """Return what the narrowest tier carries of a ring."""
         rate = np.full(self.size.shape, np.inf)
         for tier, carries, members in zip(self.tiers, self.carries, self.members, strict=True):
             share = tier.rate_bytes_per_s * members
@@ -186,13 +186,13 @@ class _Rings:
         return slowest / _TREE_SHARE
 
     def filling_s(self, size_bytes: Floats) -> Floats:
-        """What a pipelined collective needs to fill."""
+        """Return what a pipelined collective needs to fill."""
         filling: Floats = 2.0 * np.sqrt(self.most("fill_s") * size_bytes / self.rate)
         return filling
 
 
 def _gather_s(fabric: FabricSpec, *, size_bytes: Floats, groups: Groups) -> Floats:
-    """All-gathers or reduce-scatters of one group each."""
+    """Return all-gathers or reduce-scatters of one group each."""
     ring = _Rings(fabric, groups)
     whole, size = ring.of(size_bytes), ring.size
     moved = whole * (size - 1) / size
@@ -203,7 +203,7 @@ def _gather_s(fabric: FabricSpec, *, size_bytes: Floats, groups: Groups) -> Floa
 def _all_reduce_s(
     fabric: FabricSpec, *, size_bytes: Floats, groups: Groups, ends: bool = False
 ) -> Floats:
-    """All-reduces of one group each, or of its two ends, by ring or by tree."""
+    """Return all-reduces of one group each, or of its two ends, by ring or by tree."""
     ring = _Rings(fabric, groups, ends=ends)
     whole, size = ring.of(size_bytes), ring.size
     moved = 2.0 * whole * (size - 1) / size

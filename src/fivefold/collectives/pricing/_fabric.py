@@ -58,7 +58,7 @@ class Tier:
 
     @property
     def rate_bytes_per_s(self) -> float:
-        """What a GPU reaches in a collective."""
+        """Return what a GPU reaches in a collective."""
         return self.bandwidth_bytes_per_s * self.efficiency
 
     @property
@@ -68,7 +68,7 @@ class Tier:
 
     @property
     def exchange_rate_bytes_per_s(self) -> float:
-        """What a GPU reaches in an all-to-all or point to point."""
+        """Return what a GPU reaches in an all-to-all or point to point."""
         return self.bandwidth_bytes_per_s * self.exchange_share
 
 
@@ -107,7 +107,7 @@ class FabricSpec:
 
     @functools.cached_property
     def merged(self) -> tuple[Tier, ...]:
-        """The tiers, neighbours of the same constants made one: nothing tells them apart."""
+        """Return the tiers, neighbours of the same constants made one: nothing tells them apart."""
         kept: list[Tier] = []
         for tier in self.tiers:
             if kept and _constants(kept[-1]) == _constants(tier):

@@ -132,7 +132,7 @@ class _Flows:
         self.is_inside = np.array([hosts[a] is not None and hosts[a] == hosts[b] for a, b in ends])
 
     def leaving(self, unit: _Unit, joined: list[_Unit]) -> float:
-        """What a unit can send at once to the rest of the larger unit that joins it."""
+        """Return what a unit can send at once to the rest of the larger unit that joins it."""
         whole = next(group for group in joined if unit[0] in group)
         others = [rank for rank in whole if rank not in unit]
         try:

@@ -123,7 +123,7 @@ def _by_host(
 
 
 def _ring(order: Sequence[int], sent_bytes: float, *, rounds: int) -> Phase:
-    """Every rank passes on all but its own share: once to scatter, once to gather."""
+    """Let every rank pass on all but its own share: once to scatter, once to gather."""
     number = len(order)
     edges = tuple((order[i], order[(i + 1) % number]) for i in range(number))
     return Phase(edges, sent_bytes * (number - 1) / number, steps=rounds * (number - 1))
@@ -272,7 +272,7 @@ def aggregation_tree(topology: Topology, leaves: tuple[int, ...], root: str) -> 
 
 
 def _toward(topology: Topology, root: int, wanted: set[int]) -> dict[int, int]:
-    """The next node on a shortest way to the root, by links that exist both ways."""
+    """Return the next node on a shortest way to the root, by links that exist both ways."""
     parents: dict[int, int] = {}
     frontier, missing = [root], wanted - {root}
     while frontier and missing:
@@ -303,7 +303,7 @@ def tree_links(topology: Topology, tree: Tree) -> tuple[int, ...]:
 
 
 def _tree_rate(topology: Topology, slots: int, tree: Tree) -> tuple[float, float]:
-    """What adders and slots of a tree allow, and its latency."""
+    """Return what adders and slots of a tree allow, and its latency."""
     links = tree_links(topology, tree)
     delays = {
         child: float(topology.latencies_s[up] + topology.latencies_s[down])

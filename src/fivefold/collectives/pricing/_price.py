@@ -92,7 +92,7 @@ def price_s(
 
 
 def _of_all_groups(topology: Topology, kind: str, group: Group, algorithm: str) -> Schedule:
-    """The same algorithm in every group of an axis, side by side."""
+    """Return the same algorithm in every group of an axis, side by side."""
     from fivefold.collectives.algorithms import build_algorithm  # noqa: PLC0415 - as above
     from fivefold.collectives.schedules import (  # noqa: PLC0415 - as above
         Collective,

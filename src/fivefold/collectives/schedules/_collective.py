@@ -121,12 +121,12 @@ class Collective:
 
     @cached_property
     def pre_offsets(self) -> Longs:
-        """Where each chunk's pairs begin in ``pre_ranks``; int64 [num_chunks + 1]."""
+        """Return where each chunk's pairs begin in ``pre_ranks``; int64 [num_chunks + 1]."""
         return offsets_of(self.pre_chunks, self.num_chunks)
 
     @cached_property
     def post_offsets(self) -> Longs:
-        """Where each chunk's pairs begin in ``post_ranks``; int64 [num_chunks + 1]."""
+        """Return where each chunk's pairs begin in ``post_ranks``; int64 [num_chunks + 1]."""
         return offsets_of(self.post_chunks, self.num_chunks)
 
     def holders(self, chunk: int) -> Ints:
@@ -139,17 +139,17 @@ class Collective:
 
     @cached_property
     def has_equal_chunks(self) -> bool:
-        """Whether all chunks have one size; the weights are then one number, repeated."""
+        """Return whether all chunks have one size; the weights are then one number, repeated."""
         return self.num_chunks < 2 or self.chunk_weights.strides == (0,)
 
     @cached_property
     def single_source(self) -> bool:
-        """Whether every chunk starts, or is contributed, at one rank only."""
+        """Return whether every chunk starts, or is contributed, at one rank only."""
         return bool((np.diff(self.pre_offsets) <= 1).all())
 
     @cached_property
     def single_target(self) -> bool:
-        """Whether every chunk must arrive at one rank only."""
+        """Return whether every chunk must arrive at one rank only."""
         return bool((np.diff(self.post_offsets) <= 1).all())
 
     # -- sizes ---------------------------------------------------------------------------------

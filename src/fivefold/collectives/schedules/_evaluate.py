@@ -66,7 +66,7 @@ class Timing:
 
     @property
     def busiest_link(self) -> int | None:
-        """The link that is busy longest; None where there are no links."""
+        """Return the link that is busy longest; None where there are no links."""
         return int(np.argmax(self.link_busy_s)) if self.link_busy_s.size else None
 
 

@@ -216,17 +216,17 @@ class Schedule:
 
     @property
     def num_transfers(self) -> int:
-        """Number of transfers T."""
+        """Return the number of transfers T."""
         return int(self.chunks.size)
 
     @property
     def has_times(self) -> bool:
-        """Whether the transfers have starts and ends."""
+        """Return whether the transfers have starts and ends."""
         return self.starts_s is not None
 
     @cached_property
     def has_steps(self) -> bool:
-        """Whether every transfer has a step (a schedule without transfers has none)."""
+        """Return whether every transfer has a step (a schedule without transfers has none)."""
         return self.num_transfers > 0 and bool((self.steps >= 0).all())
 
     @cached_property
@@ -236,7 +236,7 @@ class Schedule:
 
     @property
     def order_mode(self) -> int:
-        """What orders the transfers: 0 the list, 1 steps, 2 times."""
+        """Return what orders the transfers: 0 the list, 1 steps, 2 times."""
         if self.has_steps:
             return BY_STEPS
         return BY_TIMES if self.has_times else LISTED

@@ -25,11 +25,11 @@ class CpOutcome:
 
     @property
     def found(self) -> bool:
-        """Whether there is a solution to read."""
+        """Return whether there is a solution to read."""
         return self.status in {"optimal", "found"}
 
     def value(self, variable: Any) -> int:
-        """The value of a variable in the solution."""
+        """Return the value of a variable in the solution."""
         return int(self.solver.value(variable))
 
 
@@ -43,7 +43,7 @@ def _cp_model() -> Any:
 
 
 def new_model() -> Any:
-    """An empty CP-SAT model."""
+    """Return an empty CP-SAT model."""
     return _cp_model().CpModel()
 
 

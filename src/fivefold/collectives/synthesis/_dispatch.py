@@ -22,7 +22,7 @@ _WINDOW = 256
 
 
 def dispatch(schedule: Schedule, *, size_bytes: float, by_load: bool = False) -> Schedule:
-    """The same transfers with times in the serial model, listed by their starts."""
+    """Return the same transfers with times in the serial model, listed by their starts."""
     topology = schedule.topology
     if schedule.collective.reducing or topology is None or schedule.route_offsets is None:
         message = "only copies with routes in a topology can be dispatched"

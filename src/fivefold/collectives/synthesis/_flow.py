@@ -141,7 +141,7 @@ def _distances(topology: Topology, weights: Floats) -> Floats:
 
 
 def _priced(topology: Topology, demands: Floats, prices: Floats) -> float:
-    """The demand times the price of its cheapest paths: a lower bound for any prices."""
+    """Return the demand times the price of its cheapest paths: a lower bound for any prices."""
     distances = _distances(topology, np.maximum(prices, 0.0))
     return float((demands * np.where(demands > 0, distances, 0.0)).sum())
 
@@ -191,7 +191,7 @@ def _require_size(topology: Topology, symmetry: Symmetry) -> None:
 def _solve(
     topology: Topology, demands: Floats, symmetry: Symmetry, rate: float
 ) -> tuple[Floats, Floats]:
-    """The program in units near 1: all flows, and the prices of its capacities."""
+    """Return the program in units near 1: all flows, and the prices of its capacities."""
     links, nodes = topology.num_links, topology.num_nodes
     count = len(symmetry.representatives)
     place = {rank: number for number, rank in enumerate(symmetry.representatives)}

@@ -80,7 +80,7 @@ def all_to_all_flow(
 
 
 def _dispatched(schedule: Schedule, size_bytes: float) -> Schedule:
-    """The better of two rules for who goes first."""
+    """Return the better of two rules for who goes first."""
     found = [
         dispatch(schedule, size_bytes=size_bytes, by_load=by_load) for by_load in (True, False)
     ]
@@ -286,7 +286,7 @@ def _load(loads: Floats, path: Longs, weight: float, per_byte: Floats) -> None:
 
 
 def _emptiest(paths: list[Longs], loads: Floats, weight: float, per_byte: Floats) -> int:
-    """The path that adds least to the sum of steep powers of the loads."""
+    """Return the path that adds least to the sum of steep powers of the loads."""
     if len(paths) == 1:
         return 0
     scale = float(loads.max()) or 1.0

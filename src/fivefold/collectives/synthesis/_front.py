@@ -136,7 +136,7 @@ class Synthesis:
 
     @property
     def optimal(self) -> bool:
-        """Whether no schedule can be faster: its time meets the bound."""
+        """Return whether no schedule can be faster: its time meets the bound."""
         return self.gap == 0.0
 
 
@@ -239,7 +239,7 @@ class _Search:
         self.log: list[Attempt] = []
 
     def cached(self, folder: Path | None, time_limit_s: float) -> Synthesis:
-        """The answer from the cache, else from the search, which is then stored."""
+        """Return the answer from the cache, else from the search, which is then stored."""
         if folder is None:
             return self.run()
         key = self._key()
@@ -335,7 +335,7 @@ class _Search:
         self.request.say(f"{name}: {note}" + ("" if best_s is None else f", {best_s:.6g} s"))
 
     def _share(self, name: str) -> Request:
-        """The request with the time that a method may take."""
+        """Return the request with the time that a method may take."""
         if self.method != "auto" or name not in SHARES:
             return self.request
         ends_s = time.perf_counter() + self.request.left_s(SHARES[name])
@@ -365,7 +365,7 @@ _VERSION = 1
 
 
 def cache_key(parts: Mapping[str, Any]) -> str:
-    """A name for a question: 32 hexadecimal digits."""
+    """Return a name for a question: 32 hexadecimal digits."""
     text = json.dumps({"version": _VERSION, **parts}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 

@@ -35,12 +35,12 @@ class Instance:
 
     @property
     def num_links(self) -> int:
-        """Number of logical links L."""
+        """Return the number of logical links L."""
         return len(self.sources)
 
     @property
     def num_chunks(self) -> int:
-        """Number of chunks."""
+        """Return the number of chunks."""
         return len(self.holders)
 
 
@@ -132,7 +132,7 @@ class Orbits:
         self.rank_orbits: NDArray[np.int64] = _merge(rank_labels, rank_maps).reshape(shape)
 
     def representative_ranks(self) -> NDArray[np.bool_]:
-        """Whether (chunk, rank) is the first pair of its orbit, bool [chunks, ranks]."""
+        """Return whether (chunk, rank) is the first pair of its orbit, bool [chunks, ranks]."""
         numbers = np.arange(self.rank_orbits.size).reshape(self.rank_orbits.shape)
         return np.asarray(self.rank_orbits == numbers)
 
@@ -156,7 +156,7 @@ def _merge(labels: NDArray[np.int64], maps: list[NDArray[np.int64]]) -> NDArray[
 
 
 def map_links(instance: Instance, permutation: NDArray[np.int32]) -> NDArray[np.int64]:
-    """The logical link that each logical link becomes; parallel ones keep their order."""
+    """Return the logical link that each logical link becomes; parallel ones keep their order."""
     places: dict[tuple[int, int], list[int]] = {}
     ends = list(zip(instance.sources.tolist(), instance.targets.tolist(), strict=True))
     for link, pair in enumerate(ends):
@@ -173,7 +173,7 @@ def map_links(instance: Instance, permutation: NDArray[np.int32]) -> NDArray[np.
 
 
 def map_chunks(instance: Instance, permutation: NDArray[np.int32]) -> NDArray[np.int64]:
-    """The chunk that each chunk becomes: by who holds and who wants it, then by number."""
+    """Return the chunk that each chunk becomes: by who holds and who wants it, then by number."""
     if sorted(np.asarray(permutation).tolist()) != list(range(instance.num_ranks)):
         message = f"{list(permutation)} is no permutation of {instance.num_ranks} ranks"
         raise ConfigurationError(message)

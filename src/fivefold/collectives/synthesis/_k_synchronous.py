@@ -230,7 +230,7 @@ def pareto_synthesis(
     time_limit_s: float = 60.0,
     seed: int = 0,
 ) -> ParetoFront:
-    """All points that no other beats: fewer steps against fewer rounds per chunk.
+    """Return all points that no other beats: fewer steps against fewer rounds per chunk.
 
     For each number of steps, every (C, R) with R / C below the best so far and not below the
     bound is asked in the order of R / C; nothing is inferred from another point.
@@ -305,7 +305,7 @@ def _candidates(
 
 
 def _bound(logical: Logical, capacities: list[int]) -> Fraction:
-    """The least rounds per chunk by simple sets of ranks and by the bottleneck cut."""
+    """Return the least rounds per chunk by simple sets of ranks and by the bottleneck cut."""
     simple = _least_ratio(logical, capacities)
     _, unit_bytes_per_s = integer_capacities(logical.topology)
     # With chunks of one unit's bytes per second a round takes one second.

@@ -127,7 +127,7 @@ def schedule_of(
     name: str,
     attributes: dict[str, Any],
 ) -> Schedule:
-    """The schedule of (chunk, logical link) pairs in their order."""
+    """Return the schedule of (chunk, logical link) pairs in their order."""
     instance = logical.instance
     links = np.array([link for _, link in transfers], np.int64)
     routes = [instance.resources[link] for link in links.tolist()]

@@ -153,7 +153,7 @@ class _Tries:
     started_s: float = field(default_factory=time.perf_counter)
 
     def limit(self, number: int) -> AbstractContextManager[None]:
-        """What a run may take: the first must end, the others are only for better ones."""
+        """Return what a run may take: the first must end, the others are only for better ones."""
         if self.limit_s is None:
             return time_limit(None)
         left_s = self.limit_s - (time.perf_counter() - self.started_s)
@@ -195,7 +195,7 @@ def _best(collective: Collective, topology: Topology, size_bytes: float, tries: 
 
 
 def _prefers_fresh(near: Neighbourhoods) -> bool:
-    """Whether links between neighbourhoods are so slow that each chunk should cross once."""
+    """Return whether links between neighbourhoods are so slow that each chunk should cross once."""
     rates = near.rates[1:]
     return len(rates) > 1 and bool(rates[0] >= _MUCH_FASTER * rates[-1])
 
@@ -234,7 +234,7 @@ def _run(
 
 
 def _held_at_first(collective: Collective) -> int:
-    """How many postconditions hold from the start."""
+    """Return how many postconditions hold from the start."""
     pre = collective.pre_chunks.astype(np.int64) * collective.num_ranks + collective.pre_ranks
     post = collective.post_chunks.astype(np.int64) * collective.num_ranks + collective.post_ranks
     return int(np.isin(pre, post, assume_unique=True).sum())

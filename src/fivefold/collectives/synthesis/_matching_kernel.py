@@ -35,7 +35,7 @@ _MOST_STEPS = 256  # of one search for free links
 
 @njit(inline="always")
 def _random(state: Any, below: int) -> int:
-    """The next number of a xorshift generator, below a bound."""
+    """Return the next number of a xorshift generator, below a bound."""
     value = state[0]
     value ^= value << _FIRST
     value ^= value >> _SECOND
@@ -52,7 +52,7 @@ def _lowest(word: Any) -> int:
 
 @njit
 def _level(member: Any, rank: int, other: int) -> int:
-    """The finest level at which two ranks are in one set."""
+    """Return the finest level at which two ranks are in one set."""
     level = 1
     while level < len(member) - 1 and member[level, rank] != member[level, other]:
         level += 1
@@ -61,7 +61,7 @@ def _level(member: Any, rank: int, other: int) -> int:
 
 @njit(inline="always")
 def _key(near: Any, places: tuple[int, int], chunk: int, rules: Any) -> int:
-    """How common a chunk is where it would go; negative where it is not to go there."""
+    """Return how common a chunk is where it would go; negative where it is not to go there."""
     common = int(near.counts[places[0] + chunk])
     if places[1] >= 0:
         there = int(near.counts[places[1] + chunk])
@@ -75,7 +75,7 @@ def _key(near: Any, places: tuple[int, int], chunk: int, rules: Any) -> int:
 def _rarest(
     holdings: Any, near: Any, pair: tuple[int, int], level: int, rules: Any, state: Any
 ) -> Any:
-    """The rarest chunk that the first of a pair has and the second lacks; -1 for none."""
+    """Return the rarest chunk that the first of a pair has and the second lacks; -1 for none."""
     held, taken = holdings.held[pair[0]], holdings.taken[pair[1]]
     words, chunks = len(held), rules.num_chunks
     wide = near.offsets[level] + int(near.member[level, pair[1]]) * chunks

@@ -278,7 +278,7 @@ def pipelined_all_reduce(
 def overlapped(
     collect: Schedule, spread: Schedule, topology: Topology, *, size_bytes: float
 ) -> Schedule:
-    """The second schedule behind the first, each chunk as soon as its sum is complete."""
+    """Return the second schedule behind the first, each chunk as soon as its sum is complete."""
     first = evaluate(collect, topology, size_bytes=size_bytes)
     second = evaluate(spread, topology, size_bytes=size_bytes)
     chunks = collect.collective.num_chunks
@@ -305,7 +305,7 @@ def overlapped(
 
 
 def _listed(schedule: Schedule, starts_s: NDArray[np.float64]) -> Schedule:
-    """The transfers in the order of their starts, without times and steps."""
+    """Return the transfers in the order of their starts, without times and steps."""
     plain = schedule.replaced(starts_s=None, ends_s=None, steps=None, attributes={})
     return _reordered(plain, np.argsort(starts_s, kind="stable"))
 
@@ -365,7 +365,7 @@ class Request:
     progress: Callable[[str], None] | None
 
     def left_s(self, share: float = 1.0) -> float:
-        """A share of the time that is left; 0 where none is."""
+        """Return a share of the time that is left; 0 where none is."""
         return max((self.deadline_s - time.perf_counter()) * share, 0.0)
 
     def say(self, line: str) -> None:
@@ -374,7 +374,7 @@ class Request:
             self.progress(line)
 
     def with_chunks(self, count: int) -> Collective:
-        """The collective with ``count`` chunks where there was one."""
+        """Return the collective with ``count`` chunks where there was one."""
         plain = self.collective
         if count == 1:
             return plain

@@ -38,11 +38,11 @@ class SearchResult:
 
     @property
     def found(self) -> bool:
-        """Whether there is a schedule."""
+        """Return whether there is a schedule."""
         return self.schedule is not None
 
     def require(self) -> Schedule:
-        """The schedule.
+        """Return the schedule.
 
         Raises:
             InfeasibleError: There is none, or none was found in time.

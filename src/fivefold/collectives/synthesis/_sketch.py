@@ -140,7 +140,7 @@ class Sketch:
         object.__setattr__(self, "symmetry", tuple(_offset(pair) for pair in self.symmetry))
 
     def with_chunks(self, chunks: int) -> Sketch:
-        """The same sketch with another number of chunks.
+        """Return the same sketch with another number of chunks.
 
         Examples:
             >>> Sketch().with_chunks(4).chunks
@@ -150,7 +150,7 @@ class Sketch:
         return Sketch(**{**fields, "chunks": chunks})
 
     def reversed(self) -> Sketch:
-        """The sketch for the same links the other way round, for sums solved as copies.
+        """Return the sketch for the same links the other way round, for sums solved as copies.
 
         Examples:
             >>> Sketch(boxes=2, connections={0: (1,)}).reversed().connections
@@ -173,7 +173,7 @@ class Sketch:
         return Sketch(**{**fields, "connections": turned})
 
     def sender_of(self, rank: int) -> int | None:
-        """The rank through which a rank's chunks leave the box; None: any."""
+        """Return the rank through which a rank's chunks leave the box; None: any."""
         for sender, ranks in (self.senders or {}).items():
             if rank in ranks:
                 return sender
@@ -186,7 +186,7 @@ class Sketch:
         return target in self.connections.get(source, ())
 
     def to_toml(self) -> str:
-        """The sketch as a TOML file."""
+        """Return the sketch as a TOML file."""
         lines = [f"name = {json.dumps(self.name)}", f"boxes = {self.boxes}"]
         lines += [f"chunks = {self.chunks}", f'balance = "{self.balance}"']
         lines += [f"own_chunks_first = {str(self.own_chunks_first).lower()}"]

@@ -34,13 +34,13 @@ class Sketched:
     allowed: NDArray[np.bool_]
 
     def needs_cut(self) -> list[frozenset[int]]:
-        """The boxes, where there are several: chunks must enter them."""
+        """Return the boxes, where there are several: chunks must enter them."""
         boxes = self.logical.boxes
         return [frozenset(box) for box in boxes] if len(boxes) > 1 else []
 
 
 def rotation(offset: int, size: int, *, num_ranks: int) -> NDArray[np.int32]:
-    """The permutation r -> (r mod size + offset) mod size + (r div size) * size."""
+    """Return the permutation r -> (r mod size + offset) mod size + (r div size) * size."""
     if num_ranks % size:
         message = f"symmetry [{offset}, {size}] does not divide {num_ranks} ranks"
         raise ConfigurationError(message, hint="give a size that divides the number of ranks")
@@ -147,7 +147,7 @@ def derive_sketch(
     size_bytes: float = 1e6,
     name: str = "derived",
 ) -> Sketch:
-    """A sketch from what the topology itself shows.
+    """Return a sketch from what the topology itself shows.
 
     Boxes are its hosts (where they are equal and follow one another), switches are those that
     join ranks of a box, connections between boxes are all there are, or one rail per rank where
@@ -270,7 +270,7 @@ def _symmetries(logical: Logical) -> tuple[tuple[int, int], ...]:
 def _generated(
     group: set[tuple[int, ...]], element: tuple[int, ...]
 ) -> set[tuple[int, ...]] | None:
-    """The group with one more element, None if something but the identity leaves a rank."""
+    """Return the group with one more element, None if something but the identity leaves a rank."""
     identity = tuple(range(len(element)))
     generators = [*group, element]
     larger, fresh = set(group), [element]

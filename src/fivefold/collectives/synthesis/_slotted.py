@@ -178,7 +178,7 @@ def slot_length_s(collective: Collective, topology: Topology, *, size_bytes: flo
 
 
 def logical_of_copy(collective: Collective, topology: Topology) -> Logical:
-    """The logical links for a collective or, where it sums, for its inverse."""
+    """Return the logical links for a collective or, where it sums, for its inverse."""
     if not collective.reducing:
         return logical_of(collective, topology)
     return logical_of(collective.inverted(), topology.reversed())
@@ -290,7 +290,7 @@ class _Search:
         return outcome.status, transfers if outcome.found else None
 
     def _variables(self, slots: int) -> int:
-        """How many (chunk, link, slot) there are, symmetric ones counted once."""
+        """Return how many (chunk, link, slot) there are, symmetric ones counted once."""
         instance, window = self.logical.instance, reach(self.logical.instance, self.times.delays)
         first = window.earliest[:, instance.sources]
         last = slots - window.remaining[:, instance.targets] - self.times.delays

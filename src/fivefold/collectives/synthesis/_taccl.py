@@ -84,7 +84,7 @@ class TacclResult:
 
     @property
     def is_optimal(self) -> bool:
-        """Whether no schedule of this collective can be shorter."""
+        """Return whether no schedule of this collective can be shorter."""
         return self.time_s <= self.bound_s * (1 + 1e-9)
 
 
@@ -315,7 +315,7 @@ class _Run:
         yield self._priced(sketch, prices, joined)
 
     def _priced(self, sketch: Sketched, prices: Prices, messages: Messages) -> Schedule:
-        """The schedule in seconds: the order and the messages found, priced exactly."""
+        """Return the schedule in seconds: the order and the messages found, priced exactly."""
         timed = messages.timed
         beside = _places_beside(sketch, timed)
         # Parallel links start a little apart: equal times would mean one message.

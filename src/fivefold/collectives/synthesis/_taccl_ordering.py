@@ -53,7 +53,7 @@ def best_order(
     time_limit_s: float = 2.0,
     seed: int = 0,
 ) -> Timed:
-    """The best of several list schedules."""
+    """Return the best of several list schedules."""
     deadline_s = time.perf_counter() + time_limit_s
     instance = sketch.logical.instance
     parents = parents_of(instance, moves)
@@ -109,7 +109,7 @@ def _tails(prices: Prices, moves: Sequence[tuple[int, int]], parents: list[int])
 
 
 def _weights(moves: Sequence[tuple[int, int]], parents: list[int]) -> list[int]:
-    """How many transfers depend on each, itself included."""
+    """Return how many transfers depend on each, itself included."""
     weights = [1] * len(moves)
     for number in reversed(range(len(moves))):
         if parents[number] >= 0:
@@ -174,7 +174,7 @@ class Prices:
 
 
 def prices_of(logical: Logical, *, size_bytes: float) -> Prices:
-    """The prices of one chunk."""
+    """Return the prices of one chunk."""
     chunk_bytes = logical.chunk_bytes(size_bytes)
     sends_s = chunk_bytes * logical.seconds_per_byte()
     whole_s = logical.latencies_s + sends_s

@@ -105,7 +105,7 @@ class _Model:
         return longest * (self.instance.num_ranks + 2) * max(self.instance.num_chunks, 1)
 
     def send(self, chunk: int, link: int) -> Any:
-        """The variable of a (chunk, link) pair."""
+        """Return the variable of a (chunk, link) pair."""
         return self.sends[int(self.orbits.link_orbits[chunk, link])]
 
     def _start(self, chunk: int, rank: int) -> Any:
@@ -235,7 +235,7 @@ class _Model:
         return counted
 
     def moves(self, outcome: CpOutcome) -> tuple[tuple[int, int], ...]:
-        """The chosen pairs, roots first, without what nobody needs."""
+        """Return the chosen pairs, roots first, without what nobody needs."""
         chosen = [pair for pair in self.pairs if outcome.value(self.send(*pair))]
         return ordered_trees(self.instance, chosen)
 

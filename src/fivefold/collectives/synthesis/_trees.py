@@ -88,7 +88,7 @@ class SpanningTree:
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """Number of edges from the root to the end of each edge."""
+        """Return the number of edges from the root to the end of each edge."""
         depth = {self.root: 0}
         for source, target in zip(self.sources, self.targets, strict=True):
             depth[target] = depth[source] + 1
@@ -128,7 +128,7 @@ class TreePacking:
 
     @property
     def inverse_rate_s_per_byte(self) -> Fraction:
-        """Seconds per byte of one root's shard, ``U / k``."""
+        """Return seconds per byte of one root's shard, ``U / k``."""
         return self.u_s / self.k
 
     @property
@@ -140,7 +140,7 @@ class TreePacking:
 
     @property
     def is_optimal(self) -> bool:
-        """Whether no algorithm at all can be faster on large messages."""
+        """Return whether no algorithm at all can be faster on large messages."""
         return self.inverse_rate_s_per_byte == self.optimum_s_per_byte
 
     @property
@@ -294,7 +294,7 @@ def _optimum(topology: Topology, network: Network, root: int | None) -> Fraction
 
 
 def _plan(network: Network, roots: list[int], optimum: Fraction, k: int | None) -> FixedRate:
-    """The k and U to try first."""
+    """Return the k and U to try first."""
     if k is not None:
         return least_rate(network, roots, k=k, bound=optimum)
     common = math.gcd(*network.capacities.tolist(), optimum.denominator)
@@ -415,7 +415,7 @@ def _all_reduce(packing: TreePacking, chunks: int | None, size_bytes: float | No
 def _best(
     packing: TreePacking, name: str, chunks: int | None, size_bytes: float | None
 ) -> Schedule:
-    """The schedule by steps, or with a size the one with times that takes least."""
+    """Return the schedule by steps, or with a size the one with times that takes least."""
     if size_bytes is None:
         return _forward(packing, name, chunks or packing.k)
     best, best_s, worse = None, math.inf, 0

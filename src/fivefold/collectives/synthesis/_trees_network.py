@@ -48,7 +48,7 @@ class Network:
 
     @property
     def num_terminals(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return len(self.terminals)
 
     @cached_property
@@ -68,7 +68,7 @@ class Network:
 
 
 def integer_network(topology: Topology) -> Network:
-    """The topology with its capacities as the smallest whole numbers of one common unit."""
+    """Return the topology with its capacities as the smallest whole numbers of one common unit."""
     rates = [Fraction(rate) for rate in topology.capacities_bytes_per_s.tolist()]
     unit = Fraction(1)
     if rates:
@@ -115,7 +115,7 @@ class FlowSolver:
         self._solver.set_arc_capacity(arc, capacity)
 
     def flow(self, source: int, target: int) -> int:
-        """The maximum flow from one node to another."""
+        """Return the maximum flow from one node to another."""
         self.flows += 1
         status = self._solver.solve(source, target)
         assert status == self._solver.OPTIMAL, f"max-flow ended with {status}"
@@ -130,14 +130,14 @@ class FixedRate:
     u: Fraction
 
     def capacities(self, network: Network) -> Longs:
-        """How many trees each arc may be in."""
+        """Return how many trees each arc may be in."""
         numerator, denominator = self.u.numerator, self.u.denominator
         counts = [value * numerator // denominator for value in network.capacities.tolist()]
         return np.array(counts, np.int64)
 
 
 def least_rate(network: Network, roots: Sequence[int], *, k: int, bound: Fraction) -> FixedRate:
-    """The least U for k trees at each root."""
+    """Return the least U for k trees at each root."""
     suffices = _sufficiency(network, [k * root for root in roots])
     low, high = Fraction(0), k * bound
     while not suffices(high):
@@ -155,19 +155,19 @@ def least_rate(network: Network, roots: Sequence[int], *, k: int, bound: Fractio
 
 
 def next_rate(network: Network, rate: FixedRate, *, fine: bool) -> FixedRate:
-    """A rate about 3 % slower, or 25 %: the next change of a floor from there on."""
+    """Return a rate about 3 % slower, or 25 %: the next change of a floor from there on."""
     slower = Fraction(33, 32) if fine else Fraction(5, 4)
     return FixedRate(rate.k, _smallest_change(network, rate.u * slower))
 
 
 def _largest_change(network: Network, u: Fraction) -> Fraction:
-    """The largest multiple of some 1 / capacity that is at most u."""
+    """Return the largest multiple of some 1 / capacity that is at most u."""
     distinct = np.unique(network.capacities).tolist()
     return max(Fraction(math.floor(u * value), value) for value in distinct)
 
 
 def _smallest_change(network: Network, u: Fraction) -> Fraction:
-    """The smallest multiple of some 1 / capacity that exceeds u."""
+    """Return the smallest multiple of some 1 / capacity that exceeds u."""
     distinct = np.unique(network.capacities).tolist()
     return min(Fraction(math.floor(u * value) + 1, value) for value in distinct)
 

@@ -152,7 +152,7 @@ class _Splitter:
                 self._move(u, t, room)
 
     def _slack_beside(self, u: int, t: int) -> int:
-        """What sets that hold u and t but not the switch can lose."""
+        """Return what sets that hold u and t but not the switch can lose."""
         opened = [self.to_source[self.switch, self.super_source]]
         if u in self.terminals or t in self.terminals:
             return self._flow(self.switch, t, opened, (u, t)) - self.needed
@@ -162,7 +162,7 @@ class _Splitter:
         return min(flows) - self.needed
 
     def _slack_around(self, u: int, t: int, room: int) -> int:
-        """What sets that hold the switch but neither u nor t can lose, ``room`` at most."""
+        """Return what sets that hold the switch but neither u nor t can lose, ``room`` at most."""
         opened = [self.to_source[u, self.super_source], self.from_gate[self.gate, self.switch]]
         for v in list(self.terminals):
             if room <= 0:
@@ -212,7 +212,7 @@ def _joined(
 
 
 def _without_loops(path: Path, ends: tuple[Longs, Longs]) -> Path:
-    """The path without what lies between two visits to one node."""
+    """Return the path without what lies between two visits to one node."""
     tails, heads = ends
     kept: list[int] = []
     for link in path:
@@ -242,7 +242,7 @@ class PackedTree:
     refused: set[int] = field(default_factory=set)
 
     def copy(self, multiplicity: int) -> PackedTree:
-        """The same tree as it is now, with another multiplicity."""
+        """Return the same tree as it is now, with another multiplicity."""
         return PackedTree(
             self.root, multiplicity, list(self.arcs), dict(self.reached_s), set(self.refused)
         )
@@ -305,7 +305,7 @@ class _Packer:
         self.solver.add([node] * len(covered), covered, [INFINITE] * len(covered))
 
     def run(self) -> list[PackedTree]:
-        """All trees."""
+        """Return all trees."""
         done = []
         together = max(1, _LIVE_ARCS // self.num_nodes)
         while self._start(together):
@@ -380,7 +380,7 @@ class _Packer:
                 heapq.heappush(self.offers, (reach_s, hops + 1, number, arc))
 
     def _spare(self, number: int, arc: int) -> int:
-        """How many of the tree can use the arc without harm to the unfinished trees."""
+        """Return how many of the tree can use the arc without harm to the unfinished trees."""
         tree = self.live[number]
         room = min(self.residual[arc], tree.multiplicity)
         others = self.waiting - tree.multiplicity

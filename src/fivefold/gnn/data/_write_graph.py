@@ -142,7 +142,7 @@ def work_folder(path: Path) -> Path:
 
 
 def num_sources(attributes: Mapping[str, Any]) -> int:
-    """Number of nodes that edges can come from."""
+    """Return the number of nodes that edges can come from."""
     return int(attributes.get("num_sources", attributes["num_nodes"]))
 
 

@@ -189,7 +189,7 @@ class BatchLoader(abc.ABC, Generic[Batch]):
 
     @property
     def epoch(self) -> int:
-        """The epoch that runs or comes next."""
+        """Return the epoch that runs or comes next."""
         return self._epoch
 
     def set_epoch(self, epoch: int) -> None:

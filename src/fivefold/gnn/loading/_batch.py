@@ -109,19 +109,19 @@ class MiniBatch:
 
     @property
     def num_nodes(self) -> int:
-        """Number of rows of ``x``."""
+        """Return the number of rows of ``x``."""
         return int(self.n_id.shape[0])
 
     @property
     def num_edges(self) -> int:
-        """Number of sampled edges."""
+        """Return the number of sampled edges."""
         if self.edge_index is not None:
             return int(self.edge_index.shape[1])
         return int(self.blocks[0].edge_index.shape[1]) if self.blocks else 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors of this batch, views counted once per tensor."""
+        """Return bytes of all tensors of this batch, views counted once per tensor."""
         return sum(tensor.nbytes for tensor in self.tensors())
 
     def tensors(self) -> list[Tensor]:

@@ -47,7 +47,7 @@ class CacheLevel:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots."""
+        """Return bytes of all slots."""
         return self._shape[0] * self._section.row_bytes
 
     def fill(self) -> ReadStatistics:
@@ -148,12 +148,12 @@ class FeatureStore:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of both caches."""
+        """Return bytes of both caches."""
         return self._on_device.nbytes + self._on_host.nbytes
 
     @property
     def fill_patience_s(self) -> float:
-        """The longest time that ``start`` may take on a disk that still works."""
+        """Return the longest time that ``start`` may take on a disk that still works."""
         return self.cache_bytes / _SLOWEST_BYTES_PER_S
 
     def start(self, batch: int) -> None:

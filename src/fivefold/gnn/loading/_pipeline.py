@@ -273,7 +273,7 @@ class Pipeline:
 
     @property
     def ended(self) -> bool:
-        """Whether no thread of this pipeline is alive."""
+        """Return whether no thread of this pipeline is alive."""
         return not any(thread.is_alive() for thread in self._threads)
 
     def close(self) -> None:

@@ -76,7 +76,7 @@ class BufferRing:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers that exist."""
+        """Return bytes of all buffers that exist."""
         return self._made * self._size_bytes
 
     @property

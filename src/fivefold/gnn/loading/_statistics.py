@@ -43,7 +43,7 @@ class LoaderStatistics:
 
     @property
     def bytes_by_level(self) -> dict[str, int]:
-        """Bytes that each level handed over."""
+        """Return bytes that each level handed over."""
         return {level: rows * self.row_bytes for level, rows in self.rows.items()}
 
     @property
@@ -54,7 +54,7 @@ class LoaderStatistics:
 
     @property
     def amplification(self) -> float:
-        """Bytes read from the disk per byte of cold rows; 1 where nothing was cold."""
+        """Return bytes read from the disk per byte of cold rows; 1 where nothing was cold."""
         return self.bytes_read / self.cold_bytes if self.cold_bytes else 1.0
 
     def __sub__(self, earlier: LoaderStatistics) -> LoaderStatistics:

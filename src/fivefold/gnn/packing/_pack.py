@@ -310,7 +310,7 @@ class _Job:
 
     @property
     def at_once(self) -> bool:
-        """Whether records are made while rows are moved."""
+        """Return whether records are made while rows are moved."""
         return bool(self._settled.get("at_once"))
 
     def settle(

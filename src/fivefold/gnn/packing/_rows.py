@@ -105,7 +105,7 @@ class Mover:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
+        """Return bytes of a row."""
         return self.dtype.itemsize * self.dim
 
     def as_rows(self, buffer: NDArray[np.uint8], num_rows: int) -> NDArray[Any]:

@@ -138,7 +138,7 @@ class PackedStore:
 
     @cached_property
     def train_ids(self) -> NDArray[np.int64]:
-        """The seeds of an epoch, in the order in which they were given to the sampler."""
+        """Return the seeds of an epoch, in the order in which they were given to the sampler."""
         return self.records.read("train_ids")
 
     @property
@@ -153,7 +153,7 @@ class PackedStore:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
+        """Return bytes of a row."""
         return self.dim * self.dtype.itemsize
 
     @property
@@ -163,7 +163,7 @@ class PackedStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on disk."""
+        """Return bytes on disk."""
         return sum(file.path.stat().st_size for file in (self.rows, self.records))
 
     def record(self, number: int) -> BatchRecord:

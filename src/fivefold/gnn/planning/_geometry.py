@@ -50,7 +50,7 @@ class PackingCost:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes read and written."""
+        """Return bytes read and written."""
         return self.read_bytes + self.written_bytes
 
 

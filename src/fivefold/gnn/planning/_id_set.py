@@ -74,7 +74,7 @@ class IdSet:
 
     @property
     def words(self) -> Array:
-        """The bits, uint64: id ``i`` is bit ``i % 64`` of word ``i // 64``."""
+        """Return the bits, uint64: id ``i`` is bit ``i % 64`` of word ``i // 64``."""
         return self._words
 
     @property

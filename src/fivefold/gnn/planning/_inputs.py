@@ -30,7 +30,7 @@ class SampleSource(Protocol):
 
     @property
     def num_batches(self) -> int:
-        """Number of batches."""
+        """Return the number of batches."""
         ...
 
     @property
@@ -58,12 +58,12 @@ class DiskCost(Protocol):
 
     @property
     def sequential_read_bytes_per_s(self) -> float:
-        """Bytes per second of large reads."""
+        """Return bytes per second of large reads."""
         ...
 
     @property
     def sequential_write_bytes_per_s(self) -> float:
-        """Bytes per second of large writes."""
+        """Return bytes per second of large writes."""
         ...
 
     def seconds(self, requests: float, size_bytes: float, /) -> float:

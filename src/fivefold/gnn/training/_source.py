@@ -39,7 +39,7 @@ class BatchSource:
         self.loader.load_state_dict(state)
 
     def statistics(self) -> LoaderStatistics:
-        """What the data path did so far."""
+        """Return what the data path did so far."""
         return self.loader.statistics()
 
     def close(self) -> None:

@@ -199,7 +199,7 @@ def _check_left(state: _Read, layout: str, prefix: str) -> None:
 def export_checkpoint(
     state: Mapping[str, torch.Tensor], layout: str, *, prefix: str = ""
 ) -> dict[str, torch.Tensor]:
-    """The inverse of ``convert_checkpoint``: tensors are views where they can be.
+    """Return the inverse of ``convert_checkpoint``: tensors are views where they can be.
 
     Args:
         state: ``MoE.state_dict()`` of a layer with a gated activation and without expert biases.

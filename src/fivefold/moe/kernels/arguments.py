@@ -97,11 +97,11 @@ class GatedFunction(Protocol):
 
     @property
     def plain(self) -> str:
-        """The name of f."""
+        """Return the name of f."""
 
     @property
     def gated(self) -> bool:
-        """Whether f(gate) is multiplied with an up half."""
+        """Return whether f(gate) is multiplied with an up half."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,17 +260,17 @@ def power_of_two(number: int) -> int:
 
 
 def interpreting() -> bool:
-    """Whether triton runs kernels in its CPU interpreter."""
+    """Return whether triton runs kernels in its CPU interpreter."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def debugging() -> bool:
-    """Whether waits are bounded, and looked at after each call."""
+    """Return whether waits are bounded, and looked at after each call."""
     return os.environ.get("FIVEFOLD_MOE_DEBUG", "0") == "1"
 
 
 def wait_limit_ns() -> int | None:
-    """How long a task waits for one of its own launch; None: for ever."""
+    """Return how long a task waits for one of its own launch; None: for ever."""
     if interpreting():
         return _GIVE_UP_NS
     return _DEBUG_GIVE_UP_NS if debugging() else None

@@ -83,18 +83,18 @@ def start(kernel: Any, programs: int, known: dict[str, Any], warps: int) -> None
 
 
 def on(device: torch.device) -> Any:
-    """The context of launches on a device."""
+    """Return the context of launches on a device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """How many programs run at a time."""
+    """Return how many programs run at a time."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def descriptor(weight: torch.Tensor, columns: int, depth: int) -> Any:
-    """A weight for the tensor memory accelerator, in blocks."""
+    """Return a weight for the tensor memory accelerator, in blocks."""
     # By name: triton is optional and has no types.
     kind = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
     return kind.from_tensor(weight.view(-1, weight.shape[2]), [columns, depth])

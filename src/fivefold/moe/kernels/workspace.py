@@ -180,7 +180,7 @@ class Workspace:
         top_k: int,
         dtype: torch.dtype,
     ) -> int:
-        """Bytes that are enough for calls up to these sizes, whatever the routing.
+        """Return bytes that are enough for calls up to these sizes, whatever the routing.
 
         Args:
             num_tokens: Most tokens, T.
@@ -261,7 +261,7 @@ class Workspace:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both buffers."""
+        """Return bytes of both buffers."""
         return self.control.nbytes + self.scratch.nbytes
 
     def reset(self) -> None:

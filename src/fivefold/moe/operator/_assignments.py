@@ -41,7 +41,7 @@ class Assignments:
 
     @property
     def drops(self) -> bool:
-        """Whether some slot has no row."""
+        """Return whether some slot has no row."""
         return self.num_rows < self.places.numel()
 
     @property

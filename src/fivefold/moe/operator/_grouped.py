@@ -121,16 +121,16 @@ class Call:
         return self.weights.reshape(-1).index_select(0, self.order.slots).to(wide).unsqueeze(1)
 
     def _rows(self, block: Block) -> torch.Tensor:
-        """The tokens of a block."""
+        """Return the tokens of a block."""
         return self.x.index_select(0, self.order.tokens[block.rows])
 
     def _first(self) -> ExpertWeights:
-        """The first product; its bias comes after a weight on the input."""
+        """Return the first product; its bias comes after a weight on the input."""
         bias = None if self.weight_on_input else self.b13
         return ExpertWeights(self.w13, bias, self.order)
 
     def _entering(self, first: ExpertWeights, rows: torch.Tensor, block: Block) -> torch.Tensor:
-        """What the activation takes."""
+        """Return what the activation takes."""
         found = first.applied(rows, block)
         if not self.weight_on_input:
             return found
@@ -152,7 +152,7 @@ class _RowResults:
             self.rows[order.num_rows :] = 0.0
 
     def room(self, block: Block) -> torch.Tensor | None:
-        """Where a block's belongs; None: anywhere."""
+        """Return where a block's belongs; None: anywhere."""
         return None if self._is_single else self.rows[block.rows]
 
     def put(self, found: torch.Tensor) -> None:
@@ -180,7 +180,7 @@ class _Backward:
         self.d_b2 = torch.zeros_like(call.b2) if wanted[5] and call.b2 is not None else None
 
     def run(self, kept: Sequence[torch.Tensor] | None) -> Gradients:
-        """All of them, block by block."""
+        """Return all of them, block by block."""
         call, wanted = self.call, self.wanted
         for number, block in enumerate(call.blocks):
             self._block(block, None if kept is None else kept[number])

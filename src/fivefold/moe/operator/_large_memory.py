@@ -17,7 +17,7 @@ LARGE_BYTES = 32 * 2**20  # the C library's own limit, mallopt(3): M_MMAP_THRESH
 
 
 def large_empty(like: torch.Tensor, *sizes: int) -> torch.Tensor:
-    """A contiguous tensor of any values, in huge pages where it is large and on the CPU.
+    """Return a contiguous tensor of any values, in huge pages where it is large and on the CPU.
 
     Args:
         like: Of this data type and on this device.

@@ -265,7 +265,7 @@ class MoE(nn.Module):
         return output.view(x.shape)
 
     def _shared_weights(self, tokens: torch.Tensor) -> torch.Tensor:
-        """What the shared expert's output is multiplied by, [T, 1]."""
+        """Return what the shared expert's output is multiplied by, [T, 1]."""
         if self.shared_gate is None:
             kind = torch.promote_types(tokens.dtype, torch.float32)
             return torch.ones(len(tokens), 1, dtype=kind, device=tokens.device)
@@ -274,7 +274,7 @@ class MoE(nn.Module):
     def _through_the_group(
         self, tokens: torch.Tensor, routing: Routing, ids: torch.Tensor
     ) -> tuple[torch.Tensor, ExpertLoad]:
-        """The experts' output, and the loads, wherever the experts are."""
+        """Return the experts' output, and the loads, wherever the experts are."""
         weights, experts = routing.weights_TK, self.config.experts
         if self.group is None:
             output = self._through(tokens, ids, weights, experts=self.experts)

@@ -56,7 +56,7 @@ class Block:
 
     @property
     def has_few_rows(self) -> bool:
-        """Whether its experts have few rows on average, those without any left out."""
+        """Return whether its experts have few rows on average, those without any left out."""
         busy = len(self.sizes) - self.sizes.count(0)
         return sum(self.sizes) < _FEW_ROWS * busy
 
@@ -164,7 +164,7 @@ class ExpertWeights:
         return _grouped_mm(rows, weight.mT, self.ends(block))
 
     def ends(self, block: Block) -> torch.Tensor:
-        """Where the rows of each expert end within a block, int32."""
+        """Return where the rows of each expert end within a block, int32."""
         ends = self.order.ends[block.experts]
         return ends - block.rows.start if block.rows.start else ends
 
@@ -229,14 +229,14 @@ class ExpertGradient:
 
 @cache
 def _is_faster_turned() -> bool:
-    """Whether the matrix library is the one, and the processor the other maker's."""
+    """Return whether the matrix library is the one, and the processor the other maker's."""
     capabilities: Any = getattr(torch.cpu, "get_capabilities", dict)  # torch 2.10 and newer
     library: Any = torch.backends.mkl
     return bool(library.is_available()) and "AMD" in capabilities().get("cpu_name", "")
 
 
 def _is_grouped(weight: torch.Tensor) -> bool:
-    """Whether torch's grouped product takes these weights."""
+    """Return whether torch's grouped product takes these weights."""
     item = weight.element_size()
     return (
         weight.device.type == "cpu"

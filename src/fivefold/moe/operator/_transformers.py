@@ -147,7 +147,7 @@ def _forward(
 
 
 def _activation_of(experts: Any) -> Activation:
-    """What the module computes between its two products: one of ours, or its own.
+    """Return what the module computes between its two products: one of ours, or its own.
 
     Raises:
         UnsupportedError: The module does more than the operator.

@@ -49,7 +49,7 @@ class Activation:
 
     @property
     def plain(self) -> str:
-        """The name of f: "silu" of "swiglu"."""
+        """Return the name of f: "silu" of "swiglu"."""
         return _GATED.get(self.name, self.name)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:

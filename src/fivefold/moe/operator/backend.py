@@ -109,7 +109,7 @@ _BACKENDS = (
 
 
 def backends(device: str | torch.device = "cpu") -> dict[str, str | None]:
-    """All backends, with what is missing for each on a device, or None.
+    """Return all backends, with what is missing for each on a device, or None.
 
     "fused" is the single kernel, "split" the same work in five launches, both with the same kernels
     for the backward; "reference" is plain torch.
@@ -128,7 +128,7 @@ def backends(device: str | torch.device = "cpu") -> dict[str, str | None]:
 
 
 def backend_for(name: str, x: torch.Tensor) -> Backend:
-    """The backend of a name, or the best one where it is "auto".
+    """Return the backend of a name, or the best one where it is "auto".
 
     Args:
         name: "auto" or a backend's name.

@@ -55,7 +55,7 @@ class OperatorGroup(Protocol):
 
     @property
     def precision(self) -> Precision:
-        """The arithmetic for float32 that the group computes in."""
+        """Return the arithmetic for float32 that the group computes in."""
 
     def fused_moe(self, *operands: torch.Tensor, **options: Any) -> torch.Tensor:
         """Compute ``fused_moe`` between the ranks; differentiable and collective."""

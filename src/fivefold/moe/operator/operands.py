@@ -19,7 +19,7 @@ _FLOAT_TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def is_eager(tensors: tuple[Any, ...]) -> bool:
-    """Whether a call is just computed: nobody traces, compiles, counts or transforms it.
+    """Return whether a call is just computed: nobody traces, compiles, counts or transforms it.
 
     Args:
         tensors: Operands; None for those that there are not.

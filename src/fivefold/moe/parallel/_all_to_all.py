@@ -201,7 +201,7 @@ class ExpertGroup:
         return taken
 
     def gather(self, counts: torch.Tensor, *, name: str) -> torch.Tensor:
-        """Every rank's numbers, on every rank.
+        """Return every rank's numbers, on every rank.
 
         Args:
             counts: [N], equally many on all ranks.

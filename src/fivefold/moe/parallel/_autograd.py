@@ -54,7 +54,7 @@ class _Call:
     backend: Backend
 
     def options(self) -> dict[str, Any]:
-        """What the backend is told besides operands."""
+        """Return what the backend is told besides operands."""
         return {
             "activation": activation_named(self.launches.config.activation),
             "weight_on_input": self.weight_on_input,
@@ -62,7 +62,7 @@ class _Call:
         }
 
     def share(self, place: int) -> tuple[_Tensor, _Tensor, dict[str, _Optional]]:
-        """The weights and biases of one rank of this process."""
+        """Return the weights and biases of one rank of this process."""
         local = self.launches.config.local_experts
         here = slice(place * local, (place + 1) * local)
         biases = {"b13": self.b13, "b2": self.b2}

@@ -123,7 +123,7 @@ class ExchangeConfig:
 
     @property
     def by_descriptor(self) -> bool:
-        """Whether the tensor memory accelerator can read weights of this shape."""
+        """Return whether the tensor memory accelerator can read weights of this shape."""
         sizes = (self.hidden, self.intermediate)
         return all(size * self.dtype.itemsize % 16 == 0 for size in sizes)
 
@@ -169,12 +169,12 @@ class ExchangeConfig:
 
     @property
     def tag(self) -> str:
-        """A short text that differs where configurations do."""
+        """Return a short text that differs where configurations do."""
         described = repr(sorted((k, str(v)) for k, v in asdict(self).items()))
         return hashlib.sha256(described.encode()).hexdigest()[:16]
 
     def heap_bytes(self) -> int:
-        """Bytes of symmetric memory that every rank needs.
+        """Return bytes of symmetric memory that every rank needs.
 
         Examples:
             >>> config = ExchangeConfig(
@@ -188,7 +188,7 @@ class ExchangeConfig:
         return heap_layout(self).scratch_bytes
 
     def private_bytes(self) -> int:
-        """Bytes of memory of its own that every rank needs, mostly inner values."""
+        """Return bytes of memory of its own that every rank needs, mostly inner values."""
         layout = private_layout(self)
         return layout.scratch_bytes + 4 * layout.control_words
 

@@ -163,7 +163,7 @@ class ExpertExchange(ExchangeLaunches):
         num_tokens: Sequence[int] | None = None,
         programs: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The same with the router's gate in the launch as well.
+        """Return the same with the router's gate in the launch as well.
 
         Equal to ``route(x.float() @ gate.float().T, router)`` and a call with what it gives; the
         logits are in float32 and are added up in another order, so that near ties may differ.
@@ -234,7 +234,7 @@ class ExpertExchange(ExchangeLaunches):
 
     @property
     def precision(self) -> Precision:
-        """The arithmetic for float32 that it computes in."""
+        """Return the arithmetic for float32 that it computes in."""
         return self.config.precision
 
     def check_layer(self, config: MoEConfig) -> None:

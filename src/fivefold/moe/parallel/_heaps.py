@@ -57,7 +57,7 @@ class SymmetricHeap:
 
     @property
     def device(self) -> torch.device:
-        """Where the memory is."""
+        """Return where the memory is."""
         return self.own.device
 
     def close(self) -> None:
@@ -285,7 +285,7 @@ class TorchSymmetricHeap(SymmetricHeap):
 
 
 def _addresses(handle: Any, memory: torch.Tensor) -> list[int]:
-    """Where each rank's part begins in this process.
+    """Return where each rank's part begins in this process.
 
     torch names the blocks that the memory was cut from. In newer versions a tensor need not begin
     where its block does; the distance is the same on all ranks.

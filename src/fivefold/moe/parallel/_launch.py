@@ -227,7 +227,7 @@ class ExchangeLaunches:
         return int(self._control[0, EPOCH.value])
 
     def statistics(self) -> dict[str, list[list[int]]]:
-        """What this process's ranks have stored into heaps so far, counted by the kernel.
+        """Return what this process's ranks have stored into heaps so far, counted by the kernel.
 
         Returns:
             By name, a list for every rank of this process with a number for every peer, itself

@@ -18,7 +18,7 @@ _MOST = 2**62  # more than there are assignments, and an int64
 
 
 def check_capacity(capacity: int | None, policy: str) -> int | None:
-    """The capacity as a number that tensors can be compared with.
+    """Return the capacity as a number that tensors can be compared with.
 
     Args:
         capacity: Most tokens per expert, or None.
@@ -63,7 +63,7 @@ def drop_beyond_capacity(
     capacity: int,
     policy: DropPolicy = "position",
 ) -> torch.Tensor:
-    """Which assignments stay when no expert takes more than ``capacity``.
+    """Return which assignments stay when no expert takes more than ``capacity``.
 
     Args:
         ids: Experts, shape [T, K]; -1 for none.

@@ -346,7 +346,7 @@ def _activation(config: Any, family: str) -> str:
 
 
 def _text_part(config: Any) -> tuple[Any, str]:
-    """The configuration of the language model, and its family."""
+    """Return the configuration of the language model, and its family."""
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
     family = getattr(config, "model_type", None)
@@ -359,7 +359,7 @@ def _text_part(config: Any) -> tuple[Any, str]:
 
 
 def _number(config: Any, *names: str) -> int:
-    """The first of some fields that there is; a whole number."""
+    """Return the first of some fields that there is; a whole number."""
     found = [(name, getattr(config, name)) for name in names if hasattr(config, name)]
     if not found or isinstance(found[0][1], bool) or not isinstance(found[0][1], int):
         name, value = found[0] if found else (names[0], None)

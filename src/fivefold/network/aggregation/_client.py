@@ -145,7 +145,7 @@ class AggregationClient:
 
     @property
     def is_connected(self) -> bool:
-        """Whether all ranks take the switch for the next all-reduce."""
+        """Return whether all ranks take the switch for the next all-reduce."""
         return self._usable
 
     def all_reduce(

@@ -96,7 +96,7 @@ class AggregationSwitch:
 
     @property
     def address(self) -> str:
-        """Where it listens, as ``host:port``."""
+        """Return where it listens, as ``host:port``."""
         host, port = self._listener.getsockname()[:2]
         return f"{host}:{port}"
 

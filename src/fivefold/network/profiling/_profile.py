@@ -159,7 +159,7 @@ class Profile:
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks that were measured."""
+        """Return the number of ranks that were measured."""
         return len(self.hosts)
 
     @property

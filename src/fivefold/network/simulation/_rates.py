@@ -100,7 +100,7 @@ class FlowRoutes:
 
     @property
     def incidence(self) -> Incidence:
-        """The same as the solver reads it."""
+        """Return the same as the solver reads it."""
         amounts = np.ones(self.links.size) if self.amounts is None else self.amounts
         return Incidence(self.offsets, self.links, amounts)
 

@@ -217,7 +217,7 @@ class AggregationRequest(_Released):
 
     @property
     def root(self) -> str:
-        """The node without a parent."""
+        """Return the node without a parent."""
         return next(iter(set(self.tree.values()) - set(self.tree)))
 
     @property

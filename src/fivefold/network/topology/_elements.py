@@ -58,7 +58,7 @@ class Node:
 
     @property
     def is_rank(self) -> bool:
-        """Whether the node computes, and so is a rank."""
+        """Return whether the node computes, and so is a rank."""
         return self.kind in COMPUTE_KINDS
 
 

@@ -37,7 +37,7 @@ class Port:
 
     @cached_property
     def wire(self) -> Wire:
-        """The link itself."""
+        """Return the link itself."""
         return Wire(self.bandwidth, self.latency)
 
     def uplink(self, ports_below: float, *, uplinks: int) -> Wire:

@@ -186,17 +186,17 @@ class Topology:
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes of any kind."""
+        """Return the number of nodes of any kind."""
         return len(self.nodes)
 
     @property
     def num_links(self) -> int:
-        """Number of links, parallel ones of one entry counted once."""
+        """Return the number of links, parallel ones of one entry counted once."""
         return len(self.links)
 
     @property
     def num_ranks(self) -> int:
-        """Number of compute nodes."""
+        """Return the number of compute nodes."""
         return len(self.ranks)
 
     @cached_property
@@ -244,7 +244,7 @@ class Topology:
 
     @cached_property
     def is_rank(self) -> npt.NDArray[np.bool_]:
-        """Whether each node computes, bool [num_nodes]."""
+        """Return whether each node computes, bool [num_nodes]."""
         return frozen(np.array([node.kind in COMPUTE_KINDS for node in self.nodes], np.bool_))
 
     @cached_property
@@ -268,7 +268,7 @@ class Topology:
 
     @cached_property
     def link_counts(self) -> IntArray:
-        """Number of physical links of each link, int32 [num_links]."""
+        """Return the number of physical links of each link, int32 [num_links]."""
         return frozen(np.array([link.count for link in self.links], np.int32))
 
     @cached_property
