@@ -49,13 +49,22 @@ class _Commands(Mapping[str, Any]):
             )
             alone.command(name, help=help_text(found))(found)
             found = alone
-        return typer.main.get_command(found)
+        return _with_uppercase_arguments(typer.main.get_command(found))
 
     def __iter__(self) -> Iterator[str]:
         return iter(_COMMANDS)
 
     def __len__(self) -> int:
         return len(_COMMANDS)
+
+
+def _with_uppercase_arguments(command: Any) -> Any:
+    """Show arguments as CONFIG, as the help texts call them, and not as {config}."""
+    for each in [command, *getattr(command, "commands", {}).values()]:
+        for parameter in each.params:
+            if parameter.param_type_name == "argument" and parameter.metavar is None:
+                parameter.metavar = parameter.name.upper()
+    return command
 
 
 class LazyGroup(TyperGroup):
