@@ -24,6 +24,7 @@ _COMMANDS = {
     "ablate": ("_codesign", "ablate_command"),
     "profile": ("_profile", "profile_command"),
     "report": ("_report", "report_command"),
+    "doctor": ("_doctor", "doctor_command"),
     "lab": ("_lab", "app"),
     "elastic": ("_elastic", "app"),
     "gnn": ("_gnn", "app"),
