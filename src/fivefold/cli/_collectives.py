@@ -47,6 +47,7 @@ app = typer.Typer(
     name="collectives",
     help="Make, prove, draw, run and price the algorithms of collectives.",
     no_args_is_help=True,
+    add_completion=False,
     rich_markup_mode="rich",
 )
 
