@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from fivefold.collectives.algorithms._moves import (
-    Ints,
     Moves,
     Spread,
     backwards,
@@ -35,6 +34,7 @@ from fivefold.collectives.algorithms._moves import (
     ring_moves,
 )
 from fivefold.collectives.schedules import Collective, Schedule
+from fivefold.collectives.schedules.arrays import Ints
 from fivefold.errors import ConfigurationError
 from fivefold.network.topology import Topology
 

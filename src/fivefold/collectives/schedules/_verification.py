@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from fivefold._compiler import njit
-from fivefold.collectives.schedules.arrays import Array, Floats, Ints, Longs, rows_of
+from fivefold.collectives.schedules.arrays import Array, Floats, Ints, Longs, group_by_key, rows_of
 from fivefold.collectives.schedules.routes import RouteTable, require_topology, route_table
-from fivefold.collectives.schedules.schedule import BY_TIMES, Schedule, ScheduleError, group_by_key
+from fivefold.collectives.schedules.schedule import BY_TIMES, Schedule, ScheduleError
 from fivefold.collectives.schedules.timing import messages_of, order_events
 from fivefold.errors import ConfigurationError
 from fivefold.network.topology import Topology

@@ -38,6 +38,7 @@ from fivefold.collectives.schedules.arrays import (
     Ints,
     Longs,
     frozen,
+    group_by_key,
     require_count,
     rows_of,
 )
@@ -665,22 +666,6 @@ def _joined_collective(first: Collective, second: Collective) -> Collective:
         pre_chunks=first.pre_chunks,
         pre_ranks=first.pre_ranks,
     )
-
-
-@njit
-def group_by_key(keys: Array, count: int) -> tuple[Longs, Longs]:
-    """Group the positions of the keys 0..count-1, in their old order: (offsets, positions)."""
-    offsets = np.zeros(count + 1, np.int64)
-    for key in keys:
-        offsets[key + 1] += 1
-    for key in range(count):
-        offsets[key + 1] += offsets[key]
-    fill = offsets[:-1].copy()
-    positions = np.empty(keys.size, np.int64)
-    for index in range(keys.size):
-        positions[fill[keys[index]]] = index
-        fill[keys[index]] += 1
-    return offsets, positions
 
 
 @njit

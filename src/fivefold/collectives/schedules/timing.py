@@ -24,9 +24,9 @@ from typing import Any, Literal
 import numpy as np
 
 from fivefold._compiler import njit
-from fivefold.collectives.schedules.arrays import Array, Floats, Longs, rows_of
+from fivefold.collectives.schedules.arrays import Array, Floats, Longs, group_by_key, rows_of
 from fivefold.collectives.schedules.routes import RouteTable, require_topology, route_table
-from fivefold.collectives.schedules.schedule import Schedule, ScheduleError, group_by_key
+from fivefold.collectives.schedules.schedule import Schedule, ScheduleError
 from fivefold.errors import ConfigurationError
 from fivefold.network import simulation
 from fivefold.network.topology import Topology
