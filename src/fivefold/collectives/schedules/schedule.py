@@ -340,9 +340,6 @@ class Schedule:
 
         Returns:
             The schedule.
-
-        Raises:
-            ConfigurationError: Only some of the transfers have times or routes.
         """
         moves = list(transfers)
         timed = _all_or_none(
