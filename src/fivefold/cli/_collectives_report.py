@@ -13,7 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.cli._collectives_sizes import Price, Prices, fastest_ranges, price_sizes
-from fivefold.collectives.schedules import Bound, CostModel, Timing, draw_schedule, evaluate
+from fivefold.collectives.schedules import Timing, draw_schedule, evaluate
+from fivefold.collectives.schedules.bounds import Bound
+from fivefold.collectives.schedules.timing import CostModel
 from fivefold.collectives.synthesis import Synthesis
 from fivefold.network.topology import Topology, draw_topology
 from fivefold.report.format import format_percent, format_ratio, format_seconds

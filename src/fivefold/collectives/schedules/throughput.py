@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from fivefold.collectives.schedules._arrays import Array, Longs
+from fivefold.collectives.schedules.arrays import Array, Longs
 from fivefold.errors import ConfigurationError, UnsupportedError
 from fivefold.network.topology import Topology
 

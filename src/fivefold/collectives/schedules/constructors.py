@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fivefold.collectives.schedules._arrays import Floats, Ints, require_count, require_pairs
 from fivefold.collectives.schedules._collective import Collective
+from fivefold.collectives.schedules.arrays import Floats, Ints, require_count, require_pairs
 from fivefold.errors import ConfigurationError
 
 Pairs = tuple[Ints, Ints]
@@ -265,7 +265,7 @@ def gather(num_ranks: int, chunks_per_rank: int = 1, *, root: int = 0) -> Collec
     return _made("gather", count, pre, post, reducing=False, root=end)
 
 
-def custom(
+def custom_collective(
     num_ranks: int,
     pre: Iterable[tuple[int, int]],
     *,
@@ -289,7 +289,7 @@ def custom(
         ConfigurationError: A pair is out of range or named twice, or a chunk starts nowhere.
 
     Examples:
-        >>> custom(3, [(0, 0)], post=[(0, 2)]).num_chunks
+        >>> custom_collective(3, [(0, 0)], post=[(0, 2)]).num_chunks
         1
     """
     first, last = _sorted_pairs(pre), _sorted_pairs(post)
@@ -376,6 +376,7 @@ def named_collective(
 
 
 def collective_to_data(collective: Collective) -> dict[str, Any]:
+    """Return a collective as plain data, by its name where it has one."""
     data: dict[str, Any] = {"name": collective.name, "num_ranks": collective.num_ranks}
     if collective.name in COLLECTIVES:
         per = {"all_to_all": collective.num_ranks**2}.get(collective.name, collective.num_ranks)
@@ -405,6 +406,7 @@ def _short_weights(collective: Collective) -> float | list[float] | None:
 
 
 def collective_from_data(data: dict[str, Any]) -> Collective:
+    """Return the collective of what `collective_to_data` gives."""
     if "pre" not in data:
         return named_collective(
             data["name"], data["num_ranks"], chunks=data["chunks"], root=data["root"]

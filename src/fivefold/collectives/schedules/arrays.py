@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from fivefold._compiler import njit
 from fivefold.errors import ConfigurationError
 
 Array = NDArray[Any]
@@ -55,3 +56,19 @@ def require_count(name: str, value: int, *, least: int = 1) -> int:
             f"{name} is {value!r}", hint=f"{name} must be an integer of at least {least}"
         )
     return int(value)
+
+
+@njit
+def group_by_key(keys: Array, count: int) -> tuple[Longs, Longs]:
+    """Group the positions of the keys 0..count-1, in their old order: (offsets, positions)."""
+    offsets = np.zeros(count + 1, np.int64)
+    for key in keys:
+        offsets[key + 1] += 1
+    for key in range(count):
+        offsets[key + 1] += offsets[key]
+    fill = offsets[:-1].copy()
+    positions = np.empty(keys.size, np.int64)
+    for index in range(keys.size):
+        positions[fill[keys[index]]] = index
+        fill[keys[index]] += 1
+    return offsets, positions

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fivefold.collectives.schedules._arrays import Array, Floats, Ints, Longs, rows_of
-from fivefold.collectives.schedules._evaluate import Timing
-from fivefold.collectives.schedules._routes import require_topology, route_table
-from fivefold.collectives.schedules._schedule import Schedule
+from fivefold.collectives.schedules.arrays import Array, Floats, Ints, Longs, rows_of
+from fivefold.collectives.schedules.routes import require_topology, route_table
+from fivefold.collectives.schedules.schedule import Schedule
+from fivefold.collectives.schedules.timing import Timing
 from fivefold.errors import ConfigurationError, UnsupportedError
 from fivefold.network.topology import Topology
 from fivefold.units import format_bytes, format_duration_s

@@ -1,23 +1,199 @@
-"""Stage 3 of TACCL: exact times, with the order improved and chunks joined into messages.
+"""Stage 2 of TACCL: an order on every link, by list scheduling.
 
-Two models. In the first the order on every link is free and every transfer is a message of its
-own: a shop problem that starts from the list schedule and is solved on one representative of each
-symmetry orbit first. In the second the order is fixed and consecutive chunks on a link between
-boxes may travel as one message of at most six: one latency, one arrival for all.
+Of all transfers whose chunk has a place to start from, the one that can start first goes first;
+ties go to the chunk with the longest way still to go. Several priorities and random ones are
+tried, and the shortest schedule is kept.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
+import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from fivefold.collectives.synthesis._cp import CpOutcome, new_model, solve
-from fivefold.collectives.synthesis._deadline import check_time
-from fivefold.collectives.synthesis._instance import Instance, Orbits
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.collectives.synthesis._instance import Instance, Logical, Orbits
 from fivefold.collectives.synthesis._sketched import Sketched
-from fivefold.collectives.synthesis._taccl_ordering import Prices, Timed, parents_of
+from fivefold.collectives.synthesis._solver import CpOutcome, check_time, new_model, solve
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Transfers with whole-number times."""
+
+    moves: tuple[tuple[int, int], ...]
+    starts: tuple[int, ...]
+    length: int
+
+
+def parents_of(instance: Instance, moves: Sequence[tuple[int, int]]) -> list[int]:
+    """For each transfer the one that brings its chunk to its source; -1 where it is held."""
+    brought = {
+        (chunk, int(instance.targets[link])): number for number, (chunk, link) in enumerate(moves)
+    }
+    return [
+        -1
+        if int(instance.sources[link]) in instance.holders[chunk]
+        else brought[chunk, int(instance.sources[link])]
+        for chunk, link in moves
+    ]
+
+
+def best_order(
+    sketch: Sketched,
+    prices: Prices,
+    moves: Sequence[tuple[int, int]],
+    *,
+    time_limit_s: float = 2.0,
+    seed: int = 0,
+) -> Timed:
+    """Return the best of several list schedules."""
+    deadline_s = time.perf_counter() + time_limit_s
+    instance = sketch.logical.instance
+    parents = parents_of(instance, moves)
+    tails, weights = _tails(prices, moves, parents), _weights(moves, parents)
+    chance = random.Random(seed)  # noqa: S311 - not for secrets
+    own = _own_first(sketch, moves)
+    longest = max(tails, default=1)
+    priorities = [
+        [(first, -tail) for first, tail in zip(own, tails, strict=True)],
+        [(first, -weight) for first, weight in zip(own, weights, strict=True)],
+    ]
+    found: Timed | None = None
+    attempt = 0
+    while attempt < len(priorities) or (time.perf_counter() < deadline_s and attempt < 200):
+        if attempt < len(priorities):
+            priority = priorities[attempt]
+        else:
+            spread = longest * chance.choice((0.05, 0.2, 0.6))
+            priority = [
+                (first, -tail + round(chance.uniform(0, spread)))
+                for first, tail in zip(own, tails, strict=True)
+            ]
+        timed = _list_schedule(instance, prices, moves, parents, priority)
+        if found is None or timed.length < found.length:
+            found = timed
+        attempt += 1
+    assert found is not None, "the plain priorities always run"
+    return found
+
+
+def _own_first(sketch: Sketched, moves: Sequence[tuple[int, int]]) -> list[int]:
+    instance = sketch.logical.instance
+    if not sketch.sketch.own_chunks_first:
+        return [0] * len(moves)
+    return [
+        int(
+            bool(sketch.logical.crosses[link])
+            and int(instance.sources[link]) not in instance.holders[chunk]
+        )
+        for chunk, link in moves
+    ]
+
+
+def _tails(prices: Prices, moves: Sequence[tuple[int, int]], parents: list[int]) -> list[int]:
+    """Time from the start of each transfer to the last arrival that depends on it."""
+    tails = [int(prices.delays[link]) for _, link in moves]
+    for number in reversed(range(len(moves))):
+        parent = parents[number]
+        if parent >= 0:
+            delay = int(prices.delays[moves[parent][1]])
+            tails[parent] = max(tails[parent], delay + tails[number])
+    return tails
+
+
+def _weights(moves: Sequence[tuple[int, int]], parents: list[int]) -> list[int]:
+    """Return how many transfers depend on each, itself included."""
+    weights = [1] * len(moves)
+    for number in reversed(range(len(moves))):
+        if parents[number] >= 0:
+            weights[parents[number]] += weights[number]
+    return weights
+
+
+def _list_schedule(
+    instance: Instance,
+    prices: Prices,
+    moves: Sequence[tuple[int, int]],
+    parents: list[int],
+    priority: Sequence[tuple[int, int]],
+) -> Timed:
+    children: list[list[int]] = [[] for _ in moves]
+    for number, parent in enumerate(parents):
+        if parent >= 0:
+            children[parent].append(number)
+    free = np.zeros(instance.num_resources, np.int64).tolist()
+    starts = [0] * len(moves)
+    ready = [0] * len(moves)
+    heap = [(0, priority[number], number) for number in range(len(moves)) if parents[number] < 0]
+    heapq.heapify(heap)
+    length = 0
+    while heap:
+        check_time()
+        known, rank, number = heapq.heappop(heap)
+        link = moves[number][1]
+        resources = instance.resources[link]
+        start = max(ready[number], *(free[resource] for resource in resources))
+        if start > known:  # something else took the link meanwhile
+            heapq.heappush(heap, (start, rank, number))
+            continue
+        starts[number] = start
+        for resource, busy in zip(resources, prices.busy[link], strict=True):
+            free[resource] = start + busy
+        arrival = start + int(prices.delays[link])
+        length = max(length, arrival)
+        for child in children[number]:
+            ready[child] = arrival
+            heapq.heappush(heap, (arrival, priority[child], child))
+    return Timed(tuple(moves), tuple(starts), length)
+
+
+_UNITS_PER_SHORTEST = 2_000  # so that rounding is far below what any model of a link is worth
+_MOST_UNITS = 20_000_000  # per transfer: beyond it sums could leave what solvers handle well
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Whole units of time per logical link."""
+
+    unit_s: float
+    latencies: NDArray[np.int64]
+    sends: NDArray[np.int64]
+    busy: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def delays(self) -> NDArray[np.int64]:
+        """From the start of one chunk to its arrival, int64 [links]."""
+        return np.asarray(np.maximum(self.latencies + self.sends, 1), np.int64)
+
+
+def prices_of(logical: Logical, *, size_bytes: float) -> Prices:
+    """Return the prices of one chunk."""
+    chunk_bytes = logical.chunk_bytes(size_bytes)
+    sends_s = chunk_bytes * logical.seconds_per_byte()
+    whole_s = logical.latencies_s + sends_s
+    positive = whole_s[whole_s > 0]
+    shortest_s = float(positive.min()) if len(positive) else 1.0
+    longest_s = float(positive.max()) if len(positive) else 1.0
+    unit_s = max(shortest_s / _UNITS_PER_SHORTEST, longest_s / _MOST_UNITS)
+    latencies = np.rint(logical.latencies_s / unit_s).astype(np.int64)
+    rates = logical.capacities_bytes_per_s
+    busy = tuple(
+        tuple(
+            max(int(latency) + round(chunk_bytes / float(rates[resource]) / unit_s), 1)
+            for resource in resources
+        )
+        for latency, resources in zip(latencies, logical.instance.resources, strict=True)
+    )
+    return Prices(unit_s, latencies, np.rint(sends_s / unit_s).astype(np.int64), busy)
+
 
 _LARGEST_MESSAGE = 6  # chunks, as in TACCL
 

@@ -12,20 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.collectives.schedules import (
-    MODELS,
-    Bound,
     Collective,
-    CostModel,
     Schedule,
     evaluate,
     named_collective,
-    verify,
-    with_times,
+    verify_schedule,
 )
-from fivefold.collectives.synthesis._deadline import SLACK_S, time_left_s, time_limit
+from fivefold.collectives.schedules.bounds import Bound
+from fivefold.collectives.schedules.timing import MODELS, CostModel, with_times
+from fivefold.collectives.synthesis._instance import bound_of
 from fivefold.collectives.synthesis._methods import METHODS, SHARES, Request, in_auto
-from fivefold.collectives.synthesis._search_result import bound_of
 from fivefold.collectives.synthesis._sketch import Sketch
+from fivefold.collectives.synthesis._solver import SLACK_S, time_left_s, time_limit
 from fivefold.errors import (
     ConfigurationError,
     FivefoldError,
@@ -343,7 +341,7 @@ class _Search:
 
     def _consider(self, schedule: Schedule, name: str, solver_s: float) -> float:
         request = self.request
-        verify(schedule, topology=request.topology)
+        verify_schedule(schedule, topology=request.topology)
         found = self._result(schedule, name, solver_s, cached=False)
         if self.best is None or found.time_s < self.best[1]:
             self.best = (found.schedule, found.time_s, name, solver_s)
@@ -353,7 +351,7 @@ class _Search:
         self, schedule: Schedule, method: str, solver_s: float, *, cached: bool
     ) -> Synthesis:
         request = self.request
-        verify(schedule, topology=request.topology)
+        verify_schedule(schedule, topology=request.topology)
         timing = evaluate(
             schedule, request.topology, size_bytes=request.size_bytes, model=request.model
         )

@@ -24,11 +24,9 @@ from typing import Any, Literal
 import numpy as np
 
 from fivefold._compiler import njit
-from fivefold.collectives.schedules._arrays import Floats, Longs, rows_of
-from fivefold.collectives.schedules._dependencies import dependencies
-from fivefold.collectives.schedules._routes import RouteTable, require_topology, route_table
-from fivefold.collectives.schedules._schedule import Schedule, ScheduleError
-from fivefold.collectives.schedules._verify_times import messages_of
+from fivefold.collectives.schedules.arrays import Array, Floats, Longs, group_by_key, rows_of
+from fivefold.collectives.schedules.routes import RouteTable, require_topology, route_table
+from fivefold.collectives.schedules.schedule import Schedule, ScheduleError
 from fivefold.errors import ConfigurationError
 from fivefold.network import simulation
 from fivefold.network.topology import Topology
@@ -80,9 +78,9 @@ def evaluate(
     """Return when each transfer of a schedule runs on a topology.
 
     Args:
-        schedule: A schedule that `verify` accepts. Its order is the priority; where it has times
-            but no steps, their starts are, and transfers between the same two ranks with equal
-            start and equal end travel as one message that pays its latency once.
+        schedule: A schedule that `verify_schedule` accepts. Its order is the priority; where it
+            has times but no steps, their starts are, and transfers between the same two ranks with
+            equal start and equal end travel as one message that pays its latency once.
         topology: The network; None for the one the schedule was made for.
         size_bytes: Size of the collective, as `Collective.buffer_weight` counts it.
         model: One of `MODELS`; see the module.
@@ -136,7 +134,7 @@ def with_times(schedule: Schedule, timing: Timing) -> Schedule:
         timing: What `evaluate` said.
 
     Returns:
-        The schedule with times; ``verify(..., check_times=True)`` accepts it.
+        The schedule with times; ``verify_schedule(..., check_times=True)`` accepts it.
     """
     known = {**schedule.attributes, "size_bytes": timing.size_bytes, "model": timing.model}
     return schedule.replaced(starts_s=timing.starts_s, ends_s=timing.ends_s, attributes=known)
@@ -173,7 +171,7 @@ def _listed(
         raise ScheduleError(
             f"transfer {broken} sends chunk {move.chunk} from rank {move.source}, which does not "
             "hold it by then",
-            hint="verify() the schedule first",
+            hint="verify_schedule() the schedule first",
             transfer=int(broken),
         )
     return starts_s, ends_s, busy_s
@@ -368,3 +366,239 @@ def fluid_times(
     result = simulation.simulate(topology, table)
     starts_s, ends_s = result.start_s[begins[:-1]], result.finish_s[begins[1:] - 1]
     return starts_s, ends_s, np.asarray(result.link_busy_s)
+
+
+def messages_of(schedule: Schedule, transfer_bytes: Floats) -> tuple[Longs, Floats]:
+    """Find what travels as one message: (leader of each transfer, bytes of each leader).
+
+    Transfers of the same source, target, start and end that leave on the same link are one; the
+    first of them leads. Bytes of followers are 0.
+    """
+    count = schedule.num_transfers
+    leaders = np.arange(count, dtype=np.int64)
+    if schedule.starts_s is None or schedule.ends_s is None or count == 0:
+        return leaders, transfer_bytes
+    keys: tuple[Array, ...]
+    keys = (schedule.ends_s, schedule.starts_s, schedule.targets, schedule.sources)
+    if schedule.route_offsets is not None and schedule.route_links is not None:
+        filled = np.minimum(schedule.route_offsets[:-1], schedule.route_links.size - 1)
+        keys = (schedule.route_links[filled], *keys)  # parallel links carry messages side by side
+    order = np.lexsort((leaders, *keys))
+    changes = np.zeros(count, dtype=np.bool_)
+    changes[0] = True
+    for key in keys:
+        changes[1:] |= key[order][1:] != key[order][:-1]
+    # What takes no time needs no company, and may well carry on what came at the same instant.
+    changes |= (schedule.starts_s == schedule.ends_s)[order]
+    leaders[order] = order[np.maximum.accumulate(np.where(changes, np.arange(count), 0))]
+    return leaders, np.bincount(leaders, transfer_bytes, count).astype(np.float64)
+
+
+def event_order(schedule: Schedule) -> Longs:
+    """Return the order in which a schedule's transfers read and write, as the verifier has it.
+
+    Args:
+        schedule: The schedule.
+
+    Returns:
+        2 * t where transfer t reads its chunk at the source and 2 * t + 1 where it writes it at the
+        target, int64 [2 T].
+    """
+    times = (np.zeros(0), np.zeros(0))
+    if schedule.starts_s is not None and schedule.ends_s is not None:
+        # Times of one moment are sums formed in different ways. Made equal here, they keep the
+        # listed order; the kernel's slack, a thousand times wider, decides as in `verify_schedule`.
+        unit = max(float(schedule.ends_s.max(initial=0.0)), 1e-300)
+        times = (np.round(schedule.starts_s / unit, 12), np.round(schedule.ends_s / unit, 12))
+    events: Longs = order_events(
+        np.arange(schedule.num_transfers, dtype=np.int64),
+        np.ascontiguousarray(schedule.steps),
+        times,
+        schedule.order_mode,
+        1e-9,
+    )
+    return events
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dependencies:
+    """Which transfers must have arrived before each one may start.
+
+    Args:
+        offsets: Where the dependencies of each transfer begin in ``transfers``, int64 [T + 1].
+        transfers: Indices of the transfers waited for, int64.
+    """
+
+    offsets: Longs
+    transfers: Longs
+
+    def of(self, transfer: int) -> Longs:
+        """Return the transfers that this one waits for."""
+        return self.transfers[self.offsets[transfer] : self.offsets[transfer + 1]]
+
+
+def dependencies(schedule: Schedule) -> Dependencies:
+    """Find what each transfer waits for at its source.
+
+    A copied chunk waits for its first arrival in order, a sum for everything that was added to it
+    since the last copy. A rank that holds a chunk at first waits for nothing to send it on.
+
+    Args:
+        schedule: A schedule that `verify_schedule` accepts.
+
+    Returns:
+        The dependencies, in the order in which they take effect.
+
+    Examples:
+        >>> from fivefold.collectives.schedules import Transfer, broadcast
+        >>> moves = [Transfer(chunk=0, source=0, target=1), Transfer(chunk=0, source=1, target=2)]
+        >>> waits = dependencies(Schedule.from_transfers(moves, collective=broadcast(3)))
+        >>> waits.of(0).tolist(), waits.of(1).tolist()
+        ([], [0])
+    """
+    collective = schedule.collective
+    none = np.zeros(0)
+    offsets, transfers = _find_dependencies(
+        group_by_key(schedule.chunks, collective.num_chunks),
+        (schedule.sources, schedule.targets, np.ascontiguousarray(schedule.reduces)),
+        (
+            np.ascontiguousarray(schedule.steps),
+            none if schedule.starts_s is None else schedule.starts_s,
+            none if schedule.ends_s is None else schedule.ends_s,
+        ),
+        (collective.pre_offsets, collective.pre_ranks),
+        (
+            collective.num_ranks,
+            schedule.order_mode,
+            int(collective.reducing),
+            0.0 if schedule.ends_s is None else 1e-9 * float(schedule.ends_s.max(initial=0.0)),
+        ),
+    )
+    return Dependencies(offsets=offsets, transfers=transfers)
+
+
+@njit
+def _trace_chunk(
+    events: Any,
+    members: Any,
+    transfers: tuple[Any, Any, Any, int],
+    chains: tuple[Any, Any, Any, Any],
+) -> None:
+    """Chain the writes at each rank: what a read finds is the last write and how many count."""
+    sources, targets, reduces, reducing = transfers
+    newest, before, length, waits = chains
+    for event in events:
+        index = members[event >> 1]
+        if event & 1 == 0:
+            waits[index, 0] = max(length[sources[index]], 0)
+            waits[index, 1] = newest[sources[index]]
+            continue
+        target = targets[index]
+        if length[target] < 0 or (not reducing and length[target] > 0):
+            continue  # a copy of what is there already
+        if not reduces[index]:
+            length[target] = 0
+        before[index] = newest[target]
+        newest[target] = index
+        length[target] += 1
+
+
+@njit
+def _find_dependencies(
+    grouped: tuple[Any, Any],
+    transfers: tuple[Any, Any, Any],
+    timing: tuple[Any, Any, Any],
+    pre: tuple[Any, Any],
+    shape: tuple[int, int, int, float],
+) -> tuple[Any, Any]:
+    """Count the writes each transfer waits for, then list their chains."""
+    sources, targets, reduces = transfers
+    num_ranks, mode, reducing, slack_s = shape
+    offsets, positions = grouped
+    newest = np.full(num_ranks, -1, np.int64)  # last write at each rank
+    length = np.zeros(num_ranks, np.int64)  # writes that count; -1: held at first
+    before = np.full(sources.size, -1, np.int64)  # the write before each write at the same rank
+    waits = np.zeros((sources.size, 2), np.int64)  # how many, and the last of them
+    for chunk in range(offsets.size - 1):
+        members = positions[offsets[chunk] : offsets[chunk + 1]]
+        if members.size == 0:
+            continue
+        holders = pre[1][pre[0][chunk] : pre[0][chunk + 1]]
+        if not reducing:
+            length[holders] = -1
+        events = order_events(members, timing[0], (timing[1], timing[2]), mode, slack_s)
+        moves = (sources, targets, reduces, reducing)
+        _trace_chunk(events, members, moves, (newest, before, length, waits))
+        length[holders] = 0
+        for index in members:
+            length[targets[index]], newest[targets[index]] = 0, -1
+    found = np.zeros(sources.size + 1, np.int64)
+    found[1:] = np.cumsum(waits[:, 0])
+    listed = np.empty(found[-1], np.int64)
+    for index in range(sources.size):
+        writer = waits[index, 1]
+        for place in range(waits[index, 0]):
+            listed[found[index + 1] - 1 - place] = writer
+            writer = before[writer]
+    return found, listed
+
+
+@njit
+def _by_steps(members: Any, steps: Any, events: Any) -> None:
+    """Reads of a step before its writes: events 2 * m + (0 reads, 1 writes) of member m."""
+    count = members.size
+    sorted_already = True
+    for m in range(1, count):
+        if steps[members[m]] < steps[members[m - 1]]:
+            sorted_already = False
+    order = np.arange(count)
+    if not sorted_already:
+        keys = np.empty(count, np.int64)
+        for m in range(count):
+            keys[m] = np.int64(steps[members[m]]) * count + m
+        order = np.argsort(keys)
+    first, place = 0, 0
+    while first < count:
+        last = first
+        while last < count and steps[members[order[last]]] == steps[members[order[first]]]:
+            last += 1
+        for half in range(2):
+            for m in range(first, last):
+                events[place] = 2 * order[m] + half
+                place += 1
+        first = last
+
+
+@njit
+def _by_times(members: Any, times: tuple[Any, Any], slack_s: float, events: Any) -> None:
+    """In order of time; a write counts before a read that starts within the slack after it."""
+    starts_s, ends_s = times
+    count = members.size
+    instants = np.empty(2 * count, np.float64)
+    for m in range(count):
+        instants[2 * m] = starts_s[members[m]] + slack_s
+        instants[2 * m + 1] = ends_s[members[m]]
+        # Too short to tell: both at one instant, where the stable sort keeps the listed order.
+        instants[2 * m + 1] = max(instants[2 * m + 1], instants[2 * m])
+    order = np.argsort(instants, kind="mergesort")
+    for place in range(2 * count):
+        events[place] = order[place]
+
+
+@njit
+def order_events(
+    members: Any, steps: Any, times: tuple[Any, Any], mode: int, slack_s: float
+) -> Any:
+    """Reads and writes of one chunk's transfers in the order in which they take effect.
+
+    2 * m is the read and 2 * m + 1 the write of member m.
+    """
+    events = np.empty(2 * members.size, np.int64)
+    if mode == 1:
+        _by_steps(members, steps, events)
+    elif mode == 2:
+        _by_times(members, times, slack_s, events)
+    else:
+        for place in range(2 * members.size):
+            events[place] = place
+    return events

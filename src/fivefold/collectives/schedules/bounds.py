@@ -19,12 +19,9 @@ from typing import Any, Literal
 import numpy as np
 
 from fivefold._compiler import njit
-from fivefold.collectives.schedules._arrays import Array, Floats, Longs
 from fivefold.collectives.schedules._collective import Collective
-from fivefold.collectives.schedules._evaluate import CostModel, evaluate
-from fivefold.collectives.schedules._routes import require_topology
-from fivefold.collectives.schedules._schedule import Schedule
-from fivefold.collectives.schedules._throughput import throughput_optimum
+from fivefold.collectives.schedules.arrays import Array, Floats, Longs
+from fivefold.collectives.schedules.throughput import throughput_optimum
 from fivefold.errors import ConfigurationError
 from fivefold.network.topology import Topology
 from fivefold.units import format_bytes
@@ -125,10 +122,10 @@ def bandwidth_bound(
     _require_match(collective, topology)
     chunk_bytes = collective.chunk_bytes(size_bytes)
     best = NO_BOUND
-    candidates = [*group_cuts(collective, topology, chunk_bytes)]
-    candidates += sweep_cuts(collective, topology, chunk_bytes)
+    candidates = [*_group_cuts(collective, topology, chunk_bytes)]
+    candidates += _sweep_cuts(collective, topology, chunk_bytes)
     if exact or (exact is None and _worth_it(topology)):
-        candidates += exact_cuts(collective, topology, chunk_bytes)
+        candidates += _exact_cuts(collective, topology, chunk_bytes)
     for candidate in candidates:
         if candidate.seconds > best.seconds or (
             candidate.optimal_cut and candidate.seconds >= best.seconds * (1 - 1e-12)
@@ -149,10 +146,10 @@ def _message_bound(collective: Collective, topology: Topology, size_bytes: float
         return NO_BOUND
     copying = any(switch.multicast for switch in topology.switches)
     best = NO_BOUND
-    for _, count, nodes in groupings(topology):
+    for _, count, nodes in _groupings(topology):
         if count < 2:
             continue
-        into, out_of = group_capacities(topology, nodes, count)
+        into, out_of = _group_capacities(topology, nodes, count)
         # Where a switch copies, one message out may be several in.
         total = float(into.sum() if copying else min(into.sum(), out_of.sum()))
         seconds = 2 * (count - 1) * size_bytes / total if total > 0 else 0.0
@@ -190,7 +187,7 @@ def discrete_ingress_bound(collective: Collective, topology: Topology, size_byte
     if collective.num_ranks < 2 or not collective.has_equal_chunks or not chunk_bytes.size:
         return NO_BOUND
     everyone = np.arange(collective.num_ranks)
-    traffic = group_traffic(collective, chunk_bytes, everyone, num_groups=everyone.size)
+    traffic = _group_traffic(collective, chunk_bytes, everyone, num_groups=everyone.size)
     lasts_s = topology.latencies_s + chunk_bytes[0] / topology.capacities_bytes_per_s
     best = NO_BOUND
     sides = ((traffic[2], topology.in_links, "enter"), (traffic[3], topology.out_links, "leave"))
@@ -262,38 +259,6 @@ def lower_bound(
     return max(found, key=lambda bound: bound.seconds)
 
 
-def gap(
-    schedule: Schedule,
-    topology: Topology | None = None,
-    *,
-    size_bytes: float,
-    model: CostModel = "serial",
-    bound: Bound | None = None,
-) -> float:
-    """Return how far a schedule is above the lower bound: time / bound - 1.
-
-    Args:
-        schedule: The schedule.
-        topology: The network; None for the schedule's own.
-        size_bytes: Size of the collective.
-        model: Cost model for the time.
-        bound: The bound, if it is known; None to compute it.
-
-    Returns:
-        0 for a schedule that is proved optimal; infinite where the bound is 0 and the time is not.
-
-    Raises:
-        ConfigurationError: There is no topology.
-        InfeasibleError: The topology is not connected.
-    """
-    network = require_topology(schedule, topology)
-    seconds = evaluate(schedule, network, size_bytes=size_bytes, model=model).total_s
-    least = bound or lower_bound(schedule.collective, network, size_bytes)
-    if least.seconds <= 0:
-        return 0.0 if seconds <= 0 else float("inf")
-    return seconds / least.seconds - 1.0
-
-
 BoundKind = Literal["none", "latency", "cut", "messages", "chunks"]
 
 
@@ -345,7 +310,7 @@ def _cut_bound(
     )
 
 
-def groupings(topology: Topology) -> Iterator[tuple[Array, int, Array]]:
+def _groupings(topology: Topology) -> Iterator[tuple[Array, int, Array]]:
     """Return the groups of ranks and the nodes of each group: single ranks, then hosts."""
     nodes = np.full(topology.num_nodes, -1, dtype=np.int64)
     nodes[topology.rank_nodes] = np.arange(topology.num_ranks)
@@ -359,7 +324,7 @@ def groupings(topology: Topology) -> Iterator[tuple[Array, int, Array]]:
         yield groups, len(numbers), np.where(topology.is_rank, with_switches, -1)
 
 
-def group_capacities(topology: Topology, nodes: Array, count: int) -> tuple[Floats, Floats]:
+def _group_capacities(topology: Topology, nodes: Array, count: int) -> tuple[Floats, Floats]:
     """Return the capacity of the links into and out of each group of nodes; -1 is no group."""
     first, last = nodes[topology.link_sources], nodes[topology.link_targets]
     crossing, capacities = first != last, topology.capacities_bytes_per_s
@@ -369,12 +334,12 @@ def group_capacities(topology: Topology, nodes: Array, count: int) -> tuple[Floa
     return into.astype(np.float64), out_of.astype(np.float64)
 
 
-def group_cuts(collective: Collective, topology: Topology, chunk_bytes: Floats) -> Iterator[Bound]:
-    for groups, count, nodes in groupings(topology):
+def _group_cuts(collective: Collective, topology: Topology, chunk_bytes: Floats) -> Iterator[Bound]:
+    for groups, count, nodes in _groupings(topology):
         if count < 2:
             continue
-        traffic = group_traffic(collective, chunk_bytes, groups, num_groups=count)
-        capacities = group_capacities(topology, nodes, count)
+        traffic = _group_traffic(collective, chunk_bytes, groups, num_groups=count)
+        capacities = _group_capacities(topology, nodes, count)
         for carried, capacity, incoming in zip(traffic[:2], capacities, (True, False), strict=True):
             seconds = np.divide(carried, capacity, out=np.zeros(count), where=capacity > 0)
             worst = int(np.argmax(seconds))
@@ -382,7 +347,7 @@ def group_cuts(collective: Collective, topology: Topology, chunk_bytes: Floats) 
             yield _cut_bound(topology, ~members if incoming else members, float(carried[worst]))
 
 
-def sweep_cuts(collective: Collective, topology: Topology, chunk_bytes: Floats) -> Iterator[Bound]:
+def _sweep_cuts(collective: Collective, topology: Topology, chunk_bytes: Floats) -> Iterator[Bound]:
     """Try the prefixes of orders of all nodes, both ways round."""
     for order in _orders(topology):
         for nodes in (order, order[::-1]):
@@ -390,7 +355,7 @@ def sweep_cuts(collective: Collective, topology: Topology, chunk_bytes: Floats) 
             place[nodes] = np.arange(topology.num_nodes)
             ranks_before = np.concatenate([[0], np.cumsum(topology.is_rank[nodes])])
             rank_place = ranks_before[place[topology.rank_nodes]]
-            carried = sweep_traffic(collective, chunk_bytes, rank_place)[ranks_before]
+            carried = _sweep_traffic(collective, chunk_bytes, rank_place)[ranks_before]
             capacity = _prefix_capacities(topology, place)
             fine = (capacity > 0) & (carried > 0)
             if not fine.any():
@@ -440,7 +405,7 @@ def _spectral_order(topology: Topology) -> Longs:
     return np.argsort(mode, kind="stable")
 
 
-def exact_cuts(collective: Collective, topology: Topology, chunk_bytes: Floats) -> Iterator[Bound]:
+def _exact_cuts(collective: Collective, topology: Topology, chunk_bytes: Floats) -> Iterator[Bound]:
     """Find the worst cut of all, where the collective's optimum is one and shares are equal."""
     name = collective.name
     if name not in ("all_gather", "reduce_scatter", "broadcast", "reduce", "scatter", "gather"):
@@ -466,11 +431,11 @@ def exact_cuts(collective: Collective, topology: Topology, chunk_bytes: Floats) 
     yield _cut_bound(topology, inside, crossing * share, optimal=True)
 
 
-def group_traffic(
+def _group_traffic(
     collective: Collective, chunk_bytes: Floats, groups: Array, *, num_groups: int
 ) -> tuple[Floats, Floats, Longs, Longs]:
     """Return the least bytes and chunks into and out of each group of ranks."""
-    found = _group_traffic(
+    found = _traffic_kernel(
         (collective.pre_offsets, groups[collective.pre_ranks].astype(np.int32)),
         (collective.post_offsets, groups[collective.post_ranks].astype(np.int32)),
         np.ascontiguousarray(chunk_bytes),
@@ -480,7 +445,7 @@ def group_traffic(
 
 
 @njit
-def _group_traffic(
+def _traffic_kernel(
     pre: tuple[Any, Any], post: tuple[Any, Any], chunk_bytes: Any, shape: tuple[int, int]
 ) -> tuple[Any, Any, Any, Any]:
     num_groups, reducing = shape
@@ -517,7 +482,7 @@ def _group_traffic(
     return bytes_in, bytes_out, chunks_in, chunks_out
 
 
-def sweep_traffic(collective: Collective, chunk_bytes: Floats, places: Longs) -> Floats:
+def _sweep_traffic(collective: Collective, chunk_bytes: Floats, places: Longs) -> Floats:
     """Return the least bytes from the first k ranks of an order to the others, for k = 0..N."""
     pre, post = collective.pre_offsets, collective.post_offsets
     used = np.flatnonzero((np.diff(pre) > 0) & (np.diff(post) > 0))

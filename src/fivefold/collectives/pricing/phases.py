@@ -263,12 +263,17 @@ def aggregation_tree(topology: Topology, leaves: tuple[int, ...], root: str) -> 
             above = parents[node]
             tree[topology.nodes[node].name] = topology.nodes[above].name
             node = above
-    # A node with one child, such as a NIC, only passes on.
-    streams = Counter(tree.values())
-    meeting = {root, *(name for name, number in streams.items() if number > 1)}
-    if any(topology.ability_of(name).aggregation is None for name in meeting):
+    found = tuple(sorted(tree.items()))
+    if any(topology.ability_of(name).aggregation is None for name in tree_switches(found)):
         return None
-    return tuple(sorted(tree.items()))
+    return found
+
+
+def tree_switches(tree: Tree) -> list[str]:
+    """Return the nodes in which streams meet, and the root: the others, such as NICs, pass on."""
+    streams = Counter(parent for _, parent in tree)
+    children = {child for child, _ in tree}
+    return [name for name, number in streams.items() if number > 1 or name not in children]
 
 
 def _toward(topology: Topology, root: int, wanted: set[int]) -> dict[int, int]:

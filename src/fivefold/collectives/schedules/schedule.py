@@ -9,11 +9,17 @@ times, a transfer reads at its start and writes at its end. With neither, transf
 after another in the order in which they are listed; that order is also the priority on a link.
 A transfer with ``reduces`` adds to what the target holds, one without replaces it.
 
+A table over all chunks and ranks would have 68 billion entries for an all-to-all of 4,096 ranks;
+the pairs that are really read or written are as many as transfers. So each transfer gets the slot
+it reads and the slot it writes, and whoever follows values through a schedule keeps one number
+for each slot.
+
 This module moves no data and knows no cost.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,26 +28,21 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from fivefold._compiler import njit
-from fivefold.collectives.schedules._arrays import (
+from fivefold.collectives.schedules._collective import Collective
+from fivefold.collectives.schedules.arrays import (
     Array,
     Floats,
     Ints,
     Longs,
     frozen,
+    group_by_key,
     require_count,
     rows_of,
 )
-from fivefold.collectives.schedules._collective import Collective
-from fivefold.collectives.schedules._constructors import collective_from_data, collective_to_data
-from fivefold.collectives.schedules._order import (
-    BY_STEPS,
-    BY_TIMES,
-    LISTED,
-    group_by_key,
-    number_slots,
-)
+from fivefold.collectives.schedules.constructors import collective_from_data, collective_to_data
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.files import parse_json
 from fivefold.network.topology import Topology
@@ -49,7 +50,11 @@ from fivefold.network.topology import Topology
 _SCHEMA = "fivefold.schedule.1"
 _ARRAYS = ("chunks", "sources", "targets")
 _OPTIONAL = ("starts_s", "ends_s", "route_offsets", "route_links")
-_KEYS = {"schema", "name", "solver", "collective", "topology", "attributes", "reduces", "steps"}
+_SHORT = ("reduces", "steps")  # written as one number where all are equal
+_KEYS = {"schema", "name", "solver", "collective", "topology", "attributes"}
+
+
+LISTED, BY_STEPS, BY_TIMES = 0, 1, 2  # what orders the transfers
 
 
 class ScheduleError(DataError):
@@ -224,6 +229,11 @@ class Schedule:
         """Return whether the transfers have starts and ends."""
         return self.starts_s is not None
 
+    @property
+    def has_routes(self) -> bool:
+        """Return whether the transfers have routes of their own."""
+        return self.route_offsets is not None
+
     @cached_property
     def has_steps(self) -> bool:
         """Return whether every transfer has a step (a schedule without transfers has none)."""
@@ -236,7 +246,7 @@ class Schedule:
 
     @property
     def order_mode(self) -> int:
-        """Return what orders the transfers: 0 the list, 1 steps, 2 times."""
+        """Return what orders the transfers: `LISTED`, `BY_STEPS` or `BY_TIMES`."""
         if self.has_steps:
             return BY_STEPS
         return BY_TIMES if self.has_times else LISTED
@@ -260,7 +270,7 @@ class Schedule:
     def _numbered(self, offsets: Longs, ranks: Ints) -> tuple[Ints, Ints, Array]:
         grouped = group_by_key(self.chunks, self.collective.num_chunks)
         pairs = (offsets, ranks)
-        found: tuple[Ints, Ints, Array] = number_slots(
+        found: tuple[Ints, Ints, Array] = _number_slots(
             grouped, self.sources, self.targets, pairs, self.collective.num_ranks
         )
         return found
@@ -295,17 +305,15 @@ class Schedule:
             return NotImplemented
         if self.collective != other.collective or self.topology != other.topology:
             return False
-        names = ("chunks", "sources", "targets", "reduces", "steps")
-        optional = ("starts_s", "ends_s", "route_offsets", "route_links")
-        return all(np.array_equal(getattr(self, n), getattr(other, n)) for n in names) and all(
-            _same(getattr(self, n), getattr(other, n)) for n in optional
-        )
+        pairs = ((getattr(self, n), getattr(other, n)) for n in (*_ARRAYS, *_SHORT, *_OPTIONAL))
+        return all(a is b if a is None or b is None else np.array_equal(a, b) for a, b in pairs)
 
     __hash__ = None  # type: ignore[assignment]
 
     # Made anew in another process: arrays would come back writable.
     def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial(Schedule, **_fields_of(self)), ()
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return functools.partial(Schedule, **fields), ()
 
     # -- making --------------------------------------------------------------------------------
 
@@ -332,9 +340,6 @@ class Schedule:
 
         Returns:
             The schedule.
-
-        Raises:
-            ConfigurationError: Only some of the transfers have times or routes.
         """
         moves = list(transfers)
         timed = _all_or_none(
@@ -363,9 +368,24 @@ class Schedule:
 
     def replaced(self, **changes: Any) -> Schedule:
         """Return the same schedule with some fields changed, as `dataclasses.replace` does it."""
-        return Schedule(**{**_fields_of(self), **changes})
+        return dataclasses.replace(self, **changes)
 
     # -- changing ------------------------------------------------------------------------------
+
+    def selected(self, transfers: ArrayLike, **changes: Any) -> Schedule:
+        """Return only these transfers, in this order, with some fields changed.
+
+        Args:
+            transfers: Their indices; one that is named twice is there twice.
+            **changes: New values of other fields.
+        """
+        kept = np.asarray(transfers)
+        names = [*_ARRAYS, *_SHORT, *(["starts_s", "ends_s"] if self.has_times else [])]
+        parts: dict[str, Any] = {name: getattr(self, name)[kept] for name in names}
+        if self.route_offsets is not None and self.route_links is not None:
+            parts["route_offsets"], places = rows_of(self.route_offsets, kept)
+            parts["route_links"] = self.route_links[places]
+        return self.replaced(**{**parts, **changes})
 
     def inverted(self) -> Schedule:
         """Return the schedule run backwards: the inverse collective on the reversed network.
@@ -383,38 +403,28 @@ class Schedule:
         if self.collective.name == "all_reduce":
             _require_two_trees(self)
         lean = self if self.collective.reducing else self.pruned()
-        if not collective.reducing:
-            flags: Array = np.zeros(lean.num_transfers, dtype=np.bool_)
-        elif self.collective.reducing:  # an all-reduce: sums become copies and copies sums
-            flags = ~lean.reduces[::-1]
-        else:
-            flags = np.ones(lean.num_transfers, dtype=np.bool_)
+        # In an all-reduce sums become copies and copies sums.
+        both = collective.reducing and self.collective.reducing
         numbers = self.collective.inverse_numbering
         chunks = lean.chunks if numbers is None else numbers[lean.chunks]
-        times: dict[str, Any] = {}
+        changes: dict[str, Any] = {}
+        if lean.has_steps:
+            changes["steps"] = np.int32(lean.num_steps - 1) - lean.steps[::-1]
         if lean.starts_s is not None and lean.ends_s is not None:
             total_s = lean.ends_s.max(initial=0.0)
-            times = {
-                "starts_s": total_s - lean.ends_s[::-1],
-                "ends_s": total_s - lean.starts_s[::-1],
-            }
-        offsets, links = lean.route_offsets, lean.route_links
-        if offsets is not None and links is not None:
-            offsets, links = offsets[-1] - offsets[::-1], links[::-1]
-        return Schedule(
+            changes["starts_s"] = total_s - lean.ends_s[::-1]
+            changes["ends_s"] = total_s - lean.starts_s[::-1]
+        if lean.route_offsets is not None and lean.route_links is not None:
+            changes["route_offsets"] = lean.route_offsets[-1] - lean.route_offsets[::-1]
+            changes["route_links"] = lean.route_links[::-1]
+        return lean.replaced(
             collective=collective,
             chunks=chunks[::-1],
             sources=lean.targets[::-1],
             targets=lean.sources[::-1],
-            reduces=flags,
-            steps=(np.int32(lean.num_steps - 1) - lean.steps[::-1]) if lean.has_steps else None,  # type: ignore[arg-type]
-            **times,
-            route_offsets=offsets,
-            route_links=links,
+            reduces=~lean.reduces[::-1] if both else collective.reducing,
             topology=None if lean.topology is None else lean.topology.reversed(),
-            name=lean.name,
-            solver=lean.solver,
-            attributes=lean.attributes,
+            **changes,
         )
 
     def replicated(self, pieces: int) -> Schedule:
@@ -431,27 +441,8 @@ class Schedule:
             return self
         chunks = np.repeat(self.chunks * np.int32(count), count)
         chunks += np.tile(np.arange(count, dtype=np.int32), self.num_transfers)
-        offsets, links = self.route_offsets, self.route_links
-        if offsets is not None and links is not None:
-            offsets, places = rows_of(offsets, np.repeat(np.arange(self.num_transfers), count))
-            links = links[places]
-        return Schedule(
-            collective=self.collective.replicated(count),
-            chunks=chunks,
-            sources=np.repeat(self.sources, count),
-            targets=np.repeat(self.targets, count),
-            reduces=np.repeat(self.reduces, count),
-            steps=np.repeat(self.steps, count),
-            # Without times transfers would take effect in the listed order, which may be wrong.
-            starts_s=None if self.starts_s is None else np.repeat(self.starts_s, count),
-            ends_s=None if self.ends_s is None else np.repeat(self.ends_s, count),
-            route_offsets=offsets,
-            route_links=links,
-            topology=self.topology,
-            name=self.name,
-            solver=self.solver,
-            attributes=self.attributes,
-        )
+        rows = np.repeat(np.arange(self.num_transfers), count)
+        return self.selected(rows, collective=self.collective.replicated(count), chunks=chunks)
 
     def pruned(self) -> Schedule:
         """Return the schedule without copies that a rank has already, or that no one needs.
@@ -461,27 +452,12 @@ class Schedule:
         """
         if self.collective.reducing or not self.num_transfers:
             return self
-        keys: Array = np.arange(self.num_transfers)
-        mode = self.order_mode
-        if mode == BY_STEPS:
-            keys = np.ascontiguousarray(self.steps)
-        elif mode == BY_TIMES and self.ends_s is not None:
-            keys = self.ends_s
+        keys: Any = {LISTED: None, BY_STEPS: self.steps, BY_TIMES: self.ends_s}[self.order_mode]
+        if keys is None:
+            keys = np.arange(self.num_transfers)
         wanted = self._numbered(self.collective.post_offsets, self.collective.post_ranks)[2]
-        keep = _needed(self.slots(), wanted, keys)
-        return self if keep.all() else self._selected(np.flatnonzero(keep))
-
-    def _selected(self, kept: Longs) -> Schedule:
-        """Only these transfers, in this order."""
-        offsets, links = self.route_offsets, self.route_links
-        if offsets is not None and links is not None:
-            offsets, places = rows_of(offsets, kept)
-            links = links[places]
-        names = ("chunks", "sources", "targets", "reduces", "steps")
-        parts: dict[str, Any] = {name: getattr(self, name)[kept] for name in names}
-        if self.starts_s is not None and self.ends_s is not None:
-            parts |= {"starts_s": self.starts_s[kept], "ends_s": self.ends_s[kept]}
-        return self.replaced(**parts, route_offsets=offsets, route_links=links)
+        keep = _needed(self.slots(), wanted, np.ascontiguousarray(keys))
+        return self if keep.all() else self.selected(np.flatnonzero(keep))
 
     # -- writing and reading -------------------------------------------------------------------
 
@@ -505,7 +481,7 @@ class Schedule:
 
     @classmethod
     def from_json(cls, text: str) -> Schedule:
-        """Return a schedule from the text that `to_json` writes; `verify` has not seen it.
+        """Return a schedule from the text that `to_json` writes; `verify_schedule` has not seen it.
 
         Raises:
             DataError: The text is no JSON, of another schema, or lacks or has wrong entries.
@@ -516,7 +492,7 @@ class Schedule:
             raise DataError(
                 f"the text is no schedule: its schema is {schema!r}", hint=f"expected {_SCHEMA!r}"
             )
-        unknown = sorted(set(data) - _KEYS - {*_ARRAYS, *_OPTIONAL})
+        unknown = sorted(set(data) - _KEYS - {*_ARRAYS, *_SHORT, *_OPTIONAL})
         if unknown:
             raise DataError(f"the schedule has an unknown entry {unknown[0]!r}", hint="remove it")
         try:
@@ -528,16 +504,6 @@ class Schedule:
                 raise
             message = f"the schedule has a wrong entry: {error}"
             raise DataError(message, hint="write it again with Schedule.to_json") from None
-
-
-def _fields_of(schedule: Schedule) -> dict[str, Any]:
-    return {name: getattr(schedule, name) for name in schedule.__dataclass_fields__}
-
-
-def _same(left: Array | None, right: Array | None) -> bool:
-    if left is None or right is None:
-        return left is right
-    return np.array_equal(left, right)
 
 
 def _all_or_none(what: str, has: list[bool]) -> bool:
@@ -613,3 +579,121 @@ def _numbers(data: dict[str, Any], key: str) -> Array:
         message = f"{key} is no list of numbers"
         raise DataError(message, hint="write the schedule with Schedule.to_json")
     return array
+
+
+def compose_all_reduce(first: Schedule, second: Schedule, *, name: str = "") -> Schedule:
+    """Make an all-reduce of a schedule that sums and one that spreads the sums.
+
+    Steps are kept if both have them, times if both have them; the second's come after all of the
+    first's. Without either the listed order says it.
+
+    Args:
+        first: A reduce-scatter or a reduce.
+        second: The all-gather or broadcast of the same chunks.
+        name: Name of the whole; empty to join the two names.
+
+    Returns:
+        The all-reduce.
+
+    Raises:
+        ConfigurationError: The two do not make an all-reduce, or differ in topology, or only one
+            has routes.
+    """
+    collective = _joined_collective(first.collective, second.collective)
+    topology = first.topology if first.topology is not None else second.topology
+    if second.topology is not None and second.topology != topology:
+        message = "the two schedules were made for different topologies"
+        raise ConfigurationError(message, hint="make both for the same one")
+    if first.num_transfers and second.num_transfers and first.has_routes != second.has_routes:
+        message = "only one of the two schedules has routes"
+        raise ConfigurationError(message, hint="give routes to both or to none")
+    parts: dict[str, Any] = {
+        key: np.concatenate([getattr(first, key), getattr(second, key)])
+        for key in ("chunks", "sources", "targets", "reduces")
+    }
+    if all(part.has_steps or not part.num_transfers for part in (first, second)):
+        later = second.steps + np.int32(first.num_steps)
+        parts["steps"] = np.concatenate([first.steps, later])
+    if first.ends_s is not None and second.ends_s is not None:
+        begin_s = float(first.ends_s.max(initial=0.0))
+        for key in ("starts_s", "ends_s"):
+            parts[key] = np.concatenate([getattr(first, key), getattr(second, key) + begin_s])
+    routes = [
+        (np.diff(part.route_offsets), part.route_links)
+        for part in (first, second)
+        if part.route_offsets is not None and part.route_links is not None
+    ]
+    if routes:
+        lengths = np.concatenate([[0], *(length for length, _ in routes)])
+        parts["route_offsets"] = np.cumsum(lengths, dtype=np.int64)
+        parts["route_links"] = np.concatenate([links for _, links in routes])
+    return Schedule(
+        collective=collective,
+        topology=topology,
+        name=name or " + ".join(dict.fromkeys(part for part in (first.name, second.name) if part)),
+        solver=first.solver if first.solver == second.solver else "",
+        attributes={**second.attributes, **first.attributes},
+        **parts,
+    )
+
+
+def _joined_collective(first: Collective, second: Collective) -> Collective:
+    same_chunks = (
+        first.num_ranks == second.num_ranks
+        and np.array_equal(first.chunk_weights, second.chunk_weights)
+        and np.array_equal(first.post_chunks, second.pre_chunks)
+        and np.array_equal(first.post_ranks, second.pre_ranks)
+    )
+    if not same_chunks:
+        raise ConfigurationError(
+            f"{second.name} does not begin with what {first.name} leaves",
+            hint="both need the same chunks, and the second's pre must be the first's post",
+        )
+    everywhere = first.num_ranks * first.num_chunks
+    whole = first.pre_chunks.size == second.post_chunks.size == everywhere and first.reducing
+    if not whole or (second.reducing and not second.single_source):
+        raise ConfigurationError(
+            f"{first.name} and {second.name} make no all-reduce",
+            hint="give a reduce-scatter and an all-gather, or a reduce and a broadcast",
+        )
+    return second.replaced(
+        name="all_reduce",
+        reducing=True,
+        root=None,
+        pre_chunks=first.pre_chunks,
+        pre_ranks=first.pre_ranks,
+    )
+
+
+@njit
+def _number_slots(
+    grouped: tuple[Any, Any], sources: Any, targets: Any, pre: tuple[Any, Any], num_ranks: int
+) -> tuple[Any, Any, Any]:
+    """Number the slots that transfers read and write, and note which are filled at first."""
+    offsets, positions = grouped
+    count = sources.size
+    read, written = np.empty(count, np.int32), np.empty(count, np.int32)
+    filled = np.zeros(2 * count, np.bool_)
+    slot_of = np.full(num_ranks, -1, np.int32)
+    last = 0
+    for chunk in range(offsets.size - 1):
+        members = positions[offsets[chunk] : offsets[chunk + 1]]
+        first = last
+        for index in members:
+            for source in (True, False):
+                rank = sources[index] if source else targets[index]
+                if slot_of[rank] < 0:
+                    slot_of[rank] = last
+                    last += 1
+                if source:
+                    read[index] = slot_of[rank]
+                else:
+                    written[index] = slot_of[rank]
+        if last > first:
+            for holder in pre[1][pre[0][chunk] : pre[0][chunk + 1]]:
+                if slot_of[holder] >= 0:
+                    filled[slot_of[holder]] = True
+        for index in members:
+            slot_of[sources[index]] = -1
+            slot_of[targets[index]] = -1
+    return read, written, filled[:last].copy()

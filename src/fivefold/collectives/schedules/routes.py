@@ -14,8 +14,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from fivefold.collectives.schedules._arrays import Array, Floats, Ints, Longs, rows_of
-from fivefold.collectives.schedules._schedule import Schedule, ScheduleError
+from fivefold.collectives.schedules.arrays import Array, Floats, Ints, Longs
+from fivefold.collectives.schedules.schedule import Schedule, ScheduleError
 from fivefold.errors import ConfigurationError
 from fivefold.flows import default_paths
 from fivefold.network.topology import Topology
@@ -128,13 +128,6 @@ def relays_of(schedule: Schedule) -> list[tuple[int, ...]]:
         for first, last in pairwise(table.offsets.tolist())
     ]
     return [rows[row] for row in table.rows.tolist()]
-
-
-def explicit_routes(schedule: Schedule, topology: Topology) -> tuple[Longs, Ints]:
-    """Return the routes of all transfers one after another, as `Schedule` holds them."""
-    table = route_table(schedule, topology)
-    offsets, places = rows_of(table.offsets, table.rows)
-    return offsets, table.links[places]
 
 
 def _check_paths(schedule: Schedule, topology: Topology, table: RouteTable) -> None:
