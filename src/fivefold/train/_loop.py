@@ -395,7 +395,7 @@ class _Run:
             wall_s=wall_s,
             seconds=self.recorder.categories(wall_s),
             waits=self.recorder.waits,
-            validation=self.validation and self.validation[1],
+            bits_per_byte=self.validation and self.validation[1].bits_per_byte,
             link_bytes=self.link.record(),
             reason=reason,
             digest=parameters_sha256(self.model),

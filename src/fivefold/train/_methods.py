@@ -25,7 +25,6 @@ from fivefold.optim.auto_tau import TauDecision
 from fivefold.runs.machine import run_facts
 from fivefold.train._mixture import Mixtures
 from fivefold.train._spans import Span
-from fivefold.train._step import Validation
 from fivefold.train.config import SyncConfig, TasksConfig, TrainConfig
 
 _LABELS = {
@@ -325,7 +324,7 @@ def make_result(  # noqa: PLR0913 - one argument per part of the record, one cal
     wall_s: float,
     seconds: dict[str, float],
     waits: dict[str, float],
-    validation: Validation | None,
+    bits_per_byte: float | None,
     link_bytes: dict[str, Any] | None,
     reason: str,
     digest: str,
@@ -343,7 +342,7 @@ def make_result(  # noqa: PLR0913 - one argument per part of the record, one cal
         tokens=tokens,
         wall_s=wall_s,
         tokens_per_s=tokens / max(training_s, 1e-9),
-        bits_per_byte=None if validation is None else validation.bits_per_byte,
+        bits_per_byte=bits_per_byte,
         seconds=seconds,
         waits=waits,
         communication=method.totals.record(),
