@@ -111,13 +111,7 @@ class Codec(ABC):
 
 @dataclass(frozen=True)
 class ExactCodec(Codec):
-    """Four bytes per element, nothing changed: ``"fp32"``.
-
-    Examples:
-        >>> codec = ExactCodec()
-        >>> codec.decode(codec.encode(torch.tensor([0.1, -2.0])), 2)
-        tensor([ 0.1000, -2.0000])
-    """
+    """Four bytes per element, nothing changed: ``"fp32"``."""
 
     @property
     def name(self) -> str:
@@ -153,19 +147,6 @@ class CastCodec(Codec):
     bfloat16 has float32's range and keeps 8 significant bits. float16 keeps 11, from 6e-5 to
     65504; smaller values are cut more coarsely, arrive through the error feedback, and larger
     ones travel as infinities. Pseudo-gradients are small, so ``"bf16"`` is the safe one.
-
-    Args:
-        dtype: ``torch.bfloat16`` or ``torch.float16``.
-
-    Raises:
-        ConfigurationError: Another data type.
-
-    Examples:
-        >>> codec = CastCodec(torch.bfloat16)
-        >>> codec.encoded_bytes(10)
-        20
-        >>> codec.decode(codec.encode(torch.tensor([1.0, 0.1])), 2)
-        tensor([1.0000, 0.1001])
     """
 
     dtype: torch.dtype = torch.bfloat16
@@ -358,24 +339,7 @@ _NAMED: dict[str, Codec] = {
 
 
 def named_codec(name: str) -> Codec:
-    """Return the codec of a name.
-
-    Args:
-        name: ``"fp32"``, ``"bf16"``, ``"fp16"``, ``"int8"`` (blocks of 256) or ``"int4"``
-            (blocks of 128).
-
-    Returns:
-        A frozen record.
-
-    Raises:
-        ConfigurationError: There is no codec of that name.
-
-    Examples:
-        >>> named_codec("int8")
-        BlockCodec(bits=8, block=256)
-        >>> [named_codec(name).encoded_bytes(1000) for name in ("fp32", "bf16", "int8", "int4")]
-        [4000, 2000, 1008, 516]
-    """
+    """Return the codec of a name."""
     if name not in _NAMED:
         message = f"there is no codec named {name!r}"
         raise ConfigurationError(message, hint=f"use one of {', '.join(_NAMED)}")

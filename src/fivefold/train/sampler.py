@@ -142,21 +142,7 @@ def sequential_starts(
 def gather_batch(
     tokens: np.ndarray, starts: np.ndarray, sequence_length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Read windows of tokens as inputs and next-token targets.
-
-    Args:
-        tokens: One-dimensional array of tokens, memory-mapped or not.
-        starts: First token of each window, shape [B].
-        sequence_length: Tokens per window, T.
-
-    Returns:
-        inputs_BT and targets_BT, int64; ``targets[b, t]`` is the token after ``inputs[b, t]``.
-
-    Examples:
-        >>> inputs_BT, targets_BT = gather_batch(np.arange(9), np.array([0, 4]), 3)
-        >>> inputs_BT.tolist(), targets_BT.tolist()
-        ([[0, 1, 2], [4, 5, 6]], [[1, 2, 3], [5, 6, 7]])
-    """
+    """Read windows of tokens as inputs and next-token targets."""
     import torch  # noqa: PLC0415 - the sampler itself is used where torch is not loaded
 
     places = starts[:, None] + np.arange(sequence_length + 1)

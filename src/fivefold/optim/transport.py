@@ -26,9 +26,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fivefold.errors import ConfigurationError
-from fivefold.optim._codecs import Codec, ExactCodec, resolve_codec
 from fivefold.optim._comm_thread import CommunicationThread, Job, named_errors
 from fivefold.optim._compressed import CompressedExchange, ring_bytes
+from fivefold.optim.codecs import Codec, ExactCodec, resolve_codec
 
 _CALLBACK_PATIENCE_S = 1.0
 _CALLBACK_GRACE_S = 0.05
@@ -56,13 +56,6 @@ class PendingAllReduce(Protocol):
         """Block until the sums are in the tensors that were launched.
 
         With CUDA tensors the host need not block: the current stream is made to wait.
-
-        Returns:
-            True where the sums arrived. False where the all-reduce was lost and every surviving
-            rank knows that it was: the engine then sends the same work again with the next round.
-
-        Raises:
-            CommunicationError: A peer ended, the network failed, or the timeout passed.
         """
         ...
 

@@ -53,9 +53,6 @@ class LinkMeter:
 
     The interface is the one that gloo is told to use, else the loopback where the ranks meet
     on this host; where neither is known there is no figure rather than a wrong one.
-
-    Args:
-        before: Record of an earlier part of the run, from a checkpoint.
     """
 
     def __init__(self, before: dict[str, Any] | None = None) -> None:

@@ -31,12 +31,6 @@ def trace_events(ranks: Sequence[RankTrace]) -> list[dict[str, Any]]:
 
     Spans of one lane that overlap without nesting go to further threads of that lane, since a
     viewer would draw them wrongly on one.
-
-    Args:
-        ranks: The ranks of one run, on one time axis.
-
-    Returns:
-        Metadata first, then the events of all ranks in the order of time.
     """
     start_s = min((span.start_s for rank in ranks for span in rank.spans), default=0.0)
     metadata: list[dict[str, Any]] = []

@@ -43,6 +43,7 @@ from fivefold.errors import ConfigurationError
 # Patience after each try that proved wrong, and how often it grows.
 _PATIENCE_GROWTH = 4
 _MOST_GROWTHS = 3
+_KEPT_DECISIONS = 64
 # A quotient that is an integer but for rounding (0.6 / 0.2) must not cost one more step.
 _ROUNDING = 1e-9
 
@@ -117,18 +118,7 @@ class AutoTau:
 
 
 def named_auto_tau(tau: str | AutoTau) -> AutoTau:
-    """Return the settings that a name stands for; settings are returned as they are.
-
-    Args:
-        tau: "auto", or settings.
-
-    Raises:
-        ConfigurationError: The name is not known.
-
-    Examples:
-        >>> named_auto_tau("auto") == AutoTau()
-        True
-    """
+    """Return the settings that a name stands for; settings are returned as they are."""
     if isinstance(tau, AutoTau):
         return tau
     if tau != "auto":
@@ -155,8 +145,6 @@ class TauState(TypedDict):
     local_steps: list[int]
     share_sums: list[float]
     share_rounds: int
-    decision_numbers: list[int]
-    decision_times: list[float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,20 +158,7 @@ class _Need:
 
 
 class TauController:
-    """Turns measured step and all-reduce times into tau, in the same way on every rank.
-
-    Args:
-        settings: Bounds and manners.
-        world_size: Number of slots that ranks can have.
-
-    Raises:
-        ConfigurationError: The world size is not positive.
-
-    Examples:
-        >>> controller = TauController(AutoTau(initial=2, window=1), 2)
-        >>> print(controller.observe([0.1, 0.1], [0.8, 0.9], round_number=1))
-        round 1: tau 2 -> 9 (exposed: communication 0.8 s, step 0.1 s)
-    """
+    """Turns measured step and all-reduce times into tau, in the same way on every rank."""
 
     def __init__(self, settings: AutoTau, world_size: int) -> None:
         if world_size < 1:
@@ -199,7 +174,7 @@ class TauController:
         self._all_reduces: deque[float] = deque([0.0] * settings.window, maxlen=settings.window)
         self._steps: list[deque[float]] = [self._all_reduces.copy() for _ in range(world_size)]
         self._balance = StepBalance(world_size, tau=settings.initial, patience=settings.patience)
-        self._log = DecisionLog()
+        self._decisions: deque[TauDecision] = deque(maxlen=_KEPT_DECISIONS)
 
     @property
     def tau(self) -> int:
@@ -208,8 +183,8 @@ class TauController:
 
     @property
     def decisions(self) -> tuple[TauDecision, ...]:
-        """Return the last 64 decisions, oldest first."""
-        return tuple(self._log.decisions)
+        """Return the last 64 decisions since the start or the last ``restore``, oldest first."""
+        return tuple(self._decisions)
 
     @property
     def patience_rounds(self) -> int:
@@ -223,22 +198,7 @@ class TauController:
     def observe(
         self, step_s: Sequence[float], all_reduce_s: Sequence[float], *, round_number: int
     ) -> TauDecision | None:
-        """Take in one boundary's measurements; call it once per boundary, with equal numbers.
-
-        Args:
-            step_s: Per rank, seconds from a launch to the wait at the next boundary, divided by
-                the local steps between them: what an all-reduce can hide behind, without any wait.
-                0.0 where a rank has nothing to tell (absent, or its first round).
-            all_reduce_s: Per rank, seconds from launch to completion of the last all-reduce that
-                ended; 0.0 where there is none.
-            round_number: Round whose message brought these numbers.
-
-        Returns:
-            The decision, or None where all stays as it is.
-
-        Raises:
-            ConfigurationError: A length is not the world size, or a time is no time.
-        """
+        """Take in one boundary's measurements; call it once per boundary, with equal numbers."""
         self._require_times("step_s", step_s)
         self._require_times("all_reduce_s", all_reduce_s)
         flown = [time_s for time_s in all_reduce_s if time_s > 0]
@@ -266,7 +226,7 @@ class TauController:
             all_reduce_s=need.all_reduce_s,
             reason=reason,
         )
-        self._log.decisions.append(decision)
+        self._decisions.append(decision)
         self.changes += self._tau != previous
         return decision
 
@@ -288,19 +248,10 @@ class TauController:
             local_steps=list(self._balance.steps),
             share_sums=list(self._balance.sums),
             share_rounds=self._balance.rounds,
-            decision_numbers=self._log.numbers(),
-            decision_times=self._log.times(),
         )
 
     def restore(self, state: TauState) -> None:
-        """Go on from ``state()`` of a controller with the same settings and world size.
-
-        Args:
-            state: What ``state()`` returned.
-
-        Raises:
-            ConfigurationError: The state is of another world size or window.
-        """
+        """Go on from ``state()`` of a controller with the same settings and world size."""
         fresh = self.state()
         for name in ("all_reduce_window", "step_windows", "local_steps"):
             if len(state[name]) != len(fresh[name]):
@@ -318,7 +269,6 @@ class TauController:
         self._balance.restore(
             steps=state["local_steps"], sums=state["share_sums"], rounds=state["share_rounds"]
         )
-        self._log.restore(numbers=state["decision_numbers"], times=state["decision_times"])
 
     # -- tau --------------------------------------------------------------------------------------
 
@@ -402,10 +352,6 @@ def _median(times: Sequence[float] | deque[float]) -> float:
 
 TauReason = Literal["exposed", "margin", "slack", "balance"]
 
-_REASONS: tuple[TauReason, ...] = ("exposed", "margin", "slack", "balance")
-_KEPT = 64
-_NO_DECISION = (-1, -1, -1, -1)
-
 
 @dataclass(frozen=True, kw_only=True)
 class TauDecision:
@@ -439,41 +385,6 @@ class TauDecision:
     def __str__(self) -> str:
         times = f"communication {self.all_reduce_s:.3g} s, step {self.step_s:.3g} s"
         return f"round {self.round}: tau {self.previous} -> {self.tau} ({self.reason}: {times})"
-
-
-class DecisionLog:
-    """The last 64 decisions, oldest first."""
-
-    def __init__(self) -> None:
-        self.decisions: deque[TauDecision] = deque(maxlen=_KEPT)
-
-    def numbers(self) -> list[int]:
-        """Return round, previous tau, tau and reason of each, -1 where there is none."""
-        rows = [(d.round, d.previous, d.tau, _REASONS.index(d.reason)) for d in self.decisions]
-        rows += [_NO_DECISION] * (_KEPT - len(rows))
-        return [number for row in rows for number in row]
-
-    def times(self) -> list[float]:
-        """Return step and all-reduce time of each in seconds, 0.0 where there is none."""
-        times = [time_s for d in self.decisions for time_s in (d.step_s, d.all_reduce_s)]
-        return times + [0.0] * (2 * _KEPT - len(times))
-
-    def restore(self, *, numbers: Sequence[int], times: Sequence[float]) -> None:
-        """Set the log from ``numbers()`` and ``times()``."""
-        self.decisions.clear()
-        for i in range(_KEPT):
-            round_number, previous, tau, reason = numbers[4 * i : 4 * i + 4]
-            if round_number < 0:
-                break
-            decision = TauDecision(
-                round=round_number,
-                previous=previous,
-                tau=tau,
-                step_s=times[2 * i],
-                all_reduce_s=times[2 * i + 1],
-                reason=_REASONS[reason],
-            )
-            self.decisions.append(decision)
 
 
 # Counts stay while no rank's mean share is off by more than this.

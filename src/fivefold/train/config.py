@@ -21,7 +21,8 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from fivefold.errors import ConfigurationError
 from fivefold.files import read_toml
-from fivefold.runs import (
+from fivefold.runs import Section, apply_overrides, check_tables, format_toml
+from fivefold.runs.config import (
     Bytes,
     Count,
     FilePath,
@@ -30,11 +31,7 @@ from fivefold.runs import (
     Positive,
     Rate,
     Seconds,
-    Section,
     Text,
-    apply_overrides,
-    check_tables,
-    format_toml,
 )
 from fivefold.train._sync_config import AutoTauConfig, SyncConfig, keys_of_method
 
@@ -123,15 +120,7 @@ class DataConfig(Section):
 
 
 class MixtureConfig(Section):
-    """Table ``[model.moe]``: a mixture of experts in place of the feed-forward layers.
-
-    Raises:
-        ConfigurationError: Through ``load_config``; the numbers do not fit together.
-
-    Examples:
-        >>> MixtureConfig(experts=16, top_k=4).expert_parallel
-        1
-    """
+    """Table ``[model.moe]``: a mixture of experts in place of the feed-forward layers."""
 
     experts: Positive = 8
     """experts of a layer"""
@@ -301,15 +290,7 @@ class OptimConfig(Section):
 
 
 class TasksConfig(Section):
-    """Table ``[tasks]``: the order in which gradients are sent, for ``sync.method = "ddp"``.
-
-    Raises:
-        ConfigurationError: Through ``load_config``; the order could not change anything.
-
-    Examples:
-        >>> TasksConfig(chunk="1 MB").chunk
-        1000000
-    """
+    """Table ``[tasks]``: the order in which gradients are sent, for ``sync.method = "ddp"``."""
 
     ordering: Literal["fifo", "priority"] = "priority"
     """"fifo" as gradients become ready, or "priority" for what the next forward pass needs first"""
