@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from fivefold.errors import DataError
 from fivefold.gnn.packing import BatchRecord
-from fivefold.gnn.packing._layouts import SlotTracker
 from fivefold.gnn.packing._record import (
     build_record,
     decode_arrays,
@@ -18,8 +17,8 @@ from fivefold.gnn.packing._record import (
     encode_arrays,
     encode_record,
 )
-from fivefold.gnn.packing._records import LocalNumbers
-from fivefold.gnn.planning._belady import CacheSchedule
+from fivefold.gnn.packing._records import LocalNumbers, SlotTracker
+from fivefold.gnn.planning._caches import CacheSchedule
 from fivefold.gnn.sampling import SampledBatch
 
 

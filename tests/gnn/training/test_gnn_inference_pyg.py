@@ -13,7 +13,7 @@ from training_graphs import Disk, edge_index, make_dataset
 from fivefold.errors import UnsupportedError
 from fivefold.gnn.storage import Container
 from fivefold.gnn.training import infer_layers
-from fivefold.gnn.training._geometric import GeometricGAT, GeometricGraphSAGE
+from fivefold.gnn.training._models import GeometricGAT, GeometricGraphSAGE
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from fivefold.gnn.loading._base import LoaderStatistics
 from fivefold.gnn.loading._batch import Block, HeteroMiniBatch, MiniBatch
 from fivefold.gnn.loading._disk_loader import DiskLoader
 from fivefold.gnn.loading._pipeline import StallError
 from fivefold.gnn.loading._sampled import HeteroLoader, OnlineLoader
-from fivefold.gnn.loading._statistics import LoaderStatistics
 
 if TYPE_CHECKING:
     from fivefold.gnn.loading._geometric import FeatureStoreAdapter

@@ -21,20 +21,26 @@ from numpy.typing import ArrayLike
 
 from fivefold.errors import ConfigurationError
 from fivefold.gnn.data import Dataset, HeteroDataset
-from fivefold.gnn.loading._assemble import SeedTable, assemble, checked_form
 from fivefold.gnn.loading._base import (
     Batch,
     BatchLoader,
     Ids,
     LoaderSettings,
+    LoaderStatistics,
     Remainder,
     checked_device,
     checked_ids,
 )
-from fivefold.gnn.loading._batch import EdgeType, HeteroMiniBatch, MiniBatch
+from fivefold.gnn.loading._batch import (
+    EdgeType,
+    HeteroMiniBatch,
+    MiniBatch,
+    SeedTable,
+    assemble,
+    checked_form,
+)
 from fivefold.gnn.loading._pipeline import Pipeline, Stage, Ticket
 from fivefold.gnn.loading._rows import Backend, DiskRows, open_rows
-from fivefold.gnn.loading._statistics import LoaderStatistics
 from fivefold.gnn.sampling import (
     HeteroNeighborSampler,
     HeteroSampledBatch,

@@ -2,6 +2,6 @@
 
 from fivefold.gnn.packing._pack import pack
 from fivefold.gnn.packing._record import BatchRecord
-from fivefold.gnn.packing._store import PackedStore, read_plan, write_plan
+from fivefold.gnn.packing._store import PackedStore
 
-__all__ = ["BatchRecord", "PackedStore", "pack", "read_plan", "write_plan"]
+__all__ = ["BatchRecord", "PackedStore", "pack"]

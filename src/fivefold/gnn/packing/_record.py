@@ -22,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.errors import DataError
-from fivefold.gnn.planning import argsort_distinct, runs_of
+from fivefold.gnn.planning.id_sets import argsort_distinct
+from fivefold.gnn.planning.layout import runs_of
 from fivefold.gnn.sampling import SampledBatch
 
 _NONE = np.empty(0, np.int64)

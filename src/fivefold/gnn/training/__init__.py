@@ -23,8 +23,14 @@ if TYPE_CHECKING:
         config_to_toml,
         load_config,
     )
-    from fivefold.gnn.training._infer_run import RunInference, infer_run, load_model
-    from fivefold.gnn.training._inference import InferenceResult, LayerReport, infer_layers
+    from fivefold.gnn.training._inference import (
+        InferenceResult,
+        LayerReport,
+        RunInference,
+        infer_layers,
+        infer_run,
+        load_model,
+    )
     from fivefold.gnn.training._loop import train_graph
     from fivefold.gnn.training._models import GAT, GCN, GraphSAGE, LayeredModel, make_model
     from fivefold.gnn.training._result import GnnResult

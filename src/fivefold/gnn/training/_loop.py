@@ -26,17 +26,20 @@ from fivefold.gnn.data import Dataset
 from fivefold.gnn.loading import MiniBatch
 from fivefold.gnn.packing import PackedStore
 from fivefold.gnn.training._config import GnnConfig, config_to_toml
-from fivefold.gnn.training._evaluate import Evaluator
 from fivefold.gnn.training._models import make_model
 from fivefold.gnn.training._prepare import Rounds
-from fivefold.gnn.training._result import Clock, EpochTally, GnnResult, run_label, run_manifest
-from fivefold.gnn.training._resume import (
+from fivefold.gnn.training._result import (
+    Clock,
+    EpochTally,
+    GnnResult,
     check_before_work,
     describe_run,
     refuse_older_format,
     require_same_plan,
+    run_label,
+    run_manifest,
 )
-from fivefold.gnn.training._source import BatchSource, add_counts, counts_of, make_source
+from fivefold.gnn.training._source import BatchSource, Evaluator, add_counts, counts_of, make_source
 from fivefold.runs import (
     FolderLock,
     MetricsWriter,

@@ -14,6 +14,7 @@ needs degrees of the sources, which a sampled batch knows only for nodes that we
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -22,13 +23,20 @@ from torch import Tensor
 
 from fivefold.errors import ConfigurationError, UnsupportedError
 from fivefold.gnn.loading import Block
-from fivefold.gnn.training._geometric import (
-    GATConv,
-    GeometricGAT,
-    GeometricGraphSAGE,
-    SAGEConv,
-    SimpleConv,
-)
+
+__all__ = ["GATConv", "GeometricGAT", "GeometricGraphSAGE", "SAGEConv", "SimpleConv"]
+
+try:
+    with warnings.catch_warnings():
+        # torch_geometric scripts a class while it is imported, which newer torch calls deprecated.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from torch_geometric.nn import GAT as GeometricGAT  # noqa: N811 - a class
+        from torch_geometric.nn import GATConv, SAGEConv, SimpleConv
+        from torch_geometric.nn import GraphSAGE as GeometricGraphSAGE
+except ImportError as _error:
+    _MESSAGE = "the models need torch_geometric, which is not installed"
+    raise UnsupportedError(_MESSAGE, hint="pip install 'fivefold[gnn]'") from _error
+
 
 Graph: TypeAlias = "Tensor | Sequence[Block]"
 """An ``edge_index`` [2, E], or one block per layer, outermost first."""

@@ -23,8 +23,8 @@ from typing import Any
 
 from fivefold.errors import DataError, InfeasibleError, StorageError
 from fivefold.gnn.data import Dataset
-from fivefold.gnn.packing import PackedStore, pack, read_plan, write_plan
-from fivefold.gnn.planning import Budgets, FeatureInfo, Plan, make_plan
+from fivefold.gnn.packing import PackedStore, pack
+from fivefold.gnn.planning import Budgets, Plan, make_plan
 from fivefold.gnn.sampling import NeighborSampler, SampleFile, Topology, sample_epochs
 from fivefold.gnn.storage import probe_disk
 from fivefold.gnn.training._config import GnnConfig
@@ -153,18 +153,14 @@ class _Preparation:
         path, features, config = self._plan_file(), self._dataset.features, self._config
         if path.exists():
             with contextlib.suppress(DataError):  # it costs seconds to make it again
-                found = read_plan(path)
+                found = Plan.open(path)
                 inputs = (found.features_fingerprint, found.samples_fingerprint)
                 if inputs == (features.fingerprint, samples.fingerprint):
                     return found
         with self._timed("plan"), _in_terms_of_the_file():
             plan = make_plan(
                 samples,
-                FeatureInfo(
-                    num_nodes=self._dataset.num_nodes,
-                    row_bytes=self._dataset.row_bytes,
-                    fingerprint=features.fingerprint,
-                ),
+                features,
                 self._budgets(),
                 probe_disk(self._folder),
                 policy=config.plan.policy,
@@ -175,7 +171,7 @@ class _Preparation:
                 training_epochs=config.run.epochs,
                 scratch_folder=self._folder,
             )
-            write_plan(plan, path)
+            plan.write(path)
         return plan
 
     def _budgets(self) -> Budgets:

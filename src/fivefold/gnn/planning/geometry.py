@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
 from fivefold.errors import InfeasibleError
-from fivefold.gnn.planning._pages import PAGE_BYTES
+from fivefold.gnn.planning.layout import PAGE_BYTES
 from fivefold.units import format_bytes
 
 STRATEGIES = ("resident", "passes", "spill")

@@ -14,10 +14,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fivefold._compiler import njit, numba
 from fivefold.errors import DataError
-from fivefold.gnn.planning._inputs import Array, Ids
+
+Ids = NDArray[np.int64]
+Array = NDArray[Any]
 
 _DENSE_IDS_PER_ID = 256  # four words of bits to walk over for each id that is found
 _WORD = 64
