@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
-import logging
 import os
 import shlex
 import socket
 import sys
-import time
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from fivefold.errors import ConfigurationError
+from fivefold.files import lock_file
 from fivefold.runs._files import cannot_write
 
-_LOG = logging.getLogger(__name__)
 _NAME = ".lock"
 # A process that was killed holds its files until the kernel has taken it apart.
 _PATIENCE_S = 2.0
-_POLL_S = 0.05
-_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 _LONGEST_COMMAND = 200
 
 _held: set[int] = set()
@@ -105,24 +99,8 @@ class FolderLock:
         self._descriptor = None
 
     def _lock(self, descriptor: int) -> None:
-        give_up_at_s = time.monotonic() + _PATIENCE_S
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() >= give_up_at_s:
-                    raise self._in_use(descriptor) from None
-                time.sleep(_POLL_S)
-            except OSError as error:
-                if error.errno not in _NO_LOCKS:
-                    raise
-                _LOG.warning(
-                    "the file system of %s has no locks: make sure that no other run writes there",
-                    self._folder,
-                )
-                return
-            else:
-                return
+        if not lock_file(descriptor, self._folder, patience_s=_PATIENCE_S):
+            raise self._in_use(descriptor)
 
     def _in_use(self, descriptor: int) -> ConfigurationError:
         try:

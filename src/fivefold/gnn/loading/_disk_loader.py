@@ -18,6 +18,7 @@ import torch
 
 from fivefold.errors import ConfigurationError, UnsupportedError
 from fivefold.gnn.loading._base import (
+    Backend,
     BatchLoader,
     Ids,
     LoaderSettings,
@@ -26,10 +27,9 @@ from fivefold.gnn.loading._base import (
     batch_order,
     checked_device,
 )
-from fivefold.gnn.loading._batch import Form, MiniBatch, SeedTable, assemble, checked_form
 from fivefold.gnn.loading._feature_store import FeatureStore
 from fivefold.gnn.loading._pipeline import BufferRing, Pipeline, Stage, Ticket, buffer_count
-from fivefold.gnn.loading._rows import Backend
+from fivefold.gnn.loading.batch import Form, MiniBatch, SeedTable, assemble, checked_form
 from fivefold.gnn.packing import BatchRecord, PackedStore
 
 # Two batches are read side by side where a third one can be at work in memory: the disk does not

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fivefold.errors import ConfigurationError, DataError
-from fivefold.gnn.loading._rows import Backend
+from fivefold.gnn.loading._base import Backend
 from fivefold.gnn.packing import BatchRecord, PackedStore
 from fivefold.gnn.storage import Container, ReadStatistics, RowReader, aligned_empty, gather_rows
 

@@ -7,7 +7,6 @@ way. ``store.json`` comes last.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import shutil
@@ -21,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from fivefold.errors import ConfigurationError, DataError, InfeasibleError, StorageError
-from fivefold.files import read_checked_json, write_checked_json
+from fivefold.files import lock_file, read_checked_json, write_checked_json
 from fivefold.gnn.packing._overlap import Check, Progress, side_by_side
 from fivefold.gnn.packing._records import KIND_LAYOUTS, KIND_RECORDS, Recorder, write_layouts
 from fivefold.gnn.packing._rows import KIND_ROWS, Mover, Order, write_rows
@@ -424,11 +423,9 @@ def _locked(files: StoreFiles) -> Iterator[None]:
             hint="choose a folder that can be written, on a disk with free space",
         ) from error
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not lock_file(lock.fileno(), files.scratch, patience_s=0):
             raise StorageError(
                 f"another process packs into {files.folder}",
                 hint="wait for it to end, or choose another folder",
-            ) from None
+            )
         yield

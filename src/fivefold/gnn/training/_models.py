@@ -14,7 +14,6 @@ needs degrees of the sources, which a sampled batch knows only for nodes that we
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -23,19 +22,9 @@ from torch import Tensor
 
 from fivefold.errors import ConfigurationError, UnsupportedError
 from fivefold.gnn.loading import Block
+from fivefold.gnn.loading.batch import import_geometric
 
-__all__ = ["GATConv", "GeometricGAT", "GeometricGraphSAGE", "SAGEConv", "SimpleConv"]
-
-try:
-    with warnings.catch_warnings():
-        # torch_geometric scripts a class while it is imported, which newer torch calls deprecated.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        from torch_geometric.nn import GAT as GeometricGAT  # noqa: N811 - a class
-        from torch_geometric.nn import GATConv, SAGEConv, SimpleConv
-        from torch_geometric.nn import GraphSAGE as GeometricGraphSAGE
-except ImportError as _error:
-    _MESSAGE = "the models need torch_geometric, which is not installed"
-    raise UnsupportedError(_MESSAGE, hint="pip install 'fivefold[gnn]'") from _error
+_geometric = import_geometric("nn")
 
 
 Graph: TypeAlias = "Tensor | Sequence[Block]"
@@ -47,7 +36,7 @@ class GCNConv(torch.nn.Module):
 
     def __init__(self, in_dim: int, out_dim: int) -> None:
         super().__init__()
-        self.mean = SimpleConv(aggr="mean")
+        self.mean = _geometric.SimpleConv(aggr="mean")
         self.lin = torch.nn.Linear(in_dim, out_dim)
 
     def forward(
@@ -183,7 +172,7 @@ class GraphSAGE(LayeredModel):
 
     def _conv(self, before: int, after: int, *, last: bool) -> torch.nn.Module:
         del last
-        conv: torch.nn.Module = SAGEConv(before, after)
+        conv: torch.nn.Module = _geometric.SAGEConv(before, after)
         return conv
 
 
@@ -259,7 +248,7 @@ class GAT(LayeredModel):
 
     def _conv(self, before: int, after: int, *, last: bool) -> torch.nn.Module:
         width = after if last else after // self.heads
-        conv: torch.nn.Module = GATConv(
+        conv: torch.nn.Module = _geometric.GATConv(
             before, width, heads=self.heads, concat=not last, add_self_loops=False
         )
         return conv
@@ -311,7 +300,7 @@ def as_layered(model: torch.nn.Module) -> LayeredModel:
     if isinstance(model, LayeredModel):
         return model
     kind: Any = type(model)
-    if kind not in (GeometricGraphSAGE, GeometricGAT):
+    if kind not in (_geometric.GraphSAGE, _geometric.GAT):
         message = f"layer-wise inference knows no {kind.__module__}.{kind.__qualname__}"
         hint = "use GraphSAGE or GAT of either library, or our GCN; or sample the nodes"
         raise UnsupportedError(message, hint=hint)
@@ -327,7 +316,7 @@ def as_layered(model: torch.nn.Module) -> LayeredModel:
 def _taken_over(model: Any) -> LayeredModel:
     sizes = (model.in_channels, model.hidden_channels, model.out_channels)
     layered: LayeredModel
-    if isinstance(model, GeometricGAT):
+    if isinstance(model, _geometric.GAT):
         heads = model.convs[0].heads
         layered = GAT(*sizes, num_layers=model.num_layers, heads=heads)
     else:
@@ -351,10 +340,10 @@ def _unusual(model: Any) -> Iterator[str]:
 
 
 def _unusual_conv(conv: Any) -> Iterator[str]:
-    if type(conv) is SAGEConv:
+    if type(conv) is _geometric.SAGEConv:
         usual = {"aggr": "mean", "normalize": False, "root_weight": True, "project": False}
         linear = conv.lin_l
-    elif type(conv) is GATConv:
+    elif type(conv) is _geometric.GATConv:
         usual = {"aggr": "add", "add_self_loops": True, "edge_dim": None, "residual": False}
         linear = conv
     else:

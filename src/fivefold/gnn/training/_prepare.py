@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import json
 import logging
+import math
 import shutil
 import threading
 import time
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.errors import DataError, InfeasibleError, StorageError
+from fivefold.files import lock_file
 from fivefold.gnn.data import Dataset
 from fivefold.gnn.packing import PackedStore, pack
 from fivefold.gnn.planning import Budgets, Plan, make_plan
@@ -209,11 +210,9 @@ def _alone_in(folder: Path) -> Iterator[None]:
         message = f"cannot write in {folder}: {error.strerror or error}"
         raise StorageError(message, hint="set data.store to a folder that you may write") from error
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not lock_file(file.fileno(), folder, patience_s=0):
             _LOG.info("another process prepares %s; waiting for it", folder)
-            fcntl.flock(file, fcntl.LOCK_EX)
+            lock_file(file.fileno(), folder, patience_s=math.inf)
         yield
 
 

@@ -8,6 +8,8 @@ layers need. Nothing here knows where the rows came from.
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar, cast
 
@@ -17,9 +19,21 @@ import torch
 from torch import Tensor
 
 from fivefold._compiler import njit
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, UnsupportedError
 from fivefold.gnn.packing import BatchRecord
 from fivefold.gnn.sampling import SampledBatch
+
+
+def import_geometric(name: str) -> Any:
+    """Return a package of torch_geometric, which takes seconds to load and is an optional extra."""
+    try:
+        with warnings.catch_warnings():
+            # On import it uses what newer torch deprecates.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return importlib.import_module(f"torch_geometric.{name}")
+    except ImportError as error:
+        message = "torch_geometric is not installed"
+        raise UnsupportedError(message, hint="pip install 'fivefold[gnn]'") from error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -157,9 +171,17 @@ class MiniBatch:
 
         It fails with ``UnsupportedError`` where torch_geometric is not installed.
         """
-        from fivefold.gnn.loading._geometric import data_of  # noqa: PLC0415 - an optional extra
-
-        return data_of(self)
+        data = import_geometric("data").Data(
+            x=self.x, edge_index=self.edge_index, y=self.y, n_id=self.n_id
+        )
+        data.batch_size = self.batch_size
+        data.input_id = self.input_id
+        if self.e_id is not None:
+            data.e_id = self.e_id
+        if self.nodes_by_hop:
+            data.num_sampled_nodes = list(self.num_sampled_nodes or ())
+            data.num_sampled_edges = list(self.num_sampled_edges or ())
+        return data
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> MiniBatch:
         blocks = self.blocks
@@ -242,9 +264,19 @@ class HeteroMiniBatch:
 
         It fails with ``UnsupportedError`` where torch_geometric is not installed.
         """
-        from fivefold.gnn.loading._geometric import hetero_data_of  # noqa: PLC0415 - an extra
-
-        return hetero_data_of(self)
+        data = import_geometric("data").HeteroData()
+        for name, ids in self.n_id_dict.items():
+            data[name].n_id = ids
+            data[name].num_nodes = len(ids)
+            if name in self.x_dict:
+                data[name].x = self.x_dict[name]
+        for kind, edges in self.edge_index_dict.items():
+            data[kind].edge_index = edges
+        seeds = data[self.input_type]
+        seeds.batch_size, seeds.y = self.batch_size, self.y
+        data.num_sampled_nodes_dict = dict(self.num_sampled_nodes_dict)
+        data.num_sampled_edges_dict = dict(self.num_sampled_edges_dict)
+        return data
 
 
 def _each(change: Callable[[Tensor], Tensor], tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
