@@ -1,11 +1,16 @@
 """Inference out of core with PyTorch Geometric's own models equals their forward pass."""
 
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # it uses what newer torch deprecates
+    from torch_geometric import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 from training_graphs import Disk, edge_index, make_dataset

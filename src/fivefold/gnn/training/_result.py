@@ -14,8 +14,8 @@ from fivefold.errors import CheckpointError
 from fivefold.gnn.data import Dataset
 from fivefold.gnn.training._config import GnnConfig
 from fivefold.gnn.training._models import LayeredModel
-from fivefold.runs import run_facts
 from fivefold.runs.checkpoints import find_checkpoint
+from fivefold.runs.machine import run_facts
 from fivefold.units import format_duration_s
 
 _CATEGORIES = ("compute", "data", "validation", "checkpoint")
