@@ -137,8 +137,6 @@ def _open_board(folder: Path) -> Any:
     return SummaryWriter(str(folder))
 
 
-from fivefold.runs._files import cannot_write
-
 _NAME = ".lock"
 # A process that was killed holds its files until the kernel has taken it apart.
 _PATIENCE_S = 2.0
