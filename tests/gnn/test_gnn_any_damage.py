@@ -30,15 +30,13 @@ from fivefold.gnn.packing import PackedStore, pack
 from fivefold.gnn.planning import Plan
 from fivefold.gnn.sampling import HeteroNeighborSampler, NeighborSampler, SampleFile
 from fivefold.gnn.storage import Container
-from fivefold.gnn.training import (
+from fivefold.gnn.training import GnnConfig, infer_run, train_graph
+from fivefold.gnn.training.config import (
     BudgetsConfig,
     DataConfig,
-    GnnConfig,
     ModelConfig,
     RunConfig,
     SamplingConfig,
-    infer_run,
-    train_graph,
 )
 
 NOT_READ_BACK = {"lock", ".lock", "plan.txt", "metrics.jsonl"}

@@ -20,14 +20,8 @@ from fivefold.gnn.packing import PackedStore, pack
 from fivefold.gnn.planning import Budgets, make_plan
 from fivefold.gnn.sampling import NeighborSampler, SampleFile, sample_epochs
 from fivefold.gnn.storage import DiskProfile
-from fivefold.gnn.training import (
-    BudgetsConfig,
-    DataConfig,
-    GnnConfig,
-    RunConfig,
-    SamplingConfig,
-    train_graph,
-)
+from fivefold.gnn.training import GnnConfig, train_graph
+from fivefold.gnn.training.config import BudgetsConfig, DataConfig, RunConfig, SamplingConfig
 
 __all__ = ["STAGES", "digest_of", "load", "prepare_inputs"]
 

@@ -23,7 +23,8 @@ from benchmarks.gnn.systems._segments import first_feasible_segment
 from benchmarks.gnn.systems._simple import requested_rows, top_rows
 from benchmarks.gnn.systems._system import Preparation, SystemBatch, SystemStatistics, Workload
 from fivefold.errors import InfeasibleError
-from fivefold.gnn.packing import BatchRecord, PackedStore, pack
+from fivefold.gnn.packing import PackedStore, pack
+from fivefold.gnn.packing.record import BatchRecord
 from fivefold.gnn.planning import Budgets, Plan, make_plan
 from fivefold.gnn.storage import DiskProfile, RowReader, gather_rows
 

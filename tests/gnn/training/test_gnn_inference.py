@@ -16,7 +16,7 @@ from training_graphs import Disk, edge_index, make_dataset
 
 from fivefold.errors import ConfigurationError, DataError, InfeasibleError, UnsupportedError
 from fivefold.gnn.storage import Container
-from fivefold.gnn.training import GraphSAGE, infer_layers, make_model
+from fivefold.gnn.training import GraphSAGE, infer_layers
 from fivefold.gnn.training._inference_layers import (
     fill_keys,
     ranges,
@@ -24,6 +24,7 @@ from fivefold.gnn.training._inference_layers import (
     share_memory,
     take_apart,
 )
+from fivefold.gnn.training.models import make_model
 
 MODELS = ["sage", "gat", "gcn"]
 

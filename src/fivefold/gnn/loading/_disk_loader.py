@@ -30,7 +30,8 @@ from fivefold.gnn.loading._base import (
 from fivefold.gnn.loading._feature_store import FeatureStore
 from fivefold.gnn.loading._pipeline import BufferRing, Pipeline, Stage, Ticket, buffer_count
 from fivefold.gnn.loading.batch import Form, MiniBatch, SeedTable, assemble, checked_form
-from fivefold.gnn.packing import BatchRecord, PackedStore
+from fivefold.gnn.packing import PackedStore
+from fivefold.gnn.packing.record import BatchRecord
 
 # Two batches are read side by side where a third one can be at work in memory: the disk does not
 # idle between one and the next. With two buffers they would only wait for each other.

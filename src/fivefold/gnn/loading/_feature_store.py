@@ -21,7 +21,8 @@ from torch import Tensor
 
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.gnn.loading._base import Backend
-from fivefold.gnn.packing import BatchRecord, PackedStore
+from fivefold.gnn.packing import PackedStore
+from fivefold.gnn.packing.record import BatchRecord
 from fivefold.gnn.storage import Container, ReadStatistics, RowReader, aligned_empty, gather_rows
 
 Ids = npt.NDArray[np.int64]

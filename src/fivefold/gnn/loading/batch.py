@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fivefold._compiler import njit
 from fivefold.errors import ConfigurationError, UnsupportedError
-from fivefold.gnn.packing import BatchRecord
+from fivefold.gnn.packing.record import BatchRecord
 from fivefold.gnn.sampling import SampledBatch
 
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from fivefold.errors import DataError, InfeasibleError
 from fivefold.gnn.packing._overlap import Progress, in_threads
-from fivefold.gnn.packing._record import BatchRecord, build_record, encode_record
+from fivefold.gnn.packing.record import BatchRecord, build_record, encode_record
 from fivefold.gnn.planning import Plan
 from fivefold.gnn.planning.id_sets import IdSet, SortedIds, is_dense, sort_distinct
 from fivefold.gnn.planning.layout import PAGE_BYTES, SegmentLayout
@@ -205,11 +205,7 @@ _Call = Callable[[], tuple[NDArray[np.uint8], int, int]]
 
 
 class Recorder:
-    """Make the records of a plan's batches.
-
-    Attributes:
-        needed_bytes: What they take at most, and the writer.
-    """
+    """Make the records of a plan's batches."""
 
     def __init__(
         self, samples: SampleFile, plan: Plan, layouts: Container, *, memory_bytes: int

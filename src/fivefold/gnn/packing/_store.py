@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from fivefold.errors import ConfigurationError, DataError, StorageError
 from fivefold.files import read_checked_json, write_checked_json
-from fivefold.gnn.packing._record import BatchRecord, decode_record
 from fivefold.gnn.packing._records import KIND_RECORDS
 from fivefold.gnn.packing._rows import KIND_ROWS
+from fivefold.gnn.packing.record import BatchRecord, decode_record
 from fivefold.gnn.planning import Plan
 from fivefold.gnn.sampling import SampleFile
 from fivefold.gnn.storage import Container

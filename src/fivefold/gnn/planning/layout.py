@@ -90,12 +90,7 @@ _LARGEST_KEY = 2**62
 
 @dataclasses.dataclass(frozen=True)
 class SegmentLayout:
-    """Where the cold rows of one segment lie.
-
-    Args:
-        order: Node id of each packed row, int64 [R]. With private chunks a node can stand twice.
-        rows: For each batch the places in ``order`` that it reads, ascending, int64.
-    """
+    """Where the cold rows of one segment lie."""
 
     order: Ids
     rows: list[Ids]

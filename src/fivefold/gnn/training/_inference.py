@@ -26,7 +26,6 @@ from fivefold.errors import CheckpointError, ConfigurationError, DataError, Stor
 from fivefold.gnn.data import Dataset
 from fivefold.gnn.sampling import Topology
 from fivefold.gnn.storage import Container, ContainerWriter, DiskProfile, ReadStatistics, probe_disk
-from fivefold.gnn.training._config import Backend, GnnConfig, load_config
 from fivefold.gnn.training._inference_layers import (
     PAGE_BYTES,
     Aggregate,
@@ -41,7 +40,8 @@ from fivefold.gnn.training._inference_layers import (
     share_memory,
     take_apart,
 )
-from fivefold.gnn.training._models import LayeredModel, as_layered, make_model
+from fivefold.gnn.training.config import Backend, GnnConfig, load_config
+from fivefold.gnn.training.models import LayeredModel, as_layered, make_model
 from fivefold.runs import write_json
 from fivefold.runs.checkpoints import newest_checkpoint, read_checkpoint
 from fivefold.units import format_bytes, format_duration_s
@@ -53,23 +53,7 @@ Int64 = npt.NDArray[np.int64]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerReport:
-    """What one layer took.
-
-    Args:
-        layer: Number of the layer, from 1.
-        ranges: Ranges of targets in this run; 0 where the layer was done before.
-        gathered: Pieces whose rows were gathered page by page.
-        swept: Pieces whose rows were read in one sequential pass.
-        bytes_read: Bytes read from the layer's input.
-        bytes_used: Bytes of rows that were needed.
-        requests: Requests to the disk.
-        seconds: Time of the layer.
-
-    Examples:
-        >>> zeros = dict.fromkeys(("gathered", "bytes_read", "bytes_used", "requests"), 0)
-        >>> LayerReport(layer=1, ranges=3, swept=3, seconds=1.0, **zeros).line()
-        'layer 1: 3 ranges of targets, by sequential passes; read 0 B in 1 s'
-    """
+    """What one layer took."""
 
     layer: int
     ranges: int

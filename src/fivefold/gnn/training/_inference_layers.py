@@ -22,8 +22,8 @@ from torch import Tensor
 from fivefold._compiler import njit
 from fivefold.errors import InfeasibleError, UnsupportedError
 from fivefold.gnn.storage import Container, DiskProfile, ReadStatistics, RowReader, aligned_empty
-from fivefold.gnn.training._config import Backend
-from fivefold.gnn.training._models import GAT, GCN, GraphSAGE, LayeredModel
+from fivefold.gnn.training.config import Backend
+from fivefold.gnn.training.models import GAT, GCN, GraphSAGE, LayeredModel
 from fivefold.units import format_bytes
 
 Pair = tuple[int, int]

@@ -28,7 +28,7 @@ from fivefold.gnn.packing import PackedStore, pack
 from fivefold.gnn.planning import Budgets, Plan, make_plan
 from fivefold.gnn.sampling import NeighborSampler, SampleFile, Topology, sample_epochs
 from fivefold.gnn.storage import probe_disk
-from fivefold.gnn.training._config import GnnConfig
+from fivefold.gnn.training.config import GnnConfig
 from fivefold.units import format_bytes, format_duration_s
 
 _LOG = logging.getLogger(__name__)

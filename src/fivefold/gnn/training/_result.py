@@ -12,8 +12,8 @@ from typing import Any
 
 from fivefold.errors import CheckpointError
 from fivefold.gnn.data import Dataset
-from fivefold.gnn.training._config import GnnConfig
-from fivefold.gnn.training._models import LayeredModel
+from fivefold.gnn.training.config import GnnConfig
+from fivefold.gnn.training.models import LayeredModel
 from fivefold.runs.checkpoints import find_checkpoint
 from fivefold.runs.machine import run_facts
 from fivefold.units import format_duration_s

@@ -15,8 +15,8 @@ from fivefold.gnn.data import Dataset
 from fivefold.gnn.loading import DiskLoader, LoaderStatistics, MiniBatch, OnlineLoader
 from fivefold.gnn.packing import PackedStore
 from fivefold.gnn.sampling import Topology
-from fivefold.gnn.training._config import GnnConfig
-from fivefold.gnn.training._models import LayeredModel
+from fivefold.gnn.training.config import GnnConfig
+from fivefold.gnn.training.models import LayeredModel
 from fivefold.runs.ranks import Ranks
 
 

@@ -57,22 +57,7 @@ class GCNConv(torch.nn.Module):
 
 
 class LayeredModel(torch.nn.Module):
-    """What the three models share: convolutions with ReLU and dropout between them.
-
-    Args:
-        in_dim: Width of the features.
-        hidden_dim: Width of the hidden layers.
-        num_classes: Width of the output.
-        num_layers: Number of convolutions.
-        dropout: Share of hidden values dropped in training.
-
-    Raises:
-        ConfigurationError: A size is below 1, or blocks do not fit the layers.
-
-    Examples:
-        >>> issubclass(GraphSAGE, LayeredModel) and issubclass(GAT, LayeredModel)
-        True
-    """
+    """What the three models share: convolutions with ReLU and dropout between them."""
 
     name = "layered"
     adds_self_loops = False
@@ -103,18 +88,7 @@ class LayeredModel(torch.nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Tensor, graph: Graph) -> Tensor:
-        """Return the class scores: of all nodes given an ``edge_index``, of the seeds given blocks.
-
-        Args:
-            x: Features [N, in_dim]; any dtype that converts to the parameters'.
-            graph: ``edge_index`` int64 [2, E] (sources over targets), or a block per layer.
-
-        Returns:
-            Scores [N, num_classes], or [seeds, num_classes] given blocks.
-
-        Raises:
-            ConfigurationError: The number of blocks is not the number of layers.
-        """
+        """Return the class scores: of all nodes given an ``edge_index``, of the seeds given blocks."""
         rows = x.to(next(self.parameters()).dtype)
         if isinstance(graph, Tensor):
             edges = self._edges(graph, rows.shape[0])
@@ -264,27 +238,7 @@ def make_model(
     dropout: float = 0.0,
     heads: int = 4,
 ) -> LayeredModel:
-    """Make a model by its name in a configuration.
-
-    Args:
-        name: "sage", "gat" or "gcn".
-        in_dim: Width of the features.
-        hidden_dim: Width of the hidden layers.
-        num_classes: Width of the output.
-        num_layers: Number of convolutions.
-        dropout: Share of hidden values dropped in training.
-        heads: Attention heads of "gat".
-
-    Returns:
-        The model, with parameters from torch's generator.
-
-    Raises:
-        ConfigurationError: There is no model of that name, or a size is not allowed.
-
-    Examples:
-        >>> make_model("gcn", 4, 8, 3, num_layers=2).num_layers
-        2
-    """
+    """Make a model by its name in a configuration."""
     sizes = (in_dim, hidden_dim, num_classes)
     if name == "gat":
         return GAT(*sizes, num_layers=num_layers, dropout=dropout, heads=heads)
