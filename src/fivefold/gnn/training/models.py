@@ -88,7 +88,7 @@ class LayeredModel(torch.nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Tensor, graph: Graph) -> Tensor:
-        """Return the class scores: of all nodes given an ``edge_index``, of the seeds given blocks."""
+        """Return class scores: of all nodes given an ``edge_index``, of the seeds given blocks."""
         rows = x.to(next(self.parameters()).dtype)
         if isinstance(graph, Tensor):
             edges = self._edges(graph, rows.shape[0])
