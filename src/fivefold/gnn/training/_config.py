@@ -14,20 +14,8 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from fivefold.errors import ConfigurationError
 from fivefold.files import read_toml
-from fivefold.runs import (
-    Bytes,
-    Count,
-    FilePath,
-    Positive,
-    Rate,
-    Seconds,
-    Section,
-    Seed,
-    Text,
-    apply_overrides,
-    check_tables,
-    format_toml,
-)
+from fivefold.runs import Section, apply_overrides, check_tables, format_toml
+from fivefold.runs.config import Bytes, Count, FilePath, Positive, Rate, Seconds, Seed, Text
 
 
 def _fanouts(value: Any) -> Any:
