@@ -26,7 +26,8 @@ from fivefold.errors import InfeasibleError
 from fivefold.gnn.packing import PackedStore, pack
 from fivefold.gnn.packing.record import BatchRecord
 from fivefold.gnn.planning import Budgets, Plan, make_plan
-from fivefold.gnn.storage import DiskProfile, RowReader, gather_rows
+from fivefold.gnn.storage import DiskProfile, RowReader
+from fivefold.gnn.storage.pages import gather_rows
 
 if TYPE_CHECKING:
     from fivefold.gnn.loading import DiskLoader

@@ -19,7 +19,7 @@ from fivefold.gnn.packing.record import (
     encode_record,
 )
 from fivefold.gnn.planning._caches import CacheSchedule
-from fivefold.gnn.sampling import SampledBatch
+from fivefold.gnn.sampling.batches import SampledBatch
 
 
 @st.composite

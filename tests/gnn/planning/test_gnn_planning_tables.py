@@ -10,7 +10,8 @@ import pytest
 from fivefold.gnn.data import generate_graph
 from fivefold.gnn.planning._caches import KeptArrays, Scratch, belady, hottest_rows
 from fivefold.gnn.planning._search import SegmentQuestion, count_reads
-from fivefold.gnn.sampling import NeighborSampler, epoch_batches
+from fivefold.gnn.sampling import NeighborSampler
+from fivefold.gnn.sampling.batches import epoch_batches
 from helpers.gnn_planning import Batches
 
 NODES, SEEDS, BATCHES = 80_000, 1_600, 79

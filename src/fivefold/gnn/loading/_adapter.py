@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from fivefold.errors import ConfigurationError, DataError
-from fivefold.gnn.loading._base import Backend
 from fivefold.gnn.loading._sampled import DiskRows
 from fivefold.gnn.loading.batch import import_geometric
-from fivefold.gnn.storage import Container, ReadStatistics
+from fivefold.gnn.storage import Container
+from fivefold.gnn.storage.reader import Backend, ReadStatistics
 
 _geometric = import_geometric("data")
 

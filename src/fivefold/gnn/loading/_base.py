@@ -28,7 +28,6 @@ _STATE_VERSION = 1
 Batch = TypeVar("Batch")
 Ids = npt.NDArray[np.int64]
 Remainder = Literal["drop", "repeat"]
-Backend = Literal["auto", "threads", "io_uring", "python", "mmap"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,6 @@ import torch
 
 from fivefold.errors import ConfigurationError, UnsupportedError
 from fivefold.gnn.loading._base import (
-    Backend,
     BatchLoader,
     Ids,
     LoaderSettings,
@@ -32,6 +31,7 @@ from fivefold.gnn.loading._pipeline import BufferRing, Pipeline, Stage, Ticket, 
 from fivefold.gnn.loading.batch import Form, MiniBatch, SeedTable, assemble, checked_form
 from fivefold.gnn.packing import PackedStore
 from fivefold.gnn.packing.record import BatchRecord
+from fivefold.gnn.storage.reader import Backend
 
 # Two batches are read side by side where a third one can be at work in memory: the disk does not
 # idle between one and the next. With two buffers they would only wait for each other.

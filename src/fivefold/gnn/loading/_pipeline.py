@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fivefold.errors import FivefoldError, InfeasibleError, StorageError, UnsupportedError
-from fivefold.gnn.storage import aligned_empty
+from fivefold.gnn.storage.pages import aligned_empty
 from fivefold.units import format_bytes
 
 _LOG = logging.getLogger(__name__)

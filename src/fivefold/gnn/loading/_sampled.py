@@ -22,7 +22,6 @@ from numpy.typing import ArrayLike
 from fivefold.errors import ConfigurationError
 from fivefold.gnn.data import Dataset, HeteroDataset
 from fivefold.gnn.loading._base import (
-    Backend,
     Batch,
     BatchLoader,
     Ids,
@@ -41,16 +40,11 @@ from fivefold.gnn.loading.batch import (
     assemble,
     checked_form,
 )
-from fivefold.gnn.sampling import (
-    HeteroNeighborSampler,
-    HeteroSampledBatch,
-    HeteroTopology,
-    NeighborSampler,
-    SampledBatch,
-    Topology,
-    epoch_batches,
-)
-from fivefold.gnn.storage import Container, ReadStatistics, RowReader, gather_rows
+from fivefold.gnn.sampling import HeteroNeighborSampler, HeteroTopology, NeighborSampler, Topology
+from fivefold.gnn.sampling.batches import HeteroSampledBatch, SampledBatch, epoch_batches
+from fivefold.gnn.storage import Container, RowReader
+from fivefold.gnn.storage.pages import gather_rows
+from fivefold.gnn.storage.reader import Backend, ReadStatistics
 
 
 class MemoryRows:

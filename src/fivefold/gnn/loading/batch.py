@@ -21,7 +21,7 @@ from torch import Tensor
 from fivefold._compiler import njit
 from fivefold.errors import ConfigurationError, UnsupportedError
 from fivefold.gnn.packing.record import BatchRecord
-from fivefold.gnn.sampling import SampledBatch
+from fivefold.gnn.sampling.batches import SampledBatch
 
 
 def import_geometric(name: str) -> Any:

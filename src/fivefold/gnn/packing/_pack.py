@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -35,9 +35,9 @@ from fivefold.gnn.planning.geometry import STRATEGIES, Geometry, choose_geometry
 from fivefold.gnn.planning.layout import PAGE_BYTES
 from fivefold.gnn.sampling import SampleFile
 from fivefold.gnn.storage import Container, DiskProfile, RowReader
+from fivefold.gnn.storage.reader import Backend
 from fivefold.units import format_bytes, format_duration_s
 
-Backend = Literal["auto", "threads", "io_uring", "python", "mmap"]
 Profile = DiskProfile | Callable[[], DiskProfile]
 
 _logger = logging.getLogger(__name__)

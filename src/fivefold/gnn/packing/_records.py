@@ -22,7 +22,8 @@ from fivefold.gnn.packing.record import BatchRecord, build_record, encode_record
 from fivefold.gnn.planning import Plan
 from fivefold.gnn.planning.id_sets import IdSet, SortedIds, is_dense, sort_distinct
 from fivefold.gnn.planning.layout import PAGE_BYTES, SegmentLayout
-from fivefold.gnn.sampling import SampledBatch, SampleFile
+from fivefold.gnn.sampling import SampleFile
+from fivefold.gnn.sampling.batches import SampledBatch
 from fivefold.gnn.storage import Container, ContainerWriter
 from fivefold.units import format_bytes
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from fivefold.errors import DataError
 from fivefold.gnn.planning.id_sets import argsort_distinct
 from fivefold.gnn.planning.layout import runs_of
-from fivefold.gnn.sampling import SampledBatch
+from fivefold.gnn.sampling.batches import SampledBatch
 
 _NONE = np.empty(0, np.int64)
 _NUM_FIELDS = 20

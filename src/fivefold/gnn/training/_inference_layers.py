@@ -21,7 +21,9 @@ from torch import Tensor
 
 from fivefold._compiler import njit
 from fivefold.errors import InfeasibleError, UnsupportedError
-from fivefold.gnn.storage import Container, DiskProfile, ReadStatistics, RowReader, aligned_empty
+from fivefold.gnn.storage import Container, DiskProfile, RowReader
+from fivefold.gnn.storage.pages import aligned_empty
+from fivefold.gnn.storage.reader import ReadStatistics
 from fivefold.gnn.training.config import Backend
 from fivefold.gnn.training.models import GAT, GCN, GraphSAGE, LayeredModel
 from fivefold.units import format_bytes

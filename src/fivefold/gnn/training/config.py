@@ -30,7 +30,7 @@ def _fanouts(value: Any) -> Any:
     return value
 
 
-Backend = Literal["auto", "threads", "io_uring", "python", "mmap"]
+Backend = Literal["auto", "threads", "io_uring"]
 Fanouts = Annotated[tuple[int, ...], BeforeValidator(_fanouts)]
 
 
