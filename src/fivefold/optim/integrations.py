@@ -191,7 +191,7 @@ def _callback_of(synchroniser: _Synchroniser) -> Any:
         message = "a Trainer needs transformers, which is not installed"
         raise UnsupportedError(message, hint="pip install 'fivefold[hf]'") from error
 
-    class OuterSyncCallback(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    class OuterSyncCallback(transformers.TrainerCallback):  # type: ignore[name-defined]
         def on_train_begin(self, *_: Any, model: Any, optimizer: Any, **__: Any) -> None:
             synchroniser.begin(model, optimizer)
 
