@@ -6,17 +6,14 @@ import pytest
 from typer.testing import CliRunner
 
 from fivefold.cli._main import app
-from fivefold.codesign import (
-    ClusterPlan,
-    JobPlan,
-    JobSpec,
+from fivefold.codesign import ClusterPlan, JobPlan, JobSpec, run_plan
+from fivefold.codesign.baselines import null_plan
+from fivefold.codesign.execute import (
     check_executable,
     execution_command,
     lab_options,
-    null_plan,
     read_measurements,
     read_order,
-    run_plan,
     write_order,
 )
 from fivefold.errors import ConfigurationError, UnsupportedError

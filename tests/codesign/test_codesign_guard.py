@@ -9,13 +9,12 @@ from fivefold.codesign import (
     CoDesigns,
     JobSpec,
     PlanningOptions,
-    best_alone_plan,
-    null_plan,
     plan_cluster,
     run_plan,
 )
-from fivefold.codesign._arbiter import Arbiter
-from fivefold.codesign._trees import (
+from fivefold.codesign.arbiter import Arbiter
+from fivefold.codesign.baselines import best_alone_plan, null_plan
+from fivefold.codesign.trees import (
     free_slots,
     job_trees,
     nearest_roots,

@@ -11,14 +11,8 @@ from google.protobuf.internal import enum_type_wrapper
 from typer.testing import CliRunner
 
 from fivefold.cli._main import app
-from fivefold.codesign import (
-    ClusterPlan,
-    JobPlan,
-    JobSpec,
-    chakra_traces,
-    msccl_programs,
-    null_plan,
-)
+from fivefold.codesign import ClusterPlan, JobPlan, JobSpec, chakra_traces, msccl_programs
+from fivefold.codesign.baselines import null_plan
 from fivefold.collectives.lowering import from_msccl_xml, interpret
 from fivefold.errors import UnsupportedError
 from fivefold.network.topology import parse_topology, switch

@@ -11,14 +11,12 @@ import typer
 
 from fivefold.cli._codesign import change_of
 from fivefold.cli._outputs import write_json
-from fivefold.codesign import (
-    ClusterPlan,
-    JobSpec,
+from fivefold.codesign import ClusterPlan, JobSpec, run_plan
+from fivefold.codesign.execute import (
     execution_command,
     lab_options,
     read_measurements,
     read_order,
-    run_plan,
     write_order,
 )
 from fivefold.errors import CommunicationError

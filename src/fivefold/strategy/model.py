@@ -70,15 +70,7 @@ class LatentAttention:
 
 @dataclass(frozen=True, kw_only=True)
 class ConvolutionStage:
-    """Equal bottleneck blocks of a residual network (1x1, 3x3, 1x1 convolutions).
-
-    Args:
-        blocks: How many blocks.
-        width: Channels of the 3x3 convolution.
-        outputs: Channels that leave each block.
-        inputs: Channels that enter the first block.
-        size: Height and width of the output in pixels.
-    """
+    """Equal bottleneck blocks of a residual network (1x1, 3x3, 1x1 convolutions)."""
 
     blocks: int
     width: int

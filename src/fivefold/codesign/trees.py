@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from fivefold.codesign._jobs import JobSpec
-from fivefold.codesign._plans import ClusterPlan, JobPlan
-from fivefold.codesign._traffic import job_groups
+from fivefold.codesign.jobs import JobSpec
+from fivefold.codesign.plans import ClusterPlan, JobPlan
+from fivefold.codesign.simulate import job_groups
 from fivefold.collectives.pricing import Tree, aggregation_tree, host_groups, tree_links
 from fivefold.network.topology import Topology
 

@@ -1,9 +1,9 @@
-"""A plan as Chakra execution traces, which ASTRA-sim and others read: one file per rank.
+"""A plan for other programs: Chakra execution traces, MSCCL's XML, a timeline for Perfetto.
 
-One iteration: compute nodes of the planned length, one node per collective, dependencies as
-planned, the order of the channel among them. What is lost: paths, classes and algorithms, which
-the reader chooses itself. Message classes come from the ``mlc-chakra`` package (schema 0.0.4), an
-optional one.
+Chakra: one file per rank and one iteration, as ASTRA-sim and others read them: compute nodes of the
+planned length, one node per collective, dependencies as planned, the order of the channel among
+them. What is lost: paths, classes and algorithms, which the reader chooses itself. Message classes
+come from the ``mlc-chakra`` package (schema 0.0.4), an optional one.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fivefold.codesign._compile import alone_quote
-from fivefold.codesign._iteration import communication_order, schedule_iteration
-from fivefold.codesign._jobs import JobSpec
-from fivefold.codesign._plans import ClusterPlan, JobPlan
+from fivefold.codesign.jobs import JobSpec
+from fivefold.codesign.plans import ClusterPlan, JobPlan
+from fivefold.codesign.simulate import Outcome, alone_quote, communication_order, schedule_iteration
+from fivefold.collectives.algorithms import build_algorithm
+from fivefold.collectives.lowering import lower, to_msccl_xml
+from fivefold.collectives.pricing import host_groups
+from fivefold.collectives.schedules import Schedule, all_reduce, all_to_all
 from fivefold.errors import UnsupportedError
 from fivefold.network.topology import Topology
 from fivefold.tasks import ComputeTask, TaskSchedule
@@ -154,3 +157,101 @@ def _file(schema: Any, nodes: Sequence[Any]) -> bytes:
         out.write(bytes([length]))
         out.write(content)
     return out.getvalue()
+
+
+def msccl_programs(topology: Topology, job: JobSpec, plan: JobPlan) -> Mapping[str, str]:
+    """Return what layer 3 chose for a job, for an NCCL that has MSCCL.
+
+    Args:
+        topology: The cluster: whose ranks sit in one host.
+        job: The job; ranks of the programs are its own, from 0.
+        plan: Its plan.
+
+    Returns:
+        Text of each file by the collective's name.
+
+    Raises:
+        UnsupportedError: Switches sum, which MSCCL's programs of GPUs cannot say; or the job is
+            split along several axes.
+        InfeasibleError: A program exceeds a limit of MSCCL's interpreter.
+
+    Examples:
+        >>> from fivefold.network.topology import switch
+        >>> from fivefold.tasks import LayerCost
+        >>> layer = LayerCost(forward_s=0.1, backward_s=0.2, gradient_bytes=10)
+        >>> job = JobSpec(job_id="a", ranks=(2, 0), layers=(layer,))
+        >>> list(msccl_programs(switch(4), job, JobPlan(order=(0, 2))))
+        ['all_reduce']
+    """
+    if job.split_as(plan.split).mesh is not None or plan.algorithm == "in_network":
+        reason = "its switches sum" if plan.algorithm == "in_network" else "it has several axes"
+        raise UnsupportedError(
+            f"job {job.job_id!r} has no MSCCL program: {reason}",
+            hint="plan with the co-designs V, H and II, for data-parallel jobs",
+        )
+    number = len(job.ranks)
+    programs: dict[str, str] = {}
+    if number > 1 and any(layer.gradient_bytes for layer in job.layers):
+        programs["all_reduce"] = _text(_reduction(topology, job, plan))
+    if number > 1 and any(layer.all_to_all_bytes for layer in job.layers):
+        programs["all_to_all"] = _text(build_algorithm("direct", all_to_all(number)))
+    return programs
+
+
+def _reduction(topology: Topology, job: JobSpec, plan: JobPlan) -> Schedule:
+    collective = all_reduce(len(job.ranks))
+    places = {rank: place for place, rank in enumerate(job.ranks)}
+    if plan.algorithm == "ring":
+        return build_algorithm("ring", collective, order=[places[rank] for rank in plan.order])
+    groups = host_groups(topology, plan.order)
+    if groups is None:
+        raise UnsupportedError(
+            f"job {job.job_id!r} is planned host by host, but has no even hosts",
+            hint="plan it again on this cluster",
+        )
+    own = [[places[rank] for rank in group] for group in groups]
+    return build_algorithm("hierarchical", collective, groups=own)
+
+
+def _text(schedule: Schedule) -> str:
+    return to_msccl_xml(lower(schedule))
+
+
+def timeline_of(outcome: Outcome) -> dict[str, Any]:
+    """Return the last iteration of every job as a Chrome trace, which Perfetto opens.
+
+    One process per job, a thread for compute and one for each kind of flow.
+    """
+    events: list[dict[str, Any]] = []
+    jobs = {job: place for place, job in enumerate(outcome.completion_s)}
+    for job, place in jobs.items():
+        events.append({"ph": "M", "pid": place, "name": "process_name", "args": {"name": job}})
+        for thread, name in enumerate(("compute", "network")):
+            label = {"name": name}
+            events.append(
+                {"ph": "M", "pid": place, "tid": thread, "name": "thread_name", "args": label}
+            )
+    shown: set[tuple[Any, ...]] = set()
+    for span in outcome.result.timeline():
+        parts = span.name if isinstance(span.name, tuple) else (span.name,)
+        length_s = span.finish_s - span.start_s
+        if parts[0] not in jobs or not length_s > 0:
+            continue
+        name = str(parts[1][0] if isinstance(parts[1], tuple) else parts[1])
+        # Flows of one step go side by side: one bar stands for all that begin and end together.
+        key = (parts[0], name, span.kind, span.start_s, span.finish_s)
+        if key in shown:
+            continue
+        shown.add(key)
+        events.append(
+            {
+                "name": name,
+                "ph": "X",
+                "ts": span.start_s * 1e6,
+                "dur": length_s * 1e6,
+                "pid": jobs[parts[0]],
+                "tid": int(span.kind != "compute"),
+                "args": {"id": str(span.name)},
+            }
+        )
+    return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -12,36 +12,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from fivefold.codesign._iteration import iteration_of
-from fivefold.codesign._jobs import JobSpec
-from fivefold.codesign._plans import ClusterPlan, JobPlan
-from fivefold.codesign._traffic import phases_of
+from fivefold.codesign.jobs import JobSpec
+from fivefold.codesign.plans import ClusterPlan, JobPlan
+from fivefold.codesign.simulate import iteration_of, phases_of
 from fivefold.flows import FlowDemand, JobTraffic, RoutePolicy, route_flows
 from fivefold.network.topology import Topology
 
 
 def null_plan(topology: Topology, jobs: Sequence[JobSpec], *, seed: int = 0) -> ClusterPlan:
-    """B0: tensors as they become ready, ring in rank order, hashed paths, fair share.
-
-    Args:
-        topology: The cluster.
-        jobs: The jobs.
-        seed: Of the hash.
-
-    Returns:
-        The plan.
-
-    Raises:
-        InfeasibleError: Two ranks of a job are not connected.
-
-    Examples:
-        >>> from fivefold.network.topology import switch
-        >>> from fivefold.tasks import LayerCost
-        >>> layer = LayerCost(forward_s=0.1, backward_s=0.2)
-        >>> jobs = [JobSpec(job_id="a", ranks=(1, 0), layers=(layer,))]
-        >>> null_plan(switch(2), jobs).jobs["a"].order
-        (1, 0)
-    """
+    """B0: tensors as they become ready, ring in rank order, hashed paths, fair share."""
     plain = ClusterPlan(
         {job.job_id: JobPlan(order=job.split_as(0).ranks, bucket_bytes=None) for job in jobs}
     )
@@ -49,27 +28,7 @@ def null_plan(topology: Topology, jobs: Sequence[JobSpec], *, seed: int = 0) -> 
 
 
 def best_alone_plan(topology: Topology, jobs: Sequence[JobSpec], *, seed: int = 0) -> ClusterPlan:
-    """B1: order of need, ring along the topology, paths by the job's own load.
-
-    Args:
-        topology: The cluster.
-        jobs: The jobs.
-        seed: Of the hash, where nothing else decides.
-
-    Returns:
-        The plan.
-
-    Raises:
-        InfeasibleError: Two ranks of a job are not connected.
-
-    Examples:
-        >>> from fivefold.network.topology import switch
-        >>> from fivefold.tasks import LayerCost
-        >>> layer = LayerCost(forward_s=0.1, backward_s=0.2)
-        >>> jobs = [JobSpec(job_id="a", ranks=(1, 0), layers=(layer,))]
-        >>> best_alone_plan(switch(2), jobs).jobs["a"].ordering
-        'priority'
-    """
+    """B1: order of need, ring along the topology, paths by the job's own load."""
     best = {
         job.job_id: JobPlan(
             order=local_order(topology, job.split_as(0).ranks),

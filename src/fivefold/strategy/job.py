@@ -11,16 +11,16 @@ from typing import Any
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.files import read_toml
 from fivefold.runs import format_toml
-from fivefold.strategy._cluster import Cluster, check_keys, check_types, require_fields
-from fivefold.strategy._model import (
+from fivefold.strategy._space import SearchSpace
+from fivefold.strategy.cluster import Cluster, check_keys, check_types, require_fields
+from fivefold.strategy.model import (
     ConvolutionStage,
     LatentAttention,
     MixtureOfExperts,
     ModelSpec,
 )
-from fivefold.strategy._plan import ParallelPlan
-from fivefold.strategy._presets import load_model
-from fivefold.strategy._space import SearchSpace
+from fivefold.strategy.plan import ParallelPlan
+from fivefold.strategy.presets import load_model
 
 _KEYS = {"model", "gpus", "global_batch", "seq_len", "search", "plan"}
 _NESTED = {"experts": MixtureOfExperts, "latent": LatentAttention}
@@ -70,24 +70,7 @@ def load_job(path: Path | str, *, cluster: Cluster | None = None) -> Job:
 def job_from_table(
     table: Mapping[str, Any], *, where: str, folder: Path, cluster: Cluster | None = None
 ) -> Job:
-    """Return a job from the keys of a job file.
-
-    Args:
-        table: As in ``load_job``.
-        where: Where it stands, for messages.
-        folder: Where a model's file is looked for.
-        cluster: Whose number of GPUs is taken where there is none; a job cannot have more.
-
-    Raises:
-        ConfigurationError: A key is missing, unknown or not allowed.
-        InfeasibleError: The plan takes another number of GPUs than the job has, or the job more
-            than the cluster.
-
-    Examples:
-        >>> table = {"model": "llama3-8b", "gpus": 8, "global_batch": 16}
-        >>> job_from_table(table, where="here", folder=Path()).space.global_batch
-        16
-    """
+    """Return a job from the keys of a job file."""
     check_keys(table, _KEYS, where=where)
     gpus = table.get("gpus", None if cluster is None else cluster.num_gpus)
     for name, value in (("model", table.get("model")), ("gpus", gpus),

@@ -14,12 +14,11 @@ import numpy as np
 from fivefold.collectives.pricing import FabricSpec, chain_time_s
 from fivefold.errors import ConfigurationError
 from fivefold.strategy._columns import Columns, Floats
-from fivefold.strategy._device import DeviceSpec
 from fivefold.strategy._memory import WEIGHT_BYTES, MemoryUse, fullest_bytes, memory_use
-from fivefold.strategy._model import ModelSpec
-from fivefold.strategy._pipeline import pipeline_shape
-from fivefold.strategy._plan import WAITING_SCHEDULES, ParallelPlan, plan_problem
-from fivefold.strategy._table import PlanTable
+from fivefold.strategy.cluster import DeviceSpec
+from fivefold.strategy.model import ModelSpec
+from fivefold.strategy.pipeline import pipeline_shape
+from fivefold.strategy.plan import WAITING_SCHEDULES, ParallelPlan, PlanTable, plan_problem
 from fivefold.tasks import exposed_s
 
 
@@ -33,8 +32,8 @@ class TimeUse:
         tensor_s: Exposed communication of the tensor group.
         context_s: Exposed communication of the context group.
         expert_s: Exposed dispatch and combine of tokens between experts.
-        boundary_s: Exposed pipeline p2p.
-        idle_s: The pipeline bubble.
+        pipeline_p2p_s: Exposed pipeline p2p.
+        pipeline_bubble_s: The pipeline bubble.
         data_s: Exposed communication of gradients and parameters.
         offload_s: Exposed transfers to and from host memory.
         optimizer_s: The optimizer's step.
@@ -46,8 +45,8 @@ class TimeUse:
     tensor_s: float = 0.0
     context_s: float = 0.0
     expert_s: float = 0.0
-    boundary_s: float = 0.0
-    idle_s: float = 0.0
+    pipeline_p2p_s: float = 0.0
+    pipeline_bubble_s: float = 0.0
     data_s: float = 0.0
     offload_s: float = 0.0
     optimizer_s: float = 0.0
@@ -60,7 +59,7 @@ class TimeUse:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prediction:
+class PlanPrediction:
     """What one iteration of a plan costs.
 
     Args:
@@ -93,7 +92,7 @@ class CostTable:
 
 def evaluate_plan(
     model: ModelSpec, device: DeviceSpec, fabric: FabricSpec, *, plan: ParallelPlan
-) -> Prediction:
+) -> PlanPrediction:
     """Predict time and memory of one iteration.
 
     Args:
@@ -106,10 +105,10 @@ def evaluate_plan(
         ConfigurationError: The plan cannot run the model.
 
     Examples:
-        >>> from fivefold.strategy import load_cluster, named_model
+        >>> from fivefold.strategy import load_cluster, load_model
         >>> cluster = load_cluster("a100-megatron")
         >>> plan = ParallelPlan(global_batch=8, data=8)
-        >>> found = evaluate_plan(named_model("gpt3-1.3b"), cluster.device, cluster.fabric,
+        >>> found = evaluate_plan(load_model("gpt3-1.3b"), cluster.device, cluster.fabric,
         ...                       plan=plan)
         >>> 0.1 < found.time_s < 0.3
         True
@@ -122,7 +121,7 @@ def evaluate_plan(
     time = TimeUse(**{name: float(column[0]) for name, column in _time_parts(columns).items()})
     peak = device.peak_flops_fp8 if plan.dtype == "fp8" else device.peak_flops
     flops = plan.global_batch * model.flops_per_sequence()
-    return Prediction(
+    return PlanPrediction(
         plan=plan,
         time=time,
         memory=memory,
@@ -134,14 +133,7 @@ def evaluate_plan(
 def evaluate_table(
     model: ModelSpec, device: DeviceSpec, fabric: FabricSpec, *, table: PlanTable
 ) -> CostTable:
-    """Predict time and memory of every plan of a table that can run the model.
-
-    Args:
-        model: What is trained.
-        device: On which GPU and stack.
-        fabric: Joined how.
-        table: Plans; each must be without contradiction and fit the model.
-    """
+    """Predict time and memory of every plan of a table that can run the model."""
     columns = Columns(model, device, fabric, table)
     times = _time_columns(columns, _layer_of(columns))
     return CostTable(
@@ -204,24 +196,24 @@ def _time_columns(columns: Columns, layer: dict[str, Floats]) -> dict[str, Float
     slow = np.take_along_axis(stages, slowest[None, None, :], axis=0)[0]
     slowest_s = totals.max(axis=0)
     mean = _mean_stage(columns, layer)
-    idle_s, messages = _schedule_columns(columns, mean)
+    bubble_s, messages = _schedule_columns(columns, mean)
     message_s, through_s = _message_s(columns)
-    idle_s = idle_s + 2.0 * through_s
+    bubble_s = bubble_s + 2.0 * through_s
     # Where stages are uneven, the bubble of these schedules is shorter.
     even = t.is_word("schedule", "gpipe", "1f1b", "interleaved")
-    idle_s = idle_s - np.where(even, (slowest_s - sum(mean)) / t.virtual, 0.0)
-    boundary_s = 2.0 * message_s * messages
+    bubble_s = bubble_s - np.where(even, (slowest_s - sum(mean)) / t.virtual, 0.0)
+    p2p_s = 2.0 * message_s * messages
     # While an interleaved pipeline fills or drains, nothing runs beside its messages: overlap
     # needs a forward beside a backward, and (v - 1) p chunks of v m come before that.
     filling = np.where(t.is_word("schedule", "interleaved"), (1.0 - 1.0 / t.virtual) * p / m, 0.0)
     overlaps = (t.pipeline_overlap == 1) & ~t.is_word("schedule", *WAITING_SCHEDULES)
     share = np.where(overlaps, 1.0 - np.minimum(filling, 1.0), 0.0)
-    beside_s = exposed_s(boundary_s, slowest_s, slowdown=device.overlap_slowdown)
-    sent_s = m * (boundary_s - share * (boundary_s - beside_s))
+    beside_s = exposed_s(p2p_s, slowest_s, slowdown=device.overlap_slowdown)
+    sent_s = m * (p2p_s - share * (p2p_s - beside_s))
     kept, routed = columns.outer_parameters()
     offload_s = _offload_s(columns, layer, slowest_s)
     optimizer_s = _optimizer_s(columns, kept, routed)
-    local_s = m * slowest_s + idle_s + sent_s + offload_s + optimizer_s
+    local_s = m * slowest_s + bubble_s + sent_s + offload_s + optimizer_s
     data_s = _data_s(columns, kept, routed, slow)
     nodes = np.maximum(columns.num_gpus / columns.fabric.gpus_per_node, 1.0)
     lag = device.jitter * np.log2(nodes)
@@ -230,8 +222,8 @@ def _time_columns(columns: Columns, layer: dict[str, Floats]) -> dict[str, Float
     lag_s = lag * np.where(local, local_s, local_s + data_s) + device.step_overhead_s
     data_s = np.where(local, exposed_s(data_s / t.tau, local_s + lag_s), data_s)
     return {
-        "busy_s": m * slowest_s, "boundary_s": sent_s, "idle_s": idle_s, "data_s": data_s,
-        "offload_s": offload_s, "optimizer_s": optimizer_s, "overhead_s": lag_s,
+        "busy_s": m * slowest_s, "pipeline_p2p_s": sent_s, "pipeline_bubble_s": bubble_s,
+        "data_s": data_s, "offload_s": offload_s, "optimizer_s": optimizer_s, "overhead_s": lag_s,
     }  # fmt: skip
 
 
@@ -264,8 +256,8 @@ def _schedule_columns(columns: Columns, mean: list[Floats]) -> tuple[Floats, Flo
             input_s=mean[1], weight_s=mean[2], virtual=t.virtual,
         )  # fmt: skip
         rows = t.is_word("schedule", schedule)
-        bubble_s = np.where(rows, shape.idle_s, bubble_s)
-        messages = np.where(rows, shape.boundary_messages, messages)
+        bubble_s = np.where(rows, shape.bubble_s, bubble_s)
+        messages = np.where(rows, shape.p2p_messages, messages)
     return bubble_s, messages
 
 

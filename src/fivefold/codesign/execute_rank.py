@@ -1,6 +1,6 @@
 """A plan run for real: one rank computes by sleeping and reduces by real messages.
 
-Started once per rank, as ``python -m fivefold.codesign._execute_rank FILE`` under torchrun or in
+Started once per rank, as ``python -m fivefold.codesign.execute_rank FILE`` under torchrun or in
 the lab. Compute is a sleep of the planned length, so that hosts which share a processor do not
 disturb one another; reductions are gloo's ring in the planned order over the hosts' real, shaped
 links, or sums by the switch that the plan names. What is compared with the simulation is when jobs
@@ -20,10 +20,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from fivefold.codesign._execute import read_order
-from fivefold.codesign._iteration import iteration_of
-from fivefold.codesign._jobs import JobSpec
-from fivefold.codesign._plans import JobPlan
+from fivefold.codesign.execute import read_order
+from fivefold.codesign.jobs import JobSpec
+from fivefold.codesign.plans import JobPlan
+from fivefold.codesign.simulate import iteration_of
 from fivefold.errors import CommunicationError, UnsupportedError
 from fivefold.tasks import CommunicationTask, TaskGraph
 

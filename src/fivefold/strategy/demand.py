@@ -11,14 +11,13 @@ import dataclasses
 from fivefold.collectives.pricing import FabricSpec, Tier
 from fivefold.errors import ConfigurationError
 from fivefold.strategy._columns import Columns
-from fivefold.strategy._cost import evaluate_plan
-from fivefold.strategy._device import DeviceSpec
 from fivefold.strategy._layer import LayerKey
-from fivefold.strategy._model import ModelSpec
 from fivefold.strategy._operators import Operator, head_operators, layer_operators
-from fivefold.strategy._pipeline import pipeline_shape
-from fivefold.strategy._plan import ParallelPlan
-from fivefold.strategy._table import PlanTable
+from fivefold.strategy.cluster import DeviceSpec
+from fivefold.strategy.cost import evaluate_plan
+from fivefold.strategy.model import ModelSpec
+from fivefold.strategy.pipeline import pipeline_shape
+from fivefold.strategy.plan import ParallelPlan, PlanTable
 from fivefold.tasks import IterationDemand, Message
 
 _FREE_BYTES_PER_S = 1e30
@@ -26,22 +25,7 @@ _MOST_SEGMENTS = 4
 
 
 def axis_groups(plan: ParallelPlan, axis: str) -> tuple[tuple[int, ...], ...]:
-    """Return the groups of an axis, by position in the mesh.
-
-    Args:
-        plan: The plan.
-        axis: As ``ParallelPlan.group`` names it.
-
-    Returns:
-        Groups of equal size that hold every position once.
-
-    Raises:
-        ConfigurationError: There is no such axis.
-
-    Examples:
-        >>> axis_groups(ParallelPlan(global_batch=2, data=2, tensor=2), "data")
-        ((0, 2), (1, 3))
-    """
+    """Return the groups of an axis, by position in the mesh."""
     group = plan.group(axis)
     return tuple(
         tuple(first + member * group.stride for member in range(group.size))
@@ -53,27 +37,7 @@ def axis_groups(plan: ParallelPlan, axis: str) -> tuple[tuple[int, ...], ...]:
 def plan_demand(
     model: ModelSpec, device: DeviceSpec, plan: ParallelPlan, *, gpus_per_node: int = 8
 ) -> IterationDemand:
-    """Return what a plan computes and sends.
-
-    Args:
-        model: What is trained.
-        device: On which GPU and stack.
-        plan: Split how.
-        gpus_per_node: For the stack's lag between nodes.
-
-    Returns:
-        The demand of a rank of the slowest stage.
-
-    Raises:
-        ConfigurationError: The plan cannot run the model.
-
-    Examples:
-        >>> from fivefold.strategy import load_cluster, named_model
-        >>> plan = ParallelPlan(global_batch=8, data=4, tensor=2)
-        >>> found = plan_demand(named_model("llama3-8b"), load_cluster("h100-nemo").device, plan)
-        >>> found.segments, found.micro_batches
-        (4, 2)
-    """
+    """Return what a plan computes and sends."""
     # ZeRO changes messages and the optimizer's share of work, never what layers compute.
     free = _free_fabric(plan.num_gpus, gpus_per_node)
     quiet = evaluate_plan(model, device, free, plan=dataclasses.replace(plan, tau=1)).time
@@ -95,7 +59,7 @@ def plan_demand(
             *_state_messages(columns, plan, segments=segments),
         ),
         p2p=_pipeline_messages(model, device, plan),
-        bubble_s=max(quiet.idle_s, 0.0),  # uneven stages count in the compute already
+        bubble_s=max(quiet.pipeline_bubble_s, 0.0),  # uneven stages count in the compute already
         optimizer_s=quiet.optimizer_s,
         overhead_s=quiet.overhead_s + quiet.offload_s,
     )
@@ -221,7 +185,7 @@ def _pipeline_messages(
         virtual=plan.virtual, forward_s=1.0, input_s=1.0, weight_s=1.0,
     )  # fmt: skip
     ahead = Message(
-        axis="pipeline", kind="send", size_bytes=round(size * shape.boundary_messages),
+        axis="pipeline", kind="send", size_bytes=round(size * shape.p2p_messages),
         phase="forward", hidden=plan.pipeline_overlap,
     )  # fmt: skip
     return ahead, dataclasses.replace(ahead, kind="return", phase="backward")

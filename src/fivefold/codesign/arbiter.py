@@ -10,13 +10,11 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from fivefold.codesign._codesigns import CoDesigns
-from fivefold.codesign._compile import edge_route, run_plan
-from fivefold.codesign._jobs import JobSpec
-from fivefold.codesign._modules import job_traffic, routed
-from fivefold.codesign._plans import ClusterPlan, JobPlan
-from fivefold.codesign._records import DecisionRecord, Layer
-from fivefold.codesign._trees import free_slots, job_trees, spread_trees, summed_columns
+from fivefold.codesign.baselines import job_traffic, routed
+from fivefold.codesign.jobs import JobSpec
+from fivefold.codesign.plans import ClusterPlan, CoDesigns, DecisionRecord, JobPlan, Layer
+from fivefold.codesign.simulate import edge_route, run_plan
+from fivefold.codesign.trees import free_slots, job_trees, spread_trees, summed_columns
 from fivefold.collectives.pricing import tree_links
 from fivefold.errors import ConfigurationError
 from fivefold.flows import Routing, never_worse, priority_classes, time_shifts
@@ -60,7 +58,7 @@ class PlanningOptions:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class _Judged:
     """Completion of each job under a plan."""
 
     plan: ClusterPlan
@@ -82,15 +80,7 @@ def _completion_s(
 
 @dataclass
 class Arbiter:
-    """Improves a plan for all jobs at once.
-
-    Args:
-        topology: The cluster.
-        jobs: The jobs.
-        baseline: What nobody may be worse than.
-        co_designs: What may be used.
-        options: How hard to try.
-    """
+    """Improves a plan for all jobs at once."""
 
     topology: Topology
     jobs: Sequence[JobSpec]
@@ -102,16 +92,16 @@ class Arbiter:
     adopted: str | None = None  # whose plans of single jobs the best plan was built on
 
     def __post_init__(self) -> None:
-        self._known: dict[ClusterPlan, Prediction] = {}
+        self._known: dict[ClusterPlan, _Judged] = {}
         self.floor = self.predict(self.baseline)
         self.history = [self.floor]  # plans that were accepted, each better than the one before
 
-    def predict(self, plan: ClusterPlan) -> Prediction:
+    def predict(self, plan: ClusterPlan) -> _Judged:
         """Simulate all jobs together."""
         if plan not in self._known:
             self.simulations += 1
             found = _completion_s(self.topology, tuple(self.jobs), plan, self.options.iterations)
-            self._known[plan] = Prediction(plan, found)
+            self._known[plan] = _Judged(plan, found)
         return self._known[plan]
 
     def worse(self, found: Mapping[str, float], floor: Mapping[str, float]) -> list[str]:
@@ -147,14 +137,14 @@ class Arbiter:
         )
         return taken
 
-    def _late(self, candidate: Prediction) -> list[str]:
+    def _late(self, candidate: _Judged) -> list[str]:
         """Jobs that the guard does not let through."""
         if not self.options.guard:
             return []
         return self.worse(candidate.completion_s, self.floor.completion_s)
 
     @property
-    def best(self) -> Prediction:
+    def best(self) -> _Judged:
         """Return the last plan that was accepted."""
         return self.history[-1]
 
@@ -182,7 +172,7 @@ class Arbiter:
             gained |= self.consider("flows", "time shifts", self._with_shifts())
             gained |= self.consider("flows", "equal priorities", self._with_classes(plain=True))
 
-    def _mended(self, candidate: Prediction) -> Prediction:
+    def _mended(self, candidate: _Judged) -> _Judged:
         """Help the jobs that a proposal hurts: give back what others changed, nearest first."""
         # One proposal may not spend what all the others need.
         most = min(self.options.budget, self.simulations + self.options.budget // _MENDING_SHARE)
@@ -196,7 +186,7 @@ class Arbiter:
             candidate = better
         return candidate
 
-    def _without_harm(self, candidate: Prediction, name: str) -> Prediction | None:
+    def _without_harm(self, candidate: _Judged, name: str) -> _Judged | None:
         """The candidate with the hurt job first in line, or with its neighbours as they were."""
         moves: list[Callable[[], ClusterPlan]] = [
             lambda: self._ahead(candidate.plan, name),
@@ -223,7 +213,7 @@ class Arbiter:
     def _as_before(self, plan: ClusterPlan, names: Sequence[str]) -> ClusterPlan:
         return ClusterPlan({**plan.jobs, **{n: self.best.plan.jobs[n] for n in names}})
 
-    def _neighbours(self, candidate: Prediction, name: str) -> list[str]:
+    def _neighbours(self, candidate: _Judged, name: str) -> list[str]:
         routing = self._routing(candidate.plan)
         others = (job.job_id for job in self.jobs if job.job_id != name)
         return [other for other in others if len(routing.shared_links(name, other))]

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fivefold.codesign._compile import edge_route, planned_order
-from fivefold.codesign._jobs import JobSpec
-from fivefold.codesign._plans import ClusterPlan, JobPlan
+from fivefold.codesign.jobs import JobSpec
+from fivefold.codesign.plans import ClusterPlan, JobPlan
+from fivefold.codesign.simulate import edge_route, planned_order
 from fivefold.collectives.pricing import aggregation_tree, host_groups
 from fivefold.errors import ConfigurationError, InfeasibleError, UnsupportedError
 from fivefold.files import read_json
@@ -32,14 +32,7 @@ _LEAST_SLOT_BYTES = 4096  # below that the software switch is slower than any li
 
 @dataclass(frozen=True)
 class Order:
-    """A plan with all that is needed to run it.
-
-    Attributes:
-        topology: The cluster, as ``Topology.to_toml`` writes it.
-        jobs: The jobs.
-        plan: Their plans.
-        channels: Names of each job's communications, in the order in which they are made.
-    """
+    """A plan with all that is needed to run it."""
 
     topology: str
     jobs: tuple[JobSpec, ...]
@@ -48,26 +41,7 @@ class Order:
 
 
 def check_executable(jobs: Sequence[JobSpec], plan: ClusterPlan, *, topology: Topology) -> None:
-    """Refuse plans that this cannot run.
-
-    Args:
-        jobs: The jobs.
-        plan: Their plans.
-        topology: The cluster that they were planned for.
-
-    Raises:
-        InfeasibleError: The plan is not possible on this cluster.
-        UnsupportedError: A job is split otherwise than in data, exchanges all-to-all, reduces
-            inside hosts first, or sums at several switches; two jobs share a rank.
-
-    Examples:
-        >>> from fivefold.network.topology import switch
-        >>> from fivefold.tasks import LayerCost
-        >>> layer = LayerCost(forward_s=0.1, backward_s=0.2, gradient_bytes=10)
-        >>> jobs = [JobSpec(job_id="a", ranks=(0, 1), layers=(layer,))]
-        >>> plan = ClusterPlan({"a": JobPlan(order=(0, 1))})
-        >>> check_executable(jobs, plan, topology=switch(2))
-    """
+    """Refuse plans that this cannot run."""
     seen: dict[int, str] = {}
     for job in jobs:
         _check_job(topology, job, plan.jobs[job.job_id])
@@ -81,31 +55,7 @@ def check_executable(jobs: Sequence[JobSpec], plan: ClusterPlan, *, topology: To
 
 
 def lab_options(topology: Topology, jobs: Sequence[JobSpec], plan: ClusterPlan) -> dict[str, Any]:
-    """Return what the emulated cluster needs besides the topology.
-
-    Args:
-        topology: The cluster.
-        jobs: The jobs.
-        plan: Their plans.
-
-    Returns:
-        Arguments of ``fivefold.lab.LabSpec.of_topology``: priority classes, each host's class,
-        the switches that sum, and the planned routes.
-
-    Raises:
-        InfeasibleError: The plan is not possible on this cluster.
-        UnsupportedError: The plan cannot be run.
-
-    Examples:
-        >>> from fivefold.network.topology import switch
-        >>> from fivefold.tasks import LayerCost
-        >>> layer = LayerCost(forward_s=0.1, backward_s=0.2, gradient_bytes=10)
-        >>> jobs = [JobSpec(job_id=n, ranks=r, layers=(layer,)) for n, r in
-        ...         (("a", (0, 1)), ("b", (2, 3)))]
-        >>> plan = ClusterPlan({job.job_id: JobPlan(order=job.ranks) for job in jobs})
-        >>> lab_options(switch(4), jobs, plan.changed("b", priority=1))["host_classes"]
-        {0: 0, 1: 0, 2: 1, 3: 1}
-    """
+    """Return what the emulated cluster needs besides the topology."""
     check_executable(jobs, plan, topology=topology)
     plans = [(job, plan.jobs[job.job_id]) for job in jobs]
     classes = 1 + max((own.priority for _, own in plans), default=0)
@@ -127,16 +77,6 @@ def write_order(
 
     That order follows from prices on the topology, as in the simulation; ranks must not find
     another one.
-
-    Args:
-        path: The file.
-        jobs: The jobs.
-        plan: Their plans.
-        topology: The cluster that they were planned for.
-
-    Raises:
-        InfeasibleError: The plan is not possible on this cluster.
-        UnsupportedError: The plan cannot be run.
     """
     check_executable(jobs, plan, topology=topology)
     record = [
@@ -167,22 +107,7 @@ def _checksum(order: Mapping[str, Any]) -> str:
 
 
 def read_order(path: Path) -> Order:
-    """Read what `write_order` wrote.
-
-    Args:
-        path: The file.
-
-    Returns:
-        Cluster, jobs, plans and order.
-
-    Raises:
-        ConfigurationError: There is no such file, or it is none of these.
-
-    Examples:
-        >>> read_order(Path("nowhere.json"))  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        fivefold.errors.ConfigurationError: nowhere.json is no plan to be run: file ...
-    """
+    """Read what `write_order` wrote."""
     try:
         record = read_json(path)
         if not isinstance(record, dict) or record.get("schema") != _SCHEMA:
@@ -220,25 +145,12 @@ def _read_job(entry: Mapping[str, Any]) -> JobSpec:
 
 
 def execution_command(path: Path) -> list[str]:
-    """Return what every host runs, from the file that `write_order` wrote.
-
-    Examples:
-        >>> execution_command(Path("order.json"))[1:]
-        ['-m', 'fivefold.codesign._execute_rank', 'order.json']
-    """
-    return [sys.executable, "-m", "fivefold.codesign._execute_rank", str(path)]
+    """Return what every host runs, from the file that `write_order` wrote."""
+    return [sys.executable, "-m", "fivefold.codesign.execute_rank", str(path)]
 
 
 def read_measurements(lines: Sequence[str]) -> Mapping[str, float]:
-    """Mean seconds per iteration of each job from what rank 0 printed.
-
-    Args:
-        lines: Its standard output.
-
-    Examples:
-        >>> read_measurements(["hello", '{"iteration_s": {"a": 0.5}}'])
-        {'a': 0.5}
-    """
+    """Mean seconds per iteration of each job from what rank 0 printed."""
     found: dict[str, float] = {}
     for line in lines:
         if line.startswith('{"iteration_s"'):

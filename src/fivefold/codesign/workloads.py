@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BeforeValidator, Field
 
-from fivefold.codesign._described import ModelJob, job_from_plan
-from fivefold.codesign._jobs import JobSpec, check_jobs, check_ranks
+from fivefold.codesign.described import ModelJob, job_from_plan
+from fivefold.codesign.jobs import JobSpec, check_jobs, check_ranks
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.files import read_toml
 from fivefold.network.topology import Topology
@@ -27,7 +27,8 @@ from fivefold.runs import (
     Text,
     check_tables,
 )
-from fivefold.strategy import job_from_table, load_cluster
+from fivefold.strategy import load_cluster
+from fivefold.strategy.job import job_from_table
 from fivefold.tasks import LayerCost
 from fivefold.units import parse_duration_s
 
@@ -159,26 +160,7 @@ def place_jobs(
     seed: int = 0,
     taken: Sequence[int] = (),
 ) -> dict[str, tuple[int, ...]]:
-    """Give each job ranks of its own: whole hosts where it needs as many as a host has.
-
-    Args:
-        topology: The cluster.
-        wanted: Number of ranks of each job.
-        policy: Which hosts come first.
-        seed: Of random placement.
-        taken: Ranks that are not to be had.
-
-    Returns:
-        Ranks of each job.
-
-    Raises:
-        InfeasibleError: There are not enough ranks.
-
-    Examples:
-        >>> from fivefold.network.topology import switch
-        >>> place_jobs(switch(4), {"a": 3})
-        {'a': (0, 1, 2)}
-    """
+    """Give each job ranks of its own: whole hosts where it needs as many as a host has."""
     gone = set(taken)
     hosts = [list(ranks) for ranks in topology.hosts.values()]
     known = {rank for ranks in hosts for rank in ranks}

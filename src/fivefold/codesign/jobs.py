@@ -14,24 +14,14 @@ from dataclasses import dataclass, replace
 
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import Topology
-from fivefold.strategy import ParallelPlan, axis_groups
+from fivefold.strategy import ParallelPlan
+from fivefold.strategy.demand import axis_groups
 from fivefold.tasks import IterationDemand, LayerCost
 
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """One way to split a job.
-
-    Attributes:
-        name: Degrees and switches in a few words.
-        plan: Its degrees and switches.
-        demand: What a rank computes and sends.
-        ranks: Ranks of the topology, in the order of the mesh.
-        nominal_s: Layer 1's own prediction of an iteration, from nominal constants.
-        memory_bytes: On the fullest GPU.
-        reached: Shares of a link's rate that collectives and messages (all-to-all, stage to
-            stage) reach, between ranks of a host and between hosts, as the devices' file has it.
-    """
+    """One way to split a job."""
 
     name: str
     plan: ParallelPlan
@@ -180,19 +170,6 @@ def check_jobs(topology: Topology, jobs: Sequence[JobSpec]) -> None:
     """Refuse jobs that the cluster cannot run.
 
     Ranks may be shared by jobs: then they share links, and their compute runs side by side.
-
-    Args:
-        topology: The cluster.
-        jobs: The jobs.
-
-    Raises:
-        ConfigurationError: There is no job, or two have one name.
-        InfeasibleError: A job wants ranks that the cluster does not have.
-
-    Examples:
-        >>> from fivefold.network.topology import switch
-        >>> layer = LayerCost(forward_s=0.1, backward_s=0.2)
-        >>> check_jobs(switch(2), [JobSpec(job_id="a", ranks=(0, 1), layers=(layer,))])
     """
     if not jobs:
         message = "there is no job"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 from fivefold.errors import ConfigurationError, DataError, FivefoldError
 from fivefold.files import read_json
-from fivefold.strategy._model import (
+from fivefold.strategy.model import (
     ConvolutionStage,
     LatentAttention,
     MixtureOfExperts,
@@ -124,43 +125,10 @@ def named_models() -> tuple[str, ...]:
     return tuple(_MODELS)
 
 
-def named_model(name: str) -> ModelSpec:
-    """Return a known model.
-
-    Raises:
-        ConfigurationError: The name is unknown.
-
-    Examples:
-        >>> round(named_model("llama3-405b").num_parameters / 1e9)
-        406
-    """
-    if name not in _MODELS:
-        near = difflib.get_close_matches(name, _MODELS, n=1, cutoff=0.0)[0]
-        message = f"model {name!r} is unknown"
-        raise ConfigurationError(message, hint=f"did you mean {near!r}? Or give a file")
-    return _MODELS[name]
-
-
 def model_from_hugging_face(
     config: Mapping[str, Any], *, name: str = "model", seq_len: int | None = None
 ) -> ModelSpec:
-    """Read the keys of a Hugging Face ``config.json``; the library itself is not needed.
-
-    Args:
-        config: The file's content.
-        name: For people.
-        seq_len: Tokens of a sample; None: the longest the model was made for.
-
-    Raises:
-        DataError: A size is missing.
-
-    Examples:
-        >>> config = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
-        ...           "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
-        ...           "hidden_act": "silu", "model_type": "llama"}
-        >>> round(model_from_hugging_face(config, seq_len=8192).num_parameters / 1e9, 2)
-        8.03
-    """
+    """Read the keys of a Hugging Face ``config.json``; the library itself is not needed."""
     config = {**config.get("text_config", {}), **{k: v for k, v in config.items() if v is not None}}
     gpt = "n_embd" in config or config.get("model_type") in {"gpt2", "opt", "gpt_neox", "bloom"}
     hidden = _size(config, "hidden_size", "n_embd", "d_model")
@@ -251,11 +219,12 @@ def load_model(source: str, *, seq_len: int | None = None) -> ModelSpec:
     """
     path = Path(source)
     if path.suffix != ".json" and not path.is_dir():
-        model = named_model(source)
-        if seq_len is None:
-            return model
-        fields = {name: getattr(model, name) for name in model.__dataclass_fields__}
-        return ModelSpec(**{**fields, "seq_len": seq_len})
+        if source not in _MODELS:
+            near = difflib.get_close_matches(source, _MODELS, n=1, cutoff=0.0)[0]
+            message = f"model {source!r} is unknown"
+            raise ConfigurationError(message, hint=f"did you mean {near!r}? Or give a file")
+        model = _MODELS[source]
+        return model if seq_len is None else dataclasses.replace(model, seq_len=seq_len)
     if path.is_dir():
         path = path / "config.json"
     config = read_json(path, what="model configuration")

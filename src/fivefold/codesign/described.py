@@ -12,8 +12,8 @@ import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from fivefold.codesign._jobs import JobSpec, Split, mesh_ranks
-from fivefold.codesign._plans import JobPlan
+from fivefold.codesign.jobs import JobSpec, Split, mesh_ranks
+from fivefold.codesign.plans import JobPlan
 from fivefold.collectives.pricing import FabricSpec, collective_time_s, fabric_from_topology
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import Topology
@@ -22,12 +22,12 @@ from fivefold.strategy import (
     Job,
     ModelSpec,
     ParallelPlan,
-    Prediction,
+    PlanPrediction,
     evaluate_plan,
-    plan_demand,
-    reached_tiers,
     search_plans,
 )
+from fivefold.strategy.cluster import reached_tiers
+from fivefold.strategy.demand import plan_demand
 from fivefold.tasks import IterationDemand, mesh_iteration, schedule_tasks
 from fivefold.units import format_bytes
 
@@ -39,16 +39,7 @@ _LEAST_S = 1e-12
 
 @dataclass(frozen=True, kw_only=True)
 class ModelJob:
-    """A job as ``fivefold plan`` takes it, with when it runs.
-
-    Args:
-        job_id: Its name.
-        job: Model, batch, and the plan or the space of plans.
-        devices: GPU and stack; their links' constants are what layer 1 takes for granted.
-        iterations: How many it does.
-        arrival_s: When it arrives.
-        weight: How much a second of it counts.
-    """
+    """A job as ``fivefold plan`` takes it, with when it runs."""
 
     job_id: str
     job: Job
@@ -59,31 +50,7 @@ class ModelJob:
 
 
 def job_from_plan(topology: Topology, described: ModelJob, ranks: Sequence[int]) -> JobSpec:
-    """Return a job of the cluster, with the ways to split it that layer 1 holds to be best.
-
-    Args:
-        topology: The cluster.
-        described: The job.
-        ranks: Where it runs, host by host.
-
-    Returns:
-        The job. Its first split is layer 1's own favourite (or the plan that the job names, which
-        is then the only one); the others differ from it in the degrees of the mesh.
-
-    Raises:
-        ConfigurationError: The number of ranks is not that of the job's GPUs.
-        InfeasibleError: No split fits in memory, or none keeps tensor groups inside hosts.
-
-    Examples:
-        >>> from fivefold.network.topology import HostSpec, leaf_spine
-        >>> from fivefold.strategy import SearchSpace, load_cluster, named_model
-        >>> hosts = leaf_spine(4, leaves=2, spines=1, host=HostSpec(gpus=4))
-        >>> job = Job(model=named_model("llama3-8b"),
-        ...           space=SearchSpace(num_gpus=16, global_batch=64))
-        >>> described = ModelJob(job_id="a", job=job, devices=load_cluster("h100-nemo"))
-        >>> job_from_plan(hosts, described, range(16)).splits[0].name
-        'd16 b1, ZeRO-2'
-    """
+    """Return a job of the cluster, with the ways to split it that layer 1 holds to be best."""
     wanted = described.job.space.num_gpus
     if len(ranks) != wanted:
         raise ConfigurationError(
@@ -110,13 +77,13 @@ def job_from_plan(topology: Topology, described: ModelJob, ranks: Sequence[int])
     )
 
 
-def _candidates(topology: Topology, described: ModelJob) -> list[Prediction]:
+def _candidates(topology: Topology, described: ModelJob) -> list[PlanPrediction]:
     """Plans that fit in memory, by layer 1's own order, then those that the topology suggests."""
     job, devices = described.job, described.devices
     if job.plan is not None:
         return [_judged(described, job.plan)]
     own = _of_different_mesh(_fastest(job, devices, devices.fabric), _NOMINAL)
-    informed: list[Prediction] = []
+    informed: list[PlanPrediction] = []
     tiers = _fabric_below(topology, devices, job.space.num_gpus)
     if tiers != devices.fabric:
         informed = _of_different_mesh(_fastest(job, devices, tiers), _INFORMED)
@@ -128,7 +95,7 @@ def _candidates(topology: Topology, described: ModelJob) -> list[Prediction]:
     ]
 
 
-def _judged(described: ModelJob, plan: ParallelPlan) -> Prediction:
+def _judged(described: ModelJob, plan: ParallelPlan) -> PlanPrediction:
     devices = described.devices
     found = evaluate_plan(described.job.model, devices.device, devices.fabric, plan=plan)
     if not found.fits:
@@ -141,14 +108,14 @@ def _judged(described: ModelJob, plan: ParallelPlan) -> Prediction:
     return found
 
 
-def _fastest(job: Job, devices: Cluster, fabric: FabricSpec) -> Sequence[Prediction]:
+def _fastest(job: Job, devices: Cluster, fabric: FabricSpec) -> Sequence[PlanPrediction]:
     found = search_plans(job.model, devices.device, fabric, space=job.space, top=_LOOKED_AT)
     return found.best
 
 
-def _of_different_mesh(best: Iterable[Prediction], most: int) -> list[Prediction]:
+def _of_different_mesh(best: Iterable[PlanPrediction], most: int) -> list[PlanPrediction]:
     """Return the fastest of each mesh."""
-    found: dict[tuple[int, ...], Prediction] = {}
+    found: dict[tuple[int, ...], PlanPrediction] = {}
     for one in best:
         found.setdefault(_mesh(one.plan), one)
     return list(found.values())[:most]
@@ -169,7 +136,7 @@ def _tiers(topology: Topology) -> FabricSpec | None:
 
 
 def _split(
-    topology: Topology, described: ModelJob, prediction: Prediction, ranks: Sequence[int]
+    topology: Topology, described: ModelJob, prediction: PlanPrediction, ranks: Sequence[int]
 ) -> Split:
     plan, devices = prediction.plan, described.devices
     who = f"job {described.job_id!r}"

@@ -17,49 +17,19 @@ from fivefold.errors import ConfigurationError
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineShape:
-    """What a schedule needs.
+    """What a schedule needs."""
 
-    Args:
-        idle_s: Time in which a stage of mean speed waits: the bubble.
-        stored: Micro-batches of a whole stage whose activations are kept at the worst moment.
-        parameter_copies: Times that a stage's parameters are held.
-        boundary_messages: Messages in each direction per micro-batch and stage.
-    """
-
-    idle_s: Any
+    bubble_s: Any
     stored: Any
     parameter_copies: float = 1.0
-    boundary_messages: Any = 1.0
+    p2p_messages: Any = 1.0
 
 
 def pipeline_shape(
     schedule: str, *, stages: Any, micro_batches: Any, forward_s: Any, input_s: Any,
     weight_s: Any, virtual: Any = 1,
 ) -> PipelineShape:  # fmt: skip
-    """Return the bubble and the memory of a schedule on uniform stages.
-
-    Args:
-        schedule: One of ``PipelineSchedule``.
-        stages: Devices in the pipeline; a number or an array, as all that follow.
-        micro_batches: Of one iteration.
-        forward_s: Forward of one stage.
-        input_s: Backward for inputs of one stage.
-        weight_s: Backward for weights of one stage.
-        virtual: Chunks of each stage.
-
-    Raises:
-        ConfigurationError: The schedule is unknown.
-
-    Examples:
-        >>> shape = pipeline_shape("zb_1p", stages=4, micro_batches=8, forward_s=1.0, input_s=1.0,
-        ...                        weight_s=1.0)
-        >>> float(shape.idle_s), int(shape.stored)
-        (3.0, 4)
-
-    References:
-        GPipe, arXiv 1811.06965; interleaving, arXiv 2104.04473; zero bubble, arXiv 2401.10241;
-        V schedules, arXiv 2405.15362; DualPipe, arXiv 2412.19437.
-    """
+    """Return the bubble and the memory of a schedule on uniform stages."""
     p, full = stages, (stages - 1) * (forward_s + input_s + weight_s)
 
     def split(times: int) -> Any:
@@ -85,11 +55,11 @@ def pipeline_shape(
         raise ConfigurationError(message, hint=f"use one of {', '.join(forms)}")
     messages = {"interleaved": virtual, "zb_v": 2, "v_half": 2, "v_min": 2, "dualpipe_v": 2}
     return PipelineShape(
-        idle_s=np.where(p == 1, 0.0, forms[schedule]()),
+        bubble_s=np.where(p == 1, 0.0, forms[schedule]()),
         stored=stored_at(schedule, after=p - 1, stages=p, micro_batches=micro_batches,
                          virtual=virtual),
         parameter_copies=2.0 if schedule == "dualpipe" else 1.0,
-        boundary_messages=np.where(p == 1, 0.0, messages.get(schedule, 1)),
+        p2p_messages=np.where(p == 1, 0.0, messages.get(schedule, 1)),
     )  # fmt: skip
 
 
