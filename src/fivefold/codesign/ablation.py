@@ -226,7 +226,7 @@ def ablation_page(rows: Sequence[AblationRow], *, cluster: str, command: str = "
                 heading="Mean completion time over that of today's stack (B0)",
                 how=f"{size}. Below 1 is faster. Bars are means over seeds, whiskers 95 % "
                 "bootstrap intervals over seeds. V: layers of a job talk; H: jobs talk; II: links "
-                "inside hosts and the fabric are one network; HN: switches may sum.",
+                "inside hosts and the fabric are one network; HN: switches may aggregate.",
                 parts=(bars,),
             ),
             PageSection(

@@ -14,7 +14,7 @@ from fivefold.codesign.baselines import job_traffic, routed
 from fivefold.codesign.jobs import JobSpec
 from fivefold.codesign.plans import ClusterPlan, CoDesigns, DecisionRecord, JobPlan, Layer
 from fivefold.codesign.simulate import edge_route, run_plan
-from fivefold.codesign.trees import free_slots, job_trees, spread_trees, summed_columns
+from fivefold.codesign.trees import aggregated_columns, free_slots, job_trees, spread_trees
 from fivefold.collectives.pricing import tree_links
 from fivefold.errors import ConfigurationError
 from fivefold.flows import Routing, never_worse, priority_classes, time_shifts
@@ -259,7 +259,7 @@ class Arbiter:
         return plan.changed(name, paths=found.jobs[name].paths)
 
     def _give_slots(self) -> None:
-        """Job by job, the largest sender first: its sums go to switches, where all gain.
+        """Job by job, the largest sender first: its aggregation moves to switches, where all gain.
 
         Who was refused asks again while others change, as long as anything is gained.
         """
@@ -272,7 +272,7 @@ class Arbiter:
     def _give_slots_to(self, job: JobSpec) -> bool:
         """Trees for one job where the load of the others leaves most room."""
         plan, name = self.best.plan, job.job_id
-        if not self._may_sum(job):
+        if not self._may_aggregate(job):
             return False
         choice = spread_trees(
             self.topology,
@@ -286,13 +286,13 @@ class Arbiter:
         proposal = plan.changed(name, **choice.changes())
         if proposal in self._known:  # asked before, or as it is
             return False
-        decision = f"{name} sums in the network at {choice.name}"
+        decision = f"{name} aggregates in the network at {choice.name}"
         return self.consider("network", decision, proposal, entity=name, tags=("HN",), mend=False)
 
-    def _may_sum(self, job: JobSpec) -> bool:
-        """Several ranks of a host sum inside it first, which only Intra-Inter may plan."""
+    def _may_aggregate(self, job: JobSpec) -> bool:
+        """Several ranks of a host reduce inside it first, which only Intra-Inter may plan."""
         plan = self.best.plan.jobs[job.job_id]
-        columns = summed_columns(self.topology, job, plan)
+        columns = aggregated_columns(self.topology, job, plan)
         hosts = {self.topology.host_of(rank) or f"rank {rank}" for rank in job.ranks}
         single = len(hosts) == len(job.ranks)
         return columns is not None and (single or self.co_designs.intra_inter)
@@ -317,13 +317,13 @@ class Arbiter:
         return loads
 
     def _leave_slots(self) -> None:
-        """Jobs that sum in the network compete for slots: the one that gains least gives way."""
+        """The job that gains least from its slots gives them up."""
         for _ in range(len(self.jobs)):
             plan = self.best.plan
-            summing = [n for n, p in plan.jobs.items() if p.algorithm == "in_network"]
-            if not summing or self.simulations >= self.options.budget:
+            aggregating = [n for n, p in plan.jobs.items() if p.algorithm == "in_network"]
+            if not aggregating or self.simulations >= self.options.budget:
                 return
-            gains = {n: self.floor.completion_s[n] / self.best.completion_s[n] for n in summing}
+            gains = {n: self.floor.completion_s[n] / self.best.completion_s[n] for n in aggregating}
             name = min(gains, key=lambda n: gains[n])
             algorithm = "hierarchical" if self.co_designs.intra_inter else "ring"
             host = plan.changed(name, algorithm=algorithm, root=None, roots=(), slots=0, paths={})

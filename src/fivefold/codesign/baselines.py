@@ -67,7 +67,7 @@ def local_order(topology: Topology, ranks: Sequence[int]) -> tuple[int, ...]:
 def job_traffic(topology: Topology, job: JobSpec, plan: JobPlan) -> JobTraffic:
     """Return what a job's iteration puts on the network, as layer 4 sees it: bytes per edge.
 
-    Sums in the network have no paths to choose and are left out.
+    In-network aggregation has no paths to choose and are left out.
     """
     sizes: dict[tuple[int, int], float] = {}
     chosen = job.split_as(plan.split)

@@ -185,15 +185,15 @@ def collective_options(
     if co_designs.intra_inter and even and several:
         plan = replace(start, order=order, algorithm="hierarchical", paths={})
         yield _Option("hierarchical", plan, ("II",))
-    # Several ranks of a host sum inside it first, which only Intra-Inter may plan.
+    # Several ranks of a host reduce inside it first, which only Intra-Inter may plan.
     single = even and all(len(hosts[0]) == 1 for hosts in by_host if hosts)
     if co_designs.host_net and even and (single or co_designs.intra_inter):
         begin = replace(start, order=order)
         tags = ("HN",) if single else ("II", "HN")
-        yield from _summing_options(topology, job, begin, tags, vertical=co_designs.vertical)
+        yield from _aggregation_options(topology, job, begin, tags, vertical=co_designs.vertical)
 
 
-def _summing_options(
+def _aggregation_options(
     topology: Topology, job: JobSpec, start: JobPlan, tags: tuple[str, ...], *, vertical: bool
 ) -> Iterator[_Option]:
     """Trees of switches: with Vertical apart from one another, by rule all at the nearest root."""
@@ -285,10 +285,10 @@ def plan_cluster(
     Args:
         topology: The cluster.
         jobs: The jobs.
-        co_designs: What may be exchanged; None for everything.
+        co_designs: Co-designs to enable; None for everything.
         start: Baseline: every layer as today (``"null"``, B0) or at its best alone (``"best"``,
             B1).
-        seed: Of hashed paths.
+        seed: Seed of the hashed paths.
         options: How hard to try; None for the defaults.
 
     Returns:

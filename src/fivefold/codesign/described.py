@@ -122,7 +122,7 @@ def _of_different_mesh(best: Iterable[PlanPrediction], most: int) -> list[PlanPr
 
 
 def _mesh(plan: ParallelPlan) -> tuple[int, ...]:
-    """Return what decides the messages: degrees, and what ZeRO sends instead of sums."""
+    """Return what decides the messages: degrees, and what ZeRO sends instead of all-reduces."""
     return (plan.data, plan.tensor, plan.pipeline, plan.context, plan.expert, plan.zero)
 
 

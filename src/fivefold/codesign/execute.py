@@ -1,7 +1,7 @@
-"""Plans that the emulated cluster can run, and what it has to be told for that.
+"""Plans that the emulated cluster can run, and the options and files of such a run.
 
-A plan becomes a cluster (classes of hosts, switches that sum, routes) and a file that every rank
-reads (`_execute_rank`). What cannot be run as planned is refused, never run otherwise.
+A plan becomes a cluster (classes of hosts, aggregation switches, routes) and a file that every
+rank reads (`execute_rank`). What cannot be run as planned is refused, never run otherwise.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ def lab_options(topology: Topology, jobs: Sequence[JobSpec], plan: ClusterPlan) 
     check_executable(jobs, plan, topology=topology)
     plans = [(job, plan.jobs[job.job_id]) for job in jobs]
     classes = 1 + max((own.priority for _, own in plans), default=0)
-    summing = {str(own.root) for _, own in plans if own.algorithm == "in_network"}
+    aggregating = {str(own.root) for _, own in plans if own.algorithm == "in_network"}
     return {
         "classes": classes,
         "host_classes": {rank: own.priority for job, own in plans for rank in job.ranks}
         if classes > 1
         else {},
-        "aggregators": {root: _pool(topology, root) for root in sorted(summing)},
+        "aggregators": {root: _pool(topology, root) for root in sorted(aggregating)},
         "routes": {edge: route for job, own in plans for edge, route in _routes(topology, own)},
     }
 
@@ -168,7 +168,7 @@ def _check_job(topology: Topology, job: JobSpec, plan: JobPlan) -> None:
         )
     if any(layer.all_to_all_bytes for layer in job.layers):
         raise UnsupportedError(
-            f"{who} exchanges all-to-all, and only reductions are run here",
+            f"{who} sends all-to-all, and only reductions are run here",
             hint="leave out its all_to_all_bytes",
         )
     groups = host_groups(topology, plan.order)
@@ -179,22 +179,22 @@ def _check_job(topology: Topology, job: JobSpec, plan: JobPlan) -> None:
             hint="plan without II",
         )
     if plan.algorithm == "in_network":
-        _check_sums(topology, who, plan)
+        _check_aggregation(topology, who, plan)
 
 
-def _check_sums(topology: Topology, who: str, plan: JobPlan) -> None:
+def _check_aggregation(topology: Topology, who: str, plan: JobPlan) -> None:
     root = str(plan.root)
     tree = aggregation_tree(topology, plan.order, root)
     if tree is None:
         raise InfeasibleError(
-            f"switch {root!r} cannot sum for {who}", hint="choose another root, or a ring"
+            f"switch {root!r} cannot aggregate for {who}", hint="choose another root, or a ring"
         )
     streams = Counter(parent for _, parent in tree)
-    summing = sorted({root, *(node for node, number in streams.items() if number > 1)})
-    if summing != [root]:
+    aggregating = sorted({root, *(node for node, number in streams.items() if number > 1)})
+    if aggregating != [root]:
         raise UnsupportedError(
-            f"{who} is summed at {', '.join(summing)}, and one switch sums for a job here",
-            hint="let only switches sum at which all of a job's hosts meet, or plan without HN",
+            f"{who} is aggregated at {', '.join(aggregating)}, and a job has one such switch here",
+            hint="allow it only in switches where all hosts of a job meet, or plan without HN",
         )
     pool = topology.ability_of(root).aggregation
     assert pool is not None, "aggregation_tree asked"

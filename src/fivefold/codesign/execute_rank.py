@@ -3,8 +3,8 @@
 Started once per rank, as ``python -m fivefold.codesign.execute_rank FILE`` under torchrun or in
 the lab. Compute is a sleep of the planned length, so that hosts which share a processor do not
 disturb one another; reductions are gloo's ring in the planned order over the hosts' real, shaped
-links, or sums by the switch that the plan names. What is compared with the simulation is when jobs
-wait for the network and for one another.
+links, or aggregation by the switch that the plan names. What is compared with the simulation is
+when jobs wait for the network and for one another.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class _Rank:
                     self._wait(awaited)
                 buffer = self._buffers[name]
                 self._reduce(buffer)
-                _check_sum(name, buffer, len(self._job.ranks))
+                _check_result(name, buffer, len(self._job.ranks))
                 buffer.fill_(1.0)
                 self._done[name].set()
             except BaseException as error:  # noqa: BLE001 - handed to the computing thread
@@ -108,7 +108,7 @@ class _Rank:
                 return
 
 
-def _check_sum(name: str, buffer: Any, number: int) -> None:
+def _check_result(name: str, buffer: Any, number: int) -> None:
     ends = float(buffer[0]), float(buffer[-1])
     if ends != (number, number):
         raise CommunicationError(
@@ -129,7 +129,9 @@ def _reduction(job: JobSpec, plan: JobPlan, rank: int) -> Reduce:
 
     if len(job.ranks) == 1:
         return lambda _buffer: None
-    reduce = _summing(job, plan, rank) if plan.algorithm == "in_network" else _ring(job, plan, rank)
+    reduce = (
+        _aggregation(job, plan, rank) if plan.algorithm == "in_network" else _ring(job, plan, rank)
+    )
     for _ in range(_WARM_UP):
         reduce(torch.ones(1 << 14))
     return reduce
@@ -146,14 +148,14 @@ def _ring(job: JobSpec, plan: JobPlan, rank: int) -> Reduce:
     return reduce
 
 
-def _summing(job: JobSpec, plan: JobPlan, rank: int) -> Reduce:
+def _aggregation(job: JobSpec, plan: JobPlan, rank: int) -> Reduce:
     from fivefold.collectives.execution import GlooHosts  # noqa: PLC0415 - it needs torch
     from fivefold.network.aggregation import (  # noqa: PLC0415 - rings need none
         AggregationClient,
         AggregationOptions,
     )
 
-    root = str(plan.root)  # the plan has one where it sums in the network
+    root = str(plan.root)  # the plan has one where it aggregates in the network
     client = AggregationClient(
         _switch_address(root),
         job=job.job_id,
@@ -175,7 +177,7 @@ def _switch_address(node: str) -> str:
     known = json.loads(os.environ.get("FIVEFOLD_LAB", "{}")).get("aggregation", {})
     if node not in known:
         raise UnsupportedError(
-            f"the plan sums at {node}, and no such switch runs",
+            f"the plan aggregates at {node}, and no such switch runs",
             hint="run it in the lab, with LabSpec(aggregators=...)",
         )
     found: str = known[node]
@@ -218,7 +220,8 @@ def _main(path: Path) -> None:
     dist.all_gather_object(every, took_s)
     if rank == 0:
         found = {job.job_id: max(every[r] for r in job.ranks) for job in jobs}
-        print(json.dumps({"iteration_s": found}), flush=True)  # noqa: T201 - the parent reads it
+        sys.stdout.write(json.dumps({"iteration_s": found}) + "\n")  # the parent reads it
+        sys.stdout.flush()
     dist.barrier()
     os._exit(0)  # gloo's threads may abort while the interpreter ends
 

@@ -171,8 +171,8 @@ def msccl_programs(topology: Topology, job: JobSpec, plan: JobPlan) -> Mapping[s
         Text of each file by the collective's name.
 
     Raises:
-        UnsupportedError: Switches sum, which MSCCL's programs of GPUs cannot say; or the job is
-            split along several axes.
+        UnsupportedError: The plan aggregates in switches, which MSCCL cannot express; or the job
+            is split along several axes.
         InfeasibleError: A program exceeds a limit of MSCCL's interpreter.
 
     Examples:
@@ -184,7 +184,9 @@ def msccl_programs(topology: Topology, job: JobSpec, plan: JobPlan) -> Mapping[s
         ['all_reduce']
     """
     if job.split_as(plan.split).mesh is not None or plan.algorithm == "in_network":
-        reason = "its switches sum" if plan.algorithm == "in_network" else "it has several axes"
+        reason = (
+            "it aggregates in switches" if plan.algorithm == "in_network" else "it has several axes"
+        )
         raise UnsupportedError(
             f"job {job.job_id!r} has no MSCCL program: {reason}",
             hint="plan with the co-designs V, H and II, for data-parallel jobs",

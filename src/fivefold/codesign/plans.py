@@ -77,7 +77,7 @@ class JobPlan:
     def root_of(self, tree: int) -> str:
         """Return the root of one of the job's trees."""
         found = self.roots[tree] if self.roots else self.root
-        assert found is not None, "only asked for sums in the network"
+        assert found is not None, "only asked for in-network aggregation"
         return found
 
 
@@ -182,7 +182,7 @@ class CoDesigns:
         vertical: Layers of one job tell each other intent and cost.
         horizontal: Jobs, and tasks of one job, know of each other.
         intra_inter: Links inside hosts and the fabric are planned as one network.
-        host_net: Work may be given to switches that sum.
+        host_net: Work may be given to switches that aggregate.
 
     Examples:
         >>> CoDesigns(vertical=True, host_net=True).label, CoDesigns.none().label
@@ -206,12 +206,12 @@ class CoDesigns:
 
     @classmethod
     def none(cls) -> CoDesigns:
-        """Nothing is exchanged: today's stack of layers."""
+        """No co-design: today's stack of layers."""
         return cls()
 
     @classmethod
     def all(cls) -> CoDesigns:
-        """Everything is exchanged."""
+        """All four co-designs."""
         return cls(vertical=True, horizontal=True, intra_inter=True, host_net=True)
 
     @classmethod

@@ -327,7 +327,7 @@ class _Compiler:
 
     def _phase(self, phase: Phase, name: tuple[Hashable, ...], start: Hashable) -> list[Hashable]:
         if phase.tree is not None:
-            return [self._sum(phase, name, start)]
+            return [self._aggregate(phase, name, start)]
         flows = self._flows(phase, name, after=(start,))
         self._out += flows
         return [flow.flow_id for flow in flows]
@@ -353,8 +353,8 @@ class _Compiler:
             for edge in phase.edges
         ]
 
-    def _sum(self, phase: Phase, name: tuple[Hashable, ...], start: Hashable) -> Hashable:
-        """Return a sum in the network; a ring of the same ranks where slots are short."""
+    def _aggregate(self, phase: Phase, name: tuple[Hashable, ...], start: Hashable) -> Hashable:
+        """Return an in-network aggregation; a ring of the same ranks where slots are short."""
         assert phase.tree is not None, "asked for trees only"
         leaves = [edge[0] for edge in phase.edges]
         number = len(leaves)
@@ -363,7 +363,7 @@ class _Compiler:
             2 * phase.edge_bytes * (number - 1) / number,
             steps=2 * (number - 1),
         )
-        request = (self._job.job_id, *name, "sum")
+        request = (self._job.job_id, *name, "aggregation")
         self._out.append(
             AggregationRequest(
                 request,

@@ -1,4 +1,4 @@
-"""Where a job's sums are made: the root of each of its trees, and the slots that they take.
+"""Where a job's gradients are aggregated: the root of each of its trees, and their slots.
 
 A job has a tree per group and place in the host. Trees of one job get roots apart from one another
 where that spreads their load (as PANAMA's several trees per job), and slots are counted at every
@@ -53,10 +53,12 @@ class TreeChoice:
         }
 
 
-def summed_columns(topology: Topology, job: JobSpec, plan: JobPlan) -> list[tuple[int, ...]] | None:
-    """Ranks that a tree of switches would sum, tree by tree; None where hosts differ.
+def aggregated_columns(
+    topology: Topology, job: JobSpec, plan: JobPlan
+) -> list[tuple[int, ...]] | None:
+    """Ranks that a tree of switches would aggregate, tree by tree; None where hosts differ.
 
-    Inside a host ranks sum first, so a tree has one rank per host.
+    Inside a host ranks reduce first, so a tree has one rank per host.
     """
     chosen = job.split_as(plan.split)
     axis = "data" if chosen.mesh is not None else ""
@@ -75,7 +77,7 @@ def summed_columns(topology: Topology, job: JobSpec, plan: JobPlan) -> list[tupl
 
 def nearest_roots(topology: Topology, job: JobSpec, plan: JobPlan) -> list[TreeChoice]:
     """One root for all trees: the nearest switches that can serve every one of them."""
-    columns = summed_columns(topology, job, plan)
+    columns = aggregated_columns(topology, job, plan)
     if not columns:
         return []
     found = []
@@ -101,7 +103,7 @@ def spread_trees(
     free: Mapping[str, int] | None = None,
 ) -> TreeChoice | None:
     """Roots tree by tree, each where the busiest link of its tree has least to carry."""
-    columns = summed_columns(topology, job, plan)
+    columns = aggregated_columns(topology, job, plan)
     if not columns:
         return None
     pools = dict(_pools(topology) if free is None else free)
@@ -144,20 +146,17 @@ def free_slots(
 
 
 def job_trees(topology: Topology, job: JobSpec, plan: JobPlan) -> list[Tree]:
-    """Return the trees of a job that sums in the network."""
-    columns = summed_columns(topology, job, plan) or []
+    """Return the trees of a job that aggregates in the network."""
+    columns = aggregated_columns(topology, job, plan) or []
     trees = [aggregation_tree(topology, c, plan.root_of(i)) for i, c in enumerate(columns)]
     return [tree for tree in trees if tree is not None]
 
 
 def slots_for(topology: Topology, tree: Tree) -> int:
-    """Slots that keep a tree busy: what its fastest link carries in a round trip to the root.
-
-    At most as many as its smallest switch has.
-    """
+    """Slots that keep a tree busy: what its fastest link carries in a round trip to the root."""
     above = dict(tree)
     links = dict(zip((child for child, _ in tree), tree_links(topology, tree)[::2], strict=True))
-    delays_s, wanted, most = [], 0.0, math.inf
+    delays_s, wanted = [], 0.0
     for child, parent in tree:
         node, delay_s = child, 0.0
         while node in above:
@@ -166,10 +165,9 @@ def slots_for(topology: Topology, tree: Tree) -> int:
         delays_s.append(delay_s)
         rate = float(topology.capacities_bytes_per_s[links[child]])
         pool = topology.ability_of(parent).aggregation
-        if pool is None:  # it only passes on
-            continue
-        wanted, most = max(wanted, rate / pool.slot_bytes), min(most, pool.slots)
-    return int(max(1, min(most, math.ceil(wanted * max(delays_s)))))
+        if pool is not None:  # others only pass on
+            wanted = max(wanted, rate / pool.slot_bytes)
+    return max(1, math.ceil(wanted * max(delays_s)))
 
 
 def _slots(topology: Topology, trees: Sequence[Tree], pools: Mapping[str, int]) -> int:
@@ -195,7 +193,7 @@ def _meeting(tree: Tree) -> list[str]:
 
 @functools.lru_cache(maxsize=4096)
 def _trees(topology: Topology, column: tuple[int, ...]) -> tuple[tuple[str, Tree], ...]:
-    """Roots that can sum a column, the nearest first, with their trees."""
+    """Roots that can aggregate a column, the nearest first, with their trees."""
     found = []
     for node in _nearby(topology, column):
         tree = aggregation_tree(topology, column, node)
@@ -206,7 +204,7 @@ def _trees(topology: Topology, column: tuple[int, ...]) -> tuple[tuple[str, Tree
 
 @functools.lru_cache(maxsize=4096)
 def _nearby(topology: Topology, column: tuple[int, ...]) -> tuple[str, ...]:
-    """Summing switches by the links to the furthest of some ranks, the nearest first."""
+    """Aggregation switches by the links to the furthest of some ranks, the nearest first."""
     step = max(1, len(column) // _MOST_SAMPLED)
     links = [_links_from(topology, rank) for rank in column[::step]]
     far = {

@@ -204,7 +204,7 @@ def synthetic_jobs(
     Args:
         topology: The cluster.
         number: Most jobs; fewer where the cluster is full.
-        seed: Of the draw and of the placement.
+        seed: Seed of the draw and of the placement.
         sizes: Numbers of ranks that are drawn from.
         iterations: Iterations of each job.
         placement: Which hosts come first.

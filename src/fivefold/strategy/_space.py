@@ -49,7 +49,7 @@ class SearchSpace:
         expert: Degrees of expert parallelism.
         micro_batch: Sizes of a micro-batch.
         virtual: Chunks of a stage for interleaved schedules.
-        schedules: Of the pipeline.
+        schedules: Schedule of the pipeline.
         zero: Stages of ZeRO.
         shards: Ranks that share states; None in it: all of them.
         recompute: Kinds of recomputation.

@@ -48,7 +48,7 @@ def load_job(path: Path | str, *, cluster: Cluster | None = None) -> Job:
         path: TOML with ``model`` (a preset, a ``config.json``, or a table of ``ModelSpec``),
             ``gpus``, ``global_batch``, and where wanted ``seq_len``, ``[search]`` (fields of
             ``SearchSpace``) and ``[plan]`` (fields of ``ParallelPlan``).
-        cluster: Whose number of GPUs is taken where the file gives none; a job cannot have more.
+        cluster: Gives the number of GPUs where the file does not; a job cannot have more.
 
     Raises:
         ConfigurationError: A key is missing, unknown or not allowed.

@@ -46,7 +46,7 @@ class ParallelPlan:
         context: GPUs that split the sequence.
         expert: GPUs that split the experts, out of data x context.
         virtual: Model chunks of each stage (interleaved schedules).
-        schedule: Of the pipeline.
+        schedule: Schedule of the pipeline.
         zero: What data-parallel ranks share instead of copy: 1 optimizer states, 2 gradients
             too, 3 parameters too.
         shard: Ranks that share; None: all data-parallel ones. Fewer is hybrid sharding.
