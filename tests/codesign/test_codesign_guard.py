@@ -21,7 +21,7 @@ from fivefold.codesign.trees import (
     nearest_roots,
     spread_trees,
 )
-from fivefold.collectives.pricing import aggregation_tree
+from fivefold.collectives.pricing.phases import aggregation_tree
 from fivefold.network.topology import (
     Aggregation,
     HostSpec,

@@ -174,7 +174,7 @@ def test_msccl_programs_sum_in_the_planned_order(algorithm):
 def test_sums_in_switches_have_no_msccl_program():
     job = JobSpec(job_id="a", ranks=(0, 1), layers=(LAYER,))
     plan = JobPlan(order=(0, 1), algorithm="in_network", root="switch", slots=1)
-    with pytest.raises(UnsupportedError, match="switches sum"):
+    with pytest.raises(UnsupportedError, match="aggregates in switches"):
         msccl_programs(switch(2), job, plan)
 
 

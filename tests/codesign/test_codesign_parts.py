@@ -19,7 +19,7 @@ from fivefold.codesign.jobs import Split, check_jobs
 from fivefold.codesign.plans import decisions_to_json
 from fivefold.codesign.simulate import alone_quote, iteration_of, phases_of, schedule_iteration
 from fivefold.collectives.algorithms import build_algorithm
-from fivefold.collectives.pricing import aggregation_tree, host_groups
+from fivefold.collectives.pricing.phases import aggregation_tree, host_groups
 from fivefold.collectives.schedules import all_reduce
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import (

@@ -18,7 +18,7 @@ from fivefold.codesign.plans import ClusterPlan, DecisionRecord, JobPlan
 from fivefold.codesign.simulate import Outcome, alone_quote, schedule_iteration
 from fivefold.errors import ConfigurationError
 from fivefold.network.topology import Topology, draw_topology
-from fivefold.report import (
+from fivefold.report.page import (
     BarChart,
     BarRow,
     DataTable,

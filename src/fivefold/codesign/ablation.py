@@ -17,7 +17,7 @@ from fivefold.codesign.plans import CoDesigns
 from fivefold.codesign.simulate import run_plan
 from fivefold.errors import ConfigurationError
 from fivefold.network.topology import Topology
-from fivefold.report import DataTable, Page, PageSection, RangeChart, RangeRow
+from fivefold.report.page import DataTable, Page, PageSection, RangeChart, RangeRow
 
 FloatArray = npt.NDArray[np.float64]
 Progress = Callable[[int, int], None]
@@ -190,6 +190,9 @@ def ablation_page(rows: Sequence[AblationRow], *, cluster: str, command: str = "
     Returns:
         The page, for ``fivefold.report.write_html``.
 
+    Raises:
+        ConfigurationError: There is no row.
+
     Examples:
         >>> row = AblationRow(
         ...     label="V", to_null=0.9, to_null_interval=(0.8, 1.0), to_best=1.0,
@@ -199,6 +202,9 @@ def ablation_page(rows: Sequence[AblationRow], *, cluster: str, command: str = "
         >>> ablation_page([row], cluster="fat-tree").tiles[0]
         ('-10.0 %', 'mean completion time', 'V against B0, today')
     """
+    if not rows:
+        message = "an ablation without rows has no page"
+        raise ConfigurationError(message, hint="give what ablate() returned")
     combined = [row for row in rows if row.label != "B1"]
     best = min(combined or rows, key=lambda row: row.to_null)
     alone = next((row for row in rows if row.label == "B1"), None)

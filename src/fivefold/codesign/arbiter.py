@@ -15,7 +15,7 @@ from fivefold.codesign.jobs import JobSpec
 from fivefold.codesign.plans import ClusterPlan, CoDesigns, DecisionRecord, JobPlan, Layer
 from fivefold.codesign.simulate import edge_route, run_plan
 from fivefold.codesign.trees import aggregated_columns, free_slots, job_trees, spread_trees
-from fivefold.collectives.pricing import tree_links
+from fivefold.collectives.pricing.phases import tree_links
 from fivefold.errors import ConfigurationError
 from fivefold.flows import Routing, never_worse, priority_classes, time_shifts
 from fivefold.network.topology import Topology

@@ -24,7 +24,7 @@ from fivefold.codesign.simulate import (
     schedule_iteration,
 )
 from fivefold.codesign.trees import nearest_roots, spread_trees
-from fivefold.collectives.pricing import host_groups
+from fivefold.collectives.pricing.phases import host_groups
 from fivefold.network.topology import Topology
 from fivefold.tasks import Ordering
 

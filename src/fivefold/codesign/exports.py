@@ -19,7 +19,7 @@ from fivefold.codesign.plans import ClusterPlan, JobPlan
 from fivefold.codesign.simulate import Outcome, alone_quote, communication_order, schedule_iteration
 from fivefold.collectives.algorithms import build_algorithm
 from fivefold.collectives.lowering import lower, to_msccl_xml
-from fivefold.collectives.pricing import host_groups
+from fivefold.collectives.pricing.phases import host_groups
 from fivefold.collectives.schedules import Schedule, all_reduce, all_to_all
 from fivefold.errors import UnsupportedError
 from fivefold.network.topology import Topology

@@ -23,7 +23,7 @@ from fivefold.network.simulation import (
     simulate,
 )
 from fivefold.network.topology import Topology
-from fivefold.report import Folded, LaneLoad, LaneSpan, Timeline, TimelineLane
+from fivefold.report.page import Folded, LaneLoad, LaneSpan, Timeline, TimelineLane
 from fivefold.units import format_bytes_per_s
 
 _MOST_TASKS = 40_000  # of all iterations; more would take minutes to draw

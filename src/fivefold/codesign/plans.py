@@ -9,7 +9,7 @@ from itertools import product
 from types import MappingProxyType
 from typing import Any, Literal
 
-from fivefold.collectives.pricing import Algorithm
+from fivefold.collectives.pricing.phases import Algorithm
 from fivefold.errors import ConfigurationError
 from fivefold.files import parse_json
 from fivefold.tasks import Ordering

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 from fivefold.codesign.jobs import JobSpec
 from fivefold.codesign.plans import ClusterPlan, JobPlan
-from fivefold.collectives.pricing import (
+from fivefold.collectives.pricing.fabric import Quote
+from fivefold.collectives.pricing.phases import (
     Phase,
-    Quote,
     collective_phases,
     first_path,
     host_groups,

@@ -17,16 +17,8 @@ from fivefold.codesign.jobs import JobSpec, check_jobs, check_ranks
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.files import read_toml
 from fivefold.network.topology import Topology
-from fivefold.runs import (
-    Bytes,
-    Count,
-    Positive,
-    Rate,
-    Section,
-    Seed,
-    Text,
-    check_tables,
-)
+from fivefold.runs import Section, check_tables
+from fivefold.runs.config import Bytes, Count, Positive, Rate, Seed, Text
 from fivefold.strategy import load_cluster
 from fivefold.strategy.job import job_from_table
 from fivefold.tasks import LayerCost
