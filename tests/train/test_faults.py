@@ -36,7 +36,7 @@ def test_kill_9_at_a_random_moment(trial, expected, make_config, start_ranks, fi
     tools = {"make_config": make_config, "start_ranks": start_ranks}
     digest, duration_s = uninterrupted(method, expected, final_digest=final_digest, **tools)
     # A checkpoint every 3 steps (rounds have 4) takes a good part of the time, so kills hit
-    # start, data, forward, flights, merges and checkpoint writes.
+    # start, data, forward, all-reduces, merges and checkpoint writes.
     config = make_config(method, checkpoint_every_steps=3, timeout_s=TIMEOUT_S)
     world = start_ranks(config)
     victim, moment = draw.randrange(2), draw.random()

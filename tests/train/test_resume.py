@@ -6,7 +6,10 @@ import pytest
 from fivefold.runs.checkpoints import checkpoint_folders
 from fivefold.train.config import AutoTauConfig
 
-STREAMING = {"fragments": 2, "delay_steps": 3}  # flights of both fragments at step 5
+STREAMING = {
+    "fragments": 2,
+    "delay_steps": 3,
+}  # all-reduces of both fragments are in flight at step 5
 METHODS = {
     "none": {},
     "ddp": {},
