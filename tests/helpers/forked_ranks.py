@@ -111,7 +111,7 @@ def forked_worlds(folder):
             world.end()
 
 
-def wait_for_step(world, output, step, *, timeout_s=30):
+def wait_for_step(world, output, step, *, timeout_s=120):
     """Wait until a run's metrics have a line of a step, or fail the test."""
     path = output / "metrics.jsonl"
     deadline_s = time.monotonic() + timeout_s

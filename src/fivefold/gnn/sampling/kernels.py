@@ -39,7 +39,8 @@ _SMALL = 48  # up to here a scan of the chosen positions is cheaper than a bitma
 
 
 @njit(inline="always")
-def _mix(value: Any) -> Any:
+def mix_bits(value: Any) -> Any:
+    """Return the finaliser of SplitMix64, of one ``uint64`` or of every one in an array."""
     value = (value ^ (value >> _S30)) * _FIRST
     value = (value ^ (value >> _S27)) * _SECOND
     return value ^ (value >> _S31)
@@ -115,7 +116,7 @@ def most_edges(indptr: NDArray[np.int64], nodes: NDArray[np.int64], fanout: int)
 def _floyd_small(stream: Any, degree: int, fanout: int, chosen: NDArray[np.int64]) -> None:
     for count in range(fanout):
         limit = degree - fanout + count
-        pick = _below(_mix(stream + np.uint64(count + 1) * _GOLDEN), np.uint64(limit + 1))
+        pick = _below(mix_bits(stream + np.uint64(count + 1) * _GOLDEN), np.uint64(limit + 1))
         for before in range(count):
             if chosen[before] == pick:
                 pick = limit
@@ -128,7 +129,7 @@ def _floyd_large(stream: Any, degree: int, fanout: int, chosen: NDArray[np.int64
     taken = np.zeros((degree >> 6) + 1, np.uint64)
     for count in range(fanout):
         limit = degree - fanout + count
-        pick = _below(_mix(stream + np.uint64(count + 1) * _GOLDEN), np.uint64(limit + 1))
+        pick = _below(mix_bits(stream + np.uint64(count + 1) * _GOLDEN), np.uint64(limit + 1))
         if taken[pick >> 6] >> np.uint64(pick & 63) & _ONE:
             pick = limit
         taken[pick >> 6] |= _ONE << np.uint64(pick & 63)
@@ -159,7 +160,7 @@ def draw(
         else:
             taken = fanout
             chosen = positions[written : written + fanout]
-            stream = _mix(key + np.uint64(nodes[place]) * _GOLDEN)
+            stream = mix_bits(key + np.uint64(nodes[place]) * _GOLDEN)
             if fanout <= _SMALL:
                 _floyd_small(stream, degree, fanout, chosen)
             else:
@@ -202,7 +203,7 @@ def _least_keys(
     for offset in range(weights.shape[0]):
         if not weights[offset] > 0.0:
             continue
-        random = _mix(stream + np.uint64(offset + 1) * _GOLDEN)
+        random = mix_bits(stream + np.uint64(offset + 1) * _GOLDEN)
         key = _exponential(random) / np.float64(weights[offset])
         if size < room:
             keys[size], picks[size] = key, offset
@@ -245,7 +246,7 @@ def draw_weighted(
                     positions[written + taken] = position
                     taken += 1
         elif fanout > 0:
-            stream = _mix(key + np.uint64(nodes[place]) * _GOLDEN)
+            stream = mix_bits(key + np.uint64(nodes[place]) * _GOLDEN)
             picks = positions[written : written + fanout]
             taken = _least_keys(stream, weights[start:stop], keys, picks)
             for offset in range(taken):
@@ -259,7 +260,7 @@ def draw_weighted(
 def _find(table: NDArray[np.int64], node: int) -> int:
     """Return the slot of a node, or the free one where it belongs."""
     mask = table.shape[0] - 1
-    slot = np.int64(_mix(np.uint64(node)) & np.uint64(mask))
+    slot = np.int64(mix_bits(np.uint64(node)) & np.uint64(mask))
     while table[slot] != 0 and table[slot] >> LOCAL_BITS != node + 1:
         slot = (slot + 1) & mask
     return int(slot)
@@ -314,7 +315,7 @@ def number_sources(  # noqa: PLR0913, PLR0917 - a kernel takes its arrays one by
         for offset in range(size):
             block[offset] = indices[positions[start + offset]]
         for offset in range(size):
-            seen[offset] = table[np.int64(_mix(np.uint64(block[offset])) & np.uint64(mask))]
+            seen[offset] = table[np.int64(mix_bits(np.uint64(block[offset])) & np.uint64(mask))]
         for offset in range(size):
             node = block[offset]
             if node < 0 or node >= num_sources:

@@ -11,53 +11,44 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.errors import ConfigurationError, DataError, FivefoldError, UnsupportedError
 from fivefold.files import storage_error
-from fivefold.gnn.storage._backends import (
+from fivefold.gnn.storage._format import Section
+from fivefold.gnn.storage._requests import (
     DAMAGED,
+    DONE,
     ENDED,
     FAILED,
     STOPPED,
-    Backend,
-    Files,
-    MapBackend,
-    PythonBackend,
-    ThreadsBackend,
-    open_files,
+    Requests,
+    Work,
+    join_rows,
+    plan_requests,
 )
-from fivefold.gnn.storage._files import closed_error, truncated_error
-from fivefold.gnn.storage._format import Section
-from fivefold.gnn.storage._pages import PAGE_BYTES
-from fivefold.gnn.storage._requests import Requests, Work, join_rows, plan_requests
+from fivefold.gnn.storage._threads import ThreadsBackend, Workers
 from fivefold.gnn.storage._uring import RingBackend
-from fivefold.gnn.storage._workers import Workers
+from fivefold.gnn.storage.files import Files, closed_error, open_files, truncated_error
+from fivefold.gnn.storage.pages import PAGE_BYTES
 
 _logger = logging.getLogger(__name__)
-_BACKENDS = ("auto", "threads", "io_uring", "python", "mmap")
 _IN_FLIGHT_BYTES = 1 << 20
 _MOST_THREADS = 16
+Backend = Literal["auto", "threads", "io_uring"]
 Integers = NDArray[np.integer[Any]] | Sequence[int]
 
 
 @dataclass(frozen=True)
 class ReadStatistics:
-    """Counts of one or more reads; they add up with ``+``.
-
-    Attributes:
-        requests: Requests to the disk.
-        bytes_read: Bytes that they asked for: whole pages.
-        bytes_used: Bytes of the rows that were wanted.
-        seconds: Time in the reading calls.
-    """
+    """Counts of one or more reads; they add up with ``+``."""
 
     requests: int = 0
-    bytes_read: int = 0
-    bytes_used: int = 0
+    bytes_read: int = 0  # whole pages
+    bytes_used: int = 0  # of the rows that were wanted
     seconds: float = 0.0
 
     def __add__(self, other: ReadStatistics) -> ReadStatistics:
@@ -68,22 +59,11 @@ class ReadStatistics:
             self.seconds + other.seconds,
         )
 
-    @property
-    def amplification(self) -> float:
-        """Return the bytes read per byte wanted; 1 where nothing was read."""
-        return self.bytes_read / self.bytes_used if self.bytes_used else 1.0
-
-    @property
-    def bytes_per_s(self) -> float:
-        """Return the bytes read per second; 0 where nothing was read."""
-        return self.bytes_read / self.seconds if self.seconds else 0.0
-
 
 class PagedFile(Protocol):
     """What a reader needs of a container."""
 
     path: Path
-    nbytes: int
     file_id: int
     page_checksums: NDArray[np.uint32]
 
@@ -108,11 +88,11 @@ class RowReader:
     Args:
         container: The file; it may be closed before the reader is.
         section: Name of the section, or the section.
-        backend: "threads", "io_uring", "python", "mmap"; "auto" takes the best that works here.
+        backend: "threads" or "io_uring"; "auto" takes io_uring where the kernel permits it.
         threads: Workers of one call, the calling thread included.
         queue_depth: Requests in flight at most, over all workers. With "threads" these are
             threads, at most 16, and only calls with small requests use more than ``threads``.
-        direct: Read past the page cache: True insists, False forbids, None takes what there is.
+        direct: Read past the page cache, where the file system can.
         block_bytes: Longest request; also the size of each worker's buffer.
         max_gap_bytes: Read over gaps of at most this size between runs.
         verify: Compare pages with their checksums.
@@ -120,15 +100,13 @@ class RowReader:
     Attributes:
         backend: The back end in use.
         direct: Whether reads go past the page cache.
-        direct_reason: Why.
-        backend_reason: Why this back end.
         buffer_bytes: Memory of its own at most, beside the output.
 
     Raises:
         ConfigurationError: An argument is out of range.
         DataError: No such section.
         StorageError: The file cannot be opened again.
-        UnsupportedError: The back end, or direct I/O that was insisted on, is not available.
+        UnsupportedError: The back end is not available.
 
     Examples:
         >>> import tempfile
@@ -153,10 +131,10 @@ class RowReader:
         container: PagedFile,
         section: str | Section,
         *,
-        backend: Literal["auto", "threads", "io_uring", "python", "mmap"] = "auto",
+        backend: Backend = "auto",
         threads: int = 2,
         queue_depth: int = 64,
-        direct: bool | None = None,
+        direct: bool = True,
         block_bytes: int = 1 << 20,
         max_gap_bytes: int = 0,
         verify: bool = True,
@@ -180,34 +158,21 @@ class RowReader:
         self._workers = Workers()
         self._files = open_files(container.path, container.descriptor, direct=direct)
         try:
-            self.backend_reason = "it was asked for" if backend != "auto" else "it works here"
             self._backend = self._make_backend(backend)
         except BaseException:
             self._files.close()
             raise
         # What is closed when the reader is, or when it is forgotten; backends change after a fork.
-        self._resources: list[Backend | Files] = [self._backend, self._files]
+        self._resources: list[ThreadsBackend | RingBackend | Files] = [self._backend, self._files]
         self._finalizer = weakref.finalize(self, _release, self._resources)
         self._process = os.getpid()
         self.backend = self._backend.name
-        self.direct = self._files.is_direct and self.backend != "mmap"
-        self.direct_reason = self._files.why
+        self.direct = self._files.is_direct
         self.buffer_bytes = self._backend.buffer_bytes
-        _logger.debug(
-            "%s: %s (%s), direct %s (%s)",
-            container.path,
-            self.backend,
-            self.backend_reason,
-            self.direct,
-            self.direct_reason,
-        )
+        _logger.debug("%s: %s, %s", container.path, self.backend, self._files.why)
 
-    def _make_backend(self, name: str) -> Backend:
-        if name == "mmap":
-            return MapBackend(self._files, file_bytes=self._container.nbytes)
-        if name == "python":
-            return PythonBackend(self._files, workers=self.threads, block_bytes=self.block_bytes)
-        if name in {"io_uring", "auto"}:
+    def _make_backend(self, name: Backend) -> ThreadsBackend | RingBackend:
+        if name != "threads":
             try:
                 return RingBackend(
                     self._files,
@@ -218,7 +183,7 @@ class RowReader:
             except UnsupportedError as error:
                 if name == "io_uring":
                     raise
-                self.backend_reason = error.message
+                _logger.debug("%s: threads, for %s", self._container.path, error.message)
         return ThreadsBackend(self._files, workers=self._most_workers, block_bytes=self.block_bytes)
 
     @property
@@ -362,7 +327,7 @@ class RowReader:
 
     def _raise_failures(self, status: NDArray[np.int64]) -> None:
         """Raise for the failure at the smallest place, whichever worker met it."""
-        failed = status[(status[:, 0] != 0) & (status[:, 0] != STOPPED)]
+        failed = status[(status[:, 0] != DONE) & (status[:, 0] != STOPPED)]
         if len(failed):
             code, number, place, _ = min(failed.tolist(), key=lambda row: (row[2], row[0]))
             raise self._failure(code, number, place)
@@ -402,14 +367,14 @@ class RowReader:
         self.close()
 
 
-def _release(resources: list[Backend | Files]) -> None:
+def _release(resources: list[ThreadsBackend | RingBackend | Files]) -> None:
     for resource in resources:
         resource.close()
 
 
 def _check_settings(*, backend: str, threads: int, queue_depth: int, block_bytes: int) -> None:
-    if backend not in _BACKENDS:
-        raise ConfigurationError(f"backend is {backend!r}", hint=f"use one of {_BACKENDS}")
+    if backend not in get_args(Backend):
+        raise ConfigurationError(f"backend is {backend!r}", hint=f"use one of {get_args(Backend)}")
     if threads < 1 or queue_depth < 1:
         raise ConfigurationError(
             f"threads is {threads}, queue_depth is {queue_depth}", hint="use at least 1 of each"
