@@ -23,8 +23,8 @@ from fivefold.gnn.data import (
     ingest,
     pyg_source,
     table_source,
-    verify,
 )
+from fivefold.gnn.data.statistics import verify
 from fivefold.gnn.loading import DiskLoader
 from fivefold.gnn.packing import PackedStore, pack, read_plan, write_plan
 from fivefold.gnn.sampling import HeteroNeighborSampler, NeighborSampler, SampleFile
