@@ -1,4 +1,8 @@
-"""Where the batches of an epoch come from, the same to the loop in all three modes."""
+"""Where the batches of an epoch come from in all three modes, and how a model is judged.
+
+The nodes of a validation, their order and their neighbours are always the same, so that two
+validations differ by the parameters alone. Each rank judges its share; the sums are exact.
+"""
 
 from __future__ import annotations
 
