@@ -1,27 +1,185 @@
-"""A graph given as arrays: features, edge index, labels and splits, in memory or in files."""
+"""A graph given as arrays, read in blocks of rows: in memory, in .npy files, in .npz archives.
+
+Files are read from front to back with plain reads. A memory map would do as well, but its pages
+count as memory of the process, and a member of an archive cannot be mapped.
+"""
 
 from __future__ import annotations
 
+import copy
+import math
 import os
+import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Protocol
 
 import numpy as np
+import xxhash
 from numpy.typing import ArrayLike, NDArray
 
 from fivefold.errors import DataError
-from fivefold.gnn.data._parts import EdgeBlock, EdgePart, LabelPart
-from fivefold.gnn.data._rows import ArrayRows, FileRows, Rows, npy_rows
+from fivefold.gnn.data.parts import EdgeBlock, LabelPart
+
+
+class Rows(Protocol):
+    """An array of at least one dimension, in C order."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    stamp: Any
+
+    def blocks(self, first_row: int, max_rows: int, *, stop: int | None = None) -> Iterator[Any]:
+        """Yield rows ``first_row`` to ``stop`` (None: the end), at most ``max_rows`` at a time."""
+        ...
+
+
+class ArrayRows:
+    """An array in memory, or a memory map."""
+
+    def __init__(self, array: NDArray[Any], stamp: Any = None) -> None:
+        self.array = array
+        self.shape = array.shape
+        self.dtype = array.dtype
+        self.stamp = stamp or [list(array.shape), array.dtype.str, self._hash()]
+
+    def _hash(self) -> str:
+        total = 0
+        for block in self.blocks(0, max(1, (8 << 20) // max(1, self.array[:1].nbytes))):
+            data = np.ascontiguousarray(block).reshape(-1).view(np.uint8)
+            total = xxhash.xxh64_intdigest(data.data, total)
+        return f"{total:016x}"
+
+    def blocks(self, first_row: int, max_rows: int, *, stop: int | None = None) -> Iterator[Any]:
+        """Yield views of the array."""
+        end = self.shape[0] if stop is None else stop
+        for first in range(first_row, end, max_rows):
+            yield self.array[first : min(first + max_rows, end)]
+
+
+class FileRows:
+    """An array in a .npy file, or in a member of an archive."""
+
+    def __init__(self, path: Path, member: str | None = None) -> None:
+        self.path = path
+        self.member = member
+        self.place = str(path) if member is None else f"{path}:{member}"
+        with self._open() as file:
+            self.shape, fortran, self.dtype = _read_header(file, self.place)
+            self._data_offset = file.tell()
+        if not self.shape:
+            self.shape = (1,)
+        if fortran and len(self.shape) > 1:
+            # In C order it is the transpose: the columns come one after another.
+            self.shape = self.shape[::-1]
+        self.transposed = fortran and len(self.shape) > 1
+        self.stamp = file_stamp(path)
+
+    def _open(self) -> IO[bytes]:
+        try:
+            if self.member is None:
+                return self.path.open("rb")
+            return zipfile.ZipFile(self.path).open(self.member)
+        except (OSError, KeyError, zipfile.BadZipFile) as error:
+            raise DataError(f"cannot read {self.place}: {error}", hint="check the path") from error
+
+    def blocks(self, first_row: int, max_rows: int, *, stop: int | None = None) -> Iterator[Any]:
+        """Yield rows read from the file."""
+        end = self.shape[0] if stop is None else stop
+        row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+        with self._open() as file:
+            file.seek(self._data_offset + first_row * row_bytes)
+            for first in range(first_row, end, max_rows):
+                count = min(max_rows, end - first)
+                buffer = bytearray(count * row_bytes)
+                _fill(file, buffer, self.place)
+                block = np.frombuffer(buffer, self.dtype)
+                yield block.reshape(count, *self.shape[1:])
+
+
+def one_split(rows: Rows, column: int | None) -> Rows:
+    """Return one of several masks that stand side by side; one column is handed back."""
+    if column is None or len(rows.shape) < 2:
+        return rows
+    turned = getattr(rows, "transposed", False)
+    if not 0 <= column < rows.shape[0 if turned else 1]:
+        raise DataError(
+            f"split {column} was asked for, but masks have shape {list(rows.shape)}",
+            hint="columns count from 0",
+        )
+    if turned:
+        parts = [block[0] for block in rows.blocks(column, 1, stop=column + 1)]
+    else:
+        parts = [block[:, column] for block in rows.blocks(0, 1 << 20)]
+    return ArrayRows(np.concatenate(parts), stamp=[rows.stamp, column])
+
+
+def _fill(file: IO[bytes], buffer: bytearray, place: str) -> None:
+    view, filled = memoryview(buffer), 0
+    while filled < len(buffer):
+        try:
+            count = file.readinto(view[filled:])  # type: ignore[attr-defined]
+        except (OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+            raise DataError(f"{place} is damaged: {error}", hint="get the file again") from error
+        if not count:
+            raise DataError(
+                f"{place} is cut short: {len(buffer) - filled} bytes are missing",
+                hint="get the file again",
+            )
+        filled += count
+
+
+def _read_header(file: IO[bytes], place: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    readers = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }
+    try:
+        version = np.lib.format.read_magic(file)
+        shape, fortran, dtype = readers[version](file)
+    except (ValueError, KeyError) as error:
+        raise DataError(
+            f"{place} is no .npy array: {error}", hint="write it with np.save"
+        ) from error
+    if dtype.hasobject:
+        raise DataError(
+            f"{place} holds Python objects", hint="save an array of numbers; pickles are not read"
+        )
+    return shape, fortran, dtype
+
+
+def file_stamp(path: Path) -> list[Any]:
+    """Return the name, size and date of a file: when they are the same, so are its contents."""
+    state = path.stat()
+    return [path.name, state.st_size, state.st_mtime_ns]
+
+
+def npy_rows(path: str | Path) -> FileRows:
+    """Return the array in a .npy file."""
+    path = Path(path)
+    if not path.is_file():
+        raise DataError(f"there is no file {path}", hint="check the path")
+    return FileRows(path)
+
+
+def npz_members(path: Path) -> list[str]:
+    """Return the names of the arrays in an archive."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return [name.removesuffix(".npy") for name in archive.namelist()]
+    except (OSError, zipfile.BadZipFile) as error:
+        raise DataError(f"cannot read {path}: {error}", hint="get the file again") from error
+
+
+def npz_rows(path: Path, name: str) -> FileRows:
+    """Return an array in an archive, read without unpacking the archive."""
+    return FileRows(path, f"{name}.npy")
+
 
 Array = ArrayLike | str | os.PathLike[str]
 _SPLITS = ("train", "valid", "test")
-
-
-def array_part(rows: Rows, weights: Rows | None, *, pairs: bool | None = None) -> EdgePart:
-    """Return edges given as arrays, without a source around them; ``pairs``: as ``[E, 2]``."""
-    return _ArrayEdges(rows, weights, pairs=pairs)
 
 
 def as_rows(value: Any, name: str = "an array") -> Rows:
@@ -110,23 +268,11 @@ def array_source(
 
 @dataclass(kw_only=True)
 class ArraySource:
-    """A source over arrays that are read in blocks; made by ``array_source`` and others.
-
-    Attributes:
-        name: For people.
-        edge_rows: ``[2, E]`` or ``[E, 2]``; None where only nodes are wanted.
-        feature_rows: ``[N, D]`` or None.
-        label_rows: ``[N]``, ``[N, 1]`` or None.
-        weight_rows: ``[E]`` or None.
-        split_rows: Ids or masks by name of the split.
-        given_nodes: Number of nodes, or None.
-        num_classes: Number of classes, where the source says so.
-        class_names: Of the classes, where there are names.
-        kind: Of the source, for its recipe.
-    """
+    """A source over arrays that are read in blocks; made by ``array_source`` and others."""
 
     name: str
     edge_rows: Rows | None
+    edge_pairs: bool | None = None  # as ``[E, 2]``; None: by the shape
     feature_rows: Rows | None = None
     label_rows: Rows | None = None
     weight_rows: Rows | None = None
@@ -138,7 +284,9 @@ class ArraySource:
 
     def __post_init__(self) -> None:
         edges = self.edge_rows
-        self._edges = None if edges is None else _ArrayEdges(edges, self.weight_rows)
+        self._edges = None
+        if edges is not None:
+            self._edges = ArrayEdges(edges, self.weight_rows, pairs=self.edge_pairs)
         self._features = None if self.feature_rows is None else _ArrayFeatures(self.feature_rows)
         self.num_nodes = self._count_nodes()
         rows = {
@@ -183,11 +331,7 @@ class ArraySource:
         return self._features
 
     def labels(self) -> LabelPart | None:
-        """Return the labels and splits.
-
-        Raises:
-            DataError: There are splits without labels, or a split does not fit.
-        """
+        """Return the labels and splits."""
         if self.label_rows is None:
             if self.split_rows:
                 message = "there are splits but no labels"
@@ -301,7 +445,9 @@ class _ArrayFeatures:
             yield np.ascontiguousarray(array[first : first + max_rows], self.dtype)
 
 
-class _ArrayEdges:
+class ArrayEdges:
+    """Edges ``[2, E]`` or, with ``pairs``, ``[E, 2]``; by their shape where that is None."""
+
     sorted_by_target = False
 
     def __init__(self, rows: Rows, weights: Rows | None, *, pairs: bool | None = None) -> None:
@@ -330,6 +476,7 @@ class _ArrayEdges:
             )
 
     def blocks(self, position: int, max_edges: int) -> Iterator[EdgeBlock]:
+        """Yield the edges from a position on."""
         pairs = self._pairs(position, max_edges)
         if self.weights is None:
             for sources, targets in pairs:
@@ -349,7 +496,8 @@ class _ArrayEdges:
                 yield _as_ids(block[:, 0]), _as_ids(block[:, 1])
             return
         if isinstance(self.rows, FileRows):
-            flat = _Flat(self.rows)
+            flat = copy.copy(self.rows)
+            flat.shape = (2 * self.num_edges,)  # the same file as one long row of numbers
             end = self.num_edges
             sources = flat.blocks(position, max_edges, stop=end)
             targets = flat.blocks(position + end, max_edges, stop=2 * end)
@@ -362,6 +510,7 @@ class _ArrayEdges:
             yield _as_ids(part[0]), _as_ids(part[1])
 
     def largest_id(self) -> int:
+        """Return the largest id, after a pass over all edges; -1 without edges."""
         largest = -1
         for block in self.blocks(0, 1 << 20):
             largest = max(largest, int(block.sources.max()), int(block.targets.max()))
@@ -372,11 +521,3 @@ def _as_ids(values: NDArray[Any]) -> NDArray[Any]:
     """Return contiguous ids in the machine's byte order; too large uint64 become negative."""
     kind = np.int64 if values.dtype.itemsize == 8 else values.dtype.newbyteorder("=")
     return np.ascontiguousarray(values, kind)
-
-
-class _Flat(FileRows):
-    """The same file as one long row of numbers."""
-
-    def __init__(self, rows: FileRows) -> None:
-        self.__dict__.update(rows.__dict__)
-        self.shape = (rows.shape[0] * rows.shape[1],)

@@ -2,39 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.errors import DataError
-from fivefold.gnn.data._buckets import count_keys
-from fivefold.gnn.data._dataset import HETERO_FILE, NAMES_FILE, Dataset
-from fivefold.gnn.data._hetero import HeteroDataset
+from fivefold.gnn.data._dataset import NAMES_FILE, Dataset, HeteroDataset
+from fivefold.gnn.data._ingest import names_fingerprint, no_progress
 from fivefold.gnn.data._names import read_numbering
-from fivefold.gnn.data._parts import Progress
-from fivefold.gnn.data._write import names_fingerprint, no_progress
+from fivefold.gnn.data._write_graph import count_keys
+from fivefold.gnn.data.parts import Progress
+from fivefold.gnn.sampling import Topology
 from fivefold.gnn.storage import Container
-
-_BLOCK_ROWS = 1 << 20
-
-
-def open_dataset(folder: str | Path) -> Dataset | HeteroDataset:
-    """Open a folder, whether its graph is of one type or of several.
-
-    Args:
-        folder: The folder.
-
-    Returns:
-        The data set.
-
-    Raises:
-        DataError: It holds no finished data set.
-    """
-    if (Path(folder) / HETERO_FILE).is_file():
-        return HeteroDataset.open(folder)
-    return Dataset.open(folder)
 
 
 def describe(dataset: Dataset | HeteroDataset) -> dict[str, Any]:
@@ -42,21 +22,6 @@ def describe(dataset: Dataset | HeteroDataset) -> dict[str, Any]:
 
     Degrees count edges into a node (whom it hears from) and out of it (who hears it). The graph's
     file is read once, in blocks; counters take 16 bytes per node.
-
-    Args:
-        dataset: The data set.
-
-    Returns:
-        Nested dictionaries of numbers and text.
-
-    Examples:
-        >>> import tempfile
-        >>> from fivefold.gnn.data import generate_graph
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     with generate_graph(folder, nodes=1000, dim=4) as dataset:
-        ...         facts = describe(dataset)
-        >>> facts["nodes"], facts["features"]["row_bytes"], facts["isolated_nodes"]
-        (1000, 16, 0)
     """
     if isinstance(dataset, HeteroDataset):
         return _describe_hetero(dataset)
@@ -103,20 +68,15 @@ def _files(dataset: Dataset | HeteroDataset) -> dict[str, Any]:
 
 
 def _degrees(graph: Container, num_nodes: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    into = np.empty(num_nodes, np.int64)
-    for first in range(0, num_nodes, _BLOCK_ROWS):
-        stop = min(first + _BLOCK_ROWS, num_nodes)
-        into[first:stop] = np.diff(graph.read("indptr", first, stop + 1))
+    ends = [np.diff(block) for block in graph.blocks("indptr", overlap=1)]
     out = np.zeros(num_nodes, np.int64)
-    num_edges = graph.sections["indices"].shape[0]
-    for first in range(0, num_edges, _BLOCK_ROWS):
-        sources = graph.read("indices", first, min(first + _BLOCK_ROWS, num_edges))
+    for sources in graph.blocks("indices"):
         if sources.size and not 0 <= int(sources.min()) <= int(sources.max()) < num_nodes:
             raise DataError(
                 f"{graph.path} names a node that is not there", hint="ingest the graph again"
             )
         count_keys(sources, 1, out)
-    return into, out
+    return np.concatenate(ends), out
 
 
 def _spread(degrees: NDArray[np.int64]) -> dict[str, Any]:
@@ -135,26 +95,14 @@ def _spread(degrees: NDArray[np.int64]) -> dict[str, Any]:
 
 
 def verify(dataset: Dataset | HeteroDataset, progress: Progress | None = None) -> int:
-    """Read every byte of a data set, compare all checksums, check the edges and the names.
-
-    Args:
-        dataset: The data set.
-        progress: Told of (file, bytes done, bytes in all).
-
-    Returns:
-        Bytes read.
-
-    Raises:
-        DataError: A file is damaged, or its contents are no graph.
-        StorageError: The disk refused.
-    """
+    """Read every byte of a data set, compare all checksums, check the edges and the names."""
     show = progress or no_progress
     read_bytes = 0
     for name, file in dataset.containers.items():
         file.verify(lambda done, total, name=name: show(name, done, total))  # type: ignore[misc]
         read_bytes += file.path.stat().st_size
         if file.kind == "graph":
-            _check_graph(file)
+            Topology.open(file, mapped=True)  # checks what it opens
     if isinstance(dataset, Dataset):
         _check_names(dataset)
     return read_bytes
@@ -168,24 +116,3 @@ def _check_names(dataset: Dataset) -> None:
             f"{NAMES_FILE} in {dataset.folder} does not belong to this data set",
             hint="put the right file back, or ingest the data set again into a new folder",
         )
-
-
-def _check_graph(file: Container) -> None:
-    """Check that rows follow each other and that sources are there."""
-    num_edges = file.sections["indices"].shape[0]
-    num_rows = file.sections["indptr"].shape[0]
-    num_sources = int(file.attributes.get("num_sources", file.attributes["num_nodes"]))
-    last = 0
-    for first in range(0, num_rows, _BLOCK_ROWS):
-        ends = file.read("indptr", first, min(first + _BLOCK_ROWS, num_rows))
-        if int(ends[0]) < last or np.any(np.diff(ends) < 0) or (first == 0 and ends[0] != 0):
-            raise DataError(f"{file.path} has rows that run backwards", hint="ingest it again")
-        last = int(ends[-1])
-    if last != num_edges:
-        raise DataError(
-            f"{file.path} has {num_edges} edges, its rows end at {last}", hint="ingest it again"
-        )
-    for first in range(0, num_edges, _BLOCK_ROWS):
-        sources = file.read("indices", first, min(first + _BLOCK_ROWS, num_edges))
-        if not 0 <= int(sources.min()) <= int(sources.max()) < num_sources:
-            raise DataError(f"{file.path} names a node that is not there", hint="ingest it again")

@@ -51,23 +51,16 @@ class EdgeBlock:
 
 
 class EdgePart(Protocol):
-    """The edges of one edge type.
-
-    Attributes:
-        num_edges: Edges in all; None where only reading tells.
-        expected_edges: A guess, from above rather than from below.
-        weighted: Whether blocks carry weights.
-        sorted_by_target: Targets never fall from one edge to the next: then nothing is sorted.
-    """
+    """The edges of one edge type; may have a ``stamp``, JSON that says which edges they are."""
 
     @property
     def num_edges(self) -> int | None:
-        """Return the number of edges, or None."""
+        """Return the number of edges; None where only reading tells."""
         ...
 
     @property
     def expected_edges(self) -> int:
-        """Return a guess at their number."""
+        """Return a guess at their number, from above rather than from below."""
         ...
 
     @property
@@ -77,7 +70,7 @@ class EdgePart(Protocol):
 
     @property
     def sorted_by_target(self) -> bool:
-        """Return whether targets never fall."""
+        """Return whether targets never fall from one edge to the next: nothing is sorted then."""
         ...
 
     def blocks(self, position: int, max_edges: int) -> Iterator[EdgeBlock]:
@@ -112,20 +105,7 @@ class LabelPart:
 
 
 class Source(Protocol):
-    """A homogeneous graph somewhere else.
-
-    Examples:
-        >>> from fivefold.gnn.data import array_source
-        >>> source: Source = array_source([[0, 1], [1, 0]], name="pair")
-        >>> source.name, source.num_nodes, source.edges().num_edges
-        ('pair', 2, 2)
-
-    Attributes:
-        name: For people.
-        num_nodes: Nodes in all.
-        recipe: What decides the result (paths, sizes, dates, options), as JSON: a folder that
-            was begun with one recipe is never finished with another.
-    """
+    """A homogeneous graph somewhere else."""
 
     name: str
     num_nodes: int
