@@ -84,6 +84,7 @@ def matching(
         InfeasibleError: Some rank cannot be reached, or the time is over.
 
     Examples:
+        >>> from fivefold.collectives.schedules import all_gather
         >>> from fivefold.network.topology import torus
         >>> found = matching(all_gather(16), torus((4, 4), bandwidth=1.0), size_bytes=16.0)
         >>> float(found.ends_s.max())
