@@ -11,8 +11,6 @@ import pytest
 
 from fivefold.lab import probe_capabilities
 
-pytestmark = pytest.mark.alone
-
 if TYPE_CHECKING:
     from pathlib import Path
 

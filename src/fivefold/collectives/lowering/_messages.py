@@ -18,7 +18,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from fivefold.collectives.lowering._program import Buffer
+from fivefold.collectives.lowering.program import Buffer
 from fivefold.collectives.schedules import Schedule, event_order, relays_of
 from fivefold.errors import DataError
 
