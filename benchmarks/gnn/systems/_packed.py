@@ -25,7 +25,8 @@ from benchmarks.gnn.systems._system import Preparation, SystemBatch, SystemStati
 from fivefold.errors import InfeasibleError
 from fivefold.gnn.packing import BatchRecord, PackedStore, pack
 from fivefold.gnn.planning import Budgets, FeatureInfo, Plan, make_plan
-from fivefold.gnn.storage import DiskProfile, RowReader, gather_rows
+from fivefold.gnn.storage import DiskProfile, RowReader
+from fivefold.gnn.storage.pages import gather_rows
 
 if TYPE_CHECKING:
     from fivefold.gnn.loading import DiskLoader

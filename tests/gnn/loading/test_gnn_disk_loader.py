@@ -55,7 +55,7 @@ def test_every_row_is_that_of_an_in_memory_gather(stores, dim, dtype, policy):
     )
 
 
-@pytest.mark.parametrize("backend", ["threads", "io_uring", "python", "mmap"])
+@pytest.mark.parametrize("backend", ["threads", "io_uring"])
 @pytest.mark.parametrize(("dim", "dtype"), [(3, np.float32), (768, np.float16), (1025, np.float32)])
 def test_all_back_ends_agree(stores, dim, dtype, backend):
     for policy in ("static", "belady"):

@@ -20,7 +20,7 @@ from fivefold.gnn.packing._record import (
 )
 from fivefold.gnn.packing._records import LocalNumbers
 from fivefold.gnn.planning._belady import CacheSchedule
-from fivefold.gnn.sampling import SampledBatch
+from fivefold.gnn.sampling.batches import SampledBatch
 
 
 @st.composite

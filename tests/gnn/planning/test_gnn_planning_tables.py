@@ -13,7 +13,8 @@ from fivefold.gnn.planning._belady import belady
 from fivefold.gnn.planning._caches import hottest_rows
 from fivefold.gnn.planning._kept import KeptArrays, Scratch
 from fivefold.gnn.planning._search import SegmentQuestion, count_reads
-from fivefold.gnn.sampling import NeighborSampler, epoch_batches
+from fivefold.gnn.sampling import NeighborSampler
+from fivefold.gnn.sampling.batches import epoch_batches
 
 NODES, SEEDS, BATCHES = 80_000, 1_600, 79
 

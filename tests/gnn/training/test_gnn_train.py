@@ -174,8 +174,8 @@ def test_a_finished_run_can_be_made_longer(make_config):
         {"plan": {"layout": "packed"}, "data": {"mapped": True}},
         {"plan": {"segment_batches": 3}, "sampling": {"epochs": 2}},
         {"sampling": {"fanouts": (-1, 2)}, "validation": {"fanouts": (-1, -1)}},
-        {"loader": {"backend": "python", "prefetch": 1}},
-        {"loader": {"backend": "mmap", "verify": False}},
+        {"loader": {"backend": "threads", "prefetch": 1}},
+        {"loader": {"verify": False}},
     ],
 )
 def test_policies_layouts_and_engines_train_and_resume(changes, make_config, monkeypatch):

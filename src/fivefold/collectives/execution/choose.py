@@ -28,9 +28,9 @@ from fivefold.collectives.schedules import (
     Collective,
     Schedule,
     broadcast,
-    compose_all_reduce,
     named_collective,
 )
+from fivefold.collectives.schedules.schedule import compose_all_reduce
 from fivefold.errors import ConfigurationError, FivefoldError
 from fivefold.network.topology import Topology
 

@@ -19,7 +19,7 @@ from fivefold._compiler import njit
 from fivefold.errors import ConfigurationError
 from fivefold.gnn.loading._batch import Block, MiniBatch
 from fivefold.gnn.packing import BatchRecord
-from fivefold.gnn.sampling import SampledBatch
+from fivefold.gnn.sampling.batches import SampledBatch
 
 Form = Literal["edge_index", "blocks"]
 Ids = npt.NDArray[np.int64]

@@ -19,7 +19,8 @@ from torch import Tensor
 from fivefold.errors import ConfigurationError, DataError, UnsupportedError
 from fivefold.gnn.loading._batch import HeteroMiniBatch, MiniBatch
 from fivefold.gnn.loading._rows import Backend, DiskRows
-from fivefold.gnn.storage import Container, ReadStatistics
+from fivefold.gnn.storage import Container
+from fivefold.gnn.storage.reader import ReadStatistics
 
 try:
     with warnings.catch_warnings():

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from fivefold.errors import InfeasibleError
 from fivefold.gnn.loading._pipeline import ClosedChannelError, Mailbox
-from fivefold.gnn.storage import aligned_empty
+from fivefold.gnn.storage.pages import aligned_empty
 from fivefold.units import format_bytes
 
 _LOG = logging.getLogger(__name__)

@@ -7,10 +7,12 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from fivefold.gnn.storage import Container, ReadStatistics, RowReader, gather_rows
+from fivefold.gnn.storage import Container, RowReader
+from fivefold.gnn.storage.pages import gather_rows
+from fivefold.gnn.storage.reader import ReadStatistics
 
 Ids = npt.NDArray[np.int64]
-Backend = Literal["auto", "threads", "io_uring", "python", "mmap"]
+Backend = Literal["auto", "threads", "io_uring"]
 
 
 class MemoryRows:

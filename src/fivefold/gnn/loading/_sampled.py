@@ -35,16 +35,9 @@ from fivefold.gnn.loading._batch import EdgeType, HeteroMiniBatch, MiniBatch
 from fivefold.gnn.loading._pipeline import Pipeline, Stage, Ticket
 from fivefold.gnn.loading._rows import Backend, DiskRows, open_rows
 from fivefold.gnn.loading._statistics import LoaderStatistics
-from fivefold.gnn.sampling import (
-    HeteroNeighborSampler,
-    HeteroSampledBatch,
-    HeteroTopology,
-    NeighborSampler,
-    SampledBatch,
-    Topology,
-    epoch_batches,
-)
-from fivefold.gnn.storage import ReadStatistics
+from fivefold.gnn.sampling import HeteroNeighborSampler, HeteroTopology, NeighborSampler, Topology
+from fivefold.gnn.sampling.batches import HeteroSampledBatch, SampledBatch, epoch_batches
+from fivefold.gnn.storage.reader import ReadStatistics
 
 
 class _SampledLoader(BatchLoader[Batch]):

@@ -46,7 +46,7 @@ from fivefold.gnn.sampling import SampleFile
 from fivefold.gnn.storage import Container, RowReader
 from fivefold.units import format_bytes, format_duration_s
 
-Backend = Literal["auto", "threads", "io_uring", "python", "mmap"]
+Backend = Literal["auto", "threads", "io_uring"]
 Profile = DiskCost | Callable[[], DiskCost]
 
 _logger = logging.getLogger(__name__)

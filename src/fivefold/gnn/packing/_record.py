@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from fivefold.errors import DataError
 from fivefold.gnn.planning import argsort_distinct, runs_of
-from fivefold.gnn.sampling import SampledBatch
+from fivefold.gnn.sampling.batches import SampledBatch
 
 _NONE = np.empty(0, np.int64)
 _NUM_FIELDS = 20

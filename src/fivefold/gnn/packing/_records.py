@@ -21,7 +21,8 @@ from fivefold.gnn.packing._layouts import SlotTracker, places_of
 from fivefold.gnn.packing._overlap import Progress, in_threads
 from fivefold.gnn.packing._record import BatchRecord, build_record, encode_record
 from fivefold.gnn.planning import PAGE_BYTES, IdSet, Plan, SortedIds, is_dense
-from fivefold.gnn.sampling import SampledBatch, SampleFile
+from fivefold.gnn.sampling import SampleFile
+from fivefold.gnn.sampling.batches import SampledBatch
 from fivefold.gnn.storage import Container, ContainerWriter
 from fivefold.units import format_bytes
 

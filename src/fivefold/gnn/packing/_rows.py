@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 from fivefold.errors import DataError
 from fivefold.gnn.packing._overlap import Progress, WriteBehind, read_ahead
 from fivefold.gnn.planning import PAGE_BYTES, Geometry
-from fivefold.gnn.storage import Container, ContainerWriter, RowReader, aligned_empty, gather_rows
+from fivefold.gnn.storage import Container, ContainerWriter, RowReader
+from fivefold.gnn.storage.pages import aligned_empty, gather_rows
 
 KIND_ROWS = "packed-rows"
 _KIND_ROUTES = "packing-routes"

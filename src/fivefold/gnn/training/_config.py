@@ -14,20 +14,8 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from fivefold.errors import ConfigurationError
 from fivefold.files import read_toml
-from fivefold.runs import (
-    Bytes,
-    Count,
-    FilePath,
-    Positive,
-    Rate,
-    Seconds,
-    Section,
-    Seed,
-    Text,
-    apply_overrides,
-    check_tables,
-    format_toml,
-)
+from fivefold.runs import Section, apply_overrides, check_tables, format_toml
+from fivefold.runs.config import Bytes, Count, FilePath, Positive, Rate, Seconds, Seed, Text
 
 
 def _fanouts(value: Any) -> Any:
@@ -42,7 +30,7 @@ def _fanouts(value: Any) -> Any:
     return value
 
 
-Backend = Literal["auto", "threads", "io_uring", "python", "mmap"]
+Backend = Literal["auto", "threads", "io_uring"]
 Fanouts = Annotated[tuple[int, ...], BeforeValidator(_fanouts)]
 
 

@@ -25,7 +25,8 @@ from torch import Tensor
 from fivefold.errors import ConfigurationError, DataError, StorageError
 from fivefold.gnn.data import Dataset
 from fivefold.gnn.sampling import Topology
-from fivefold.gnn.storage import Container, ContainerWriter, DiskProfile, ReadStatistics, probe_disk
+from fivefold.gnn.storage import Container, ContainerWriter, DiskProfile, probe_disk
+from fivefold.gnn.storage.reader import ReadStatistics
 from fivefold.gnn.training._config import Backend
 from fivefold.gnn.training._inference_layers import Aggregate, LayerParts, fill_keys, take_apart
 from fivefold.gnn.training._inference_plan import (

@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 from fivefold.errors import InfeasibleError
-from fivefold.gnn.storage import Container, DiskProfile, ReadStatistics, RowReader, aligned_empty
+from fivefold.gnn.storage import Container, DiskProfile, RowReader
+from fivefold.gnn.storage.pages import aligned_empty
+from fivefold.gnn.storage.reader import ReadStatistics
 from fivefold.gnn.training._config import Backend
 from fivefold.gnn.training._inference_layers import Aggregate, LayerParts, next_rows, reading_cost
 from fivefold.units import format_bytes

@@ -12,7 +12,7 @@ from typing import Any
 from fivefold.gnn.data import Dataset
 from fivefold.gnn.training._config import GnnConfig
 from fivefold.gnn.training._models import LayeredModel
-from fivefold.runs import run_facts
+from fivefold.runs.machine import run_facts
 from fivefold.units import format_duration_s
 
 _CATEGORIES = ("compute", "data", "validation", "checkpoint")
