@@ -7,22 +7,18 @@ synced and renamed. This module knows nothing of the loop.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
-import logging
 import math
 import os
 import shlex
 import socket
 import sys
-import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
 from fivefold.errors import CheckpointError, ConfigurationError, UnsupportedError
-from fivefold.files import write_atomically
+from fivefold.files import lock_file, write_atomically
 
 
 class MetricsWriter:
@@ -141,12 +137,9 @@ def _open_board(folder: Path) -> Any:
     return SummaryWriter(str(folder))
 
 
-_LOG = logging.getLogger(__name__)
 _NAME = ".lock"
 # A process that was killed holds its files until the kernel has taken it apart.
 _PATIENCE_S = 2.0
-_POLL_S = 0.05
-_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 _LONGEST_COMMAND = 200
 
 _held: set[int] = set()
@@ -228,24 +221,8 @@ class FolderLock:
         self._descriptor = None
 
     def _lock(self, descriptor: int) -> None:
-        give_up_at_s = time.monotonic() + _PATIENCE_S
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() >= give_up_at_s:
-                    raise self._in_use(descriptor) from None
-                time.sleep(_POLL_S)
-            except OSError as error:
-                if error.errno not in _NO_LOCKS:
-                    raise
-                _LOG.warning(
-                    "the file system of %s has no locks: make sure that no other run writes there",
-                    self._folder,
-                )
-                return
-            else:
-                return
+        if not lock_file(descriptor, self._folder, patience_s=_PATIENCE_S):
+            raise self._in_use(descriptor)
 
     def _in_use(self, descriptor: int) -> ConfigurationError:
         try:

@@ -14,14 +14,9 @@ from training_graphs import make_dataset, relabel
 
 from fivefold.errors import CheckpointError, ConfigurationError, DataError, InfeasibleError
 from fivefold.gnn.data import Dataset
-from fivefold.gnn.training import (
-    _loop,
-    config_to_toml,
-    infer_run,
-    load_config,
-    load_model,
-    train_graph,
-)
+from fivefold.gnn.training import _loop, infer_run, load_config, train_graph
+from fivefold.gnn.training._inference import load_model
+from fivefold.gnn.training.config import config_to_toml
 
 
 def events(config, kind=None):

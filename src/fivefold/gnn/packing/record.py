@@ -22,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.errors import DataError
-from fivefold.gnn.planning import argsort_distinct, runs_of
+from fivefold.gnn.planning.id_sets import argsort_distinct
+from fivefold.gnn.planning.layout import runs_of
 from fivefold.gnn.sampling.batches import SampledBatch
 
 _NONE = np.empty(0, np.int64)
@@ -40,29 +41,7 @@ _HINT = "the file was damaged after it was written; pack the store again"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BatchRecord:
-    """One mini-batch in its final local order; ``x[i]`` is the row of ``node_ids[i]``.
-
-    Args:
-        number: Number of the batch in the sample file.
-        batch_size: Number of seeds, which are the first nodes.
-        num_private: Cold rows that no other batch of its segment reads.
-        node_ids: int64[n], distinct.
-        nodes_per_hop: int64[H + 1], how many nodes were first found at each hop.
-        edges_per_hop: int64[H].
-        expanded: int32[m], local number of each node whose neighbours were drawn, hop by hop.
-        degrees: int32[m], number of neighbours drawn for it.
-        sources: int32[e], local numbers, those of one expanded node next to one another.
-        edge_ids: int64[e], or None where the samples carry none.
-        device_slots: int64, slots of the device cache, the seeds' first, then ascending.
-        device_destinations: int64, the local row that each of them fills.
-        host_slots: int64, the same for the host cache.
-        host_destinations: int64.
-        run_starts: int64[k], first row of each run of cold rows in the section of packed rows.
-        run_counts: int64[k], rows in the run.
-        run_destinations: int64[k], local row of the run's first row; the others follow it.
-        admitted_rows: int64, local rows that enter the host cache after this batch (Belady).
-        admitted_slots: int64, the slots that they take.
-    """
+    """One mini-batch in its final local order; ``x[i]`` is the row of ``node_ids[i]``."""
 
     number: int
     batch_size: int

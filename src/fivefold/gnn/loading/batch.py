@@ -8,11 +8,32 @@ layers need. Nothing here knows where the rows came from.
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from fivefold._compiler import njit
+from fivefold.errors import ConfigurationError, UnsupportedError
+from fivefold.gnn.packing.record import BatchRecord
+from fivefold.gnn.sampling.batches import SampledBatch
+
+
+def import_geometric(name: str) -> Any:
+    """Return a package of torch_geometric, which takes seconds to load and is an optional extra."""
+    try:
+        with warnings.catch_warnings():
+            # On import it uses what newer torch deprecates.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return importlib.import_module(f"torch_geometric.{name}")
+    except ImportError as error:
+        message = "torch_geometric is not installed"
+        raise UnsupportedError(message, hint="pip install 'fivefold[gnn]'") from error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,9 +171,17 @@ class MiniBatch:
 
         It fails with ``UnsupportedError`` where torch_geometric is not installed.
         """
-        from fivefold.gnn.loading._geometric import data_of  # noqa: PLC0415 - an optional extra
-
-        return data_of(self)
+        data = import_geometric("data").Data(
+            x=self.x, edge_index=self.edge_index, y=self.y, n_id=self.n_id
+        )
+        data.batch_size = self.batch_size
+        data.input_id = self.input_id
+        if self.e_id is not None:
+            data.e_id = self.e_id
+        if self.nodes_by_hop:
+            data.num_sampled_nodes = list(self.num_sampled_nodes or ())
+            data.num_sampled_edges = list(self.num_sampled_edges or ())
+        return data
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> MiniBatch:
         blocks = self.blocks
@@ -235,10 +264,134 @@ class HeteroMiniBatch:
 
         It fails with ``UnsupportedError`` where torch_geometric is not installed.
         """
-        from fivefold.gnn.loading._geometric import hetero_data_of  # noqa: PLC0415 - an extra
-
-        return hetero_data_of(self)
+        data = import_geometric("data").HeteroData()
+        for name, ids in self.n_id_dict.items():
+            data[name].n_id = ids
+            data[name].num_nodes = len(ids)
+            if name in self.x_dict:
+                data[name].x = self.x_dict[name]
+        for kind, edges in self.edge_index_dict.items():
+            data[kind].edge_index = edges
+        seeds = data[self.input_type]
+        seeds.batch_size, seeds.y = self.batch_size, self.y
+        data.num_sampled_nodes_dict = dict(self.num_sampled_nodes_dict)
+        data.num_sampled_edges_dict = dict(self.num_sampled_edges_dict)
+        return data
 
 
 def _each(change: Callable[[Tensor], Tensor], tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
     return {key: change(tensor) for key, tensor in tensors.items()}
+
+
+Form = Literal["edge_index", "blocks"]
+Ids = npt.NDArray[np.int64]
+Int32 = npt.NDArray[np.int32]
+Ints = npt.NDArray[np.integer[Any]]
+
+
+def checked_form(form: str) -> Form:
+    """Return the form, when it is one of the two."""
+    if form not in ("edge_index", "blocks"):
+        raise ConfigurationError(f'form is {form!r}; use "edge_index" or "blocks"')
+    return cast("Form", form)
+
+
+class SeedTable:
+    """Places of seeds in the distinct ids that a loader was given, and their labels [nodes]."""
+
+    def __init__(self, ids: Ids, labels: npt.NDArray[np.generic] | None) -> None:
+        self._order = np.argsort(ids, kind="stable")
+        self._sorted = np.asarray(ids)[self._order]
+        self._labels = labels
+
+    def places(self, seeds: Ids) -> Ids:
+        """Return where each seed stands in the list."""
+        return self._order[np.searchsorted(self._sorted, seeds)]
+
+    def labels(self, seeds: Ids) -> Tensor | None:
+        """Return the labels of the seeds as a tensor."""
+        return None if self._labels is None else torch.from_numpy(self._labels[seeds])
+
+
+def assemble(
+    sampled: SampledBatch | BatchRecord, x: Tensor, seeds: SeedTable, *, form: Form
+) -> MiniBatch:
+    """Return the mini-batch of a sample, whose rows stand in hop order, or of a record."""
+    expanded = sampled.expanded if isinstance(sampled, BatchRecord) else None
+    seed_ids = sampled.node_ids[: sampled.batch_size]
+    edge_index, blocks = None, None
+    if form == "edge_index":
+        edge_index = torch.from_numpy(
+            expand_edges(sampled.sources, sampled.degrees, targets=expanded)
+        )
+    else:
+        blocks = _blocks(sampled, expanded)
+    return MiniBatch(
+        x=x,
+        edge_index=edge_index,
+        n_id=torch.from_numpy(sampled.node_ids),
+        y=seeds.labels(seed_ids),
+        batch_size=sampled.batch_size,
+        input_id=torch.from_numpy(seeds.places(seed_ids)),
+        number=sampled.number,
+        num_sampled_nodes=tuple(sampled.nodes_per_hop.tolist()),
+        num_sampled_edges=tuple(sampled.edges_per_hop.tolist()),
+        nodes_by_hop=expanded is None,
+        blocks=blocks,
+        e_id=None if sampled.edge_ids is None else torch.from_numpy(sampled.edge_ids),
+    )
+
+
+def _blocks(sampled: SampledBatch | BatchRecord, expanded: Int32 | None) -> tuple[Block, ...]:
+    """Return one block per hop; block b has the edges into nodes found in the first H - b hops."""
+    hops = len(sampled.edges_per_hop)
+    nodes = np.cumsum(sampled.nodes_per_hop)
+    edges = np.concatenate([[0], np.cumsum(sampled.edges_per_hop)])
+    rows = torch.from_numpy(expand_edges(sampled.sources, sampled.degrees))
+    inner, target_rows = rows, None
+    if expanded is not None:
+        target_rows = torch.from_numpy(expanded.astype(np.int64))
+        if hops > 1:  # their sources, all of them expanded nodes, are numbered in hop order
+            places = torch.zeros(len(sampled.node_ids), dtype=torch.int64)
+            places[target_rows] = torch.arange(len(expanded))
+            inner = rows[:, : edges[hops - 1]]
+            inner = torch.stack([places[inner[0]], inner[1]])
+    blocks = []
+    for layer in range(hops):
+        last = hops - layer
+        targets = int(nodes[last - 1])
+        into = None if layer else target_rows  # only ``x`` may be in another order than hops
+        blocks.append(
+            Block(
+                edge_index=(inner if layer else rows)[:, : edges[last]].contiguous(),
+                num_sources=int(nodes[last]),
+                num_targets=targets,
+                target_rows=torch.arange(targets) if into is None else into,
+                targets_first=into is None,
+            )
+        )
+    return tuple(blocks)
+
+
+def expand_edges(sources: Int32, degrees: Int32, *, targets: Ints | None = None) -> Ids:
+    """Return ``edge_index`` int64 [2, edges] of sources that are listed target by target.
+
+    ``targets`` has the local number of each target; None: 0, 1, 2, ... Compiled, in one pass with
+    the GIL released, so that a background thread builds tensors while the training loop computes.
+    """
+    edges = np.empty((2, sources.shape[0]), np.int64)
+    numbers = np.arange(degrees.shape[0], dtype=np.int32) if targets is None else targets
+    assert int(degrees.sum()) == sources.shape[0], "degrees must add up to the number of edges"
+    _expand(sources, degrees, numbers, edges)
+    return edges
+
+
+@njit
+def _expand(sources: Int32, degrees: Int32, targets: Ints, edges: Ids) -> None:
+    edge = 0
+    for row in range(degrees.shape[0]):
+        target = targets[row]
+        for _ in range(degrees[row]):
+            edges[0, edge] = sources[edge]
+            edges[1, edge] = target
+            edge += 1

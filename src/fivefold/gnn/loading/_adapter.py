@@ -1,12 +1,8 @@
-"""The border to PyTorch Geometric: its ``Data``, and its ``FeatureStore`` over feature files.
-
-This module needs torch_geometric; the rest of the package does not, and loads it when first used.
-"""
+"""PyTorch Geometric's ``FeatureStore`` over feature files; needs torch_geometric."""
 
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,26 +12,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fivefold.errors import ConfigurationError, DataError, UnsupportedError
-from fivefold.gnn.loading._batch import HeteroMiniBatch, MiniBatch
-from fivefold.gnn.loading._rows import Backend, DiskRows
+from fivefold.errors import ConfigurationError, DataError
+from fivefold.gnn.loading._sampled import DiskRows
+from fivefold.gnn.loading.batch import import_geometric
 from fivefold.gnn.storage import Container
-from fivefold.gnn.storage.reader import ReadStatistics
+from fivefold.gnn.storage.reader import Backend, ReadStatistics
 
-try:
-    with warnings.catch_warnings():
-        # torch_geometric uses what newer torch deprecates, already on import.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        from torch_geometric.data import Data, HeteroData, TensorAttr
-        from torch_geometric.data import FeatureStore as GeometricStore
-except ImportError as error:  # pragma: no cover - the development environment has it
-    missing = "torch_geometric is not installed"
-    raise UnsupportedError(missing, hint="pip install 'fivefold[gnn]'") from error
+_geometric = import_geometric("data")
 
 Ids = npt.NDArray[np.int64]
 
 
-class FeatureStoreAdapter(GeometricStore):
+class FeatureStoreAdapter(_geometric.FeatureStore):  # type: ignore[name-defined]  # untyped
     """Feature files as a ``torch_geometric.data.FeatureStore`` that is only read.
 
     PyG's loaders and remote back ends ask it for rows by index; it reads them from disk, each
@@ -95,11 +83,14 @@ class FeatureStoreAdapter(GeometricStore):
         for rows in self.__dict__["_rows"].values():
             rows.close()
 
-    def get_all_tensor_attrs(self) -> list[TensorAttr]:
+    def get_all_tensor_attrs(self) -> list[Any]:
         """Return the attributes there are, without an index."""
-        return [TensorAttr(group, self.__dict__["_attr_name"]) for group in self.__dict__["_rows"]]
+        return [
+            _geometric.TensorAttr(group, self.__dict__["_attr_name"])
+            for group in self.__dict__["_rows"]
+        ]
 
-    def _get_tensor(self, attr: TensorAttr) -> Tensor | None:
+    def _get_tensor(self, attr: Any) -> Tensor | None:
         if attr.attr_name != self.__dict__["_attr_name"]:
             return None
         rows = self.__dict__["_rows"].get(attr.group_name)
@@ -114,18 +105,18 @@ class FeatureStoreAdapter(GeometricStore):
             self.__dict__["reading"] += rows.read(wanted, out)
         return torch.from_numpy(out[inverse] if repeated else out)
 
-    def _get_tensor_size(self, attr: TensorAttr) -> tuple[int, ...] | None:
+    def _get_tensor_size(self, attr: Any) -> tuple[int, ...] | None:
         if attr.attr_name != self.__dict__["_attr_name"]:
             return None
         size: tuple[int, ...] | None = self.__dict__["_sizes"].get(attr.group_name)
         return size
 
-    def _put_tensor(self, tensor: Any, attr: TensorAttr) -> bool:
+    def _put_tensor(self, tensor: Any, attr: Any) -> bool:
         """Return False, PyG's word for refused: files of features are not changed."""
         del tensor, attr
         return False
 
-    def _remove_tensor(self, attr: TensorAttr) -> bool:
+    def _remove_tensor(self, attr: Any) -> bool:
         """Return False, as ``_put_tensor``."""
         del attr
         return False
@@ -162,33 +153,3 @@ def _positions(index: Any, count: int) -> Ids:
     if len(ids) and not 0 <= ids.min() <= ids.max() < count:
         raise DataError(f"the index has a row outside of 0..{count - 1}")
     return ids
-
-
-def data_of(batch: MiniBatch) -> Any:
-    """Return the batch as ``torch_geometric.data.Data`` with the same attribute names."""
-    data = Data(x=batch.x, edge_index=batch.edge_index, y=batch.y, n_id=batch.n_id)
-    data.batch_size = batch.batch_size
-    data.input_id = batch.input_id
-    if batch.e_id is not None:
-        data.e_id = batch.e_id
-    if batch.nodes_by_hop:
-        data.num_sampled_nodes = list(batch.num_sampled_nodes or ())
-        data.num_sampled_edges = list(batch.num_sampled_edges or ())
-    return data
-
-
-def hetero_data_of(batch: HeteroMiniBatch) -> Any:
-    """Return the batch as ``torch_geometric.data.HeteroData``, with the same attribute names."""
-    data = HeteroData()
-    for name, ids in batch.n_id_dict.items():
-        data[name].n_id = ids
-        data[name].num_nodes = len(ids)
-        if name in batch.x_dict:
-            data[name].x = batch.x_dict[name]
-    for kind, edges in batch.edge_index_dict.items():
-        data[kind].edge_index = edges
-    seeds = data[batch.input_type]
-    seeds.batch_size, seeds.y = batch.batch_size, batch.y
-    data.num_sampled_nodes_dict = dict(batch.num_sampled_nodes_dict)
-    data.num_sampled_edges_dict = dict(batch.num_sampled_edges_dict)
-    return data

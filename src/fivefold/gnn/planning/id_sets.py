@@ -14,10 +14,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fivefold._compiler import njit, numba
 from fivefold.errors import DataError
-from fivefold.gnn.planning._inputs import Array, Ids
+
+Ids = NDArray[np.int64]
+Array = NDArray[Any]
 
 _DENSE_IDS_PER_ID = 256  # four words of bits to walk over for each id that is found
 _WORD = 64
@@ -50,15 +53,7 @@ def is_dense(num_ids: int, bound: int) -> bool:
 
 
 class IdSet:
-    """Distinct ids, each with its place among them in ascending order.
-
-    Args:
-        bound: Ids are 0 to ``bound - 1``.
-        ids: Members to begin with, in any order.
-
-    Raises:
-        DataError: An id is negative, or at or above the bound.
-    """
+    """Distinct ids, each with its place among them in ascending order."""
 
     def __init__(self, bound: int, ids: Array | None = None) -> None:
         self._words = np.zeros(-(-bound // _WORD), np.uint64)
@@ -86,11 +81,7 @@ class IdSet:
         return self._size
 
     def add(self, ids: Array) -> int:
-        """Add ids; return how many of them were not in the set before.
-
-        Raises:
-            DataError: An id is negative, or at or above the bound.
-        """
+        """Add ids; return how many of them were not in the set before."""
         added = int(_add(self._words, ids))
         if added < 0:
             raise DataError(
@@ -133,11 +124,7 @@ class IdSet:
 
 
 class SortedIds:
-    """The same answers from a sorted list, where ids are too few for bits or too large.
-
-    Args:
-        ids: The members, in any order.
-    """
+    """The same answers from a sorted list, where ids are too few for bits or too large."""
 
     def __init__(self, ids: Array) -> None:
         self._ids = np.unique(np.asarray(ids, np.int64))

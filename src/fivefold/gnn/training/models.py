@@ -22,13 +22,10 @@ from torch import Tensor
 
 from fivefold.errors import ConfigurationError, UnsupportedError
 from fivefold.gnn.loading import Block
-from fivefold.gnn.training._geometric import (
-    GATConv,
-    GeometricGAT,
-    GeometricGraphSAGE,
-    SAGEConv,
-    SimpleConv,
-)
+from fivefold.gnn.loading.batch import import_geometric
+
+_geometric = import_geometric("nn")
+
 
 Graph: TypeAlias = "Tensor | Sequence[Block]"
 """An ``edge_index`` [2, E], or one block per layer, outermost first."""
@@ -39,7 +36,7 @@ class GCNConv(torch.nn.Module):
 
     def __init__(self, in_dim: int, out_dim: int) -> None:
         super().__init__()
-        self.mean = SimpleConv(aggr="mean")
+        self.mean = _geometric.SimpleConv(aggr="mean")
         self.lin = torch.nn.Linear(in_dim, out_dim)
 
     def forward(
@@ -60,22 +57,7 @@ class GCNConv(torch.nn.Module):
 
 
 class LayeredModel(torch.nn.Module):
-    """What the three models share: convolutions with ReLU and dropout between them.
-
-    Args:
-        in_dim: Width of the features.
-        hidden_dim: Width of the hidden layers.
-        num_classes: Width of the output.
-        num_layers: Number of convolutions.
-        dropout: Share of hidden values dropped in training.
-
-    Raises:
-        ConfigurationError: A size is below 1, or blocks do not fit the layers.
-
-    Examples:
-        >>> issubclass(GraphSAGE, LayeredModel) and issubclass(GAT, LayeredModel)
-        True
-    """
+    """What the three models share: convolutions with ReLU and dropout between them."""
 
     name = "layered"
     adds_self_loops = False
@@ -106,18 +88,7 @@ class LayeredModel(torch.nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Tensor, graph: Graph) -> Tensor:
-        """Return the class scores: of all nodes given an ``edge_index``, of the seeds given blocks.
-
-        Args:
-            x: Features [N, in_dim]; any dtype that converts to the parameters'.
-            graph: ``edge_index`` int64 [2, E] (sources over targets), or a block per layer.
-
-        Returns:
-            Scores [N, num_classes], or [seeds, num_classes] given blocks.
-
-        Raises:
-            ConfigurationError: The number of blocks is not the number of layers.
-        """
+        """Return class scores: of all nodes given an ``edge_index``, of the seeds given blocks."""
         rows = x.to(next(self.parameters()).dtype)
         if isinstance(graph, Tensor):
             edges = self._edges(graph, rows.shape[0])
@@ -175,7 +146,7 @@ class GraphSAGE(LayeredModel):
 
     def _conv(self, before: int, after: int, *, last: bool) -> torch.nn.Module:
         del last
-        conv: torch.nn.Module = SAGEConv(before, after)
+        conv: torch.nn.Module = _geometric.SAGEConv(before, after)
         return conv
 
 
@@ -251,7 +222,7 @@ class GAT(LayeredModel):
 
     def _conv(self, before: int, after: int, *, last: bool) -> torch.nn.Module:
         width = after if last else after // self.heads
-        conv: torch.nn.Module = GATConv(
+        conv: torch.nn.Module = _geometric.GATConv(
             before, width, heads=self.heads, concat=not last, add_self_loops=False
         )
         return conv
@@ -267,27 +238,7 @@ def make_model(
     dropout: float = 0.0,
     heads: int = 4,
 ) -> LayeredModel:
-    """Make a model by its name in a configuration.
-
-    Args:
-        name: "sage", "gat" or "gcn".
-        in_dim: Width of the features.
-        hidden_dim: Width of the hidden layers.
-        num_classes: Width of the output.
-        num_layers: Number of convolutions.
-        dropout: Share of hidden values dropped in training.
-        heads: Attention heads of "gat".
-
-    Returns:
-        The model, with parameters from torch's generator.
-
-    Raises:
-        ConfigurationError: There is no model of that name, or a size is not allowed.
-
-    Examples:
-        >>> make_model("gcn", 4, 8, 3, num_layers=2).num_layers
-        2
-    """
+    """Make a model by its name in a configuration."""
     sizes = (in_dim, hidden_dim, num_classes)
     if name == "gat":
         return GAT(*sizes, num_layers=num_layers, dropout=dropout, heads=heads)
@@ -303,7 +254,7 @@ def as_layered(model: torch.nn.Module) -> LayeredModel:
     if isinstance(model, LayeredModel):
         return model
     kind: Any = type(model)
-    if kind not in (GeometricGraphSAGE, GeometricGAT):
+    if kind not in (_geometric.GraphSAGE, _geometric.GAT):
         message = f"layer-wise inference knows no {kind.__module__}.{kind.__qualname__}"
         hint = "use GraphSAGE or GAT of either library, or our GCN; or sample the nodes"
         raise UnsupportedError(message, hint=hint)
@@ -319,7 +270,7 @@ def as_layered(model: torch.nn.Module) -> LayeredModel:
 def _taken_over(model: Any) -> LayeredModel:
     sizes = (model.in_channels, model.hidden_channels, model.out_channels)
     layered: LayeredModel
-    if isinstance(model, GeometricGAT):
+    if isinstance(model, _geometric.GAT):
         heads = model.convs[0].heads
         layered = GAT(*sizes, num_layers=model.num_layers, heads=heads)
     else:
@@ -343,10 +294,10 @@ def _unusual(model: Any) -> Iterator[str]:
 
 
 def _unusual_conv(conv: Any) -> Iterator[str]:
-    if type(conv) is SAGEConv:
+    if type(conv) is _geometric.SAGEConv:
         usual = {"aggr": "mean", "normalize": False, "root_weight": True, "project": False}
         linear = conv.lin_l
-    elif type(conv) is GATConv:
+    elif type(conv) is _geometric.GATConv:
         usual = {"aggr": "add", "add_self_loops": True, "edge_dim": None, "residual": False}
         linear = conv
     else:

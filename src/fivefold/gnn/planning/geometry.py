@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
 from fivefold.errors import InfeasibleError
-from fivefold.gnn.planning._pages import PAGE_BYTES
+from fivefold.gnn.planning.layout import PAGE_BYTES
 from fivefold.units import format_bytes
 
 STRATEGIES = ("resident", "passes", "spill")
@@ -56,14 +56,7 @@ class PackingCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Geometry(PackingCost):
-    """A way of packing with its sizes, kept in the job file, so that a resumed run agrees.
-
-    Args:
-        source_rows: Rows of the features that are read at a time.
-        window_rows: Rows of the output that are put in order at a time.
-        chunk_rows: Rows that are written at a time.
-        steps_per_mark: Windows or ranges after which progress is made durable.
-    """
+    """A way of packing with its sizes, kept in the job file, so that a resumed run agrees."""
 
     NUM_CHUNKS: ClassVar[int] = 3  # one is filled while two are written
 
@@ -126,21 +119,7 @@ def choose_geometry(  # noqa: PLR0913 - facts of the disk and of the rows, all b
     free_bytes: float = math.inf,
     strategy: str | None = None,
 ) -> Geometry:
-    """Return the cheapest way that fits the memory and the free disk space.
-
-    Args:
-        num_nodes: Rows of the features.
-        row_bytes: Bytes of a row.
-        sections: Rows of each output section.
-        memory_bytes: What buffers and indices may take together.
-        read_bytes_per_s: Sequential read speed of the disk.
-        write_bytes_per_s: Sequential write speed.
-        free_bytes: Free space, of which the output and the spill must leave something.
-        strategy: Take this one; None lets the cost decide.
-
-    Raises:
-        InfeasibleError: No way fits.
-    """
+    """Return the cheapest way that fits the memory and the free disk space."""
     ways = packing_ways(
         num_nodes=num_nodes,
         row_bytes=row_bytes,

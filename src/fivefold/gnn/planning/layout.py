@@ -2,10 +2,9 @@
 
 A segment is a number of consecutive batches that share one stretch of the packed file. Layouts:
 
-* ``gray``, ``folded``: every row once, ordered by which batches need it (see ``Refinement``);
+* ``gray``: every row once, ordered by which batches need it (see ``Refinement``);
 * ``minhash``: DiskGNN's as published. Rows of two or more batches once, ordered by the minimum of
   k random permutations over their batches; then a private chunk per batch;
-* ``popularity``: as ``minhash``, but the shared rows by how many batches of the segment need them;
 * ``packed``: a chunk per batch, every batch with copies of its own.
 
 Ties go by node id, and so do the rows within a chunk. A pure function: no file, no page.
@@ -16,29 +15,82 @@ References: DiskGNN, arXiv 2405.05231; Gray, US patent 2632058 (reflected binary
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
 
 from fivefold._compiler import njit
 from fivefold.errors import ConfigurationError
-from fivefold.gnn.planning._id_set import sort_distinct, union_of
-from fivefold.gnn.planning._inputs import Array, Ids
-from fivefold.gnn.planning._pages import runs_of
+from fivefold.gnn.planning.id_sets import Array, Ids, sort_distinct, union_of
 
-Layout = Literal["gray", "folded", "minhash", "popularity", "packed"]
+PAGE_BYTES = 4096
+BLOCK_BYTES = 1 << 20
+_BLOCK_PAGES = BLOCK_BYTES // PAGE_BYTES
+SIZE_CLASSES = _BLOCK_PAGES.bit_length()
+
+
+def read_costs(starts: Array, counts: Array, *, row_bytes: int, gaps_bytes: Array) -> Ids:
+    """Count requests and bytes of reading runs, for several gaps at once.
+
+    Returns int64 [gaps, 9, 2]: (requests, bytes) of the requests of ``2**k`` to ``2**(k + 1) - 1``
+    pages, k from 0 to 8 (a block of 1 MiB).
+    """
+    gap_pages = np.asarray(gaps_bytes, np.int64) // PAGE_BYTES
+    costs = np.zeros((len(gap_pages), SIZE_CLASSES, 2), np.int64)
+    starts, counts = np.asarray(starts, np.int64), np.asarray(counts, np.int64)
+    _costs(starts, counts, row_bytes, gap_pages, costs)
+    costs[..., 1] *= PAGE_BYTES
+    return costs
+
+
+def runs_of(rows: Ids) -> tuple[Ids, Ids]:
+    """Return starts and counts of the runs of consecutive numbers in ascending distinct rows."""
+    first = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
+    return rows[first], np.diff(first, append=len(rows))
+
+
+@njit
+def _costs(starts: Any, counts: Any, row_bytes: Any, gap_pages: Any, costs: Any) -> Any:
+    # One walk over the runs for all gaps; open_first and open_stop are the extents being made.
+    number = gap_pages.shape[0]
+    open_first, open_stop = np.full(number, -1, np.int64), np.full(number, -1, np.int64)
+    for run in range(starts.shape[0]):
+        if counts[run] <= 0:
+            continue
+        begin = starts[run] * row_bytes // PAGE_BYTES
+        end = ((starts[run] + counts[run]) * row_bytes + PAGE_BYTES - 1) // PAGE_BYTES
+        for i in range(number):
+            if open_stop[i] >= 0 and begin - open_stop[i] <= gap_pages[i]:
+                open_stop[i] = max(open_stop[i], end)
+                continue
+            _add(costs[i], open_stop[i] - open_first[i])
+            open_first[i], open_stop[i] = begin, end
+    for i in range(number):
+        _add(costs[i], open_stop[i] - open_first[i])
+
+
+@njit
+def _add(costs: Any, pages: Any) -> Any:
+    """Count the requests of an extent: whole blocks, then the rest by its size."""
+    blocks, rest = pages // _BLOCK_PAGES, pages % _BLOCK_PAGES
+    costs[SIZE_CLASSES - 1, 0] += blocks
+    costs[SIZE_CLASSES - 1, 1] += blocks * _BLOCK_PAGES
+    if rest:
+        size_class = 0
+        while rest >> (size_class + 1):
+            size_class += 1
+        costs[size_class, 0] += 1
+        costs[size_class, 1] += rest
+
+
+Layout = Literal["gray", "minhash", "packed"]
 _LARGEST_KEY = 2**62
 
 
 @dataclasses.dataclass(frozen=True)
 class SegmentLayout:
-    """Where the cold rows of one segment lie.
-
-    Args:
-        order: Node id of each packed row, int64 [R]. With private chunks a node can stand twice.
-        rows: For each batch the places in ``order`` that it reads, ascending, int64.
-    """
+    """Where the cold rows of one segment lie."""
 
     order: Ids
     rows: list[Ids]
@@ -70,13 +122,11 @@ def segment_layout(
         return SegmentLayout(
             np.concatenate([np.empty(0, np.int64), *batches]), _consecutive(batches, 0)
         )
-    if layout in {"gray", "folded"}:
-        return _by_membership(batches, folded=layout == "folded")
-    if layout == "popularity":
-        return _with_chunks(batches, _by_popularity)
+    if layout == "gray":
+        return _by_membership(batches)
     total = first_batch + len(batches) if num_batches is None else num_batches
     hashes = permutations(minhash_functions, total)[:, first_batch:]
-    return _with_chunks(batches, _by_minhash(hashes, total))
+    return _by_minhash(batches, hashes, total)
 
 
 def check_layout(layout: str, minhash_functions: int) -> None:
@@ -100,9 +150,9 @@ def _consecutive(batches: Sequence[Array], first: int) -> list[Ids]:
     ]
 
 
-def _by_membership(batches: Sequence[Ids], *, folded: bool) -> SegmentLayout:
+def _by_membership(batches: Sequence[Ids]) -> SegmentLayout:
     union = union_of(batches)
-    refinement = Refinement(len(union), folded=folded)
+    refinement = Refinement(len(union))
     members = [union.locate(ids) for ids in batches]
     for member in members:
         refinement.split(member)
@@ -112,10 +162,7 @@ def _by_membership(batches: Sequence[Ids], *, folded: bool) -> SegmentLayout:
     return SegmentLayout(order, [_ascending_places(member, places) for member in members])
 
 
-_Key = Callable[[Sequence[Array], int], Array]
-
-
-def _with_chunks(batches: Sequence[Ids], key_of: _Key) -> SegmentLayout:
+def _by_minhash(batches: Sequence[Ids], hashes: Ids, num_batches: int) -> SegmentLayout:
     """Put the rows that two batches need first, by key and id; then a chunk per batch."""
     union = union_of(batches)
     ids, members = union.ascending(), [union.locate(ids) for ids in batches]
@@ -124,7 +171,8 @@ def _with_chunks(batches: Sequence[Ids], key_of: _Key) -> SegmentLayout:
         uses[member] += 1
     shared = uses > 1
     common = np.flatnonzero(shared)
-    by_key = common[np.argsort(key_of(members, len(ids))[common], kind="stable")]
+    key = _minhash_key(members, len(ids), hashes, num_batches)
+    by_key = common[np.argsort(key[common], kind="stable")]
     places = np.empty(len(ids), np.int32)
     places[by_key] = np.arange(len(by_key), dtype=np.int32)
     chunks = [member[~shared[member]] for member in members]
@@ -135,13 +183,6 @@ def _with_chunks(batches: Sequence[Ids], key_of: _Key) -> SegmentLayout:
     return SegmentLayout(ids[np.concatenate([by_key, *chunks])], rows)
 
 
-def _by_popularity(members: Sequence[Array], num_rows: int) -> Array:
-    key = np.zeros(num_rows, np.int32)
-    for member in members:
-        key[member] -= 1  # ascending keys: the most needed rows first
-    return key
-
-
 def permutations(number: int, num_batches: int) -> Ids:
     """Return the hash functions of ``minhash``, [number, num_batches]."""
     generator = np.random.Generator(np.random.PCG64(0))
@@ -149,21 +190,17 @@ def permutations(number: int, num_batches: int) -> Ids:
     return np.array(rows, np.int64).reshape(number, num_batches)
 
 
-def _by_minhash(hashes: Ids, num_batches: int) -> _Key:
-    """Make DiskGNN's key: the minima as the digits of a number in base ``num_batches``."""
-
-    def key_of(members: Sequence[Array], num_rows: int) -> Array:
-        key = np.zeros(num_rows, np.int64)
-        for number, function in enumerate(hashes):
-            least = np.full(num_rows, num_batches, np.int64)
-            for member, value in zip(members, function, strict=False):
-                _lower(least, member, value)
-            if (num_batches + 1) ** (number + 1) >= _LARGEST_KEY:
-                key = np.unique(key, return_inverse=True)[1].astype(np.int64)  # only order matters
-            key = key * (num_batches + 1) + least
-        return key
-
-    return key_of
+def _minhash_key(members: Sequence[Array], num_rows: int, hashes: Ids, num_batches: int) -> Array:
+    """Return DiskGNN's key: the minima as the digits of a number in base ``num_batches``."""
+    key = np.zeros(num_rows, np.int64)
+    for number, function in enumerate(hashes):
+        least = np.full(num_rows, num_batches, np.int64)
+        for member, value in zip(members, function, strict=False):
+            _lower(least, member, value)
+        if (num_batches + 1) ** (number + 1) >= _LARGEST_KEY:
+            key = np.unique(key, return_inverse=True)[1].astype(np.int64)  # only order matters
+        key = key * (num_batches + 1) + least
+    return key
 
 
 def _ascending_places(member: Array, places: Array) -> Ids:
@@ -183,19 +220,13 @@ class Refinement:
     rows that the batch needs and the rows that it does not, side by side. Groups of equal
     membership stay together whatever the number of batches, so no mask of a fixed width is needed,
     and the runs of a batch are never cut by a later one. On which side the needed part goes
-    decides how many runs the batch has:
-
-    * Gray-code rank of the membership mask whose most significant bit is the first batch:
-      appending a bit ``b`` to a mask of rank ``r`` gives rank ``2 r + ((r & 1) ^ b)``, so the
-      needed part comes second in a group of even rank and first in one of odd rank, and a group
-      has to remember one bit.
-    * ``folded``: beside the needed rows of the group before, if that one ends in needed rows, else
-      at the group's end, where the next group can join. No other choice for this batch has fewer
-      runs. It is the Gray code over the masks that occur; where all occur the two are the same.
+    decides how many runs the batch has: it goes by the Gray-code rank of the membership mask whose
+    most significant bit is the first batch. Appending a bit ``b`` to a mask of rank ``r`` gives
+    rank ``2 r + ((r & 1) ^ b)``, so the needed part comes second in a group of even rank and first
+    in one of odd rank, and a group has to remember one bit.
     """
 
-    def __init__(self, num_rows: int, *, folded: bool = False) -> None:
-        self._folded = folded
+    def __init__(self, num_rows: int) -> None:
         self._labels = np.zeros(num_rows, np.int32)  # group of each row; groups keep their number
         self._order = np.zeros(1 if num_rows else 0, np.int32)
         self._sizes = np.full(len(self._order), num_rows, np.int64)
@@ -217,7 +248,7 @@ class Refinement:
         _count(members, self._labels, inside)
         if self._unseen:
             self._unseen -= int(inside[0])
-        parts = _split(self._order, self._sizes, self._odd, inside, self._folded)
+        parts = _split(self._order, self._sizes, self._odd, inside)
         self._order, self._sizes, self._odd, hit, target = parts
         _move(members, self._labels, target)
         starts, counts = _runs(self._order, self._sizes, hit, self._unseen)
@@ -243,7 +274,7 @@ def _move(members: Any, labels: Any, target: Any) -> Any:
 
 
 @njit
-def _split(order: Any, sizes: Any, odd: Any, inside: Any, folded: Any) -> Any:
+def _split(order: Any, sizes: Any, odd: Any, inside: Any) -> Any:
     """Return the groups after a batch: order, sizes, parities of rank, whether hit; targets.
 
     Of a group that is split the part that is not needed keeps the number.
@@ -256,21 +287,18 @@ def _split(order: Any, sizes: Any, odd: Any, inside: Any, folded: Any) -> Any:
     new_sizes, new_odd = np.empty(total, np.int64), np.empty(total, np.bool_)
     new_sizes[:number], new_odd[:number] = sizes, odd
     target = np.arange(number).astype(np.int32)
-    place, spare, joins = 0, number, False  # joins: the rows before are needed ones
+    place, spare = 0, number
     for group in order:
         needed = inside[group]
         if needed == 0 or needed == sizes[group]:
-            joins = needed > 0
-            hit[group], new_odd[group] = joins, odd[group] != joins
+            hit[group], new_odd[group] = needed > 0, odd[group] != (needed > 0)
             new_order[place] = group
             place += 1
             continue
-        needed_first = joins if folded else odd[group]
         target[group], hit[spare], new_odd[spare] = spare, True, not odd[group]
         new_sizes[spare], new_sizes[group] = needed, sizes[group] - needed
-        new_order[place] = spare if needed_first else group
-        new_order[place + 1] = group if needed_first else spare
-        joins = not needed_first
+        new_order[place] = spare if odd[group] else group
+        new_order[place + 1] = group if odd[group] else spare
         place, spare = place + 2, spare + 1
     return new_order, new_sizes, new_odd, hit, target
 
