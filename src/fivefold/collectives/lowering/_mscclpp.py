@@ -341,7 +341,6 @@ def _without_repeated_syncs(operations: list[dict[str, Any]]) -> list[dict[str, 
     return kept
 
 
-Slot = tuple[Buffer, int]
 _NAMES = {MSCCL_NAMES[name]: name for name in PLAN_COLLECTIVES}
 _SKIPPED = {"nop", "flush"}
 _SIGNALS = {"signal", "rlxsignal"}
