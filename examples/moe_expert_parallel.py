@@ -45,17 +45,17 @@ def main() -> None:
         dtype=x.dtype,
     )
     heap = VirtualHeap(RANKS, nbytes=config.heap_bytes(), device=device)
-    exchange = OneSidedGroup(config, heap)
-    y, ids, weights = exchange.routed(x, w13, w2, gate, Router(top_k=TOP_K), num_tokens=tokens)
-    exchange.check()
+    group = OneSidedGroup(config, heap)
+    y, ids, weights = group.routed(x, w13, w2, gate, Router(top_k=TOP_K), num_tokens=tokens)
+    group.check()
 
     alone = fused_moe(x, w13, w2, ids, weights, backend="reference")
     print(f"heap: {heap.nbytes} bytes per rank; largest difference {(y - alone).abs().max():.1e}")
     print("bytes of tokens from each rank to each rank's experts:")
-    for rank, row in enumerate(exchange.statistics()["sent_bytes"]):
+    for rank, row in enumerate(group.statistics()["sent_bytes"]):
         print(f"  rank {rank}: {row}")
     routed = int((ids >= 0).sum())
-    total = sum(map(sum, exchange.statistics()["sent_bytes"]))
+    total = sum(map(sum, group.statistics()["sent_bytes"]))
     print(f"{routed} routed rows x {HIDDEN} x {x.dtype.itemsize} bytes = {total}")
 
 
