@@ -49,5 +49,5 @@ def pytest_collection_modifyitems(items):
         raise pytest.UsageError(f"{message}, {bad[0]!a} among them: give the parameters ids=")
     items.sort(key=lambda item: item.path.name not in LONG)
     for item in items:
-        if any(item.get_closest_marker(name) for name in ("distributed", "lab")):
+        if item.get_closest_marker("lab"):
             item.add_marker("alone")

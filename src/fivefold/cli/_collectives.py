@@ -26,7 +26,12 @@ from fivefold.cli._help import help_text
 from fivefold.cli._options import BandwidthOption, JsonOption, LatencyOption
 from fivefold.cli._outputs import require_writable
 from fivefold.collectives.lowering import Program, check_program, interpret, lower
-from fivefold.collectives.schedules import draw_schedule, evaluate, named_collective, verify
+from fivefold.collectives.schedules import (
+    draw_schedule,
+    evaluate,
+    named_collective,
+    verify_schedule,
+)
 from fivefold.collectives.synthesis import (
     Sketch,
     Synthesis,
@@ -42,6 +47,7 @@ app = typer.Typer(
     name="collectives",
     help="Make, prove, draw, run and price the algorithms of collectives.",
     no_args_is_help=True,
+    add_completion=False,
     rich_markup_mode="rich",
 )
 
@@ -207,7 +213,7 @@ def _verify(file: _File, *, topology: _Where = None, as_json: JsonOption = False
     if isinstance(found, Program):
         program = found
     else:
-        verify(found, topology=None if topology is None else topology_of(topology))
+        verify_schedule(found, topology=None if topology is None else topology_of(topology))
         program = lower(found)
     report = check_program(program)
     facts = {

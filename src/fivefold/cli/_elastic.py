@@ -19,6 +19,7 @@ app = typer.Typer(
     name="elastic",
     help="Training whose workers may leave and join while it goes on.",
     no_args_is_help=True,
+    add_completion=False,
     rich_markup_mode="rich",
 )
 

@@ -28,6 +28,7 @@ app = typer.Typer(
     name="gnn",
     help="Train graph neural networks whose features are many times larger than memory.",
     no_args_is_help=True,
+    add_completion=False,
     rich_markup_mode="rich",
 )
 

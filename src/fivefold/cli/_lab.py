@@ -24,6 +24,7 @@ app = typer.Typer(
     name="lab",
     help="Emulated cluster on this machine: hosts on slow links, made of network namespaces.",
     no_args_is_help=True,
+    add_completion=False,
     rich_markup_mode="rich",
 )
 

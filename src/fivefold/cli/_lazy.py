@@ -24,6 +24,7 @@ _COMMANDS = {
     "ablate": ("_codesign", "ablate_command"),
     "profile": ("_profile", "profile_command"),
     "report": ("_report", "report_command"),
+    "doctor": ("_doctor", "doctor_command"),
     "lab": ("_lab", "app"),
     "elastic": ("_elastic", "app"),
     "gnn": ("_gnn", "app"),
@@ -49,13 +50,22 @@ class _Commands(Mapping[str, Any]):
             )
             alone.command(name, help=help_text(found))(found)
             found = alone
-        return typer.main.get_command(found)
+        return _with_uppercase_arguments(typer.main.get_command(found))
 
     def __iter__(self) -> Iterator[str]:
         return iter(_COMMANDS)
 
     def __len__(self) -> int:
         return len(_COMMANDS)
+
+
+def _with_uppercase_arguments(command: Any) -> Any:
+    """Show arguments as CONFIG, as the help texts call them, and not as {config}."""
+    for each in [command, *getattr(command, "commands", {}).values()]:
+        for parameter in each.params:
+            if parameter.param_type_name == "argument" and parameter.metavar is None:
+                parameter.metavar = parameter.name.upper()
+    return command
 
 
 class LazyGroup(TyperGroup):

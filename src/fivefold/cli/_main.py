@@ -21,7 +21,7 @@ app = typer.Typer(
     cls=LazyGroup,
     help="Communication-efficient distributed training: over slow networks, from slow disks.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )

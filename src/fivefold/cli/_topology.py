@@ -22,6 +22,7 @@ app = typer.Typer(
     name="topology",
     help="Show, draw and convert the networks that plans are made for.",
     no_args_is_help=True,
+    add_completion=False,
     rich_markup_mode="rich",
 )
 

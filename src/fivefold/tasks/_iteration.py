@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fivefold.collectives.pricing import Quote
+from fivefold.collectives.pricing.fabric import Quote
 from fivefold.errors import ConfigurationError
 from fivefold.tasks._graph import CommunicationTask, ComputeTask, Task, TaskGraph
 

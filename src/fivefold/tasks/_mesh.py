@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fivefold.collectives.pricing import Quote
+from fivefold.collectives.pricing.fabric import Quote
 from fivefold.tasks._graph import CommunicationTask, ComputeTask, TaskGraph
 from fivefold.tasks._iteration import bucket_is_full, bucket_name
 

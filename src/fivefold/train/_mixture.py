@@ -21,7 +21,7 @@ from fivefold.moe import (
     Router,
     updated_selection_bias,
 )
-from fivefold.train._config import MixtureConfig, ModelConfig
+from fivefold.train.config import MixtureConfig, ModelConfig
 
 _MULTIPLE = 16  # of inner widths: the vector width in float32, so products have no ragged edge
 

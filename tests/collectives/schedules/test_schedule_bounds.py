@@ -9,21 +9,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.collectives.schedules import (
-    COLLECTIVES,
     all_gather,
     all_reduce,
     all_to_all,
     all_to_allv,
-    bandwidth_bound,
     broadcast,
-    custom,
-    discrete_ingress_bound,
-    latency_bound,
+    custom_collective,
     lower_bound,
     named_collective,
     reduce,
     throughput_optimum,
 )
+from fivefold.collectives.schedules.bounds import (
+    bandwidth_bound,
+    discrete_ingress_bound,
+    latency_bound,
+)
+from fivefold.collectives.schedules.constructors import COLLECTIVES
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import (
     Link,
@@ -327,10 +329,10 @@ def test_uneven_and_custom_collectives_are_bounded_too():
     sizes = [[0, 0, 6], [0, 0, 0], [2, 0, 0]]
     bound = bandwidth_bound(all_to_allv(sizes), network, 6.0)
     assert bound.seconds == pytest.approx(6.0)
-    either = custom(3, [(0, 0), (0, 2)], post=[(0, 1)])
+    either = custom_collective(3, [(0, 0), (0, 2)], post=[(0, 1)])
     assert bandwidth_bound(either, network, 4.0).seconds == pytest.approx(2.0)  # from both sides
     assert latency_bound(either, line(3, latency="1 s")).seconds == 1.0
-    far = custom(4, [(0, 0), (0, 1)], post=[(0, 3), (0, 1)])
+    far = custom_collective(4, [(0, 0), (0, 1)], post=[(0, 3), (0, 1)])
     bound = latency_bound(far, line(4, latency="1 s"))
     assert (bound.seconds, bound.certificate) == (2.0, (1, 3))
 

@@ -13,16 +13,16 @@ from fivefold.collectives.schedules import (
     all_to_all,
     broadcast,
     reduce_scatter,
-    verify,
+    verify_schedule,
 )
 from fivefold.collectives.synthesis import (
     Sketch,
     SwitchSketch,
     derive_sketch,
     published_sketch,
-    published_sketch_names,
     taccl,
 )
+from fivefold.collectives.synthesis._sketch import published_sketch_names
 from fivefold.collectives.synthesis._sketched import rotation, sketched
 from fivefold.errors import ConfigurationError, DataError, InfeasibleError
 from fivefold.network.topology import (
@@ -155,7 +155,7 @@ def test_a_switch_of_direct_links_takes_the_links_that_there_are(policy):
     topology = fully_connected(4, bandwidth=1e9)
     plan = Sketch(switches=(SwitchSketch(ranks=(0, 1, 2, 3), policy=policy),))
     result = taccl(all_gather(4), topology, plan, size_bytes=4e9, time_limit_s=0.5)
-    verify(result.schedule, topology=topology, check_times=True)
+    verify_schedule(result.schedule, topology=topology, check_times=True)
     assert result.time_s == pytest.approx(1.0)
     assert result.routing_bound_s <= 1.0 + 1e-9
 
@@ -181,7 +181,7 @@ def test_a_sketch_gives_a_schedule_of_the_topology_or_is_refused(topology, sketc
         )
     except (ConfigurationError, InfeasibleError):
         return
-    verify(result.schedule, topology=topology, check_times=True)
+    verify_schedule(result.schedule, topology=topology, check_times=True)
     assert result.routing_bound_s <= result.time_s * (1 + 1e-3)  # solvers count in whole units
 
 

@@ -13,14 +13,10 @@ from fivefold.collectives.schedules import (
     broadcast,
     evaluate,
     lower_bound,
-    verify,
+    verify_schedule,
 )
-from fivefold.collectives.synthesis import (
-    Sketch,
-    SynthesisOptions,
-    synthesize,
-)
-from fivefold.collectives.synthesis._front import cache_key, load, store
+from fivefold.collectives.synthesis import Sketch, SynthesisOptions, synthesize
+from fivefold.collectives.synthesis._synthesize import cache_key, load, store
 from fivefold.errors import ConfigurationError, InfeasibleError, StorageError
 from fivefold.network.topology import (
     Link,
@@ -48,7 +44,7 @@ NAMES = (
 
 def check(found, topology, size_bytes):
     """Verified again here, timed again here, and never below the bound."""
-    verify(found.schedule, topology=topology, check_times=True)
+    verify_schedule(found.schedule, topology=topology, check_times=True)
     timing = evaluate(found.schedule, topology, size_bytes=size_bytes, model="serial")
     assert found.time_s == pytest.approx(timing.total_s)
     bound = lower_bound(found.schedule.collective, topology, size_bytes).seconds
@@ -155,7 +151,7 @@ def test_one_rank_two_ranks_and_no_bytes():
     two = fully_connected(2, bandwidth=1e9, latency=1e-6)
     assert synthesize("all_gather", two, size_bytes=2e3, time_limit_s=2).optimal
     empty = synthesize("all_gather", DGX1, size_bytes=0, time_limit_s=2)
-    verify(empty.schedule, topology=DGX1)
+    verify_schedule(empty.schedule, topology=DGX1)
 
 
 def test_a_broadcast_needs_links_one_way_only():

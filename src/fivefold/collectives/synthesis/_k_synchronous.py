@@ -19,22 +19,30 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.collectives.schedules import Collective, Schedule, bandwidth_bound
-from fivefold.collectives.synthesis._cp import CpOutcome, new_model, solve
-from fivefold.collectives.synthesis._deadline import OutOfTime, check_time, time_limit
-from fivefold.collectives.synthesis._instance import Instance, Orbits, prune, reach
-from fivefold.collectives.synthesis._logical import (
+from fivefold.collectives.schedules import Collective, Schedule
+from fivefold.collectives.schedules.bounds import bandwidth_bound
+from fivefold.collectives.synthesis._instance import (
+    ExactResult,
+    Instance,
     Logical,
-    integer_capacities,
-    logical_of,
-    schedule_of,
-)
-from fivefold.collectives.synthesis._search_result import (
     NoSchedule,
+    Orbits,
     Refuted,
-    SearchResult,
     Undecided,
     answer,
+    integer_capacities,
+    logical_of,
+    prune,
+    reach,
+    schedule_of,
+)
+from fivefold.collectives.synthesis._solver import (
+    CpOutcome,
+    OutOfTime,
+    check_time,
+    new_model,
+    solve,
+    time_limit,
 )
 from fivefold.errors import ConfigurationError
 from fivefold.network.topology import Topology
@@ -50,7 +58,7 @@ def k_synchronous(
     rounds: int,
     time_limit_s: float = 60.0,
     seed: int = 0,
-) -> SearchResult:
+) -> ExactResult:
     """Find a schedule of ``steps`` steps and ``rounds`` rounds, or prove that there is none.
 
     In a round a link carries as many chunks as its capacity has units, the unit being the largest

@@ -19,21 +19,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fivefold.collectives.schedules import (
-    Collective,
-    Schedule,
-    all_gather,
-    compose_all_reduce,
-    discrete_ingress_bound,
-)
-from fivefold.collectives.synthesis._deadline import (
-    SLACK_S,
-    OutOfTime,
-    check_time,
-    off_the_clock,
-    time_limit,
-)
-from fivefold.collectives.synthesis._matching_fabric import (
+from fivefold.collectives.schedules import Collective, Schedule, all_gather
+from fivefold.collectives.schedules.bounds import discrete_ingress_bound
+from fivefold.collectives.schedules.schedule import compose_all_reduce
+from fivefold.collectives.synthesis._matching_kernel import (
+    DONE,
     Fabric,
     Holdings,
     Neighbourhoods,
@@ -41,8 +31,16 @@ from fivefold.collectives.synthesis._matching_fabric import (
     Transfers,
     build_fabric,
     build_neighbourhoods,
+    match,
+    new_loop,
 )
-from fivefold.collectives.synthesis._matching_kernel import DONE, match, new_loop
+from fivefold.collectives.synthesis._solver import (
+    SLACK_S,
+    OutOfTime,
+    check_time,
+    off_the_clock,
+    time_limit,
+)
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import Topology
 

@@ -17,25 +17,25 @@ from numpy.typing import NDArray
 
 from fivefold.collectives.algorithms import available_algorithms, build_algorithm
 from fivefold.collectives.schedules import (
-    COLLECTIVES,
     Collective,
-    CostModel,
     Schedule,
-    bandwidth_bound,
     broadcast,
-    compose_all_reduce,
     evaluate,
     named_collective,
     reduce,
 )
-from fivefold.collectives.synthesis._flow_schedule import all_to_all_flow
-from fivefold.collectives.synthesis._instance import reach
-from fivefold.collectives.synthesis._k_synchronous import k_synchronous
-from fivefold.collectives.synthesis._logical import (
+from fivefold.collectives.schedules.bounds import bandwidth_bound
+from fivefold.collectives.schedules.constructors import COLLECTIVES
+from fivefold.collectives.schedules.schedule import compose_all_reduce
+from fivefold.collectives.schedules.timing import CostModel
+from fivefold.collectives.synthesis._flow import all_to_all_flow
+from fivefold.collectives.synthesis._instance import (
     all_reduce_halves,
     integer_capacities,
     logical_of,
+    reach,
 )
+from fivefold.collectives.synthesis._k_synchronous import k_synchronous
 from fivefold.collectives.synthesis._matching import matching
 from fivefold.collectives.synthesis._sketch import Sketch
 from fivefold.collectives.synthesis._sketched import derive_sketch, rotation

@@ -8,15 +8,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.collectives.schedules import Collective
-from fivefold.collectives.synthesis._deadline import check_time
-from fivefold.collectives.synthesis._instance import Instance, map_chunks, map_links
-from fivefold.collectives.synthesis._logical import (
+from fivefold.collectives.synthesis._instance import (
+    Instance,
     Logical,
     all_reduce_halves,
     boxes_of,
     logical_of,
+    map_chunks,
+    map_links,
 )
 from fivefold.collectives.synthesis._sketch import Connections, Policy, Sketch, SwitchSketch
+from fivefold.collectives.synthesis._solver import check_time
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import Topology
 

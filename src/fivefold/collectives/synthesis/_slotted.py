@@ -19,22 +19,31 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.collectives.schedules import Collective, Schedule, evaluate, with_times
-from fivefold.collectives.synthesis._cp import CpOutcome, new_model, solve
-from fivefold.collectives.synthesis._deadline import OutOfTime, check_time, time_limit
-from fivefold.collectives.synthesis._instance import Instance, Orbits, Reach, prune, reach
-from fivefold.collectives.synthesis._logical import (
+from fivefold.collectives.schedules import Collective, Schedule, evaluate
+from fivefold.collectives.schedules.timing import with_times
+from fivefold.collectives.synthesis._instance import (
+    ExactResult,
+    Instance,
     Logical,
-    integer_capacities,
-    logical_of,
-    schedule_of,
-)
-from fivefold.collectives.synthesis._search_result import (
+    Orbits,
+    Reach,
     Refuted,
-    SearchResult,
     Undecided,
     answer,
     bound_of,
+    integer_capacities,
+    logical_of,
+    prune,
+    reach,
+    schedule_of,
+)
+from fivefold.collectives.synthesis._solver import (
+    CpOutcome,
+    OutOfTime,
+    check_time,
+    new_model,
+    solve,
+    time_limit,
 )
 from fivefold.errors import ConfigurationError
 from fivefold.network.topology import Topology
@@ -98,7 +107,7 @@ def slotted(
     model: SlotModel | None = None,
     time_limit_s: float = 60.0,
     progress: Callable[[str], None] | None = None,
-) -> SearchResult:
+) -> ExactResult:
     """Find a schedule of fewest time slots, or decide whether ``slots`` slots are enough.
 
     A send occupies each link of its route for the chunk's time on that link and arrives after

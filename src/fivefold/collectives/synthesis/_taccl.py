@@ -18,30 +18,27 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fivefold.collectives.schedules import (
-    Collective,
-    Schedule,
-    evaluate,
-    verify,
-    with_times,
-)
-from fivefold.collectives.synthesis._deadline import SLACK_S, OutOfTime, time_limit
-from fivefold.collectives.synthesis._logical import by_inversion, schedule_of
-from fivefold.collectives.synthesis._search_result import bound_of
+from fivefold.collectives.schedules import Collective, Schedule, evaluate, verify_schedule
+from fivefold.collectives.schedules.timing import with_times
+from fivefold.collectives.synthesis._instance import bound_of, by_inversion, schedule_of
 from fivefold.collectives.synthesis._sketch import Sketch
 from fivefold.collectives.synthesis._sketched import Sketched, derive_sketch, sketched
-from fivefold.collectives.synthesis._taccl_ordering import Prices, Timed, best_order, prices_of
+from fivefold.collectives.synthesis._solver import SLACK_S, OutOfTime, time_limit
+from fivefold.collectives.synthesis._taccl_order import (
+    Messages,
+    Prices,
+    Timed,
+    best_order,
+    improve_order,
+    join_messages,
+    prices_of,
+)
 from fivefold.collectives.synthesis._taccl_routing import (
     Routing,
     candidates,
     greedy_routes,
     route,
     route_and_order,
-)
-from fivefold.collectives.synthesis._taccl_scheduling import (
-    Messages,
-    improve_order,
-    join_messages,
 )
 from fivefold.errors import ConfigurationError
 from fivefold.network.topology import Topology
@@ -146,7 +143,7 @@ def taccl(
     if collective.reducing:
         timing = evaluate(schedule, topology, size_bytes=size_bytes, model="serial")
         schedule = with_times(schedule, timing)
-    verify(schedule, topology=topology)
+    verify_schedule(schedule, topology=topology)
     length_s = float(schedule.ends_s.max(initial=0.0)) if schedule.ends_s is not None else 0.0
     schedule = schedule.replaced(name=f"taccl:{plan.name}")
     bound_s = bound_of(collective, topology, size_bytes).seconds

@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.collectives.synthesis._cp import CpOutcome, new_model, solve
-from fivefold.collectives.synthesis._deadline import check_time
 from fivefold.collectives.synthesis._instance import UNREACHABLE, Instance, Orbits, prune
 from fivefold.collectives.synthesis._sketched import Sketched
-from fivefold.collectives.synthesis._taccl_ordering import Prices, Timed
+from fivefold.collectives.synthesis._solver import CpOutcome, check_time, new_model, solve
+from fivefold.collectives.synthesis._taccl_order import Prices, Timed
 
 _POLICY_WEIGHT = 0.01  # of one chunk's time per connection, as TACCL weighs it
 

@@ -26,27 +26,26 @@ from numpy.typing import NDArray
 from fivefold.collectives.schedules import (
     Collective,
     Schedule,
-    compose_all_reduce,
     named_collective,
     throughput_optimum,
 )
-from fivefold.collectives.synthesis._deadline import OutOfTime, time_limit
+from fivefold.collectives.schedules.arrays import Longs
+from fivefold.collectives.schedules.schedule import compose_all_reduce
 from fivefold.collectives.synthesis._dispatch import dispatch
-from fivefold.collectives.synthesis._trees_network import (
+from fivefold.collectives.synthesis._packing import (
+    Bundle,
     FixedRate,
     FlowSolver,
     Network,
+    PackedTree,
+    Path,
     integer_network,
     least_rate,
     next_rate,
-)
-from fivefold.collectives.synthesis._trees_split import (
-    Bundle,
-    PackedTree,
-    Path,
     pack_trees,
     remove_switches,
 )
+from fivefold.collectives.synthesis._solver import OutOfTime, time_limit
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import Topology
 
@@ -369,8 +368,6 @@ def _with_routes(
         left -= amount
     return parts
 
-
-Longs = NDArray[np.int64]
 
 _EVERY_RANK = ("all_gather", "reduce_scatter", "all_reduce")
 _ONE_ROOT = ("broadcast", "reduce")

@@ -1,0 +1,193 @@
+"""``fivefold doctor``: what this machine can do, what is missing and how to get it."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shutil
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import typer
+from rich.console import Console
+
+from fivefold.cli._options import JsonOption
+from fivefold.lab import probe_capabilities
+from fivefold.runs.machine import run_facts
+from fivefold.units import format_bytes
+
+# Package as it is imported, as it is installed, what it is for, and the extra that brings it.
+_PACKAGES = (
+    ("numba", "numba", "compiled sampling, packing and simulation", "gnn"),
+    ("scipy", "scipy", "linear programs and sparse graphs", "network"),
+    ("networkx", "networkx", "topologies", "network"),
+    ("matplotlib", "matplotlib", "pictures of topologies and schedules", "network"),
+    ("ortools", "ortools", "exact synthesis of collectives", "collectives"),
+    ("pyarrow", "pyarrow", "graphs from Parquet and CSV tables", "gnn"),
+    ("torch_geometric", "torch-geometric", "batches as PyG data, models of PyG", "gnn"),
+    ("triton", "triton", "the mixture-of-experts kernel", "moe"),
+    ("transformers", "transformers", "experts backend of transformers", "hf"),
+    ("tokenizers", "tokenizers", "byte-pair tokenizers", "tokenizers"),
+    ("tensorboard", "tensorboard", "metrics in TensorBoard", "tensorboard"),
+    ("torchft", "torchft", "workers that come and go", "elastic"),
+)
+_CGROUP_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+_NO_LIMIT = 1 << 60
+_IO_URING_SETUP = 425  # the system call, by number on every architecture
+_IO_URING_PARAMETERS_BYTES = 120
+
+
+@dataclass(frozen=True)
+class _Check:
+    """One thing that was looked at; ``works`` is None for a plain fact."""
+
+    group: str
+    name: str
+    works: bool | None
+    found: str
+    fix: str | None = None
+
+
+def doctor_command(*, as_json: JsonOption = False) -> None:
+    """Say what this machine can do, what is missing and how to get it.
+
+    Everything is tried, nothing is changed. The exit code is 0: what is missing only matters to
+    those who need it.
+    """
+    checks = [*_machine(), *_torch(), *_packages(), *_storage(), *_lab()]
+    if as_json:
+        typer.echo(json.dumps([asdict(check) for check in checks], indent=2))
+    else:
+        _show(checks)
+
+
+def _machine() -> list[_Check]:
+    facts = run_facts()
+    machine = facts["machine"]
+    limit = _memory_limit_bytes()
+    memory = format_bytes(machine["memory_bytes"])
+    if limit is not None and limit < machine["memory_bytes"]:
+        memory += f", of which a cgroup allows {format_bytes(limit)}"
+    return [
+        _Check("machine", "fivefold", None, f"{facts['fivefold']}, Python {facts['python']}"),
+        _Check("machine", "processor", None, f"{machine['cores']} cores, {machine['cpu']}"),
+        _Check("machine", "memory", None, memory),
+        _Check("machine", "kernel", None, str(machine["kernel"])),
+    ]
+
+
+def _memory_limit_bytes() -> int | None:
+    for path in _CGROUP_LIMITS:
+        if path.exists():
+            text = path.read_text(encoding="ascii").strip()
+            return int(text) if text.isdecimal() and int(text) < _NO_LIMIT else None
+    return None
+
+
+def _torch() -> list[_Check]:
+    import torch  # noqa: PLC0415 - seconds; the other checks do not need it
+    import torch.distributed as dist  # noqa: PLC0415 - as torch
+
+    version = torch.__version__
+    if not torch.cuda.is_available():
+        built = torch.version.cuda is not None
+        reason = "no device found" if built else f"torch {version} is built without CUDA"
+        fix = (
+            "install NVIDIA's driver, or give the container its devices"
+            if built
+            else "for a machine with GPUs: pip install torch, from its CUDA index"
+        )
+        gpus = [_Check("gpu", "CUDA", works=False, found=reason, fix=fix)]
+    else:
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        gpus = [_Check("gpu", "CUDA", works=True, found=", ".join(names))]
+    nccl = dist.is_nccl_available()
+    backends = "gloo, nccl" if nccl else "gloo"
+    return [
+        _Check("gpu", "torch", works=True, found=f"{version}, backends {backends}"),
+        *gpus,
+        _Check(
+            "gpu",
+            "NCCL",
+            works=nccl,
+            found="collectives between GPUs" if nccl else "not in this build of torch",
+            fix=None if nccl else "install torch's CUDA build; gloo serves processors",
+        ),
+    ]
+
+
+def _packages() -> list[_Check]:
+    found = []
+    for module, name, purpose, extra in _PACKAGES:
+        works = importlib.util.find_spec(module) is not None
+        try:
+            version = f"{importlib.metadata.version(name)}: " if works else ""
+        except importlib.metadata.PackageNotFoundError:  # importable, but not installed by pip
+            version = ""
+        fix = None if works else f"pip install 'fivefold[{extra}]'"
+        found.append(_Check("packages", name, works, f"{version}{purpose}", fix))
+    return found
+
+
+def _storage() -> list[_Check]:
+    free = format_bytes(shutil.disk_usage(Path.cwd()).free)
+    problem = _io_uring_problem()
+    return [
+        _Check("storage", "free space", None, f"{free} in this folder"),
+        _Check(
+            "storage",
+            "io_uring",
+            works=problem is None,
+            found=problem or "many reads in flight per thread",
+            fix=problem
+            and "sysctl kernel.io_uring_disabled=0, or the container's seccomp profile; "
+            "threads read until then",
+        ),
+    ]
+
+
+def _io_uring_problem() -> str | None:
+    """Make a ring and close it; return why that failed, or None."""
+    if sys.platform != "linux":
+        return "only on Linux"
+    parameters = ctypes.create_string_buffer(_IO_URING_PARAMETERS_BYTES)
+    libc = ctypes.CDLL(None, use_errno=True)
+    descriptor = libc.syscall(_IO_URING_SETUP, 1, parameters)
+    if descriptor < 0:
+        return os.strerror(ctypes.get_errno())
+    os.close(descriptor)
+    return None
+
+
+def _lab() -> list[_Check]:
+    able = probe_capabilities()
+    checks = [
+        _Check("lab", item.name, item.works, item.meaning, None if item.works else item.fix)
+        for item in able.items
+        if able.isolation or item.name == "namespaces"
+    ]
+    return [*checks, _Check("lab", "links", able.shaping != "none", f"can be given {able.shaping}")]
+
+
+def _show(checks: list[_Check]) -> None:
+    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+    marks = {True: "[green]yes[/]", False: "[yellow]no[/] ", None: "   "}
+    width = max(len(check.name) for check in checks)
+    for group in dict.fromkeys(check.group for check in checks):
+        console.print(f"\n[bold]{group}[/]")
+        for check in checks:
+            if check.group == group:
+                fix = f"\n{' ' * (width + 8)}[dim]fix: {_plain(check.fix)}[/]" if check.fix else ""
+                line = f"  {marks[check.works]} {check.name:{width}}  {_plain(check.found)}{fix}"
+                console.print(line)
+
+
+def _plain(text: str) -> str:
+    return text.replace("[", "\\[")
