@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.collectives.algorithms import available_algorithms, build_algorithm
@@ -62,7 +62,6 @@ def groups_of(draw, n):
     return [order[a:b] for a, b in zip([0, *cuts], [*cuts, n], strict=True)]
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     n=st.integers(1, 11),
     name=st.sampled_from(COLLECTIVES),
@@ -91,7 +90,6 @@ def test_every_algorithm_does_its_collective(n, name, chunks, data):
     assert schedule.has_steps or schedule.num_transfers == 0
 
 
-@settings(max_examples=60, deadline=None)
 @given(n=st.integers(1, 6), data=st.data())
 def test_uneven_all_to_alls(n, data):
     sizes = data.draw(st.lists(st.integers(0, 3), min_size=n * n, max_size=n * n))

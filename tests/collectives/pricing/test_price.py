@@ -43,7 +43,6 @@ def is_astride(ranks, group):
     return group.stride < ranks and not aligned
 
 
-@settings(max_examples=60, deadline=None)
 @given(case=cases(), kind=st.sampled_from(KINDS), ratio=st.sampled_from([1, 2, 4, 16]))
 def test_the_three_prices_hold_together(case, kind, ratio):
     count, ranks, group = case

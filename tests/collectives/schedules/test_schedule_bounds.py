@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.collectives.schedules import (
@@ -101,7 +101,6 @@ def slow_optimum(network, starts, ends):
     return best
 
 
-@settings(max_examples=80, deadline=None)
 @given(network=graphs(), data=st.data())
 def test_the_optimum_is_the_worst_of_all_cuts(network, data):
     n = network.num_ranks
@@ -147,7 +146,6 @@ def slow_cut_bound(collective, network, size):
     return best
 
 
-@settings(max_examples=80, deadline=None)
 @given(network=graphs(), name=st.sampled_from(COLLECTIVES), data=st.data())
 def test_the_bandwidth_bound_never_exceeds_a_true_cut(network, name, data):
     root = data.draw(st.integers(0, network.num_ranks - 1))
@@ -173,7 +171,6 @@ def _without_latency(link, scale):
     return Link(link.source, link.target, bandwidth_bytes_per_s=bandwidth)
 
 
-@settings(max_examples=60, deadline=None)
 @given(network=graphs(), name=st.sampled_from(COLLECTIVES), data=st.data())
 def test_the_latency_bound_is_the_farthest_pair(network, name, data):
     n = network.num_ranks

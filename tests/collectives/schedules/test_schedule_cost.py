@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.collectives.algorithms import available_algorithms, build_algorithm
@@ -110,7 +110,6 @@ def cases(draw):
     return schedule, draw(st.sampled_from([0.0, 1e9, 7e9]))
 
 
-@settings(max_examples=150, deadline=None)
 @given(case=cases(), model=st.sampled_from(["serial", "slotted"]))
 def test_list_scheduling_is_what_the_slow_one_says(case, model):
     schedule, size = case
@@ -122,7 +121,6 @@ def test_list_scheduling_is_what_the_slow_one_says(case, model):
     assert timing.total_s == pytest.approx(max([0.0, *(end for _, end in expected)]))
 
 
-@settings(max_examples=100, deadline=None)
 @given(case=cases(), model=st.sampled_from(["serial", "slotted", "synchronous", "fluid"]))
 def test_times_keep_to_the_links_and_to_the_bounds(case, model):
     schedule, size = case
@@ -134,7 +132,6 @@ def test_times_keep_to_the_links_and_to_the_bounds(case, model):
     assert (timing.link_busy_s <= timing.total_s * (1 + 1e-9)).all()
 
 
-@settings(max_examples=60, deadline=None)
 @given(case=cases())
 def test_whole_chunks_bound_the_serial_model(case):
     schedule, size = case
@@ -145,7 +142,6 @@ def test_whole_chunks_bound_the_serial_model(case):
     assert timing.total_s >= bound.seconds * (1 - 1e-9)
 
 
-@settings(max_examples=60, deadline=None)
 @given(case=cases())
 def test_dependencies_are_the_arrivals_that_a_transfer_sends_on(case):
     schedule, _ = case

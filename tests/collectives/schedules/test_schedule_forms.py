@@ -6,7 +6,7 @@ import pickle
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.collectives.algorithms import available_algorithms, build_algorithm
@@ -58,7 +58,6 @@ def schedules(draw, names=COLLECTIVES):
     return schedule
 
 
-@settings(max_examples=150, deadline=None)
 @given(schedule=schedules())
 def test_backwards_it_does_the_inverse(schedule):
     sums = int(schedule.reduces.sum())
@@ -77,7 +76,6 @@ def test_backwards_it_does_the_inverse(schedule):
     assert again == schedule
 
 
-@settings(max_examples=80, deadline=None)
 @given(schedule=schedules(), pieces=st.integers(1, 3))
 def test_finer_chunks_are_still_right(schedule, pieces):
     fine = schedule.replicated(pieces)
@@ -86,7 +84,6 @@ def test_finer_chunks_are_still_right(schedule, pieces):
     assert fine.collective == schedule.collective.replicated(pieces)
 
 
-@settings(max_examples=80, deadline=None)
 @given(schedule=schedules(names=("all_gather", "broadcast")))
 def test_sums_then_copies_make_an_all_reduce(schedule):
     # Backwards it is for the network backwards, which has its links in another order.
@@ -118,7 +115,6 @@ def test_what_does_not_fit_together_is_not_joined():
         compose_all_reduce(first, second)
 
 
-@settings(max_examples=100, deadline=None)
 @given(schedule=schedules())
 def test_json_keeps_all(schedule):
     again = Schedule.from_json(schedule.to_json())

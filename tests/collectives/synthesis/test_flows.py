@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
+from tests.helpers.networks import looped_networks
 
 from fivefold.collectives.schedules import (
     all_gather,
@@ -82,25 +83,8 @@ def plain_program(topology, demands):
     return result.fun
 
 
-@st.composite
-def networks(draw):
-    ranks, switches = draw(st.integers(2, 4)), draw(st.integers(0, 2))
-    names = [f"g{number}" for number in range(ranks)] + [f"s{number}" for number in range(switches)]
-    nodes = [Node(name, "gpu" if name[0] == "g" else "switch") for name in names]
-    pairs = [(place, (place + 1) % len(names)) for place in range(len(names))]
-    pairs += [(second, first) for first, second in pairs]
-    pairs += draw(st.lists(st.tuples(*[st.integers(0, len(names) - 1)] * 2), max_size=3))
-    rates = st.sampled_from([1.0, 2.0, 5.0])
-    links = [
-        Link(names[first], names[second], bandwidth_bytes_per_s=draw(rates))
-        for first, second in pairs
-        if first != second
-    ]
-    return Topology("random", nodes, links)
-
-
 @settings(max_examples=30, deadline=None)
-@given(networks(), st.data())
+@given(looped_networks(), st.data())
 def test_random_networks_agree_with_the_plain_program(topology, data):
     ranks = topology.num_ranks
     even = np.ones((ranks, ranks)) - np.eye(ranks)

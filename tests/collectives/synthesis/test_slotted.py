@@ -20,7 +20,7 @@ from fivefold.collectives.schedules import (
 )
 from fivefold.collectives.synthesis import SlotModel, slotted
 from fivefold.collectives.synthesis._instance import Instance, Orbits
-from fivefold.collectives.synthesis._slotted import SlotTimes, search_slots, slot_length_s
+from fivefold.collectives.synthesis._slotted import SlotTimes, search_slots
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import (
     Link,
@@ -187,7 +187,6 @@ def test_every_collective_is_verified_with_times(make):
 
 def test_a_latency_costs_whole_slots_unless_negligible():
     topology = line(2, bandwidth=1e9, latency=2.5)
-    assert slot_length_s(broadcast(2), topology, size_bytes=1e9) == 1.0
     careful = slotted(broadcast(2), topology, size_bytes=1e9)
     assert careful.schedule.attributes["slots"] == 4
     assert careful.schedule.ends_s.max() == pytest.approx(3.5)

@@ -184,11 +184,7 @@ def test_balance_spreads_the_load():
     prices = prices_of(found.logical, size_bytes=2e9)
     routing = route(found, prices, time_limit_s=3)
     loads = np.bincount([link for _, link in routing.moves], minlength=7)
-    into_d = [
-        loads[link]
-        for link in range(7)
-        if found.logical.instance.targets[link] == 3 and loads[link]
-    ]
+    into_d = [loads[link] for link in range(7) if found.logical.targets[link] == 3 and loads[link]]
     assert into_d == [1, 1]
 
 
@@ -228,19 +224,19 @@ def test_each_stage_is_no_longer_than_the_one_before():
     prices = prices_of(found.logical, size_bytes=16e6)
     routing = greedy_routes(found, prices)
     assert len(routing.moves) == 16 * 15
-    parents = parents_of(found.logical.instance, routing.moves)
+    parents = parents_of(found.logical, routing.moves)
     assert all(parent < number for number, parent in enumerate(parents))
     ordered = best_order(found, prices, routing.moves, time_limit_s=0)
-    improved, _ = improve_order(found, prices, ordered, time_limit_s=2)
+    improved = improve_order(found, prices, ordered, time_limit_s=2)
     joined = join_messages(found, prices, improved, time_limit_s=2)
-    assert joined.timed.length <= improved.length <= ordered.length
+    assert joined.length <= improved.length <= ordered.length
 
 
 def test_candidates_are_the_shortest_paths():
     """On a ring of 4 a chunk goes both ways, and to the far side over either neighbour."""
     found = sketched(all_gather(4), ring(4), Sketch())
     kept = candidates(found)
-    instance = found.logical.instance
+    instance = found.logical
     ends = {
         (int(instance.sources[link]), int(instance.targets[link]))
         for link in np.flatnonzero(kept[0])

@@ -46,23 +46,7 @@ Neighbours = list[dict[int, float]]
 
 
 def ring_order(topology: Topology) -> list[int]:
-    """Order the ranks so that neighbours, the last and the first among them, are near.
-
-    Args:
-        topology: The network.
-
-    Returns:
-        Each rank once, beginning with 0. Where no cycle along links was found, ranks of one host
-        stand together and ring neighbours may be several links apart.
-
-    Raises:
-        InfeasibleError: The topology is not connected.
-
-    Examples:
-        >>> from fivefold.network.topology import mesh
-        >>> ring_order(mesh((2, 3)))
-        [0, 3, 4, 5, 2, 1]
-    """
+    """Order the ranks so that neighbours, the last and the first among them, are near."""
     topology.require_connected()
     count = topology.num_ranks
     by_host = _by_host(topology)

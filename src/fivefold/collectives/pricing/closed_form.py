@@ -28,14 +28,7 @@ _TREE_SHARE = 0.92  # of the bandwidth, as NCCL's tuner has it
 
 @dataclass(frozen=True)
 class _Places:
-    """Where groups lie, one entry for each way in which a group does.
-
-    Attributes:
-        row: The group.
-        size: Its members.
-        units: Of each level of units, from single GPUs outward, how many the group touches.
-        members: The fewest members that it has in one of them.
-    """
+    """Where groups lie, one entry for each way in which a group does."""
 
     row: Ints | None
     size: Ints
@@ -101,13 +94,7 @@ def _ways(size: int, stride: int, ranks: int, levels: tuple[int, ...]) -> Ints:
 
 
 class _Rings:
-    """What rings over groups meet, tier by tier.
-
-    Args:
-        fabric: The tiers.
-        groups: The groups.
-        ends: Only the first and the last member of each take part.
-    """
+    """What rings over groups meet, tier by tier."""
 
     def __init__(self, fabric: FabricSpec, groups: Groups, *, ends: bool = False) -> None:
         places = _places(fabric, groups)
@@ -300,14 +287,6 @@ def chain_time_s(
     """Return the times of messages from each member to the next, as between pipeline stages.
 
     All pairs of their kind share the tiers that lie between them.
-
-    Args:
-        fabric: The tiers.
-        size_bytes: Bytes of a message, one entry per group.
-        groups: Who takes part.
-
-    Returns:
-        Seconds of the slowest message, and of all of them one after the other.
     """
     ring = _Rings(fabric, groups)
     whole = ring.of(size_bytes)

@@ -159,13 +159,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
-    """Many groups: the numbers of ``Group`` as arrays, with one entry per group.
-
-    Args:
-        size: Members of each.
-        stride: Ranks between its neighbours.
-        ranks: Ranks of the whole mesh.
-    """
+    """Many groups: the numbers of ``Group`` as arrays, with one entry per group."""
 
     size: Ints
     stride: Ints

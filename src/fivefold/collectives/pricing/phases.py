@@ -28,15 +28,7 @@ Tree = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class Phase:
-    """Flows that one step of a collective keeps going at one rate.
-
-    Attributes:
-        edges: Source and target rank of each flow.
-        edge_bytes: Bytes of each.
-        steps: How often the route's latency is paid.
-        tree: Child and parent of each edge of an aggregation tree; None for flows between ranks.
-        coupled: Whether the slowest edge holds the others back.
-    """
+    """Flows that one step of a collective keeps going at one rate."""
 
     edges: tuple[Edge, ...]
     edge_bytes: float
@@ -55,28 +47,7 @@ def collective_phases(
     roots: Sequence[str] = (),
     every_port: bool = False,
 ) -> list[list[Phase]]:
-    """Return the phases of one collective of a group, one after the other.
-
-    Args:
-        topology: The cluster.
-        group: The ranks, in the order of the ring.
-        kind: ``"all_reduce"``, ``"reduce_scatter"``, ``"all_gather"`` or ``"all_to_all"``.
-        size_bytes: The buffer; for all-to-all what one rank sends, its own share included.
-        algorithm: How it is done; aggregation in the network for all-reduces only.
-        roots: The root of each aggregation tree: one for each place in a host.
-        every_port: Whether a ring leaves a host by all its members, as NCCL's channels do.
-
-    Returns:
-        Phases; those of one entry run side by side. None for a group of one.
-
-    Raises:
-        InfeasibleError: The algorithm is not possible on these ranks.
-
-    Examples:
-        >>> from fivefold.network.topology import switch
-        >>> collective_phases(switch(3), (0, 1, 2), "all_reduce", 3e9)[0][0].edge_bytes
-        4000000000.0
-    """
+    """Return the phases of one collective of a group, one after the other."""
     number = len(group)
     if number == 1:
         return []
@@ -198,12 +169,6 @@ def phases_time_s(
     """Return the seconds of phases that run side by side, with the network to themselves.
 
     Flows add up on the links that they share.
-
-    Args:
-        topology: The cluster.
-        phases: What runs side by side.
-        route: Links of an edge.
-        slots: Slots of a tree at each of its switches.
     """
     loads: dict[int, float] = {}
     slowest_s = latency_s = 0.0
@@ -235,24 +200,7 @@ def route_latency_s(topology: Topology, route: tuple[int, ...]) -> float:
 
 @functools.lru_cache(maxsize=1 << 14)
 def aggregation_tree(topology: Topology, leaves: tuple[int, ...], root: str) -> Tree | None:
-    """Return child and parent of each node of the tree of shortest paths to a root.
-
-    Args:
-        topology: The cluster.
-        leaves: Ranks that contribute.
-        root: The switch where the last sum is made.
-
-    Returns:
-        The edges; None where a node at which streams meet cannot aggregate, or there is no way.
-
-    Examples:
-        >>> from fivefold.network.topology import Aggregation, SwitchAbility, Topology, switch
-        >>> plain = switch(2)
-        >>> able = SwitchAbility("switch0", aggregation=Aggregation(slots=8, slot_bytes=256))
-        >>> aggregating = Topology("s", plain.nodes, plain.links, switches=[able])
-        >>> aggregation_tree(aggregating, (0, 1), "switch0")
-        (('gpu0', 'switch0'), ('gpu1', 'switch0'))
-    """
+    """Return child and parent of each node of the tree of shortest paths to a root."""
     parents = _toward(topology, topology.index(root), {topology.node_of_rank(r) for r in leaves})
     tree: dict[str, str] = {}
     for rank in leaves:

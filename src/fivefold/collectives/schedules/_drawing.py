@@ -77,17 +77,30 @@ def draw_schedule(
             hint="pass what evaluate() said of this very schedule",
         )
     network = require_topology(schedule, topology)
-    messages = _messages(schedule, network)
-    many = messages[0].size > _MOST_BARS and timing.total_s > 0
+    transfers, links = _messages(schedule, network)
+    many = transfers.size > _MOST_BARS and timing.total_s > 0
     rows = _rows(timing, None if many else most_rows)
     figure = _empty_figure(min(max(len(rows), 4), _MOST_NAMES if many else most_rows))
     axes = figure.add_subplot()
-    bars = _shown(messages, rows, network.num_links)
-    rows, note = (_paint_busy if many else _paint_bars)(axes, schedule, timing, bars, rows)
+    row_of_link = np.full(network.num_links, -1, dtype=np.int64)
+    row_of_link[rows] = np.arange(rows.size)
+    shown = row_of_link[links] >= 0
+    bars = transfers[shown], row_of_link[links[shown]]
+    if many:
+        first = _paint_bands(axes, schedule, timing, bars)
+        note = "the deeper the colour, the busier"
+        if first.size < rows.size:
+            note = f"{rows.size} links, {rows.size / first.size:.3g} in a row; {note}"
+        rows = rows[first]
+    else:
+        _paint_bars(axes, schedule, timing, bars)
+        busy = int((timing.link_busy_s > 0).sum())
+        note = f"the {len(rows)} busiest of {busy} links" if len(rows) < busy else ""
     _label(axes, network, rows, timing, every=not many)
     _explain_colours(axes, schedule, many=many)
     axes.set_title(title or _title(schedule, timing), fontsize=10, loc="left", pad=8)
-    _remark(axes, note)
+    place: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points"}
+    axes.annotate(note, (1, 0), (0, -22), fontsize=7.5, color="0.35", ha="right", va="top", **place)
     if path is not None:
         figure.savefig(path, dpi=150)
     return figure
@@ -123,54 +136,7 @@ def _messages(schedule: Schedule, topology: Topology) -> tuple[Array, Array]:
     return transfers, routes.links[places]
 
 
-def _shown(messages: tuple[Array, Array], rows: Ints, num_links: int) -> tuple[Array, Array]:
-    """Return the transfer and row of the bars on the links shown."""
-    transfers, links = messages
-    row_of_link = np.full(num_links, -1, dtype=np.int64)
-    row_of_link[rows] = np.arange(rows.size)
-    shown = row_of_link[links] >= 0
-    return transfers[shown], row_of_link[links[shown]]
-
-
-def _paint_busy(
-    axes: Axes, schedule: Schedule, timing: Timing, bars: tuple[Array, Array], rows: Ints
-) -> tuple[Ints, str]:
-    """Paint how busy the links are; the first link of each row, and what to say of the rows."""
-    scale, _ = _time_scale(timing.total_s)
-    transfers, links = bars
-    times = (timing.starts_s[transfers] * scale, timing.ends_s[transfers] * scale)
-    sums = schedule.reduces[transfers]
-    first = paint_bands(axes, times, timing.total_s * scale, links=links, sums=sums)
-    note = "the deeper the colour, the busier"
-    if first.size < rows.size:
-        note = f"{rows.size} links, {rows.size / first.size:.3g} in a row; {note}"
-    return rows[first], note
-
-
-def _remark(axes: Axes, note: str) -> None:
-    axes.annotate(
-        note,
-        (1, 0),
-        (0, -22),
-        xycoords="axes fraction",
-        textcoords="offset points",
-        fontsize=7.5,
-        color="0.35",
-        ha="right",
-        va="top",
-    )
-
-
-def _paint_bars(
-    axes: Axes, schedule: Schedule, timing: Timing, bars: tuple[Array, Array], rows: Ints
-) -> tuple[Ints, str]:
-    """Paint each message; the link of each row, and what to say of the rows."""
-    _paint(axes, schedule, timing, bars)
-    busy = int((timing.link_busy_s > 0).sum())
-    return rows, f"the {len(rows)} busiest of {busy} links" if len(rows) < busy else ""
-
-
-def _paint(axes: Axes, schedule: Schedule, timing: Timing, bars: tuple[Array, Array]) -> None:
+def _paint_bars(axes: Axes, schedule: Schedule, timing: Timing, bars: tuple[Array, Array]) -> None:
     import matplotlib as mpl  # noqa: PLC0415 - heavy and optional
 
     scale, _ = _time_scale(timing.total_s)
@@ -215,7 +181,7 @@ def _explain_colours(axes: Axes, schedule: Schedule, *, many: bool) -> None:
     colours = {"adds": mpl.colormaps[_SUMS](0.6), "copies": mpl.colormaps[_COPIES](0.6)}
     patches = [
         Patch(color=colour, label=label)
-        for label, colour in (BAND_COLOURS if many else colours).items()
+        for label, colour in (_BAND_COLOURS if many else colours).items()
     ]
     axes.legend(
         handles=patches,
@@ -267,7 +233,7 @@ def _time_scale(total_s: float) -> tuple[float, str]:
     return 1.0, "s"
 
 
-BAND_COLOURS = {"adds": (0.84, 0.46, 0.13), "copies": (0.20, 0.50, 0.74)}
+_BAND_COLOURS = {"adds": (0.84, 0.46, 0.13), "copies": (0.20, 0.50, 0.74)}
 _MOST_BANDS = 360  # rows of pixels; beyond, neighbouring links share one
 _BINS = 700  # columns of pixels
 _IDLE = (0.955, 0.96, 0.965)
@@ -289,38 +255,32 @@ def busy_shares(starts: Floats, ends: Floats, rows: Longs, *, num_rows: int, bin
     return shares
 
 
-def spread_over(num_links: int) -> tuple[Ints, int]:
-    """Return the row of each link in the order of the links, and the number of rows."""
-    num_rows = min(num_links, _MOST_BANDS)
-    rows = np.arange(num_links) * num_rows // max(num_links, 1)
-    return rows.astype(np.int32), num_rows
-
-
-def paint_bands(
-    axes: Axes, times: tuple[Floats, Floats], total: float, *, links: Array, sums: Array
-) -> Ints:
-    """Paint one row for each link, or for several, the stronger the busier."""
+def _paint_bands(axes: Axes, schedule: Schedule, timing: Timing, bars: tuple[Array, Array]) -> Ints:
+    """Paint a row for each link, or for several, the stronger the busier; each row's first link."""
+    transfers, links = bars
     num_links = int(links.max(initial=-1)) + 1
-    row_of, num_rows = spread_over(num_links)
+    num_rows = min(num_links, _MOST_BANDS)
+    row_of = np.arange(num_links) * num_rows // max(num_links, 1)
     together = np.bincount(row_of, minlength=num_rows)[:, None]
-    scale = _BINS / max(total, 1e-30)
     image = np.ones((num_rows, _BINS, 3)) * _IDLE
-    shares = []
-    for chosen in (sums, ~sums):
-        found = busy_shares(
-            times[0][chosen] * scale,
-            times[1][chosen] * scale,
-            row_of[links[chosen]].astype(np.int64),
+    sums = schedule.reduces[transfers]
+    shares = [
+        busy_shares(
+            timing.starts_s[transfers[chosen]] * (_BINS / timing.total_s),
+            timing.ends_s[transfers[chosen]] * (_BINS / timing.total_s),
+            row_of[links[chosen]],
             num_rows=num_rows,
             bins=_BINS,
         )
-        shares.append(found / together)
+        / together
+        for chosen in (sums, ~sums)
+    ]
     whole = np.maximum(shares[0] + shares[1], 1.0)
-    for share, colour in zip(shares, BAND_COLOURS.values(), strict=True):
+    for share, colour in zip(shares, _BAND_COLOURS.values(), strict=True):
         image += (share / whole)[:, :, None] * (np.array(colour) - _IDLE)
     axes.imshow(
         image.clip(0, 1),
-        extent=(0, total, num_rows - 0.5, -0.5),
+        extent=(0, timing.total_s * _time_scale(timing.total_s)[0], num_rows - 0.5, -0.5),
         aspect="auto",
         interpolation="nearest",
     )

@@ -16,7 +16,16 @@ from typing import Any
 import numpy as np
 
 from fivefold._compiler import njit
-from fivefold.collectives.schedules.arrays import Array, Floats, Ints, Longs, group_by_key, rows_of
+from fivefold.collectives.schedules.arrays import (
+    Array,
+    Floats,
+    Ints,
+    Longs,
+    group_by_key,
+    pop_event,
+    push_event,
+    rows_of,
+)
 from fivefold.collectives.schedules.routes import RouteTable, require_topology, route_table
 from fivefold.collectives.schedules.schedule import BY_TIMES, Schedule, ScheduleError
 from fivefold.collectives.schedules.timing import messages_of, order_events
@@ -47,7 +56,7 @@ def check_times_against_order(schedule: Schedule) -> None:
         schedule.starts_s,
         schedule.ends_s,
         np.ascontiguousarray(schedule.steps),
-        (schedule.collective.reducing, 1e-9 * float(schedule.ends_s.max(initial=0.0))),
+        (schedule.collective.reducing, 1e-9 * schedule.total_s),
     )
     if at >= 0:
         move = schedule.transfer(at)
@@ -76,7 +85,7 @@ def check_times_against_links(
     least_s = latencies_s[ends] - latencies_s[begins]
     least_s = least_s + message_bytes * (per_byte_s[ends] - per_byte_s[begins])
     lasts_s = schedule.ends_s - schedule.starts_s
-    horizon_s = float(schedule.ends_s.max(initial=0.0))
+    horizon_s = schedule.total_s
     leading = leaders == np.arange(leaders.size)
     fast = leading & (lasts_s < least_s * (1 - _SLACK) - 1e-12 * horizon_s)
     if fast.any():
@@ -117,7 +126,7 @@ def _check_room(
     starts_s = schedule.starts_s[owner] + before_s
     ends_s = np.maximum(schedule.ends_s[owner] - behind_s, starts_s)  # the last byte left by then
     order = np.lexsort((starts_s, links))
-    late = first_overload(links[order], starts_s[order], ends_s[order], needs_s[order])
+    late = _first_overload(links[order], starts_s[order], ends_s[order], needs_s[order])
     if late[0] >= 0:
         at, link = int(owner[order[late[0]]]), int(links[order[late[0]]])
         name = f"{topology.links[link].source} -> {topology.links[link].target}"
@@ -135,37 +144,14 @@ def _running(values: Floats) -> Floats:
 
 
 @njit
-def _sift(heap: Any, size: int, ends_s: Any) -> None:
-    """Restore the heap of earliest ends after its first entry changed."""
-    place = 0
-    while 2 * place + 1 < size:
-        below = 2 * place + 1
-        if below + 1 < size and ends_s[heap[below + 1]] < ends_s[heap[below]]:
-            below += 1
-        if ends_s[heap[place]] <= ends_s[heap[below]]:
-            return
-        heap[place], heap[below] = heap[below], heap[place]
-        place = below
-
-
-@njit
-def _push(heap: Any, size: int, ends_s: Any) -> None:
-    place = size - 1
-    while place > 0 and ends_s[heap[place]] < ends_s[heap[(place - 1) // 2]]:
-        above = (place - 1) // 2
-        heap[place], heap[above] = heap[above], heap[place]
-        place = above
-
-
-@njit
-def first_overload(links: Array, starts_s: Array, ends_s: Array, needs_s: Array) -> Any:
+def _first_overload(links: Array, starts_s: Array, ends_s: Array, needs_s: Array) -> Any:
     """Return the first message that cannot be done by its end, link by link, earliest end first.
 
     Earliest deadline first with interruption is optimal on one machine: if it fails, no sharing of
     the link's capacity keeps the times.
     """
     count = links.size
-    heap = np.empty(count, np.int64)
+    heap = (np.empty(count), np.empty(count, np.int64))
     left_s = needs_s.copy()
     first = 0
     while first < count:
@@ -177,11 +163,9 @@ def first_overload(links: Array, starts_s: Array, ends_s: Array, needs_s: Array)
             if size == 0:
                 now_s = max(now_s, starts_s[following])
             while following < last and starts_s[following] <= now_s:
-                heap[size] = following
-                size += 1
-                _push(heap, size, ends_s)
+                size = push_event(heap, size, ends_s[following], following)
                 following += 1
-            top = heap[0]
+            top = heap[1][0]
             until_s = now_s + left_s[top]
             if following < last and starts_s[following] < until_s:
                 left_s[top] -= starts_s[following] - now_s
@@ -191,9 +175,7 @@ def first_overload(links: Array, starts_s: Array, ends_s: Array, needs_s: Array)
             late_s = now_s - ends_s[top]
             if late_s > _SLACK * (needs_s[top] + 1e-6 * now_s) + 1e-12 * now_s:
                 return top, late_s
-            size -= 1
-            heap[0] = heap[size]
-            _sift(heap, size, ends_s)
+            size = pop_event(heap, size)
         first = last
     return -1, 0.0
 
@@ -240,15 +222,7 @@ SLACK = 1e-9  # of the whole duration: what sums of floats may be off by
 
 @dataclass(frozen=True, kw_only=True)
 class VerificationReport:
-    """What the verifier found in a schedule that is right.
-
-    Args:
-        num_transfers: Transfers that were replayed.
-        num_redundant: Copies to a rank that held the very same value already.
-        order: What fixed the order: ``"listed"``, ``"steps"`` or ``"times"``.
-        routed: Whether every transfer was found to have a path in a topology.
-        timed: Whether times were compared with the links.
-    """
+    """What the verifier found in a schedule that is right."""
 
     num_transfers: int
     num_redundant: int

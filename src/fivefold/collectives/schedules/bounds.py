@@ -39,20 +39,7 @@ def _require_match(collective: Collective, topology: Topology) -> None:
 
 
 def latency_bound(collective: Collective, topology: Topology) -> Bound:
-    """Return the largest latency from where a chunk starts to where it must be.
-
-    Args:
-        collective: The collective.
-        topology: The network.
-
-    Returns:
-        The bound with the two nodes; of a copied chunk the nearest holder counts, of a summed one
-        the farthest contributor.
-
-    Raises:
-        ConfigurationError: The two have different numbers of ranks.
-        InfeasibleError: The topology is not connected.
-    """
+    """Return the largest latency from where a chunk starts to where it must be."""
     _require_match(collective, topology)
     ranks, router = topology.rank_nodes, topology.router
     worst = (0, -1, -1)
@@ -101,24 +88,7 @@ def _kinds_of_chunks(collective: Collective) -> Iterator[tuple[Longs, Longs] | N
 def bandwidth_bound(
     collective: Collective, topology: Topology, size_bytes: float, *, exact: bool | None = None
 ) -> Bound:
-    """Return the largest time that the bytes across some cut take.
-
-    Args:
-        collective: The collective.
-        topology: The network.
-        size_bytes: Size of the collective.
-        exact: Whether to search all cuts with max-flows, where the collective's optimum is a cut
-            (all but the all-reduce and the all-to-alls); None to do so unless it takes long. The
-            other cuts are single ranks, hosts, and sweeps in index order and along the network's
-            slowest mode.
-
-    Returns:
-        The bound with its cut; it counts the least latency across the cut as well.
-
-    Raises:
-        ConfigurationError: The two have different numbers of ranks.
-        InfeasibleError: The topology is not connected.
-    """
+    """Return the largest time that the bytes across some cut take."""
     _require_match(collective, topology)
     chunk_bytes = collective.chunk_bytes(size_bytes)
     best = NO_BOUND
@@ -169,18 +139,6 @@ def discrete_ingress_bound(collective: Collective, topology: Topology, size_byte
     A link that is busy for latency + bytes / capacity with each chunk has carried floor(T / that)
     chunks by T. Chunks are those of the collective, so the bound holds for schedules of just this
     collective whose links take one chunk at a time.
-
-    Args:
-        collective: The collective, of equal chunks.
-        topology: The network.
-        size_bytes: Size of the collective.
-
-    Returns:
-        The bound with the rank's node; none where chunks differ in size.
-
-    Raises:
-        ConfigurationError: The two have different numbers of ranks.
-        InfeasibleError: The topology is not connected.
     """
     _require_match(collective, topology)
     chunk_bytes = collective.chunk_bytes(size_bytes)
@@ -264,17 +222,7 @@ BoundKind = Literal["none", "latency", "cut", "messages", "chunks"]
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """A time that no schedule of a collective can beat.
-
-    Args:
-        seconds: The time.
-        kind: ``"latency"``, ``"cut"``, ``"messages"`` (of an all-reduce among groups), ``"chunks"``
-            (whole ones over the links of a rank), or ``"none"`` where nothing has to move.
-        certificate: Node indices on the sending side of a cut; for a latency the two nodes; for
-            messages nothing; for chunks the node.
-        reason: The argument in one sentence.
-        optimal_cut: Whether no cut gives a higher bound.
-    """
+    """A time that no schedule of a collective can beat."""
 
     seconds: float
     kind: BoundKind

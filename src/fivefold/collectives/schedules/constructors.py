@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -27,35 +27,49 @@ def _each_everywhere(num_ranks: int, chunks: int) -> Pairs:
     return np.repeat(np.arange(chunks, dtype=np.int32), num_ranks), np.tile(ranks, chunks)
 
 
-def _each_at(rank: int, chunks: int) -> Pairs:
-    require_pairs("chunks", chunks)
-    return np.arange(chunks, dtype=np.int32), np.full(chunks, rank, dtype=np.int32)
-
-
-def _made(  # one place builds them all
-    name: str, num_ranks: int, pre: Pairs, post: Pairs, *, reducing: bool, root: int | None = None
+def _made(
+    name: str,
+    num_ranks: int,
+    per: int,
+    *,
+    pre: str,
+    post: str,
+    root: int | None = None,
+    reducing: bool = False,
 ) -> Collective:
-    chunks = max(int(side[0].max(initial=-1)) for side in (pre, post)) + 1
+    """Return a collective whose chunks are, before and after, at "owner", "all" or "root".
+
+    Of those with an owner there are ``per`` for each rank, else ``per`` in all.
+    """
+    count = require_count("num_ranks", num_ranks)
+    share = require_count("chunks", per)
+    if root is not None and require_count("root", root, least=0) >= count:
+        raise ConfigurationError(
+            f"root is {root}, but there are {count} ranks",
+            hint=f"choose a root from 0 to {count - 1}",
+        )
+    chunks = count * share if "owner" in {pre, post} else share
+
+    def pairs(where: str) -> Pairs:
+        if where == "owner":
+            return _each_at_owner(count, share)
+        if where == "all":
+            return _each_everywhere(count, chunks)
+        require_pairs("chunks", chunks)
+        return np.arange(chunks, dtype=np.int32), np.full(chunks, root, dtype=np.int32)
+
+    (pre_chunks, pre_ranks), (post_chunks, post_ranks) = pairs(pre), pairs(post)
     return Collective(
         name=name,
-        num_ranks=num_ranks,
+        num_ranks=count,
         num_chunks=chunks,
         reducing=reducing,
-        pre_chunks=pre[0],
-        pre_ranks=pre[1],
-        post_chunks=post[0],
-        post_ranks=post[1],
+        pre_chunks=pre_chunks,
+        pre_ranks=pre_ranks,
+        post_chunks=post_chunks,
+        post_ranks=post_ranks,
         root=root,
     )
-
-
-def _require_root(root: int, num_ranks: int) -> int:
-    if require_count("root", root, least=0) >= num_ranks:
-        raise ConfigurationError(
-            f"root is {root}, but there are {num_ranks} ranks",
-            hint=f"choose a root from 0 to {num_ranks - 1}",
-        )
-    return int(root)
 
 
 def all_gather(num_ranks: int, chunks_per_rank: int = 1) -> Collective:
@@ -68,17 +82,11 @@ def all_gather(num_ranks: int, chunks_per_rank: int = 1) -> Collective:
     Returns:
         The collective, of N * C chunks.
 
-    Raises:
-        ConfigurationError: An argument is not a positive integer.
-
     Examples:
         >>> all_gather(3, 2).holders(5).tolist()
         [2]
     """
-    count = require_count("num_ranks", num_ranks)
-    per_rank = require_count("chunks_per_rank", chunks_per_rank)
-    pre, post = _each_at_owner(count, per_rank), _each_everywhere(count, count * per_rank)
-    return _made("all_gather", count, pre, post, reducing=False)
+    return _made("all_gather", num_ranks, chunks_per_rank, pre="owner", post="all")
 
 
 def reduce_scatter(num_ranks: int, chunks_per_rank: int = 1) -> Collective:
@@ -90,14 +98,9 @@ def reduce_scatter(num_ranks: int, chunks_per_rank: int = 1) -> Collective:
 
     Returns:
         The collective, of N * C chunks.
-
-    Raises:
-        ConfigurationError: An argument is not a positive integer.
     """
-    count = require_count("num_ranks", num_ranks)
-    per_rank = require_count("chunks_per_rank", chunks_per_rank)
-    pre, post = _each_everywhere(count, count * per_rank), _each_at_owner(count, per_rank)
-    return _made("reduce_scatter", count, pre, post, reducing=True)
+    name, per = "reduce_scatter", chunks_per_rank
+    return _made(name, num_ranks, per, pre="all", post="owner", reducing=True)
 
 
 def all_reduce(num_ranks: int, chunks: int | None = None) -> Collective:
@@ -109,14 +112,9 @@ def all_reduce(num_ranks: int, chunks: int | None = None) -> Collective:
 
     Returns:
         The collective.
-
-    Raises:
-        ConfigurationError: An argument is not a positive integer.
     """
-    count = require_count("num_ranks", num_ranks)
-    pieces = count if chunks is None else require_count("chunks", chunks)
-    everywhere = _each_everywhere(count, pieces)
-    return _made("all_reduce", count, everywhere, everywhere, reducing=True)
+    count = num_ranks if chunks is None else chunks
+    return _made("all_reduce", num_ranks, count, pre="all", post="all", reducing=True)
 
 
 def all_to_all(num_ranks: int, chunks_per_pair: int = 1) -> Collective:
@@ -128,17 +126,22 @@ def all_to_all(num_ranks: int, chunks_per_pair: int = 1) -> Collective:
 
     Returns:
         The collective, of N * N * C chunks; a rank's own share is among them and stays put.
-
-    Raises:
-        ConfigurationError: An argument is not a positive integer.
     """
     count = require_count("num_ranks", num_ranks)
     per_pair = require_count("chunks_per_pair", chunks_per_pair)
     require_pairs("chunks", count * count * per_pair)
     chunks = np.arange(count * count * per_pair, dtype=np.int32)
     pairs = chunks // np.int32(per_pair)
-    pre, post = (chunks, pairs // np.int32(count)), (chunks, pairs % np.int32(count))
-    return _made("all_to_all", count, pre, post, reducing=False)
+    return Collective(
+        name="all_to_all",
+        num_ranks=count,
+        num_chunks=chunks.size,
+        reducing=False,
+        pre_chunks=chunks,
+        pre_ranks=pairs // np.int32(count),
+        post_chunks=chunks,
+        post_ranks=pairs % np.int32(count),
+    )
 
 
 def all_to_allv(sizes: ArrayLike) -> Collective:
@@ -195,14 +198,8 @@ def broadcast(num_ranks: int, chunks: int = 1, *, root: int = 0) -> Collective:
 
     Returns:
         The collective.
-
-    Raises:
-        ConfigurationError: An argument is out of range.
     """
-    count = require_count("num_ranks", num_ranks)
-    pieces, start = require_count("chunks", chunks), _require_root(root, count)
-    pre, post = _each_at(start, pieces), _each_everywhere(count, pieces)
-    return _made("broadcast", count, pre, post, reducing=False, root=start)
+    return _made("broadcast", num_ranks, chunks, pre="root", post="all", root=root)
 
 
 def reduce(num_ranks: int, chunks: int = 1, *, root: int = 0) -> Collective:
@@ -215,14 +212,8 @@ def reduce(num_ranks: int, chunks: int = 1, *, root: int = 0) -> Collective:
 
     Returns:
         The collective.
-
-    Raises:
-        ConfigurationError: An argument is out of range.
     """
-    count = require_count("num_ranks", num_ranks)
-    pieces, end = require_count("chunks", chunks), _require_root(root, count)
-    pre, post = _each_everywhere(count, pieces), _each_at(end, pieces)
-    return _made("reduce", count, pre, post, reducing=True, root=end)
+    return _made("reduce", num_ranks, chunks, pre="all", post="root", root=root, reducing=True)
 
 
 def scatter(num_ranks: int, chunks_per_rank: int = 1, *, root: int = 0) -> Collective:
@@ -235,14 +226,8 @@ def scatter(num_ranks: int, chunks_per_rank: int = 1, *, root: int = 0) -> Colle
 
     Returns:
         The collective, of N * C chunks.
-
-    Raises:
-        ConfigurationError: An argument is out of range.
     """
-    count = require_count("num_ranks", num_ranks)
-    per_rank, start = require_count("chunks_per_rank", chunks_per_rank), _require_root(root, count)
-    pre, post = _each_at(start, count * per_rank), _each_at_owner(count, per_rank)
-    return _made("scatter", count, pre, post, reducing=False, root=start)
+    return _made("scatter", num_ranks, chunks_per_rank, pre="root", post="owner", root=root)
 
 
 def gather(num_ranks: int, chunks_per_rank: int = 1, *, root: int = 0) -> Collective:
@@ -255,14 +240,8 @@ def gather(num_ranks: int, chunks_per_rank: int = 1, *, root: int = 0) -> Collec
 
     Returns:
         The collective, of N * C chunks.
-
-    Raises:
-        ConfigurationError: An argument is out of range.
     """
-    count = require_count("num_ranks", num_ranks)
-    per_rank, end = require_count("chunks_per_rank", chunks_per_rank), _require_root(root, count)
-    pre, post = _each_at_owner(count, per_rank), _each_at(end, count * per_rank)
-    return _made("gather", count, pre, post, reducing=False, root=end)
+    return _made("gather", num_ranks, chunks_per_rank, pre="owner", post="root", root=root)
 
 
 def custom_collective(
@@ -284,9 +263,6 @@ def custom_collective(
 
     Returns:
         The collective; it has as many chunks as the largest number named, plus one.
-
-    Raises:
-        ConfigurationError: A pair is out of range or named twice, or a chunk starts nowhere.
 
     Examples:
         >>> custom_collective(3, [(0, 0)], post=[(0, 2)]).num_chunks
@@ -323,17 +299,18 @@ def _sorted_pairs(pairs: Iterable[tuple[int, int]]) -> Pairs:
     return ordered[:, 0], ordered[:, 1]
 
 
-COLLECTIVES = (
-    "all_gather",
-    "reduce_scatter",
-    "all_reduce",
-    "all_to_all",
-    "broadcast",
-    "reduce",
-    "scatter",
-    "gather",
-)
-_ROOTED = {"broadcast": broadcast, "reduce": reduce, "scatter": scatter, "gather": gather}
+_MAKERS: dict[str, Callable[..., Collective]] = {
+    "all_gather": all_gather,
+    "reduce_scatter": reduce_scatter,
+    "all_reduce": all_reduce,
+    "all_to_all": all_to_all,
+    "broadcast": broadcast,
+    "reduce": reduce,
+    "scatter": scatter,
+    "gather": gather,
+}
+COLLECTIVES = tuple(_MAKERS)
+_ROOTED = ("broadcast", "reduce", "scatter", "gather")
 
 
 def named_collective(
@@ -357,22 +334,13 @@ def named_collective(
         >>> named_collective("all-gather", 4, chunks=2).num_chunks
         8
     """
-    if not isinstance(name, str):
-        raise ConfigurationError(
-            f"the collective's name is {name!r}", hint=f"choose one of {', '.join(COLLECTIVES)}"
-        )
-    plain = name.strip().lower().replace("-", "_").replace(" ", "_")
-    if plain == "all_reduce":
-        return all_reduce(num_ranks, chunks)
-    count = 1 if chunks is None else chunks
-    if plain in _ROOTED:
-        return _ROOTED[plain](num_ranks, count, root=root)
-    direct = {"all_gather": all_gather, "reduce_scatter": reduce_scatter, "all_to_all": all_to_all}
-    if plain not in direct:
+    plain = str(name).strip().lower().replace("-", "_").replace(" ", "_")
+    if plain not in _MAKERS:
         raise ConfigurationError(
             f"there is no collective {name!r}", hint=f"choose one of {', '.join(COLLECTIVES)}"
         )
-    return direct[plain](num_ranks, count)
+    sizes = () if chunks is None else (chunks,)
+    return _MAKERS[plain](num_ranks, *sizes, **({"root": root} if plain in _ROOTED else {}))
 
 
 def collective_to_data(collective: Collective) -> dict[str, Any]:

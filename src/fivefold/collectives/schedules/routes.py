@@ -107,18 +107,7 @@ def route_table(schedule: Schedule, topology: Topology) -> RouteTable:
 
 
 def relays_of(schedule: Schedule) -> list[tuple[int, ...]]:
-    """Return the ranks that each transfer passes on its way through the schedule's topology.
-
-    Args:
-        schedule: The schedule; without a topology every transfer goes straight.
-
-    Returns:
-        For each transfer the ranks between its source and its target, in order.
-
-    Raises:
-        ScheduleError: A route of the schedule is no path from its source to its target.
-        InfeasibleError: Two ranks have no route.
-    """
+    """Return the ranks that each transfer passes on its way through the schedule's topology."""
     if schedule.topology is None:
         return [()] * schedule.num_transfers
     table = route_table(schedule, schedule.topology)

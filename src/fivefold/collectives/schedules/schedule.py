@@ -225,6 +225,11 @@ class Schedule:
         return int(self.chunks.size)
 
     @property
+    def total_s(self) -> float:
+        """Return when the last transfer has arrived; 0 where there are no times."""
+        return 0.0 if self.ends_s is None else float(self.ends_s.max(initial=0.0))
+
+    @property
     def has_times(self) -> bool:
         """Return whether the transfers have starts and ends."""
         return self.starts_s is not None
@@ -411,9 +416,8 @@ class Schedule:
         if lean.has_steps:
             changes["steps"] = np.int32(lean.num_steps - 1) - lean.steps[::-1]
         if lean.starts_s is not None and lean.ends_s is not None:
-            total_s = lean.ends_s.max(initial=0.0)
-            changes["starts_s"] = total_s - lean.ends_s[::-1]
-            changes["ends_s"] = total_s - lean.starts_s[::-1]
+            changes["starts_s"] = lean.total_s - lean.ends_s[::-1]
+            changes["ends_s"] = lean.total_s - lean.starts_s[::-1]
         if lean.route_offsets is not None and lean.route_links is not None:
             changes["route_offsets"] = lean.route_offsets[-1] - lean.route_offsets[::-1]
             changes["route_links"] = lean.route_links[::-1]
@@ -586,18 +590,6 @@ def compose_all_reduce(first: Schedule, second: Schedule, *, name: str = "") -> 
 
     Steps are kept if both have them, times if both have them; the second's come after all of the
     first's. Without either the listed order says it.
-
-    Args:
-        first: A reduce-scatter or a reduce.
-        second: The all-gather or broadcast of the same chunks.
-        name: Name of the whole; empty to join the two names.
-
-    Returns:
-        The all-reduce.
-
-    Raises:
-        ConfigurationError: The two do not make an all-reduce, or differ in topology, or only one
-            has routes.
     """
     collective = _joined_collective(first.collective, second.collective)
     topology = first.topology if first.topology is not None else second.topology
@@ -615,9 +607,8 @@ def compose_all_reduce(first: Schedule, second: Schedule, *, name: str = "") -> 
         later = second.steps + np.int32(first.num_steps)
         parts["steps"] = np.concatenate([first.steps, later])
     if first.ends_s is not None and second.ends_s is not None:
-        begin_s = float(first.ends_s.max(initial=0.0))
         for key in ("starts_s", "ends_s"):
-            parts[key] = np.concatenate([getattr(first, key), getattr(second, key) + begin_s])
+            parts[key] = np.concatenate([getattr(first, key), getattr(second, key) + first.total_s])
     routes = [
         (np.diff(part.route_offsets), part.route_links)
         for part in (first, second)

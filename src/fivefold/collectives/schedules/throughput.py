@@ -30,15 +30,7 @@ _FINEST = 2**31  # capacities that are no integers become multiples of the large
 
 @dataclass(frozen=True, kw_only=True)
 class ThroughputOptimum:
-    """The best rate at which an all-gather can run, and the cut that forbids any better.
-
-    Args:
-        inverse_rate: Seconds for each unit of one rank's share (one byte, where shares weigh 1
-            byte), an exact fraction.
-        total_weight: Weight of all shares together.
-        cut: Node indices on the sending side of the bottleneck.
-        exact: Whether capacities were integers; if not, the rate is right to about 1e-9.
-    """
+    """The best rate at which an all-gather can run, and the cut that forbids any better."""
 
     inverse_rate: Fraction
     total_weight: Fraction
@@ -101,7 +93,7 @@ def throughput_optimum(
     common = int(np.gcd.reduce(shares)) or 1
     shares = shares // common
     ranks = topology.rank_nodes
-    capacities, unit, exact = integer_capacities(topology.capacities_bytes_per_s)
+    capacities, unit, exact = whole_capacities(topology)
     total = Fraction(int(shares.sum()))  # in units of the common divisor, as the ratio is
     if collective == "scatter":
         ratio, cut = _scatter_ratio(topology, capacities, shares, root=root)
@@ -109,7 +101,7 @@ def throughput_optimum(
         if collective == "broadcast":
             shares = np.where(np.arange(shares.size) == root, shares, 0)
             total = Fraction(int(shares.sum()))
-        finder = CutFinder(topology, capacities, list(zip(ranks, shares, strict=True)))
+        finder = _CutFinder(topology, capacities, list(zip(ranks, shares, strict=True)))
         sinks = [int(node) for rank, node in enumerate(ranks) if shares.sum() > shares[rank]]
         ratio, cut = finder.worst_ratio(sinks, start=_ingress_cut(topology, capacities, shares))
     return ThroughputOptimum(
@@ -127,17 +119,67 @@ def _checked_weights(weights: Sequence[int] | None, num_ranks: int) -> Longs:
     return shares.astype(np.int64)
 
 
-def integer_capacities(capacities: Array) -> tuple[Longs, Fraction, bool]:
-    """Return capacities as small integers, the bytes/s of a unit, and whether that is exact."""
-    whole = np.round(capacities)
-    exact = bool((whole == capacities).all()) and float(whole.max(initial=0)) < 2**53
-    if exact:
-        divisor = int(np.gcd.reduce(whole.astype(np.int64))) or 1
-        integers = whole.astype(np.int64) // divisor
-        if integers.max(initial=0) <= _FINEST:
-            return integers, Fraction(divisor), True
-    unit = float(capacities.max(initial=1.0)) / _FINEST
-    return np.maximum(np.round(capacities / unit), 1).astype(np.int64), Fraction(unit), False
+def whole_capacities(topology: Topology, most: int = _FINEST) -> tuple[Longs, Fraction, bool]:
+    """Return capacities as multiples of a unit, the unit in bytes/s, and whether that is exact.
+
+    The unit is their largest common divisor, or where one of them would exceed ``most``, the
+    largest capacity over ``most``; capacities are then rounded down.
+    """
+    values, which = np.unique(topology.capacities_bytes_per_s, return_inverse=True)
+    if not values.size:
+        return np.zeros(0, np.int64), Fraction(1), True
+    rates = [Fraction(rate) for rate in values.tolist()]
+    divisor = math.gcd(*(rate.numerator for rate in rates))
+    unit = Fraction(divisor, math.lcm(*(rate.denominator for rate in rates)))
+    exact = max(rates) <= unit * most
+    unit = unit if exact else max(rates) / most
+    multiples = np.array([max(int(rate / unit), 1) for rate in rates], np.int64)
+    return multiples[which], unit, exact
+
+
+class FlowSolver:
+    """Maximum flows on arcs that stay while their capacities change."""
+
+    def __init__(self) -> None:
+        try:
+            from ortools.graph.python import max_flow  # noqa: PLC0415 - optional
+        except ImportError as error:  # pragma: no cover - the development environment has it
+            message = "OR-Tools is not installed, and exact cuts and trees need its max-flow"
+            raise UnsupportedError(message, hint="pip install 'fivefold[collectives]'") from error
+        self._solver: Any = max_flow.SimpleMaxFlow()
+        self.num_arcs = 0
+
+    def add(
+        self, tails: Iterable[int], heads: Iterable[int], capacities: Iterable[int]
+    ) -> Sequence[int]:
+        """Add arcs; gives their numbers."""
+        first = self.num_arcs
+        self._solver.add_arcs_with_capacity(
+            np.fromiter(tails, np.int32),
+            np.fromiter(heads, np.int32),
+            np.fromiter(capacities, np.int64),
+        )
+        self.num_arcs = self._solver.num_arcs()
+        return range(first, self.num_arcs)
+
+    def set(self, arc: int, capacity: int) -> None:
+        """Change the capacity of one arc."""
+        self._solver.set_arc_capacity(arc, capacity)
+
+    def set_all(self, capacities: Longs) -> None:
+        """Change the capacities of all arcs."""
+        self._solver.set_arcs_capacity(np.arange(self.num_arcs), capacities)
+
+    def flow(self, source: int, target: int) -> int:
+        """Return the maximum flow from one node to another."""
+        if self._solver.solve(source, target) != self._solver.OPTIMAL:
+            message = f"the max-flow to node {target} overflows"
+            raise ConfigurationError(message, hint="give capacities with a large common divisor")
+        return int(self._solver.optimal_flow())
+
+    def source_side(self) -> Array:
+        """Return the nodes on the source's side of a minimum cut of the last flow."""
+        return np.asarray(self._solver.get_source_side_min_cut())
 
 
 def _ingress_cut(topology: Topology, capacities: Longs, shares: Longs) -> Array:
@@ -150,29 +192,22 @@ def _ingress_cut(topology: Topology, capacities: Longs, shares: Longs) -> Array:
     return inside
 
 
-class CutFinder:
+class _CutFinder:
     """Max-flows from weighted sources to one sink after the other, on one graph."""
 
     def __init__(
         self, topology: Topology, capacities: Longs, supplies: Iterable[tuple[int, int]]
     ) -> None:
-        try:
-            from ortools.graph.python import max_flow  # noqa: PLC0415 - optional
-        except ImportError as error:  # pragma: no cover - the development environment has it
-            message = "OR-Tools is not installed, and exact cuts need its max-flow"
-            raise UnsupportedError(message, hint="pip install 'fivefold[collectives]'") from error
         self._topology, self._capacities = topology, capacities
         supplied = [(int(node), int(weight)) for node, weight in supplies if weight > 0]
         self._nodes = np.array([node for node, _ in supplied], dtype=np.int64)
         self._weights = np.array([weight for _, weight in supplied], dtype=np.int64)
-        self._solver: Any = max_flow.SimpleMaxFlow()
+        self._solver = FlowSolver()
         self._source = topology.num_nodes
         sources = np.concatenate([topology.link_sources, np.full(self._nodes.size, self._source)])
         targets = np.concatenate([topology.link_targets, self._nodes])
         limits = np.concatenate([capacities, self._weights])
-        self._arcs = self._solver.add_arcs_with_capacity(
-            sources.astype(np.int32), targets.astype(np.int32), limits
-        )
+        self._solver.add(sources.tolist(), targets.tolist(), limits.tolist())
 
     def ratio(self, inside: Array) -> Fraction:
         """Return the weight that starts in the set over the capacity that leaves it."""
@@ -215,19 +250,16 @@ class CutFinder:
                 hint="give weights with a large common divisor, such as multiples of a kilobyte",
             )
         limits = np.concatenate([self._capacities * q, self._weights * p])
-        self._solver.set_arcs_capacity(self._arcs, limits)
+        self._solver.set_all(limits)
 
     def _deficient_cut(self, sink: int, inverse_rate: Fraction) -> Array | None:
         """Return the source side of a minimum cut, if the sink does not get everything."""
-        status = self._solver.solve(self._source, sink)
-        if status != self._solver.OPTIMAL:
-            message = f"the max-flow to node {sink} overflows"
-            raise ConfigurationError(message, hint="give capacities with a large common divisor")
+        found = self._solver.flow(self._source, sink)
         wanted = int(self._weights.sum()) * inverse_rate.denominator
-        if self._solver.optimal_flow() >= wanted:
+        if found >= wanted:
             return None
         inside = np.zeros(self._topology.num_nodes + 1, dtype=np.bool_)
-        inside[np.asarray(self._solver.get_source_side_min_cut())] = True
+        inside[self._solver.source_side()] = True
         return inside[:-1]
 
 
@@ -237,7 +269,7 @@ def _scatter_ratio(
     """A scatter is one flow: from the root to every rank at once, which is its reverse's gather."""
     away = np.where(np.arange(shares.size) == root, 0, shares)
     reverse = topology.reversed()
-    finder = CutFinder(reverse, capacities, list(zip(topology.rank_nodes, away, strict=True)))
+    finder = _CutFinder(reverse, capacities, list(zip(topology.rank_nodes, away, strict=True)))
     sink = int(topology.rank_nodes[root])
     start = np.ones(topology.num_nodes, dtype=np.bool_)
     start[sink] = False

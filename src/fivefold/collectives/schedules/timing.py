@@ -127,15 +127,7 @@ def evaluate(
 
 
 def with_times(schedule: Schedule, timing: Timing) -> Schedule:
-    """Return the schedule with the times of an evaluation, and the size and model they hold for.
-
-    Args:
-        schedule: The schedule that was evaluated.
-        timing: What `evaluate` said.
-
-    Returns:
-        The schedule with times; ``verify_schedule(..., check_times=True)`` accepts it.
-    """
+    """Return the schedule with the times of an evaluation, and the size and model they hold for."""
     known = {**schedule.attributes, "size_bytes": timing.size_bytes, "model": timing.model}
     return schedule.replaced(starts_s=timing.starts_s, ends_s=timing.ends_s, attributes=known)
 
@@ -395,20 +387,12 @@ def messages_of(schedule: Schedule, transfer_bytes: Floats) -> tuple[Longs, Floa
 
 
 def event_order(schedule: Schedule) -> Longs:
-    """Return the order in which a schedule's transfers read and write, as the verifier has it.
-
-    Args:
-        schedule: The schedule.
-
-    Returns:
-        2 * t where transfer t reads its chunk at the source and 2 * t + 1 where it writes it at the
-        target, int64 [2 T].
-    """
+    """Return the order in which a schedule's transfers read and write, as the verifier has it."""
     times = (np.zeros(0), np.zeros(0))
     if schedule.starts_s is not None and schedule.ends_s is not None:
         # Times of one moment are sums formed in different ways. Made equal here, they keep the
         # listed order; the kernel's slack, a thousand times wider, decides as in `verify_schedule`.
-        unit = max(float(schedule.ends_s.max(initial=0.0)), 1e-300)
+        unit = max(schedule.total_s, 1e-300)
         times = (np.round(schedule.starts_s / unit, 12), np.round(schedule.ends_s / unit, 12))
     events: Longs = order_events(
         np.arange(schedule.num_transfers, dtype=np.int64),
@@ -422,12 +406,7 @@ def event_order(schedule: Schedule) -> Longs:
 
 @dataclass(frozen=True, kw_only=True)
 class Dependencies:
-    """Which transfers must have arrived before each one may start.
-
-    Args:
-        offsets: Where the dependencies of each transfer begin in ``transfers``, int64 [T + 1].
-        transfers: Indices of the transfers waited for, int64.
-    """
+    """Which transfers must have arrived before each one may start."""
 
     offsets: Longs
     transfers: Longs
@@ -442,19 +421,6 @@ def dependencies(schedule: Schedule) -> Dependencies:
 
     A copied chunk waits for its first arrival in order, a sum for everything that was added to it
     since the last copy. A rank that holds a chunk at first waits for nothing to send it on.
-
-    Args:
-        schedule: A schedule that `verify_schedule` accepts.
-
-    Returns:
-        The dependencies, in the order in which they take effect.
-
-    Examples:
-        >>> from fivefold.collectives.schedules import Transfer, broadcast
-        >>> moves = [Transfer(chunk=0, source=0, target=1), Transfer(chunk=0, source=1, target=2)]
-        >>> waits = dependencies(Schedule.from_transfers(moves, collective=broadcast(3)))
-        >>> waits.of(0).tolist(), waits.of(1).tolist()
-        ([], [0])
     """
     collective = schedule.collective
     none = np.zeros(0)
@@ -471,7 +437,7 @@ def dependencies(schedule: Schedule) -> Dependencies:
             collective.num_ranks,
             schedule.order_mode,
             int(collective.reducing),
-            0.0 if schedule.ends_s is None else 1e-9 * float(schedule.ends_s.max(initial=0.0)),
+            1e-9 * schedule.total_s,
         ),
     )
     return Dependencies(offsets=offsets, transfers=transfers)

@@ -21,7 +21,7 @@ from scipy.sparse import coo_array, hstack
 from scipy.sparse.csgraph import dijkstra
 
 from fivefold.collectives.schedules import Collective, Schedule
-from fivefold.collectives.schedules.arrays import Floats, Longs
+from fivefold.collectives.schedules.arrays import Floats, Longs, rows_of
 from fivefold.collectives.synthesis._dispatch import dispatch
 from fivefold.collectives.synthesis._solver import OutOfTime, check_time, time_left_s, time_limit
 from fivefold.errors import ConfigurationError, InfeasibleError, UnsupportedError
@@ -34,23 +34,7 @@ _MOST_FLOWS = 20_000
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FlowOptimum:
-    """The fastest routing of a demand between ranks.
-
-    Args:
-        topology: The network.
-        demands: Bytes from each rank to each, float64 [ranks, ranks].
-        seconds: Least time, with the flows below.
-        bound_s: Time that the prices prove to be necessary.
-        flows: Bytes of each rank's data on each link, float64 [ranks, links].
-        prices: Price of each link; with the capacities they sum to 1.
-        num_commodities: Sources in the program after symmetry.
-
-    Examples:
-        >>> from fivefold.network.topology import ring
-        >>> optimum = all_to_all_optimum(ring(8, bandwidth=1.0))
-        >>> round(optimum.seconds, 6), round(optimum.bound_s, 6), optimum.num_commodities
-        (8.0, 8.0, 1)
-    """
+    """The fastest routing of a demand between ranks."""
 
     topology: Topology
     demands: Floats = field(repr=False)
@@ -59,12 +43,6 @@ class FlowOptimum:
     flows: Floats = field(repr=False)
     prices: Floats = field(repr=False)
     num_commodities: int
-
-    @property
-    def link_loads_s(self) -> Floats:
-        """Time that each link is busy."""
-        loads: Floats = self.flows.sum(axis=0) / self.topology.capacities_bytes_per_s
-        return loads
 
 
 def all_to_all_optimum(
@@ -419,10 +397,8 @@ def all_to_all_flow(
 
 def _dispatched(schedule: Schedule, size_bytes: float) -> Schedule:
     """Return the better of two rules for who goes first."""
-    found = [
-        dispatch(schedule, size_bytes=size_bytes, by_load=by_load) for by_load in (True, False)
-    ]
-    return min(found, key=lambda one: 0.0 if one.ends_s is None else one.ends_s.max(initial=0.0))
+    found = (dispatch(schedule, size_bytes=size_bytes, by_load=rule) for rule in (True, False))
+    return min(found, key=lambda one: one.total_s)
 
 
 def _pairs(collective: Collective, topology: Topology) -> tuple[Longs, Longs, Longs]:
@@ -467,16 +443,14 @@ def _hops(
     # Each rank serves the next ranks first, so that not all of them meet at one.
     ahead = (targets - sources) % topology.num_ranks
     order = np.lexsort((ahead, number - counts[path] if by_need else number))
-    lengths = (last - first + 1)[order]
-    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    within = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
+    starts, places = rows_of(np.append(first, len(links)), order)
     return Schedule(
         collective=collective,
         chunks=moved[path[order]].astype(np.int32),
         sources=sources[order],
         targets=targets[order],
         route_offsets=starts,
-        route_links=links[np.repeat(first[order], lengths) + within],
+        route_links=links[places],
         topology=topology,
         name="flow",
         solver="HiGHS",

@@ -8,11 +8,9 @@ no solver.
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
-from functools import reduce
 from typing import Any, Literal
 
 import numpy as np
@@ -21,14 +19,18 @@ from numpy.typing import NDArray
 from fivefold.collectives.schedules import (
     Collective,
     Schedule,
+    Transfer,
+    broadcast,
+    evaluate,
     lower_bound,
     verify_schedule,
 )
 from fivefold.collectives.schedules.bounds import Bound
 from fivefold.collectives.schedules.schedule import compose_all_reduce
+from fivefold.collectives.schedules.throughput import whole_capacities
 from fivefold.collectives.synthesis._solver import check_time
 from fivefold.errors import ConfigurationError, InfeasibleError
-from fivefold.network.topology import Topology
+from fivefold.network.topology import Topology, line
 
 UNREACHABLE = 1 << 40
 """A distance longer than every schedule."""
@@ -220,12 +222,11 @@ _LARGEST_CAPACITY = 10_000  # units per round; beyond it the capacities have no 
 
 
 @dataclass(frozen=True)
-class Logical:
+class Logical(Instance):
     """A collective on the logical links of a topology, with prices."""
 
     collective: Collective
     topology: Topology
-    instance: Instance
     latencies_s: NDArray[np.float64]
     capacities_bytes_per_s: NDArray[np.float64]
     crosses: NDArray[np.bool_]
@@ -235,7 +236,7 @@ class Logical:
         """Inverse rate of the narrowest resource of each logical link."""
         narrowest = [
             min(float(self.capacities_bytes_per_s[resource]) for resource in resources)
-            for resources in self.instance.resources
+            for resources in self.resources
         ]
         return np.asarray(1.0 / np.array(narrowest, np.float64))
 
@@ -275,26 +276,24 @@ def logical_of(
     pairs = zip(graph.sources.tolist(), graph.targets.tolist(), strict=True)
     kept = [edge for edge, pair in enumerate(pairs) if allow is None or allow(*pair)]
     holders, wanted = _ends_of_chunks(collective)
-    instance = Instance(
-        num_ranks=topology.num_ranks,
-        sources=graph.sources[kept],
-        targets=graph.targets[kept],
-        resources=tuple(tuple(graph.route(edge).tolist()) for edge in kept),
-        num_resources=topology.num_links,
-        holders=holders,
-        wanted=wanted,
-    )
+    sources, targets = graph.sources[kept], graph.targets[kept]
     groups = boxes_of(topology) if boxes is None else tuple(tuple(ranks) for ranks in boxes)
     box = np.zeros(topology.num_ranks, np.int64)
     for number, ranks in enumerate(groups):
         box[list(ranks)] = number
     return Logical(
+        num_ranks=topology.num_ranks,
+        sources=sources,
+        targets=targets,
+        resources=tuple(tuple(graph.route(edge).tolist()) for edge in kept),
+        num_resources=topology.num_links,
+        holders=holders,
+        wanted=wanted,
         collective=collective,
         topology=topology,
-        instance=instance,
         latencies_s=graph.latencies_s[kept],
         capacities_bytes_per_s=topology.capacities_bytes_per_s,
-        crosses=box[instance.sources] != box[instance.targets],
+        crosses=box[sources] != box[targets],
         boxes=groups,
     )
 
@@ -321,7 +320,7 @@ def schedule_of(
     attributes: dict[str, Any],
 ) -> Schedule:
     """Return the schedule of (chunk, logical link) pairs in their order."""
-    instance = logical.instance
+    instance = logical
     links = np.array([link for _, link in transfers], np.int64)
     routes = [instance.resources[link] for link in links.tolist()]
     offsets = np.cumsum([0, *(len(route) for route in routes)])
@@ -343,18 +342,13 @@ def schedule_of(
 
 
 def integer_capacities(topology: Topology) -> tuple[NDArray[np.int64], float]:
-    """Capacities as whole multiples of their largest common divisor."""
-    rates = [Fraction(float(rate)) for rate in topology.capacities_bytes_per_s]
-    if not rates:
-        return np.zeros(0, np.int64), 1.0
-    shared = math.lcm(*(rate.denominator for rate in rates))
-    whole = [int(rate * shared) for rate in rates]
-    unit = reduce(math.gcd, whole)
-    if max(whole) // unit > _LARGEST_CAPACITY:
+    """Return capacities as whole multiples of their largest common divisor."""
+    multiples, unit, exact = whole_capacities(topology, most=_LARGEST_CAPACITY)
+    if not exact:
         message = f"the link rates of topology {topology.name!r} have no common measure"
         hint = "round them, or use method='taccl', 'trees' or 'matching'"
         raise ConfigurationError(message, hint=hint)
-    return np.array([value // unit for value in whole], np.int64), float(Fraction(unit, shared))
+    return multiples, float(unit)
 
 
 def by_inversion(
@@ -485,3 +479,12 @@ def bound_of(collective: Collective, topology: Topology, size_bytes: float) -> B
                         topology.shortest_route(holder, receiver)
         reason = "the topology is not connected both ways, and the bounds need that"
         return Bound(seconds=0.0, kind="none", reason=reason)
+
+
+@functools.cache
+def compile_pricing() -> None:
+    """Compile what verifies and prices schedules: at its first use it is no part of a search."""
+    move = Transfer(chunk=0, source=0, target=1)
+    schedule = Schedule.from_transfers([move], collective=broadcast(2), topology=line(2))
+    verify_schedule(schedule)
+    evaluate(schedule, size_bytes=1.0)

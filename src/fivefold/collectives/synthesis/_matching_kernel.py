@@ -21,8 +21,7 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from fivefold._compiler import njit
-from fivefold.collectives.schedules.arrays import Floats, Ints, Longs
-from fivefold.collectives.synthesis._dispatch import pop_event, push_event
+from fivefold.collectives.schedules.arrays import Floats, Ints, Longs, pop_event, push_event
 from fivefold.network.topology import Topology
 
 _MOST_LEVELS = 4

@@ -24,22 +24,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.collectives.schedules.arrays import Longs
+from fivefold.collectives.schedules.throughput import FlowSolver, whole_capacities
 from fivefold.collectives.synthesis._solver import check_time
-from fivefold.errors import InfeasibleError, UnsupportedError
+from fivefold.errors import InfeasibleError
 from fivefold.network.topology import Topology
-
-try:
-    from ortools.graph.python import max_flow
-except ImportError as error:  # pragma: no cover - the development environment has it
-    message = "ortools is not installed, and spanning trees are found with its max-flow solver"
-    raise UnsupportedError(message, hint="pip install 'fivefold[collectives]'") from error
-
 
 INFINITE = 1 << 58
 """More than every sum of capacities that is let in; sums of a few of it still fit 64 bits."""
-
-_LARGEST_CAPACITY = 1 << 36
-"""Capacities of more digits than this are rounded down to it, a change of 2e-11 at most."""
 
 
 @dataclass(frozen=True)
@@ -77,57 +68,16 @@ class Network:
 
 def integer_network(topology: Topology) -> Network:
     """Return the topology with its capacities as the smallest whole numbers of one common unit."""
-    rates = [Fraction(rate) for rate in topology.capacities_bytes_per_s.tolist()]
-    unit = Fraction(1)
-    if rates:
-        numerator = math.gcd(*(rate.numerator for rate in rates))
-        unit = Fraction(numerator, math.lcm(*(rate.denominator for rate in rates)))
-        # No common unit of use: floats that were computed have one of 2**-k.
-        unit = max(unit, max(rates) / _LARGEST_CAPACITY)
-    units = [int(rate / unit) for rate in rates]
-    common = math.gcd(*units) if units else 1
+    capacities, unit, _ = whole_capacities(topology)
     return Network(
         num_nodes=topology.num_nodes,
         terminals=topology.rank_nodes.astype(np.int64),
         tails=topology.link_sources.astype(np.int64),
         heads=topology.link_targets.astype(np.int64),
-        capacities=np.array([value // common for value in units], np.int64),
+        capacities=capacities,
         latencies_s=np.asarray(topology.latencies_s),
-        unit=unit * common,
+        unit=unit,
     )
-
-
-class FlowSolver:
-    """Maximum flows on arcs that stay while their capacities change."""
-
-    def __init__(self) -> None:
-        self._solver = max_flow.SimpleMaxFlow()
-        self.flows = 0
-        self.num_arcs = 0
-
-    def add(
-        self, tails: Iterable[int], heads: Iterable[int], capacities: Iterable[int]
-    ) -> Sequence[int]:
-        """Add arcs; gives their numbers."""
-        first = self.num_arcs
-        self._solver.add_arcs_with_capacity(
-            np.fromiter(tails, np.int32),
-            np.fromiter(heads, np.int32),
-            np.fromiter(capacities, np.int64),
-        )
-        self.num_arcs = self._solver.num_arcs()
-        return range(first, self.num_arcs)
-
-    def set(self, arc: int, capacity: int) -> None:
-        """Change the capacity of one arc."""
-        self._solver.set_arc_capacity(arc, capacity)
-
-    def flow(self, source: int, target: int) -> int:
-        """Return the maximum flow from one node to another."""
-        self.flows += 1
-        status = self._solver.solve(source, target)
-        assert status == self._solver.OPTIMAL, f"max-flow ended with {status}"
-        return int(self._solver.optimal_flow())
 
 
 @dataclass(frozen=True)

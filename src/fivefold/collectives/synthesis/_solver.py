@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -106,7 +106,6 @@ def solve(
     time_limit_s: float,
     seed: int = 0,
     gap: float = 0.0,
-    progress: Callable[[float, float, float], None] | None = None,
 ) -> CpOutcome:
     """Run CP-SAT on a model."""
     cp_model = _cp_model()
@@ -121,8 +120,7 @@ def solve(
     solver.parameters.random_seed = seed
     solver.parameters.relative_gap_limit = gap
     started_s = time.perf_counter()
-    callback = _callback(cp_model, progress) if progress is not None else None
-    code = solver.solve(model, callback) if callback is not None else solver.solve(model)
+    code = solver.solve(model)
     names: dict[int, Status] = {
         cp_model.OPTIMAL: "optimal",
         cp_model.FEASIBLE: "found",
@@ -131,11 +129,3 @@ def solve(
     status = names.get(code, "unknown")
     bound = float(solver.best_objective_bound) if status in {"optimal", "found"} else 0.0
     return CpOutcome(status, solver, bound, time.perf_counter() - started_s)
-
-
-def _callback(cp_model: Any, progress: Callable[[float, float, float], None]) -> Any:
-    class Report(cp_model.CpSolverSolutionCallback):
-        def on_solution_callback(self) -> None:
-            progress(self.wall_time, self.objective_value, self.best_objective_bound)
-
-    return Report()

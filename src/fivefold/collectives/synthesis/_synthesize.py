@@ -6,10 +6,9 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from fivefold.collectives.schedules import (
     Collective,
@@ -20,12 +19,13 @@ from fivefold.collectives.schedules import (
 )
 from fivefold.collectives.schedules.bounds import Bound
 from fivefold.collectives.schedules.timing import MODELS, CostModel, with_times
-from fivefold.collectives.synthesis._instance import bound_of
+from fivefold.collectives.synthesis._instance import bound_of, compile_pricing
 from fivefold.collectives.synthesis._methods import METHODS, SHARES, Request, in_auto
 from fivefold.collectives.synthesis._sketch import Sketch
 from fivefold.collectives.synthesis._solver import SLACK_S, time_left_s, time_limit
 from fivefold.errors import (
     ConfigurationError,
+    DataError,
     FivefoldError,
     InfeasibleError,
     StorageError,
@@ -35,6 +35,7 @@ from fivefold.files import read_json, write_atomically
 from fivefold.network.topology import Topology
 
 _LOG = logging.getLogger(__name__)
+_VERSION = 1  # of the cache
 _OPTIMAL = 1e-9  # relative: a schedule this close to the bound is optimal
 
 
@@ -78,18 +79,7 @@ class SynthesisOptions:
 
 @dataclass(frozen=True)
 class Attempt:
-    """What one method came to.
-
-    Args:
-        method: The method.
-        time_s: Time of its best schedule, None where it has none.
-        spent_s: Wall-clock time that it took.
-        note: The name of the schedule, or why there is none.
-
-    Examples:
-        >>> Attempt("flow", None, 0.0, "does not do all_gather").time_s is None
-        True
-    """
+    """What one method came to."""
 
     method: str
     time_s: float | None
@@ -106,7 +96,7 @@ class Synthesis:
         time_s: Its time.
         bound: The best lower bound, with its certificate.
         method: The method that found it.
-        solver_s: Seconds of the solver that found it.
+        solver_s: Seconds that the method took for it.
         log: What every method came to.
         cached: Whether it was read from the cache.
 
@@ -183,6 +173,7 @@ def synthesize(
     """
     chosen = SynthesisOptions() if options is None else options
     _check(method, size_bytes, time_limit_s)
+    compile_pricing()
     request = Request(
         collective=_asked(collective, topology.num_ranks, chosen.root),
         free=isinstance(collective, str),
@@ -240,34 +231,37 @@ class _Search:
         """Return the answer from the cache, else from the search, which is then stored."""
         if folder is None:
             return self.run()
-        key = self._key()
-        known = self._known(folder, key, time_limit_s)
+        path = folder / f"{self._key()}.json"
+        known = self._known(path, time_limit_s)
         if known is not None:
             return known
         found = self.run()
-        notes = {
-            "method": found.method,
-            "solver_s": found.solver_s,
-            "time_s": found.time_s,
-            "time_limit_s": time_limit_s,
-        }
-        store(folder, key, found.schedule, notes)
+        notes = {"method": found.method, "solver_s": found.solver_s, "time_limit_s": time_limit_s}
+        record = {"version": _VERSION, "schedule": found.schedule.to_json(), "notes": notes}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, json.dumps(record))
+        except OSError as error:
+            message = f"the cache {folder} cannot be written: {error}"
+            raise StorageError(message, hint="give another cache folder, or cache=None") from error
         return found
 
-    def _known(self, folder: Path, key: str, time_limit_s: float) -> Synthesis | None:
-        """The stored answer, if it is one to this question and as good as a new search may be."""
-        stored = load(folder, key)
-        if stored is None:
-            return None
-        schedule, notes = stored
+    def _known(self, path: Path, time_limit_s: float) -> Synthesis | None:
+        """Return the stored answer, if it answers this question as well as a new search may."""
         try:
-            if not self._answers(schedule.collective):
-                _LOG.warning("ignoring %s of cache %s: it does another collective", key, folder)
+            record = read_json(path)
+            if record["version"] != _VERSION:
                 return None
+            schedule, notes = Schedule.from_json(record["schedule"]), record["notes"]
+            if not self._answers(schedule.collective):
+                message = "it does another collective"
+                raise DataError(message)
             found = self._result(schedule, notes["method"], notes["solver_s"], cached=True)
             searched_s = float(notes["time_limit_s"])
-        except (FivefoldError, KeyError, TypeError, ValueError) as error:
-            _LOG.warning("ignoring %s of cache %s: %s", key, folder, error)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, FivefoldError) as error:
+            _LOG.warning("ignoring the cache file %s: %s", path, error)
             return None
         return found if found.time_s <= self.enough_s or searched_s >= time_limit_s else None
 
@@ -280,7 +274,8 @@ class _Search:
 
     def _key(self) -> str:
         request = self.request
-        parts: dict[str, Any] = {
+        parts = {
+            "version": _VERSION,
             "topology": request.topology.fingerprint,
             "collective": request.collective.fingerprint,
             "free": request.free,
@@ -290,7 +285,8 @@ class _Search:
             "seed": request.seed,
             "sketch": request.sketch.to_toml() if request.sketch is not None else None,
         }
-        return cache_key(parts)
+        text = json.dumps(parts, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def run(self) -> Synthesis:
         """Ask the methods."""
@@ -317,8 +313,10 @@ class _Search:
         try:
             share = self._share(name)
             with time_limit(share.left_s(), slack_s=SLACK_S):
-                for schedule, solver_s in METHODS[name](share):
-                    time_s = self._consider(schedule, name, solver_s)
+                begun_s = started_s
+                for schedule in METHODS[name](share):
+                    time_s = self._consider(schedule, name, time.perf_counter() - begun_s)
+                    begun_s = time.perf_counter()
                     if best_s is None or time_s < best_s:
                         best_s, note = time_s, schedule.name
                     if time_s <= self.enough_s or time_left_s() <= 0:
@@ -340,8 +338,6 @@ class _Search:
         return replace(self.request, deadline_s=ends_s)
 
     def _consider(self, schedule: Schedule, name: str, solver_s: float) -> float:
-        request = self.request
-        verify_schedule(schedule, topology=request.topology)
         found = self._result(schedule, name, solver_s, cached=False)
         if self.best is None or found.time_s < self.best[1]:
             self.best = (found.schedule, found.time_s, name, solver_s)
@@ -357,40 +353,3 @@ class _Search:
         )
         timed = with_times(schedule, timing).replaced(topology=request.topology)
         return Synthesis(timed, timing.total_s, self.bound, method, solver_s, (), cached)
-
-
-_VERSION = 1
-
-
-def cache_key(parts: Mapping[str, Any]) -> str:
-    """Return a name for a question: 32 hexadecimal digits."""
-    text = json.dumps({"version": _VERSION, **parts}, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def load(folder: Path, key: str) -> tuple[Schedule, dict[str, Any]] | None:
-    """The schedule of a key and what was noted with it; None where there is none that is whole."""
-    path = folder / f"{key}.json"
-    try:
-        record = read_json(path)
-        if record["version"] != _VERSION:
-            return None
-        return Schedule.from_json(record["schedule"]), dict(record["notes"])
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError, FivefoldError) as error:
-        _LOG.warning("ignoring the damaged cache file %s: %s", path, error)
-        return None
-
-
-def store(folder: Path, key: str, schedule: Schedule, notes: Mapping[str, Any]) -> Path:
-    """Write a schedule; a reader sees the old file or the new one, never a part."""
-    path = folder / f"{key}.json"
-    record = {"version": _VERSION, "schedule": schedule.to_json(), "notes": dict(notes)}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(record))
-    except OSError as error:
-        message = f"the cache {folder} cannot be written: {error}"
-        raise StorageError(message, hint="give another cache folder, or cache=None") from error
-    return path

@@ -11,7 +11,7 @@ import heapq
 import itertools
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -30,7 +30,27 @@ class Timed:
 
     moves: tuple[tuple[int, int], ...]
     starts: tuple[int, ...]
+    arrivals: tuple[int, ...]
     length: int
+
+    def in_order(self) -> Timed:
+        """Return the same by starts."""
+        order = sorted(range(len(self.moves)), key=lambda number: (self.starts[number], number))
+        return Timed(
+            tuple(self.moves[number] for number in order),
+            tuple(self.starts[number] for number in order),
+            tuple(self.arrivals[number] for number in order),
+            self.length,
+        )
+
+
+def chunk_by_chunk(
+    prices: Prices, moves: Sequence[tuple[int, int]], starts: Sequence[int], length: int
+) -> Timed:
+    """Return transfers that travel on their own, each for its own time."""
+    pairs = zip(starts, moves, strict=True)
+    arrivals = tuple(start + int(prices.delays[link]) for start, (_, link) in pairs)
+    return Timed(tuple(moves), tuple(starts), arrivals, length)
 
 
 def parents_of(instance: Instance, moves: Sequence[tuple[int, int]]) -> list[int]:
@@ -56,7 +76,7 @@ def best_order(
 ) -> Timed:
     """Return the best of several list schedules."""
     deadline_s = time.perf_counter() + time_limit_s
-    instance = sketch.logical.instance
+    instance = sketch.logical
     parents = parents_of(instance, moves)
     tails, weights = _tails(prices, moves, parents), _weights(moves, parents)
     chance = random.Random(seed)  # noqa: S311 - not for secrets
@@ -86,7 +106,7 @@ def best_order(
 
 
 def _own_first(sketch: Sketched, moves: Sequence[tuple[int, int]]) -> list[int]:
-    instance = sketch.logical.instance
+    instance = sketch.logical
     if not sketch.sketch.own_chunks_first:
         return [0] * len(moves)
     return [
@@ -152,7 +172,7 @@ def _list_schedule(
         for child in children[number]:
             ready[child] = arrival
             heapq.heappush(heap, (arrival, priority[child], child))
-    return Timed(tuple(moves), tuple(starts), length)
+    return chunk_by_chunk(prices, moves, starts, length)
 
 
 _UNITS_PER_SHORTEST = 2_000  # so that rounding is far below what any model of a link is worth
@@ -190,7 +210,7 @@ def prices_of(logical: Logical, *, size_bytes: float) -> Prices:
             max(int(latency) + round(chunk_bytes / float(rates[resource]) / unit_s), 1)
             for resource in resources
         )
-        for latency, resources in zip(latencies, logical.instance.resources, strict=True)
+        for latency, resources in zip(latencies, logical.resources, strict=True)
     )
     return Prices(unit_s, latencies, np.rint(sends_s / unit_s).astype(np.int64), busy)
 
@@ -198,20 +218,11 @@ def prices_of(logical: Logical, *, size_bytes: float) -> Prices:
 _LARGEST_MESSAGE = 6  # chunks, as in TACCL
 
 
-@dataclass(frozen=True)
-class Messages:
-    """A timed schedule whose chunks may travel together."""
-
-    timed: Timed
-    arrivals: tuple[int, ...]
-    solver_s: float
-
-
 class _Shop:
     """Transfers with free order: one no-overlap constraint per resource."""
 
     def __init__(self, sketch: Sketched, prices: Prices, timed: Timed, orbits: Orbits) -> None:
-        self.instance: Instance = sketch.logical.instance
+        self.instance: Instance = sketch.logical
         self.prices, self.timed, self.orbits = prices, timed, orbits
         self.model = new_model()
         self.length = self.model.new_int_var(0, timed.length, "T")
@@ -272,13 +283,7 @@ class _Shop:
     def result(self, outcome: CpOutcome) -> Timed:
         moves = self.timed.moves
         starts = tuple(outcome.value(self.start(chunk, link)) for chunk, link in moves)
-        return _in_order(Timed(moves, starts, outcome.value(self.length)))
-
-
-def _in_order(timed: Timed) -> Timed:
-    order = sorted(range(len(timed.moves)), key=lambda number: (timed.starts[number], number))
-    moves = tuple(timed.moves[number] for number in order)
-    return Timed(moves, tuple(timed.starts[number] for number in order), timed.length)
+        return chunk_by_chunk(self.prices, moves, starts, outcome.value(self.length)).in_order()
 
 
 def improve_order(
@@ -289,18 +294,15 @@ def improve_order(
     symmetric: bool = False,
     time_limit_s: float = 30.0,
     seed: int = 0,
-    progress: Callable[[float, float, float], None] | None = None,
-) -> tuple[Timed, bool]:
-    """A schedule no longer than the one given, and whether it is the best for these routes."""
-    instance = sketch.logical.instance
+) -> Timed:
+    """Return a schedule no longer than the one given, of the same routes."""
+    instance = sketch.logical
     orbits = Orbits(instance, sketch.symmetries if symmetric else ())
     shop = _Shop(sketch, prices, timed, orbits)
     if not symmetric:
         shop.hint()
-    outcome = solve(shop.model, time_limit_s=time_limit_s, seed=seed, progress=progress)
-    if not outcome.found:
-        return _in_order(timed), False
-    return shop.result(outcome), outcome.status == "optimal" and not symmetric
+    outcome = solve(shop.model, time_limit_s=time_limit_s, seed=seed)
+    return shop.result(outcome) if outcome.found else timed.in_order()
 
 
 class _Joining:
@@ -308,14 +310,17 @@ class _Joining:
 
     def __init__(self, sketch: Sketched, prices: Prices, timed: Timed) -> None:
         self.sketch, self.prices, self.timed = sketch, prices, timed
-        self.instance: Instance = sketch.logical.instance
+        self.instance: Instance = sketch.logical
         self.model = new_model()
         self.length = self.model.new_int_var(0, timed.length, "T")
         horizon = timed.length
         numbers = range(len(timed.moves))
         self.starts = [self.model.new_int_var(0, horizon, f"s{n}") for n in numbers]
         self.arrivals = [self.model.new_int_var(0, horizon, f"a{n}") for n in numbers]
-        self.leader = list(numbers)  # transfers that cannot be joined lead their own message
+        self.users: dict[int, set[int]] = {}  # links that use each resource
+        for _, link in timed.moves:
+            for resource in self.instance.resources[link]:
+                self.users.setdefault(resource, set()).add(link)
         self._add_chunks()
         self._add_links()
         self._add_shared()
@@ -338,17 +343,7 @@ class _Joining:
 
     def _own_resources(self, link: int) -> bool:
         """Whether no other link shares the resources: then the order on it is the only one."""
-        users = self.users()
-        return all(users[resource] == {link} for resource in self.instance.resources[link])
-
-    def users(self) -> dict[int, set[int]]:
-        """Links that use each resource."""
-        if not hasattr(self, "_users"):
-            self._users: dict[int, set[int]] = {}
-            for _, link in self.timed.moves:
-                for resource in self.instance.resources[link]:
-                    self._users.setdefault(resource, set()).add(link)
-        return self._users
+        return all(self.users[resource] == {link} for resource in self.instance.resources[link])
 
     def _add_link(self, link: int, numbers: list[int], largest: int) -> None:
         latency, send = int(self.prices.latencies[link]), int(self.prices.sends[link])
@@ -374,7 +369,7 @@ class _Joining:
 
     def _add_shared(self) -> None:
         """Consecutive users of a resource that several links share keep their order."""
-        for resource, links in self.users().items():
+        for resource, links in self.users.items():
             check_time()
             if len(links) < 2:
                 continue
@@ -389,13 +384,10 @@ class _Joining:
                 free = self.starts[before] + self.prices.busy[link][place]
                 self.model.add(self.starts[after] >= free)
 
-    def result(self, outcome: CpOutcome) -> Messages:
-        starts = [outcome.value(start) for start in self.starts]
-        arrivals = [outcome.value(arrival) for arrival in self.arrivals]
-        order = sorted(range(len(starts)), key=lambda number: (starts[number], number))
-        moves = tuple(self.timed.moves[number] for number in order)
-        timed = Timed(moves, tuple(starts[n] for n in order), outcome.value(self.length))
-        return Messages(timed, tuple(arrivals[n] for n in order), outcome.solver_s)
+    def result(self, outcome: CpOutcome) -> Timed:
+        starts = tuple(outcome.value(start) for start in self.starts)
+        arrivals = tuple(outcome.value(arrival) for arrival in self.arrivals)
+        return Timed(self.timed.moves, starts, arrivals, outcome.value(self.length)).in_order()
 
 
 def join_messages(
@@ -405,21 +397,14 @@ def join_messages(
     *,
     time_limit_s: float = 10.0,
     seed: int = 0,
-) -> Messages:
+) -> Timed:
     """Let consecutive chunks between boxes travel together where that is shorter."""
-    timed = _in_order(timed)
-    delays = prices.delays
-    plain = tuple(
-        start + int(delays[link])
-        for start, (_, link) in zip(timed.starts, timed.moves, strict=True)
-    )
-    crossing: Sequence[bool] = [bool(sketch.logical.crosses[link]) for _, link in timed.moves]
-    if not any(crossing) or not int(prices.latencies.max(initial=0)):
-        return Messages(timed, plain, 0.0)
+    timed = timed.in_order()
+    crossing = any(sketch.logical.crosses[link] for _, link in timed.moves)
+    if not crossing or not int(prices.latencies.max(initial=0)):
+        return timed
     joining = _Joining(sketch, prices, timed)
     for number, start in enumerate(timed.starts):
         joining.model.add_hint(joining.starts[number], start)
     outcome = solve(joining.model, time_limit_s=time_limit_s, seed=seed)
-    if not outcome.found:
-        return Messages(timed, plain, outcome.solver_s)
-    return joining.result(outcome)
+    return joining.result(outcome) if outcome.found else timed
