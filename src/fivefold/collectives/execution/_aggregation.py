@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from fivefold.collectives.execution._calls import c10d, dist, inner_method
 from fivefold.collectives.execution._settings import Settings
-from fivefold.collectives.execution._torch import c10d, dist, inner_method
 from fivefold.network.aggregation import (
     AggregationClient,
     AggregationOutcome,

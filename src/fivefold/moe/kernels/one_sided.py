@@ -8,7 +8,7 @@ Phases, each with a queue of its own on every rank:
     0 gate blocks of tokens (by option), count chunks | 1 announce to peers, place chunks
     2 plan, dispatch row tiles | 3 products on rows that came | 4 combine
 
-``exchange_kernel`` does all of them. ``scatter_kernel`` and ``gather_kernel`` are the same cut in
+``one_sided_kernel`` does all of them. ``scatter_kernel`` and ``gather_kernel`` are the same cut in
 two at the products: the first waits until all rows that come to this rank are there (queue 3); the
 second returns a row for each of them (queue 5), and combines what came back. Anything may compute
 the rows in between: another backend, or the backward. Both belong to one epoch, which the second
@@ -23,7 +23,9 @@ and share a GPU. Tokens lie one rank after the other.
 import triton
 import triton.language as tl
 
-from fivefold.moe.kernels._exchange_tasks import (
+from fivefold.moe.kernels._forward import count_chunk, place_chunk, product_task
+from fivefold.moe.kernels._gate import route_block
+from fivefold.moe.kernels._one_sided_tasks import (
     Rank,
     address_rows,
     announce,
@@ -38,8 +40,6 @@ from fivefold.moe.kernels._exchange_tasks import (
     scalars_back,
     section,
 )
-from fivefold.moe.kernels._forward import count_chunk, place_chunk, product_task
-from fivefold.moe.kernels._gate import route_block
 from fivefold.moe.kernels.arguments import Plan, Tables
 from fivefold.moe.kernels.sync import (
     ANNOUNCED,
@@ -96,7 +96,7 @@ def _at(v, launch, t, p):
 
 
 @triton.jit(do_not_specialize=["first_rank", "max_lag", "combine_columns"])
-def exchange_kernel(
+def one_sided_kernel(
     given, w13, w2, gate, selection_bias, launch, heap, t, p, inner, first_rank, max_lag,
     combine_columns, S: tl.constexpr,
 ):  # fmt: skip

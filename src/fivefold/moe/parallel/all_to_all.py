@@ -29,8 +29,7 @@ import torch.distributed as dist
 from torch.autograd import Function
 
 from fivefold.errors import CommunicationError, ConfigurationError, FivefoldError
-from fivefold.moe.operator import MoEConfig
-from fivefold.moe.operator.groups import ExpertLoad
+from fivefold.moe.operator.layer import ExpertLoad, MoEConfig
 
 Guard = Callable[[str], AbstractContextManager[None]]
 
@@ -38,8 +37,8 @@ _SIZES = ("token width", "experts per token", "experts", "bytes per number", "gr
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExchangeFlight:
-    """One blocking exchange of a rank.
+class AllToAllCall:
+    """One blocking collective call of a rank.
 
     Attributes:
         name: What travelled, for people.
@@ -68,13 +67,13 @@ class _Plan:
     row_bytes: int
 
 
-class ExpertGroup:
+class AllToAllGroup:
     """A process group whose ranks have an equal share of the experts each, in order.
 
     Args:
         group: The process group; None for all ranks. Its timeout bounds every wait.
-        guard: Context around each exchange, given its name; turns a backend's error into one that
-            says where it happened. None for a ``CommunicationError`` that names rank and exchange.
+        guard: Context around each collective call, given its name; turns a backend's error into one
+            that says where it happened. None for a ``CommunicationError`` that names rank and call.
 
     Raises:
         ConfigurationError: There is no process group, or this rank is not in it.
@@ -82,7 +81,7 @@ class ExpertGroup:
     Examples:
         >>> import torch.distributed as dist
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> group = ExpertGroup()
+        >>> group = AllToAllGroup()
         >>> group.experts_of(4)
         range(0, 4)
         >>> dist.destroy_process_group()
@@ -102,18 +101,11 @@ class ExpertGroup:
                 hint="give each rank the group that it belongs to",
             )
         self._guard = guard or self._default_guard
-        self._flights: list[ExchangeFlight] = []
+        self._calls: list[AllToAllCall] = []
         self._agreed: set[tuple[int, ...]] = set()
 
     def experts_of(self, num_experts: int, *, rank: int | None = None) -> range:
-        """Experts that a rank has.
-
-        Args:
-            num_experts: E, over all ranks.
-            rank: Which rank; None for this one.
-
-        Returns:
-            Their numbers.
+        """Return the numbers of the experts that a rank has; None: this rank.
 
         Raises:
             ConfigurationError: They cannot be shared out equally.
@@ -143,24 +135,10 @@ class ExpertGroup:
     ) -> tuple[torch.Tensor, ExpertLoad]:
         """Send tokens to their experts' ranks and add up what comes back; a collective call.
 
-        The backward pass is a collective call as well: it must run on all ranks of the group, or
-        on none.
-
-        Args:
-            tokens: [T, H]; T may differ by rank and be 0.
-            routed: Experts by the router, [T, K].
-            ids: The same with -1 for what is dropped.
-            weights: [T, K].
-            num_experts: E.
-            local: Computes the weighted sum over this rank's experts from tokens [R, H], expert
-                numbers [R, K] counted from this rank's first (-1 for others') and weights [R, K].
-
-        Returns:
-            [T, H] and the load of all ranks' tokens.
-
-        Raises:
-            ConfigurationError: The ranks' layers do not fit together.
-            CommunicationError: A peer died or did not answer in time.
+        What ``MoE`` calls. The backward pass is a collective call as well: it must run on all ranks
+        of the group, or on none. ``ids`` is ``routed`` with -1 for what is dropped. ``local``
+        computes the weighted sum over this rank's experts from tokens [R, H], expert numbers [R, K]
+        counted from this rank's first (-1 for others') and weights [R, K].
         """
         self._check_alike(tokens, ids, num_experts)
         share = len(self.experts_of(num_experts))
@@ -195,24 +173,13 @@ class ExpertGroup:
         loads = told[:, self.size :].sum(dim=0)
         return output, ExpertLoad(routed=loads[:num_experts], kept=loads[num_experts:])
 
-    def take_flights(self) -> list[ExchangeFlight]:
-        """Exchanges since the last call."""
-        taken, self._flights = self._flights, []
+    def take_calls(self) -> list[AllToAllCall]:
+        """Return the collective calls since this was called last."""
+        taken, self._calls = self._calls, []
         return taken
 
     def gather(self, counts: torch.Tensor, *, name: str) -> torch.Tensor:
-        """Return every rank's numbers, on every rank.
-
-        Args:
-            counts: [N], equally many on all ranks.
-            name: What they are, for people.
-
-        Returns:
-            [P, N].
-
-        Raises:
-            CommunicationError: A peer died or did not answer in time.
-        """
+        """Return every rank's numbers [P, N], from [N] of each; ``name`` says what they are."""
         told = counts.new_empty((self.size, len(counts)))
         with self._timed(name, payload_bytes=0, sent_bytes=(self.size - 1) * counts.nbytes):
             dist.all_gather(list(told.unbind(0)), counts, group=self._group)
@@ -235,21 +202,8 @@ class ExpertGroup:
                     )
         self._agreed.add(kind)
 
-    def exchange(self, rows: torch.Tensor, plan: _Plan, *, name: str, back: bool) -> torch.Tensor:
-        """Send rows the plan's way, or the opposite way.
-
-        Args:
-            rows: Bytes, [S, N], or [R, N] on the way back.
-            plan: Who gets what.
-            name: What travels.
-            back: Whether from the experts to the tokens' ranks.
-
-        Returns:
-            Bytes, [R, N], or [S, N] on the way back.
-
-        Raises:
-            CommunicationError: A peer died or did not answer in time.
-        """
+    def send(self, rows: torch.Tensor, plan: _Plan, *, name: str, back: bool) -> torch.Tensor:
+        """Send bytes [S, N] the plan's way, giving [R, N], or ``back`` the opposite way."""
         send, receive = (plan.receive, plan.send) if back else (plan.send, plan.receive)
         received = rows.new_empty((sum(receive), rows.shape[1]))
         away = sum(send) - send[self.rank]
@@ -262,10 +216,10 @@ class ExpertGroup:
     @contextlib.contextmanager
     def _timed(self, name: str, *, payload_bytes: int, sent_bytes: int) -> Iterator[None]:
         start_s = time.perf_counter()
-        with self._guard(f"the exchange of {name} between experts"):
+        with self._guard(f"sending {name} between experts"):
             yield
-        self._flights.append(
-            ExchangeFlight(
+        self._calls.append(
+            AllToAllCall(
                 name=name,
                 start_s=start_s,
                 end_s=time.perf_counter(),
@@ -291,18 +245,18 @@ class ExpertGroup:
 class _Dispatch(Function):
     """Tokens, weights and expert numbers to the experts; gradients of the first two back.
 
-    One node for all, so that every rank has its exchanges in the same order in the backward pass.
+    One node for all, so that every rank has its calls in the same order in the backward pass.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, tokens: torch.Tensor, weights: torch.Tensor, plan: _Plan, group: ExpertGroup
+        ctx: Any, tokens: torch.Tensor, weights: torch.Tensor, plan: _Plan, group: AllToAllGroup
     ) -> tuple[torch.Tensor, ...]:
         ctx.plan, ctx.group = plan, group
         ctx.token_type, ctx.weight_type = tokens.dtype, weights.dtype
         of_others = plan.ids < 0
         sent = [tokens[plan.tokens], weights[plan.tokens].masked_fill(of_others, 0.0), plan.ids]
-        packed = group.exchange(_packed(sent), plan, name="tokens", back=False)
+        packed = group.send(_packed(sent), plan, name="tokens", back=False)
         received = _unpacked(packed, sent)
         ctx.mark_non_differentiable(received[2])
         return tuple(received)
@@ -313,7 +267,7 @@ class _Dispatch(Function):
     ) -> tuple[torch.Tensor, torch.Tensor, None, None]:
         plan: _Plan = ctx.plan
         sent = list(gradients[:2])
-        packed = ctx.group.exchange(_packed(sent), plan, name="gradients of the tokens", back=True)
+        packed = ctx.group.send(_packed(sent), plan, name="gradients of the tokens", back=True)
         rows, weights = _unpacked(packed, sent)
         weights = weights.masked_fill(plan.ids < 0, 0.0)
         d_tokens = _summed(rows, plan).to(ctx.token_type)
@@ -324,16 +278,16 @@ class _Combine(Function):
     """Sums over a rank's experts back to the tokens; gradients to the experts."""
 
     @staticmethod
-    def forward(ctx: Any, partial: torch.Tensor, plan: _Plan, group: ExpertGroup) -> torch.Tensor:
+    def forward(ctx: Any, partial: torch.Tensor, plan: _Plan, group: AllToAllGroup) -> torch.Tensor:
         ctx.plan, ctx.group = plan, group
-        packed = group.exchange(_packed([partial]), plan, name="results", back=True)
+        packed = group.send(_packed([partial]), plan, name="results", back=True)
         (rows,) = _unpacked(packed, [partial])
         return _summed(rows, plan).to(partial.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         sent = gradients[0][ctx.plan.tokens]
-        packed = ctx.group.exchange(
+        packed = ctx.group.send(
             _packed([sent]), ctx.plan, name="gradients of the results", back=False
         )
         (rows,) = _unpacked(packed, [sent])

@@ -5,27 +5,39 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from fivefold.errors import ConfigurationError
-from fivefold.moe.operator._operator import fused_moe
+from fivefold.moe.operator._operator import OperatorGroup, fused_moe
 from fivefold.moe.operator.activations import activation_named
 from fivefold.moe.operator.backend import backends
-from fivefold.moe.operator.groups import ExpertLoad, LayerGroup, OperatorGroup
 from fivefold.moe.operator.operands import as_autocast
-from fivefold.moe.routing.capacity import (
+from fivefold.moe.routing.families import layer_options
+from fivefold.moe.routing.router import (
     DropPolicy,
+    Router,
+    Routing,
     capacity_for,
     check_capacity,
     counts_of,
     drop_beyond_capacity,
+    load_balancing_loss,
+    route,
+    router_z_loss,
 )
-from fivefold.moe.routing.families import layer_options
-from fivefold.moe.routing.router import Router, Routing, load_balancing_loss, route, router_z_loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertLoad:
+    """Assignments that each expert got from all ranks of a group, int64 [E]."""
+
+    routed: torch.Tensor  # by the router
+    kept: torch.Tensor  # left after dropping beyond the capacity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +111,28 @@ class MoEConfig:
         self.router.check_experts(self.experts)
 
 
+class LayerGroup(Protocol):
+    """Ranks that share out the experts of a layer."""
+
+    def experts_of(self, num_experts: int) -> range:
+        """Return the experts whose weights this process has."""
+
+    def check_layer(self, config: MoEConfig) -> None:
+        """Refuse a layer that the group was not made for."""
+
+    def apply(
+        self,
+        tokens: torch.Tensor,
+        routed: torch.Tensor,
+        *,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        num_experts: int,
+        local: Callable[..., torch.Tensor],
+    ) -> tuple[torch.Tensor, ExpertLoad]:
+        """Return the experts' weighted sums [T, H] and the load of all ranks' tokens."""
+
+
 class _Gate(nn.Module):
     """Router weights, [E, H], and the bias for choosing."""
 
@@ -152,8 +186,8 @@ class MoE(nn.Module):
 
     Args:
         config: Sizes and options.
-        group: Ranks that share the experts out; None: all are here. An ``ExpertGroup`` exchanges
-            rows by all-to-all, an ``ExpertExchange`` one-sided (a virtual one has all experts
+        group: Ranks that share the experts out; None: all are here. An ``AllToAllGroup`` sends
+            rows by all-to-all, an ``OneSidedGroup`` one-sided (a virtual one has all experts
             here, and the tokens as evenly as can be).
 
     Attributes:
@@ -161,12 +195,12 @@ class MoE(nn.Module):
             ``auxiliary_loss`` has.
         last_logits: The router logits of the last forward, without a graph.
         last_load: Assignments per expert of the last forward, over all ranks of the group; of this
-            process alone where an ``ExpertExchange`` does not know better (with a capacity).
+            process alone where an ``OneSidedGroup`` does not know better (with a capacity).
 
     Raises:
         ConfigurationError: The experts cannot be shared out equally, or the group was made for
             another layer.
-        UnsupportedError: ``recompute`` is off, and an exchange keeps nothing for the backward.
+        UnsupportedError: ``recompute`` is off, and the group keeps nothing for the backward.
 
     Examples:
         >>> layer = MoE(MoEConfig(hidden=8, intermediate=16, experts=4))

@@ -1,4 +1,4 @@
-"""State dictionaries of published models to this module's layout and back.
+"""Published checkpoints: read one tensor at a time, brought to ``MoE``'s layout, and back.
 
 Expert weights are kept per expert (``experts.3.gate_proj.weight``) or stacked; gate and up
 projections apart or as halves of one tensor. Here they are stacked, ``w13`` with the gate rows
@@ -8,12 +8,18 @@ scales, as DeepSeek-V3 publishes it, which becomes bfloat16.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import importlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from fivefold.errors import ConfigurationError, DataError
+from fivefold.errors import ConfigurationError, DataError, UnsupportedError
+from fivefold.files import read_json
+
+_INDEX = "model.safetensors.index.json"
 
 _FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 _SCALED_BLOCK = 128
@@ -37,6 +43,17 @@ class _Layout:
         return "{}" not in self.gate
 
 
+_SHARED = (
+    "shared_experts.gate_proj.weight",
+    "shared_experts.up_proj.weight",
+    "shared_experts.down_proj.weight",
+)
+_QWEN3 = _Layout(
+    router="gate.weight",
+    gate="experts.{}.gate_proj.weight",
+    up="experts.{}.up_proj.weight",
+    down="experts.{}.down_proj.weight",
+)
 LAYOUTS: dict[str, _Layout] = {
     "mixtral": _Layout(
         router="gate.weight",
@@ -44,23 +61,11 @@ LAYOUTS: dict[str, _Layout] = {
         up="experts.{}.w3.weight",
         down="experts.{}.w2.weight",
     ),
-    "qwen3": _Layout(
-        router="gate.weight",
-        gate="experts.{}.gate_proj.weight",
-        up="experts.{}.up_proj.weight",
-        down="experts.{}.down_proj.weight",
-    ),
-    "deepseek": _Layout(
-        router="gate.weight",
-        gate="experts.{}.gate_proj.weight",
-        up="experts.{}.up_proj.weight",
-        down="experts.{}.down_proj.weight",
+    "qwen3": _QWEN3,
+    "deepseek": replace(
+        _QWEN3,
         bias="gate.e_score_correction_bias",
-        shared=(
-            "shared_experts.gate_proj.weight",
-            "shared_experts.up_proj.weight",
-            "shared_experts.down_proj.weight",
-        ),
+        shared=_SHARED,
     ),
     "transformers": _Layout(
         router="gate.weight",
@@ -68,11 +73,7 @@ LAYOUTS: dict[str, _Layout] = {
         up=None,
         down="experts.down_proj",
         bias="gate.e_score_correction_bias",
-        shared=(
-            "shared_experts.gate_proj.weight",
-            "shared_experts.up_proj.weight",
-            "shared_experts.down_proj.weight",
-        ),
+        shared=_SHARED,
     ),
     "torchtitan": _Layout(
         router="router.gate.weight",
@@ -282,3 +283,98 @@ def _joined(halves: list[torch.Tensor]) -> torch.Tensor:
             hint="the file is damaged or of another model",
         )
     return halves[0] if len(halves) == 1 else torch.cat(halves, dim=1)
+
+
+def open_checkpoint(path: str | Path) -> Mapping[str, torch.Tensor]:
+    """A model's safetensors files as a state dictionary that reads a tensor when it is asked for.
+
+    So ``convert_checkpoint`` takes a layer out of a model that does not fit the memory.
+
+    Args:
+        path: A folder with ``model.safetensors.index.json`` or with safetensors files, or one such
+            file.
+
+    Returns:
+        Names to tensors, on the CPU.
+
+    Raises:
+        DataError: There are no such files, one is damaged, or two have a tensor of one name.
+        UnsupportedError: safetensors is not installed.
+
+    Examples:
+        >>> import tempfile
+        >>> from safetensors.torch import save_file
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_file({"gate.weight": torch.zeros(1, 2)}, f"{folder}/model.safetensors")
+        ...     state = open_checkpoint(folder)
+        ...     {name: tuple(tensor.shape) for name, tensor in state.items()}
+        {'gate.weight': (1, 2)}
+    """
+    try:
+        module = importlib.import_module("safetensors")
+    except ImportError as error:
+        message = "reading checkpoints needs safetensors, which is not installed"
+        raise UnsupportedError(message, hint="pip install 'fivefold[hf]'") from error
+    return _Files(Path(path), module)
+
+
+class _Files(Mapping[str, torch.Tensor]):
+    """Tensors by name; files are opened when first needed, and stay open."""
+
+    def __init__(self, path: Path, module: Any) -> None:
+        self._module = module
+        self._open: dict[Path, Any] = {}
+        self._places = self._by_index(path) if (path / _INDEX).is_file() else self._by_files(path)
+
+    def _by_index(self, folder: Path) -> dict[str, Path]:
+        try:
+            found = read_json(folder / _INDEX)["weight_map"]
+            places = {name: folder / file for name, file in found.items()}
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise DataError(f"{folder / _INDEX} is damaged: {error!r}") from error
+        missing = sorted({str(place) for place in places.values() if not place.is_file()})
+        if missing:
+            raise DataError(
+                f"{folder / _INDEX} names {missing[0]}, which is not there",
+                hint=f"download the missing files again ({len(missing)} in all)",
+            )
+        return places
+
+    def _by_files(self, path: Path) -> dict[str, Path]:
+        files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+        if not files:
+            raise DataError(
+                f"there are no safetensors files in {path}",
+                hint="give the folder of a downloaded model, or one .safetensors file",
+            )
+        places: dict[str, Path] = {}
+        for file in files:
+            for name in self._file(file).keys():  # noqa: SIM118 - no mapping: it has keys() only
+                if name in places:
+                    raise DataError(f"{name} is in {places[name]} and in {file}")
+                places[name] = file
+        return places
+
+    def _file(self, path: Path) -> Any:
+        if path not in self._open:
+            try:
+                self._open[path] = self._module.safe_open(str(path), framework="pt")
+            except (OSError, self._module.SafetensorError) as error:
+                raise DataError(
+                    f"{path} cannot be read as safetensors: {error}", hint="download it again"
+                ) from error
+        return self._open[path]
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        file = self._places[name]
+        try:
+            tensor: torch.Tensor = self._file(file).get_tensor(name)
+        except self._module.SafetensorError as error:
+            raise DataError(f"{file} does not have {name!r}, which its index says") from error
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
