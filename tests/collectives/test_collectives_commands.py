@@ -11,8 +11,14 @@ from pathlib import Path
 import pytest
 
 from fivefold.cli import main
-from fivefold.cli._collectives_report import loads_title, used_shares
-from fivefold.cli._collectives_sizes import Price, Prices, fastest_ranges, price_sizes
+from fivefold.cli._collectives_report import (
+    Price,
+    Prices,
+    fastest_ranges,
+    loads_title,
+    price_sizes,
+    used_shares,
+)
 from fivefold.collectives.algorithms import build_algorithm
 from fivefold.collectives.schedules import Schedule, all_gather, evaluate
 from fivefold.network.topology import ring, torus

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,23 +11,27 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from fivefold.cli._arguments import ArgumentError, bytes_of, seconds_of, topology_of
-from fivefold.cli._collectives_bench import bench_algorithms
-from fivefold.cli._collectives_files import (
-    SizeOption,
-    read_algorithm,
-    read_only_schedule,
-    require_ending,
-    show_facts,
-    write_algorithm,
-)
 from fivefold.cli._collectives_report import Asked, collective_page, loads_title, used_shares
 from fivefold.cli._help import help_text
 from fivefold.cli._options import BandwidthOption, JsonOption, LatencyOption
-from fivefold.cli._outputs import require_writable
-from fivefold.collectives.lowering import Program, check_program, interpret, lower
+from fivefold.cli._outputs import require_writable, write_json
+from fivefold.collectives.lowering import (
+    Program,
+    check_program,
+    from_msccl_xml,
+    from_mscclpp_json,
+    interpret,
+    lower,
+    to_msccl_xml,
+    to_mscclpp_json,
+)
 from fivefold.collectives.schedules import (
+    Schedule,
     draw_schedule,
     evaluate,
     named_collective,
@@ -39,9 +44,189 @@ from fivefold.collectives.synthesis import (
     published_sketch,
     synthesize,
 )
-from fivefold.errors import DataError
+from fivefold.errors import ConfigurationError, DataError
+from fivefold.files import read_text
 from fivefold.network.topology import Topology, draw_topology
 from fivefold.report import write_html
+from fivefold.runs import write_text
+from fivefold.units import format_bytes, format_duration_s
+
+
+def bench_algorithms(
+    collective: Annotated[str, typer.Argument(help="Such as all_reduce.")],
+    topology: Annotated[
+        str | None, typer.Argument(help="A topology; none where ranks are running (torchrun).")
+    ] = None,
+    *,
+    sizes: Annotated[str, typer.Option(help="Sizes with commas.")] = "64KB,1MB,16MB",
+    repetitions: Annotated[int, typer.Option(min=1, help="Measured calls of each size.")] = 5,
+    bandwidth: BandwidthOption = None,
+    latency: LatencyOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Price the algorithms on a topology; or, under torchrun or the lab, measure the backend.
+
+    With a topology: predicted times by message size, and which one would be chosen. Without one,
+    in running ranks: measured times of the backend's choice and of the inner backend, each the
+    median of the slowest rank's.
+    """
+    wanted = [bytes_of(size.strip()) for size in sizes.split(",")]
+    if topology is None:
+        if "RANK" not in os.environ:
+            raise ArgumentError(
+                f"{collective}: there is neither a topology nor are there ranks",
+                hint="name a topology, or start it by torchrun or 'fivefold lab run'",
+            )
+        rows = _measured(collective, wanted, repetitions)
+    else:
+        rows = _priced(
+            collective, topology_of(topology, bandwidth=bandwidth, latency=latency), wanted
+        )
+    if as_json and rows:
+        write_json(rows)
+    elif rows:
+        _table(rows)
+
+
+def _priced(collective: str, network: Topology, sizes: list[int]) -> list[dict[str, Any]]:
+    from fivefold.collectives.execution import Settings  # noqa: PLC0415 - loads torch
+    from fivefold.collectives.execution.choose import choose  # noqa: PLC0415 - loads torch
+
+    rows = []
+    for size_bytes in sizes:
+        found = choose(collective, topology=network, settings=Settings(), size_bytes=size_bytes)
+        rows.append(
+            {
+                "size": format_bytes(size_bytes),
+                "chosen": found.label,
+                "predicted_s": found.predicted_s,
+                "inner_s": found.inner_s,
+                **{f"{name}_s": time_s for name, time_s in sorted(found.others.items())},
+            }
+        )
+    return rows
+
+
+def _measured(collective: str, sizes: list[int], repetitions: int) -> list[dict[str, Any]]:
+    import torch  # noqa: PLC0415 - keeps --help fast
+    import torch.distributed as dist  # noqa: PLC0415 - as above
+
+    import fivefold.collectives.execution  # noqa: F401, PLC0415 - registers the backend
+
+    if collective.replace("-", "_") != "all_reduce":
+        raise ArgumentError(f"{collective} is not measured", hint="all_reduce is")
+    dist.init_process_group("fivefold")
+    inner, rows = dist.new_group(backend="gloo"), []
+    engine: Any = dist.group.WORLD
+    for size_bytes in sizes:
+        data = torch.ones(max(size_bytes // 4, 1))
+        times_s = torch.zeros(2, repetitions + 1, dtype=torch.float64)
+        for turn in range(repetitions + 1):
+            for at, group in enumerate((None, inner)):
+                dist.barrier(group=inner)
+                start_s = time.perf_counter()
+                dist.all_reduce(data, group=group)
+                times_s[at, turn] = time.perf_counter() - start_s
+        dist.all_reduce(
+            times_s, op=dist.ReduceOp.MAX, group=inner
+        )  # a call ends with its last rank
+        choice = engine.engine.choice("all_reduce", data.nbytes)
+        own_s, inner_s = times_s[:, 1:].median(dim=1).values.tolist()
+        medians = {"own_s": own_s, "inner_s": inner_s}
+        head = {"size": format_bytes(size_bytes), "chosen": choice.label}
+        rows.append(head | medians | {"predicted_s": choice.predicted_s})
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    return rows if rank == 0 else []
+
+
+def _table(rows: list[dict[str, Any]]) -> None:
+    table = Table()
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    for name in names:
+        table.add_column(plain_name(name))
+    for row in rows:
+        table.add_row(*[escape(value_text(name, row.get(name, ""))) for name in names])
+    Console().print(table)
+
+
+SizeOption = Annotated[str, typer.Option(help="Size of the collective, such as 16MB.")]
+
+
+def read_algorithm(file: Path) -> Schedule | Program:
+    """Return a schedule or a program from a file, whichever form it has.
+
+    Raises:
+        DataError: The file cannot be read.
+    """
+    text = read_text(file, what="algorithm")
+    if text.lstrip().startswith("<"):
+        return from_msccl_xml(text)
+    if '"threadblocks"' in text:
+        return from_mscclpp_json(text)
+    if '"fivefold-program/1"' in text:
+        return Program.from_json(text)
+    return Schedule.from_json(text)
+
+
+def read_only_schedule(file: Path) -> Schedule:
+    """Return a schedule from a file.
+
+    Raises:
+        ConfigurationError: The file holds a program.
+    """
+    found = read_algorithm(file)
+    if not isinstance(found, Schedule):
+        raise ConfigurationError(
+            f"{file} holds a program, which has no times", hint="draw the schedule it comes from"
+        )
+    return found
+
+
+def require_ending(output: Path) -> None:
+    """Refuse a file name that says no format, before the search and not after it.
+
+    Raises:
+        ArgumentError: The ending is not known.
+    """
+    if output.suffix not in {".json", ".xml"}:
+        raise ArgumentError(
+            f"{output} has no known ending", hint="end it with .json, .xml or .plan.json"
+        )
+
+
+def write_algorithm(schedule: Schedule, output: Path) -> None:
+    """Write a schedule, or the program that it lowers to, as the file's ending says."""
+    if output.suffix == ".xml":
+        text = to_msccl_xml(lower(schedule))
+    elif output.name.endswith(".plan.json"):
+        text = to_mscclpp_json(lower(schedule, queue_slots=None))
+    else:
+        text = schedule.to_json()
+    write_text(output, text)
+
+
+def show_facts(facts: dict[str, Any], *, as_json: bool) -> None:
+    """Write names and values one below the other, or as JSON."""
+    if as_json:
+        write_json(facts)
+        return
+    width = max(len(name) for name in facts)
+    for name, value in facts.items():
+        typer.echo(f"{plain_name(name):{width}}  {value_text(name, value)}")
+
+
+def plain_name(name: str) -> str:
+    """Return a key as people read it."""
+    return name.removesuffix("_s").replace("_", " ")
+
+
+def value_text(name: str, value: Any) -> str:
+    """Return a value as people read it."""
+    if name.endswith("_s") and isinstance(value, float):
+        return format_duration_s(value)
+    return f"{value:.1%}" if name == "gap" else str(value)
+
 
 app = typer.Typer(
     name="collectives",
