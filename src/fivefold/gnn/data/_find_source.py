@@ -178,9 +178,15 @@ def _npy_source(path: Path, options: SourceOptions) -> Source:
                     found.setdefault(role, array)
     if "edge_index" not in arrays:
         raise DataError(f"{path} holds no array edge_index", hint="name the file of edges itself")
+    return _arrays(arrays, splits, path, options)
+
+
+def _arrays(
+    arrays: dict[str, Any], splits: Mapping[str, Any], path: Path, options: SourceOptions
+) -> ArraySource:
     one_each: Any = {name: one_split(as_rows(rows), options.split) for name, rows in splits.items()}
     return array_source(
-        arrays["edge_index"],
+        arrays.get("edge_index"),
         features=arrays.get("features"),
         labels=arrays.get("labels"),
         weights=arrays.get("weights"),
@@ -221,22 +227,10 @@ def _with_arrays(path: Path, options: SourceOptions) -> Source:
     """Return the tables at a path, with the arrays that were given beside it."""
     if not options.arrays and not options.splits:
         return _tables_at(path, options)
-    roles = dict(options.arrays)
-    if "weights" in roles:
+    if "weights" in options.arrays:
         message = "weights of an edge table were given as an array"
         raise ConfigurationError(message, hint="make them a column: --column weight=NAME")
-    splits: Any = {
-        name: one_split(as_rows(rows), options.split) for name, rows in options.splits.items()
-    }
-    features, labels = roles.get("features"), roles.get("labels")
-    arrays = ArraySource(
-        name=path.stem,
-        edge_rows=None,
-        feature_rows=None if features is None else as_rows(features, "features"),
-        label_rows=None if labels is None else as_rows(labels, "labels"),
-        split_rows=splits,
-        given_nodes=options.num_nodes,
-    )
+    arrays = _arrays(dict(options.arrays), options.splits, path, options)
     return _JoinedSource(_tables_at(path, replace(options, num_nodes=arrays.num_nodes)), arrays)
 
 

@@ -26,7 +26,7 @@ from fivefold.gnn.data._tables import (
     open_table,
     rest_of,
 )
-from fivefold.gnn.data.arrays import ArrayEdges, check_gaps, file_stamp, npy_rows
+from fivefold.gnn.data.arrays import ArrayEdges, check_gaps, count_ids, file_stamp, npy_rows
 from fivefold.gnn.data.parts import EdgeBlock, LabelPart, Progress
 
 _LOG = logging.getLogger(__name__)
@@ -133,17 +133,13 @@ class TableSource:
             return rows
         if given is not None or self.text_ids:
             return given or 0
-        largest, edges = -1, 0
-        for block in _TableEdges(self).blocks(0, 1 << 22):
-            if block.sources.size:
-                largest = max(largest, int(block.sources.max()), int(block.targets.max()))
-                edges = block.position
+        count, num_edges = count_ids(_TableEdges(self))
         if self.ids == "auto":
             hint = (
                 "--ids text numbers them anew; --ids number keeps the gaps as nodes without edges"
             )
-            check_gaps(largest + 1, edges, hint=hint)
-        return largest + 1
+            check_gaps(count, num_edges, hint=hint)
+        return count
 
     def prepare(self, folder: Path, *, memory_bytes: int, progress: Progress | None) -> None:
         """Number the nodes, where ids are names; done once, kept in ``names.json``."""

@@ -21,7 +21,7 @@ import xxhash
 from numpy.typing import ArrayLike, NDArray
 
 from fivefold.errors import DataError
-from fivefold.gnn.data.parts import EdgeBlock, LabelPart
+from fivefold.gnn.data.parts import EdgeBlock, EdgePart, LabelPart
 
 
 class Rows(Protocol):
@@ -218,7 +218,7 @@ def as_array(value: Any, name: str = "an array") -> NDArray[Any]:
 
 
 def array_source(
-    edge_index: Array,
+    edge_index: Array | None,
     *,
     features: Array | None = None,
     labels: Array | None = None,
@@ -232,7 +232,7 @@ def array_source(
     Files are read in blocks, never as a whole.
 
     Args:
-        edge_index: ``[2, E]`` (sources, then targets) or ``[E, 2]``; integers.
+        edge_index: ``[2, E]`` (sources, then targets) or ``[E, 2]``; integers. None: nodes only.
         features: ``[N, D]`` of any dtype.
         labels: ``[N]`` or ``[N, 1]``; classes from 0, unknown -1 or NaN.
         weights: ``[E]``, finite and not negative.
@@ -257,7 +257,7 @@ def array_source(
         raise DataError(f"there is no split {unknown[0]!r}", hint="use train, valid and test")
     return ArraySource(
         name=name,
-        edge_rows=as_rows(edge_index, "edge_index"),
+        edge_rows=None if edge_index is None else as_rows(edge_index, "edge_index"),
         feature_rows=None if features is None else as_rows(features, "features"),
         label_rows=None if labels is None else as_rows(labels, "labels"),
         weight_rows=None if weights is None else as_rows(weights, "weights"),
@@ -317,9 +317,9 @@ class ArraySource:
             return self.label_rows.shape[0]
         if self._edges is None:
             return 0
-        count = self._edges.largest_id() + 1
+        count, num_edges = count_ids(self._edges)
         hint = "number the nodes 0, 1, 2, ..., or say how many there are with num_nodes"
-        check_gaps(count, self._edges.num_edges, hint=hint)
+        check_gaps(count, num_edges, hint=hint)
         return count
 
     def edges(self) -> Any:
@@ -399,6 +399,16 @@ def as_split(rows: Rows | None, num_nodes: int, name: str) -> NDArray[np.int64]:
     if values.size == num_nodes > 2 and values.min() >= 0 and values.max() <= 1:
         return np.flatnonzero(values)  # a mask of numbers: as ids, some would stand there twice
     return values.astype(np.int64)
+
+
+def count_ids(edges: EdgePart) -> tuple[int, int]:
+    """Return one more than the largest id, and the last position, after a pass over all edges."""
+    count, position = 0, 0
+    for block in edges.blocks(0, 1 << 20):
+        if block.sources.size:
+            count = max(count, int(block.sources.max()) + 1, int(block.targets.max()) + 1)
+            position = block.position
+    return count, position
 
 
 def check_gaps(num_nodes: int, num_edges: int, *, hint: str) -> None:
@@ -508,13 +518,6 @@ class ArrayEdges:
         for first in range(position, self.num_edges, max_edges):
             part = array[:, first : first + max_edges]
             yield _as_ids(part[0]), _as_ids(part[1])
-
-    def largest_id(self) -> int:
-        """Return the largest id, after a pass over all edges; -1 without edges."""
-        largest = -1
-        for block in self.blocks(0, 1 << 20):
-            largest = max(largest, int(block.sources.max()), int(block.targets.max()))
-        return largest
 
 
 def _as_ids(values: NDArray[Any]) -> NDArray[Any]:
