@@ -20,7 +20,8 @@ from fivefold.codesign._jobs import JobSpec
 from fivefold.codesign._plans import ClusterPlan, JobPlan
 from fivefold.errors import UnsupportedError
 from fivefold.network.topology import Topology
-from fivefold.tasks import ComputeTask, TaskSchedule
+from fivefold.tasks import ComputeTask
+from fivefold.tasks.schedule import TaskSchedule
 
 _KINDS = {
     "all_reduce": "ALL_REDUCE", "all_to_all": "ALL_TO_ALL", "all_gather": "ALL_GATHER",

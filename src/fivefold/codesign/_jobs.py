@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import Topology
 from fivefold.strategy import ParallelPlan, axis_groups
-from fivefold.tasks import IterationDemand, LayerCost
+from fivefold.tasks import LayerCost
+from fivefold.tasks.iteration import IterationDemand
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Any
 from fivefold.collectives.pricing import Algorithm
 from fivefold.errors import ConfigurationError
 from fivefold.files import parse_json
-from fivefold.tasks import Ordering
+from fivefold.tasks.scheduler import Ordering
 
 _SCHEMA = "fivefold.codesign/1"
 Path = tuple[int, ...]

@@ -20,7 +20,7 @@ from fivefold.codesign._traffic import job_groups
 from fivefold.codesign._trees import nearest_roots, spread_trees
 from fivefold.collectives.pricing import host_groups
 from fivefold.network.topology import Topology
-from fivefold.tasks import Ordering
+from fivefold.tasks.scheduler import Ordering
 
 _BUCKETS: tuple[int | None, ...] = (None, 25_000_000, 100_000_000, 0)
 

@@ -20,7 +20,7 @@ from fivefold.strategy._model import ModelSpec
 from fivefold.strategy._pipeline import pipeline_shape
 from fivefold.strategy._plan import WAITING_SCHEDULES, ParallelPlan, plan_problem
 from fivefold.strategy._table import PlanTable
-from fivefold.tasks import exposed_s
+from fivefold.tasks.schedule import exposed_s
 
 
 @dataclass(frozen=True, kw_only=True)

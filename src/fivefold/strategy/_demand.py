@@ -19,7 +19,7 @@ from fivefold.strategy._operators import Operator, head_operators, layer_operato
 from fivefold.strategy._pipeline import pipeline_shape
 from fivefold.strategy._plan import ParallelPlan
 from fivefold.strategy._table import PlanTable
-from fivefold.tasks import IterationDemand, Message
+from fivefold.tasks.iteration import IterationDemand, Message
 
 _FREE_BYTES_PER_S = 1e30
 _MOST_SEGMENTS = 4

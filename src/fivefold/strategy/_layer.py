@@ -21,7 +21,7 @@ from fivefold.strategy._operators import (
     tokens_of,
 )
 from fivefold.strategy._plan import ParallelPlan
-from fivefold.tasks import exposed_s
+from fivefold.tasks.schedule import exposed_s
 
 _CAST_BYTES = 4.0
 

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from fivefold.errors import ConfigurationError
-from fivefold.tasks._graph import CommunicationTask, ComputeTask, Task, TaskGraph
-from fivefold.tasks._ordering import Ordering
-from fivefold.tasks._scheduler import schedule_tasks
+from fivefold.tasks.graph import CommunicationTask, ComputeTask, Task, TaskGraph
+from fivefold.tasks.scheduler import Ordering, schedule_tasks
 
 
 @dataclass(frozen=True, kw_only=True)
