@@ -20,7 +20,8 @@ from typing import Any
 from fivefold.collectives.pricing import FabricSpec, Tier, fabric_from_topology
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.files import read_toml
-from fivefold.network.topology import catalogue, parse_topology
+from fivefold.network.topology import parse_topology
+from fivefold.network.topology.text import catalogue
 from fivefold.strategy._device import DeviceSpec
 from fivefold.units import parse_bytes, parse_bytes_per_s, parse_duration_s
 

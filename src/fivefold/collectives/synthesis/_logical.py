@@ -78,7 +78,7 @@ def logical_of(
     if collective.num_ranks != topology.num_ranks:
         message = f"{collective.num_ranks} ranks in the collective, {topology.num_ranks} in"
         raise ConfigurationError(f"{message} topology {topology.name!r}")
-    graph = topology.rank_graph()
+    graph = topology.rank_graph
     pairs = zip(graph.sources.tolist(), graph.targets.tolist(), strict=True)
     kept = [edge for edge, pair in enumerate(pairs) if allow is None or allow(*pair)]
     holders, wanted = _ends_of_chunks(collective)

@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.simulation._bundles import Incidence
-from fivefold.network.simulation._rates import FlowRoutes
 from fivefold.network.simulation._tasks import AggregationRequest, Compute, Flow, FlowTable, Task
 
 if TYPE_CHECKING:
@@ -225,7 +224,7 @@ def _table(topology: Topology, every: list[Any], known: tuple[Any, ...]) -> Flow
 
     return FlowTable.build(
         sizes=column(_size_of),
-        routes=FlowRoutes.of(routes),
+        routes=routes,
         names=names,
         dependencies=column(lambda task: [positions[name] for name in task.depends_on]),
         is_compute=column(lambda task: isinstance(task, Compute)),

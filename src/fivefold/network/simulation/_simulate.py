@@ -25,7 +25,6 @@ from fivefold.network.simulation._events import (
     release_roots,
     run,
 )
-from fivefold.network.simulation._rates import bundle_flows
 from fivefold.network.simulation._result import RateRecord, SimulationResult
 from fivefold.network.simulation._state import (
     EVENTS,
@@ -47,6 +46,7 @@ from fivefold.network.simulation._state import (
     empty_queue,
 )
 from fivefold.network.simulation._tasks import AggregationRequest, FlowTable, Task
+from fivefold.network.simulation.rates import bundle_flows, check_links
 
 if TYPE_CHECKING:
     from fivefold.network.topology import Topology
@@ -111,7 +111,7 @@ def simulate(
             table_hint = "give all tasks as a list, or flows as a table without aggregation"
             msg = "aggregation needs tasks by name"
             raise ConfigurationError(msg, hint=table_hint)
-        flows.routes.check(topology.num_links)
+        check_links(flows.routes, topology.num_links)
         table, requests = flows, Requests.none(len(flows))
         jobs = tuple(range(int(flows.jobs.max(initial=-1)) + 1))
     repeats = _iterations(iterations, jobs)
@@ -254,7 +254,7 @@ def _build_world(
     capacities = np.concatenate([topology.capacities_bytes_per_s, adders])
     latencies = np.concatenate([topology.latencies_s, np.zeros(len(adders))])
     bundles, classes = bundle_flows(
-        table.routes.incidence,
+        table.routes,
         capacities,
         weights=table.weights,
         caps=table.rate_caps_bytes_per_s,
@@ -278,7 +278,7 @@ def _build_world(
     return World(
         loads=loads,
         tasks=tasks,
-        uses=_records(LINK_USE, link=table.routes.links, amount=table.routes.incidence.amounts),
+        uses=_records(LINK_USE, link=table.routes.links, amount=table.routes.amounts),
         rows=_records(ROW, entry=bundles.row_entries, usage=bundles.row_usages),
         others=others,
         slots=_records(SLOT_NEED, switch=requests.slots.links, slots=requests.slots.amounts),
@@ -333,7 +333,7 @@ def _others(
 
 def _tasks(table: FlowTable, requests: Requests, made: tuple[Any, ...]) -> Any:
     bundles, capacities, latencies, (dependents, fallbacks, _) = made
-    count, routes = len(table), table.routes.incidence
+    count, routes = len(table), table.routes
     flows = np.repeat(np.arange(count), np.diff(routes.offsets))
     summed = np.bincount(flows, latencies[routes.links], count)
     own = np.where(np.isnan(table.latencies_s), summed, table.latencies_s)
