@@ -17,7 +17,6 @@ from fivefold.network.topology import (
     Link,
     Node,
     Topology,
-    _routes,
     fat_tree,
     named_topology,
     parse_topology,
@@ -26,6 +25,7 @@ from fivefold.network.topology import (
     switch,
     torus,
 )
+from fivefold.network.topology.routes import Router
 
 
 def random_topology(seed, *, num_nodes=9):
@@ -110,13 +110,13 @@ def check_both_ways(topology, *, through_ranks):
     answers = []
     for nodes_per_search in (10**9, 1):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_routes, "_NODES_PER_SEARCH", nodes_per_search)
+            patch.setattr("fivefold.network.topology.routes._NODES_PER_SEARCH", nodes_per_search)
             answers.append(answers_of(topology, through_ranks=through_ranks))
     assert answers[0] == answers[1]
 
 
 def answers_of(topology, *, through_ranks):
-    router, found = _routes.Router(topology), []
+    router, found = Router(topology), []
     for pair in itertools.product(range(topology.num_ranks), repeat=2):
         try:
             found.append(router.route(*pair, through_ranks=through_ranks))
