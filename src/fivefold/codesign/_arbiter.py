@@ -19,7 +19,9 @@ from fivefold.codesign._records import DecisionRecord, Layer
 from fivefold.codesign._trees import free_slots, job_trees, spread_trees, summed_columns
 from fivefold.collectives.pricing import tree_links
 from fivefold.errors import ConfigurationError
-from fivefold.flows import Routing, never_worse, priority_classes, time_shifts
+from fivefold.flows import priority_classes, time_shifts
+from fivefold.flows.guard import never_worse
+from fivefold.flows.routing import Routing
 from fivefold.network.topology import Topology
 
 _TOLERANCE = 1e-6

@@ -16,7 +16,8 @@ from fivefold.codesign._iteration import iteration_of
 from fivefold.codesign._jobs import JobSpec
 from fivefold.codesign._plans import ClusterPlan, JobPlan
 from fivefold.codesign._traffic import phases_of
-from fivefold.flows import FlowDemand, JobTraffic, RoutePolicy, route_flows
+from fivefold.flows import FlowDemand, JobTraffic, route_flows
+from fivefold.flows.routing import RoutePolicy
 from fivefold.network.topology import Topology
 
 

@@ -51,14 +51,7 @@ class Bucket:
 
 
 class ChunkSender:
-    """Sends what it is given, in the order that it is given.
-
-    Args:
-        group: The ranks; used by this object alone.
-        chunk_bytes: Largest chunk; None for whole buckets.
-        credit: Chunks in flight at once.
-        timeout_s: Longest wait for a bucket that the order wants next.
-    """
+    """Sends what it is given, in the order that it is given."""
 
     def __init__(
         self, group: dist.ProcessGroup, *, chunk_bytes: int | None, credit: int, timeout_s: float

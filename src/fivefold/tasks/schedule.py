@@ -15,15 +15,7 @@ from fivefold.tasks.graph import CommunicationTask, TaskGraph
 
 @dataclass(frozen=True)
 class TaskSpan:
-    """One uninterrupted stretch of a task on its resource.
-
-    Attributes:
-        task_id: The task.
-        resource: Where it ran.
-        start_s: Seconds from the start of the graph.
-        end_s: The same.
-        chunk: Number of the chunk; 0 for whole tasks.
-    """
+    """One uninterrupted stretch of a task on its resource."""
 
     task_id: str
     resource: str
@@ -39,13 +31,7 @@ class TaskSpan:
 
 @dataclass(frozen=True)
 class TaskSchedule:
-    """Start and end of every task of a graph.
-
-    Attributes:
-        graph: What was scheduled.
-        spans: Stretches in the order in which they start.
-        ordering: What decided.
-    """
+    """Start and end of every task of a graph."""
 
     graph: TaskGraph
     spans: tuple[TaskSpan, ...]
@@ -130,20 +116,6 @@ def exposed_s(
 
     All but one of its pieces can hide; while they do, compute is slower:
     ``sent - (1 - slowdown) * min(sent - sent / pieces, beside)``.
-
-    Args:
-        sent_s: Seconds of the communication: a number, or an array with one entry per case.
-        beside_s: Seconds of compute that it may run beside.
-        pieces: Into how many equal pieces it is cut, the last of which waits for the compute's
-            end; None hides all of it.
-        slowdown: Share by which compute slows down while communication runs.
-
-    Returns:
-        Seconds, of the shape of the arguments.
-
-    Examples:
-        >>> float(exposed_s(3.0, 2.0)), float(exposed_s(4.0, 9.0, pieces=4))
-        (1.0, 1.0)
     """
     sent = np.asarray(sent_s, dtype=np.float64)
     hidden = np.minimum(sent if pieces is None else sent - sent / pieces, beside_s)

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.errors import DataError
-from fivefold.network.profiling import Contention, Profile, fit_line
-from fivefold.network.profiling._profile import split_latencies
+from fivefold.network.profiling import Profile
+from fivefold.network.profiling.profile import Contention, fit_line, split_latencies
 from fivefold.network.topology import read_topology
 
 SIZES = (64, 4096, 65536, 1 << 20, 1 << 22)

@@ -119,7 +119,13 @@ def answers_of(topology, *, through_ranks):
     router, found = Router(topology), []
     for pair in itertools.product(range(topology.num_ranks), repeat=2):
         try:
-            found.append(router.route(*pair, through_ranks=through_ranks))
+            found.append(
+                tuple(
+                    router.routes(
+                        *([end] for end in pair), through_ranks=through_ranks
+                    ).links.tolist()
+                )
+            )
         except InfeasibleError as error:
             found.append(str(error))
     return found

@@ -36,7 +36,7 @@ from fivefold.collectives.schedules import (
     named_collective,
 )
 from fivefold.errors import ConfigurationError, FivefoldError
-from fivefold.flows import default_paths
+from fivefold.flows.paths import default_paths
 from fivefold.network.topology import Topology
 
 Floats = NDArray[np.float64]

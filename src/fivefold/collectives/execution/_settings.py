@@ -12,7 +12,8 @@ from typing import Any
 from fivefold.collectives.lowering import Program, check_program, from_msccl_xml, lower
 from fivefold.collectives.schedules import Schedule
 from fivefold.errors import ConfigurationError
-from fivefold.network.aggregation import AggregationOptions, parse_address
+from fivefold.network.aggregation import AggregationOptions
+from fivefold.network.aggregation.wire import parse_address
 from fivefold.network.topology import Link, Node, Topology, parse_topology, read_topology, switch
 
 CHOOSABLE = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")

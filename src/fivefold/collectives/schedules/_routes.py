@@ -17,7 +17,7 @@ import numpy as np
 from fivefold.collectives.schedules._arrays import Array, Floats, Ints, Longs, rows_of
 from fivefold.collectives.schedules._schedule import Schedule, ScheduleError
 from fivefold.errors import ConfigurationError
-from fivefold.flows import default_paths
+from fivefold.flows.paths import default_paths
 from fivefold.network.topology import Topology
 
 

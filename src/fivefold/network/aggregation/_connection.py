@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from fivefold.errors import CommunicationError, FivefoldError
-from fivefold.network.aggregation._pool import SwitchState
-from fivefold.network.aggregation._wire import (
+from fivefold.network.aggregation.pool import SwitchState
+from fivefold.network.aggregation.wire import (
     Frame,
     FrameReader,
     FrameWriter,
@@ -30,17 +30,7 @@ _OPEN, _SUMMED, _REFUSED = 0, 1, 2
 
 @dataclass
 class Exchange:
-    """One collective: what goes out, what comes back.
-
-    Attributes:
-        own: Bytes of this rank's buffer.
-        results: Memory for the sums, as long.
-        chunk_bytes: Length of all chunks but the last.
-        dtype: Type of the elements.
-        sequence: Number of the collective.
-        reasons: What the switch said of chunks that it did not sum.
-        lost: Why the exchange ended early; None where it did not.
-    """
+    """One collective: what goes out, what comes back."""
 
     own: memoryview
     results: memoryview
@@ -109,13 +99,7 @@ class Exchange:
 
 
 class Connection:
-    """A joined connection.
-
-    Args:
-        address: The switch's ``host:port``.
-        said: Job, rank, size, window and sequence.
-        timeout_s: Longest wait for connection and answer.
-    """
+    """A joined connection."""
 
     def __init__(self, address: str, said: dict[str, Any], *, timeout_s: float) -> None:
         self._socket = _connected(address, timeout_s)

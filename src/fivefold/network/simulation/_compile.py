@@ -120,15 +120,7 @@ def _pool_rate(topology: Topology, request: AggregationRequest, round_trip_s: fl
 
 @dataclass(frozen=True, eq=False)
 class Requests:
-    """Slots and fallbacks of in-network aggregations, beside a table.
-
-    Attributes:
-        slots: Slots that each task takes; ``links`` holds switches, ``amounts`` slots.
-        fallbacks: Flows that stand in for each task; ``links`` holds tasks.
-        fallback_of: The request of each such flow, else -1; int64 [tasks].
-        free_slots: Slots of each switch; int64 [switches].
-        adder_rates_bytes_per_s: Rate of each switch's adders, as links behind the real ones.
-    """
+    """Slots and fallbacks of in-network aggregations, beside a table."""
 
     slots: Incidence
     fallbacks: Incidence

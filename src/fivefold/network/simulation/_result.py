@@ -17,16 +17,7 @@ FloatArray = npt.NDArray[np.float64]
 
 
 class Span(NamedTuple):
-    """One task on the timeline.
-
-    Attributes:
-        name: Its id.
-        kind: ``"flow"`` or ``"compute"``.
-        job: Number of its job, -1 for none.
-        start_s: When it began.
-        sent_s: When its last byte had been sent, or its work was done.
-        finish_s: When its last byte had arrived.
-    """
+    """One task on the timeline."""
 
     name: Hashable
     kind: str
@@ -37,14 +28,7 @@ class Span(NamedTuple):
 
 
 class RateRecord(NamedTuple):
-    """Every change of a bundle's level, in order of time.
-
-    Attributes:
-        times_s: float64 [changes].
-        bundles: int64 [changes].
-        levels: float64 [changes].
-        of_task: Bundle of each task; int64 [tasks].
-    """
+    """Every change of a bundle's level, in order of time."""
 
     times_s: FloatArray
     bundles: npt.NDArray[np.int64]

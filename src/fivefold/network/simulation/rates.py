@@ -22,11 +22,7 @@ RoutesLike = Incidence | Routes | tuple[npt.NDArray[Any], ...] | Sequence[Sequen
 
 
 def routes_of(routes: RoutesLike) -> Incidence:
-    """Return the links of flows as the solver reads them.
-
-    Raises:
-        ConfigurationError: The arrays do not fit together.
-    """
+    """Return the links of flows as the solver reads them."""
     offsets: Any
     links: Any
     amounts: Any = None

@@ -38,14 +38,7 @@ class Box:
 
 @dataclass
 class Layout:
-    """A place for each node.
-
-    Args:
-        places: x and y of each node, float64 [num_nodes, 2].
-        marks: The mark that each node is drawn as; nodes of one mark share a place.
-        boxes: Outlines of hosts.
-        grid: Whether links longer than one step wrap around the picture.
-    """
+    """A place for each node."""
 
     places: FloatArray
     marks: list[int]

@@ -117,11 +117,7 @@ class LinkGraph:
         return {node.name: index for index, node in enumerate(self.nodes)}
 
     def index(self, name: str) -> int:
-        """Return the node index of a name.
-
-        Raises:
-            ConfigurationError: There is no such node.
-        """
+        """Return the node index of a name."""
         if name not in self._index:
             raise ConfigurationError(
                 f"{name!r} is no node of topology {self.name!r}",
@@ -130,11 +126,7 @@ class LinkGraph:
         return self._index[name]
 
     def node_of_rank(self, rank: int) -> int:
-        """Return the node index of a rank.
-
-        Raises:
-            ConfigurationError: There is no such rank.
-        """
+        """Return the node index of a rank."""
         return int(self.rank_nodes[self._checked_rank(rank)])
 
     def _checked_rank(self, rank: int) -> int:
@@ -225,11 +217,7 @@ class LinkGraph:
         return bool(forward.all() and backward.all())
 
     def require_connected(self) -> None:
-        """Do nothing where every rank can reach every other.
-
-        Raises:
-            InfeasibleError: Some cannot; names them.
-        """
+        """Do nothing where every rank can reach every other."""
         for seen, verb in zip(
             self._reach_of_first_rank(), ("cannot be reached from", "cannot reach"), strict=True
         ):

@@ -31,20 +31,7 @@ _NODES_PER_SEARCH = 512  # a search from both ends costs about as much as this p
 
 @dataclass(frozen=True)
 class Routes:
-    """Routes of many pairs; route i is ``links[offsets[i]:offsets[i + 1]]``.
-
-    Args:
-        sources: Rank where each begins, int32.
-        targets: Rank where each ends, int32.
-        offsets: Where each begins in ``links``, int64 [routes + 1].
-        links: Link indices in order, int32.
-
-    Examples:
-        >>> from fivefold.network.topology import ring
-        >>> routes = ring(4).routes([0, 3], [2, 3])
-        >>> len(routes), len(routes.of(0)), routes.of(1).tolist()
-        (2, 2, [])
-    """
+    """Routes of many pairs; route i is ``links[offsets[i]:offsets[i + 1]]``."""
 
     sources: IntArray
     targets: IntArray
@@ -291,23 +278,7 @@ def _latency_ticks(latencies_s: npt.NDArray[np.float64], num_nodes: int) -> npt.
 
 @dataclass(frozen=True)
 class RankGraph:
-    """Logical links between ranks, ordered by source, then target, direct ones first.
-
-    Args:
-        sources: Rank where each begins, int32.
-        targets: Rank where each ends, int32.
-        route_offsets: Where each one's route begins in ``route_links``, int64 [edges + 1].
-        route_links: Physical link indices of the routes, int32.
-        capacities_bytes_per_s: Least capacity on each route.
-        latencies_s: Sum of the latencies on each route.
-        counts: Physical links side by side at the narrowest place of each route, int32.
-
-    Examples:
-        >>> from fivefold.network.topology import switch
-        >>> graph = switch(3).rank_graph
-        >>> len(graph), graph.route(0).tolist(), graph.is_direct(0)
-        (6, [0, 3], False)
-    """
+    """Logical links between ranks, ordered by source, then target, direct ones first."""
 
     sources: IntArray
     targets: IntArray

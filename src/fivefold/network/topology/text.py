@@ -91,13 +91,7 @@ _GENERATORS: Mapping[str, _Generator] = {
 
 
 class Catalogue(NamedTuple):
-    """What :func:`parse_topology` knows by name.
-
-    Attributes:
-        machines: Where the figures of each machine come from, by name.
-        generators: An example of each generator's spelling and one line about it, by name.
-        profiles: TACCL's published profiles.
-    """
+    """What :func:`parse_topology` knows by name."""
 
     machines: Mapping[str, str]
     generators: Mapping[str, tuple[str, str]]
@@ -105,15 +99,7 @@ class Catalogue(NamedTuple):
 
 
 def catalogue() -> Catalogue:
-    """Return all that :func:`parse_topology` knows by name.
-
-    Returns:
-        Machines, generators and profiles.
-
-    Examples:
-        >>> catalogue().generators["hypercube"][0]
-        'hypercube:6'
-    """
+    """Return all that :func:`parse_topology` knows by name."""
     generators = {}
     for name, generator in _GENERATORS.items():
         summary = (inspect.getdoc(generator.build) or "").partition("\n")[0]

@@ -20,8 +20,8 @@ import numpy as np
 
 from fivefold.errors import CommunicationError, ConfigurationError
 from fivefold.network.aggregation._connection import Connection, Exchange
-from fivefold.network.aggregation._elements import dtype_name
-from fivefold.network.aggregation._wire import parse_address
+from fivefold.network.aggregation.elements import dtype_name
+from fivefold.network.aggregation.wire import parse_address
 
 _log = logging.getLogger(__name__)
 _LABEL_BYTES = 4
